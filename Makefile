@@ -1,0 +1,51 @@
+# Everything a contributor or CI runs. Every target but `clean` first brings .venv up to date.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.stamp
+
+# What must not be in any file: paths of somebody's own machine, and leftovers of a merge.
+FORBIDDEN := (^|[^A-Za-z0-9_.}-])/(home|root|work|Users)/|^(<{7}|>{7}) .
+
+.PHONY: setup check test test-slow demo bench docs clean
+
+setup: $(STAMP)
+
+# The checkout may have any name, but mypy takes a package's name from its folder: it reads the sources through a link.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	mkdir -p .venv/check
+	ln -sfn ../.. .venv/check/twinfer
+	touch $@
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	MYPYPATH=.venv/check $(BIN)/mypy -p twinfer.bucketing -p twinfer.shared -p twinfer.ops
+	$(BIN)/lint-imports --no-logo
+	git grep --no-index --exclude-standard -nIE '$(FORBIDDEN)' && exit 1 || test $$? -eq 1
+
+test: $(STAMP)
+	$(BIN)/pytest -m 'not slow' $(PYTEST_ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/pytest -m slow $(PYTEST_ARGS)
+
+demo: $(STAMP)
+	$(BIN)/twinfer demo
+
+bench: $(STAMP)
+	$(BIN)/python scripts/bench_scheduler.py
+
+docs: $(STAMP)
+	$(BIN)/python scripts/check_docs.py
+
+clean:
+	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

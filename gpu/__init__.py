@@ -1,0 +1,1 @@
+"""The torch worker: NVIDIA GPUs first, CPUs too."""

@@ -1,0 +1,1 @@
+"""Everything that both back ends share: requests, scheduling, cache management, models."""

@@ -1,0 +1,1 @@
+"""Model definitions, written once over the vocabulary of `ops`."""

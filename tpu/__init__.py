@@ -1,0 +1,1 @@
+"""The JAX worker: TPUs first, CPUs and NVIDIA GPUs too."""
