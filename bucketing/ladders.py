@@ -1,0 +1,34 @@
+"""The sizes that steps are padded to."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+
+def decode_ladder(max_requests: int, step: int = 8, small: Sequence[int] = ()) -> tuple[int, ...]:
+    """Request counts of decode programs: `small`, then multiples of `step`, up to `max_requests` (always the last).
+
+    TPUs take 8, 16, 24, ... (a sublane is 8 rows); GPUs add 1, 2, 4 where the batch-1 latency matters.
+    """
+    sizes = {size for size in small if size < max_requests}
+    sizes.update(range(step, max_requests, step))
+    sizes.add(max_requests)
+    return tuple(sorted(sizes))
+
+
+def mixed_ladder(max_tokens: int, smallest: int = 16) -> tuple[int, ...]:
+    """Token counts of mixed programs: powers of two from `smallest`, and `max_tokens` as the last."""
+    sizes = []
+    size = smallest
+    while size < max_tokens:
+        sizes.append(size)
+        size *= 2
+    sizes.append(max_tokens)
+    return tuple(sizes)
+
+
+def smallest_at_least(ladder: Sequence[int], value: int) -> int | None:
+    """The smallest entry of the sorted `ladder` that is not below `value`, or None if there is none."""
+    index = bisect_left(ladder, value)
+    return ladder[index] if index < len(ladder) else None

@@ -1,0 +1,22 @@
+"""What is computed: op declarations, references, contracts, the implementation plan, and the framework bindings.
+
+Importing this package imports neither JAX nor torch; `resolve(framework)` loads the one that is asked for.
+"""
+
+from . import reference as _reference  # noqa: F401  registers the ops
+from .declare import REGISTRY, Contract, Op, OpError, define
+from .implement import Implementation, implement
+from .plan import Choice, Plan, resolve
+
+__all__ = [
+    "REGISTRY",
+    "Choice",
+    "Contract",
+    "Implementation",
+    "Op",
+    "OpError",
+    "Plan",
+    "define",
+    "implement",
+    "resolve",
+]

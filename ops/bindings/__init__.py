@@ -1,0 +1,1 @@
+"""How a framework calls the planned implementations, one module per framework."""

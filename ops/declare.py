@@ -1,0 +1,115 @@
+"""What an op is: a name, a signature, one executable reference, and a contract on rounding.
+
+A *fine* op's reference is a function of an array namespace `xp` (see `namespaces`): the same source is the float64
+oracle under numpy and the native implementation under torch and JAX. A *coarse* op's reference is a function of the
+bound ops: it is a composition of finer ops, so a backend without an implementation of its own falls through to its
+finer ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Array = Any
+"""An array of whichever framework runs the op."""
+
+
+class OpError(Exception):
+    """An op or an implementation is declared wrongly, or a plan cannot be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """Where an op may lose precision. Implementations meet it; changing one means changing it here.
+
+    `rounds` says where values are rounded to the storage dtype, `accumulate` the dtype between those places, `dot` the
+    algorithm of matrix products by storage dtype, `masked` what padded and masked rows hold, `nan` the NaN policy.
+    """
+
+    rounds: str = "once, at the output"
+    accumulate: str = "float32 (float64 for float64 inputs), any order"
+    dot: str = "none"
+    masked: str = "each row depends on its own input row only"
+    nan: str = "NaN in, NaN out, in the same row"
+
+
+DOT = "BF16_BF16_F32 for bfloat16, F32_F32_F32 for float32: never the framework's default"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op of the dialect. `activations` names the inputs whose memory an implementation may reuse."""
+
+    name: str
+    level: Literal["fine", "coarse"]
+    reference: Callable[..., Any]
+    signature: inspect.Signature
+    contract: Contract
+    activations: tuple[str, ...] = ()
+    composition: tuple[str, ...] = ()
+    native: Literal["reference", "per framework"] = "reference"
+
+    @property
+    def static_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that are Python values, fixed when a program is compiled."""
+        scalars = ("int", "float", "bool", "str")
+        return tuple(p.name for p in self.signature.parameters.values() if p.annotation in scalars)
+
+
+@dataclass(slots=True)
+class Registry:
+    """All declared ops by name."""
+
+    ops: dict[str, Op] = field(default_factory=dict)
+
+    def add(self, op: Op) -> None:
+        """Register `op`. Raises OpError if the name is taken or an activation is not a parameter."""
+        if op.name in self.ops:
+            raise OpError(f"op {op.name!r} is registered twice")
+        unknown = [name for name in op.activations if name not in op.signature.parameters]
+        if unknown:
+            raise OpError(f"op {op.name!r}: activations {unknown} are not parameters of {op.signature}")
+        self.ops[op.name] = op
+
+    def __getitem__(self, name: str) -> Op:
+        if name not in self.ops:
+            raise OpError(f"unknown op {name!r}; known are {', '.join(sorted(self.ops))}")
+        return self.ops[name]
+
+    def __iter__(self) -> Iterator[Op]:
+        return iter(self.ops.values())
+
+
+REGISTRY = Registry()
+
+
+def define(
+    *,
+    level: Literal["fine", "coarse"] = "fine",
+    contract: Contract | None = None,
+    activations: tuple[str, ...] = (),
+    composition: tuple[str, ...] = (),
+    native: Literal["reference", "per framework"] = "reference",
+    registry: Registry = REGISTRY,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare the decorated function as the reference of an op of its name.
+
+    Its first parameter is `xp` (fine) or `ops` (coarse); the others are the op's signature. With
+    `native="per framework"` the reference serves numpy only, and each framework registers a native implementation.
+    """
+
+    def register(reference: Callable[..., Any]) -> Callable[..., Any]:
+        first, *rest = inspect.signature(reference).parameters.values()
+        wanted = "xp" if level == "fine" else "ops"
+        name = reference.__name__
+        if first.name != wanted:
+            raise OpError(f"op {name!r}: the first parameter of a {level} reference is {wanted!r}, got {first.name!r}")
+        contract_ = contract or Contract()
+        signature = inspect.Signature(rest)
+        registry.add(Op(name, level, reference, signature, contract_, activations, composition, native))
+        return reference
+
+    return register

@@ -1,0 +1,77 @@
+"""What an implementation of an op is, and the check that it has the op's exact schema."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .declare import REGISTRY, OpError
+
+Framework = Literal["numpy", "jax", "torch"]
+
+
+def always() -> bool:
+    """The default static predicate."""
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One way to run an op in one framework.
+
+    `supported` says whether it can run here at all (library, chip); `supports_args`, with exactly the op's parameters,
+    whether it takes these shapes and dtypes. `host_metadata`: it reads the ragged lengths on the host, so they are
+    passed as CPU tensors and no graph can capture it. `row_invariant`: a row's result does not depend on the batch.
+    """
+
+    op: str
+    provider: str
+    framework: Framework
+    function: Callable[..., Any]
+    supported: Callable[[], bool] = always
+    supports_args: Callable[..., bool] | None = None
+    inplace: bool = False
+    deterministic: bool = True
+    row_invariant: bool = False
+    host_metadata: bool = False
+
+
+IMPLEMENTATIONS: dict[tuple[str, Framework], dict[str, Implementation]] = {}
+
+
+def implement(
+    op: str, *, provider: str, framework: Framework, **properties: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as an implementation. Raises OpError if its schema is not the op's."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        check_schema(op, function, f"implementation {provider!r} ({framework})")
+        predicate = properties.get("supports_args")
+        if predicate is not None:
+            check_schema(op, predicate, f"predicate of {provider!r} ({framework})")
+        known = IMPLEMENTATIONS.setdefault((op, framework), {})
+        if provider in known:
+            raise OpError(f"op {op!r} has two implementations {provider!r} for {framework}")
+        known[provider] = Implementation(op, provider, framework, function, **properties)
+        return function
+
+    return register
+
+
+def check_schema(op: str, function: Callable[..., Any], what: str) -> None:
+    """Raise OpError, showing both schemas, unless `function` has the names, order, types and defaults of the op."""
+    expected = [_schema(p) for p in REGISTRY[op].signature.parameters.values()]
+    actual = [_schema(p) for p in inspect.signature(function).parameters.values()]
+    if expected != actual:
+        raise OpError(
+            f"{what} of op {op!r} has another schema:\n  op:   ({', '.join(expected)})\n  here: ({', '.join(actual)})"
+        )
+
+
+def _schema(parameter: inspect.Parameter) -> str:
+    annotation = parameter.annotation
+    kind = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    default = "" if parameter.default is inspect.Parameter.empty else f" = {parameter.default!r}"
+    return f"{parameter.name}: {kind}{default}"

@@ -1,0 +1,78 @@
+"""The JAX namespace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Named per dtype: a framework default would be bfloat16 passes for float32 on TPU and TF32 on GPU.
+ALGORITHMS = {
+    "bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
+    "float16": jax.lax.DotAlgorithmPreset.F16_F16_F32,
+    "float32": jax.lax.DotAlgorithmPreset.F32_F32_F32,
+    "float64": jax.lax.DotAlgorithmPreset.F64_F64_F64,
+}
+
+
+class JaxNamespace:
+    """Array API functions of jax.numpy and the extra words of this package."""
+
+    name = "jax"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jnp, name)
+
+    @staticmethod
+    def accumulate(x: jax.Array) -> jax.Array:
+        """x in its accumulation dtype."""
+        return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+
+    @staticmethod
+    def linear_accumulated(x: jax.Array, w: jax.Array) -> jax.Array:
+        """x [..., k] by w [n, k] in the accumulation dtype."""
+        dims = (((x.ndim - 1,), (1,)), ((), ()))
+        out = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+        return jax.lax.dot_general(x, w, dims, precision=ALGORITHMS[x.dtype.name], preferred_element_type=out)
+
+    def linear(self, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """x [..., k] by w [n, k] plus bias, rounded once."""
+        y = self.linear_accumulated(x, w)
+        if bias is not None:
+            y = y + self.accumulate(bias)[None, :]
+        return y.astype(x.dtype)
+
+    @staticmethod
+    def rsqrt(x: jax.Array) -> jax.Array:
+        """1 / sqrt(x)."""
+        return jax.lax.rsqrt(x)
+
+    @staticmethod
+    def to_int(x: jax.Array) -> jax.Array:
+        """The nearest int32, ties to even."""
+        return jnp.rint(x).astype(jnp.int32)
+
+    @staticmethod
+    def count_tokens(ids: jax.Array, size: int) -> jax.Array:
+        """How often each id occurs in each row."""
+        rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+        counts = jnp.zeros((ids.shape[0], size), jnp.int32)
+        return counts.at[rows, jnp.where(ids < 0, size, ids)].add(1, mode="drop")
+
+    @staticmethod
+    def add_at(x: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
+        """x plus values at ids of each row."""
+        rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+        return x.at[rows, jnp.where(ids < 0, x.shape[1], ids)].add(values, mode="drop")
+
+    @staticmethod
+    def top(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+        """The k largest and their indices, ties by the lower index."""
+        values, ids = jax.lax.top_k(x, k)
+        return values, ids.astype(jnp.int32)
+
+    @staticmethod
+    def loop(start: int, stop: int, body: Any, state: Any) -> Any:
+        """state after state = body(i, state) for each i; one body in the program."""
+        return jax.lax.fori_loop(start, stop, body, state)

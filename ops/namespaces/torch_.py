@@ -1,0 +1,87 @@
+"""The torch namespace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_compat.torch as base
+import ml_dtypes
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+
+def from_numpy(x: np.ndarray) -> torch.Tensor:
+    """A tensor of the same values; torch does not know numpy's bfloat16."""
+    x = np.ascontiguousarray(x)
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+class TorchNamespace:
+    """Array API functions of torch and the extra words of this package.
+
+    float32 products are float32 (`torch.backends.*.allow_tf32` stays off: the worker sees to it), bfloat16 products
+    accumulate in float32.
+    """
+
+    name = "torch"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(base, name)
+
+    @staticmethod
+    def accumulate(x: torch.Tensor) -> torch.Tensor:
+        """x in its accumulation dtype."""
+        return x if x.dtype == torch.float64 else x.to(torch.float32)
+
+    def linear_accumulated(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """x [..., k] by w [n, k] in the accumulation dtype."""
+        if x.dtype in (torch.bfloat16, torch.float16) and x.is_cuda:
+            return torch.mm(x, w.t(), out_dtype=torch.float32)
+        return F.linear(self.accumulate(x), self.accumulate(w))
+
+    @staticmethod
+    def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [..., k] by w [n, k] plus bias, rounded once."""
+        return F.linear(x, w, bias)
+
+    @staticmethod
+    def rsqrt(x: torch.Tensor) -> torch.Tensor:
+        """1 / sqrt(x)."""
+        return torch.rsqrt(x)
+
+    @staticmethod
+    def to_int(x: torch.Tensor) -> torch.Tensor:
+        """The nearest int32, ties to even."""
+        return torch.round(x).to(torch.int32)
+
+    @staticmethod
+    def count_tokens(ids: torch.Tensor, size: int) -> torch.Tensor:
+        """How often each id occurs in each row."""
+        # One extra column takes the unused ids, so that the shape does not depend on the data.
+        counts = torch.zeros((ids.shape[0], size + 1), dtype=torch.int32, device=ids.device)
+        index = torch.where(ids < 0, size, ids).to(torch.int64)
+        return counts.scatter_add_(1, index, torch.ones_like(ids))[:, :size]
+
+    @staticmethod
+    def add_at(x: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """x plus values at ids of each row."""
+        wide = F.pad(x, (0, 1))
+        index = torch.where(ids < 0, x.shape[1], ids).to(torch.int64)
+        return wide.scatter_add_(1, index, values)[:, : x.shape[1]]
+
+    @staticmethod
+    def top(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The k largest and their indices, ties by the lower index."""
+        # topk leaves the order of ties open; a stable sort does not.
+        values, ids = torch.sort(x, dim=-1, descending=True, stable=True)
+        return values[..., :k], ids[..., :k].to(torch.int32)
+
+    @staticmethod
+    def loop(start: int, stop: int, body: Any, state: Any) -> Any:
+        """state after state = body(i, state) for each i."""
+        for i in range(start, stop):
+            state = body(i, state)
+        return state

@@ -1,0 +1,1 @@
+"""Native implementations of the ops that the Array API has no words for, one module per framework."""

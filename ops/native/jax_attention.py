@@ -1,0 +1,141 @@
+"""KV write and paged attention in plain XLA: no kernel, static shapes, work proportional to the tokens in use.
+
+Attention runs over blocks of the cache with an online softmax, in loops whose trip counts are read on the device: the
+requests with one query token all at once, the others one after the other in blocks of queries.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..declare import Array
+from ..implement import implement
+from ..namespaces.jax_ import ALGORITHMS
+
+KV_BLOCK = 128
+QUERY_BLOCK = 128
+LOWEST = -1e30
+
+
+@implement("write_kv", provider="native", framework="jax")
+def write_kv(kv: Array, k: Array, v: Array, slots: Array) -> Array:
+    """Scatter the rows of K and V into their slots; rows with slot -1 are dropped."""
+    pages, page_size, heads, size = kv.shape
+    rows = jnp.stack([k, v], axis=2).reshape(k.shape[0], heads, size)
+    flat = kv.reshape(pages * page_size, heads, size)
+    target = jnp.where(slots < 0, pages * page_size, slots)
+    return flat.at[target].set(rows, mode="drop").reshape(kv.shape)
+
+
+class _Softmax(NamedTuple):
+    """Running maximum, sum and weighted values of an online softmax: [..., 1], [..., 1], [..., hdim]."""
+
+    maximum: jax.Array
+    total: jax.Array
+    values: jax.Array
+
+
+@implement("paged_attention", provider="native", framework="jax")
+def paged_attention(
+    q: Array,
+    kv: Array,
+    page_table: Array,
+    query_start: Array,
+    kv_lens: Array,
+    counts: Array,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    max_query_len: int,
+) -> Array:
+    """See the op. Scores and softmax in float32, weights rounded to the storage dtype, one rounding at the end."""
+    tokens = q.shape[0]
+    requests = page_table.shape[0]
+    block_pages = max(1, KV_BLOCK // kv.shape[1])
+    width = -(-page_table.shape[1] // block_pages) * block_pages
+    page_table = jnp.pad(page_table, ((0, 0), (0, width - page_table.shape[1])))
+    attend = partial(_attend, kv, block_pages, scale, window, soft_cap)
+    single = min(requests, tokens)
+    lengths = jnp.where(jnp.arange(single, dtype=jnp.int32) < counts[0], kv_lens[:single], 0)
+    out = attend(q[:single, None], page_table[:single], lengths[:, None] - 1, lengths)[:, 0]
+    out = jnp.where((lengths > 0)[:, None, None], out, 0)
+    out = jnp.pad(out, ((0, tokens - single), (0, 0), (0, 0)))
+    if max_query_len == 1:
+        return out
+    block = min(QUERY_BLOCK, tokens)
+    padded = jnp.pad(q, ((0, block), (0, 0), (0, 0)))
+
+    def request(i: jax.Array, out: jax.Array) -> jax.Array:
+        start, stop, length = query_start[i], query_start[i + 1], kv_lens[i]
+
+        def queries(j: jax.Array, out: jax.Array) -> jax.Array:
+            first = start + j * block
+            index = first + jnp.arange(block, dtype=jnp.int32)
+            real = index < stop
+            position = jnp.where(real, length - stop + index, -1)
+            part = jax.lax.dynamic_slice_in_dim(padded, first, block)
+            last = jnp.minimum(length, length - stop + first + block)
+            new = attend(part[None], page_table[i][None], position[None], last[None])[0]
+            old = jax.lax.dynamic_slice_in_dim(out, first, block)
+            return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(real[:, None, None], new, old), first, 0)
+
+        return jax.lax.fori_loop(0, (stop - start + block - 1) // block, queries, out)
+
+    out = jnp.pad(out, ((0, block), (0, 0), (0, 0)))
+    return jax.lax.fori_loop(counts[0], counts[1], request, out)[:tokens]
+
+
+def _attend(
+    kv: jax.Array,
+    block_pages: int,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    q: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+) -> jax.Array:
+    """q [req n head hdim] at positions [req n] (-1: no query) over the first `lengths` [req] slots of their pages."""
+    requests, n, heads, size = q.shape
+    page_size, kv_heads = kv.shape[1], kv.shape[2] // 2
+    block = block_pages * page_size
+    q = q.reshape(requests, n, kv_heads, heads // kv_heads, size)
+    dot = {"precision": ALGORITHMS[q.dtype.name], "preferred_element_type": jnp.float32}
+
+    def step(j: jax.Array, state: _Softmax) -> _Softmax:
+        pages = jax.lax.dynamic_slice_in_dim(page_table, j * block_pages, block_pages, axis=1)
+        cache = kv[pages].reshape(requests, block, kv_heads, 2, size)
+        slot = j * block + jnp.arange(block, dtype=jnp.int32)
+        scores = jnp.einsum("rnkgd,rskd->rkgns", q, cache[..., 0, :], **dot) * scale
+        if soft_cap > 0:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        seen = slot[None, None, :] <= positions[:, :, None]
+        if window > 0:
+            seen &= slot[None, None, :] > positions[:, :, None] - window
+        seen = seen[:, None, None]
+        scores = jnp.where(seen, scores, LOWEST)
+        maximum = jnp.maximum(state.maximum, scores.max(-1, keepdims=True))
+        weights = jnp.where(seen, jnp.exp(scores - maximum), 0.0)
+        # A slot that nobody may see can hold anything, NaN included, and 0 * NaN is NaN.
+        used = (slot[None, :] < lengths[:, None])[:, :, None, None]
+        values = jnp.where(used, cache[..., 1, :], jnp.zeros((), kv.dtype))
+        product = jnp.einsum("rkgns,rskd->rkgnd", weights.astype(kv.dtype), values, **dot)
+        decay = jnp.exp(state.maximum - maximum)
+        total = state.total * decay + weights.sum(-1, keepdims=True)
+        return _Softmax(maximum, total, state.values * decay + product)
+
+    shape = (requests, kv_heads, heads // kv_heads, n)
+    zero = _Softmax(jnp.full((*shape, 1), LOWEST), jnp.zeros((*shape, 1)), jnp.zeros((*shape, size)))
+    zero = jax.tree.map(lambda x: x.astype(jnp.float32), zero)
+    first = jnp.int32(0)
+    if window > 0:
+        oldest = jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions).min()
+        first = jnp.maximum(0, oldest - window + 1) // block
+    state = jax.lax.fori_loop(first, (lengths.max() + block - 1) // block, step, zero)
+    out = state.values / jnp.where(state.total == 0, 1.0, state.total)
+    return out.transpose(0, 3, 1, 2, 4).reshape(requests, n, heads, size).astype(q.dtype)

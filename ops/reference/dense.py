@@ -1,0 +1,88 @@
+"""Ops on rows of tokens: embedding, projections, norms, rotary embedding, gated MLP, logits.
+
+Shapes: `tok` tokens of a step, `dim` model width, `head` heads, `hdim` head size, `inter` MLP width, `vocab` words.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..declare import DOT, Array, Contract, define
+
+PRODUCT = Contract(dot=DOT)
+
+
+@define(contract=Contract(rounds="nowhere", accumulate="none", nan="copied"))
+def embedding(xp: Any, ids: Array, table: Array) -> Array:
+    """Rows `table[ids]`: ids [tok] int32, table [vocab dim] -> [tok dim]."""
+    return xp.take(table, ids, axis=0)
+
+
+@define(contract=PRODUCT)
+def linear(xp: Any, x: Array, weight: Array, bias: Array) -> Array:
+    """x [tok k] times weight [n k] transposed, plus bias [n] or None -> [tok n]. The weight lies as in checkpoints."""
+    return xp.linear(x, weight, bias)
+
+
+@define(contract=Contract(rounds="nowhere: the result keeps the accumulation dtype", dot=DOT))
+def logits(xp: Any, x: Array, weight: Array) -> Array:
+    """x [row dim] times weight [vocab dim] transposed -> [row vocab], not rounded: greedy decoding needs margins."""
+    return xp.linear_accumulated(x, weight)
+
+
+@define(activations=("x",))
+def rms_norm(xp: Any, x: Array, weight: Array, eps: float) -> Array:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis: x [... n], weight [n] -> [... n]."""
+    y = xp.accumulate(x)
+    scale = xp.rsqrt(xp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return xp.astype(y * scale * _like(xp.accumulate(weight), y), x.dtype)
+
+
+@define(activations=("x",), contract=Contract(accumulate="the storage dtype's own addition, rounded once"))
+def add(xp: Any, x: Array, residual: Array) -> Array:
+    """x + residual, both [tok dim]."""
+    return x + residual
+
+
+@define(level="coarse", activations=("x", "residual"), composition=("add", "rms_norm"))
+def fused_add_rms_norm(ops: Any, x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    """(rms_norm(s), s) with s = x + residual. The norm reads s as it was rounded, so both roads agree bitwise."""
+    total = ops.add(x, residual)
+    return ops.rms_norm(total, weight, eps), total
+
+
+@define(activations=("q", "k"))
+def rotary_embedding(xp: Any, q: Array, k: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+    """Rotate the first 2r entries of each head, neox style: q [tok head hdim], k likewise, cos and sin [tok r] float32.
+
+    The halves (a, b) of those entries become (a cos - b sin, b cos + a sin); the entries after them are copied.
+    """
+    return _rotate(xp, q, cos, sin), _rotate(xp, k, cos, sin)
+
+
+def _rotate(xp: Any, x: Array, cos: Array, sin: Array) -> Array:
+    half = cos.shape[-1]
+    y = xp.accumulate(x)
+    c, s = cos[:, None, :], sin[:, None, :]
+    a, b, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
+    return xp.astype(xp.concat([a * c - b * s, b * c + a * s, rest], axis=-1), x.dtype)
+
+
+@define(activations=("x",))
+def silu_and_mul(xp: Any, x: Array) -> Array:
+    """silu(gate) * up for x [tok 2 inter] = (gate, up) -> [tok inter]."""
+    y = xp.accumulate(x)
+    half = x.shape[-1] // 2
+    gate, up = y[..., :half], y[..., half:]
+    return xp.astype(gate / (1.0 + xp.exp(-gate)) * up, x.dtype)
+
+
+@define(level="coarse", activations=("x",), composition=("linear", "silu_and_mul", "linear"))
+def gated_mlp(ops: Any, x: Array, gate_up: Array, gate_up_bias: Array, down: Array, down_bias: Array) -> Array:
+    """down(silu(gate(x)) * up(x)): x [tok dim], gate_up [2 inter dim], down [dim inter], biases may be None."""
+    return ops.linear(ops.silu_and_mul(ops.linear(x, gate_up, gate_up_bias)), down, down_bias)
+
+
+def _like(vector: Array, x: Array) -> Array:
+    """vector [n] with leading axes of 1 as x [... n] has, so that no framework has to promote ranks."""
+    return vector[(None,) * (x.ndim - 1) + (slice(None),)]
