@@ -1,0 +1,203 @@
+"""Weights on disk: one safetensors file, or several with an index, read tensor by tensor. Pickles are refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from .errors import CheckpointError, ModelNotFound
+from .models.config import read_json, show
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+WEIGHT_DTYPES = ("F32", "BF16", "F16")
+
+# Old checkpoints carry the rotary frequencies, which follow from config.json.
+HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+SHOWN = 5
+"""Tensors that an error names."""
+ROWS = 4096
+"""Rows that are compared at a time."""
+
+
+class Checkpoint:
+    """The tensors of a model folder. Opens each file when a tensor of it is first asked for.
+
+    Raises ModelNotFound if there is no such folder. Everything else that is wrong with the weights is a CheckpointError
+    of one line, when it is first noticed: a missing file here, a corrupt one when it is opened.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        if not self._folder.is_dir():
+            raise ModelNotFound(f"{self._folder}: no such folder")
+        self._open: dict[str, Any] = {}
+        if (self._folder / SINGLE).exists():
+            self._files = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+        elif (self._folder / INDEX).exists():
+            self._files = self._read_index()
+        else:
+            self._refuse_folder()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files. They open again if needed; arrays that were read stay valid."""
+        self._open.clear()
+
+    def names(self) -> list[str]:
+        """All tensors, sorted."""
+        return sorted(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor; reads the file's header only."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """The dtype of a tensor (bfloat16 is that of ml_dtypes); reads the file's header only."""
+        stored = self._slice(name).get_dtype()
+        if stored not in DTYPES:
+            self._fail(f"{self._where(name)} has dtype {stored}, allowed are {', '.join(DTYPES)}")
+        return DTYPES[stored]
+
+    def read(self, name: str) -> np.ndarray:
+        """A whole tensor: a new array, the caller's to keep and to change."""
+        dtype = self.dtype(name)
+        return self._checked(self._get(name, lambda: self._handle(self._files[name]).get_tensor(name)), name, dtype)
+
+    def read_slice(self, name: str, axis: int, start: int, stop: int) -> np.ndarray:
+        """Entries `start` to `stop` (exclusive) of one axis; only these are read from disk."""
+        dtype, shape = self.dtype(name), self.shape(name)
+        if not 0 <= axis < len(shape) or not 0 <= start <= stop <= shape[axis]:
+            self._fail(f"{self._where(name)} has shape {list(shape)}, which has no {start}:{stop} on axis {axis}")
+        part = (slice(None),) * axis + (slice(start, stop),)
+        return self._checked(self._get(name, lambda: self._slice(name)[part]), name, dtype)
+
+    def check(self, expected: Mapping[str, Sequence[int]], optional: Collection[str] = ()) -> None:
+        """Raise CheckpointError unless the tensors are those of `expected`, with these shapes and a float dtype.
+
+        Tensors in `optional` may be there too, and so may rotary frequencies and, with tied embeddings, an output head
+        that equals the embedding. One message reports everything: missing, unexpected and mismatched tensors.
+        """
+        extra = [name for name in self._files if name not in expected and name not in optional]
+        unexpected = [name for name in extra if not HARMLESS.search(name)]
+        if HEAD in unexpected and EMBEDDING in expected and EMBEDDING in self._files:
+            unexpected.remove(HEAD)
+            self._check_tied()
+        wrong = []
+        for name, shape in expected.items():
+            if name not in self._files:
+                continue
+            found, stored = self.shape(name), self._slice(name).get_dtype()
+            if found != tuple(shape):
+                wrong.append(f"{self._where(name)} has shape {list(found)}, expected {list(shape)}")
+            elif stored not in WEIGHT_DTYPES:
+                wrong.append(f"{self._where(name)} has dtype {stored}, expected {' or '.join(WEIGHT_DTYPES)}")
+        missing = [name for name in expected if name not in self._files]
+        lists = (("missing", missing), ("unexpected", unexpected), ("mismatched", wrong))
+        problems = [f"{len(found)} {what}: {_first(sorted(found))}" for what, found in lists if found]
+        if problems:
+            self._fail(f"{self._folder}: tensors do not fit the model: {'; '.join(problems)}")
+
+    def _check_tied(self) -> None:
+        """A head beside tied embeddings is a copy, or config.json is wrong; transformers 5 would use both then."""
+        head, embedding = self.shape(HEAD), self.shape(EMBEDDING)
+        equal = head == embedding and self.dtype(HEAD) == self.dtype(EMBEDDING)
+        for start in range(0, sum(head[:1]) if equal else 0, ROWS):
+            stop = min(start + ROWS, head[0])
+            one, other = (self.read_slice(name, 0, start, stop) for name in (HEAD, EMBEDDING))
+            equal = equal and one.tobytes() == other.tobytes()
+        if not equal:
+            self._fail(
+                f"{self._where(HEAD)} differs from {EMBEDDING}, though config.json ties them: set tie_word_embeddings "
+                "to false there to use both"
+            )
+
+    def _read_index(self) -> dict[str, str]:
+        path = self._folder / INDEX
+        files = read_json(path, CheckpointError).get("weight_map")
+        if not isinstance(files, dict) or not files:
+            self._fail(f"{path}: weight_map is {show(files)}, must map tensors to files")
+        for name, file in files.items():
+            # A plain name of this folder: the index comes with the download and must not reach any other file.
+            if not isinstance(file, str) or not re.fullmatch(r"[\w][\w.+-]*\.safetensors", file) or ".." in file:
+                self._fail(f"{path}: {show(name)} is in {show(file)}, must be a .safetensors file in the same folder")
+        for file in sorted(set(files.values())):
+            if not (self._folder / file).is_file():
+                self._fail(f"{path}: names {file}, which is not in {self._folder}")
+        return files
+
+    def _refuse_folder(self) -> NoReturn:
+        pickles = sorted(path.name for pattern in PICKLES for path in self._folder.glob(pattern))
+        if pickles:
+            self._fail(
+                f"{self._folder}: has only pickled weights ({_first(pickles)}), which can run code when they are read; "
+                f"only safetensors are read: convert them to {SINGLE}"
+            )
+        others = sorted(path.name for path in self._folder.glob("*.safetensors"))
+        hint = f" (it has {_first(others)}, which no index names)" if others else ""
+        self._fail(f"{self._folder}: no weights: neither {SINGLE} nor {INDEX}{hint}")
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            path = self._folder / file
+            try:
+                self._open[file] = safe_open(path, framework="numpy")
+            except SafetensorError as why:
+                self._fail(f"{path}: is truncated or corrupt: {show(str(why), 160)}")
+            except OSError as why:
+                self._fail(f"{path}: cannot be read: {why.strerror or show(str(why), 160)}")
+        return self._open[file]
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._files:
+            self._fail(f"{self._folder}: no tensor {show(name)}")
+        return self._get(name, lambda: self._handle(self._files[name]).get_slice(name))
+
+    def _get(self, name: str, read: Any) -> Any:
+        try:
+            return read()
+        except (SafetensorError, OSError, ValueError) as why:
+            self._fail(f"{self._where(name)} cannot be read: {show(str(why), 160)}")
+
+    def _checked(self, array: np.ndarray, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+        if array.dtype != dtype:
+            self._fail(f"{self._where(name)} was read as {array.dtype}, its header says {dtype}")
+        return array
+
+    def _where(self, name: str) -> str:
+        return f"{self._folder / self._files[name]}: {show(name)}"
+
+    def _fail(self, message: str) -> NoReturn:
+        raise CheckpointError(message)
+
+
+def _first(items: Sequence[str]) -> str:
+    rest = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return ", ".join(show(item, 240) for item in items[:SHOWN]) + rest

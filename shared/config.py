@@ -1,0 +1,213 @@
+"""Engine options: what a user may say (`EngineConfig`), and what the engine runs with (`ResolvedConfig`).
+
+`resolve()` turns one into the other and lists every value that it changed or filled in, with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from ..bucketing import Table, decode_ladder, mixed_ladder
+from .errors import ConfigError, UnsupportedModel
+from .models.config import ModelConfig
+
+Backend = Literal["jax", "torch"]
+BACKENDS: tuple[Backend, ...] = ("jax", "torch")
+DEVICES = ("auto", "cpu", "cuda", "tpu")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+POLICIES = ("fcfs", "priority")
+COMPILE_LEVELS = (0, 2)
+MAX_VOCAB = 1 << 18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of an engine, with the names that users of vLLM know. None means: chosen by `resolve()`.
+
+    `page_size` (tokens of a KV page) is vLLM's block size. `kv_cache_memory` (bytes) or `num_pages` set the size of the
+    KV cache. `compile_level` (torch): 0 eager, 2 each layer compiled by Inductor for each shape. `scan_layers` (JAX):
+    one loop over stacked weights, or layers unrolled. `async_scheduling`: two steps in flight. `op_priority` maps ops
+    to providers in order of preference.
+    """
+
+    model: str
+    backend: Backend = "jax"
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    page_size: int = 16
+    kv_cache_memory: int | None = None
+    num_pages: int | None = None
+    memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"
+    async_scheduling: bool = True
+    compile_level: int | None = None
+    scan_layers: bool | None = None
+    op_priority: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model: got {self.model!r}, must be a folder or the word demo")
+        _choice("backend", self.backend, BACKENDS)
+        _choice("device", self.device, DEVICES)
+        _choice("dtype", self.dtype, DTYPES)
+        _choice("load_format", self.load_format, LOAD_FORMATS)
+        _choice("scheduling_policy", self.scheduling_policy, POLICIES)
+        if self.compile_level is not None:
+            _choice("compile_level", self.compile_level, COMPILE_LEVELS)
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "num_pages"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name}: got {value!r}, must be a positive integer")
+        if isinstance(self.page_size, bool) or self.page_size not in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+            raise ConfigError(f"page_size: got {self.page_size!r}, must be a power of two from 1 to 256")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ConfigError(f"seed: got {self.seed!r}, must be an integer")
+        if not isinstance(self.memory_utilization, (int, float)) or not 0.05 <= self.memory_utilization <= 1.0:
+            raise ConfigError(f"memory_utilization: got {self.memory_utilization!r}, allowed is 0.05 to 1")
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"):
+            _choice(name, getattr(self, name), (True, False))
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """A config from a mapping of options. Raises ConfigError for an unknown name, with the nearest known one."""
+        import difflib
+
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                raise ConfigError(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        return cls(**options)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """The device that a worker runs on. `platform` is cpu, cuda or tpu; `memory` in bytes, 0 where it is not known."""
+
+    platform: str
+    name: str
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One value that `resolve()` filled in or changed."""
+
+    field: str
+    before: Any
+    after: Any
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.before} -> {self.after} ({self.why})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """What an engine runs with; nothing is left open."""
+
+    backend: Backend
+    platform: str
+    dtype: str
+    load_format: str
+    seed: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    kv_cache_memory: int | None
+    num_pages: int | None
+    memory_utilization: float
+    enable_prefix_caching: bool
+    enable_chunked_prefill: bool
+    scheduling_policy: str
+    async_scheduling: bool
+    compile_level: int
+    scan_layers: bool
+    op_priority: Mapping[str, tuple[str, ...]]
+
+    @property
+    def pages_per_request(self) -> int:
+        """Pages of a request of max_model_len tokens."""
+        return -(-self.max_model_len // self.page_size)
+
+    def table(self) -> Table:
+        """All programs of the engine. The torch backend gets small decode sizes too: latency at batch 1."""
+        small = (1, 2, 4) if self.backend == "torch" else ()
+        return Table(
+            decode_ladder(self.max_num_seqs, small=small),
+            mixed_ladder(self.max_num_batched_tokens),
+            self.max_num_seqs,
+        )
+
+
+def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tuple[ResolvedConfig, list[Change]]:
+    """The config that the engine runs with, and the list of values filled in or changed. Raises ConfigError."""
+    changes: list[Change] = []
+
+    def fill(name: str, value: Any, why: str) -> Any:
+        current = getattr(config, name)
+        if current is None or current == "auto":
+            changes.append(Change(name, current, value, why))
+            return value
+        return current
+
+    on_cpu = device.platform == "cpu"
+    if model.vocab_size > MAX_VOCAB:
+        raise UnsupportedModel(f"vocab_size: got {model.vocab_size}, the sampler's integers allow at most {MAX_VOCAB}")
+    limit = model.max_position_embeddings
+    length = fill("max_model_len", min(limit, 2048) if on_cpu else limit, "the model's limit" + ", at most 2048 on CPU")
+    if length > limit:
+        raise ConfigError(f"max_model_len: got {length}, the model allows at most {limit} (max_position_embeddings)")
+    sequences = fill("max_num_seqs", 16 if on_cpu else 256, f"default on {device.platform}")
+    tokens = fill(
+        "max_num_batched_tokens", min(512, max(16, length)) if on_cpu else 8192, f"default on {device.platform}"
+    )
+    if tokens < sequences:
+        changes.append(
+            Change("max_num_batched_tokens", tokens, sequences, "every running request needs one token a step")
+        )
+        tokens = sequences
+    if not config.enable_chunked_prefill and tokens < length:
+        changes.append(Change("max_num_batched_tokens", tokens, length, "without chunked prefill a prompt runs whole"))
+        tokens = length
+    dtype = fill("dtype", "float32" if on_cpu and model.dtype == "float32" else model.dtype, "the checkpoint's dtype")
+    level = fill("compile_level", 0 if on_cpu or config.backend == "jax" else 2, f"default on {device.platform}")
+    if level and config.backend == "jax":
+        raise ConfigError(f"compile_level: got {level}, which is for the torch backend; JAX always compiles")
+    if config.scan_layers is not None and config.backend == "torch":
+        raise ConfigError(f"scan_layers: got {config.scan_layers}, which is for the JAX backend")
+    scan = fill("scan_layers", device.platform != "cuda", "a scan on a GPU copies each layer's weights")
+    same = {f.name for f in fields(ResolvedConfig)} - {"platform"}
+    values = {name: getattr(config, name) for name in same}
+    values |= {
+        "platform": device.platform,
+        "dtype": dtype,
+        "max_model_len": length,
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": tokens,
+        "compile_level": level,
+        "scan_layers": scan,
+    }
+    return ResolvedConfig(**values), changes
+
+
+def describe(config: ResolvedConfig) -> dict[str, Any]:
+    """The config as plain values, for reports."""
+    return dataclasses.asdict(config)
+
+
+def _choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed or (isinstance(value, bool) != isinstance(allowed[0], bool)):
+        raise ConfigError(f"{name}: got {value!r}, allowed are {', '.join(str(a) for a in allowed)}")

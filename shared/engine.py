@@ -1,0 +1,261 @@
+"""The engine core: requests of integers in, tokens out. It ties the scheduler, the packer and a worker together.
+
+`step()` keeps up to two steps in flight: the next step is scheduled and started before the tokens of the one before it
+are read, so the host works while the device does. With `async_scheduling` off, each step is read before the next one is
+scheduled; the tokens are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .config import Change, EngineConfig, ResolvedConfig, resolve
+from .errors import ConfigError, InternalError, RequestError
+from .models.config import ModelConfig
+from .packer import pack
+from .request import FinishReason, Request
+from .request_table import ScheduledStep
+from .sampling_params import SamplingParams
+from .scheduler import Scheduler, SchedulerConfig, SchedulerMetrics
+from .step import StepInput, StepOutput, StepShape, TopLogprobs
+from .worker import ProgramReport, Progress, StepHandle, backend_module, create_worker
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural log of a token's probability, from the raw logits, and its rank (1 is the most probable)."""
+
+    logprob: float
+    rank: int
+
+
+TokenLogprobs = dict[int, Logprob]
+"""The best tokens of one position and the one that was taken, by token id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one step brought to one request: a token, and whether it ended. `prompt_logprobs` come with the first."""
+
+    request: Request
+    token: int
+    finished: bool
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+@dataclass(slots=True)
+class StartReport:
+    """What happened before *ready*: values filled in, programs, seconds by phase, the size of the cache."""
+
+    changes: list[Change]
+    programs: list[ProgramReport] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    num_pages: int = 0
+    page_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    scheduled: ScheduledStep
+    packed: StepInput
+    handle: StepHandle
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """A progress callback that shows nothing."""
+
+
+class Engine:
+    """Owns one worker. Not thread-safe: one thread calls everything here. `close()` frees the device."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, folder: str, progress: Progress = silent) -> None:
+        """Loads the model and builds all programs. Raises ConfigError, ModelError, BackendUnavailable."""
+        self.device = backend_module(config.backend).find_device(config.device)
+        self.config, changes = resolve(config, model, self.device)
+        self.model = model
+        self.report = StartReport(changes)
+        self.table = self.config.table()
+        self.shape = StepShape(
+            self.config.pages_per_request, self.config.max_num_seqs, self.config.max_model_len, model.vocab_size
+        )
+        self.worker = create_worker(model, self.config, self.device, folder)
+        self._timed("load", lambda: self.worker.load(progress))
+        self.report.num_pages = self._num_pages()
+        self.report.page_bytes = self.worker.page_bytes()
+        # Before anything is compiled: the scheduler's own checks of the configuration.
+        self.scheduler = Scheduler(scheduler_config(self.config, self.report.num_pages), self.table)
+        self.worker.allocate_kv(self.report.num_pages)
+        self._timed("programs", lambda: self.report.programs.extend(self.worker.warm_up(self.table, progress)))
+        self._in_flight: deque[_InFlight] = deque()
+        self._depth = 2 if self.config.async_scheduling else 1
+        self._step_id = 0
+        self._num_requests = 0
+        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+
+    def _timed(self, phase: str, work: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        work()
+        self.report.seconds[phase] = time.perf_counter() - start
+
+    def _num_pages(self) -> int:
+        config, page = self.config, self.worker.page_bytes()
+        useful = config.max_num_seqs * config.pages_per_request
+        if config.num_pages is not None:
+            return config.num_pages
+        if config.kv_cache_memory is not None:
+            pages = config.kv_cache_memory // page
+            if pages < 1:
+                raise ConfigError(f"kv_cache_memory: got {config.kv_cache_memory}, one page takes {page} bytes")
+            return pages
+        pages = min(useful, self.worker.measure() // page)
+        if pages < config.pages_per_request:
+            raise ConfigError(
+                f"max_model_len: {config.max_model_len} tokens need {config.pages_per_request} pages of {page} bytes, "
+                f"and there is memory for {max(pages, 0)}; lower max_model_len or raise kv_cache_memory"
+            )
+        return pages
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int] | np.ndarray,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Request:
+        """Queue a request. Raises RequestError; the engine and other requests are unaffected."""
+        tokens = np.asarray(prompt)
+        if tokens.size == 0:
+            raise RequestError("prompt", "is empty: at least one token is needed")
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise RequestError("prompt", "must be a list of integer token ids")
+        outside = (tokens < 0) | (tokens >= self.model.vocab_size)
+        if outside.any():
+            token = int(tokens[outside.argmax()])
+            raise RequestError(
+                "prompt", f"token id {token} is out of range: the vocabulary has {self.model.vocab_size}"
+            )
+        params.check_vocabulary(self.model.vocab_size)
+        stop = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.model.eos_token_ids))
+        request = Request(
+            request_id,
+            tokens.astype(np.int32),
+            params,
+            derive_seed(self.config.seed, self._num_requests) if params.seed is None else params.seed,
+            stop_ids=tuple(sorted(stop)),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        self.scheduler.add(request)
+        self._num_requests += 1
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs[request_id] = [None] * len(tokens)
+        return request
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in whatever state it is; False if it is not known (any more)."""
+        self._prompt_logprobs.pop(request_id, None)
+        return self.scheduler.abort(request_id)
+
+    def finish(self, request_id: str, reason: FinishReason) -> bool:
+        """End a request because its text is complete (a stop string)."""
+        return self.scheduler.finish(request_id, reason)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step()` has anything to do."""
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    def step(self) -> list[Update]:
+        """Start what can be started, then read the oldest step in flight."""
+        while len(self._in_flight) < self._depth:
+            scheduled = self.scheduler.schedule()
+            if scheduled is None:
+                break
+            self._step_id += 1
+            packed = pack(scheduled, self.scheduler.table, self.shape, self._step_id)
+            self._in_flight.append(_InFlight(scheduled, packed, self.worker.execute(packed)))
+        if not self._in_flight:
+            if self.scheduler.has_work:
+                raise InternalError("requests wait, nothing is in flight, and nothing can be scheduled")
+            return []
+        oldest = self._in_flight.popleft()
+        return self._read(oldest, oldest.handle.result())
+
+    def _read(self, step: _InFlight, output: StepOutput) -> list[Update]:
+        if output.prompt_logprobs is not None:
+            self._keep_prompt_logprobs(step, output.prompt_logprobs)
+        events = self.scheduler.update(step.scheduled, output.tokens)
+        finished = {request.request_id for request in events.finished}
+        updates = []
+        tokens, indices = events.tokens.tolist(), events.indices.tolist()
+        for request, token, index in zip(events.requests, tokens, indices, strict=True):
+            logprobs = None
+            if request.params.logprobs is not None and output.logprobs is not None:
+                logprobs = _row(output.logprobs, index, token, request.params.logprobs)
+            prompt = None
+            if self._prompt_logprobs:
+                prompt = self._prompt_logprobs.pop(request.request_id, None)
+            updates.append(Update(request, token, request.request_id in finished, logprobs, prompt))
+        return updates
+
+    def _keep_prompt_logprobs(self, step: _InFlight, top: TopLogprobs) -> None:
+        """Row p of a prompt tells the log-probability of its token p + 1."""
+        scheduled, targets = step.scheduled, step.packed.prompt_targets
+        first = step.packed.field("query_start")
+        if targets is None:
+            return
+        live = self.scheduler.table.epoch[scheduled.rows] == scheduled.epochs
+        for i, request in enumerate(scheduled.requests):
+            kept = self._prompt_logprobs.get(request.request_id)
+            wanted = request.params.prompt_logprobs
+            if kept is None or wanted is None or not live[i]:
+                continue
+            start, end = int(scheduled.starts[i]), int(scheduled.ends[i])
+            for position in range(start, min(end, len(kept) - 1)):
+                row = int(first[i]) + position - start
+                kept[position + 1] = _row(top, row, int(targets[row]), wanted)
+
+    def metrics(self) -> SchedulerMetrics:
+        """Gauges and counters of the scheduler."""
+        return self.scheduler.metrics()
+
+    def close(self) -> None:
+        """Free the device; the engine is unusable afterwards."""
+        self._in_flight.clear()
+        self.worker.close()
+
+
+def scheduler_config(config: ResolvedConfig, num_pages: int) -> SchedulerConfig:
+    """The scheduler's part of the configuration."""
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        page_size=config.page_size,
+        num_pages=num_pages,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        policy="priority" if config.scheduling_policy == "priority" else "fcfs",
+        pipeline_depth=2 if config.async_scheduling else 1,
+    )
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """A 64-bit seed for the request (or the completion of a request) number `index`."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _row(top: TopLogprobs, row: int, token: int, count: int) -> TokenLogprobs:
+    ids, values = top.top_ids[row, :count].tolist(), top.top[row, :count].tolist()
+    best = {i: Logprob(value, rank + 1) for rank, (i, value) in enumerate(zip(ids, values, strict=True))}
+    return {token: Logprob(float(top.chosen[row]), int(top.rank[row]))} | best

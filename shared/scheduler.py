@@ -1,0 +1,503 @@
+"""Decides what the next step computes. Pure integers; neither knows a device nor waits for one.
+
+Requests are ordered by a key that never changes (first come first served, or priority with aging), so nothing starves:
+
+- decodes go first, then prompts under way, then waiting requests in order; none overtakes one that does not fit yet;
+- all pages of a prompt are taken when it starts, so only decodes ever ask for more;
+- when pages run out, the running request that is last in order gives all of its back and waits again at its old place.
+
+The first running request in order is never a victim while another one runs, and alone it fits (`add` refuses what does
+not), so it always gets on.
+
+A step is scheduled before the tokens of the one before it are read. What is known without reading (lengths) is
+respected; what is not (end-of-sequence) is found late: the row's epoch has changed by then, and its token is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ..bucketing import PaddingAccount, Table
+from .errors import ConfigError, InternalError, OutsideTable, RequestError
+from .kv_manager import KVManager, extend_digests
+from .request import FinishReason, Request, RequestState, WaitingQueue
+from .request_table import RequestTable, ScheduledStep, StepEvents
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits and policies of one scheduler. Raises ConfigError.
+
+    max_num_seqs            requests that run at once
+    max_num_batched_tokens  tokens of a step
+    max_model_len           tokens of a request, prompt included
+    page_size, num_pages    of the KV cache
+    enable_chunked_prefill  split prompts to fill a step; otherwise a prompt goes whole or waits
+    policy                  "fcfs": by arrival; "priority": lower numbers first
+    priority_window         with "priority": one level is worth that many arrivals, so that nothing waits for ever
+    pipeline_depth          steps scheduled and not read back: 1, or 2 to schedule while the device computes
+    watermark               share of the pages kept free, when others run, for their next tokens: starting a request
+                            that is soon preempted costs more than starting it later
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    page_size: int
+    num_pages: int
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    priority_window: int = 1000
+    pipeline_depth: int = 2
+    watermark: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "page_size", "num_pages"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: got {getattr(self, name)}, allowed is at least 1")
+        # A step must hold the decodes of all running requests, and a whole prompt where prompts are not split.
+        floors = {"max_num_seqs": self.max_num_seqs}
+        if not self.enable_chunked_prefill:
+            floors["max_model_len without chunked prefill"] = self.max_model_len
+        for name, floor in floors.items():
+            if self.max_num_batched_tokens < floor:
+                raise ConfigError(
+                    f"max_num_batched_tokens: got {self.max_num_batched_tokens}, allowed is at least {floor} ({name})"
+                )
+        if self.policy not in ("fcfs", "priority"):
+            raise ConfigError(f"policy: got {self.policy!r}, allowed are 'fcfs' and 'priority'")
+        if self.priority_window < 1:
+            raise ConfigError(f"priority_window: got {self.priority_window}, allowed is at least 1")
+        if self.pipeline_depth not in (1, 2):
+            # The device keeps one token per row, so a row can have one token that is computed with but not read.
+            raise ConfigError(f"pipeline_depth: got {self.pipeline_depth}, allowed are 1 and 2")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(f"watermark: got {self.watermark}, allowed is 0 to less than 1")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerMetrics:
+    """A reading of the gauges (the first three) and of the counters since the start."""
+
+    running: int
+    waiting: int
+    cache_usage: float
+    """Pages held over all pages."""
+    prefix_queries: int
+    """Tokens that were looked up in the prefix cache."""
+    prefix_hits: int
+    """Tokens that were found there."""
+    preemptions: int
+    padded_share: float
+    """Tokens computed for padding, over all tokens computed."""
+
+
+class _Group(NamedTuple):
+    """Requests of a step, aligned. See `ScheduledStep`."""
+
+    rows: np.ndarray
+    epochs: np.ndarray
+    requests: list[Request]
+    samples: np.ndarray
+
+    def select(self, mask: np.ndarray) -> _Group:
+        requests = [self.requests[index] for index in np.flatnonzero(mask).tolist()]
+        return _Group(self.rows[mask], self.epochs[mask], requests, self.samples[mask])
+
+
+class _Chunk(NamedTuple):
+    """Part of a prompt in the step that is being built."""
+
+    request: Request
+    row: int
+    start: int
+    end: int
+    samples: bool
+
+
+class Scheduler:
+    """Owns the requests from `add` to their end. Not thread-safe: one thread calls everything here.
+
+    The loop is: while `has_work`: up to `pipeline_depth` times `schedule`, each followed at once by `pack` (before any
+    other call) and by the worker's `execute`; then `update` with the oldest step's tokens.
+    """
+
+    def __init__(self, config: SchedulerConfig, programs: Table) -> None:
+        """Raises ConfigError if `programs` lacks one for a step that `config` allows."""
+        if not programs.mixed_sizes or programs.mixed_sizes[-1] < config.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_batched_tokens: got {config.max_num_batched_tokens}, the largest program is for "
+                f"{max(programs.mixed_sizes, default=0)}"
+            )
+        if programs.max_requests < config.max_num_seqs:
+            raise ConfigError(f"max_num_seqs: got {config.max_num_seqs}, programs are for {programs.max_requests}")
+        self.config = config
+        self.programs = programs
+        self.table = RequestTable(config.max_num_seqs, config.max_model_len, config.page_size)
+        self.kv = KVManager(config.num_pages, config.page_size, config.enable_prefix_caching)
+        self.padding = PaddingAccount()
+        self._requests: dict[str, Request] = {}
+        self._waiting = WaitingQueue()
+        self._prefilling: list[Request] = []
+        self._decoding: dict[int, Request] = {}
+        # Rebuilt from `_decoding` when that changed: in a steady state steps share it.
+        self._group: _Group | None = None
+        self._in_flight: deque[ScheduledStep] = deque()
+        self._reserve = int(config.watermark * config.num_pages)
+        # The head of the queue that lacked pages, and `kv.num_releases` then: it is not worth another look before a
+        # release. A hit that a later registration brings is not missed by much.
+        self._blocked: tuple[Request, int] | None = None
+        self._arrivals = 0
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+        self._preemptions = 0
+
+    # Requests
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """All requests that have not ended, by id. Not to be mutated."""
+        return self._requests
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended or a step was not read back."""
+        return bool(self._requests or self._in_flight)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps scheduled and not read back."""
+        return len(self._in_flight)
+
+    def add(self, request: Request) -> None:
+        """Take a new request; it waits. Raises RequestError, and takes nothing, if it can never run."""
+        config = self.config
+        if request.request_id in self._requests:
+            raise RequestError("request_id", f"got {request.request_id!r}, allowed is one that is not in use")
+        request.prepare(config.max_model_len, config.num_pages * config.page_size)
+        request.arrival = self._arrivals
+        request.key = request.arrival
+        if config.policy == "priority":
+            request.key += request.priority * config.priority_window
+        self._arrivals += 1
+        self._requests[request.request_id] = request
+        self._waiting.add(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in any state; its pages are free at once. False, and nothing happens, if there is none."""
+        return self.finish(request_id, FinishReason.ABORT)
+
+    def finish(self, request_id: str, reason: FinishReason) -> bool:
+        """As `abort`, for a reason of the caller's, e.g. a stop string. Tokens in flight are dropped."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request, reason)
+        return True
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        if request.state is RequestState.WAITING:
+            self._waiting.remove(request)
+        else:
+            self._stop_running(request)
+        del self._requests[request.request_id]
+        if self._blocked is not None and self._blocked[0] is request:
+            self._blocked = None
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        request.page_hashes.clear()
+
+    def _stop_running(self, request: Request) -> None:
+        row = request.row
+        self._register(request, row, int(min(self.table.known[row], self.table.computed[row])) // self.config.page_size)
+        if self._decoding.pop(row, None) is None:
+            self._prefilling.remove(request)
+        else:
+            self._group = None
+        self.kv.release(self.table.release(row))
+
+    # Scheduling
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, or None if nothing can be computed before an `update`, or an `add` if nothing is in flight.
+
+        Its requests count as computed from now on: the step must be executed, in order, whatever happens to them.
+        """
+        if len(self._in_flight) >= self.config.pipeline_depth:
+            return None
+        group, starts = self._schedule_decodes()
+        chunks = self._schedule_prefills(self.config.max_num_batched_tokens - len(group.rows))
+        if chunks:
+            step = self._mixed_step(group, starts, chunks)
+        elif group.requests:
+            step = self._step(group, starts, starts + 1)
+        else:
+            return None
+        self._in_flight.append(step)
+        return step
+
+    def _schedule_decodes(self) -> tuple[_Group, np.ndarray]:
+        """Advance all decodes that may go on by one token: (group, position that each computes)."""
+        table = self.table
+        while True:
+            group = self._decode_group()
+            starts = table.computed[group.rows]
+            going = starts + 1 < table.max_total[group.rows]
+            if not going.all():
+                # The last token of the others is sampled by a step in flight.
+                group, starts = group.select(going), starts[going]
+            needy = starts >= table.capacity[group.rows]
+            if not needy.any():
+                break
+            rows = group.rows[needy]
+            if len(rows) <= self.kv.available:
+                self._grow(rows)
+                break
+            self._preempt(max(chain(self._decoding.values(), self._prefilling), key=lambda request: request.order))
+        table.computed[group.rows] = starts + 1
+        table.total[group.rows] = starts + 2
+        return group, starts
+
+    def _decode_group(self) -> _Group:
+        if self._group is None:
+            rows = np.fromiter(self._decoding, np.int64, len(self._decoding))
+            samples = np.ones(len(rows), np.bool_)
+            self._group = _Group(rows, self.table.epoch[rows], list(self._decoding.values()), samples)
+        return self._group
+
+    def _grow(self, rows: np.ndarray) -> None:
+        """One more page for each of `rows`, whose pages are full."""
+        table = self.table
+        if self.config.enable_prefix_caching:
+            full = np.minimum(table.known[rows], table.computed[rows]) // self.config.page_size
+            for row, count in zip(rows.tolist(), full.tolist(), strict=True):
+                self._register(self._decoding[row], row, count)
+        table.append_page_each(rows, self.kv.allocate(len(rows)))
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue, at its old place, with the tokens that are known; those in flight are sampled again."""
+        self._stop_running(request)
+        request.state = RequestState.WAITING
+        request.num_preemptions += 1
+        self._preemptions += 1
+        self._waiting.add(request)
+
+    def _schedule_prefills(self, budget: int) -> list[_Chunk]:
+        """Chunks of prompts under way, then of waiting requests in order, of `budget` tokens together at most."""
+        chunks = []
+        for request in sorted(self._prefilling, key=lambda request: request.order):
+            if budget:
+                chunks.append(self._advance(request, budget))
+                budget -= chunks[-1].end - chunks[-1].start
+        while budget and len(self._waiting) and self.table.num_free:
+            request = self._waiting.head
+            if not self._start(request, budget):
+                break
+            chunks.append(self._advance(request, budget))
+            budget -= chunks[-1].end - chunks[-1].start
+        return chunks
+
+    def _start(self, request: Request, budget: int) -> bool:
+        """Move `request` from the queue to a row with pages for all its known tokens, or False: it does not fit now."""
+        if self._blocked is not None and self._blocked == (request, self.kv.num_releases):
+            return False
+        kv, config = self.kv, self.config
+        tokens = request.known_tokens()
+        cached: list[int] = []
+        # Log-probabilities of the prompt need its logits, which a cached page does not have.
+        lookup = config.enable_prefix_caching and request.params.prompt_logprobs is None
+        if lookup:
+            self._extend_hashes(request, tokens, len(tokens) // config.page_size)
+            # One token at least is computed: its logits are sampled from.
+            cached = kv.match(request.page_hashes, (len(tokens) - 1) // config.page_size)
+        if not config.enable_chunked_prefill and len(tokens) - len(cached) * config.page_size > budget:
+            return False
+        # The next token must find room too, or a request that gave way for its own sake would come back at once.
+        needed = kv.pages_for(len(tokens) + 1) - len(cached)
+        reserve = self._reserve if self.table.num_used else 0
+        if needed + kv.num_idle(cached) + reserve > kv.available:
+            self._blocked = request, kv.num_releases
+            return False
+        kv.acquire(cached)
+        fresh = kv.allocate(kv.pages_for(len(tokens)) - len(cached))
+        self._waiting.remove(request)
+        row = self.table.assign(request, tokens)
+        self.table.append_pages(row, np.concatenate((np.array(cached, np.int64), fresh)))
+        self.table.computed[row] = len(cached) * config.page_size
+        self.table.registered[row] = len(cached)
+        request.state = RequestState.RUNNING
+        self._prefilling.append(request)
+        if lookup:
+            self._prefix_queries += len(tokens)
+            self._prefix_hits += len(cached) * config.page_size
+        if not request.num_preemptions:
+            request.num_cached_tokens = len(cached) * config.page_size
+        return True
+
+    def _advance(self, request: Request, budget: int) -> _Chunk:
+        """Schedule the next tokens of a prompt under way, as many as fit; at its end the first token is sampled."""
+        table, row = self.table, request.row
+        start, known = int(table.computed[row]), int(table.known[row])
+        end = min(known, start + budget)
+        table.computed[row] = end
+        if end == known:
+            table.total[row] = known + 1
+            self._prefilling.remove(request)
+            self._decoding[row] = request
+            self._group = None
+        # Requests that start later in this step may share these pages at once, see `KVManager.register`.
+        self._register(request, row, end // self.config.page_size)
+        return _Chunk(request, row, start, end, end == known)
+
+    def _register(self, request: Request, row: int, count: int) -> None:
+        """Offer the first `count` pages of the row to the prefix cache: all their tokens are known and computed."""
+        table = self.table
+        first = table.registered[row]
+        if count <= first or not self.config.enable_prefix_caching:
+            return
+        hashes = request.page_hashes
+        if len(hashes) < count:
+            self._extend_hashes(request, table.tokens[row], count)
+        self.kv.register(table.pages[row, first:count].tolist(), hashes[first:count])
+        table.registered[row] = count
+
+    def _extend_hashes(self, request: Request, tokens: np.ndarray, count: int) -> None:
+        extend_digests(request.page_hashes, tokens, count, self.config.page_size, request.cache_salt)
+
+    def _mixed_step(self, group: _Group, starts: np.ndarray, chunks: list[_Chunk]) -> ScheduledStep:
+        chunks.sort(key=lambda chunk: chunk.end - chunk.start > 1)
+        requests, *columns = zip(*chunks, strict=True)
+        rows, first, last, samples = np.array(columns, np.int64)
+        both = _Group(
+            np.concatenate((group.rows, rows)),
+            np.concatenate((group.epochs, self.table.epoch[rows])),
+            [*group.requests, *requests],
+            np.concatenate((group.samples, samples.astype(np.bool_))),
+        )
+        return self._step(both, np.concatenate((starts, first)), np.concatenate((starts + 1, last)), last - first)
+
+    def _step(
+        self, group: _Group, starts: np.ndarray, ends: np.ndarray, chunks: np.ndarray | None = None
+    ) -> ScheduledStep:
+        """The step of `group`; its last requests are chunks of prompts, of the lengths `chunks`, if there are any."""
+        count = num_single = num_tokens = len(starts)
+        max_query_len = 1
+        if chunks is not None:
+            num_tokens += int(chunks.sum()) - len(chunks)
+            num_single -= int(np.count_nonzero(chunks > 1))
+            max_query_len = int(chunks.max())
+        descriptor = self.programs.decide(num_tokens, count, max_query_len)
+        if descriptor is None:
+            raise OutsideTable(f"no program for {num_tokens} tokens of {count} requests")
+        self.padding.record(descriptor, num_tokens)
+        return ScheduledStep(
+            descriptor=descriptor,
+            requests=group.requests,
+            rows=group.rows,
+            epochs=group.epochs,
+            starts=starts,
+            ends=ends,
+            samples=group.samples,
+            num_single=num_single,
+            num_tokens=num_tokens,
+            decode_only=chunks is None,
+        )
+
+    # Results
+
+    def update(self, step: ScheduledStep, tokens: np.ndarray) -> StepEvents:
+        """Take the tokens `[at least R]` that the oldest step in flight sampled; requests that are done end here.
+
+        Raises InternalError, and changes nothing, if it is another step or tokens are missing.
+        """
+        if not self._in_flight or self._in_flight[0] is not step:
+            raise InternalError("a step was updated that is not the oldest one in flight")
+        if len(tokens) < len(step.rows):
+            raise InternalError(f"a step of {len(step.rows)} requests came back with {len(tokens)} tokens")
+        self._in_flight.popleft()
+        table = self.table
+        rows, ends, requests, taken = step.rows, step.ends, step.requests, np.asarray(tokens)[: len(step.rows)]
+        live = table.epoch[rows] == step.epochs
+        if not step.decode_only:
+            live &= step.samples
+        indices = np.flatnonzero(live)
+        if len(indices) < len(rows):
+            rows, ends, taken = rows[indices], ends[indices], taken[indices]
+            requests = [step.requests[index] for index in indices.tolist()]
+        lengths = ends + 1
+        table.tokens_flat[rows * table.max_model_len + ends] = taken
+        table.known[rows] = lengths
+        finished = self._find_finished(rows, lengths, taken, requests)
+        for request, reason in finished:
+            self._end(request, reason)
+        return StepEvents(requests, taken, indices, [request for request, _ in finished])
+
+    def _find_finished(
+        self, rows: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, requests: Sequence[Request]
+    ) -> list[tuple[Request, FinishReason]]:
+        table = self.table
+        full = lengths >= table.max_total[rows]
+        hits = table.stop_ids[rows] == tokens[:, None]
+        if not hits.any() and not full.any():
+            return []
+        # A stop id at a masked position cannot have been sampled; it is no end even if a worker says so.
+        stopped = hits.any(axis=1) & (lengths > table.min_total[rows])
+        return [
+            (requests[index], FinishReason.STOP if stopped[index] else FinishReason.LENGTH)
+            for index in np.flatnonzero(full | stopped).tolist()
+        ]
+
+    # Upkeep
+
+    def metrics(self) -> SchedulerMetrics:
+        """A reading of all gauges and counters."""
+        return SchedulerMetrics(
+            running=self.table.num_used,
+            waiting=len(self._waiting),
+            cache_usage=self.kv.num_held / self.kv.num_pages,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+            preemptions=self._preemptions,
+            padded_share=self.padding.padded_share,
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing happens, while requests run."""
+        if self.table.num_used:
+            return False
+        self.kv.reset()
+        return True
+
+    def check_integrity(self) -> None:
+        """Raise InternalError, naming the fault, unless all books agree. Changes nothing; slow, for tests."""
+        table = self.table
+        table.check_integrity(len(self._in_flight))
+        held = [request for request in table.requests if request is not None]
+        self.kv.check_integrity([table.pages_of(request.row) for request in held])
+        if sorted(map(id, chain(self._decoding.values(), self._prefilling))) != sorted(map(id, held)):
+            raise InternalError("the requests that decode or prefill are not those in the table")
+        for row, request in self._decoding.items():
+            if request.row != row or table.computed[row] != table.total[row] - 1:
+                raise InternalError(f"request {request.request_id} decodes but lacks more than its last token")
+        for request in self._prefilling:
+            if table.computed[request.row] >= table.known[request.row]:
+                raise InternalError(f"request {request.request_id} prefills but has nothing left to prefill")
+        waiting = list(self._waiting)
+        if sorted(waiting, key=lambda request: request.order) != waiting:
+            raise InternalError("the waiting queue is not in order")
+        states = [(request, RequestState.WAITING) for request in waiting] + [(r, RequestState.RUNNING) for r in held]
+        if len(states) != len(self._requests) or {r.request_id: r for r, _ in states} != self._requests:
+            raise InternalError("the requests are not those that wait or run")
+        for request, state in states:
+            if request.state is not state or (request.row >= 0) != (state is RequestState.RUNNING):
+                raise InternalError(f"request {request.request_id} is {request.state.value} in row {request.row}")
+        for request in held:
+            known = table.tokens[request.row, : table.known[request.row]]
+            self.kv.check_content(table.pages_of(request.row), known, request.cache_salt)

@@ -1,0 +1,206 @@
+"""A step is data: everything a worker needs to run one step, packed into flat int32 buffers with named views.
+
+The same `StepInput` runs on every backend. Only two things live on the device between steps: the KV pages, and
+`last_tokens [max_rows + 1]`, the token that each row sampled last (the last entry is scratch for padding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+
+from ..bucketing import Descriptor
+
+Sampler = Literal["greedy", "random", "filtered", "processed"]
+"""The sampler programs, each able to do all that the ones before it do: argmax only; a draw at a temperature; top-k,
+top-p and min-p; penalties, bias and masks. A step takes the first that serves all its requests. A request gets the same
+token from each program that can serve it."""
+
+SAMPLERS: tuple[Sampler, ...] = ("greedy", "random", "filtered", "processed")
+BIAS_SLOTS = 304
+"""Logit-bias entries per request: the limit of 300, rounded up to a multiple of 8."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The sizes that all steps of one engine share."""
+
+    pages_per_request: int
+    max_rows: int
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One named view of a buffer. `floating` fields hold the bits of float32 values."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+    floating: bool
+
+
+class Layout:
+    """Named, shaped views of one flat int32 buffer. Works on numpy, JAX and torch buffers alike."""
+
+    def __init__(self, *fields: tuple[str, tuple[int, ...], type]) -> None:
+        self.fields: dict[str, Field] = {}
+        offset = 0
+        for name, shape, kind in fields:
+            size = int(np.prod(shape, dtype=np.int64))
+            self.fields[name] = Field(name, shape, offset, size, kind is float)
+            offset += size
+        self.size = offset
+
+    def allocate(self) -> np.ndarray:
+        """A zeroed buffer of this layout."""
+        return np.zeros(self.size, np.int32)
+
+    def view(self, buffer: np.ndarray, name: str) -> np.ndarray:
+        """A writable numpy view of one field."""
+        field = self.fields[name]
+        part = buffer[field.offset : field.offset + field.size].reshape(field.shape)
+        return part.view(np.float32) if field.floating else part
+
+    def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
+        """Writable numpy views of all fields."""
+        return {name: self.view(buffer, name) for name in self.fields}
+
+    def unpack(self, buffer: Any, as_float: Callable[[Any], Any]) -> dict[str, Any]:
+        """All fields of a device buffer; `as_float` reinterprets int32 as float32 in that framework."""
+        parts = {}
+        for name, field in self.fields.items():
+            part = buffer[field.offset : field.offset + field.size].reshape(field.shape)
+            parts[name] = as_float(part) if field.floating else part
+        return parts
+
+
+@cache
+def batch_layout(descriptor: Descriptor, shape: StepShape) -> Layout:
+    """What the backbone reads. T tokens, R requests, padded; requests with one query token stand first.
+
+    token_ids      [T]     token id; -1 stands for the last token sampled by the row of request i, at index i
+    positions      [T]     position in the sequence; 0 for padding
+    slots          [T]     page * page_size + offset where K and V are written; -1 for padding: nothing is written
+    page_table     [R, P]  pages of each request in order; unused entries 0
+    query_start    [R + 1] first token of each request; padding repeats the number of real tokens
+    kv_lens        [R]     tokens in the cache after this step's are written; 0 for padding
+    rows           [R]     permanent row of each request; max_rows for padding
+    sample_index   [R]     index in [0, T) of the token whose logits are sampled; 0 where nothing is
+    counts         [2]     requests with one query token (they stand first), requests
+    """
+    tokens, requests = descriptor.tokens, descriptor.requests
+    return Layout(
+        ("token_ids", (tokens,), int),
+        ("positions", (tokens,), int),
+        ("slots", (tokens,), int),
+        ("page_table", (requests, shape.pages_per_request), int),
+        ("query_start", (requests + 1,), int),
+        ("kv_lens", (requests,), int),
+        ("rows", (requests,), int),
+        ("sample_index", (requests,), int),
+        ("counts", (2,), int),
+    )
+
+
+@cache
+def sampling_layout(requests: int) -> Layout:
+    """What every sampler reads, one entry per request. `ops/reference/sampling.py` defines the fixed-point numbers.
+
+    sample_rows  row of `last_tokens` that takes the token; max_rows where nothing is sampled (padding, prompts)
+    position     position that the sampled token will have; the noise depends on it
+    seed_lo/hi   the request's 64-bit seed
+    greedy       1: take the most probable token
+    top_k        largest number of tokens kept; 0 is off
+    top_p        Q16 probability mass kept; 65536 is off
+    min_p        Q16 distance in log2 units from the most probable token; 2**22 is off
+    scale        float32 log2(e) / temperature
+    """
+    names = ("sample_rows", "position", "seed_lo", "seed_hi", "greedy", "top_k", "top_p", "min_p")
+    return Layout(*((name, (requests,), int) for name in names), ("scale", (requests,), float))
+
+
+@cache
+def processor_layout(requests: int, shape: StepShape) -> Layout:
+    """What only the `processed` sampler reads.
+
+    history      [R, H]  tokens so far, H = max_model_len; unused entries -1, a token not read back yet is -2 (the
+                         sampler puts the row's last token there)
+    prompt_len   [R]     tokens of the prompt at the start of the history
+    rows         [R]     as in the batch
+    presence     [R]     Q16 presence penalty
+    frequency    [R]     Q16 frequency penalty
+    repetition   [R]     float32 repetition penalty, and its float32 reciprocal in `repetition_inverse`
+    bias_ids     [R, B]  token ids of the logit bias; -1 unused
+    bias         [R, B]  Q16 bias
+    mask         [R, W]  bit b of word w is 1 if token 32 w + b may be sampled, W = ceil(vocab / 32)
+    """
+    return Layout(
+        ("history", (requests, shape.max_model_len), int),
+        ("prompt_len", (requests,), int),
+        ("rows", (requests,), int),
+        ("presence", (requests,), int),
+        ("frequency", (requests,), int),
+        ("repetition", (requests,), float),
+        ("repetition_inverse", (requests,), float),
+        ("bias_ids", (requests, BIAS_SLOTS), int),
+        ("bias", (requests, BIAS_SLOTS), int),
+        ("mask", (requests, mask_words(shape.vocab_size)), int),
+    )
+
+
+def mask_words(vocab_size: int) -> int:
+    """int32 words of a bit mask over the vocabulary."""
+    return -(-vocab_size // 32)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One step, padded to `descriptor`. The buffers are never written again after packing.
+
+    `processors` is there only for the `processed` sampler, `prompt_targets` ([T], the prompt token that follows each
+    position, -1 where there is none) only if a request of the step wants the log-probabilities of its prompt.
+    """
+
+    step_id: int
+    descriptor: Descriptor
+    shape: StepShape
+    sampler: Sampler
+    batch: np.ndarray
+    sampling: np.ndarray
+    processors: np.ndarray | None = None
+    logprobs: bool = False
+    prompt_targets: np.ndarray | None = None
+
+    def field(self, name: str) -> np.ndarray:
+        """A numpy view of a field of the batch."""
+        return batch_layout(self.descriptor, self.shape).view(self.batch, name)
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """Log-probabilities of a step, from the raw logits. N rows of requests or of prompt positions.
+
+    chosen [N] float32, rank [N] (1 is the most probable), top_ids [N, 20] and top [N, 20] in falling order.
+    """
+
+    chosen: np.ndarray
+    rank: np.ndarray
+    top_ids: np.ndarray
+    top: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What came back: `tokens [R]` by request (meaningless where nothing was sampled), log-probabilities if asked."""
+
+    step_id: int
+    tokens: np.ndarray
+    logprobs: TopLogprobs | None = None
+    prompt_logprobs: TopLogprobs | None = None

@@ -1,0 +1,105 @@
+"""The worker protocol: what runs steps on a device. `tpu/` and `gpu/` implement it; nothing here knows a framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..bucketing import Table
+from ..ops import Plan
+from .config import BACKENDS, DeviceInfo, ResolvedConfig
+from .errors import BackendUnavailable, ConfigError
+from .models.config import ModelConfig
+from .step import StepInput, StepOutput
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramReport:
+    """One program that was built before *ready*."""
+
+    name: str
+    seconds: float
+
+
+class StepHandle(Protocol):
+    """A step that was started. `result()` waits for it; it may be called once, in the order of the steps."""
+
+    def result(self) -> StepOutput:
+        """The step's tokens and log-probabilities."""
+        ...
+
+
+class Worker(Protocol):
+    """Runs steps on one device. Calls come in the order load, measure, allocate_kv, warm_up, execute..., close."""
+
+    device: DeviceInfo
+
+    def load(self, progress: Progress) -> None:
+        """Read or make the weights. Raises ModelError."""
+        ...
+
+    def measure(self) -> int:
+        """Bytes that the KV cache may take, after the weights and the steps' temporaries."""
+        ...
+
+    def page_bytes(self) -> int:
+        """Bytes of one KV page over all layers."""
+        ...
+
+    def allocate_kv(self, num_pages: int) -> None:
+        """Allocate `num_pages` pages and one scratch page."""
+        ...
+
+    def warm_up(self, table: Table, progress: Progress) -> list[ProgramReport]:
+        """Build every program of the table. Afterwards nothing compiles, and a shape outside the table raises."""
+        ...
+
+    def execute(self, step: StepInput) -> StepHandle:
+        """Start a step and return at once. Raises OutsideTable."""
+        ...
+
+    def logits(self, step: StepInput) -> np.ndarray:
+        """Run a step and return its logits at every token, [T, vocab] float32. Slow; for comparing backends."""
+        ...
+
+    def plan(self) -> Plan:
+        """The implementation of each op."""
+        ...
+
+    def compilations_after_ready(self) -> int:
+        """Programs compiled since warm_up returned: 0, or a bug."""
+        ...
+
+    def close(self) -> None:
+        """Free the device."""
+        ...
+
+
+ROOMS = {"jax": "tpu", "torch": "gpu"}
+
+
+def backend_module(backend: str) -> Any:
+    """The module of a backend's worker, loaded by name so that one process imports one framework.
+
+    It offers `find_device(device) -> DeviceInfo` and `make_worker(model, config, device, folder) -> Worker`.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend: got {backend!r}, allowed are {', '.join(BACKENDS)}")
+    package = __package__.rpartition(".")[0]
+    try:
+        return import_module(f"{package}.{ROOMS[backend]}.worker")
+    except ImportError as error:
+        raise BackendUnavailable(f"backend {backend}: {error}") from error
+
+
+def create_worker(model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> Worker:
+    """A worker in this process."""
+    worker: Worker = backend_module(config.backend).make_worker(model, config, device, folder)
+    return worker

@@ -1,0 +1,569 @@
+"""config.json: what transformers writes is read as transformers reads it; anything else is refused in one line."""
+
+import dataclasses
+import json
+import os
+import string
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twinfer.shared.errors import ModelError, ModelNotFound, TwinferError, UnsupportedModel
+from twinfer.shared.models.config import (
+    FIXED,
+    HARMLESS,
+    READ,
+    ModelConfig,
+    RopeConfig,
+    load_config,
+    parse_config,
+    rope_inverse_frequencies,
+)
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
+FAMILIES = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
+
+# As published, shortened to what differs from a plain config.
+LLAMA_3_1 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3_1 |= {"original_max_position_embeddings": 8192}
+
+
+def oracle(name, **fields):
+    import transformers
+
+    return getattr(transformers, name)(architectures=[name.replace("Config", "ForCausalLM")], **fields)
+
+
+def refused(error, *words, **fields):
+    """Check that LLAMA with these fields is refused, in one line that has these words; `base` replaces LLAMA."""
+    base = fields.pop("base", LLAMA)
+    with pytest.raises(error) as caught:
+        parse_config(base | fields, where="/models/x/config.json")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 500
+    assert message.startswith("/models/x/config.json: ")
+    for word in words:
+        assert word in message, message
+
+
+# What transformers writes
+
+
+@pytest.mark.parametrize("name", ["LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_transformers_5_writes_is_read(name, whole):
+    theirs = oracle(name, num_hidden_layers=3, rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+    ours = parse_config(json.loads(theirs.to_json_string(use_diff=not whole)))
+    assert ours.num_layers == 3
+    assert ours.rope == RopeConfig(theta=5e5)
+    assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    assert ours.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.tie_embeddings is theirs.tie_word_embeddings
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+
+
+@pytest.mark.parametrize("name", ["LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config"])
+def test_parameters_are_those_of_the_transformers_model(name):
+    """Names and shapes of the weights that our table derives from the config."""
+    import torch
+    import transformers
+
+    from twinfer.shared.models.decoder import abstract
+    from twinfer.shared.models.table import expected_tensors
+
+    bias = {"attention_bias": True} if name in ("LlamaConfig", "Qwen3Config") else {}
+    bias |= {"mlp_bias": True} if name == "LlamaConfig" else {}
+    for tied, more in ((True, {}), (False, bias)):
+        small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": tied}
+        config = oracle(name, bos_token_id=1, eos_token_id=2, **small, **more)
+        with torch.device("meta"):
+            model = getattr(transformers, name.replace("Config", "ForCausalLM"))(config)
+        theirs = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+        if tied:
+            theirs.pop("lm_head.weight")
+        ours = parse_config(json.loads(config.to_json_string()))
+        assert expected_tensors(abstract(ours), ours.num_layers) == theirs
+
+
+def test_a_whole_config_of_version_4_is_read():
+    """Every generic field that `PretrainedConfig.to_dict()` of 4.x writes."""
+    generic = """bad_words_ids begin_suppress_tokens cross_attention_hidden_size decoder_start_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id pad_token_id prefix
+    problem_type sep_token_id suppress_tokens task_specific_params tokenizer_class""".split()
+    numbers = {"chunk_size_feed_forward": 0, "diversity_penalty": 0.0, "length_penalty": 1.0, "max_length": 20}
+    numbers |= {"min_length": 0, "no_repeat_ngram_size": 0, "num_beams": 1, "num_return_sequences": 1, "top_k": 50}
+    numbers |= {"repetition_penalty": 1.0, "temperature": 0.6, "top_p": 0.9, "typical_p": 1.0, "num_beam_groups": 1}
+    numbers |= {"encoder_no_repeat_ngram_size": 0, "initializer_range": 0.02, "attention_dropout": 0.1}
+    false = """add_cross_attention do_sample early_stopping is_decoder is_encoder_decoder output_attentions
+    output_hidden_states output_scores remove_invalid_values return_dict_in_generate tf_legacy_loss
+    tie_encoder_decoder tie_word_embeddings torchscript use_bfloat16 attention_bias mlp_bias""".split()
+    more = {"id2label": {"0": "A"}, "label2id": {"A": 0}, "pruned_heads": {}, "return_dict": True, "use_cache": True}
+    more |= {"transformers_version": "4.46.0", "_name_or_path": "somewhere", "pretraining_tp": 1, "hidden_act": "silu"}
+    more |= {"rope_theta": 500000.0, "rope_scaling": LLAMA_3_1}
+    raw = LLAMA | dict.fromkeys(generic) | numbers | dict.fromkeys(false, False) | more
+    assert parse_config(raw).rope.kind == "llama3"
+
+
+def test_smollm_fields_are_harmless():
+    assert parse_config(
+        LLAMA | {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"a": 1}}
+    )
+
+
+def test_the_fields_of_each_family():
+    llama, mistral, qwen2, qwen3 = (parse_config(raw) for raw in FAMILIES.values())
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (False, False, False, False)
+    assert (mistral.qkv_bias, mistral.o_bias, mistral.mlp_bias, mistral.qk_norm) == (False, False, False, False)
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias, qwen2.qk_norm) == (True, False, False, False)
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.mlp_bias, qwen3.qk_norm) == (False, False, False, True)
+    biased = parse_config(LLAMA | {"attention_bias": True, "mlp_bias": True})
+    assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
+    assert llama.dtype == "bfloat16"
+    assert llama.head_dim == 16
+    assert qwen3.head_dim == 32
+    assert parse_config({k: v for k, v in QWEN3.items() if k != "head_dim"}).head_dim == 128
+    assert llama.tie_embeddings is False
+    assert parse_config(LLAMA | {"tie_word_embeddings": True}).tie_embeddings is True
+
+
+def test_it_is_frozen_and_hashable():
+    config = parse_config(LLAMA)
+    assert hash(config) == hash(parse_config(dict(reversed(LLAMA.items()))))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.vocab_size = 1
+
+
+def test_raw_hash_follows_content_not_layout():
+    assert parse_config(LLAMA).raw_hash == parse_config(dict(reversed(LLAMA.items()))).raw_hash
+    assert parse_config(LLAMA).raw_hash != parse_config(LLAMA | {"use_cache": True}).raw_hash
+    assert len(parse_config(LLAMA).raw_hash) == 64
+
+
+def test_absent_kv_heads_are_heads_for_llama_only():
+    absent = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    assert parse_config(absent).num_kv_heads == 4
+    assert parse_config(absent | {"num_key_value_heads": None}).num_kv_heads == 4
+    assert parse_config(MISTRAL | {"num_key_value_heads": None}).num_kv_heads == 4
+    without = {key: value for key, value in MISTRAL.items() if key != "num_key_value_heads"}
+    with pytest.raises(ModelError, match="num_key_value_heads is missing"):
+        parse_config(without)
+
+
+def test_architecture_follows_from_the_model_type_when_absent():
+    assert parse_config(LLAMA | {"architectures": None}).architecture == "LlamaForCausalLM"
+    assert parse_config(LLAMA | {"model_type": None}).model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"torch_dtype": "torch.bfloat16"}, "bfloat16"),
+        ({"dtype": "float32"}, "float32"),
+        ({"torch_dtype": None}, "float32"),
+    ],
+)
+def test_dtype(fields, dtype):
+    assert parse_config(LLAMA | fields).dtype == dtype
+
+
+# Windows
+
+
+def layers(**fields):
+    config = oracle("Qwen2Config", num_hidden_layers=6, **fields)
+    return tuple(config.sliding_window if kind == "sliding_attention" else 0 for kind in config.layer_types)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"sliding_window": 512},
+        {"use_sliding_window": True, "sliding_window": 512},
+        {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 4},
+        {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
+        {"use_sliding_window": True, "max_window_layers": 2},
+        {"use_sliding_window": False, "sliding_window": 512, "max_window_layers": 0},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "max_window_layers": 5,
+        },
+        {"layer_types": ["full_attention"] * 6},
+    ],
+)
+@pytest.mark.parametrize("raw", [QWEN2, QWEN3])
+def test_qwen_windows_are_those_of_transformers(raw, fields):
+    assert parse_config(raw | {"num_hidden_layers": 6} | fields).layer_windows == layers(**fields)
+
+
+def test_mistral_slides_in_every_layer_unless_null():
+    assert parse_config(MISTRAL).layer_windows == (4096,) * 4  # MistralConfig's default
+    assert parse_config(MISTRAL | {"sliding_window": None}).layer_windows == (0,) * 4
+    assert parse_config(MISTRAL | {"sliding_window": 128}).layer_windows == (128,) * 4
+    assert parse_config(LLAMA).layer_windows == (0,) * 4
+    same = {"sliding_window": 8, "layer_types": ["sliding_attention"] * 4}
+    assert parse_config(MISTRAL | same).layer_windows == (8,) * 4
+
+
+def test_windows_that_the_modeling_code_ignores_are_refused():
+    refused(UnsupportedModel, "sliding_window is 128", sliding_window=128)
+    refused(UnsupportedModel, "use_sliding_window is True", use_sliding_window=True)
+    mixed = ["sliding_attention", "full_attention"] * 2
+    refused(UnsupportedModel, "layer_types", "mistral", base=MISTRAL, sliding_window=8, layer_types=mixed)
+    refused(UnsupportedModel, "layer_types is sliding_attention", base=QWEN2, layer_types=mixed)
+    refused(UnsupportedModel, "layer_types is chunked_attention", base=QWEN2, layer_types=["chunked_attention"] * 4)
+    refused(ModelError, "layer_types", "(4)", base=QWEN2, layer_types=["full_attention"] * 3)
+    refused(ModelError, "sliding_window is 0", base=MISTRAL, sliding_window=0)
+    refused(ModelError, "max_window_layers is -1", base=QWEN2, max_window_layers=-1)
+
+
+# Rotary embedding
+
+ROPES = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 4.0},
+    LLAMA_3_1,
+    LLAMA_3_1 | {"factor": 32, "low_freq_factor": 2, "high_freq_factor": 3.5, "original_max_position_embeddings": 512},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 4096},
+    {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 16, "beta_slow": 2},
+    {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 1024, "attention_factor": 0.75},
+    {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 1024, "mscale": 0.7, "mscale_all_dim": 1.1},
+    {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 1024, "mscale": 0.7},
+    {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 1024, "mscale": 1.0, "mscale_all_dim": 0.0},
+    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128, "truncate": False},
+]
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize(("theta", "head_dim"), [(10000.0, 128), (500000.0, 64), (1e6, 80), (100, 16)])
+def test_frequencies_are_those_of_transformers(rope, theta, head_dim):
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    parameters = rope | {"rope_theta": theta}
+    theirs = oracle("LlamaConfig", head_dim=head_dim, max_position_embeddings=4096, rope_parameters=dict(parameters))
+    compute = ROPE_INIT_FUNCTIONS.get(rope["rope_type"], LlamaRotaryEmbedding.compute_default_rope_parameters)
+    expected, expected_scaling = compute(theirs)
+    for raw in (
+        {"rope_parameters": parameters},
+        {"rope_theta": theta, "rope_scaling": rope},
+        {"rope_theta": theta, "rope_scaling": {("type" if k == "rope_type" else k): v for k, v in rope.items()}},
+        {"rope_theta": theta, "rope_scaling": rope, "rope_parameters": parameters},
+    ):
+        config = parse_config(LLAMA | raw)
+        ours, scaling = rope_inverse_frequencies(config.rope, head_dim)
+        assert ours.dtype == np.float64
+        assert ours.shape == (head_dim // 2,)
+        np.testing.assert_allclose(ours, expected.numpy(), rtol=2e-6)
+        assert scaling == pytest.approx(expected_scaling, rel=1e-12)
+
+
+def test_a_part_of_a_head_may_be_rotated():
+    ours, _ = rope_inverse_frequencies(RopeConfig(partial_rotary_factor=0.25), 64)
+    np.testing.assert_allclose(ours, 10000.0 ** -(np.arange(8) / 8))
+
+
+def test_yarn_without_a_factor_takes_the_ratio_of_lengths():
+    rope = {"rope_type": "yarn", "original_max_position_embeddings": 512, "factor": None}
+    assert parse_config(LLAMA | {"rope_parameters": rope}).rope.factor == 8.0
+
+
+def test_original_length_outside_counts_as_in_transformers_5():
+    rope = {"rope_type": "yarn", "factor": 4.0}
+    outside = {"rope_parameters": rope, "original_max_position_embeddings": 512}
+    assert parse_config(LLAMA | outside).rope.original_max_position == 512
+    assert parse_config(LLAMA | {"rope_parameters": rope}).rope.original_max_position == 4096
+    rope = rope | {"original_max_position_embeddings": 256}
+    refused(UnsupportedModel, "is 256", "512", rope_parameters=rope, original_max_position_embeddings=512)
+
+
+def test_nested_parameters_must_agree():
+    plain = {"rope_type": "default", "rope_theta": 5000.0}
+    nested = {"full_attention": plain, "sliding_attention": dict(plain)}
+    assert parse_config(QWEN2 | {"rope_parameters": nested}).rope.theta == 5000.0
+    other = {"full_attention": plain, "sliding_attention": plain | {"rope_theta": 10000.0}}
+    refused(UnsupportedModel, "rope_parameters.sliding_attention", base=QWEN2, rope_parameters=other)
+    refused(UnsupportedModel, "rope_parameters", base=QWEN2, rope_parameters=nested | {"rope_theta": 5.0})
+    refused(UnsupportedModel, "full_attention", base=QWEN2, rope_parameters={"full_attention": None})
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope", "proportional", "axial", "Linear", 5, {}])
+def test_other_kinds_are_refused_by_name(kind):
+    for name in ("rope_parameters", "rope_scaling"):
+        for key in ("type", "rope_type"):
+            block = {key: kind, "factor": 2.0}
+            refused(UnsupportedModel, f"rope_type is {kind}", "default, linear, llama3, yarn", name, **{name: block})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rope_parameters": {"rope_type": "linear"}}, ["factor is missing"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, ["factor is 0.5", "at least 1"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, ["factor is 2"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": True}}, ["factor is True"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": float("nan")}}, ["factor is nan"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": float("inf")}}, ["factor is inf"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 10**400}}, ["factor is 1000"]),
+        ({"rope_parameters": LLAMA_3_1 | {"high_freq_factor": 1.0}}, ["high_freq_factor is 1.0", "more than 1"]),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor is missing"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}}, ["beta_fast is 1"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": 1}}, ["truncate is 1"]),
+        ({"rope_parameters": {"rope_theta": 0}}, ["rope_theta is 0"]),
+        ({"rope_parameters": {"rope_theta": None}, "rope_theta": "x"}, ["rope_theta is x"]),
+        ({"rope_parameters": []}, ["rope_parameters is []"]),
+        ({"rope_scaling": "linear"}, ["rope_scaling is linear"]),
+        ({"rope_theta": -1}, ["rope_theta is -1"]),
+    ],
+)
+def test_malformed_rope(fields, words):
+    refused(ModelError, *words, **fields)
+
+
+def test_rope_that_versions_read_differently_is_refused():
+    refused(UnsupportedModel, "rope_theta is 5000.0", rope_parameters={"rope_theta": 5000.0}, rope_theta=10000.0)
+    linear = {"rope_type": "linear", "factor": 2.0}
+    refused(
+        UnsupportedModel, "rope_scaling", "rope_parameters", rope_parameters={"rope_theta": 9.0}, rope_scaling=linear
+    )
+    refused(UnsupportedModel, "rope_type", rope_scaling={"type": "linear", "rope_type": "yarn", "factor": 2.0})
+    refused(UnsupportedModel, "partial_rotary_factor is 0.5", rope_parameters={"partial_rotary_factor": 0.5})
+    refused(UnsupportedModel, "short_factor", rope_scaling={"type": "linear", "factor": 2.0, "short_factor": [1.0]})
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["architectures is GPT2LMHeadModel", "LlamaForCausalLM"]),
+        ({"architectures": ["LlamaModel"]}, ["LlamaModel"]),
+        ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, ["architectures"]),
+        ({"architectures": [], "model_type": "gpt2"}, ["architectures is []"]),
+        ({"architectures": None, "model_type": None}, ["architectures is None"]),
+        ({"architectures": None, "model_type": []}, ["architectures is None"]),
+        ({"model_type": "mistral"}, ["model_type is mistral", "llama for LlamaForCausalLM"]),
+        ({"hidden_act": "gelu"}, ["hidden_act is gelu", '"silu"']),
+        ({"pretraining_tp": 2}, ["pretraining_tp is 2", "allowed: 1"]),
+        ({"pretraining_tp": True}, ["pretraining_tp is True"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq", "absent"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor is 0.5"]),
+        ({"rope_interleaved": True}, ["rope_interleaved is True", "false"]),
+        ({"logit_scale": 0.0625}, ["logit_scale is 0.0625", "absent"]),
+        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping"]),
+        ({"num_local_experts": 8}, ["num_local_experts is 8"]),
+        ({"dual_chunk_attention_config": {"chunk_size": 1}}, ["dual_chunk_attention_config"]),
+        ({"per_layer_config": [{}]}, ["per_layer_config"]),
+        ({"is_encoder_decoder": True}, ["is_encoder_decoder is True"]),
+        ({"pruned_heads": {"1": [0]}}, ["pruned_heads"]),
+        ({"torch_dtype": "float64"}, ["torch_dtype is float64", "float32 or bfloat16 or float16"]),
+        ({"dtype": "float8_e4m3fn"}, ["dtype is float8_e4m3fn"]),
+        ({"dtype": 7}, ["dtype is 7"]),
+        ({"a\nb": 1}, ["a"]),
+        ({"x": "y" * 10_000}, ["x is yyy"]),
+    ],
+)
+def test_what_could_change_the_maths_is_refused(fields, words):
+    refused(UnsupportedModel, *words, **fields)
+
+
+def test_biases_that_the_modeling_code_ignores_are_refused():
+    refused(UnsupportedModel, "attention_bias is True", "mistral", base=MISTRAL, attention_bias=True)
+    refused(UnsupportedModel, "attention_bias is False", "qwen2", base=QWEN2, attention_bias=False)
+    refused(UnsupportedModel, "mlp_bias is True", "qwen3", base=QWEN3, mlp_bias=True)
+    assert parse_config(QWEN2 | {"attention_bias": True})
+    assert parse_config(MISTRAL | {"attention_bias": False, "mlp_bias": False})
+
+
+@pytest.mark.parametrize("name", sorted(FIXED))
+def test_fixed_fields_pass_at_their_value_and_null(name):
+    for value in (*FIXED[name], None):
+        assert parse_config(LLAMA | {name: value})
+
+
+def test_lists_of_fields_do_not_overlap():
+    assert not READ & HARMLESS
+    assert not (READ | HARMLESS) & set(FIXED)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    ],
+)
+@pytest.mark.parametrize(
+    "value", [None, 0, -1, 2.0, "12", True, [], {}, 2**31, pytest.param(10**5000, id="huge"), 1e400]
+)
+def test_sizes_must_be_positive_integers(name, value):
+    refused(ModelError, name, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_attention_heads": 6, "num_key_value_heads": 4}, ["num_attention_heads is 6", "num_key_value_heads (4)"]),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, ["hidden_size is 64", "(3)"]),
+        ({"num_key_value_heads": 8}, ["num_attention_heads is 4"]),
+        ({"head_dim": 15}, ["head_dim is 15", "even"]),
+        ({"head_dim": 1 << 20}, ["head_dim"]),
+        ({"num_hidden_layers": 1_000_000}, ["num_hidden_layers", "10000"]),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps is 0"]),
+        ({"rms_norm_eps": "1e-6"}, ["rms_norm_eps is 1e-6"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings is yes", "true or false"]),
+        ({"tie_word_embeddings": 1}, ["tie_word_embeddings is 1"]),
+        ({"attention_bias": 0}, ["attention_bias is 0"]),
+        ({"eos_token_id": 1000}, ["eos_token_id is 1000", "vocab_size (1000)"]),
+        ({"eos_token_id": [1, "2"]}, ["eos_token_id"]),
+        ({"eos_token_id": -1}, ["eos_token_id is -1"]),
+        ({"eos_token_id": True}, ["eos_token_id is True"]),
+        ({"eos_token_id": {}}, ["eos_token_id is {}"]),
+        ({"bos_token_id": 5000}, ["bos_token_id is 5000"]),
+        ({"architectures": "LlamaForCausalLM"}, ["architectures is LlamaForCausalLM", "list"]),
+        ({"architectures": [5]}, ["architectures is [5]"]),
+    ],
+)
+def test_malformed_fields(fields, words):
+    refused(ModelError, *words, **fields)
+
+
+def test_eos_ids_of_both_files_are_merged():
+    assert parse_config(LLAMA, {"eos_token_id": [5, 2, 9]}).eos_token_ids == (2, 5, 9)
+    assert parse_config(LLAMA, {"eos_token_id": 7}).eos_token_ids == (2, 7)
+    assert parse_config(LLAMA | {"eos_token_id": None}, {"eos_token_id": [5]}).eos_token_ids == (5,)
+    assert parse_config(LLAMA | {"eos_token_id": [3, 4]}, {}).eos_token_ids == (3, 4)
+    assert parse_config(LLAMA | {"eos_token_id": None}).eos_token_ids == ()
+    with pytest.raises(ModelError, match=r"^/m/generation_config.json: eos_token_id is x"):
+        parse_config(LLAMA, {"eos_token_id": "x"}, "/m/config.json")
+
+
+# Files
+
+
+def write(folder, config=LLAMA, generation=None):
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def test_load_reads_both_files(tmp_path):
+    config = load_config(write(tmp_path, generation={"eos_token_id": [8], "temperature": 0.6}))
+    assert isinstance(config, ModelConfig)
+    assert config.eos_token_ids == (2, 8)
+    assert load_config(str(tmp_path)) == config
+
+
+def test_missing_folder_and_file(tmp_path):
+    for folder in (tmp_path / "no", "", "\0", "a" * 5000):
+        with pytest.raises(ModelNotFound):
+            load_config(folder)
+    with pytest.raises(ModelNotFound, match=r"config\.json: no such file"):
+        load_config(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelNotFound, match="no such folder"):
+        load_config(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"vocab_size": ' + b"9" * 5000 + b"}",
+        b"\x00" * 10,
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_malformed_json(tmp_path, name, content):
+    write(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelError) as caught:
+        load_config(tmp_path)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_folder_in_place_of_the_file(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_config(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_file(tmp_path):
+    (write(tmp_path) / "config.json").chmod(0)
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_config(tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(string.printable, max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+ROPE_NAMES = st.sampled_from(
+    "type rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast "
+    "beta_slow attention_factor mscale mscale_all_dim truncate partial_rotary_factor full_attention".split()
+)
+ROPE_VALUES = st.sampled_from(["yarn", "llama3", "linear", "default", 1, 2, 4.0, 1e-300, 1e300, 10**400, -1, 0, None])
+
+
+@given(
+    st.sampled_from(sorted(FAMILIES)),
+    st.dictionaries(st.sampled_from(sorted(READ | set(FIXED))) | st.text(max_size=5), JSON, max_size=4),
+    st.dictionaries(ROPE_NAMES, ROPE_VALUES, max_size=6),
+)
+def test_any_values_give_a_config_or_one_line(family, fields, rope):
+    try:
+        config = parse_config(FAMILIES[family] | fields | {"rope_parameters": rope})
+    except TwinferError as error:
+        message = str(error)
+    else:
+        message = ""
+        assert len(config.layer_windows) == config.num_layers
+        frequencies, scaling = rope_inverse_frequencies(config.rope, config.head_dim)
+        assert np.isfinite(frequencies).all()
+        assert np.isfinite(scaling)
+    assert "\n" not in message
+    assert len(message) < 600

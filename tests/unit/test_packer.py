@@ -1,0 +1,308 @@
+"""The packer against a slow twin that fills every field of a `StepInput` request by request, in plain Python."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from twinfer.bucketing import Table, decode_ladder, mixed_ladder
+from twinfer.shared.errors import InternalError
+from twinfer.shared.packer import pack
+from twinfer.shared.request import Request
+from twinfer.shared.request_table import ScheduledStep
+from twinfer.shared.sampling_encoding import FAR, ONE, encode_bias, encode_mask, encode_processors, encode_sampling
+from twinfer.shared.sampling_params import SamplingParams
+from twinfer.shared.scheduler import Scheduler, SchedulerConfig
+from twinfer.shared.step import (
+    SAMPLERS,
+    StepInput,
+    StepShape,
+    batch_layout,
+    mask_words,
+    processor_layout,
+    sampling_layout,
+)
+
+VOCABULARY = 70
+PAGE = 4
+ROWS = 5
+MODEL_LEN = 30
+SHAPE = StepShape(pages_per_request=8, max_rows=ROWS, max_model_len=MODEL_LEN, vocab_size=VOCABULARY)
+
+
+def make_scheduler(**options: Any) -> Scheduler:
+    values: dict[str, Any] = {
+        "max_num_seqs": ROWS,
+        "max_num_batched_tokens": 16,
+        "max_model_len": MODEL_LEN,
+        "page_size": PAGE,
+        "num_pages": 40,
+    }
+    return Scheduler(SchedulerConfig(**values | options), Table(decode_ladder(ROWS, 2), mixed_ladder(16, 4), ROWS + 1))
+
+
+def make_request(name: str, length: int, stop_ids: tuple[int, ...] = (), **options: Any) -> Request:
+    prompt = np.array([(len(name) * 31 + index * 7) % VOCABULARY for index in range(length)], np.int32)
+    return Request(
+        name, prompt, SamplingParams(**options), seed=-(len(name) << 40) + int(prompt[-1]), stop_ids=stop_ids
+    )
+
+
+def known_tokens(request: Request) -> list[int]:
+    return request.prompt.tolist() + request.output
+
+
+def slow_batch(step: ScheduledStep, pages: list[list[int]]) -> dict[str, list[Any]]:
+    """The batch as lists. `pages` are the pages of each request, in order."""
+    tokens, requests = step.descriptor.tokens, step.descriptor.requests
+    batch: dict[str, list[Any]] = {"token_ids": [], "positions": [], "slots": [], "query_start": [0]}
+    batch |= {name: [] for name in ("page_table", "kv_lens", "rows", "sample_index")}
+    singles = 0
+    for i, request in enumerate(step.requests):
+        known = known_tokens(request)
+        start, end = int(step.starts[i]), int(step.ends[i])
+        for position in range(start, end):
+            batch["token_ids"].append(known[position] if position < len(known) else -1)
+            batch["positions"].append(position)
+            batch["slots"].append(pages[i][position // PAGE] * PAGE + position % PAGE)
+        batch["query_start"].append(len(batch["token_ids"]))
+        batch["page_table"].append(pages[i] + [0] * (SHAPE.pages_per_request - len(pages[i])))
+        batch["kv_lens"].append(end)
+        batch["rows"].append(request.row)
+        batch["sample_index"].append(len(batch["token_ids"]) - 1 if step.samples[i] else 0)
+        singles += end - start == 1
+    batch["counts"] = [singles, len(step.requests)]
+    count = len(batch["token_ids"])
+    empty = {"token_ids": 0, "positions": 0, "slots": -1, "query_start": count, "kv_lens": 0, "rows": ROWS}
+    empty |= {"sample_index": 0, "page_table": [0] * SHAPE.pages_per_request}
+    for name, value in empty.items():
+        size = tokens if name in ("token_ids", "positions", "slots") else requests + (name == "query_start")
+        batch[name] += [value] * (size - len(batch[name]))
+    return batch
+
+
+def slow_sampling(step: ScheduledStep) -> dict[str, list[float]]:
+    """The sampling buffer as lists; padding is a greedy request that nobody waits for."""
+    sampling: dict[str, list[float]] = {name: [] for name in sampling_layout(1).fields}
+    for i in range(step.descriptor.requests):
+        if i < len(step.requests):
+            request = step.requests[i]
+            fields = encode_sampling(request.params, request.seed)
+            fields["sample_rows"] = request.row if step.samples[i] else ROWS
+            fields["position"] = int(step.ends[i]) if step.samples[i] else 0
+        else:
+            fields = encode_sampling(SamplingParams(temperature=0.0), 0) | {"sample_rows": ROWS, "position": 0}
+        for name, value in fields.items():
+            sampling[name].append(value)
+    return sampling
+
+
+def slow_sampler(step: ScheduledStep) -> str:
+    needed = {"greedy"}
+    for i, request in enumerate(step.requests):
+        params = request.params
+        fields = encode_sampling(params, request.seed)
+        masks_stops = int(step.ends[i]) - request.num_prompt_tokens < params.min_tokens and request.stop_ids
+        if not step.samples[i]:
+            continue
+        if replace(params, min_tokens=0).needs_processors or masks_stops:
+            needed.add("processed")
+        elif params.temperature == 0.0:
+            needed.add("greedy")
+        elif fields["top_k"] != 0 or fields["top_p"] != ONE or fields["min_p"] != FAR:
+            needed.add("filtered")
+        else:
+            needed.add("random")
+    return max(needed, key=SAMPLERS.index)
+
+
+def slow_processors(step: ScheduledStep) -> dict[str, list[Any]]:
+    """The processor buffer as lists."""
+    processors: dict[str, list[Any]] = {name: [] for name in processor_layout(1, SHAPE).fields}
+    for i in range(step.descriptor.requests):
+        request = step.requests[i] if i < len(step.requests) else None
+        params = SamplingParams() if request is None else request.params
+        known = [] if request is None else known_tokens(request)
+        if request is not None and step.starts[i] == len(known):
+            known = [*known, -2]
+        for name, value in encode_processors(params).items():
+            processors[name].append(value)
+        processors["history"].append(known + [-1] * (MODEL_LEN - len(known)))
+        processors["prompt_len"].append(0 if request is None else request.num_prompt_tokens)
+        processors["rows"].append(ROWS if request is None else request.row)
+        ids, values = encode_bias(params)
+        processors["bias_ids"].append(ids + [-1] * (304 - len(ids)))
+        processors["bias"].append(values + [0] * (304 - len(values)))
+        words = encode_mask(params, VOCABULARY)
+        mask = [-1] * mask_words(VOCABULARY) if words is None else words.tolist()
+        if request is not None and int(step.ends[i]) - request.num_prompt_tokens < params.min_tokens:
+            for token in request.stop_ids:
+                if token < VOCABULARY:
+                    bits = (mask[token // 32] & 0xFFFFFFFF) & ~(1 << token % 32)
+                    mask[token // 32] = bits - (1 << 32 if bits >> 31 else 0)
+        processors["mask"].append(mask)
+    return processors
+
+
+def slow_targets(step: ScheduledStep) -> list[int] | None:
+    targets: list[int] = []
+    for i, request in enumerate(step.requests):
+        for position in range(int(step.starts[i]), int(step.ends[i])):
+            wanted = request.params.prompt_logprobs is not None and position + 1 < request.num_prompt_tokens
+            targets.append(int(request.prompt[position + 1]) if wanted else -1)
+    if all(target == -1 for target in targets):
+        return None
+    return targets + [-1] * (step.descriptor.tokens - len(targets))
+
+
+def check(packed: StepInput, step: ScheduledStep, scheduler: Scheduler) -> None:
+    """Every field of `packed` is the slow twin's."""
+    requests = step.descriptor.requests
+    pages = [scheduler.table.pages_of(request.row) for request in step.requests]
+    compare(batch_layout(step.descriptor, SHAPE).views(packed.batch), slow_batch(step, pages))
+    compare(sampling_layout(requests).views(packed.sampling), slow_sampling(step))
+    assert packed.sampler == slow_sampler(step)
+    assert (packed.processors is not None) == (packed.sampler == "processed")
+    if packed.processors is not None:
+        compare(processor_layout(requests, SHAPE).views(packed.processors), slow_processors(step))
+    assert packed.logprobs == any(
+        request.params.logprobs is not None and sampled
+        for request, sampled in zip(step.requests, step.samples.tolist(), strict=True)
+    )
+    targets = slow_targets(step)
+    assert (packed.prompt_targets is None) == (targets is None)
+    if packed.prompt_targets is not None:
+        assert packed.prompt_targets.dtype == np.int32
+        assert packed.prompt_targets.tolist() == targets
+
+
+def compare(fast: dict[str, np.ndarray], slow: dict[str, list[Any]]) -> None:
+    assert set(fast) == set(slow)
+    for name, values in fast.items():
+        np.testing.assert_array_equal(values, np.array(slow[name], values.dtype), err_msg=name)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "top_k": 5, "logprobs": 1},
+    {"temperature": 0.7},
+    {"temperature": 0.7, "top_p": 0.9999999, "min_tokens": 3},
+    {"temperature": 0.5, "top_k": 9, "min_p": 0.1},
+    {"prompt_logprobs": 0},
+    {"temperature": 0.3, "prompt_logprobs": 4, "logprobs": 2},
+    {"presence_penalty": 0.5, "frequency_penalty": -0.25, "repetition_penalty": 2},
+    {"logit_bias": {3: -1.5, 69: 100.0}, "banned_token_ids": (1, 31, 32, 69)},
+    {"allowed_token_ids": (5, 6, 31, 63), "min_tokens": 2},
+    {"min_tokens": 3, "temperature": 0.0},
+]
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_random_steps_are_packed_as_by_the_slow_twin(seed: int, depth: int) -> None:
+    dice = random.Random(seed)
+    # Some seeds see few kinds of requests, so that the cheap samplers are taken too; some run short of pages.
+    options = dice.sample(OPTIONS, dice.choice([1, 2, len(OPTIONS)]))
+    scheduler = make_scheduler(pipeline_depth=depth, num_pages=dice.choice([9, 40]))
+    in_flight: deque[ScheduledStep] = deque()
+    for turn in range(60):
+        if dice.random() < 0.4 and turn < 40:
+            stop_ids = dice.choice([(), (2, 31, 63), (500, *range(40, 50))])
+            length, tokens = dice.randrange(1, MODEL_LEN - 1), dice.randrange(3, 12)
+            request = make_request(f"r{turn}", length, stop_ids, max_tokens=tokens, **dice.choice(options))
+            scheduler.add(request)
+        step = scheduler.schedule()
+        if step is not None:
+            check(pack(step, scheduler.table, SHAPE, turn), step, scheduler)
+            in_flight.append(step)
+        if in_flight and (step is None or len(in_flight) == depth):
+            oldest = in_flight.popleft()
+            tokens = [dice.choice([1, 2, 3, 31, 69]) for _ in range(oldest.descriptor.requests)]
+            scheduler.update(oldest, np.array(tokens, np.int32))
+        if dice.random() < 0.05 and scheduler.requests:
+            scheduler.abort(dice.choice(list(scheduler.requests)))
+        scheduler.check_integrity()
+
+
+def test_a_token_that_is_not_read_yet_is_left_to_the_device() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 6, repetition_penalty=1.5))
+    first = scheduler.schedule()
+    assert first is not None
+    packed = pack(first, scheduler.table, SHAPE, 1)
+    assert packed.field("token_ids")[:6].tolist() == scheduler.requests["a"].prompt.tolist()
+    second = scheduler.schedule()
+    assert second is not None
+    packed = pack(second, scheduler.table, SHAPE, 2)
+    assert (packed.descriptor.kind, packed.step_id) == ("decode", 2)
+    assert packed.field("token_ids").tolist() == [-1, 0]
+    assert packed.field("slots").tolist()[1] == -1
+    assert packed.processors is not None
+    history = processor_layout(2, SHAPE).view(packed.processors, "history")
+    assert history[0, 5:8].tolist() == [scheduler.requests["a"].prompt[5], -2, -1]
+    scheduler.update(first, np.array([33], np.int32))
+    scheduler.update(second, np.array([34], np.int32))
+    third = scheduler.schedule()
+    assert third is not None
+    assert pack(third, scheduler.table, SHAPE, 3).field("token_ids").tolist() == [34, 0]
+
+
+def test_min_tokens_take_the_processed_sampler_only_while_they_mask() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 2, stop_ids=(9,), temperature=0.0, min_tokens=2, max_tokens=4))
+    samplers = []
+    while (step := scheduler.schedule()) is not None:
+        samplers.append(pack(step, scheduler.table, SHAPE, 0).sampler)
+        scheduler.update(step, np.array([1], np.int32))
+    assert samplers == ["processed", "processed", "greedy", "greedy"]
+
+
+def test_only_requests_that_sample_choose_the_sampler() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("plain", 10, temperature=0.0))
+    scheduler.add(make_request("long", 20, repetition_penalty=2.0, logprobs=1))
+    for expected in (("greedy", False), ("processed", True)):
+        step = scheduler.schedule()
+        assert step is not None
+        packed = pack(step, scheduler.table, SHAPE, 0)
+        assert (packed.sampler, packed.logprobs) == expected
+
+
+def test_no_buffer_is_shared_between_steps() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 6, repetition_penalty=1.5))
+    buffers = []
+    for step_id in range(2):
+        step = scheduler.schedule()
+        assert step is not None
+        packed = pack(step, scheduler.table, SHAPE, step_id)
+        assert packed.processors is not None
+        buffers.append((packed.batch, packed.sampling, packed.processors))
+    for first, second in zip(*buffers, strict=True):
+        assert not np.shares_memory(first, second)
+        assert {first.dtype, second.dtype} == {np.dtype(np.int32)}
+
+
+def test_a_step_cannot_be_packed_after_its_request_has_left() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 6))
+    step = scheduler.schedule()
+    assert step is not None
+    scheduler.abort("a")
+    with pytest.raises(InternalError, match="packed too late"):
+        pack(step, scheduler.table, SHAPE, 0)
+
+
+@pytest.mark.parametrize("change", [{"max_rows": 6}, {"max_model_len": 31}, {"pages_per_request": 7}])
+def test_a_table_of_another_shape_is_refused(change: dict[str, int]) -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 6))
+    step = scheduler.schedule()
+    assert step is not None
+    with pytest.raises(InternalError, match="is not for StepShape"):
+        pack(step, scheduler.table, replace(SHAPE, **change), 0)

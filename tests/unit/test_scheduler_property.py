@@ -1,0 +1,322 @@
+"""Random schedules against a model whose every token depends on all it should have read, and on nothing else.
+
+The mock worker has two layers of paged keys and values. What a layer stores at a position is a hash of everything that
+the layer below let that position read, through the page table, so that a wrong page, a stale one, one shared under
+another prefix or an order of steps that is off by one changes every later token. It reads the `StepInput` and its own
+memory only. The expected tokens come from the same hashes over a plain list of tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from twinfer.bucketing import Table, decode_ladder, mixed_ladder
+from twinfer.shared.packer import pack
+from twinfer.shared.request import FinishReason, Request, RequestState
+from twinfer.shared.sampling_encoding import FAR, ONE, encode_sampling
+from twinfer.shared.sampling_params import SamplingParams
+from twinfer.shared.scheduler import Scheduler, SchedulerConfig
+from twinfer.shared.step import StepInput, StepShape, processor_layout, sampling_layout
+
+VOCABULARY = 50
+LAYERS = 2
+U64 = np.uint64
+FILTERS_OFF = {"top_k": 0, "top_p": ONE, "min_p": FAR}
+
+
+def mix(*parts: np.ndarray | int) -> np.ndarray:
+    """A 64-bit hash of its arguments, elementwise (splitmix64's finalizer after each)."""
+    value = np.zeros(1, U64)
+    for part in parts:
+        value = (value + np.asarray(part).astype(U64)) * U64(0x9E3779B97F4A7C15)
+        value = (value ^ (value >> U64(30))) * U64(0xBF58476D1CE4E5B9)
+        value = value ^ (value >> U64(31))
+    return value
+
+
+def attend(stored: np.ndarray) -> np.ndarray:
+    """What each position reads of the values `[n]` stored at positions 0..n-1: all up to its own, in order."""
+    return np.cumsum(stored * (2 * np.arange(len(stored)).astype(U64) + U64(1)))
+
+
+def draw(hidden: int, position: int, fields: dict[str, int], history: list[int] | None, allowed: np.ndarray) -> int:
+    """The token of one request. Greedy uses no seed; filters and penalties count where they are on."""
+    parts = [hidden, position]
+    if not fields["greedy"]:
+        parts += [fields["seed_lo"], fields["seed_hi"], fields["scale"]]
+        parts += [fields[name] for name in FILTERS_OFF]
+    if history is not None:
+        parts += history
+    return int(allowed[int(mix(*parts)[0]) % len(allowed)])
+
+
+def expected_output(request: Request) -> tuple[list[int], FinishReason]:
+    """Tokens and finish reason by a direct simulation: one request alone, no pages, no steps."""
+    params, tokens = request.params, request.prompt.tolist()
+    fields = as_bits(encode_sampling(params, request.seed))
+    output: list[int] = []
+    while True:
+        hidden = mix(np.array(tokens), np.arange(len(tokens)))
+        for layer in range(1, LAYERS + 1):
+            hidden = mix(attend(hidden), layer)
+        allowed = np.arange(VOCABULARY)
+        if params.banned_token_ids:
+            allowed = np.setdiff1d(allowed, params.banned_token_ids)
+        if len(output) < params.min_tokens:
+            allowed = np.setdiff1d(allowed, request.stop_ids)
+        history = tokens if params.repetition_penalty != 1.0 else None
+        output.append(draw(int(hidden[-1]), len(tokens), fields, history, allowed))
+        tokens = [*tokens, output[-1]]
+        if output[-1] in request.stop_ids and len(output) > params.min_tokens:
+            return output, FinishReason.STOP
+        if len(tokens) == request.max_total:
+            return output, FinishReason.LENGTH
+
+
+def as_bits(fields: dict[str, int | float]) -> dict[str, int]:
+    """The int32 values that stand for `fields` in a buffer."""
+    return {k: int(np.float32(v).view(np.int32)) if isinstance(v, float) else v for k, v in fields.items()}
+
+
+class MockWorker:
+    """Executes packed steps in order, at once. Knows nothing but the steps and its own memory."""
+
+    def __init__(self, num_pages: int, page_size: int, max_rows: int) -> None:
+        garbage = np.random.default_rng(0).integers(1, 2**63, (LAYERS, num_pages * page_size))
+        self.page_size = page_size
+        self.memory = garbage.astype(U64)
+        self.last_tokens = np.full(max_rows + 1, 10**6)
+
+    def execute(self, step: StepInput) -> np.ndarray:
+        singles, count = step.field("counts").tolist()
+        start = step.field("query_start").astype(int)
+        rows, lens = step.field("rows"), step.field("kv_lens")
+        tokens, positions = step.field("token_ids").astype(int), step.field("positions").astype(int)
+        unread = np.flatnonzero(tokens == -1)
+        assert (unread < singles).all()
+        assert (np.diff(start)[:singles] == 1).all()
+        assert (np.diff(start)[singles:count] > 1).all()
+        tokens[unread] = self.last_tokens[rows[unread]]
+        hidden = mix(tokens, positions)
+        slots = step.field("slots").astype(int)
+        for layer in range(LAYERS):
+            # As on a device: a layer writes the whole step before anybody reads.
+            self.memory[layer, slots[slots >= 0]] = hidden[slots >= 0]
+            after = np.zeros_like(hidden)
+            for index in range(count):
+                length = int(lens[index])
+                pages = step.field("page_table")[index, : -(-length // self.page_size)].astype(int)
+                readable = (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)[:length]
+                new = slice(start[index], start[index + 1])
+                after[new] = attend(self.memory[layer, readable])[positions[new]]
+            hidden = mix(after, layer + 1)
+        sampled = self._sample(step, hidden[step.field("sample_index")])
+        self.last_tokens[sampling_layout(len(rows)).view(step.sampling, "sample_rows")] = sampled
+        return sampled
+
+    def _sample(self, step: StepInput, hidden: np.ndarray) -> np.ndarray:
+        requests = step.descriptor.requests
+        fields = sampling_layout(requests).views(step.sampling)
+        fields["scale"] = fields["scale"].view(np.int32)
+        processors = None
+        if step.sampler == "processed":
+            assert step.processors is not None
+            processors = processor_layout(requests, step.shape).views(step.processors)
+        tokens = np.full(requests, 7)
+        for index in np.flatnonzero(fields["sample_rows"] < step.shape.max_rows).tolist():
+            values = {name: int(column[index]) for name, column in fields.items()}
+            # Each program knows less than the one after it: a step sent to the wrong one gives wrong tokens.
+            if step.sampler == "greedy":
+                values["greedy"] = 1
+            if step.sampler in ("greedy", "random"):
+                values |= FILTERS_OFF
+            history, allowed = None, np.arange(VOCABULARY)
+            if processors is not None:
+                bits = np.unpackbits(processors["mask"][index].view(np.uint8), bitorder="little")[:VOCABULARY]
+                allowed = np.flatnonzero(bits)
+                if processors["repetition"][index] != 1.0:
+                    seen = processors["history"][index]
+                    last = self.last_tokens[processors["rows"][index]]
+                    history = [int(last) if token == -2 else token for token in seen[seen != -1].tolist()]
+            tokens[index] = draw(int(hidden[index]), values["position"], values, history, allowed)
+        return tokens
+
+
+@dataclass
+class Plan:
+    """What happens to one request, and when, in turns of the loop."""
+
+    request: Request
+    arrival: int
+    cancel: int | None
+    reason: FinishReason
+
+
+@dataclass
+class Run:
+    """One scheduler, its worker, and the loop of an engine."""
+
+    config: SchedulerConfig
+    plans: list[Plan]
+    eager: list[bool]
+    """By turn, over and over: whether to read a step back before the pipeline is full."""
+    in_flight: deque[tuple[object, np.ndarray]] = field(default_factory=deque)
+    cancelled: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        table = Table(decode_ladder(config.max_num_seqs, 4), mixed_ladder(config.max_num_batched_tokens, 4), 8)
+        self.scheduler = Scheduler(config, table)
+        self.worker = MockWorker(config.num_pages, config.page_size, config.max_num_seqs)
+        pages = -(-config.max_model_len // config.page_size)
+        self.shape = StepShape(pages + 1, config.max_num_seqs, config.max_model_len, VOCABULARY)
+
+    def go(self) -> None:
+        """Run to the end; a bound on the turns is the proof that nothing starves."""
+        tokens = sum(plan.request.max_total or 64 for plan in self.plans)
+        for turn in range(4 * tokens + 100):
+            self.come_and_go(turn)
+            if turn >= max(plan.arrival for plan in self.plans) and not self.scheduler.has_work:
+                return
+            stuck = not self.schedule(turn)
+            full = len(self.in_flight) == self.config.pipeline_depth
+            if self.in_flight and (stuck or full or self.eager[turn % len(self.eager)]):
+                self.read()
+        raise AssertionError(f"not done after {turn} turns: {self.scheduler.metrics()}")
+
+    def come_and_go(self, turn: int) -> None:
+        for plan in self.plans:
+            name = plan.request.request_id
+            if plan.arrival == turn:
+                self.scheduler.add(plan.request)
+            if plan.cancel == turn:
+                alive = name in self.scheduler.requests
+                assert self.scheduler.finish(name, plan.reason) == alive
+                assert not self.scheduler.finish(name, plan.reason)
+                if alive:
+                    self.cancelled.add(name)
+                self.scheduler.check_integrity()
+
+    def schedule(self, turn: int) -> bool:
+        waited = [plan.request for plan in self.plans if plan.request.state is RequestState.WAITING]
+        idle = not self.in_flight
+        step = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if step is None:
+            assert not idle or not self.scheduler.requests, "work waits, nothing is in flight, nothing is scheduled"
+            return False
+        waiting = [request.order for request in self.scheduler.requests.values() if request.row < 0]
+        started = [request.order for request in waited if request.row >= 0]
+        assert not waiting or not started or max(started) < min(waiting), "the head of the queue was overtaken"
+        packed = pack(step, self.scheduler.table, self.shape, turn)
+        frozen = [buffer.copy() for buffer in (packed.batch, packed.sampling)]
+        self.in_flight.append((step, self.worker.execute(packed)))
+        assert all(map(np.array_equal, frozen, (packed.batch, packed.sampling)))
+        return True
+
+    def read(self) -> None:
+        step, tokens = self.in_flight.popleft()
+        events = self.scheduler.update(step, tokens)
+        self.scheduler.check_integrity()
+        assert len(events.requests) == len(events.tokens) == len(events.indices)
+        assert not self.cancelled & {request.request_id for request in events.requests}
+        for request, token in zip(events.requests, events.tokens.tolist(), strict=True):
+            assert request.output[-1] == token
+            assert (request in events.finished) == (request.state is RequestState.FINISHED)
+
+    def check(self) -> None:
+        """Right tokens and reasons, and nothing left behind."""
+        for plan in self.plans:
+            request, (output, reason) = plan.request, expected_output(plan.request)
+            if request.request_id in self.cancelled:
+                assert request.output == output[: len(request.output)]
+                assert request.finish_reason is plan.reason
+            else:
+                assert (request.output, request.finish_reason) == (output, reason)
+            assert request.row == -1
+            assert request.source is None
+        metrics = self.scheduler.metrics()
+        assert (metrics.running, metrics.waiting, metrics.cache_usage) == (0, 0, 0.0)
+        assert self.scheduler.kv.available == self.config.num_pages
+        assert self.scheduler.kv.num_registered == 0 or self.config.enable_prefix_caching
+
+
+SAMPLING = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "top_k": 3},
+    {"temperature": 0.7},
+    {"temperature": 0.7, "logprobs": 2},
+    {"temperature": 0.9, "top_p": 0.5},
+    {"repetition_penalty": 1.5},
+    {"temperature": 0.0, "repetition_penalty": 2.0, "top_k": 2},
+    {"banned_token_ids": (0, 3, 31, 32, 49)},
+    {"prompt_logprobs": 1},
+]
+PROMPTS = np.random.default_rng(1).integers(0, VOCABULARY, (3, 40))
+
+
+@st.composite
+def configs(draw_: st.DrawFn) -> SchedulerConfig:
+    page_size = draw_(st.sampled_from([1, 2, 4, 5]))
+    model_len = draw_(st.integers(12, 40))
+    seqs = draw_(st.integers(1, 6))
+    chunked = draw_(st.booleans())
+    least = -(-model_len // page_size)
+    return SchedulerConfig(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=draw_(st.integers(seqs if chunked else max(seqs, model_len), 48)),
+        max_model_len=model_len,
+        page_size=page_size,
+        num_pages=least + draw_(st.integers(0, 2 * least)),
+        enable_prefix_caching=draw_(st.sampled_from([True, True, False])),
+        enable_chunked_prefill=chunked,
+        policy=draw_(st.sampled_from(["fcfs", "priority"])),
+        priority_window=draw_(st.integers(1, 4)),
+        pipeline_depth=draw_(st.sampled_from([1, 2, 2])),
+        watermark=draw_(st.sampled_from([0.0, 0.1])),
+    )
+
+
+@st.composite
+def plans(draw_: st.DrawFn, model_len: int) -> list[Plan]:
+    made = []
+    for index in range(draw_(st.integers(1, 10))):
+        # Most prompts share a beginning, and part ways at different places.
+        length = draw_(st.integers(1, model_len - 1))
+        prompt = PROMPTS[draw_(st.sampled_from([0, 0, 0, 1, 2]))][:length].copy()
+        own = draw_(st.integers(0, 3))
+        prompt[length - min(own, length) :] = (index * 7) % VOCABULARY
+        most = draw_(st.integers(1, 24))
+        stop_ids = tuple(draw_(st.sampled_from([(), (1, 2, 3), (5, 6, 7, 8, 9, 10, 11, 12)])))
+        params = SamplingParams(max_tokens=most, **draw_(st.sampled_from(SAMPLING)))
+        params = replace(params, min_tokens=draw_(st.sampled_from([0, 0, most // 2])))
+        request = Request(
+            request_id=f"r{index}",
+            prompt=prompt,
+            params=params,
+            seed=index - 2,
+            stop_ids=stop_ids,
+            priority=draw_(st.integers(-3, 3)),
+            cache_salt=draw_(st.sampled_from(["", "", "tenant"])),
+        )
+        arrival = draw_(st.integers(0, 20))
+        cancel = draw_(st.none() | st.integers(0, 30).map(lambda turns, arrival=arrival: arrival + turns))
+        made.append(Plan(request, arrival, cancel, draw_(st.sampled_from([FinishReason.ABORT, FinishReason.STOP]))))
+    return made
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_random_schedules_give_each_request_the_tokens_it_gets_alone(data: st.DataObject) -> None:
+    config = data.draw(configs(), "config")
+    run = Run(config, data.draw(plans(config.max_model_len), "plans"), data.draw(st.lists(st.booleans(), min_size=1)))
+    run.go()
+    run.check()
+    metrics = run.scheduler.metrics()
+    event(f"preemptions: {min(metrics.preemptions, 3)}")
+    event(f"prefix hits: {metrics.prefix_hits > 0}")
