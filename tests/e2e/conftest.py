@@ -1,0 +1,103 @@
+"""Small random checkpoints of every supported architecture, written and read as transformers does it (the oracle)."""
+
+import os
+
+import numpy as np
+import pytest
+
+BASE = dict(
+    hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=997, max_position_embeddings=640, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+LLAMA3_ROPE = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=160)
+
+MODELS = {
+    "llama-mha": ("Llama", dict(num_key_value_heads=4)),
+    "llama3-scaled-tied": ("Llama", dict(rope_theta=5e5, rope_scaling=LLAMA3_ROPE, tie_word_embeddings=True)),
+    "llama-biases-head96": ("Llama", dict(attention_bias=True, mlp_bias=True, head_dim=96)),
+    "llama-yarn": ("Llama", dict(rope_scaling=YARN_ROPE)),
+    "mistral-window": ("Mistral", dict(sliding_window=8, vocab_size=1009)),
+    "mistral-mqa": ("Mistral", dict(num_key_value_heads=1, sliding_window=None, head_dim=24)),
+    "qwen2": ("Qwen2", dict(tie_word_embeddings=True, rope_theta=1e6)),
+    "qwen2-windows": ("Qwen2", dict(use_sliding_window=True, sliding_window=11, max_window_layers=1)),
+    "qwen3": ("Qwen3", dict(head_dim=32, vocab_size=1023)),
+    "qwen3-tied-bias": ("Qwen3", dict(head_dim=16, attention_bias=True, tie_word_embeddings=True)),
+}
+
+
+def build(name: str, folder: str, **overrides):
+    """Write the random checkpoint `name` to `folder` and return the transformers model, float32 and eager."""
+    import torch
+    import transformers
+
+    family, changes = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**(BASE | changes | overrides))
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            # Norm weights and biases too: at their initial ones and zeros, half of the mistakes would not show.
+            parameter.copy_(1 + 0.2 * noise if "norm" in key else 0.1 * noise)
+    model.save_pretrained(folder, max_shard_size=overrides.get("max_shard_size", "1GB"))
+    return model
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    """checkpoints(name) -> (folder, transformers model), made once."""
+    made = {}
+
+    def get(name: str):
+        if name not in made:
+            folder = str(tmp_path_factory.mktemp("model") / name)
+            made[name] = (folder, build(name, folder))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """XLA programs of the session, shared by its tests: the same small engines are built many times."""
+    folder = str(tmp_path_factory.getbasetemp().parent / "xla-cache")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def greedy(model, prompt, count):
+    """Tokens that transformers decodes greedily, and its logits at every position of prompt and output."""
+    import torch
+
+    ids = torch.tensor([list(prompt)])
+    with torch.no_grad():
+        # Without a mask, generate() takes every prompt token that equals the pad token for padding.
+        mask = torch.ones_like(ids)
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
+        )
+        logits = model(out[:, :-1]).logits[0]
+    return out[0, len(prompt) :].tolist(), logits.numpy()
+
+
+@pytest.fixture(scope="session")
+def oracle():
+    """oracle(model, prompt, count) -> (greedy tokens, logits)."""
+    return greedy
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """Random prompts by length."""
+
+    def make(vocab, *lengths):
+        rng = np.random.default_rng(11)
+        return [rng.integers(0, vocab, n).astype(np.int32) for n in lengths]
+
+    return make

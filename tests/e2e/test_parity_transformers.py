@@ -1,0 +1,116 @@
+"""Both workers against transformers, float32: every architecture, odd shapes, prompts around page boundaries."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from twinfer.bucketing import Descriptor
+from twinfer.shared.config import EngineConfig
+from twinfer.shared.engine import Engine
+from twinfer.shared.models.config import load_config
+from twinfer.shared.sampling_params import SamplingParams
+from twinfer.shared.step import StepInput, batch_layout, sampling_layout
+
+NAMES = [
+    "llama-mha", "llama3-scaled-tied", "llama-biases-head96", "llama-yarn", "mistral-window", "mistral-mqa", "qwen2",
+    "qwen2-windows", "qwen3", "qwen3-tied-bias",
+]  # fmt: skip
+LENGTHS = (1, 15, 16, 17, 100, 500)
+NEW_TOKENS = 64
+
+
+def start(folder, backend, device, **options):
+    settings = dict(max_num_seqs=8, max_num_batched_tokens=128, dtype="float32") | options
+    config = EngineConfig(model=folder, backend=backend, device=device, **settings)
+    return Engine(config, load_config(folder), folder)
+
+
+def run(engine, prompts, params):
+    requests = [engine.add(str(i), p, params) for i, p in enumerate(prompts)]
+    while engine.has_work:
+        engine.step()
+    return [request.output for request in requests]
+
+
+def logits_of(engine, tokens):
+    """Logits at every position of one sequence, computed in chunks as the engine does: [len vocab]."""
+    shape, page, size = engine.shape, engine.config.page_size, 128
+    rows = []
+    for first in range(0, len(tokens), size):
+        part = tokens[first : first + size]
+        descriptor = Descriptor("mixed", size, shape.max_rows, size)
+        layout = batch_layout(descriptor, shape)
+        buffer = layout.allocate()
+        v = layout.views(buffer)
+        position = np.arange(first, first + len(part))
+        v["token_ids"][: len(part)] = part
+        v["positions"][: len(part)] = position
+        v["slots"][:] = -1
+        v["slots"][: len(part)] = (position // page) * page + position % page
+        v["page_table"][0] = np.arange(shape.pages_per_request)
+        v["query_start"][1:] = len(part)
+        v["kv_lens"][0] = first + len(part)
+        v["rows"][:] = shape.max_rows
+        v["counts"][:] = (len(part) == 1, 1)
+        sampling = sampling_layout(shape.max_rows).allocate()
+        sampling_layout(shape.max_rows).view(sampling, "sample_rows")[:] = shape.max_rows
+        step = StepInput(0, descriptor, shape, "greedy", buffer, sampling)
+        rows.append(engine.worker.logits(step)[: len(part)])
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_greedy_tokens(checkpoints, oracle, prompts, name, backend, device):
+    folder, model = checkpoints(name)
+    engine = start(folder, backend, device)
+    try:
+        texts = prompts(engine.model.vocab_size, *LENGTHS)
+        got = run(engine, texts, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
+        assert engine.worker.compilations_after_ready() == 0
+        for prompt, tokens in zip(texts, got, strict=True):
+            want, want_logits = oracle(model, prompt, NEW_TOKENS)
+            assert tokens == want, f"prompt of {len(prompt)} tokens"
+            ours = logits_of(engine, np.concatenate([prompt, want[:-1]]))
+            error = np.linalg.norm(ours - want_logits, axis=-1) / np.linalg.norm(want_logits, axis=-1)
+            assert error.max() < 1e-4, f"prompt of {len(prompt)} tokens, position {error.argmax()}: {error.max():.2e}"
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_a_sharded_checkpoint_with_a_version_4_config(checkpoints, prompts, tmp_path, backend, device):
+    """The same weights in several files, and `rope_theta` + `rope_scaling` as transformers 4 wrote them."""
+    folder, model = checkpoints("llama3-scaled-tied")
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert os.path.exists(tmp_path / "model.safetensors.index.json")
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    outputs = []
+    for where in (folder, str(tmp_path)):
+        engine = start(where, backend, device)
+        params = SamplingParams(temperature=0, max_tokens=8)
+        outputs.append(run(engine, prompts(engine.model.vocab_size, 20, 40), params))
+        engine.close()
+    assert outputs[0] == outputs[1]
+
+
+def test_the_check_would_see_a_wrong_rope_base(checkpoints, oracle, prompts, tmp_path, device):
+    """The bound of the parity test must reject a fault that is small at short distances."""
+    folder, model = checkpoints("qwen3")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] *= 1.01
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = start(str(tmp_path), "torch", device)
+    prompt = prompts(engine.model.vocab_size, 100)[0]
+    _, want = oracle(model, prompt, 2)
+    ours = logits_of(engine, prompt)
+    error = np.linalg.norm(ours - want[:100], axis=-1) / np.linalg.norm(want[:100], axis=-1)
+    assert error.max() > 1e-4
+    engine.close()
