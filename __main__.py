@@ -1,0 +1,5 @@
+"""`python -m twinfer`."""
+
+from .serving.cli import main
+
+raise SystemExit(main())

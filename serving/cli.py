@@ -1,0 +1,248 @@
+"""The command line: `twinfer generate | demo | plan`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from ..shared.config import BACKENDS, COMPILE_LEVELS, DEVICES, DTYPES, LOAD_FORMATS, POLICIES
+from ..shared.errors import ConfigError, RequestError, TwinferError
+from ..shared.sampling_params import SamplingParams
+from .outputs import CompletionOutput, RequestOutput
+
+UNITS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Complains in one line, and names the nearest flag for one that it does not know."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the complaint and leave with exit code 2."""
+        prefix = "unrecognized arguments: "
+        if message.startswith(prefix):
+            unknown = message.removeprefix(prefix).split()[0]
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            near = difflib.get_close_matches(unknown.split("=")[0], flags, 1)
+            message = f"unknown argument {unknown}" + (f"; did you mean {near[0]}?" if near else "")
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def size(text: str) -> int:
+    """A whole number, with a unit if one likes: 4096, 32k (thousands), 32K (1024)."""
+    unit = UNITS.get(text[-1:], 1)
+    digits = text if unit == 1 else text[:-1]
+    try:
+        return int(float(digits) * unit) if unit > 1 else int(digits)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4096 or 32K") from None
+
+
+def token_ids(text: str) -> list[int]:
+    """Token ids separated by commas."""
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The entry point. Returns the exit code: 0 done, 1 failed, 2 wrong input, 4 backend unavailable."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
+    try:
+        return int(arguments.run(arguments))
+    except TwinferError as error:
+        print(f"twinfer: error: {_one_line(error)}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output has left; a second complaint when Python flushes would help nobody.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="twinfer", description="One LLM engine for TPUs and GPUs; both compute the same thing.")
+    from .. import __version__
+
+    parser.add_argument("--version", action="version", version=f"twinfer {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
+    generate = commands.add_parser("generate", help="complete prompts and leave")
+    generate.set_defaults(run=run_generate)
+    _engine_flags(generate)
+    _prompt_flags(generate)
+    demo = commands.add_parser("demo", help="the bundled model on both workers, tokens compared")
+    demo.set_defaults(run=run_demo)
+    demo.add_argument("--dtype", choices=DTYPES[1:], default="float32")
+    demo.add_argument("--max-tokens", type=size, default=48)
+    plan = commands.add_parser("plan", help="which implementation of each op a backend runs")
+    plan.set_defaults(run=run_plan)
+    plan.add_argument("--backend", choices=BACKENDS, default="jax")
+    plan.add_argument("--json", action="store_true", help="one JSON object")
+    return parser
+
+
+def _engine_flags(parser: argparse.ArgumentParser) -> None:
+    g = parser.add_argument_group("engine")
+    g.add_argument("--model", required=True, help="a Hugging Face checkpoint folder, or the word demo")
+    g.add_argument("--backend", choices=BACKENDS, default="jax")
+    g.add_argument("--device", choices=DEVICES, default="auto")
+    g.add_argument("--dtype", choices=DTYPES, default="auto")
+    g.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: seeded random weights")
+    g.add_argument("--engine-seed", type=int, default=0, help="seeds dummy weights and requests without a seed")
+    g.add_argument("--max-model-len", type=size)
+    g.add_argument("--max-num-seqs", type=size)
+    g.add_argument("--max-num-batched-tokens", type=size)
+    g.add_argument("--page-size", "--block-size", type=size, default=16, help="tokens of a KV page")
+    g.add_argument("--kv-cache-memory", type=size, help="bytes of KV cache, such as 4G")
+    g.add_argument("--num-pages", type=size, help="pages of KV cache, instead of bytes")
+    g.add_argument("--scheduling-policy", choices=POLICIES, default="fcfs")
+    g.add_argument("--compile-level", type=int, choices=COMPILE_LEVELS, help="torch: 0 eager, 2 compiled layers")
+    for flag in ("enable-prefix-caching", "enable-chunked-prefill", "async-scheduling"):
+        g.add_argument(f"--{flag}", action=argparse.BooleanOptionalAction, default=True)
+    g.add_argument("--scan-layers", action=argparse.BooleanOptionalAction, default=None, help="JAX: loop or unroll")
+
+
+ENGINE_OPTIONS = (
+    "dtype", "load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "kv_cache_memory",
+    "num_pages", "scheduling_policy", "compile_level", "enable_prefix_caching", "enable_chunked_prefill",
+    "async_scheduling", "scan_layers",
+)  # fmt: skip
+
+
+def _prompt_flags(parser: argparse.ArgumentParser) -> None:
+    g = parser.add_argument_group("prompts (each may be given several times)")
+    g.add_argument("--prompt", action="append", default=[], metavar="TEXT")
+    g.add_argument("--prompt-token-ids", action="append", default=[], type=token_ids, metavar="1,2,3")
+    g.add_argument("--prompt-file", action="append", default=[], metavar="FILE", help="a prompt a line")
+    s = parser.add_argument_group("sampling")
+    s.add_argument("--max-tokens", type=size, default=16)
+    s.add_argument("--min-tokens", type=size, default=0)
+    s.add_argument("--temperature", type=float, default=1.0)
+    s.add_argument("--top-k", type=int, default=0)
+    s.add_argument("--top-p", type=float, default=1.0)
+    s.add_argument("--min-p", type=float, default=0.0)
+    s.add_argument("--presence-penalty", type=float, default=0.0)
+    s.add_argument("--frequency-penalty", type=float, default=0.0)
+    s.add_argument("--repetition-penalty", type=float, default=1.0)
+    s.add_argument("--seed", type=int, help="the same seed gives the same tokens on every backend")
+    s.add_argument("--n", type=int, default=1, help="completions of each prompt")
+    s.add_argument("--stop", action="append", default=[], metavar="TEXT")
+    s.add_argument("--stop-token-ids", type=token_ids, default=[], metavar="1,2,3")
+    s.add_argument("--logprobs", type=int)
+    s.add_argument("--ignore-eos", action="store_true")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+
+
+SAMPLING_OPTIONS = (
+    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "n", "stop", "stop_token_ids", "logprobs", "ignore_eos",
+)  # fmt: skip
+
+
+def run_generate(arguments: argparse.Namespace) -> int:
+    """`twinfer generate`."""
+    prompts = _prompts(arguments)
+    params = SamplingParams(**{name: getattr(arguments, name) for name in SAMPLING_OPTIONS})
+    from .llm import LLM
+
+    options = {name: getattr(arguments, name) for name in ENGINE_OPTIONS}
+    options |= {"seed": arguments.engine_seed}
+    with LLM(arguments.model, backend=arguments.backend, device=arguments.device, **options) as llm:
+        if not arguments.json:
+            for change in llm.engine.report.changes:
+                print(f"{change}", file=sys.stderr)
+        outputs = llm.generate(prompts, params, return_errors=True)
+        where = {
+            "backend": arguments.backend,
+            "device": llm.engine.device.platform,
+            "dtype": llm.engine.config.dtype,
+        }
+    for index, output in enumerate(outputs):
+        if output.error is not None:
+            print(f"twinfer: error: prompt {index}: {_one_line(output.error)}", file=sys.stderr)
+        for completion in output.outputs:
+            print(json.dumps(_record(output, completion) | where) if arguments.json else _text(output, completion))
+    return 2 if any(output.error for output in outputs) else 0
+
+
+def _prompts(arguments: argparse.Namespace) -> list[Any]:
+    prompts: list[Any] = [*arguments.prompt, *arguments.prompt_token_ids]
+    for name in arguments.prompt_file:
+        try:
+            with open(name, encoding="utf-8") as file:
+                prompts += file.read().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"prompt-file: cannot read {name}: {error}") from error
+    if not prompts:
+        raise RequestError("prompt", "none given; use --prompt, --prompt-token-ids or --prompt-file")
+    return prompts
+
+
+def _record(output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "prompt_token_ids": output.prompt_token_ids,
+        "token_ids": completion.token_ids,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+    }
+    if completion.logprobs is not None:
+        tokens = zip(completion.token_ids, completion.logprobs, strict=True)
+        record["logprobs"] = [best[token].logprob for token, best in tokens]
+    return record
+
+
+def _text(output: RequestOutput, completion: CompletionOutput) -> str:
+    if output.prompt is not None:
+        return output.prompt + completion.text
+    return completion.text or ",".join(map(str, completion.token_ids))
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    """`twinfer demo`."""
+    from .demo import run
+
+    return run(arguments.dtype, arguments.max_tokens)
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """`twinfer plan`."""
+    from ..ops import REGISTRY, resolve
+
+    plan = resolve(arguments.backend)
+    rows = [
+        {
+            "op": op.name,
+            "level": op.level,
+            "provider": plan[op.name].provider,
+            "passed_over": [f"{provider}: {why}" for provider, why in plan[op.name].passed_over],
+            "rounds": op.contract.rounds,
+            "deterministic": plan[op.name].implementation.deterministic,
+        }
+        for op in REGISTRY
+    ]
+    if arguments.json:
+        print(json.dumps({"backend": arguments.backend, "ops": rows, "plan_hash": plan.hash}))
+        return 0
+    for row in rows:
+        print(f"{row['op']:<20} {row['provider']:<12} rounds {row['rounds']}")
+    print(f"plan hash {plan.hash}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,189 @@
+"""`LLM`: offline generation in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..shared.chat import render_chat
+from ..shared.config import EngineConfig
+from ..shared.engine import Engine, derive_seed
+from ..shared.errors import ConfigError, RequestError
+from ..shared.models.config import load_config
+from ..shared.models.locate import model_folder
+from ..shared.request import FinishReason
+from ..shared.sampling_params import SamplingParams
+from ..shared.tokenizer import Tokenizer
+from .completion import Completion
+from .outputs import RequestOutput
+from .progress import GenerationBar, StartBar
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`, `priority`)."""
+
+
+class LLM:
+    """A model on one backend, ready to generate.
+
+    `model` is a folder with a Hugging Face checkpoint or the word demo; `options` are those of `EngineConfig`. Building
+    one loads the weights and compiles every program; afterwards nothing compiles. Raises ConfigError, ModelError,
+    BackendUnavailable. `close()` frees the device; it is also a context manager.
+    """
+
+    def __init__(
+        self, model: str, *, backend: str = "jax", device: str = "auto", progress: bool = True, **options: Any
+    ) -> None:
+        config = EngineConfig.from_options({"model": model, "backend": backend, "device": device, **options})
+        folder = model_folder(model)
+        model_config = load_config(folder)
+        self.tokenizer = Tokenizer.load(folder)
+        with StartBar(f"{backend}: starting", shown=progress) as bar:
+            self.engine = Engine(config, model_config, folder, bar.update)
+        self._next_id = 0
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the device."""
+        self.engine.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        return_errors: bool = False,
+        on_finish: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; results stand in the order of the prompts.
+
+        A refused request raises RequestError after the others were withdrawn; with `return_errors` it comes back with
+        `error` set and the others go on. `on_finish` is called with each result when it is complete.
+        """
+        batch: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
+        settings = _per_prompt(params, len(batch))
+        outputs: list[RequestOutput] = []
+        live: dict[str, tuple[RequestOutput, Completion]] = {}
+        for prompt, setting in zip(batch, settings, strict=True):
+            output = RequestOutput(str(self._next_id), prompt if isinstance(prompt, str) else None, [])
+            self._next_id += 1
+            outputs.append(output)
+            try:
+                live.update(self._add(output, prompt, setting))
+            except RequestError as error:
+                output.error = error
+                if not return_errors:
+                    for request_id in live:
+                        self.engine.abort(request_id)
+                    raise
+        try:
+            self._run(live, progress, on_finish)
+        except BaseException:
+            for request_id in live:
+                self.engine.abort(request_id)
+            raise
+        return outputs
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several: messages with `role` and `content`, rendered by the model's template."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        tokenizer = self._tokenizer("chat")
+        texts = [render_chat(tokenizer, conversation, add_generation_prompt=True) for conversation in conversations]
+        prompts: list[Prompt] = [
+            {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts
+        ]
+        return self.generate(prompts, params, **options)
+
+    def _tokenizer(self, purpose: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("prompt", f"the model folder has no tokenizer.json, so {purpose} needs token ids")
+        return self.tokenizer
+
+    def _add(self, output: RequestOutput, prompt: Prompt, params: SamplingParams) -> dict[str, Any]:
+        options: dict[str, Any] = {}
+        token_ids: Any = prompt
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "priority"}
+            if unknown:
+                raise RequestError("prompt", f"unknown keys {sorted(unknown)}")
+            options = {key: prompt[key] for key in ("cache_salt", "priority") if key in prompt}
+            output.prompt = prompt.get("prompt")
+            token_ids = prompt.get("prompt_token_ids", output.prompt)
+        if token_ids is None:
+            raise RequestError("prompt", "needs the key 'prompt' or 'prompt_token_ids'")
+        if isinstance(token_ids, str):
+            token_ids = self._tokenizer("text").encode(token_ids)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop", "stop strings need a tokenizer, and the model folder has no tokenizer.json")
+        output.prompt_token_ids = list(token_ids)
+        made: dict[str, tuple[RequestOutput, Completion]] = {}
+        try:
+            for index in range(params.n):
+                own = params if index == 0 or params.seed is None else params.with_seed(derive_seed(params.seed, index))
+                request = self.engine.add(f"{output.request_id}/{index}", output.prompt_token_ids, own, **options)
+                completion = Completion(index, request, self.tokenizer)
+                output.outputs.append(completion.output)
+                made[request.request_id] = output, completion
+        except RequestError:
+            output.outputs.clear()
+            for request_id in made:
+                self.engine.abort(request_id)
+            raise
+        return made
+
+    def _run(
+        self,
+        live: dict[str, tuple[RequestOutput, Completion]],
+        progress: bool,
+        on_finish: Callable[[RequestOutput], None] | None,
+    ) -> None:
+        missing = {output.request_id: len(output.outputs) for output, _ in live.values()}
+        with GenerationBar(len(missing), shown=progress) as bar:
+            while live:
+                for update in self.engine.step():
+                    entry = live.get(update.request.request_id)
+                    if entry is None:
+                        continue
+                    output, completion = entry
+                    if update.prompt_logprobs is not None:
+                        output.prompt_logprobs = update.prompt_logprobs
+                    if completion.take(update):
+                        self.engine.finish(update.request.request_id, FinishReason.STOP)
+                    bar.token()
+                    if completion.done:
+                        del live[update.request.request_id]
+                        output.num_cached_tokens = max(output.num_cached_tokens, update.request.num_cached_tokens)
+                        missing[output.request_id] -= 1
+                        if not missing[output.request_id]:
+                            bar.request(len(output.prompt_token_ids))
+                            if on_finish is not None:
+                                on_finish(output)
+
+
+def _is_single(prompts: Any) -> bool:
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    if not isinstance(prompts, Sequence):
+        raise RequestError("prompts", f"got {type(prompts).__name__}, must be text, token ids, or a list of those")
+    return bool(prompts) and all(isinstance(item, int) for item in prompts)
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ConfigError(f"params: got {len(params)} for {count} prompts; give one, or one for each")
+    return list(params)

@@ -1,0 +1,73 @@
+"""Progress bars on a terminal; nothing where the output is not one."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+class StartBar:
+    """Shows what an engine does before it is ready. Use as a context manager; `update` is a `Progress` callback."""
+
+    def __init__(self, title: str, *, shown: bool) -> None:
+        self._title = title
+        self._tasks: dict[str, object] = {}
+        self._progress = _bars(shown)
+
+    def __enter__(self) -> StartBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def update(self, what: str, done: int, total: int) -> None:
+        """Show that `done` of `total` are done of `what`."""
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(f"{self._title} ({what})", total=total)
+        self._progress.update(self._tasks[what], completed=done)  # type: ignore[arg-type]
+
+
+class GenerationBar:
+    """Counts finished requests and shows tokens per second, in and out."""
+
+    def __init__(self, requests: int, *, shown: bool) -> None:
+        self._requests = requests
+        self._progress = _bars(shown)
+        self._tokens = self._prompt_tokens = 0
+        self._started = self._drawn = time.perf_counter()
+
+    def __enter__(self) -> GenerationBar:
+        self._progress.start()
+        self._task = self._progress.add_task("generating", total=self._requests)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def token(self) -> None:
+        """One token more. The text is renewed ten times a second: a step must not wait for a terminal."""
+        self._tokens += 1
+        now = time.perf_counter()
+        if now - self._drawn > 0.1:
+            self._drawn = now
+            self._describe(now)
+
+    def request(self, prompt_tokens: int) -> None:
+        """One request more is complete."""
+        self._prompt_tokens += prompt_tokens
+        self._describe(time.perf_counter())
+        self._progress.advance(self._task)
+
+    def _describe(self, now: float) -> None:
+        seconds = max(now - self._started, 1e-9)
+        rates = f"in {self._prompt_tokens / seconds:.0f} tok/s, out {self._tokens / seconds:.0f} tok/s"
+        self._progress.update(self._task, description=f"generating ({rates})")
+
+
+def _bars(shown: bool) -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not (shown and console.is_terminal), refresh_per_second=10)
