@@ -19,18 +19,21 @@ UNITS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 10
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Complains in one line, and names the nearest flag for one that it does not know."""
+    """Complains in one line."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         """Print the complaint and leave with exit code 2."""
-        prefix = "unrecognized arguments: "
-        if message.startswith(prefix):
-            unknown = message.removeprefix(prefix).split()[0]
-            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            near = difflib.get_close_matches(unknown.split("=")[0], flags, 1)
-            message = f"unknown argument {unknown}" + (f"; did you mean {near[0]}?" if near else "")
         print(f"{self.prog}: error: {message}", file=sys.stderr)
         raise SystemExit(2)
+
+    def refuse(self, unknown: str) -> NoReturn:
+        """Complain about an argument that this command does not know, naming the nearest flag."""
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        near = difflib.get_close_matches(unknown.split("=")[0], flags, 1)
+        self.error(f"unknown argument {unknown}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
 def size(text: str) -> int:
@@ -53,8 +56,10 @@ def token_ids(text: str) -> list[int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point. Returns the exit code: 0 done, 1 failed, 2 wrong input, 4 backend unavailable."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    parser, commands = _parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands.get(arguments.command, parser).refuse(unknown[0])
     if arguments.command is None:
         parser.print_help()
         return 0
@@ -75,7 +80,8 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
+    """The parser, and those of the commands by name."""
     parser = OneLineParser(prog="twinfer", description="One LLM engine for TPUs and GPUs; both compute the same thing.")
     from .. import __version__
 
@@ -93,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=run_plan)
     plan.add_argument("--backend", choices=BACKENDS, default="jax")
     plan.add_argument("--json", action="store_true", help="one JSON object")
-    return parser
+    return parser, commands.choices
 
 
 def _engine_flags(parser: argparse.ArgumentParser) -> None:

@@ -25,9 +25,9 @@ from ..shared.sampling_params import SamplingParams
 PROMPTS = (
     "def read_file(path):\n",
     "class Node:\n    def __init__(self",
-    "import os\nimport ",
+    "import json\n\ndef load_config(filename",
     "for i in range(",
-    "try:\n    ",
+    "    with open(filename, ",
     "    if not isinstance(",
     "def __repr__(self):\n    return ",
     "# This module ",

@@ -113,14 +113,16 @@ def _checked_message(where: str, message: Any) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role", f"got {show(role)}, must be text such as system, user or assistant")
+    if not all(isinstance(key, str) for key in message):
+        raise RequestError(where, f"has a key that is not text: {show(list(message))}")
     # Clients send null for what they do not use, and templates test whether a key is there.
-    present = {key: value for key, value in message.items() if value is not None}
-    content = present.pop("content", None)
-    plain: dict[str, Any] = _plain(where, present)
-    if content is not None:
-        plain["content"] = _text(f"{where}.content", content)
-    elif not plain.keys() & {"tool_calls", *REASONING}:
+    present = {str.__str__(key): value for key, value in message.items() if value is not None}
+    if "content" not in present and not present.keys() & {"tool_calls", *REASONING}:
         raise RequestError(f"{where}.content", "is missing, must be text or a list of text parts")
+    plain = {
+        key: _text(f"{where}.content", value) if key == "content" else _plain(where, value)
+        for key, value in present.items()
+    }
     reasoning = next((plain[name] for name in REASONING if name in plain), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
@@ -129,7 +131,7 @@ def _checked_message(where: str, message: Any) -> dict[str, Any]:
 
 def _text(where: str, content: Any) -> str:
     if isinstance(content, str):
-        return str(content)
+        return str.__str__(content)
     if not isinstance(content, Sequence) or isinstance(content, (bytes, bytearray)):
         raise RequestError(where, f"got {show(content)}, must be text or a list of text parts")
     texts = []
@@ -140,7 +142,7 @@ def _text(where: str, content: Any) -> str:
                 f"{where}[{index}]", f"got {show(part)}, must be a text part: this model reads only text"
             )
         texts.append(text)
-    return "\n".join(texts)
+    return "\n".join(str.__str__(text) for text in texts)
 
 
 def _plain(where: str, value: Any, depth: int = 0) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -11,8 +12,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from .errors import CheckpointError, ModelNotFound
-from .models.config import read_json, show
+from .errors import CheckpointError
+from .models.config import need_folder, read_json, show
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -50,13 +51,11 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
-        if not self._folder.is_dir():
-            raise ModelNotFound(f"{self._folder}: no such folder")
+        self._folder = need_folder(folder)
         self._open: dict[str, Any] = {}
-        if (self._folder / SINGLE).exists():
+        if os.path.exists(self._folder / SINGLE):
             self._files = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
-        elif (self._folder / INDEX).exists():
+        elif os.path.exists(self._folder / INDEX):
             self._files = self._read_index()
         else:
             self._refuse_folder()
@@ -96,6 +95,8 @@ class Checkpoint:
         dtype, shape = self.dtype(name), self.shape(name)
         if not 0 <= axis < len(shape) or not 0 <= start <= stop <= shape[axis]:
             self._fail(f"{self._where(name)} has shape {list(shape)}, which has no {start}:{stop} on axis {axis}")
+        if start == stop or 0 in shape:  # the library takes an empty slice for one outside
+            return np.empty((*shape[:axis], stop - start, *shape[axis + 1 :]), dtype)
         part = (slice(None),) * axis + (slice(start, stop),)
         return self._checked(self._get(name, lambda: self._slice(name)[part]), name, dtype)
 
@@ -149,7 +150,7 @@ class Checkpoint:
             if not isinstance(file, str) or not re.fullmatch(r"[\w][\w.+-]*\.safetensors", file) or ".." in file:
                 self._fail(f"{path}: {show(name)} is in {show(file)}, must be a .safetensors file in the same folder")
         for file in sorted(set(files.values())):
-            if not (self._folder / file).is_file():
+            if not os.path.isfile(self._folder / file):
                 self._fail(f"{path}: names {file}, which is not in {self._folder}")
         return files
 

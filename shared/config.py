@@ -167,7 +167,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tup
     if model.vocab_size > MAX_VOCAB:
         raise UnsupportedModel(f"vocab_size: got {model.vocab_size}, the sampler's integers allow at most {MAX_VOCAB}")
     limit = model.max_position_embeddings
-    length = fill("max_model_len", min(limit, 2048) if on_cpu else limit, "the model's limit" + ", at most 2048 on CPU")
+    length = fill("max_model_len", min(limit, 2048) if on_cpu else limit, "the model's limit, at most 2048 on a CPU")
     if length > limit:
         raise ConfigError(f"max_model_len: got {length}, the model allows at most {limit} (max_position_embeddings)")
     sequences = fill("max_num_seqs", 16 if on_cpu else 256, f"default on {device.platform}")
@@ -182,13 +182,18 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tup
     if not config.enable_chunked_prefill and tokens < length:
         changes.append(Change("max_num_batched_tokens", tokens, length, "without chunked prefill a prompt runs whole"))
         tokens = length
-    dtype = fill("dtype", "float32" if on_cpu and model.dtype == "float32" else model.dtype, "the checkpoint's dtype")
-    level = fill("compile_level", 0 if on_cpu or config.backend == "jax" else 2, f"default on {device.platform}")
-    if level and config.backend == "jax":
-        raise ConfigError(f"compile_level: got {level}, which is for the torch backend; JAX always compiles")
-    if config.scan_layers is not None and config.backend == "torch":
-        raise ConfigError(f"scan_layers: got {config.scan_layers}, which is for the JAX backend")
-    scan = fill("scan_layers", device.platform != "cuda", "a scan on a GPU copies each layer's weights")
+    dtype = fill("dtype", model.dtype, "the checkpoint's dtype")
+    level, scan = 0, False
+    if config.backend == "torch":
+        if config.scan_layers is not None:
+            raise ConfigError(f"scan_layers: got {config.scan_layers}, which is for the jax backend")
+        level = fill("compile_level", 0 if on_cpu else 2, f"default on {device.platform}")
+    else:
+        if config.compile_level is not None:
+            raise ConfigError(f"compile_level: got {config.compile_level}, which is for the torch backend")
+        on_gpu = device.platform == "cuda"
+        why = "a scan on a GPU copies each layer's weights" if on_gpu else "one loop compiles faster than all layers"
+        scan = fill("scan_layers", not on_gpu, why)
     same = {f.name for f in fields(ResolvedConfig)} - {"platform"}
     values = {name: getattr(config, name) for name in same}
     values |= {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -87,7 +86,7 @@ class SamplingParams:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(name, f"got {getattr(self, name)!r}, allowed are true and false")
+                raise RequestError(name, f"got {_show(getattr(self, name))}, allowed are true and false")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise RequestError if a token id named here does not exist in a vocabulary of `vocab_size`."""
@@ -98,7 +97,7 @@ class SamplingParams:
         for token in self.logit_bias:
             if token >= vocab_size:
                 raise RequestError("logit_bias", f"token id {token} is out of range: the vocabulary has {vocab_size}")
-        if len(self.banned_token_ids) >= vocab_size:
+        if len(set(self.banned_token_ids)) >= vocab_size:
             raise RequestError("banned_token_ids", "bans the whole vocabulary")
         if self.allowed_token_ids is not None and set(self.allowed_token_ids) <= set(self.banned_token_ids):
             raise RequestError("allowed_token_ids", "every allowed token is also banned")
@@ -126,24 +125,36 @@ class SamplingParams:
         return replace(self, seed=seed)
 
 
+def _show(value: Any) -> str:
+    """A value for an error message, cut: a request may hold megabytes, or an integer too long for Python to print."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def _integer(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(name, f"got {value!r}, must be an integer")
+        raise RequestError(name, f"got {_show(value)}, must be an integer")
     if not low <= value <= high:
-        allowed = f"at least {low}" if high >= INT32_MAX else f"{low} to {high}"
-        raise RequestError(name, f"got {value}, allowed is {allowed}")
+        allowed = f"at least {low}" if high >= INT32_MAX and value < low else f"{low} to {high}"
+        raise RequestError(name, f"got {_show(value)}, allowed is {allowed}")
 
 
 def _number(name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-        raise RequestError(name, f"got {value!r}, must be a number")
+    # NaN is what differs from itself; math.isnan would fail on an integer that no float can hold.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise RequestError(name, f"got {_show(value)}, must be a number")
     if not low <= value <= high:
-        raise RequestError(name, f"got {value}, allowed is {low:g} to {high:g}")
+        raise RequestError(name, f"got {_show(value)}, allowed is {low:g} to {high:g}")
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise RequestError(name, f"got {value!r}, must be a list of token ids")
+        raise RequestError(name, f"got {_show(value)}, must be a list of token ids")
     if name == "stop_token_ids" and len(value) > MAX_STOP_TOKEN_IDS:
         raise RequestError(name, f"has {len(value)} entries, at most {MAX_STOP_TOKEN_IDS} are allowed")
     for token in value:
@@ -157,7 +168,7 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-        raise RequestError(name, f"got {value!r}, must be a string or a list of strings")
+        raise RequestError(name, f"got {_show(value)}, must be a string or a list of strings")
     if len(value) > MAX_STOP_STRINGS:
         raise RequestError(name, f"has {len(value)} entries, at most {MAX_STOP_STRINGS} are allowed")
     for item in value:
@@ -169,14 +180,16 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _bias(value: Any) -> dict[int, float]:
+    if value is None:
+        return {}
     if not isinstance(value, Mapping):
-        raise RequestError("logit_bias", f"got {value!r}, must map token ids to numbers")
+        raise RequestError("logit_bias", f"got {_show(value)}, must map token ids to numbers")
     if len(value) > MAX_LOGIT_BIAS:
         raise RequestError("logit_bias", f"has {len(value)} entries, at most {MAX_LOGIT_BIAS} are allowed")
     bias: dict[int, float] = {}
     for key, number in value.items():
         # JSON has only string keys, so "42" stands for the token id 42.
-        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key
         _integer("logit_bias", token, 0, INT32_MAX)
         _number("logit_bias", number, -LOGIT_BIAS_RANGE, LOGIT_BIAS_RANGE)
         bias[token] = float(number)

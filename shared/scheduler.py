@@ -151,9 +151,9 @@ class Scheduler:
         self._group: _Group | None = None
         self._in_flight: deque[ScheduledStep] = deque()
         self._reserve = int(config.watermark * config.num_pages)
-        # The head of the queue that lacked pages, and `kv.num_releases` then: it is not worth another look before a
-        # release. A hit that a later registration brings is not missed by much.
-        self._blocked: tuple[Request, int] | None = None
+        # (arrival of the head of the queue that lacked pages, `kv.num_releases` then): it is not worth another look
+        # before the next release. The hit that a registration might bring meanwhile is not worth one either.
+        self._blocked: tuple[int, int] | None = None
         self._arrivals = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
@@ -208,8 +208,6 @@ class Scheduler:
         else:
             self._stop_running(request)
         del self._requests[request.request_id]
-        if self._blocked is not None and self._blocked[0] is request:
-            self._blocked = None
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.page_hashes.clear()
@@ -258,7 +256,7 @@ class Scheduler:
                 break
             rows = group.rows[needy]
             if len(rows) <= self.kv.available:
-                self._grow(rows)
+                self._grow(rows, starts[needy])
                 break
             self._preempt(max(chain(self._decoding.values(), self._prefilling), key=lambda request: request.order))
         table.computed[group.rows] = starts + 1
@@ -272,14 +270,13 @@ class Scheduler:
             self._group = _Group(rows, self.table.epoch[rows], list(self._decoding.values()), samples)
         return self._group
 
-    def _grow(self, rows: np.ndarray) -> None:
-        """One more page for each of `rows`, whose pages are full."""
-        table = self.table
+    def _grow(self, rows: np.ndarray, starts: np.ndarray) -> None:
+        """One more page for each of `rows`, whose pages are full of the tokens before `starts`."""
         if self.config.enable_prefix_caching:
-            full = np.minimum(table.known[rows], table.computed[rows]) // self.config.page_size
-            for row, count in zip(rows.tolist(), full.tolist(), strict=True):
+            # All those tokens are known: one step at most is in flight here, which samples the token at `starts`.
+            for row, count in zip(rows.tolist(), (starts // self.config.page_size).tolist(), strict=True):
                 self._register(self._decoding[row], row, count)
-        table.append_page_each(rows, self.kv.allocate(len(rows)))
+        self.table.append_page_each(rows, self.kv.allocate(len(rows)))
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, at its old place, with the tokens that are known; those in flight are sampled again."""
@@ -306,7 +303,7 @@ class Scheduler:
 
     def _start(self, request: Request, budget: int) -> bool:
         """Move `request` from the queue to a row with pages for all its known tokens, or False: it does not fit now."""
-        if self._blocked is not None and self._blocked == (request, self.kv.num_releases):
+        if self._blocked == (request.arrival, self.kv.num_releases):
             return False
         kv, config = self.kv, self.config
         tokens = request.known_tokens()
@@ -323,7 +320,7 @@ class Scheduler:
         needed = kv.pages_for(len(tokens) + 1) - len(cached)
         reserve = self._reserve if self.table.num_used else 0
         if needed + kv.num_idle(cached) + reserve > kv.available:
-            self._blocked = request, kv.num_releases
+            self._blocked = request.arrival, kv.num_releases
             return False
         kv.acquire(cached)
         fresh = kv.allocate(kv.pages_for(len(tokens)) - len(cached))

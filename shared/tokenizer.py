@@ -8,6 +8,7 @@ itself, and for others the file is what the model was trained with. No code that
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from typing import Any, Literal
 
 import tokenizers
 
-from .errors import ModelError, ModelNotFound, RequestError
-from .models.config import read_json, show
+from .errors import ModelError, RequestError
+from .models.config import need_folder, read_json, show
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that have a role, in the order in which transformers adds them."""
@@ -63,14 +64,12 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer | None:
         """The tokenizer of a model folder, None if there is no tokenizer.json. Raises ModelNotFound, ModelError."""
-        path = Path(folder)
-        if not path.is_dir():
-            raise ModelNotFound(f"{path}: no such folder")
-        if not (path / "tokenizer.json").exists():
+        path = need_folder(folder)
+        if not os.path.exists(path / "tokenizer.json"):
             return None
         backend = _read_backend(path / "tokenizer.json")
         config_path = path / "tokenizer_config.json"
-        config = read_json(config_path) if config_path.exists() else {}
+        config = read_json(config_path) if os.path.exists(config_path) else {}
         named = _add_tokens(backend, config, path)
         if config.get("clean_up_tokenization_spaces") and not isinstance(backend.model, tokenizers.models.BPE):
             raise ModelError(
@@ -204,9 +203,8 @@ def _add_tokens(backend: Any, config: Mapping[str, Any], folder: Path) -> dict[s
     Follows `PreTrainedTokenizerBase._from_pretrained` and `TokenizersBackend.__init__` of transformers 5.
     """
     declared, roles, extra = _read_tokens(config, folder)
-    present = backend.get_added_tokens_decoder().values()
-    same = {repr(token) for token in present}
-    adding = [token for token in declared if repr(token) not in same]
+    present = [token for _, token in sorted(backend.get_added_tokens_decoder().items())]
+    adding = declared or present  # those that are there already take on the flags that they have here
     known = {token.content for token in [*present, *adding]}
     for token in [*roles.values(), *extra]:
         if token.content not in known:
@@ -226,7 +224,7 @@ def _read_tokens(
     where = folder / "tokenizer_config.json"
     settings, old_map = dict(config), folder / "special_tokens_map.json"
     declared = settings.get("added_tokens_decoder")
-    if declared is None and old_map.exists():
+    if declared is None and os.path.exists(old_map):
         settings |= read_json(old_map)
     declared = declared or {}
     if not isinstance(declared, dict) or not all(re.fullmatch(r"[0-9]{1,9}", key) for key in declared):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,12 +136,10 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 def load_config(folder: str | Path) -> ModelConfig:
     """The config of the model in `folder`. Raises ModelNotFound, ModelError or UnsupportedModel."""
-    path = Path(folder)
-    if not path.is_dir():
-        raise ModelNotFound(f"{path}: no such folder")
+    path = need_folder(folder)
     raw = read_json(path / "config.json")
     generation = path / "generation_config.json"
-    return parse_config(raw, read_json(generation) if generation.exists() else {}, str(path / "config.json"))
+    return parse_config(raw, read_json(generation) if os.path.exists(generation) else {}, str(path / "config.json"))
 
 
 def parse_config(
@@ -161,7 +160,8 @@ def parse_config(
     max_position = fields.size("max_position_embeddings")
     qkv_bias, o_bias, mlp_bias = _biases(fields, model_type)
     eos = _token_ids(fields, "eos_token_id", vocab)
-    eos += _token_ids(Fields(generation or {}, _beside(where, "generation_config.json")), "eos_token_id", vocab)
+    beside = str(Path(where).with_name("generation_config.json"))
+    eos += _token_ids(Fields(generation or {}, beside), "eos_token_id", vocab)
     bos = _token_ids(fields, "bos_token_id", vocab)
     return ModelConfig(
         architecture=architecture,
@@ -279,6 +279,13 @@ class Fields:
         return default if value is None else bool(value)
 
 
+def need_folder(folder: str | Path) -> Path:
+    """The path of a folder. Raises ModelNotFound if it is none."""
+    if not os.path.isdir(folder):
+        raise ModelNotFound(f"{show(str(folder), 300)}: no such folder")
+    return Path(folder)
+
+
 def read_json(path: Path, error: type[ModelError] = ModelError) -> dict[str, Any]:
     """The JSON object in a file. Raises ModelNotFound if there is no file, `error` if it is not an object."""
     try:
@@ -311,10 +318,6 @@ def is_number(value: Any) -> bool:
         return math.isfinite(float(value))
     except OverflowError:
         return False
-
-
-def _beside(where: str, name: str) -> str:
-    return str(Path(where).with_name(name))
 
 
 def _architecture(fields: Fields) -> tuple[str, str]:

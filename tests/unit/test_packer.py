@@ -75,6 +75,7 @@ def slow_batch(step: ScheduledStep, pages: list[list[int]]) -> dict[str, list[An
         batch["kv_lens"].append(end)
         batch["rows"].append(request.row)
         batch["sample_index"].append(len(batch["token_ids"]) - 1 if step.samples[i] else 0)
+        assert (end - start == 1) <= (singles == i), "a request with one token stands behind one with more"
         singles += end - start == 1
     batch["counts"] = [singles, len(step.requests)]
     count = len(batch["token_ids"])

@@ -113,7 +113,7 @@ class TestAdmission:
 
     def test_a_prompt_that_is_no_list_of_ids_is_refused(self) -> None:
         for prompt in (np.ones(3), np.ones((2, 2), np.int32)):
-            with pytest.raises(RequestError, match="prompt: got .* allowed is a list of token ids"):
+            with pytest.raises(RequestError, match=r"prompt: got .* allowed is a list of token ids"):
                 make_scheduler().add(Request("a", prompt, SamplingParams(), seed=0))
 
     def test_a_request_that_the_cache_can_never_hold_is_refused_though_its_prompt_fits(self) -> None:
@@ -199,7 +199,7 @@ class TestBatching:
         add(scheduler, "c", 1)
         add(scheduler, "d", 5)
         step = schedule(scheduler)
-        assert parts(step) == {"c": (0, 1), "a": (0, 2), "b": (0, 3), "d": (0, 2)}
+        assert list(parts(step).items()) == [("c", (0, 1)), ("a", (0, 2)), ("b", (0, 3)), ("d", (0, 2))]
         assert step.num_single == 1
         assert step.samples.tolist() == [True, True, True, False]
         assert (step.num_tokens, step.decode_only) == (8, False)
@@ -230,6 +230,16 @@ class TestBatching:
         assert set(parts(turn(scheduler))) == {"a"}
         scheduler.abort("a")
         assert set(parts(turn(scheduler))) == {"big", "small"}
+
+    def test_a_head_that_does_not_fit_blocks_the_queue_only_while_it_is_there(self) -> None:
+        scheduler = make_scheduler(num_pages=8)
+        add(scheduler, "a", 20)
+        turn(scheduler)
+        add(scheduler, "big", 16)
+        add(scheduler, "small", 2)
+        assert set(parts(turn(scheduler))) == {"a"}
+        scheduler.abort("big")
+        assert set(parts(turn(scheduler))) == {"a", "small"}
 
     def test_the_watermark_keeps_pages_free_unless_nothing_runs(self) -> None:
         scheduler = make_scheduler(num_pages=8, watermark=0.5)
@@ -389,10 +399,11 @@ class TestEnding:
 
     def test_nothing_is_left_behind(self) -> None:
         scheduler = make_scheduler()
-        add(scheduler, "a", 9, logit_bias={1: 2.0}, banned_token_ids=(3,))
+        request = add(scheduler, "a", 9, logit_bias={1: 2.0}, banned_token_ids=(3,))
         turn(scheduler)
         scheduler.abort("a")
         table = scheduler.table
+        assert request.page_hashes == []
         assert (table.num_used, dict(scheduler.requests), table.biases, table.masks) == (0, {}, {}, {})
         assert not table.pages.any()
 
@@ -473,15 +484,16 @@ class TestPreemption:
         assert all(len(request.output) == 8 for request in requests)
 
 
-class TestPrefixCache:
-    SHARED = list(range(12))
+SHARED = list(range(12))
 
+
+class TestPrefixCache:
     def test_full_pages_of_a_finished_request_are_found(self) -> None:
         scheduler = make_scheduler()
-        add(scheduler, "a", [*self.SHARED, 50])
+        add(scheduler, "a", [*SHARED, 50])
         turn(scheduler)
         scheduler.abort("a")
-        request = add(scheduler, "b", [*self.SHARED, 60, 61])
+        request = add(scheduler, "b", [*SHARED, 60, 61])
         assert parts(turn(scheduler)) == {"b": (12, 14)}
         assert request.num_cached_tokens == 12
         metrics = scheduler.metrics()
@@ -489,15 +501,15 @@ class TestPrefixCache:
 
     def test_one_token_at_least_is_computed(self) -> None:
         scheduler = make_scheduler()
-        add(scheduler, "a", self.SHARED)
+        add(scheduler, "a", SHARED)
         turn(scheduler)
-        add(scheduler, "b", self.SHARED)
+        add(scheduler, "b", SHARED)
         assert parts(schedule(scheduler))["b"] == (8, 12)
 
     def test_pages_are_shared_in_the_step_that_computes_them(self) -> None:
         scheduler = make_scheduler()
-        add(scheduler, "a", self.SHARED)
-        add(scheduler, "b", [*self.SHARED, 9])
+        add(scheduler, "a", SHARED)
+        add(scheduler, "b", [*SHARED, 9])
         step = schedule(scheduler)
         assert parts(step) == {"b": (12, 13), "a": (0, 12)}
         rows = {request.request_id: scheduler.table.pages_of(request.row) for request in step.requests}
@@ -505,10 +517,10 @@ class TestPrefixCache:
 
     def test_a_page_is_not_found_before_it_is_scheduled(self) -> None:
         scheduler = make_scheduler(max_num_batched_tokens=10)
-        add(scheduler, "a", self.SHARED)
+        add(scheduler, "a", SHARED)
         turn(scheduler)
         assert scheduler.kv.num_registered == 2
-        add(scheduler, "b", [*self.SHARED, 9])
+        add(scheduler, "b", [*SHARED, 9])
         # a computes its last two tokens in this step, so b may have all three pages.
         assert parts(turn(scheduler)) == {"b": (12, 13), "a": (10, 12)}
 
@@ -528,42 +540,71 @@ class TestPrefixCache:
 
     def test_other_salts_do_not_see_it(self) -> None:
         scheduler = make_scheduler()
-        add(scheduler, "a", [*self.SHARED, 1], cache_salt="x")
-        add(scheduler, "b", [*self.SHARED, 1], cache_salt="y")
-        add(scheduler, "c", [*self.SHARED, 1], cache_salt="x")
+        add(scheduler, "a", [*SHARED, 1], cache_salt="x")
+        add(scheduler, "b", [*SHARED, 1], cache_salt="y")
+        add(scheduler, "c", [*SHARED, 1], cache_salt="x")
         assert {name: start for name, (start, _) in parts(schedule(scheduler)).items()} == {"a": 0, "b": 0, "c": 12}
 
     def test_prompt_logprobs_need_the_whole_prompt(self) -> None:
         scheduler = make_scheduler()
-        add(scheduler, "a", [*self.SHARED, 1])
+        add(scheduler, "a", [*SHARED, 1])
         turn(scheduler)
-        add(scheduler, "b", [*self.SHARED, 1], prompt_logprobs=0)
+        add(scheduler, "b", [*SHARED, 1], prompt_logprobs=0)
         assert parts(schedule(scheduler))["b"] == (0, 13)
 
     def test_off_means_that_nothing_is_hashed(self) -> None:
         scheduler = make_scheduler(enable_prefix_caching=False)
-        request = add(scheduler, "a", self.SHARED)
-        add(scheduler, "b", self.SHARED)
+        request = add(scheduler, "a", SHARED)
+        add(scheduler, "b", SHARED)
         assert parts(turn(scheduler)) == {"a": (0, 12), "b": (0, 12)}
         assert (request.page_hashes, scheduler.kv.num_registered, scheduler.metrics().prefix_queries) == ([], 0, 0)
 
     def test_hits_make_room_that_is_counted_once(self) -> None:
         # Four idle pages: three are hit and one is left, but b needs two more.
         scheduler = make_scheduler(num_pages=4, max_model_len=17)
-        add(scheduler, "a", [*self.SHARED, 1], max_tokens=1)
+        add(scheduler, "a", [*SHARED, 1], max_tokens=1)
         turn(scheduler)
-        b = add(scheduler, "b", [*self.SHARED, 1], max_tokens=1)
+        b = add(scheduler, "b", [*SHARED, 1], max_tokens=1)
         assert parts(turn(scheduler)) == {"b": (12, 13)}
         assert b.num_cached_tokens == 12
 
+    def test_a_page_with_a_token_that_was_never_read_is_not_registered(self) -> None:
+        scheduler = make_scheduler()
+        add(scheduler, "a", 6)
+        turn(scheduler)
+        first, second = schedule(scheduler), schedule(scheduler)
+        assert parts(second) == {"a": (7, 8)}
+        scheduler.abort("a")
+        scheduler.check_integrity()
+        # Two pages are computed, but the eighth token is known to the device alone.
+        assert scheduler.kv.num_registered == 1
+        read(scheduler, first)
+        read(scheduler, second)
+
+    def test_a_prompt_that_was_given_up_leaves_only_what_was_computed(self) -> None:
+        scheduler = make_scheduler(max_num_batched_tokens=6)
+        add(scheduler, "a", SHARED)
+        turn(scheduler)
+        scheduler.abort("a")
+        add(scheduler, "b", SHARED)
+        assert parts(schedule(scheduler)) == {"b": (4, 10)}
+
+    def test_the_count_of_cached_tokens_is_that_of_the_first_start(self) -> None:
+        scheduler = make_scheduler(num_pages=5)
+        add(scheduler, "old", 7, max_tokens=3)
+        new = add(scheduler, "new", 11)
+        for _ in range(4):
+            turn(scheduler)
+        assert (new.num_preemptions, new.row >= 0, new.num_cached_tokens) == (1, True, 0)
+
     def test_reset_forgets_when_nothing_runs(self) -> None:
         scheduler = make_scheduler()
-        add(scheduler, "a", [*self.SHARED, 1])
+        add(scheduler, "a", [*SHARED, 1])
         turn(scheduler)
         assert not scheduler.reset_prefix_cache()
         scheduler.abort("a")
         assert scheduler.reset_prefix_cache()
-        add(scheduler, "b", [*self.SHARED, 1])
+        add(scheduler, "b", [*SHARED, 1])
         assert parts(schedule(scheduler)) == {"b": (0, 13)}
 
 

@@ -204,6 +204,8 @@ class Run:
 
     def schedule(self, turn: int) -> bool:
         waited = [plan.request for plan in self.plans if plan.request.state is RequestState.WAITING]
+        ran = [request for request in self.scheduler.requests.values() if request.row >= 0]
+        preemptions = {request.request_id: request.num_preemptions for request in ran}
         idle = not self.in_flight
         step = self.scheduler.schedule()
         self.scheduler.check_integrity()
@@ -213,6 +215,9 @@ class Run:
         waiting = [request.order for request in self.scheduler.requests.values() if request.row < 0]
         started = [request.order for request in waited if request.row >= 0]
         assert not waiting or not started or max(started) < min(waiting), "the head of the queue was overtaken"
+        victims = [request.order for request in ran if request.num_preemptions > preemptions[request.request_id]]
+        spared = [request.order for request in ran if request.num_preemptions == preemptions[request.request_id]]
+        assert not victims or not spared or min(victims) > max(spared), "the wrong request was preempted"
         packed = pack(step, self.scheduler.table, self.shape, turn)
         frozen = [buffer.copy() for buffer in (packed.batch, packed.sampling)]
         self.in_flight.append((step, self.worker.execute(packed)))
@@ -269,7 +274,7 @@ def configs(draw_: st.DrawFn) -> SchedulerConfig:
     least = -(-model_len // page_size)
     return SchedulerConfig(
         max_num_seqs=seqs,
-        max_num_batched_tokens=draw_(st.integers(seqs if chunked else max(seqs, model_len), 48)),
+        max_num_batched_tokens=(seqs if chunked else max(seqs, model_len)) + draw_(st.integers(0, 9) | st.just(40)),
         max_model_len=model_len,
         page_size=page_size,
         num_pages=least + draw_(st.integers(0, 2 * least)),

@@ -1,0 +1,175 @@
+"""The command line: JSON lines, several prompts, one-line errors with exit code 2, and the demo."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from twinfer.serving.cli import main, size
+from twinfer.serving.demo import Result, compare
+
+SMALL = "--dtype float32 --max-model-len 128 --max-num-seqs 4 --max-num-batched-tokens 32".split()
+GENERATE = ["generate", "--model", "demo", "--backend", "torch", *SMALL]
+
+
+def test_json_lines(capsys, device):
+    argv = [
+        *GENERATE,
+        "--device",
+        device,
+        "--prompt",
+        "def f(x):",
+        "--prompt-token-ids",
+        "305, 288",
+        "--max-tokens",
+        "5",
+    ]
+    assert main([*argv, "--temperature", "0", "--seed", "1", "--ignore-eos", "--json"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(records) == 2
+    for record in records:
+        assert set(record) == {
+            "prompt_token_ids", "token_ids", "text", "finish_reason", "backend", "device", "dtype"
+        }  # fmt: skip
+        assert len(record["token_ids"]) == 5
+        assert (record["backend"], record["device"], record["dtype"]) == ("torch", device, "float32")
+        assert record["finish_reason"] == "length"
+    assert records[1]["prompt_token_ids"] == [305, 288]
+
+
+def test_a_prompt_file_and_one_bad_prompt_among_good_ones(capsys, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("import os\n\nclass A:\n")
+    assert main([*GENERATE, "--prompt-file", str(file), "--max-tokens", "3", "--json"]) == 2
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 2
+    complaints = [line for line in captured.err.splitlines() if "error" in line]
+    assert complaints == ["twinfer: error: prompt 1: prompt: is empty: at least one token is needed"]
+
+
+BAD = {
+    "missing folder": (["--model", "/no/such", "--prompt", "x"], "/no/such"),
+    "no prompt": (["--model", "demo"], "prompt"),
+    "missing prompt file": (["--model", "demo", "--prompt-file", "/no/such"], "/no/such"),
+    "negative temperature": (["--model", "demo", "--prompt", "x", "--temperature", "-0.5"], "temperature"),
+    "no tokens": (["--model", "demo", "--prompt", "x", "--max-tokens", "0"], "max_tokens"),
+    "not a number": (["--model", "demo", "--prompt", "x", "--max-tokens", "many"], "max-tokens"),
+    "token ids": (["--model", "demo", "--prompt-token-ids", "1,b"], "1,b"),
+    "stop list": (["--model", "demo", "--prompt", "x", *[a for i in range(17) for a in ("--stop", str(i))]], "stop"),
+    "unknown flag": (["--model", "demo", "--prompt", "x", "--temprature", "1"], "--temperature"),
+    "unknown backend": (["--model", "demo", "--prompt", "x", "--backend", "mxnet"], "mxnet"),
+    "no such device": (["--model", "demo", "--prompt", "x", "--backend", "torch", "--device", "tpu"], "tpu"),
+    "level for jax": (["--model", "demo", "--prompt", "x", "--compile-level", "2"], "compile_level"),
+    "too long a limit": (["--model", "demo", "--prompt", "x", "--max-model-len", "32K"], "max_model_len"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(name, capsys):
+    argv, named = BAD[name]
+    try:
+        code = main(["generate", *argv])
+    except SystemExit as left:
+        code = left.code
+    captured = capsys.readouterr()
+    assert code == (4 if name == "no such device" else 2)
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("twinfer")
+    assert named in line
+    assert "Traceback" not in line
+
+
+@pytest.fixture
+def broken_folder(tmp_path):
+    """A copy of the bundled model for a test to break."""
+    import shutil
+
+    from twinfer.shared.models.locate import model_folder
+
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder("demo"), folder)
+    return folder
+
+
+def rewrite_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda f: (f / "config.json").write_text("{"), ["config.json"]),
+        (lambda f: (f / "config.json").unlink(), ["config.json"]),
+        (lambda f: rewrite_config(f, architectures=["MambaForCausalLM"]), ["MambaForCausalLM"]),
+        (lambda f: rewrite_config(f, hidden_act="gelu"), ["hidden_act", "gelu"]),
+        (lambda f: rewrite_config(f, attention_sink=True), ["attention_sink"]),
+        (lambda f: rewrite_config(f, intermediate_size=512), ["mlp", "512", "608"]),
+        (lambda f: (f / "model.safetensors").unlink(), ["safetensors"]),
+        (lambda f: (f / "model.safetensors").write_bytes(b"\x08"), ["model.safetensors"]),
+        (lambda f: truncate(f / "model.safetensors"), ["model.safetensors"]),
+        (lambda f: (f / "tokenizer.json").write_text("[]"), ["tokenizer.json"]),
+    ],
+)
+def test_a_broken_model_folder_is_named(broken_folder, damage, words, backend, capsys):
+    damage(broken_folder)
+    before = sorted(p.name for p in broken_folder.iterdir())
+    assert main(["generate", "--model", str(broken_folder), "--backend", backend, "--prompt", "x"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    line = captured.err.splitlines()[-1]
+    assert line.startswith("twinfer: error: ")
+    for word in words:
+        assert word in line
+    assert sorted(p.name for p in broken_folder.iterdir()) == before
+
+
+def truncate(path):
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def test_sizes():
+    assert [size(text) for text in ("7", "32K", "32k", "1.5G")] == [7, 32768, 32000, 3 * 2**29]
+
+
+def test_plan_prints_a_provider_for_every_op(capsys):
+    for backend in ("jax", "torch"):
+        assert main(["plan", "--backend", backend, "--json"]) == 0
+        record = json.loads(capsys.readouterr().out)
+        assert {op["op"] for op in record["ops"]} >= {"rms_norm", "paged_attention", "sample"}
+        assert all(op["provider"] for op in record["ops"])
+        assert len(record["plan_hash"]) == 16
+
+
+def test_the_demo_compares_all_tokens():
+    done = subprocess.run(
+        [sys.executable, "-m", "twinfer", "demo", "--max-tokens", "16"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    equal, total = last.removeprefix("tokens equal: ").split("/")
+    assert equal == total
+    assert int(total) > 100
+    assert "jax on" in done.stdout
+    assert "torch on" in done.stdout
+
+
+def result(tokens, margin, shift=0.0):
+    """A completion whose best two tokens at each place are its own and token 99, `margin` apart."""
+    return Result("", tokens, [{str(t): -0.5 + shift, "99": -0.5 + shift - margin} for t in tokens])
+
+
+def test_a_difference_is_real_unless_it_is_a_proven_tie():
+    same = compare([result([1, 2, 3], 1.0)], [result([1, 2, 3], 1.0, 1e-6)])
+    assert (same.equal, same.total, same.real) == (3, 3, 0)
+    real = compare([result([1, 2, 3], 1.0)], [result([1, 99, 3], 1.0, 1e-6)])
+    assert (real.equal, real.total, real.real) == (1, 3, 1)
+    left = Result("", [1, 2], [{"1": -0.1, "9": -3.0}, {"2": -0.7, "3": -0.7 - 1e-6}])
+    right = Result("", [1, 3], [{"1": -0.1 - 1e-6, "9": -3.0}, {"3": -0.7, "2": -0.7 - 1e-6}])
+    tie = compare([left], [right])
+    assert (tie.equal, tie.total, tie.real) == (1, 2, 0)
+    shorter = compare([result([1, 2, 3], 1.0)], [result([1, 2], 1.0, 1e-6)])
+    assert shorter.real == 1

@@ -1,0 +1,238 @@
+"""`LLM` with the bundled model: text in and out, stop strings, several completions, log-probabilities, bad input."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from twinfer import LLM, SamplingParams
+from twinfer.shared.errors import ConfigError, RequestError
+from twinfer.shared.models.locate import model_folder
+
+PROMPT = "class Node:\n    def __init__(self"
+GREEDY = {"temperature": 0.0, "max_tokens": 40}
+
+
+@pytest.fixture(scope="module", params=["jax", "torch"])
+def llm(request, device):
+    options = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    with LLM("demo", backend=request.param, device=device, progress=False, **options) as made:
+        yield made
+        assert made.engine.worker.compilations_after_ready() == 0
+        made.engine.scheduler.check_integrity()
+        assert made.engine.metrics().running == 0
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """transformers on the same folder: (tokenizer, model in float32)."""
+    import torch
+    import transformers
+
+    folder = model_folder("demo")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return transformers.AutoTokenizer.from_pretrained(folder), model.eval()
+
+
+def test_greedy_text_equals_transformers(llm, reference):
+    import torch
+
+    tokenizer, model = reference
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    with torch.no_grad():
+        want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)
+    (got,) = llm.generate(PROMPT, SamplingParams(**GREEDY), progress=False)
+    assert got.prompt_token_ids == ids[0].tolist()
+    assert got.outputs[0].token_ids == want[0, ids.shape[1] :].tolist()
+    assert got.outputs[0].text == tokenizer.decode(want[0, ids.shape[1] :])
+    assert "self.name = name" in got.outputs[0].text
+
+
+def test_log_probabilities_equal_those_of_transformers(llm, reference):
+    import torch
+
+    _, model = reference
+    params = SamplingParams(**GREEDY | {"max_tokens": 6}, logprobs=3, prompt_logprobs=2)
+    # Longer than a step of 64 tokens, so that the prompt comes in chunks.
+    (got,) = llm.generate(PROMPT * 10, params, progress=False)
+    ids, out = got.prompt_token_ids, got.outputs[0]
+    assert len(ids) > 64
+    with torch.no_grad():
+        want = torch.log_softmax(model(torch.tensor([ids + out.token_ids])).logits[0].double(), -1).numpy()
+    assert got.prompt_logprobs[0] is None
+    for position in range(1, len(ids)):
+        row, best = want[position - 1], got.prompt_logprobs[position]
+        assert best[ids[position]].logprob == pytest.approx(row[ids[position]], abs=1e-4)
+        assert best[ids[position]].rank == 1 + int((row > row[ids[position]]).sum())
+        assert {t for t in best if t != ids[position]} <= set(np.argsort(-row)[:2].tolist())
+    for i, token in enumerate(out.token_ids):
+        row, best = want[len(ids) - 1 + i], out.logprobs[i]
+        assert list(best)[0] == token
+        assert best[token].rank == 1
+        assert len(best) == 3
+        for t, entry in best.items():
+            assert entry.logprob == pytest.approx(row[t], abs=1e-4)
+    assert out.cumulative_logprob == pytest.approx(sum(b[t].logprob for t, b in zip(out.token_ids, out.logprobs)))
+
+
+def test_stop_strings_end_the_text_and_the_request(llm):
+    full = llm.generate(PROMPT, SamplingParams(**GREEDY), progress=False)[0].outputs[0]
+    stop = "self.value"
+    assert stop in full.text
+    for include in (False, True):
+        params = SamplingParams(**GREEDY, stop=("nowhere to be found", stop), include_stop_str_in_output=include)
+        out = llm.generate(PROMPT, params, progress=False)[0].outputs[0]
+        assert out.text == full.text[: full.text.index(stop) + (len(stop) if include else 0)]
+        assert (out.finish_reason, out.stop_reason) == ("stop", stop)
+        assert out.token_ids == full.token_ids[: len(out.token_ids)]
+        assert len(out.token_ids) < len(full.token_ids)
+
+
+def test_stop_token_ids_and_min_tokens(llm):
+    full = llm.generate(PROMPT, SamplingParams(**GREEDY), progress=False)[0].outputs[0].token_ids
+    stop = full[5]
+    out = llm.generate(PROMPT, SamplingParams(**GREEDY, stop_token_ids=(stop,)), progress=False)[0].outputs[0]
+    assert out.token_ids == full[: full.index(stop) + 1]
+    assert (out.finish_reason, out.stop_reason) == ("stop", stop)
+    later = SamplingParams(**GREEDY, stop_token_ids=(stop,), min_tokens=12)
+    out = llm.generate(PROMPT, later, progress=False)[0].outputs[0]
+    assert len(out.token_ids) >= 12
+    assert stop not in out.token_ids[:12]
+
+
+def test_several_completions_differ_from_each_other_and_repeat_with_the_seed(llm):
+    params = SamplingParams(temperature=1.0, max_tokens=12, n=4, seed=7)
+    first, again = (llm.generate(PROMPT, params, progress=False)[0] for _ in range(2))
+    texts = [out.token_ids for out in first.outputs]
+    assert len({tuple(t) for t in texts}) > 1
+    assert texts == [out.token_ids for out in again.outputs]
+    assert [out.index for out in first.outputs] == [0, 1, 2, 3]
+    alone = llm.generate(PROMPT, SamplingParams(temperature=1.0, max_tokens=12, seed=7), progress=False)[0]
+    assert alone.outputs[0].token_ids == texts[0]
+
+
+def test_without_a_seed_two_requests_differ(llm):
+    params = SamplingParams(temperature=1.5, max_tokens=12)
+    a, b = llm.generate([PROMPT, PROMPT], params, progress=False)
+    assert a.outputs[0].token_ids != b.outputs[0].token_ids
+
+
+def test_allowed_and_banned_tokens_and_bias(llm):
+    allowed = (5, 9, 77)
+    params = SamplingParams(temperature=1.0, max_tokens=20, seed=1, allowed_token_ids=allowed, ignore_eos=True)
+    out = llm.generate(PROMPT, params, progress=False)[0].outputs[0].token_ids
+    assert set(out) <= set(allowed)
+    greedy = llm.generate(PROMPT, SamplingParams(**GREEDY), progress=False)[0].outputs[0].token_ids
+    banned = SamplingParams(**GREEDY, banned_token_ids=(greedy[0],))
+    assert llm.generate(PROMPT, banned, progress=False)[0].outputs[0].token_ids[0] != greedy[0]
+    biased = SamplingParams(temperature=0.0, max_tokens=3, logit_bias={42: 100.0}, ignore_eos=True)
+    assert llm.generate(PROMPT, biased, progress=False)[0].outputs[0].token_ids == [42, 42, 42]
+
+
+def test_a_strong_penalty_stops_repetition(llm):
+    prompt = "import time\n" * 4
+    plain = llm.generate(prompt, SamplingParams(**GREEDY), progress=False)[0].outputs[0].token_ids
+    params = SamplingParams(**GREEDY, frequency_penalty=2.0, presence_penalty=2.0)
+    penalised = llm.generate(prompt, params, progress=False)[0].outputs[0].token_ids
+    assert len(set(penalised)) > len(set(plain))
+
+
+def test_prompts_of_all_kinds(llm):
+    ids = llm.tokenizer.encode(PROMPT)
+    kinds = [PROMPT, ids, {"prompt": PROMPT}, {"prompt_token_ids": ids, "cache_salt": "a", "priority": 3}]
+    texts = [o.outputs[0].text for o in llm.generate(kinds, SamplingParams(**GREEDY), progress=False)]
+    assert len(set(texts)) == 1
+    assert llm.generate(ids, SamplingParams(**GREEDY), progress=False)[0].outputs[0].text == texts[0]
+
+
+def test_chat_renders_the_template(llm):
+    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": "what is a list?"}]
+    (got,) = llm.chat(messages, SamplingParams(**GREEDY), progress=False)
+    assert got.prompt == "# system: be short\n# user: what is a list?\n# assistant:"
+    assert got.outputs[0].text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ("", {}, "prompt"),
+        ([], {}, "prompt"),
+        ([5, 2048], {}, "prompt"),
+        ([5, -1], {}, "prompt"),
+        ("x" * 4000, {}, "prompt"),
+        ({"text": "x"}, {}, "prompt"),
+        ("x", {"logit_bias": {2048: 1.0}}, "logit_bias"),
+        ("x", {"stop_token_ids": (9999,)}, "stop_token_ids"),
+    ],
+    ids=str,
+)
+def test_a_bad_request_ends_alone(llm, prompt, options, field):
+    batch = [PROMPT, prompt, PROMPT]
+    params = [SamplingParams(**GREEDY), SamplingParams(**GREEDY | options), SamplingParams(**GREEDY)]
+    good, bad, also_good = llm.generate(batch, params, progress=False, return_errors=True)
+    assert isinstance(bad.error, RequestError)
+    assert field in str(bad.error)
+    assert "\n" not in str(bad.error)
+    assert good.outputs[0].text == also_good.outputs[0].text != ""
+    with pytest.raises(RequestError):
+        llm.generate(batch, params, progress=False)
+    assert llm.engine.metrics().running == llm.engine.metrics().waiting == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "int8"},
+        {"max_model_len": 0},
+        {"max_model_len": 10**6},
+        {"page_size": 3},
+        {"max_modle_len": 5},
+        {"kv_cache_memory": 10},
+        {"backend": "mxnet"},
+        {"op_priority": {"rms_norm": ("cutlass",)}},
+        {"op_priority": {"rms": ("native",)}},
+    ],
+    ids=str,
+)
+def test_a_bad_option_is_named(options):
+    with pytest.raises(ConfigError) as error:
+        LLM("demo", progress=False, **{"backend": "torch"} | options)
+    name = next(iter(options))
+    assert name in str(error.value)
+    if name == "max_modle_len":
+        assert "max_model_len" in str(error.value)
+
+
+def test_a_folder_without_a_tokenizer_works_with_token_ids(tmp_path, device):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((Path(model_folder("demo")) / name).read_bytes())
+    options = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    with LLM(str(tmp_path), backend="torch", device=device, progress=False, **options) as llm:
+        (out,) = llm.generate([[305, 288, 8]], SamplingParams(temperature=0, max_tokens=5), progress=False)
+        assert len(out.outputs[0].token_ids) == 5
+        assert out.outputs[0].text == ""
+        for prompt, extra in (("text", {}), ([5], {"stop": "x"})):
+            with pytest.raises(RequestError, match=r"tokenizer\.json"):
+                llm.generate(prompt, SamplingParams(max_tokens=5, **extra), progress=False)
+
+
+def test_dummy_weights_are_the_same_on_both_backends(tmp_path, device):
+    (tmp_path / "config.json").write_bytes((Path(model_folder("demo")) / "config.json").read_bytes())
+    options = {"load_format": "dummy", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 2}
+    outputs = []
+    for backend in ("jax", "torch"):
+        with LLM(str(tmp_path), backend=backend, device=device, progress=False, **options, seed=3) as llm:
+            params = SamplingParams(temperature=0, max_tokens=16, logprobs=1)
+            outputs.append(llm.generate([[1, 2, 3]], params, progress=False)[0].outputs[0])
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert len(set(outputs[0].token_ids)) > 1
+    assert math.isclose(outputs[0].cumulative_logprob, outputs[1].cumulative_logprob, rel_tol=1e-5)
+
+
+def test_config_json_is_written_by_no_one(llm):
+    """The engine reads the model folder and writes nothing there."""
+    before = {p.name: p.stat().st_mtime_ns for p in Path(model_folder("demo")).iterdir()}
+    llm.generate(PROMPT, SamplingParams(**GREEDY), progress=False)
+    assert before == {p.name: p.stat().st_mtime_ns for p in Path(model_folder("demo")).iterdir()}
+    assert json.loads((Path(model_folder("demo")) / "config.json").read_text())["vocab_size"] == 2048
