@@ -97,6 +97,12 @@ class Corpus(NamedTuple):
     total_bytes: int
 
 
+def check(condition: bool, complaint: str) -> None:
+    """Stop if what the recipe promises does not hold."""
+    if not condition:
+        raise SystemExit(f"train_demo_model: {complaint}")
+
+
 def read_corpus(roots: list[Path]) -> Corpus:
     """Collect the library's modules; of a module found under several roots, the first root's copy counts."""
     files: dict[str, Path] = {}
@@ -134,7 +140,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+    check(tokenizer.get_vocab_size() == VOCAB_SIZE, "the tokenizer has another size than asked for")
     return tokenizer
 
 
@@ -295,7 +301,7 @@ def print_samples(out: Path, new_tokens: int = 64) -> None:
     tokenizer = AutoTokenizer.from_pretrained(out)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     for text in ("naïve café 😀👩‍💻 \t\r\n  x  ", *PROMPTS):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
+        check(tokenizer.decode(tokenizer.encode(text)) == text, f"the tokenizer does not round-trip {text!r}")
     for prompt in PROMPTS:
         inputs = tokenizer(prompt, return_tensors="pt")
         inputs.pop("token_type_ids", None)
@@ -348,7 +354,7 @@ def main() -> None:
     model = build_model(args.dropout).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"parameters: {parameters:,} ({parameters * 2:,} bytes in bf16)", flush=True)
-    assert parameters * 2 < MAX_CHECKPOINT_BYTES
+    check(parameters * 2 < MAX_CHECKPOINT_BYTES, f"{parameters} parameters are too many")
     began = time.monotonic()
     steps = train(model, stream, held_out, args)
     seconds = time.monotonic() - began
@@ -358,7 +364,7 @@ def main() -> None:
     losses = {part: evaluate(model, data, args.seq_len) for part, data in (("train", stream), ("held", held_out))}
     losses["long"] = evaluate(model, held_out, CONTEXT)
     size = write_checkpoint(args.out, model, tokenizer)
-    assert size <= MAX_CHECKPOINT_BYTES, size
+    check(size <= MAX_CHECKPOINT_BYTES, f"the checkpoint has {size} bytes, at most {MAX_CHECKPOINT_BYTES} are allowed")
     facts: dict[str, object] = {
         "data": f"standard library of Python {platform.python_version()}, {corpus.total_bytes:,} bytes",
         "corpus sha256": f"`{corpus.sha256}`",

@@ -143,10 +143,9 @@ def _integer(name: str, value: Any, low: int, high: int) -> None:
 
 
 def _number(name: str, value: Any, low: float, high: float) -> None:
-    # NaN is what differs from itself; math.isnan would fail on an integer that no float can hold.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RequestError(name, f"got {_show(value)}, must be a number")
-    if not low <= value <= high:
+    if not low <= value <= high:  # as it is written, NaN is refused too
         raise RequestError(name, f"got {_show(value)}, allowed is {low:g} to {high:g}")
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+
 from twinfer.serving.cli import main, size
 from twinfer.serving.demo import Result, compare
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from twinfer import LLM, SamplingParams
 from twinfer.shared.errors import ConfigError, RequestError
 from twinfer.shared.models.locate import model_folder
@@ -68,12 +69,14 @@ def test_log_probabilities_equal_those_of_transformers(llm, reference):
         assert {t for t in best if t != ids[position]} <= set(np.argsort(-row)[:2].tolist())
     for i, token in enumerate(out.token_ids):
         row, best = want[len(ids) - 1 + i], out.logprobs[i]
-        assert list(best)[0] == token
+        assert next(iter(best)) == token
         assert best[token].rank == 1
         assert len(best) == 3
         for t, entry in best.items():
             assert entry.logprob == pytest.approx(row[t], abs=1e-4)
-    assert out.cumulative_logprob == pytest.approx(sum(b[t].logprob for t, b in zip(out.token_ids, out.logprobs)))
+    assert out.cumulative_logprob == pytest.approx(
+        sum(b[t].logprob for t, b in zip(out.token_ids, out.logprobs, strict=True))
+    )
 
 
 def test_stop_strings_end_the_text_and_the_request(llm):

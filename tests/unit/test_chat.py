@@ -63,6 +63,9 @@ GENERATION = """{{ messages | tojson }}{% for message in messages %}{% set tail 
 {% if message.role == 'assistant' %}{% generation %}{% set tail = '!' %}{{ message.content }}{% endgeneration %}
 {% else %}{{ message.content }}{% endif %}{{ tail }}{% endfor %}
 {{ dict(a=1) | tojson }}{{ dict.fromkeys(['x'], 2) | tojson }}{{ unknown_name }}{{ eos_token }}{{ pad_token }}
+  {% if true %}   {# lstrip_blocks, trim_blocks #}
+    indented {{ dict.items is defined }}
+    {% endif %}
 {# a comment #}  {{ '%s-%d' % ('a', 3) }}{{ 'ab' * 2 }}{{ 2 ** 10 }}{{ [1] * 3 }}"""
 
 TEMPLATES = {"chatml": CHATML, "llama_2": LLAMA_2, "tools": TOOLS, "generation": GENERATION}

@@ -316,7 +316,7 @@ def plans(draw_: st.DrawFn, model_len: int) -> list[Plan]:
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=2000)
 def test_random_schedules_give_each_request_the_tokens_it_gets_alone(data: st.DataObject) -> None:
     config = data.draw(configs(), "config")
     run = Run(config, data.draw(plans(config.max_model_len), "plans"), data.draw(st.lists(st.booleans(), min_size=1)))
