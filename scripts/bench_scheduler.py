@@ -1,7 +1,8 @@
 """Host time of a step: schedule + pack + update, without a device. One process, one core.
 
 Steady decode: N requests of 128 prompt tokens decode side by side, two steps in flight, as in the engine's loop.
-Admission: each step also ends some requests and starts as many with new prompts.
+"ragged": prompts of 128 to 143 tokens, so that a sixteenth of the requests needs a page in each step, not all in one.
+Admission: outputs of 1 to 64 tokens; whenever a request ends, another one is added.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import platform
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -30,6 +32,9 @@ PAGE = 16
 MODEL_LEN = 4096
 BUDGET = 8192
 VOCABULARY = 151_936
+SHORT_OUTPUT = 64
+WARM_UP = 64
+"""Steps before the clock starts: enough to start all prompts."""
 PHASES = ("schedule", "pack", "update", "step")
 
 
@@ -48,20 +53,20 @@ class Result:
 class Bench:
     """A scheduler with `requests` running, and the loop that drives it."""
 
-    def __init__(self, requests: int, output: int, ragged: bool, seed: int = 0) -> None:
-        self.requests, self.output, self.ragged = requests, output, ragged
+    def __init__(self, requests: int, output: int, ragged: bool, clock: Callable[[], float]) -> None:
+        self.requests, self.output, self.ragged, self.clock = requests, output, ragged, clock
         config = SchedulerConfig(
             max_num_seqs=requests,
             max_num_batched_tokens=BUDGET,
             max_model_len=MODEL_LEN,
             page_size=PAGE,
-            num_pages=requests * (PROMPT + 1200) // PAGE,
+            num_pages=requests * (PROMPT + output + 2 * PAGE) // PAGE,
         )
         table = Table(decode_ladder(requests), mixed_ladder(BUDGET), requests)
         self.scheduler = Scheduler(config, table)
         self.shape = StepShape(MODEL_LEN // PAGE, requests, MODEL_LEN, VOCABULARY)
-        self.random = np.random.default_rng(seed)
-        self.tokens = self.random.integers(1000, VOCABULARY, (64, requests)).astype(np.int32)
+        self.random = np.random.default_rng(0)
+        self.tokens = self.random.integers(1000, VOCABULARY, requests).astype(np.int32)
         self.count = 0
         self.in_flight: deque[ScheduledStep] = deque()
         self.samples: list[tuple[float, float, float]] = []
@@ -75,18 +80,17 @@ class Bench:
 
     def step(self) -> int:
         """One turn of the loop: schedule and pack a step, update the one before. Returns how many requests ended."""
-        clock = time.perf_counter
+        clock, scheduler = self.clock, self.scheduler
         begin = clock()
-        step = self.scheduler.schedule()
+        step = scheduler.schedule()
         scheduled = clock()
         if step is not None:
-            pack(step, self.scheduler.table, self.shape, self.count)
+            pack(step, scheduler.table, self.shape, len(self.samples))
             self.in_flight.append(step)
         packed = clock()
         finished = 0
         if len(self.in_flight) == 2 or step is None:
-            oldest = self.in_flight.popleft()
-            finished = len(self.scheduler.update(oldest, self.tokens[self.count % 64]).finished)
+            finished = len(scheduler.update(self.in_flight.popleft(), self.tokens).finished)
         updated = clock()
         self.samples.append((scheduled - begin, packed - scheduled, updated - packed))
         return finished
@@ -95,9 +99,7 @@ class Bench:
         """All requests decode; nobody comes or goes."""
         for _ in range(self.requests):
             self.add(self.output)
-        while self.scheduler.metrics().waiting or self.scheduler.num_in_flight < 1:
-            self.step()
-        for _ in range(2 * PAGE):
+        for _ in range(WARM_UP):
             self.step()
         return self._measure("steady, ragged" if self.ragged else "steady", steps)
 
@@ -141,19 +143,26 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[16, 64, 256, 1024])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="time of this thread alone, for a machine that others use"
+    )
     args = parser.parse_args()
+    output = args.steps + WARM_UP + 2
+    if output > MODEL_LEN - PROMPT - PAGE:
+        parser.error(f"--steps: got {args.steps}, allowed is at most {MODEL_LEN - PROMPT - PAGE - WARM_UP - 2}")
+    clock = time.thread_time if args.cpu_time else time.perf_counter
     results = []
     for requests in args.requests:
-        output = MODEL_LEN - PROMPT - PAGE
-        results.append(Bench(requests, args.steps + 64, ragged=False).steady(args.steps))
-        results.append(Bench(requests, args.steps + 64, ragged=True).steady(args.steps))
-        results.append(Bench(requests, min(64, output), ragged=True).admission(args.steps))
+        results.append(Bench(requests, output, False, clock).steady(args.steps))
+        results.append(Bench(requests, output, True, clock).steady(args.steps))
+        results.append(Bench(requests, SHORT_OUTPUT, True, clock).admission(args.steps))
     if args.json:
         json.dump(
             {
                 "machine": platform.processor() or platform.machine(),
                 "python": platform.python_version(),
                 "numpy": np.__version__,
+                "clock": "cpu" if args.cpu_time else "wall",
                 "unit": "us",
                 "results": [asdict(result) for result in results],
             },

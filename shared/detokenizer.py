@@ -202,9 +202,12 @@ class _TextStream:
         tail = len(prompt_ids)
         while tail and not isinstance(self._piece(prompt_ids[tail - 1]), str):
             tail -= 1
-        for index, token_id in enumerate(prompt_ids):
-            if index >= tail - 1 or not self._started or self._strip:
-                self.push(token_id)
+        read = 0
+        while read < tail - 1 and (self._strip or not self._started):
+            self.push(prompt_ids[read])
+            read += 1
+        for token_id in prompt_ids[max(read, tail - 1) :]:
+            self.push(token_id)
 
     def _piece(self, token_id: int) -> bytes | str | None:
         return None if token_id in self._skipped else self._tokenizer.piece(token_id)
