@@ -28,6 +28,7 @@ class Completion:
                 skip_special_tokens=params.skip_special_tokens,
                 stop=params.stop,
                 include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
             )
 
     def take(self, update: Update) -> bool:

@@ -203,7 +203,7 @@ class _TextStream:
         while tail and not isinstance(self._piece(prompt_ids[tail - 1]), str):
             tail -= 1
         read = 0
-        while read < tail - 1 and (self._strip or not self._started):
+        while read < tail - 1 and self._strip:
             self.push(prompt_ids[read])
             read += 1
         for token_id in prompt_ids[max(read, tail - 1) :]:

@@ -26,6 +26,9 @@ from .scheduler import Scheduler, SchedulerConfig, SchedulerMetrics
 from .step import StepInput, StepOutput, StepShape, TopLogprobs
 from .worker import ProgramReport, Progress, StepHandle, backend_module, create_worker
 
+MAX_PRIORITY = 1000
+MAX_SALT_LENGTH = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -144,7 +147,15 @@ class Engine:
                 "prompt", f"token id {token} is out of range: the vocabulary has {self.model.vocab_size}"
             )
         params.check_vocabulary(self.model.vocab_size)
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+            raise RequestError("priority", f"got {priority!r}, must be an integer within {MAX_PRIORITY} of 0")
+        if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT_LENGTH:
+            raise RequestError("cache_salt", f"must be a string of at most {MAX_SALT_LENGTH} characters")
         stop = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.model.eos_token_ids))
+        if params.min_tokens and params.allowed_token_ids is not None:
+            free = set(params.allowed_token_ids) - set(params.banned_token_ids) - stop
+            if not free:
+                raise RequestError("min_tokens", "every allowed token would end the request, so none is left before")
         request = Request(
             request_id,
             tokens.astype(np.int32),

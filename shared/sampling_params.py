@@ -12,6 +12,7 @@ MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_TOKEN_IDS = 1 << 18
 MAX_LOGIT_BIAS = 300
 MAX_LOGPROBS = 20
 LOGIT_BIAS_RANGE = 100.0
@@ -154,8 +155,9 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
         return ()
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise RequestError(name, f"got {_show(value)}, must be a list of token ids")
-    if name == "stop_token_ids" and len(value) > MAX_STOP_TOKEN_IDS:
-        raise RequestError(name, f"has {len(value)} entries, at most {MAX_STOP_TOKEN_IDS} are allowed")
+    limit = MAX_STOP_TOKEN_IDS if name == "stop_token_ids" else MAX_TOKEN_IDS
+    if len(value) > limit:
+        raise RequestError(name, f"has {len(value)} entries, at most {limit} are allowed")
     for token in value:
         _integer(name, token, 0, INT32_MAX)
     return tuple(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ..errors import ModelNotFound
@@ -13,9 +14,8 @@ def model_folder(model: str) -> str:
     """The folder that `model` names: a path, or the bundled model for the word demo. Raises ModelNotFound."""
     if model == DEMO:
         return str(Path(__file__).parent / DEMO)
-    folder = Path(model)
-    if not folder.exists():
-        raise ModelNotFound(f"model: no such folder: {model} (a path to a Hugging Face checkpoint, or the word demo)")
-    if not folder.is_dir():
-        raise ModelNotFound(f"model: {model} is not a folder")
-    return str(folder)
+    # os.path answers False for names that no file can have; Path raises OSError.
+    if not os.path.isdir(model):
+        what = "is not a folder" if os.path.exists(model) else "no such folder"
+        raise ModelNotFound(f"model: {what}: {model[:200]} (a path to a Hugging Face checkpoint, or the word demo)")
+    return model

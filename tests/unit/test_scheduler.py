@@ -10,8 +10,8 @@ import pytest
 
 from twinfer.bucketing import Table, decode_ladder, mixed_ladder
 from twinfer.shared.errors import ConfigError, InternalError, OutsideTable, RequestError
-from twinfer.shared.request import FinishReason, Request, RequestState
-from twinfer.shared.request_table import ScheduledStep, StepEvents
+from twinfer.shared.request import FinishReason, Request, RequestState, WaitingQueue
+from twinfer.shared.request_table import RequestTable, ScheduledStep, StepEvents
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.scheduler import Scheduler, SchedulerConfig
 
@@ -662,3 +662,25 @@ def test_check_integrity_sees_a_decode_among_the_prompts_under_way() -> None:
     scheduler._prefilling.append(scheduler._decoding.pop(request.row))
     with pytest.raises(InternalError, match="prefills but has nothing left"):
         scheduler.check_integrity()
+
+
+def test_the_table_refuses_what_it_cannot_do() -> None:
+    table = RequestTable(1, 8, PAGE)
+    request = make_request("a", 3)
+    row = table.assign(request, request.prompt)
+    with pytest.raises(InternalError, match="all rows of the request table are taken"):
+        table.assign(make_request("b", 3), request.prompt)
+    table.release(row)
+    with pytest.raises(InternalError, match="row 0 was released but is free"):
+        table.release(row)
+
+
+def test_the_queue_refuses_to_give_what_it_does_not_have() -> None:
+    queue = WaitingQueue()
+    first, second = make_request("a", 3), make_request("b", 3)
+    queue.add(first)
+    # Both have the same place, as none was ever added to a scheduler.
+    with pytest.raises(InternalError, match="request b is not in the waiting queue"):
+        queue.remove(second)
+    queue.remove(first)
+    assert len(queue) == 0
