@@ -178,6 +178,7 @@ class Engine:
 
     def finish(self, request_id: str, reason: FinishReason) -> bool:
         """End a request because its text is complete (a stop string)."""
+        self._prompt_logprobs.pop(request_id, None)
         return self.scheduler.finish(request_id, reason)
 
     @property
@@ -186,7 +187,20 @@ class Engine:
         return self.scheduler.has_work or bool(self._in_flight)
 
     def step(self) -> list[Update]:
-        """Start what can be started, then read the oldest step in flight."""
+        """Start what can be started, then read the oldest step in flight.
+
+        If that fails, or is interrupted, all requests end with the reason ERROR before the exception leaves; the engine
+        takes new ones.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self._in_flight.clear()
+            self._prompt_logprobs.clear()
+            self.scheduler.fail()
+            raise
+
+    def _step(self) -> list[Update]:
         while len(self._in_flight) < self._depth:
             scheduled = self.scheduler.schedule()
             if scheduled is None:

@@ -472,6 +472,13 @@ class Scheduler:
         self.kv.reset()
         return True
 
+    def fail(self) -> None:
+        """End all requests with ERROR, forget the steps in flight and all cached pages: a step failed on the device."""
+        for request in list(self._requests.values()):
+            self._end(request, FinishReason.ERROR)
+        self._in_flight.clear()
+        self.kv.reset()
+
     def check_integrity(self) -> None:
         """Raise InternalError, naming the fault, unless all books agree. Changes nothing; slow, for tests."""
         table = self.table

@@ -1,0 +1,129 @@
+"""The engine core: aborts at any time, failures of a step, late ends, and the counters."""
+
+import numpy as np
+import pytest
+
+from twinfer.shared.config import EngineConfig
+from twinfer.shared.engine import Engine
+from twinfer.shared.errors import OutsideTable, RequestError
+from twinfer.shared.models.config import load_config
+from twinfer.shared.request import FinishReason
+from twinfer.shared.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+
+
+@pytest.fixture(params=["jax", "torch"])
+def engine(request, checkpoints, device):
+    folder, _ = checkpoints("qwen3")
+    config = EngineConfig(
+        model=folder, backend=request.param, device=device, dtype="float32", max_model_len=128, max_num_seqs=4,
+        max_num_batched_tokens=32,
+    )  # fmt: skip
+    made = Engine(config, load_config(folder), folder)
+    yield made
+    made.scheduler.check_integrity()
+    made.close()
+
+
+def finish(engine, *requests):
+    while engine.has_work:
+        engine.step()
+    return [request.output for request in requests]
+
+
+def prompts(*lengths):
+    rng = np.random.default_rng(2)
+    return [rng.integers(0, 900, n) for n in lengths]
+
+
+def test_an_abort_at_any_step_leaves_the_others_alone(engine):
+    first, second = prompts(40, 50)
+    (want,) = finish(engine, engine.add("alone", second, GREEDY))
+    for step in range(8):
+        victim, other = engine.add("victim", first, GREEDY), engine.add("other", second, GREEDY)
+        for _ in range(step):
+            engine.step()
+        assert engine.abort("victim")
+        assert not engine.abort("victim")
+        assert finish(engine, other) == [want]
+        assert victim.finish_reason is FinishReason.ABORT
+    assert not engine.abort("nobody")
+    assert engine.metrics().cache_usage == 0
+
+
+def test_a_step_that_fails_ends_its_requests_and_not_the_engine(engine):
+    (prompt,) = prompts(30)
+    (want,) = finish(engine, engine.add("before", prompt, GREEDY))
+    execute, calls = engine.worker.execute, []
+
+    def fail(step):
+        calls.append(step)
+        if len(calls) == 4:
+            raise RuntimeError("the device is on fire")
+        return execute(step)
+
+    engine.worker.execute = fail
+    a, b = engine.add("a", prompt, GREEDY), engine.add("b", prompt, GREEDY)
+    with pytest.raises(RuntimeError, match="fire"):
+        finish(engine)
+    assert a.finish_reason is b.finish_reason is FinishReason.ERROR
+    assert not engine.has_work
+    engine.scheduler.check_integrity()
+    assert engine.metrics().cache_usage == 0
+    assert finish(engine, engine.add("after", prompt, GREEDY)) == [want]
+
+
+def test_an_end_of_sequence_found_late_costs_nothing_but_a_step(engine):
+    (prompt,) = prompts(10)
+    (tokens,) = finish(engine, engine.add("a", prompt, GREEDY))
+    stop = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=(tokens[7],))
+    request = engine.add("b", prompt, stop)
+    finish(engine)
+    assert request.output == tokens[: tokens.index(tokens[7]) + 1]
+    assert request.finish_reason is FinishReason.STOP
+
+
+def test_a_shape_outside_the_table_is_refused(engine):
+    from twinfer.bucketing import Descriptor
+    from twinfer.shared.step import StepInput, batch_layout, sampling_layout
+
+    odd = Descriptor("decode", 3, 3, 1)
+    step = StepInput(
+        0, odd, engine.shape, "greedy", batch_layout(odd, engine.shape).allocate(), sampling_layout(3).allocate()
+    )
+    with pytest.raises(OutsideTable):
+        engine.worker.execute(step)
+
+
+def test_prefix_cache_and_salts(engine):
+    (prompt,) = prompts(40)
+    one, two = (engine.add(name, prompt, GREEDY) for name in ("a", "b"))
+    finish(engine)
+    again = engine.add("c", prompt, GREEDY)
+    other = engine.add("d", prompt, GREEDY, cache_salt="another tenant")
+    assert finish(engine, again, other) == [one.output, two.output]
+    assert again.num_cached_tokens == 32
+    assert other.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"priority": "high"}, "priority"), ({"priority": True}, "priority"), ({"cache_salt": 5}, "cache_salt")],
+)
+def test_options_of_a_request_are_checked(engine, options, field):
+    with pytest.raises(RequestError, match=field):
+        engine.add("x", [1, 2], GREEDY, **options)
+    with pytest.raises(RequestError, match="integer"):
+        engine.add("x", [1.5], GREEDY)
+    with pytest.raises(RequestError, match="prompt"):
+        engine.add("x", list(range(128)), GREEDY)
+    engine.add("x", [1, 2], GREEDY)
+    with pytest.raises(RequestError, match="request_id"):
+        engine.add("x", [1, 2], GREEDY)
+    finish(engine)
+
+
+def test_padding_is_reported(engine):
+    finish(engine, engine.add("a", prompts(20)[0], GREEDY))
+    assert 0 < engine.metrics().padded_share < 1
