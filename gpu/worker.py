@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -265,6 +266,8 @@ def _fit(rows: torch.Tensor, tokens: int) -> torch.Tensor:
 
 def _pin_precision() -> None:
     """No framework defaults: float32 products in float32, bfloat16 products accumulated in float32."""
+    # Inductor advises what we refuse on purpose.
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
