@@ -10,24 +10,24 @@ import torch
 from torch._dynamo.utils import counters
 
 from ..bucketing import Descriptor
-from ..shared.models import decoder
 
 
 class LayerCompiler:
     """The layer function for each descriptor. Level 0 gives the plain function, level 2 a compiled one."""
 
-    def __init__(self, level: int) -> None:
+    def __init__(self, layer: FunctionType, level: int) -> None:
+        self._layer = layer
         self._level = level
         self._compiled: dict[Descriptor, Callable[..., Any]] = {}
 
     def build(self, descriptor: Descriptor) -> Callable[..., Any]:
         """Make the layer function of a descriptor; the first call with real tensors compiles it."""
         if self._level == 0:
-            self._compiled[descriptor] = decoder.layer
+            self._compiled[descriptor] = self._layer
         else:
             # Dynamo keeps the compiled versions of a function on its code object and tries them one after the other.
             # A copy of the code for each shape keeps that list at one entry per window, whatever the table holds.
-            source = decoder.layer
+            source = self._layer
             copy = FunctionType(
                 source.__code__.replace(co_name=f"layer_{descriptor.kind}_{descriptor.tokens}"),
                 source.__globals__,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,12 @@ class Decoder(torch.nn.Module):
     """The whole model. The mathematics is `shared/models/decoder.py`; this holds the weights and the layer loop."""
 
     def __init__(
-        self, config: ModelConfig, table: ParameterTable, ops: Any, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        table: ParameterTable,
+        ops: Mapping[str, Any],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.config = config
@@ -54,11 +59,16 @@ class Decoder(torch.nn.Module):
         token_ids: torch.Tensor,
         kv: torch.Tensor,
         batch: decoder.Batch,
+        kind: str,
         max_query_len: int,
-        layer: LayerFunction = decoder.layer,
+        layer: LayerFunction | None = None,
     ) -> torch.Tensor:
-        """Finished hidden states [tok dim]; kv [layer page slot 2*kvhead hdim] is written in place."""
-        ops, config = self.ops, self.config
+        """Finished hidden states [tok dim]; kv [layer page slot 2*kvhead hdim] is written in place.
+
+        `kind` names the plan; `layer` is the layer function, compiled or not.
+        """
+        ops, config = self.ops[kind], self.config
+        layer = layer or decoder.layer_function(config)
         hidden = decoder.embed(ops, self._top, token_ids)
         residual = torch.zeros_like(hidden)
         for index, weights in enumerate(self._layers):
@@ -68,7 +78,7 @@ class Decoder(torch.nn.Module):
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits [row vocab] of finished hidden states [row dim]."""
-        return decoder.head(self.ops, self._top, rows)
+        return decoder.head(self.ops["sample"], self._top, rows)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..bucketing import Descriptor, Table
-from ..ops import OpError, Plan, resolve
+from ..ops import OpError, Plans
 from ..ops.bindings.torch import bind
 from ..shared.config import DeviceInfo, ResolvedConfig
 from ..shared.errors import BackendUnavailable, ConfigError, InternalError, OutsideTable
@@ -29,6 +29,7 @@ from ..shared.step import (
 from ..shared.worker import ProgramReport, Progress
 from .compilation import LayerCompiler, compiled_graphs
 from .module import Decoder
+from .plans import DTYPES, make_plans
 from .weights import load_weights
 
 HOST_MEMORY_FOR_KV = 1 << 30
@@ -38,7 +39,6 @@ SMALL_MODEL = 64_000_000
 5 instead of 330 tokens/s with one of two cores busy)."""
 PROMPT_ROWS = 64
 """Rows of logits made at a time for the log-probabilities of prompts."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def find_device(device: str) -> DeviceInfo:
@@ -92,15 +92,15 @@ class TorchWorker:
         if device.platform == "cpu" and parameter_count(self._table, model.num_layers) < SMALL_MODEL:
             torch.set_num_threads(1)
         try:
-            self._plan = resolve("torch", config.op_priority)
+            self._plans = make_plans(model, config)
         except OpError as error:
-            raise ConfigError(f"op_priority: {error}") from error
-        self._ops = bind(self._plan, compiling=config.compile_level > 0)
+            raise ConfigError(f"op_priority, enable_ops: {error}") from error
+        compiling = config.compile_level > 0
+        self._ops = {kind: bind(plan, compiling=compiling) for kind, plan in self._plans.by_kind.items()}
         self._shape = StepShape(config.pages_per_request, config.max_num_seqs, config.max_model_len, model.vocab_size)
         self._dtype = DTYPES[config.dtype]
         self._module = Decoder(model, self._table, self._ops, self._dtype, self._where)
-        self._layers = LayerCompiler(config.compile_level)
-        self._host_metadata = self._plan["paged_attention"].implementation.host_metadata
+        self._layers = LayerCompiler(decoder.layer_function(model), config.compile_level)
         self._graphs_at_ready: int | None = None
 
     def load(self, progress: Progress) -> None:
@@ -167,7 +167,7 @@ class TorchWorker:
         tokens = self._sample(step, logits)
         top = prompt = None
         if step.logprobs:
-            top = self._download(self._ops.top_logprobs(logits, tokens))
+            top = self._download(self._ops["sample"].top_logprobs(logits, tokens))
         if step.prompt_targets is not None:
             prompt = self._prompt_logprobs(step.prompt_targets, hidden)
         (on_host,) = self._download((tokens,))
@@ -186,12 +186,12 @@ class TorchWorker:
         f = batch_layout(d, self._shape).unpack(batch, _bits_to_float)
         host = step.field
         metadata = {name: f[name] for name in ("query_start", "kv_lens", "counts")}
-        if self._host_metadata:
+        if self._plans[d.kind]["paged_attention"].implementation.host_metadata:
             metadata = {name: torch.from_numpy(host(name)) for name in metadata}
         ids = torch.where(f["token_ids"] < 0, self._last_tokens[_fit(f["rows"], d.tokens)], f["token_ids"])
         cos, sin = self._cos[f["positions"]], self._sin[f["positions"]]
         arguments = decoder.Batch(cos, sin, f["slots"], f["page_table"], **metadata)
-        return f, self._module(ids, self._kv, arguments, d.max_query_len, self._layers[d])
+        return f, self._module(ids, self._kv, arguments, d.kind, d.max_query_len, self._layers[d])
 
     @torch.inference_mode()
     def logits(self, step: StepInput) -> np.ndarray:
@@ -200,7 +200,7 @@ class TorchWorker:
         return logits
 
     def _sample(self, step: StepInput, logits: torch.Tensor) -> torch.Tensor:
-        ops, requests = self._ops, step.descriptor.requests
+        ops, requests = self._ops["sample"], step.descriptor.requests
         f = sampling_layout(requests).unpack(self._upload(step.sampling), _bits_to_float)
         if step.sampler == "greedy":
             tokens = ops.greedy_sample(logits)
@@ -220,7 +220,7 @@ class TorchWorker:
     def _prompt_logprobs(self, targets: np.ndarray, hidden: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         chosen = self._upload(np.maximum(targets, 0))
         parts = zip(hidden.split(PROMPT_ROWS), chosen.split(PROMPT_ROWS), strict=True)
-        return [self._download(self._ops.top_logprobs(self._module.logits(rows), ids)) for rows, ids in parts]
+        return [self._download(self._ops["sample"].top_logprobs(self._module.logits(rows), ids)) for rows, ids in parts]
 
     def _upload(self, x: np.ndarray) -> torch.Tensor:
         """A copy on the device that never waits for it: through pinned memory, which torch frees when it was read."""
@@ -236,9 +236,9 @@ class TorchWorker:
         pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
         return tuple(host.copy_(x, non_blocking=True) for host, x in zip(pinned, tensors, strict=True))
 
-    def plan(self) -> Plan:
+    def plans(self) -> Plans:
         """The implementation of each op."""
-        return self._plan
+        return self._plans
 
     def compilations_after_ready(self) -> int:
         """Graphs compiled in this process since warm_up returned."""

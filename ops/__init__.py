@@ -6,7 +6,8 @@ Importing this package imports neither JAX nor torch; `resolve(framework)` loads
 from . import reference as _reference  # noqa: F401  registers the ops
 from .declare import REGISTRY, Contract, Op, OpError, define
 from .implement import Implementation, implement
-from .plan import Choice, Plan, resolve
+from .plan import Choice, Plan, Plans, priority, resolve, set_default
+from .recording import Recorder
 
 __all__ = [
     "REGISTRY",
@@ -16,7 +17,11 @@ __all__ = [
     "Op",
     "OpError",
     "Plan",
+    "Plans",
+    "Recorder",
     "define",
     "implement",
+    "priority",
     "resolve",
+    "set_default",
 ]

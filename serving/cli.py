@@ -54,6 +54,19 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3") from None
 
 
+def words(text: str) -> tuple[str, ...]:
+    """Words separated by commas."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def op_priority(text: str) -> tuple[str, tuple[str, ...]]:
+    """An op and the providers to try for it."""
+    op, sign, providers = text.partition("=")
+    if not sign or not words(providers):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form rms_norm=triton,native")
+    return op.strip(), words(providers)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point. Returns the exit code: 0 done, 1 failed, 2 wrong input, 4 backend unavailable."""
     parser, commands = _parser()
@@ -95,9 +108,9 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     demo.set_defaults(run=run_demo)
     demo.add_argument("--dtype", choices=DTYPES[1:], default="float32")
     demo.add_argument("--max-tokens", type=size, default=48)
-    plan = commands.add_parser("plan", help="which implementation of each op a backend runs")
+    plan = commands.add_parser("plan", help="which implementation of each op a backend runs, and why")
     plan.set_defaults(run=run_plan)
-    plan.add_argument("--backend", choices=BACKENDS, default="jax")
+    _engine_flags(plan)
     plan.add_argument("--json", action="store_true", help="one JSON object")
     return parser, commands.choices
 
@@ -120,14 +133,23 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     g.add_argument("--compile-level", type=int, choices=COMPILE_LEVELS, help="torch: 0 eager, 2 compiled layers")
     for flag in ("enable-prefix-caching", "enable-chunked-prefill", "async-scheduling"):
         g.add_argument(f"--{flag}", action=argparse.BooleanOptionalAction, default=True)
+    g.add_argument("--op-priority", action="append", default=[], type=op_priority, metavar="OP=PROVIDER,...")
+    g.add_argument(
+        "--enable-ops", type=words, default=("all",), metavar="all,-OP,...", help="disabled ops run natively"
+    )
     g.add_argument("--scan-layers", action=argparse.BooleanOptionalAction, default=None, help="JAX: loop or unroll")
 
 
 ENGINE_OPTIONS = (
-    "dtype", "load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "kv_cache_memory",
-    "num_pages", "scheduling_policy", "compile_level", "enable_prefix_caching", "enable_chunked_prefill",
-    "async_scheduling", "scan_layers",
+    "device", "enable_ops", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    "page_size", "kv_cache_memory", "num_pages", "scheduling_policy", "compile_level", "enable_prefix_caching",
+    "enable_chunked_prefill", "async_scheduling", "scan_layers",
 )  # fmt: skip
+
+
+def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    options = {name: getattr(arguments, name) for name in ENGINE_OPTIONS}
+    return options | {"seed": arguments.engine_seed, "op_priority": dict(arguments.op_priority)}
 
 
 def _prompt_flags(parser: argparse.ArgumentParser) -> None:
@@ -166,9 +188,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     params = SamplingParams(**{name: getattr(arguments, name) for name in SAMPLING_OPTIONS})
     from .llm import LLM
 
-    options = {name: getattr(arguments, name) for name in ENGINE_OPTIONS}
-    options |= {"seed": arguments.engine_seed}
-    with LLM(arguments.model, backend=arguments.backend, device=arguments.device, **options) as llm:
+    with LLM(arguments.model, backend=arguments.backend, **_engine_options(arguments)) as llm:
         if not arguments.json:
             for change in llm.engine.report.changes:
                 print(f"{change}", file=sys.stderr)
@@ -226,27 +246,42 @@ def run_demo(arguments: argparse.Namespace) -> int:
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """`twinfer plan`."""
-    from ..ops import REGISTRY, resolve
+    """`twinfer plan`: loads no weights and compiles nothing."""
+    from ..ops import REGISTRY, OpError
+    from ..shared.config import EngineConfig, resolve
+    from ..shared.models.config import load_config
+    from ..shared.models.locate import model_folder
+    from ..shared.worker import backend_module
 
-    plan = resolve(arguments.backend)
+    model = load_config(model_folder(arguments.model))
+    backend = backend_module(arguments.backend)
+    config = EngineConfig(**_engine_options(arguments), model=arguments.model, backend=arguments.backend)
+    resolved, _ = resolve(config, model, backend.find_device(arguments.device))
+    try:
+        plans = backend.make_plans(model, resolved)
+    except OpError as error:
+        raise ConfigError(f"op-priority, enable-ops: {_one_line(error)}") from error
     rows = [
         {
             "op": op.name,
-            "level": op.level,
+            "kind": kind,
             "provider": plan[op.name].provider,
             "passed_over": [f"{provider}: {why}" for provider, why in plan[op.name].passed_over],
             "rounds": op.contract.rounds,
             "deterministic": plan[op.name].implementation.deterministic,
+            "row_invariant": plan[op.name].implementation.row_invariant,
+            "uuid": plan[op.name].uuid,
         }
         for op in REGISTRY
+        for kind, plan in plans.by_kind.items()
     ]
     if arguments.json:
-        print(json.dumps({"backend": arguments.backend, "ops": rows, "plan_hash": plan.hash}))
+        print(json.dumps({"backend": arguments.backend, "ops": rows, "plan_hash": plans.hash}))
         return 0
     for row in rows:
-        print(f"{row['op']:<20} {row['provider']:<12} rounds {row['rounds']}")
-    print(f"plan hash {plan.hash}")
+        passed = f"  passed over: {'; '.join(row['passed_over'])}" if row["passed_over"] else ""
+        print(f"{row['op']:<22} {row['kind']:<7} {row['provider']:<12} {row['uuid']}  rounds {row['rounds']}{passed}")
+    print(f"plan hash {plans.hash}")
     return 0
 
 

@@ -31,7 +31,7 @@ class EngineConfig:
     `page_size` (tokens of a KV page) is vLLM's block size. `kv_cache_memory` (bytes) or `num_pages` set the size of the
     KV cache. `compile_level` (torch): 0 eager, 2 each layer compiled by Inductor for each shape. `scan_layers` (JAX):
     one loop over stacked weights, or layers unrolled. `async_scheduling`: two steps in flight. `op_priority` maps ops
-    to providers in order of preference.
+    to providers in order of preference; `enable_ops` is `all` or `none`, then +op and -op: a disabled op runs natively.
     """
 
     model: str
@@ -54,6 +54,7 @@ class EngineConfig:
     compile_level: int | None = None
     scan_layers: bool | None = None
     op_priority: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    enable_ops: tuple[str, ...] = ("all",)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -136,6 +137,7 @@ class ResolvedConfig:
     compile_level: int
     scan_layers: bool
     op_priority: Mapping[str, tuple[str, ...]]
+    enable_ops: tuple[str, ...]
 
     @property
     def pages_per_request(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..bucketing import Table
-from ..ops import Plan
+from ..ops import Plans
 from .config import BACKENDS, DeviceInfo, ResolvedConfig
 from .errors import BackendUnavailable, ConfigError
 from .models.config import ModelConfig
@@ -69,8 +69,8 @@ class Worker(Protocol):
         """Run a step and return its logits at every token, [T, vocab] float32. Slow; for comparing backends."""
         ...
 
-    def plan(self) -> Plan:
-        """The implementation of each op."""
+    def plans(self) -> Plans:
+        """The implementation of each op, by kind of program."""
         ...
 
     def compilations_after_ready(self) -> int:
@@ -88,7 +88,8 @@ ROOMS = {"jax": "tpu", "torch": "gpu"}
 def backend_module(backend: str) -> Any:
     """The module of a backend's worker, loaded by name so that one process imports one framework.
 
-    It offers `find_device(device) -> DeviceInfo` and `make_worker(model, config, device, folder) -> Worker`.
+    It offers `find_device(device) -> DeviceInfo`, `make_plans(model, config) -> Plans` (which loads nothing) and
+    `make_worker(model, config, device, folder) -> Worker`.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend: got {backend!r}, allowed are {', '.join(BACKENDS)}")

@@ -20,14 +20,15 @@ Weights = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What programs are built from. `ops` is the bound plan; `scan` loops over stacked layers, else they are unrolled.
+    """What programs are built from. `ops` are the bound plans by kind (decode, mixed, sample); `scan` loops over
+    stacked layers, else they are unrolled.
 
     Weights come as {"embed", "norm", ["head"], "segments": one dict of stacked weights [n, ...] per run of layers that
     share a window (or per layer, unrolled)}.
     """
 
     config: ModelConfig
-    ops: Any
+    ops: Mapping[str, Any]
     shape: StepShape
     scan: bool
 
@@ -67,7 +68,8 @@ def backbone(
         f["kv_lens"],
         f["counts"],
     )
-    hidden = decoder.embed(model.ops, weights, ids)
+    ops = model.ops[descriptor.kind]
+    hidden = decoder.embed(ops, weights, ids)
     state = (hidden, jnp.zeros_like(hidden), kv)
     for (first, last, window), stacked in zip(model.segments, weights["segments"], strict=True):
         body = partial(_layer, model, descriptor, batch, pages, window)
@@ -76,7 +78,7 @@ def backbone(
         else:
             state, _ = body(state, (jax.tree.map(lambda x: x[0], stacked), first))
     hidden, residual, kv = state
-    hidden = decoder.finish(model.ops, model.config, weights, hidden, residual)
+    hidden = decoder.finish(ops, model.config, weights, hidden, residual)
     return kv, hidden[f["sample_index"]], hidden
 
 
@@ -88,8 +90,9 @@ def _layer(
     # Layer l owns the pages [l * P, (l + 1) * P) of the one buffer: no slice of it is ever taken or put back.
     slots = jnp.where(batch.slots < 0, -1, batch.slots + index * pages * kv.shape[1])
     here = batch._replace(page_table=batch.page_table + index * pages, slots=slots)
-    query_len = descriptor.max_query_len
-    return decoder.layer(model.ops, model.config, weights, hidden, residual, kv, here, window, query_len), None
+    ops, query_len = model.ops[descriptor.kind], descriptor.max_query_len
+    function = decoder.layer_function(model.config)
+    return function(ops, model.config, weights, hidden, residual, kv, here, window, query_len), None
 
 
 def _fit(rows: jax.Array, tokens: int, scratch: int) -> jax.Array:
@@ -109,7 +112,7 @@ def sampler(
     processors: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(last_tokens, tokens [R]) for finished hidden states `rows` [R dim]."""
-    ops = model.ops
+    ops = model.ops["sample"]
     f = sampling_layout(requests).unpack(buffer, bits_to_float)
     logits = decoder.head(ops, weights, rows)
     if variant == "greedy":
@@ -128,7 +131,8 @@ def sampler(
 
 def logprobs(model: Model, weights: Weights, rows: jax.Array, chosen: jax.Array) -> tuple[jax.Array, ...]:
     """The op `top_logprobs` for finished hidden states `rows` [n dim] and the tokens `chosen` [n]."""
-    return model.ops.top_logprobs(decoder.head(model.ops, weights, rows), chosen)
+    ops = model.ops["sample"]
+    return ops.top_logprobs(decoder.head(ops, weights, rows), chosen)
 
 
 def take_rows(size: int, hidden: jax.Array, start: jax.Array) -> jax.Array:

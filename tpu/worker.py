@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..bucketing import Descriptor, Table
-from ..ops import OpError, Plan, resolve
+from ..ops import OpError, Plans
 from ..ops.bindings.jax import bind
 from ..shared.config import DeviceInfo, ResolvedConfig
 from ..shared.errors import BackendUnavailable, ConfigError, InternalError, OutsideTable
@@ -34,6 +34,7 @@ from ..shared.step import (
 )
 from ..shared.worker import ProgramReport, Progress
 from . import programs
+from .plans import make_plans
 from .weights import load_weights
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
@@ -102,11 +103,12 @@ class JaxWorker:
         self._config = config
         self._where = _device(device.platform)
         try:
-            self._plan = resolve("jax", config.op_priority)
+            self._plans = make_plans(model, config)
         except OpError as error:
-            raise ConfigError(f"op_priority: {error}") from error
+            raise ConfigError(f"op_priority, enable_ops: {error}") from error
+        ops = {kind: bind(plan) for kind, plan in self._plans.by_kind.items()}
         shape = StepShape(config.pages_per_request, config.max_num_seqs, config.max_model_len, model.vocab_size)
-        self._model = programs.Model(model, bind(self._plan), shape, config.scan_layers)
+        self._model = programs.Model(model, ops, shape, config.scan_layers)
         self._dtype = jnp.dtype(config.dtype)
         self._table = decoder.abstract(model)
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -255,7 +257,7 @@ class JaxWorker:
         """Run a step and return its logits at every token: [T, vocab] float32. Compiles; for comparisons only."""
         program = self._program(step.descriptor)
         self._kv, _, hidden = program(self._weights, self._tables, self._kv, self._last_tokens, step.batch)
-        return np.asarray(jax.jit(partial(decoder.head, self._model.ops))(self._head, hidden))
+        return np.asarray(jax.jit(partial(decoder.head, self._model.ops["sample"]))(self._head, hidden))
 
     def _prompt_logprobs(self, targets: np.ndarray, hidden: jax.Array) -> list[tuple[jax.Array, ...]]:
         size = self._model.shape.max_rows
@@ -271,9 +273,9 @@ class JaxWorker:
             raise OutsideTable(f"no program for {key}: the table was frozen at start")
         return program
 
-    def plan(self) -> Plan:
+    def plans(self) -> Plans:
         """The implementation of each op."""
-        return self._plan
+        return self._plans
 
     def compilations_after_ready(self) -> int:
         """XLA compilations in this process since warm_up returned."""

@@ -6,7 +6,7 @@ What differs between them (biases, q/k norm, rope scaling, windows, tied embeddi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,6 +116,22 @@ def layer(
     hidden, residual = ops.fused_add_rms_norm(hidden, residual, w["post_norm"], c.rms_norm_eps)
     hidden = ops.gated_mlp(hidden, w["gate_up"], w.get("gate_up_bias"), w["down"], w.get("down_bias"))
     return hidden, residual, kv
+
+
+LayerFunction = Callable[..., tuple[Array, Array, Array]]
+_replaced: dict[str, LayerFunction] = {}
+
+
+def replace_layer(architecture: str, function: LayerFunction) -> None:
+    """Run `function`, with the signature of `layer`, for a model whose config names `architecture`: for packages that
+    are not part of this one. It must write the cache and keep the sum of hidden and residual as `layer` does.
+    """
+    _replaced[architecture] = function
+
+
+def layer_function(config: ModelConfig) -> LayerFunction:
+    """The layer of a model: `layer`, or what replaced it."""
+    return _replaced.get(config.architecture, layer)
 
 
 def finish(ops: Any, config: ModelConfig, weights: Weights, hidden: Array, residual: Array) -> Array:

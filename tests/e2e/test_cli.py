@@ -136,13 +136,43 @@ def test_sizes():
     assert [size(text) for text in ("7", "32K", "32k", "1.5G")] == [7, 32768, 32000, 3 * 2**29]
 
 
-def test_plan_prints_a_provider_for_every_op(capsys):
+def test_plan_prints_a_provider_for_every_op_and_kind(capsys):
     for backend in ("jax", "torch"):
-        assert main(["plan", "--backend", backend, "--json"]) == 0
+        assert main(["plan", "--model", "demo", "--backend", backend, "--json"]) == 0
         record = json.loads(capsys.readouterr().out)
-        assert {op["op"] for op in record["ops"]} >= {"rms_norm", "paged_attention", "sample"}
-        assert all(op["provider"] for op in record["ops"])
+        rows = {(row["op"], row["kind"]): row for row in record["ops"]}
+        assert {op for op, _ in rows} >= {"rms_norm", "paged_attention", "sample"}
+        assert {kind for _, kind in rows} == {"decode", "mixed", "sample"}
+        assert all(row["provider"] and len(row["uuid"]) == 16 for row in record["ops"])
         assert len(record["plan_hash"]) == 16
+
+
+def test_the_plan_is_the_same_compiled_and_eager(capsys):
+    hashes = set()
+    for level in ("0", "2"):
+        assert main(["plan", "--model", "demo", "--backend", "torch", "--compile-level", level]) == 0
+        hashes.add(capsys.readouterr().out.splitlines()[-1])
+    assert len(hashes) == 1
+    assert hashes.pop().startswith("plan hash ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--op-priority", "rms_norm=cutlass"], "cutlass"),
+        (["--op-priority", "rms_norm"], "rms_norm"),
+        (["--enable-ops", "all,none"], "none"),
+        (["--enable-ops", "all,-rms"], "-rms"),
+    ],
+)
+def test_a_bad_plan_is_refused(argv, named, capsys):
+    try:
+        code = main(["plan", "--model", "demo", *argv])
+    except SystemExit as left:
+        code = left.code
+    assert code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line
 
 
 def test_the_demo_compares_all_tokens():

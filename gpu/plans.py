@@ -1,0 +1,69 @@
+"""The plans of a model on torch, from shapes alone: tensors on the meta device, no weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..ops import Op, Plan, Plans, Recorder, resolve
+from ..shared.config import ResolvedConfig
+from ..shared.models import decoder
+from ..shared.models.config import ModelConfig
+from .module import Decoder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HISTORY = 64
+
+
+def make_plans(model: ModelConfig, config: ResolvedConfig) -> Plans:
+    """Choose implementations for the calls that the largest program of each kind makes. Raises OpError."""
+    choose = partial(resolve, "torch", config.op_priority, enable=config.enable_ops)
+    base = choose()
+    kinds = {kind: choose(calls=record(base, model, config, kind).by_op()) for kind in ("decode", "mixed", "sample")}
+    return Plans(kinds)
+
+
+def record(plan: Plan, model: ModelConfig, config: ResolvedConfig, kind: str) -> Recorder:
+    """Run the largest program of a kind on the meta device and record each op's arguments, which hold no data."""
+    recorder = Recorder()
+    dtype, device = DTYPES[config.dtype], torch.device("meta")
+    ops = plan.bind(lambda op, function: recorder.wrap(op, _without_data(op, function)))
+    module = Decoder(model, decoder.abstract(model), dict.fromkeys(("decode", "mixed", "sample"), ops), dtype, device)
+    module.freeze()
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=device)
+
+    if kind == "sample":
+        requests, vocab = config.max_num_seqs, model.vocab_size
+        logits = module.logits(torch.empty((requests, model.hidden_size), dtype=dtype, device=device))
+        row, wide = ints(requests), ints(requests, HISTORY)
+        mask = ints(requests, -(-vocab // 32))
+        ops.quantize_logits(logits)
+        rates = floats(requests), floats(requests)
+        scores = ops.penalties(logits, wide, row, row, row, *rates, wide, wide, mask)
+        ops.sample(logits, scores, row, row, row, row, floats(requests), row, row, row, True)
+        ops.top_logprobs(logits, ops.greedy_sample(logits))
+        return recorder
+    d = max((d for d in config.table() if d.kind == kind), key=lambda d: d.tokens)
+    half = decoder.rotary_tables(model, 1)[0].shape[1]
+    kv = torch.empty(
+        (model.num_layers, 2, config.page_size, 2 * model.num_kv_heads, model.head_dim), dtype=dtype, device=device
+    )
+    metadata = ints(d.requests, config.pages_per_request), ints(d.requests + 1), ints(d.requests), ints(2)
+    batch = decoder.Batch(floats(d.tokens, half), floats(d.tokens, half), ints(d.tokens), *metadata)
+    module(ints(d.tokens), kv, batch, d.kind, d.max_query_len)
+    return recorder
+
+
+def _without_data(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, or its shape where it reads or writes data that the meta device does not have."""
+    return {"paged_attention": lambda q, *rest: torch.empty_like(q), "write_kv": lambda kv, *rest: kv}.get(
+        op.name, function
+    )

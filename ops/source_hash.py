@@ -1,0 +1,88 @@
+"""The content hash of an implementation: its module, every module of its package that is imported from there, directly
+or not, the kernel sources that lie beside them, and the versions of the frameworks.
+
+A helper in another file that is imported changes it; a file that is not imported does not.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec, resolve_name
+from pathlib import Path
+from typing import Any
+
+VERSIONS = {"numpy": ("numpy",), "jax": ("jax", "jaxlib"), "torch": ("torch", "triton")}
+KERNEL_SUFFIXES = (".cu", ".cuh", ".json")
+
+
+def source_hash(function: Callable[..., Any], framework: str) -> str:
+    """Hex digest of all that `function` is made of, in `framework`."""
+    modules = {inspect.unwrap(function).__module__}
+    package = modules.copy().pop().split(".")[0]
+    if package == __package__.split(".")[0]:
+        # A native implementation is its reference in a namespace.
+        modules.add(f"{__package__}.namespaces.{framework}_")
+    return _hash(frozenset(modules), framework)
+
+
+@cache
+def _hash(modules: frozenset[str], framework: str) -> str:
+    digest = hashlib.sha256()
+    for path in closure(modules):
+        digest.update(path.read_bytes())
+    for name in VERSIONS.get(framework, ()):
+        digest.update(f"{name}={_version(name)}".encode())
+    return digest.hexdigest()[:16]
+
+
+def closure(modules: frozenset[str]) -> list[Path]:
+    """The source files of `modules` and of what they import from their own packages, sorted."""
+    found: dict[str, Path] = {}
+    todo = list(modules)
+    while todo:
+        name = todo.pop()
+        path = _file(name)
+        if name in found or path is None:
+            continue
+        found[name] = path
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        todo += [other for other in _imports(path, package) if other.split(".")[0] == name.split(".")[0]]
+    kernels = {file for path in found.values() for file in path.parent.iterdir() if file.suffix in KERNEL_SUFFIXES}
+    return sorted({*found.values(), *kernels})
+
+
+def _imports(path: Path, package: str) -> list[str]:
+    """Names of modules that a file imports anywhere in it; `from x import y` names both x and x.y."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return names
+
+
+def _file(name: str) -> Path | None:
+    module = sys.modules.get(name)
+    origin = getattr(module, "__file__", None)
+    if origin is None and module is None:
+        try:
+            spec = find_spec(name)
+        except (ImportError, ValueError, AttributeError):
+            return None
+        origin = spec.origin if spec else None
+    return Path(origin) if origin and origin.endswith(".py") else None
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"

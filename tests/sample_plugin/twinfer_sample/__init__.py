@@ -1,0 +1,36 @@
+"""A package that is not part of Twinfer: it adds an op, replaces an implementation, and replaces a layer."""
+
+CALLS = []
+
+
+def register():
+    """The entry point: called once, before the first plan is made."""
+    from twinfer.ops import define, implement, set_default
+    from twinfer.shared.models.decoder import layer, replace_layer
+
+    @define(activations=("x",))
+    def doubled(xp, x: "Array"):  # noqa: F821
+        """2 x."""
+        return x + x
+
+    for framework in ("jax", "torch"):
+        implement("rms_norm", provider="sample", framework=framework)(make_rms_norm(framework))
+        set_default("rms_norm", framework, "sample")
+
+    def sample_layer(ops, *args):
+        CALLS.append("layer")
+        return layer(ops, *args)
+
+    replace_layer("Qwen3ForCausalLM", sample_layer)
+
+
+def make_rms_norm(framework):
+    """An implementation with the op's schema that counts its calls."""
+    from twinfer.ops.namespaces import namespace
+    from twinfer.ops.reference.dense import rms_norm as reference
+
+    def rms_norm(x: "Array", weight: "Array", eps: "float"):  # noqa: F821
+        CALLS.append("rms_norm")
+        return reference(namespace(framework), x, weight, eps)
+
+    return rms_norm
