@@ -9,10 +9,12 @@ from collections.abc import Sequence
 def decode_ladder(max_requests: int, step: int = 8, small: Sequence[int] = ()) -> tuple[int, ...]:
     """Request counts of decode programs: `small`, then multiples of `step`, up to `max_requests` (always the last).
 
+    Above 32 steps the distance grows eightfold: padding is a small share there, and each program costs time at start.
     TPUs take 8, 16, 24, ... (a sublane is 8 rows); GPUs add 1, 2, 4 where the batch-1 latency matters.
     """
     sizes = {size for size in small if size < max_requests}
-    sizes.update(range(step, max_requests, step))
+    sizes.update(range(step, min(max_requests, 32 * step + 1), step))
+    sizes.update(range(40 * step, max_requests, 8 * step))
     sizes.add(max_requests)
     return tuple(sorted(sizes))
 

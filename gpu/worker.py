@@ -12,7 +12,7 @@ import torch
 from ..bucketing import Descriptor, Table
 from ..ops import OpError, Plans
 from ..ops.bindings.torch import bind
-from ..shared.config import DeviceInfo, ResolvedConfig
+from ..shared.config import DeviceInfo, ResolvedConfig, host_memory
 from ..shared.errors import BackendUnavailable, ConfigError, InternalError, OutsideTable
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
@@ -50,7 +50,7 @@ def find_device(device: str) -> DeviceInfo:
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         properties = torch.cuda.get_device_properties(0)
         return DeviceInfo("cuda", properties.name, properties.total_memory)
-    return DeviceInfo("cpu", "cpu", 0)
+    return DeviceInfo("cpu", "cpu", host_memory())
 
 
 def make_worker(model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> TorchWorker:

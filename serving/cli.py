@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import json
 import os
 import sys
@@ -42,14 +43,14 @@ def size(text: str) -> int:
     digits = text if unit == 1 else text[:-1]
     try:
         return int(float(digits) * unit) if unit > 1 else int(digits)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4096 or 32K") from None
 
 
 def token_ids(text: str) -> list[int]:
     """Token ids separated by commas."""
     try:
-        return [int(part) for part in text.split(",") if part.strip()]
+        return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3") from None
 
@@ -69,6 +70,9 @@ def op_priority(text: str) -> tuple[str, tuple[str, ...]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point. Returns the exit code: 0 done, 1 failed, 2 wrong input, 4 backend unavailable."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a character gets its escape, not an error after all the work.
+        sys.stdout.reconfigure(errors="backslashreplace")
     parser, commands = _parser()
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -210,8 +214,10 @@ def _prompts(arguments: argparse.Namespace) -> list[Any]:
     prompts: list[Any] = [*arguments.prompt, *arguments.prompt_token_ids]
     for name in arguments.prompt_file:
         try:
-            with open(name, encoding="utf-8") as file:
-                prompts += file.read().splitlines()
+            with open(name, encoding="utf-8-sig") as file:
+                text = file.read()
+            # Not splitlines(): a form feed or a line separator belongs to a prompt.
+            prompts += text.removesuffix("\n").split("\n") if text else []
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"prompt-file: cannot read {name}: {error}") from error
     if not prompts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..shared.detokenizer import Detokenizer
 from ..shared.engine import Update
-from ..shared.request import FinishReason, Request
+from ..shared.request import FinishReason, Request, RequestState
 from ..shared.tokenizer import Tokenizer
 from .outputs import CompletionOutput
 
@@ -58,3 +58,12 @@ class Completion:
                     output.finish_reason, output.stop_reason = FinishReason.STOP.value, self._text.stopped
         self.done = self.done or update.finished
         return False
+
+    def ended(self) -> bool:
+        """Whether nothing more will come: it is done, or its request was ended from outside."""
+        if not self.done and self.request.state is RequestState.FINISHED:
+            self.done = True
+            self.output.finish_reason = (self.request.finish_reason or FinishReason.ERROR).value
+            if self._text is not None:
+                self.output.text += self._text.finish()
+        return self.done

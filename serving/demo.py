@@ -63,6 +63,7 @@ class WorkerRun:
 
 def run(dtype: str, max_tokens: int) -> int:
     """Run the demo and print it. 0 if all tokens are equal (or differ at proven ties only), else 1."""
+    SamplingParams(max_tokens=max_tokens)  # raises before any worker starts
     console = Console()
     runs = [_start(backend, dtype, max_tokens) for backend in BACKENDS]
     table = Table(title=f"demo model, {dtype}, greedy", show_lines=True)

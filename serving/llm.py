@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..shared.chat import render_chat
 from ..shared.config import EngineConfig
-from ..shared.engine import Engine, derive_seed
+from ..shared.engine import Engine, derive_seed, token_array
 from ..shared.errors import ConfigError, RequestError
 from ..shared.models.config import load_config
 from ..shared.models.locate import model_folder
@@ -40,6 +42,7 @@ class LLM:
         with StartBar(f"{backend}: starting", shown=progress) as bar:
             self.engine = Engine(config, model_config, folder, bar.update)
         self._next_id = 0
+        self._generating = False
 
     def __enter__(self) -> LLM:
         return self
@@ -67,26 +70,28 @@ class LLM:
         """
         batch: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
         settings = _per_prompt(params, len(batch))
+        if self._generating:
+            raise RequestError("prompts", "generate() is running already; on_finish and other threads cannot call it")
         outputs: list[RequestOutput] = []
         live: dict[str, tuple[RequestOutput, Completion]] = {}
-        for prompt, setting in zip(batch, settings, strict=True):
-            output = RequestOutput(str(self._next_id), prompt if isinstance(prompt, str) else None, [])
-            self._next_id += 1
-            outputs.append(output)
-            try:
-                live.update(self._add(output, prompt, setting))
-            except RequestError as error:
-                output.error = error
-                if not return_errors:
-                    for request_id in live:
-                        self.engine.abort(request_id)
-                    raise
+        self._generating = True
         try:
+            for prompt, setting in zip(batch, settings, strict=True):
+                outputs.append(RequestOutput(str(self._next_id), prompt if isinstance(prompt, str) else None, []))
+                self._next_id += 1
+                try:
+                    live.update(self._add(outputs[-1], prompt, setting))
+                except RequestError as error:
+                    outputs[-1].error = error
+                    if not return_errors:
+                        raise
             self._run(live, progress, on_finish)
         except BaseException:
             for request_id in live:
                 self.engine.abort(request_id)
             raise
+        finally:
+            self._generating = False
         return outputs
 
     def chat(
@@ -111,22 +116,26 @@ class LLM:
         return self.tokenizer
 
     def _add(self, output: RequestOutput, prompt: Prompt, params: SamplingParams) -> dict[str, Any]:
+        if not isinstance(params, SamplingParams):
+            raise RequestError("params", f"got {type(params).__name__}, must be SamplingParams")
         options: dict[str, Any] = {}
-        token_ids: Any = prompt
+        text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "priority"}
             if unknown:
-                raise RequestError("prompt", f"unknown keys {sorted(unknown)}")
-            options = {key: prompt[key] for key in ("cache_salt", "priority") if key in prompt}
-            output.prompt = prompt.get("prompt")
-            token_ids = prompt.get("prompt_token_ids", output.prompt)
+                raise RequestError("prompt", f"unknown keys {', '.join(sorted(map(str, unknown)))}")
+            options = {key: prompt[key] for key in ("cache_salt", "priority") if prompt.get(key) is not None}
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if text is not None and not isinstance(text, str):
+                raise RequestError("prompt", f"got {type(text).__name__}, must be text")
+            if text is None and token_ids is None:
+                raise RequestError("prompt", "needs the key 'prompt' or 'prompt_token_ids'")
+        output.prompt = text
         if token_ids is None:
-            raise RequestError("prompt", "needs the key 'prompt' or 'prompt_token_ids'")
-        if isinstance(token_ids, str):
-            token_ids = self._tokenizer("text").encode(token_ids)
+            token_ids = self._tokenizer("text").encode(text or "")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop", "stop strings need a tokenizer, and the model folder has no tokenizer.json")
-        output.prompt_token_ids = list(token_ids)
+        output.prompt_token_ids = token_array(token_ids).tolist()
         made: dict[str, tuple[RequestOutput, Completion]] = {}
         try:
             for index in range(params.n):
@@ -161,22 +170,26 @@ class LLM:
                     if completion.take(update):
                         self.engine.finish(update.request.request_id, FinishReason.STOP)
                     bar.token()
-                    if completion.done:
-                        del live[update.request.request_id]
-                        output.num_cached_tokens = max(output.num_cached_tokens, update.request.num_cached_tokens)
-                        missing[output.request_id] -= 1
-                        if not missing[output.request_id]:
-                            bar.request(len(output.prompt_token_ids))
-                            if on_finish is not None:
-                                on_finish(output)
+                # A request that somebody aborted ends without an update.
+                ended = [key for key, (_, completion) in live.items() if completion.ended()]
+                for key in ended:
+                    output, completion = live.pop(key)
+                    output.num_cached_tokens = max(output.num_cached_tokens, completion.request.num_cached_tokens)
+                    missing[output.request_id] -= 1
+                    if not missing[output.request_id]:
+                        bar.request(len(output.prompt_token_ids))
+                        if on_finish is not None:
+                            on_finish(output)
 
 
 def _is_single(prompts: Any) -> bool:
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, bytes, Mapping)):
         return True
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1
     if not isinstance(prompts, Sequence):
         raise RequestError("prompts", f"got {type(prompts).__name__}, must be text, token ids, or a list of those")
-    return bool(prompts) and all(isinstance(item, int) for item in prompts)
+    return bool(prompts) and all(isinstance(item, (int, np.integer)) for item in prompts)
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -184,6 +197,8 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if isinstance(params, (str, Mapping)) or not isinstance(params, Sequence):
+        raise RequestError("params", f"got {type(params).__name__}, must be SamplingParams, or a list of them")
     if len(params) != count:
         raise ConfigError(f"params: got {len(params)} for {count} prompts; give one, or one for each")
     return list(params)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -22,6 +23,7 @@ LOAD_FORMATS = ("auto", "dummy")
 POLICIES = ("fcfs", "priority")
 COMPILE_LEVELS = (0, 2)
 MAX_VOCAB = 1 << 18
+MAX_NUM_SEQS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +76,24 @@ class EngineConfig:
             raise ConfigError(f"page_size: got {self.page_size!r}, must be a power of two from 1 to 256")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed: got {self.seed!r}, must be an integer")
-        if not isinstance(self.memory_utilization, (int, float)) or not 0.05 <= self.memory_utilization <= 1.0:
+        if isinstance(self.memory_utilization, bool) or not isinstance(self.memory_utilization, (int, float)):
+            raise ConfigError(f"memory_utilization: got {self.memory_utilization!r}, must be a number")
+        if not 0.05 <= self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization: got {self.memory_utilization!r}, allowed is 0.05 to 1")
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"):
             _choice(name, getattr(self, name), (True, False))
+        if self.scan_layers is not None:
+            _choice("scan_layers", self.scan_layers, (True, False))
+        if self.max_model_len == 1:
+            raise ConfigError("max_model_len: got 1, allowed is at least 2: a prompt of one token and one more")
+        if self.max_num_seqs is not None and self.max_num_seqs > MAX_NUM_SEQS:
+            raise ConfigError(f"max_num_seqs: got {self.max_num_seqs}, allowed is at most {MAX_NUM_SEQS}")
+        if not isinstance(self.op_priority, Mapping) or not all(
+            isinstance(op, str) and isinstance(order, (tuple, list)) for op, order in self.op_priority.items()
+        ):
+            raise ConfigError(f"op_priority: got {self.op_priority!r}, must map ops to lists of providers")
+        if isinstance(self.enable_ops, str) or not all(isinstance(word, str) for word in self.enable_ops):
+            raise ConfigError(f"enable_ops: got {self.enable_ops!r}, must be a list such as all, -rms_norm")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -94,11 +110,16 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """The device that a worker runs on. `platform` is cpu, cuda or tpu; `memory` in bytes, 0 where it is not known."""
+    """The device that a worker runs on. `platform` is cpu, cuda or tpu; `memory` in bytes."""
 
     platform: str
     name: str
     memory: int
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,7 @@ class Engine:
         self._depth = 2 if self.config.async_scheduling else 1
         self._step_id = 0
         self._num_requests = 0
+        self._closed = False
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
 
     def _timed(self, phase: str, work: Callable[[], None]) -> None:
@@ -110,13 +111,17 @@ class Engine:
     def _num_pages(self) -> int:
         config, page = self.config, self.worker.page_bytes()
         useful = config.max_num_seqs * config.pages_per_request
-        if config.num_pages is not None:
-            return config.num_pages
-        if config.kv_cache_memory is not None:
-            pages = config.kv_cache_memory // page
-            if pages < 1:
-                raise ConfigError(f"kv_cache_memory: got {config.kv_cache_memory}, one page takes {page} bytes")
-            return pages
+        asked = {"num_pages": config.num_pages}
+        if config.num_pages is None and config.kv_cache_memory is not None:
+            asked = {"kv_cache_memory": config.kv_cache_memory // page}
+        for name, number in asked.items():
+            if number is not None:
+                if not 1 <= number * page <= self.device.memory:
+                    raise ConfigError(
+                        f"{name}: got {getattr(config, name)}; a page takes {page} bytes, the device has "
+                        f"{self.device.memory}, and at least one page is needed"
+                    )
+                return number
         pages = min(useful, self.worker.measure() // page)
         if pages < config.pages_per_request:
             raise ConfigError(
@@ -135,11 +140,9 @@ class Engine:
         cache_salt: str = "",
     ) -> Request:
         """Queue a request. Raises RequestError; the engine and other requests are unaffected."""
-        tokens = np.asarray(prompt)
-        if tokens.size == 0:
-            raise RequestError("prompt", "is empty: at least one token is needed")
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise RequestError("prompt", "must be a list of integer token ids")
+        if self._closed:
+            raise InternalError("the engine is closed")
+        tokens = token_array(prompt)
         outside = (tokens < 0) | (tokens >= self.model.vocab_size)
         if outside.any():
             token = int(tokens[outside.argmax()])
@@ -152,10 +155,8 @@ class Engine:
         if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT_LENGTH:
             raise RequestError("cache_salt", f"must be a string of at most {MAX_SALT_LENGTH} characters")
         stop = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.model.eos_token_ids))
-        if params.min_tokens and params.allowed_token_ids is not None:
-            free = set(params.allowed_token_ids) - set(params.banned_token_ids) - stop
-            if not free:
-                raise RequestError("min_tokens", "every allowed token would end the request, so none is left before")
+        if params.min_tokens and not _is_any_left(params, stop, self.model.vocab_size):
+            raise RequestError("min_tokens", "every allowed token would end the request, so none is left before")
         request = Request(
             request_id,
             tokens.astype(np.int32),
@@ -192,6 +193,8 @@ class Engine:
         If that fails, or is interrupted, all requests end with the reason ERROR before the exception leaves; the engine
         takes new ones.
         """
+        if self._closed:
+            raise InternalError("the engine is closed")
         try:
             return self._step()
         except BaseException:
@@ -255,8 +258,10 @@ class Engine:
 
     def close(self) -> None:
         """Free the device; the engine is unusable afterwards."""
-        self._in_flight.clear()
-        self.worker.close()
+        if not self._closed:
+            self._closed = True
+            self._in_flight.clear()
+            self.worker.close()
 
 
 def scheduler_config(config: ResolvedConfig, num_pages: int) -> SchedulerConfig:
@@ -272,6 +277,32 @@ def scheduler_config(config: ResolvedConfig, num_pages: int) -> SchedulerConfig:
         policy="priority" if config.scheduling_policy == "priority" else "fcfs",
         pipeline_depth=2 if config.async_scheduling else 1,
     )
+
+
+def token_array(prompt: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Token ids as int64 [n], n > 0. Raises RequestError for anything else: booleans, floats, text, bytes, nesting."""
+    if isinstance(prompt, np.ndarray):
+        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+            raise RequestError("prompt", f"got an array of {prompt.dtype} {prompt.shape}, must be integers [n]")
+    elif isinstance(prompt, (str, bytes, bytearray)) or not isinstance(prompt, Sequence):
+        raise RequestError("prompt", f"got {type(prompt).__name__}, must be a list of integer token ids")
+    else:
+        for item in prompt:
+            if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
+                raise RequestError("prompt", f"got {str(item)[:80]!r}, token ids must be integers")
+            if not -(2**31) <= item < 2**31:
+                raise RequestError("prompt", f"token id {str(item)[:80]} is out of range")
+    if len(prompt) == 0:
+        raise RequestError("prompt", "is empty: at least one token is needed")
+    return np.asarray(prompt, np.int64)
+
+
+def _is_any_left(params: SamplingParams, stop: set[int], vocab_size: int) -> bool:
+    """Whether a token may be sampled while those that end the request are masked."""
+    masked = stop | set(params.banned_token_ids)
+    if params.allowed_token_ids is not None:
+        return not set(params.allowed_token_ids) <= masked
+    return len(masked) < vocab_size
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from ..bucketing import Descriptor, Table
 from ..ops import OpError, Plans
 from ..ops.bindings.jax import bind
-from ..shared.config import DeviceInfo, ResolvedConfig
+from ..shared.config import DeviceInfo, ResolvedConfig, host_memory
 from ..shared.errors import BackendUnavailable, ConfigError, InternalError, OutsideTable
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
@@ -58,8 +58,9 @@ def find_device(device: str) -> DeviceInfo:
     """The JAX device that `device` (auto, cpu, cuda, tpu) names. Raises BackendUnavailable."""
     found = _device(device)
     platform = "cuda" if found.platform in ("gpu", "cuda") else found.platform
-    stats = found.memory_stats() if platform != "cpu" else None
-    return DeviceInfo(platform, found.device_kind, int((stats or {}).get("bytes_limit", 0)))
+    if platform == "cpu":
+        return DeviceInfo(platform, found.device_kind, host_memory())
+    return DeviceInfo(platform, found.device_kind, int((found.memory_stats() or {}).get("bytes_limit", 0)))
 
 
 def _device(device: str) -> jax.Device:

@@ -8,6 +8,7 @@ import pytest
 BASE = dict(
     hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=997, max_position_embeddings=640, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    rms_norm_eps=1e-3,  # large enough to show when it is not used
 )  # fmt: skip
 LLAMA3_ROPE = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
@@ -34,6 +35,7 @@ def build(name: str, folder: str, **overrides):
     import transformers
 
     family, changes = MODELS[name]
+    shard_size = overrides.pop("max_shard_size", "1GB")
     config = getattr(transformers, f"{family}Config")(**(BASE | changes | overrides))
     config._attn_implementation = "eager"
     torch.manual_seed(0)
@@ -44,7 +46,7 @@ def build(name: str, folder: str, **overrides):
             noise = torch.randn(parameter.shape, generator=generator)
             # Norm weights and biases too: at their initial ones and zeros, half of the mistakes would not show.
             parameter.copy_(1 + 0.2 * noise if "norm" in key else 0.1 * noise)
-    model.save_pretrained(folder, max_shard_size=overrides.get("max_shard_size", "1GB"))
+    model.save_pretrained(folder, max_shard_size=shard_size)
     return model
 
 

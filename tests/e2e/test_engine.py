@@ -5,7 +5,7 @@ import pytest
 
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine
-from twinfer.shared.errors import OutsideTable, RequestError
+from twinfer.shared.errors import InternalError, OutsideTable, RequestError
 from twinfer.shared.models.config import load_config
 from twinfer.shared.request import FinishReason
 from twinfer.shared.sampling_params import SamplingParams
@@ -122,6 +122,18 @@ def test_options_of_a_request_are_checked(engine, options, field):
     with pytest.raises(RequestError, match="request_id"):
         engine.add("x", [1, 2], GREEDY)
     finish(engine)
+
+
+def test_a_closed_engine_says_so(checkpoints, device):
+    folder, _ = checkpoints("qwen3")
+    config = EngineConfig(model=folder, backend="torch", device=device, max_model_len=32, max_num_seqs=1)
+    closed = Engine(config, load_config(folder), folder)
+    closed.close()
+    closed.close()
+    with pytest.raises(InternalError, match="closed"):
+        closed.add("x", [1], GREEDY)
+    with pytest.raises(InternalError, match="closed"):
+        closed.step()
 
 
 def test_padding_is_reported(engine):

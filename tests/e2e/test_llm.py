@@ -189,6 +189,14 @@ def test_a_bad_request_ends_alone(llm, prompt, options, field):
         {"max_model_len": 0},
         {"max_model_len": 10**6},
         {"page_size": 3},
+        {"max_model_len": 1},
+        {"max_num_seqs": 100_000},
+        {"num_pages": 10**12},
+        {"memory_utilization": True},
+        {"scan_layers": "yes", "backend": "jax"},
+        {"op_priority": 5},
+        {"enable_ops": "all"},
+        {"enable_ops": ("all", "none")},
         {"max_modle_len": 5},
         {"kv_cache_memory": 10},
         {"backend": "mxnet"},
@@ -212,3 +220,114 @@ def test_config_json_is_written_by_no_one(llm):
     llm.generate(PROMPT, SamplingParams(**GREEDY), progress=False)
     assert before == {p.name: p.stat().st_mtime_ns for p in Path(model_folder("demo")).iterdir()}
     assert json.loads((Path(model_folder("demo")) / "config.json").read_text())["vocab_size"] == 2048
+
+
+def test_the_last_text_is_what_the_tokens_say(llm):
+    """Text of an end token is left out, special tokens are skipped or shown, incomplete bytes come at the end."""
+    decode = llm.tokenizer.decode
+    full = llm.generate(PROMPT, SamplingParams(**GREEDY), progress=False)[0].outputs[0].token_ids
+    stopped = llm.generate(PROMPT, SamplingParams(**GREEDY, stop_token_ids=(full[5],)), progress=False)[0].outputs[0]
+    assert stopped.text == decode(stopped.token_ids[:-1]) != decode(stopped.token_ids)
+    (eos,) = llm.engine.model.eos_token_ids
+    only_eos = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True, "allowed_token_ids": (eos,)}
+    for skip, text in ((True, ""), (False, "<|endoftext|>" * 2)):
+        params = SamplingParams(**only_eos, skip_special_tokens=skip)
+        assert llm.generate(PROMPT, params, progress=False)[0].outputs[0].text == text
+    lead = llm.tokenizer.encode("🙂")[0]
+    params = SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=(lead,))
+    out = llm.generate(PROMPT, params, progress=False)[0].outputs[0]
+    assert out.text == decode([lead]) == "\ufffd"
+
+
+def test_a_stop_string_counts_after_min_tokens_and_ends_the_request(llm):
+    params = SamplingParams(**GREEDY | {"max_tokens": 200}, stop=("\n",), min_tokens=8)
+    out = llm.generate(PROMPT, params, progress=False)[0].outputs[0]
+    assert 8 <= len(out.token_ids) < 150
+    assert llm.engine.metrics().running == 0
+    assert not llm.engine.scheduler.requests
+
+
+def test_salt_and_priority_reach_the_engine(llm):
+    seen = []
+    prompt = {"prompt_token_ids": list(range(100, 150)), "priority": 7}
+    add = llm.engine.add
+    llm.engine.add = lambda *args, **options: seen.append(options) or add(*args, **options)
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    try:
+        outputs = [
+            llm.generate({**prompt, "cache_salt": salt}, params, progress=False)[0] for salt in ("a", "a", "b", None)
+        ]
+    finally:
+        llm.engine.add = add
+    assert [out.num_cached_tokens for out in outputs] == [0, 48, 0, 0]
+    assert seen == [{"cache_salt": salt, "priority": 7} for salt in "aab"] + [{"priority": 7}]
+
+
+def test_an_exception_in_the_middle_leaves_nothing_behind(llm):
+    def fail(output):
+        raise KeyError("mine")
+
+    params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (2, 100)]
+    with pytest.raises(KeyError, match="mine"):
+        llm.generate([PROMPT, PROMPT], params, progress=False, on_finish=fail)
+    assert not llm.engine.scheduler.requests
+    assert llm.generate(PROMPT, SamplingParams(**GREEDY), progress=False)[0].outputs[0].text
+
+
+def test_requests_aborted_from_outside_come_back(llm):
+    def abort_all(output):
+        for request_id in list(llm.engine.scheduler.requests):
+            llm.engine.abort(request_id)
+
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (3, 60, 60)]
+    outputs = llm.generate([PROMPT] * 3, params, progress=False, on_finish=abort_all)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "abort", "abort"]
+
+
+def test_generate_cannot_run_inside_itself(llm):
+    def nested(output):
+        llm.generate(PROMPT, SamplingParams(**GREEDY), progress=False)
+
+    with pytest.raises(RequestError, match="running already"):
+        llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=2), progress=False, on_finish=nested)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [
+        ([1.0, 2.0], {}),
+        ([True, 5], {}),
+        (b"abc", {}),
+        ([2**70], {}),
+        ([[3, [4]]], {}),
+        ({"prompt": 5}, {}),
+        ({"prompt_token_ids": 5}, {}),
+        ({"prompt_token_ids": "abc"}, {}),
+        ({"prompt": "x", "priority": "x"}, {}),
+        ({"prompt": "x", "priority": 1.5}, {}),
+        ({"prompt": "x", "cache_salt": 5}, {}),
+        ("x", {"banned_token_ids": tuple(range(1, 2048)), "min_tokens": 2}),
+    ],
+    ids=str,
+)
+def test_odd_requests_are_refused_alone(llm, prompt, options):
+    params = [SamplingParams(**GREEDY), SamplingParams(**GREEDY | options)]
+    good, bad = llm.generate([PROMPT, prompt], params, progress=False, return_errors=True)
+    assert isinstance(bad.error, RequestError)
+    assert "\n" not in str(bad.error)
+    assert good.outputs[0].text
+    assert not llm.engine.scheduler.requests
+
+
+def test_numbers_and_arrays_of_numpy_are_taken(llm):
+    ids = np.array(llm.tokenizer.encode(PROMPT))
+    params = SamplingParams(temperature=np.float32(0), max_tokens=np.int64(5), seed=np.int64(3))
+    assert hash(params) == hash(SamplingParams(temperature=0.0, max_tokens=5, seed=3))
+    outputs = llm.generate(ids, params, progress=False) + llm.generate(list(ids), params, progress=False)
+    assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    for wrong in (None, {"n": 1}, "x"):
+        if wrong is not None:
+            with pytest.raises(RequestError, match="params"):
+                llm.generate(PROMPT, wrong, progress=False)
+        with pytest.raises(RequestError, match="params"):
+            llm.generate([PROMPT], [wrong], progress=False)

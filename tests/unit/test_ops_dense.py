@@ -134,6 +134,8 @@ CASES = {
     "prefill": dict(lengths=[37], queries=[37], heads=6, kv_heads=1, size=96, page=16),
     "long prefill": dict(lengths=[300], queries=[300], heads=2, kv_heads=1, size=16, page=16),
     "chunk": dict(lengths=[150], queries=[20], heads=4, kv_heads=2, size=64, page=16),
+    # With a window of 40, the oldest slot that is seen is 127: the last one of a block of 128.
+    "a window's edge on a block's": dict(lengths=[167], queries=[1], heads=2, kv_heads=1, size=16, page=16),
     "mixed": dict(lengths=[9, 64, 130, 31, 7], queries=[1, 64, 2, 1, 7], heads=8, kv_heads=2, size=32, page=16),
     "mixed padded": dict(
         lengths=[9, 50, 3], queries=[1, 30, 3], heads=4, kv_heads=2, size=32, page=4, requests=8, tokens=64

@@ -116,7 +116,7 @@ def test_penalties_are_what_the_float64_formula_says():
     logits = (rng.normal(size=(1, vocab)) * 4).astype(np.float32)
     params = SamplingParams(
         presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.3, logit_bias={5: 2.5, 90: -3.0},
-        banned_token_ids=(1, 2),
+        banned_token_ids=(2, 3),
     )  # fmt: skip
     history = np.array([[5, 9, 9, 1, 40, 40, 40, 8, -1, -1]], np.int32)
     got = NUMPY.penalties(logits, **penalty_fields([params], history, 3, vocab))[0]
@@ -127,7 +127,7 @@ def test_penalties_are_what_the_float64_formula_says():
     x[5] += 2.5
     x[90] -= 3.0
     allowed = np.ones(vocab, bool)
-    allowed[[1, 2]] = False
+    allowed[[2, 3]] = False
     # Each of the four terms is rounded to Q16 on its own, the frequency penalty once per occurrence.
     np.testing.assert_allclose(got[allowed] / 65536, x[allowed], atol=4 / 65536 + 1e-5)
     assert (got[~allowed] == sampling.MASKED).all()
@@ -196,6 +196,23 @@ def test_the_distribution_test_sees_a_temperature_off_by_two_percent():
     likely = p * counts.sum() >= 5
     statistic = ((counts - p * counts.sum())[likely] ** 2 / (p * counts.sum())[likely]).sum()
     assert statistic > chi2.ppf(0.9999, likely.sum() - 1)
+
+
+def test_top_p_keeps_as_little_as_holds_the_mass():
+    """Probabilities 1/2, 1/4, 1/4: the first token alone holds exactly half."""
+    logits = np.log(np.array([[0.5, 0.25, 0.25]])).astype(np.float32)
+    for top_p, kept in ((0.5, {0}), (0.51, {0, 1, 2}), (0.75, {0, 1, 2})):
+        fields = encode(SamplingParams(temperature=1.0, top_p=top_p), [3] * 200, np.arange(200))
+        assert set(draw(np.tile(logits, (200, 1)), fields).tolist()) == kept
+
+
+def test_all_bits_of_a_seed_count():
+    logits = np.zeros((64, 5000), np.float32)
+    draws = {
+        tuple(draw(logits, encode(SamplingParams(), [seed] * 64, np.arange(64))).tolist())
+        for seed in (5, 5 + 2**31, 5 + 2**32, 5 + 2**63, -5)
+    }
+    assert len(draws) == 5
 
 
 def test_noise_is_gumbel_to_the_stated_precision():
