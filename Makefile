@@ -4,7 +4,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n auto --dist loadfile
 
 BIN := .venv/bin
 STAMP := .venv/.stamp
