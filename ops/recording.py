@@ -6,7 +6,6 @@ outputs (layers unrolled: values inside of a scan cannot leave it).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +50,7 @@ class Recorder:
             self.calls.append(Call(op.name, self.layer, index, arguments, outputs))
             return result
 
-        call.__signature__ = inspect.Signature(op.signature.parameters.values())  # type: ignore[attr-defined]
+        call.__signature__ = op.signature  # type: ignore[attr-defined]
         return call
 
     def by_op(self) -> dict[str, list[Mapping[str, Any]]]:

@@ -1,29 +1,34 @@
-"""How an op's implementations are judged: cases, a bound derived from the rounding contract, and mutants it must reject.
+"""How an op's implementations are judged: cases, a bound derived from the rounding contract, mutants to be rejected.
 
-The oracle is the reference under numpy in float64, on exactly the inputs that the implementation gets. An output element
-may be off by
+The oracle is the reference under numpy in float64, on exactly the inputs that the implementation gets; between the
+finer ops of a coarse one it rounds to the storage dtype, as their contracts do. An output element may be off by
 
-    roundings * u |want|  +  accumulated * 2^-24 * magnitude
+    roundings * u |want|  +  inner * u * rounded  +  accumulated * 2^-24 * magnitude
 
-u is half a unit in the last place of the output's dtype (2^-24 float32, 2^-11 float16, 2^-9 bfloat16, 2^-4 e4m3 ...);
-`roundings` is how often the contract rounds to the storage dtype; `accumulated` counts float32 operations in a chain
-(with headroom for any order), each off by 2^-24 of `magnitude`: what was added up, in absolute values, |want| unless the
-op says otherwise. On top of it the *gain* of each row, sum(got want) / sum(want^2), must be 1 to what independent
-roundings allow: a scale that is off by half a percent hides inside the rounding of every bfloat16 element, but not in
-their sum. Integers must be equal.
+u is half a unit in the last place of the output's dtype (2^-24 float32, 2^-11 float16, 2^-8 bfloat16, 2^-4 e4m3);
+`roundings` is how often the contract rounds the result to the storage dtype; `accumulated` counts float32 operations in
+a chain (with headroom for any order), each off by 2^-24 of `magnitude`: what was added up, in absolute values, |want|
+unless the op says otherwise; `inner` is how often the contract rounds values to the storage dtype on the way, and
+`rounded` what a relative error of 1 in those would do. On top of it the *gain* of each row, sum(got want) /
+sum(want^2), must be 1 to what independent roundings allow: a scale that is off by half a percent hides inside the
+rounding of every bfloat16 element, but not in their sum. Integers, and every output of an op that is judged `bitwise`,
+must be equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from .declare import REGISTRY, OpError
-from .plan import resolve
+from .declare import REGISTRY, Op, OpError
+from .implement import IMPLEMENTATIONS, Framework, Implementation
+from .plan import COMPOSITION, NATIVE, resolve
 
 Arguments = dict[str, Any]
 FLOATS = ("float32", "bfloat16")
@@ -33,15 +38,25 @@ DTYPES: dict[str, Any] = {
     "float16": np.float16,
     "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
 }
+HOST_METADATA = ("query_start", "kv_lens", "counts")
+"""Arguments that an implementation with `host_metadata` gets as CPU tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One set of arguments, by name: numpy arrays, None, and Python scalars. `tags`: ci, bench."""
+    """One set of arguments, by name: numpy arrays, None, and Python scalars. `tags`: ci, bench.
+
+    `source` may be a function that makes them, for large ones that most users of the cases skip.
+    """
 
     name: str
-    arguments: Arguments
+    source: Arguments | Callable[[], Arguments]
     tags: tuple[str, ...] = ("ci",)
+
+    @property
+    def arguments(self) -> Arguments:
+        """The arguments."""
+        return self.source() if callable(self.source) else self.source
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +65,7 @@ class Bound:
 
     roundings: float = 1.0
     accumulated: float = 8.0
+    inner: float = 0.0
     gain: bool = True
     reason: str = ""
 
@@ -59,15 +75,25 @@ class Testing:
     """What an op's implementations are judged by.
 
     `cases(dtype)` makes the cases for a storage dtype; `mutants` are wrong references with the reference's signature,
-    each of which the bound must reject in at least one case; `magnitude(arguments)` gives, for each output, what was
-    added up in absolute values. `outputs` limits the judgement to some outputs (None: all).
+    each of which the bound must reject in at least one case. `magnitude(arguments)` gives, for each output, what was
+    added up in absolute values (None: |want|), `rounded` the same for inner roundings (None: the magnitude).
+
+    `bitwise`: the oracle runs in the dtypes of the arguments, and outputs must equal it bit for bit. `free(arguments)`
+    marks, for each output, elements that the contract leaves open. `rows` names the arguments whose first axis is the
+    row of which the contract says that it depends on no other. `truth` is what the mutants are made of, without a
+    fault: it must pass, or they are rejected for something else.
     """
 
     cases: Callable[[str], Iterable[Case]]
     bound: Bound = Bound()
     mutants: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     magnitude: Callable[[Arguments], Any] | None = None
+    rounded: Callable[[Arguments], Any] | None = None
     dtypes: tuple[str, ...] = FLOATS
+    bitwise: bool = False
+    free: Callable[[Arguments], Any] | None = None
+    rows: tuple[str, ...] = ()
+    truth: Callable[..., Any] | None = None
 
 
 TESTING: dict[str, Testing] = {}
@@ -79,6 +105,81 @@ def judged_by(op: str, testing: Testing) -> None:
     if op in TESTING:
         raise OpError(f"op {op!r} has cases already")
     TESTING[op] = testing
+
+
+# --- the oracle ------------------------------------------------------------------------------------------------------
+
+
+def oracle(op: str, arguments: Arguments, reference: Callable[..., Any] | None = None) -> tuple[np.ndarray, ...]:
+    """The reference (or a mutant of it) under numpy: in float64, or in the arguments' dtypes for a bitwise op."""
+    declared, testing = REGISTRY[op], TESTING.get(op)
+    exact = testing is not None and testing.bitwise
+    given = arguments if exact else {name: _widen(value) for name, value in arguments.items()}
+    function = reference or declared.reference
+    first = _rounding_ops(_storage(arguments), exact) if declared.level == "coarse" else _numpy()
+    with np.errstate(all="ignore"):
+        return _tuple(function(first, **given))
+
+
+def run_mutant(op: str, mutant: Callable[..., Any], arguments: Arguments, like: Iterable[Any]) -> list[np.ndarray]:
+    """A mutant, its outputs rounded once to the dtypes of `like`: a perfect implementation of wrong mathematics."""
+    with np.errstate(all="ignore"):
+        return [np.asarray(out).astype(dtype) for out, dtype in zip(oracle(op, arguments, mutant), like, strict=True)]
+
+
+def _rounding_ops(storage: Any, exact: bool) -> SimpleNamespace:
+    """The finer ops under numpy. A result is rounded to `storage` where another op reads it: the last one is judged.
+
+    `rounded(x)` does the same, for mutants.
+    """
+    space, made = SimpleNamespace(), list[Any]()
+
+    def rounded(x: Any) -> Any:
+        floating = isinstance(x, np.ndarray) and x.dtype.kind not in "iub"
+        return x.astype(storage).astype(x.dtype) if floating and storage is not None else x
+
+    def read(x: Any) -> Any:
+        return rounded(x) if any(x is y for y in made) else x
+
+    def bound(op: Op) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            first = space if op.level == "coarse" else _numpy()
+            out = op.reference(first, *map(read, args), **{n: read(v) for n, v in kwargs.items()})
+            if not exact:
+                made.extend(_tuple(out))
+            return out
+
+        return call
+
+    for op in REGISTRY:
+        setattr(space, op.name, bound(op))
+    space.rounded = rounded
+    return space
+
+
+def _storage(arguments: Arguments) -> Any:
+    """The dtype of the first floating array, which is the activation."""
+    return next((v.dtype for v in arguments.values() if isinstance(v, np.ndarray) and v.dtype.kind not in "iub"), None)
+
+
+def _numpy() -> Any:
+    from .namespaces import namespace
+
+    return namespace("numpy")
+
+
+def _widen(value: Any) -> Any:
+    """float64 for floating arrays; everything else as it is."""
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "iub":
+        return value.astype(np.float64)
+    return value
+
+
+def _tuple(out: Any) -> tuple[Any, ...]:
+    return tuple(out) if isinstance(out, tuple) else (out,)
+
+
+# --- judging ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,82 +196,114 @@ class Verdict:
         return self.error <= 1.0 and self.gain <= 1.0
 
 
-def oracle(op: str, arguments: Arguments, reference: Callable[..., Any] | None = None) -> tuple[np.ndarray, ...]:
-    """The reference (or a mutant of it) under numpy in float64."""
-    declared = REGISTRY[op]
-    wide = {name: _widen(value) for name, value in arguments.items()}
-    if reference is None:
-        out = getattr(resolve("numpy").bind(), op)(**wide)
-    elif declared.level == "coarse":
-        out = reference(resolve("numpy").bind(), **wide)
-    else:
-        from .namespaces import namespace
+class Limits(NamedTuple):
+    """Half a unit in the last place of numbers in [1, 2), the smallest normal and the largest number of a dtype."""
 
-        out = reference(namespace("numpy"), **wide)
-    return tuple(out) if isinstance(out, tuple) else (out,)
+    half_ulp: float
+    tiny: float
+    largest: float
 
 
-def judge(op: str, arguments: Arguments, outputs: Iterable[np.ndarray], dtype: str) -> Verdict:
-    """Compare outputs, numpy arrays in their own dtypes, with the oracle."""
-    testing = TESTING[op]
-    wanted = oracle(op, arguments)
-    magnitudes: Any = [None] * len(wanted)
-    if testing.magnitude is not None:
-        made = testing.magnitude({name: _widen(value) for name, value in arguments.items()})
-        magnitudes = made if isinstance(made, tuple) else (made,)
-    worst = Verdict(0.0, 0.0, "nothing compared")
-    for index, (got, want, magnitude) in enumerate(zip(outputs, wanted, magnitudes, strict=True)):
-        verdict = _judge_one(np.asarray(got), np.asarray(want), magnitude, testing.bound)
-        if not (verdict.error <= worst.error and verdict.gain <= worst.gain):
-            where = f"output {index}, {verdict.where}"
-            worst = Verdict(_worse(worst.error, verdict.error), _worse(worst.gain, verdict.gain), where)
-    return worst
+def limits(dtype: Any) -> Limits:
+    """The limits of a floating dtype."""
+    info = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    return Limits(float(info.eps) / 2, float(info.tiny), float(info.max))
 
 
-def run_mutant(op: str, mutant: Callable[..., Any], arguments: Arguments, like: Iterable[Any]) -> list[np.ndarray]:
-    """A mutant in float64, its outputs rounded once to the dtypes of `like`: a perfect implementation of wrong maths."""
-    return [np.asarray(out).astype(dtype) for out, dtype in zip(oracle(op, arguments, mutant), like, strict=True)]
-
-
-def half_ulp(dtype: np.dtype[Any]) -> float:
+def half_ulp(dtype: Any) -> float:
     """Half a unit in the last place of numbers in [1, 2)."""
-    return float(ml_dtypes.finfo(dtype).eps) / 2
+    return limits(dtype).half_ulp
 
 
-def _judge_one(got: np.ndarray, want: np.ndarray, magnitude: Any, bound: Bound) -> Verdict:
+class Judge:
+    """Judges outputs for one set of arguments; the oracle runs once. `testing`: another one than the op's own."""
+
+    def __init__(self, op: str, arguments: Arguments, testing: Testing | None = None) -> None:
+        self.testing = testing or TESTING[op]
+        self.wanted = oracle(op, arguments)
+        wide = {name: _widen(value) for name, value in arguments.items()}
+        with np.errstate(all="ignore"):
+            self.magnitudes = self._each(self.testing.magnitude, wide)
+            self.rounded = self._each(self.testing.rounded or self.testing.magnitude, wide)
+        self.free = self._each(self.testing.free, arguments)
+
+    def _each(self, function: Callable[[Arguments], Any] | None, arguments: Arguments) -> tuple[Any, ...]:
+        return _tuple(function(arguments)) if function is not None else (None,) * len(self.wanted)
+
+    def __call__(self, outputs: Iterable[np.ndarray]) -> Verdict:
+        """Compare outputs, numpy arrays in their own dtypes, with the oracle."""
+        worst = Verdict(0.0, 0.0, "nothing compared")
+        parts = zip(outputs, self.wanted, self.magnitudes, self.rounded, self.free, strict=True)
+        for index, (got, want, magnitude, rounded, free) in enumerate(parts):
+            got, want = np.asarray(got), np.asarray(want)
+            if free is not None and got.shape == want.shape:
+                got = np.where(np.broadcast_to(free, got.shape), want.astype(got.dtype), got)
+            verdict = _judge_one(got, want, magnitude, rounded, self.testing)
+            if not (verdict.error <= worst.error and verdict.gain <= worst.gain):
+                where = f"output {index}, {verdict.where}"
+                worst = Verdict(_worse(worst.error, verdict.error), _worse(worst.gain, verdict.gain), where)
+        return worst
+
+
+def judge(op: str, arguments: Arguments, outputs: Iterable[np.ndarray]) -> Verdict:
+    """Compare outputs, numpy arrays in their own dtypes, with the oracle."""
+    return Judge(op, arguments)(outputs)
+
+
+def _judge_equal(got: np.ndarray, want: np.ndarray) -> Verdict:
+    with np.errstate(invalid="ignore"):
+        differs = (got != want) & ~((got != got) & (want != want))
+    wrong = np.flatnonzero(differs)
+    return Verdict(np.inf if len(wrong) else 0.0, 0.0, _place(wrong[0], got.shape) if len(wrong) else "")
+
+
+def _judge_one(got: np.ndarray, want: np.ndarray, magnitude: Any, rounded: Any, testing: Testing) -> Verdict:
     if got.shape != want.shape:
         return Verdict(np.inf, np.inf, f"shape {got.shape}, wanted {want.shape}")
-    if got.dtype.kind in "iub":
-        wrong = np.flatnonzero((got != want).ravel())
-        return Verdict(np.inf if len(wrong) else 0.0, 0.0, _place(wrong[0], got.shape) if len(wrong) else "")
-    u, wide = half_ulp(got.dtype), got.astype(np.float64)
+    if testing.bitwise or got.dtype.kind in "iub":
+        return _judge_equal(got, want)
+    bound, wide = testing.bound, got.astype(np.float64)
+    u, tiny, largest = limits(got.dtype)
+    with np.errstate(invalid="ignore", over="ignore"):
+        # What is off before the last rounding, in absolute terms.
+        size, inner = (np.abs(want) if m is None else np.broadcast_to(m, want.shape) for m in (magnitude, rounded))
+        before = bound.inner * u * inner + bound.accumulated * 2.0**-24 * size
     special = ~np.isfinite(want)
     same = np.where(np.isnan(want), np.isnan(wide), wide == want)
-    smallest = float(ml_dtypes.finfo(got.dtype).tiny)
-    size = np.abs(want) if magnitude is None else np.broadcast_to(magnitude, want.shape)
-    with np.errstate(invalid="ignore"):
-        allowed = bound.roundings * u * np.maximum(np.abs(want), smallest) + bound.accumulated * 2.0**-24 * size
-        error = np.where(special, np.where(same, 0.0, np.inf), np.abs(wide - want) / np.maximum(allowed, smallest * u))
+    # What does not fit the dtype may be infinite or the largest number.
+    overflows = ~special & (np.abs(want) > largest * (1 - u))
+    same_overflow = overflows & (np.sign(wide) == np.sign(want)) & (np.abs(wide) >= largest * (1 - 4 * u))
+    with np.errstate(invalid="ignore", over="ignore"):
+        allowed = bound.roundings * u * np.maximum(np.abs(want), tiny) + before
+        error = np.abs(wide - want) / np.maximum(allowed, tiny * u)
+    error = np.where(special, np.where(same, 0.0, np.inf), np.where(same_overflow, 0.0, error))
     error = np.where(np.isnan(error), np.inf, error)
     if not error.size:
         return Verdict(0.0, 0.0, "")
-    at = int(error.argmax())
-    gain = _gain(np.where(special, 0.0, wide), np.where(special, 0.0, want), size, u, bound) if bound.gain else 0.0
-    return Verdict(float(error.max()), gain, _place(at, want.shape))
+    out = special | overflows
+    gain = _gain(np.where(out, 0.0, wide), np.where(out, 0.0, want), before, u, bound) if bound.gain else 0.0
+    return Verdict(float(error.max()), gain, _place(int(error.argmax()), want.shape))
 
 
-def _gain(got: np.ndarray, want: np.ndarray, size: np.ndarray, u: float, bound: Bound) -> float:
+def _gain(got: np.ndarray, want: np.ndarray, before: np.ndarray, u: float, bound: Bound) -> float:
     """The worst row's |gain - 1| over what independent roundings and float32 sums allow."""
     if want.ndim == 0 or want.shape[-1] < 16:
         return 0.0
     power = (want**2).sum(-1)
     used = power > 0
     power = np.where(used, power, 1.0)
-    slope = np.abs((got * want).sum(-1) / power - 1.0)
-    # Roundings are independent: their share of the slope is a random walk, six standard deviations of it are allowed.
-    walk = 6.0 * bound.roundings * u / np.sqrt(3.0) * np.sqrt((want**4).sum(-1)) / power
-    sums = bound.accumulated * 2.0**-24 * (np.where(np.isfinite(size), size, 0.0) * np.abs(want)).sum(-1) / power
-    return float(np.where(used, slope / (walk + sums), 0.0).max())
+    with np.errstate(invalid="ignore", over="ignore"):
+        slope = np.abs(((got - want) * want).sum(-1) / power)
+        # Roundings are independent: their share of the slope is a random walk, six standard deviations of it are
+        # allowed, and never more than each of them can give.
+        walk = 6.0 / np.sqrt(3.0) * np.sqrt((want**4).sum(-1)) / power
+        walk = bound.roundings * u * np.minimum(walk, 1.0)
+    # What is rounded or summed before reaches many elements of a row alike, so no walk can be assumed.
+    common = (np.where(np.isnan(before), 0.0, before) * np.abs(want)).sum(-1) / power
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(slope > 0, slope / (walk + common), 0.0)
+    ratio = np.where(np.isnan(ratio), np.inf, ratio)
+    return float(np.where(used, ratio, 0.0).max(initial=0.0))
 
 
 def _worse(a: float, b: float) -> float:
@@ -181,8 +314,135 @@ def _place(index: int, shape: tuple[int, ...]) -> str:
     return f"element {tuple(int(i) for i in np.unravel_index(index, shape))}" if shape else "the only element"
 
 
-def _widen(value: Any) -> Any:
-    """float64 for floating arrays; everything else as it is."""
-    if isinstance(value, np.ndarray) and value.dtype.kind not in "iub":
-        return value.astype(np.float64)
-    return value
+# --- mutants ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """The case that rejects a mutant most clearly, in one dtype."""
+
+    op: str
+    mutant: str
+    dtype: str
+    case: str
+    verdict: Verdict
+
+    @property
+    def by(self) -> str:
+        """What saw it: the error of an element, the gain of a row, or a value that had to be equal."""
+        if not np.isfinite(max(self.verdict.error, self.verdict.gain)):
+            return "unequal"
+        return "error" if self.verdict.error > 1.0 else "gain"
+
+    @property
+    def factor(self) -> float:
+        """By how much the bound is exceeded."""
+        return max(self.verdict.error, self.verdict.gain)
+
+
+def detect(op: str, testing: Testing | None = None) -> Iterator[tuple[str, str, Detection | None]]:
+    """For each dtype and mutant of an op, (mutant, dtype, the clearest detection), None where no ci case rejects it."""
+    testing = testing or TESTING[op]
+    for dtype in testing.dtypes:
+        cases = ci_cases(testing, dtype)
+        judges = [Judge(op, case.arguments, testing) for case in cases]
+        likes = [[out.dtype for out in run(op, "numpy", None, case.arguments)] for case in cases]
+        for name, mutant in testing.mutants.items():
+            best: Detection | None = None
+            for case, judge_, like in zip(cases, judges, likes, strict=True):
+                verdict = judge_(run_mutant(op, mutant, case.arguments, like))
+                found = Detection(op, name, dtype, case.name, verdict)
+                # A number says more than an infinity: a case that only shows NaN is taken last.
+                if not verdict.passed and (best is None or _clearer(found, best)):
+                    best = found
+            yield name, dtype, best
+
+
+def undetected(op: str, testing: Testing | None = None) -> list[str]:
+    """Mutants of an op that no case rejects in any dtype."""
+    testing = testing or TESTING[op]
+    found = {name for name, _, detection in detect(op, testing) if detection is not None}
+    return [name for name in testing.mutants if name not in found]
+
+
+def ci_cases(testing: Testing, dtype: str) -> list[Case]:
+    """The cases small enough for every test run."""
+    return [case for case in testing.cases(dtype) if "ci" in case.tags]
+
+
+def _clearer(a: Detection, b: Detection) -> bool:
+    if np.isfinite(a.factor) != np.isfinite(b.factor):
+        return bool(np.isfinite(a.factor))
+    return a.factor > b.factor
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def providers(op: str, framework: Framework) -> dict[str, Implementation | None]:
+    """All providers of an op in a framework, registered ones and the fallback; None stands for the latter."""
+    resolve(framework)  # imports the native implementations
+    fallback = COMPOSITION if REGISTRY[op].level == "coarse" else NATIVE
+    return {fallback: None, **IMPLEMENTATIONS.get((op, framework), {})}
+
+
+@cache
+def bound_function(op: str, framework: Framework, provider: str | None) -> Callable[..., Any]:
+    """What the framework's binding makes of one provider of an op; None: the fallback. Raises OpError."""
+    if provider is None:
+        provider = COMPOSITION if REGISTRY[op].level == "coarse" else NATIVE
+    plan = resolve(framework, {op: (provider,)})
+    if plan[op].provider != provider:
+        raise OpError(f"op {op!r}: {provider!r} for {framework} was passed over: {plan[op].passed_over}")
+    if framework == "jax":
+        from .bindings import jax as jax_binding
+
+        return getattr(jax_binding.bind(plan), op)  # type: ignore[no-any-return]
+    return getattr(plan.bind(), op)  # type: ignore[no-any-return]
+
+
+def run(
+    op: str, framework: Framework, provider: str | None, arguments: Arguments, device: str = "cpu"
+) -> tuple[np.ndarray, ...]:
+    """The outputs of one implementation as numpy arrays. Arguments are copied; strides survive where torch has them."""
+    function = bound_function(op, framework, provider)
+    if framework == "numpy":
+        with np.errstate(all="ignore"):
+            copies = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in arguments.items()}
+            return tuple(np.asarray(out) for out in _tuple(function(**copies)))
+    if framework == "jax":
+        import jax
+
+        where = jax.devices({"cuda": "gpu"}.get(device, device))[0]
+        given = {n: jax.device_put(v, where) if isinstance(v, np.ndarray) else v for n, v in arguments.items()}
+        return tuple(np.asarray(out) for out in _tuple(function(**given)))
+    implementation = IMPLEMENTATIONS.get((op, framework), {}).get(provider or NATIVE)
+    host = HOST_METADATA if implementation is not None and implementation.host_metadata else ()
+    moved = {n: _to_torch(v, "cpu" if n in host else device) for n, v in arguments.items()}
+    return tuple(_from_torch(out) for out in _tuple(function(**moved)))
+
+
+def _to_torch(value: Any, device: str) -> Any:
+    """A tensor with the strides of an array, which `from_numpy` would lose."""
+    if not isinstance(value, np.ndarray):
+        return value
+    import torch
+
+    from .namespaces.torch_ import from_numpy
+
+    tensor = from_numpy(value.copy())
+    if value.flags.c_contiguous:
+        return tensor.to(device)
+    strides: Sequence[int] = [stride // value.itemsize for stride in value.strides]
+    return torch.empty_strided(value.shape, strides, dtype=tensor.dtype, device=device).copy_(tensor)
+
+
+def _from_torch(tensor: Any) -> np.ndarray:
+    import torch
+
+    x = tensor.detach().cpu().contiguous()
+    if x.dtype == torch.bfloat16:
+        return np.asarray(x.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
+    if x.dtype == torch.float8_e4m3fn:
+        return np.asarray(x.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn))
+    return np.asarray(x.numpy())

@@ -119,7 +119,8 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise RequestError("params", f"got {type(params).__name__}, must be SamplingParams")
         options: dict[str, Any] = {}
-        text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        text: Any = prompt if isinstance(prompt, str) else None
+        token_ids: Any = None if isinstance(prompt, str) else prompt
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "priority"}
             if unknown:

@@ -1,62 +1,315 @@
-"""The torch binding: plain functions, which Dynamo inlines, but for those that no graph may look into."""
+"""The torch binding: plain functions, which Dynamo inlines, or one `torch.library` operator per op.
+
+Every op can be called as `twinfer::<op>`, which has two overloads:
+
+- the default one is functional: it copies the activations before an implementation that writes into them;
+- `maybe_inplace` (ops with one activation per result) gives its activations away: what they hold afterwards is
+  undefined, and the results may lie in their memory, as the schema says. Compilers must turn it into the functional one
+  first (`gpu/passes`); AOTAutograd refuses it as it stands.
+
+What runs behind an operator is said by its keyword `plan`, the hash of a plan that was bound in this process, so that
+engines with different plans share the operators, whose registration is irreversible, without clashing. An empty hash
+means the native implementations.
+
+Implementations that no graph may look into, because they write in place or read the host, are operators of their own:
+`twinfer_impl::<op>_<provider>`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from ..declare import Op
-from ..plan import Plan
+from ..declare import REGISTRY, Op, OpError
+from ..implement import Implementation
+from ..namespaces import namespace
+from ..plan import COMPOSITION, Plan, resolve
 
-TYPES = {"Array": "Tensor", "float": "float", "int": "int", "bool": "bool"}
+NAMESPACE = "twinfer"
+IMPLEMENTATIONS = "twinfer_impl"
+KINDS = {
+    "Array": "Tensor",
+    "Array | None": "Tensor?",
+    "float": "float",
+    "int": "int",
+    "bool": "bool",
+    "str": "str",
+}
+RESULTS_LIKE = {"write_kv": ("kv",), "paged_attention": ("q",)}
+"""The arguments that the results look like, for ops whose reference serves numpy only."""
+STATE = frozenset({"write_kv"})
+"""Ops that are called for what they write: nothing ever stands a copy in for what they are given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """The two overloads of an op; `inplace` is None where results and activations do not pair up."""
+
+    op: Op
+    functional: Any
+    inplace: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A plan as it was bound: its functions run, and which of them write into their activations."""
+
+    plan: Plan
+    functions: Any
+    writes: frozenset[str]
+
+
 _libraries: list[torch.library.Library] = []
-_defined: dict[tuple[str, str], Callable[..., Any]] = {}
+_fronts: dict[str, Front] = {}
+_plans: dict[str, Bound] = {}
+_opaque: dict[tuple[str, str], tuple[Implementation, Callable[..., Any]]] = {}
 
 
-def bind(plan: Plan, *, compiling: bool) -> Any:
-    """A namespace of the plan's ops. When `compiling`, ops that write in place or read the host become opaque."""
+def bind(plan: Plan, *, compiling: bool = False, wrap: bool = False) -> Any:
+    """A namespace of the plan's ops.
 
-    def wrap(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
+    Plain functions by default; when `compiling`, those that write in place or read the host are opaque operators.
+    With `wrap`, every call is one operator `twinfer::<op>`. On all roads a call of an op whose planned implementation
+    writes in place gives its activations away; a composition's own calls do not, but for the state that it was given.
+    Raises OpError.
+    """
+    if wrap:
+        return _wrapped(plan)
+    direct: dict[str, Callable[..., Any]] = {}
+
+    def choose(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
         choice = plan[op.name].implementation
         if compiling and (choice.host_metadata or choice.inplace):
-            return _opaque(op, choice.provider, function, choice.inplace)
-        return function
+            function = opaque(op, choice)
+        if not choice.inplace or op.name in STATE:
+            return function
+        direct[op.name] = function
+        return _copying(op, function)
 
-    return plan.bind(wrap)
+    # A reference may return what it gave to an op, so compositions are bound to functions that copy.
+    space = plan.bind(choose)
+    return SimpleNamespace(**{**vars(space), **direct})
 
 
-def _opaque(op: Op, provider: str, function: Callable[..., Any], inplace: bool) -> Callable[..., Any]:
-    """`function` as the operator `twinfer::<op>_<provider>`.
+def _copying(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
+    positions = activation_positions(op)
 
-    An in-place one takes its first activation, returns nothing to the graph, and gives that activation back to the
-    caller; any other returns one tensor like its first input.
-    """
-    if (op.name, provider) in _defined:
-        return _defined[op.name, provider]
-    target = op.activations[0] if inplace else None
-    parameters = []
+    def call(*args: Any) -> Any:
+        return function(*(value.clone() if i in positions else value for i, value in enumerate(args)))
+
+    return call
+
+
+def _wrapped(plan: Plan) -> Any:
+    bound = _bound(register(plan))
+    space = SimpleNamespace()
+    for name in plan.choices:
+        made = front(name)
+        operator = made.functional
+        if name in bound.writes:
+            if made.inplace is None:
+                raise OpError(f"op {name!r} is planned in place, but its results do not pair up with its activations")
+            operator = made.inplace
+        setattr(space, name, partial(operator, plan=plan.hash))
+    return space
+
+
+def register(plan: Plan) -> str:
+    """Make `plan` callable behind the operators, under the hash that is returned. Equal hashes are equal arithmetic."""
+    if plan.framework != "torch":
+        raise OpError(f"plan: got one for {plan.framework}, the operators need one for torch")
+    _plans[plan.hash] = Bound(plan, bind(plan), frozenset(name for name in plan.choices if writes(plan, name)))
+    return plan.hash
+
+
+@cache
+def _native() -> Bound:
+    return _plans[register(resolve("torch", enable=("none",)))]
+
+
+def _bound(key: str) -> Bound:
+    if not key:
+        return _native()
+    if key not in _plans:
+        raise OpError(f"plan {key!r} is not bound in this process")
+    return _plans[key]
+
+
+def writes(plan: Plan, name: str) -> bool:
+    """Whether what `plan` chose for an op may write into its activations, itself or by passing on its state."""
+    choice = plan[name].implementation
+    if choice.provider != COMPOSITION:
+        return choice.inplace
+    parts = [part for part in REGISTRY[name].composition if part in STATE or plan[part].provider == COMPOSITION]
+    return any(writes(plan, part) for part in parts)
+
+
+def activation_positions(op: Op) -> tuple[int, ...]:
+    """Positions of an op's activations among its parameters."""
+    names = list(op.signature.parameters)
+    return tuple(names.index(name) for name in op.activations)
+
+
+def result_count(op: Op) -> int | None:
+    """How many results an op has if it returns a tuple, or None if it returns one array. Raises OpError."""
+    annotation = inspect.signature(op.reference).return_annotation
+    if annotation == "Array":
+        return None
+    parts = annotation.removeprefix("tuple[").removesuffix("]").split(", ") if isinstance(annotation, str) else []
+    if not parts or set(parts) != {"Array"}:
+        raise OpError(f"op {op.name!r} returns {annotation!r}, operators return Array or tuple[Array, ...]")
+    return len(parts)
+
+
+def front(name: str) -> Front:
+    """The operator `twinfer::<name>`, registered when it is first asked for. Raises OpError."""
+    op = REGISTRY[name]
+    if name in _fronts:
+        if _fronts[name].op.signature != op.signature:
+            raise OpError(f"op {name!r} was registered with {_fronts[name].op.signature}, got {op.signature}")
+        return _fronts[name]
+    library = _library(NAMESPACE)
+    library.define(name + _schema(op, donated=False))
+    library.impl(name, partial(_run_functional, op), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", partial(_fake_functional, op), lib=library)
+    inplace = None
+    if op.activations and len(op.activations) == (result_count(op) or 1):
+        overload = f"{name}.maybe_inplace"
+        library.define(overload + _schema(op, donated=True))
+        library.impl(overload, partial(_run_inplace, op), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{overload}", partial(_fake_inplace, op), lib=library)
+        inplace = getattr(torch.ops.twinfer, name).maybe_inplace
+    _fronts[name] = Front(op, getattr(torch.ops.twinfer, name).default, inplace)
+    return _fronts[name]
+
+
+def _library(space: str) -> torch.library.Library:
+    library = torch.library.Library(space, "FRAGMENT")
+    _libraries.append(library)  # an operator lives as long as its library
+    return library
+
+
+def _schema(op: Op, *, donated: bool) -> str:
+    """The schema after the name: `(Tensor x, ..., *, str plan="") -> Tensor`."""
+    marks = dict(zip(op.activations, "abcdefgh", strict=False)) if donated else {}
+    parameters = [*_parameters(op, marks), "*", 'str plan=""']
+    count = result_count(op)
+    results = [f"Tensor({mark}!)" for mark in marks.values()] or ["Tensor"] * (count or 1)
+    return f"({', '.join(parameters)}) -> {results[0] if count is None else '(' + ', '.join(results) + ')'}"
+
+
+def _parameters(op: Op, marks: dict[str, str]) -> Iterator[str]:
     for parameter in op.signature.parameters.values():
-        kind = TYPES[parameter.annotation]
-        parameters.append(f"{'Tensor(a!)' if parameter.name == target else kind} {parameter.name}")
-    name = f"{op.name}_{provider}"
-    library = torch.library.Library("twinfer", "FRAGMENT")
-    library.define(f"{name}({', '.join(parameters)}) -> {'()' if inplace else 'Tensor'}")
+        if parameter.annotation not in KINDS:
+            known = ", ".join(KINDS)
+            raise OpError(f"op {op.name!r}: {parameter.name} is {parameter.annotation!r}, operators take {known}")
+        kind = f"Tensor({marks[parameter.name]}!)" if parameter.name in marks else KINDS[parameter.annotation]
+        default = parameter.default
+        if default is inspect.Parameter.empty:
+            yield f"{kind} {parameter.name}"
+        else:
+            value = f'"{default}"' if isinstance(default, str) else repr(default)
+            yield f"{kind} {parameter.name}={value}"
+
+
+def _run_functional(op: Op, *args: Any, plan: str = "", **kwargs: Any) -> Any:
+    bound = _bound(plan)
+    if op.name in bound.writes:
+        given = op.signature.bind(*args, **kwargs)
+        for name in op.activations:
+            given.arguments[name] = given.arguments[name].clone()
+        args, kwargs = given.args, given.kwargs
+    return getattr(bound.functions, op.name)(*args, **kwargs)
+
+
+def _run_inplace(op: Op, *args: Any, plan: str = "", **kwargs: Any) -> Any:
+    return getattr(_bound(plan).functions, op.name)(*args, **kwargs)
+
+
+def _fake_functional(op: Op, *args: Any, plan: str = "", **kwargs: Any) -> Any:
+    return getattr(_fakes(), op.name)(*args, **kwargs)
+
+
+def _fake_inplace(op: Op, *args: Any, plan: str = "", **kwargs: Any) -> Any:
+    if op.name not in _bound(plan).writes:
+        return getattr(_fakes(), op.name)(*args, **kwargs)
+    given = op.signature.bind(*args, **kwargs).arguments
+    results = tuple(given[name] for name in op.activations)
+    return results[0] if result_count(op) is None else results
+
+
+class _Fakes:
+    """Results without data: the references in the torch namespace, whatever is planned, run on fake tensors."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op = REGISTRY[name]
+        if op.level == "coarse":
+            return partial(op.reference, self)
+        if op.native == "reference":
+            return partial(op.reference, namespace("torch"))
+        first = next(p.name for p in op.signature.parameters.values() if p.annotation == "Array")
+        like = RESULTS_LIKE.get(name, (first,) * (result_count(op) or 1))
+
+        def shape(*args: Any, **kwargs: Any) -> Any:
+            given = op.signature.bind(*args, **kwargs).arguments
+            results = tuple(torch.empty_like(given[source]) for source in like)
+            return results[0] if result_count(op) is None else results
+
+        return shape
+
+
+@cache
+def _fakes() -> _Fakes:
+    return _Fakes()
+
+
+def opaque(op: Op, implementation: Implementation) -> Callable[..., Any]:
+    """An implementation as the operator `twinfer_impl::<op>_<provider>`.
+
+    One that writes in place returns nothing to the graph: its results are its activations, which the caller gets back.
+    A provider of an op is registered once, so no plans can differ in what is behind it. Raises OpError.
+    """
+    key = (op.name, implementation.provider)
+    if key in _opaque:
+        _opaque[key] = (implementation, _opaque[key][1])
+        return _opaque[key][1]
+    positions = activation_positions(op) if implementation.inplace else ()
+    count = result_count(op)
+    if implementation.inplace and len(positions) != (count or 1):
+        raise OpError(f"op {op.name!r}: an in-place implementation needs one activation per result")
+    marks = dict(zip(op.activations, "abcdefgh", strict=False)) if implementation.inplace else {}
+    results = "()" if marks else "Tensor" if count is None else f"({', '.join(['Tensor'] * count)})"
+    name = f"{op.name}_{implementation.provider}"
+    library = _library(IMPLEMENTATIONS)
+    library.define(f"{name}({', '.join(_parameters(op, marks))}) -> {results}")
 
     def run(*args: Any) -> Any:
-        result = function(*args)
-        return None if inplace else result
+        result = _opaque[key][0].function(*args)
+        if not positions:
+            return result
+        for position, value in zip(positions, result if count else (result,), strict=True):
+            if value is not args[position]:
+                raise OpError(f"op {op.name!r}: {implementation.provider!r} works in place and returns other tensors")
+        return None
+
+    def fake(*args: Any) -> Any:
+        return None if positions else _fake_functional(op, *args)
 
     library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"twinfer::{name}", lambda *args: None if inplace else torch.empty_like(args[0]))
-    operator = getattr(torch.ops.twinfer, name).default
-    position = list(op.signature.parameters).index(target) if target else 0
+    torch.library.register_fake(f"{IMPLEMENTATIONS}::{name}", fake, lib=library)
+    operator = getattr(torch.ops.twinfer_impl, name).default
 
     def call(*args: Any) -> Any:
         result = operator(*args)
-        return args[position] if inplace else result
+        if not positions:
+            return result
+        return args[positions[0]] if count is None else tuple(args[position] for position in positions)
 
-    _libraries.append(library)
-    _defined[op.name, provider] = call
+    _opaque[key] = (implementation, call)
     return call

@@ -9,6 +9,10 @@ count_tokens(ids, size)    ids [rows, n] int32, -1 unused: how often each id occ
 add_at(x, ids, values)     x [rows, n] plus values at ids [rows, m] of each row; id -1 adds nothing
 loop(a, b, body, state)    state = body(i, state) for i in [a, b)
 top(x, k)                  the k largest of each row and their indices, ties by the lower index
+erf(x)                     the error function
+linear_int32(x, w)         x [tok k] int8 by w [n k] int8, exact: [tok n] int32
+float_dtype(name)          the dtype of that name: float32, bfloat16, float16, float8_e4m3fn
+bits(x), from_bits(x)      float32 as the int32 of the same bits, and back
 """
 
 from __future__ import annotations

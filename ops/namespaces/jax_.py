@@ -73,6 +73,31 @@ class JaxNamespace:
         return values, ids.astype(jnp.int32)
 
     @staticmethod
+    def erf(x: jax.Array) -> jax.Array:
+        """The error function."""
+        return jax.lax.erf(x)
+
+    @staticmethod
+    def linear_int32(x: jax.Array, w: jax.Array) -> jax.Array:
+        """x [tok k] int8 by w [n k] int8, exact."""
+        return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+
+    @staticmethod
+    def float_dtype(name: str) -> Any:
+        """The dtype of that name."""
+        return jnp.dtype(name)
+
+    @staticmethod
+    def bits(x: jax.Array) -> jax.Array:
+        """float32 as int32 of the same bits."""
+        return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+    @staticmethod
+    def from_bits(x: jax.Array) -> jax.Array:
+        """int32 as float32 of the same bits."""
+        return jax.lax.bitcast_convert_type(x, jnp.float32)
+
+    @staticmethod
     def loop(start: int, stop: int, body: Any, state: Any) -> Any:
         """state after state = body(i, state) for each i; one body in the program."""
         return jax.lax.fori_loop(start, stop, body, state)

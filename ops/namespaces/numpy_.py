@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import array_api_compat.numpy as base
+import ml_dtypes
 import numpy as np
+
+ERF = np.vectorize(math.erf, otypes=[np.float64])
 
 
 class NumpyNamespace:
@@ -61,6 +65,31 @@ class NumpyNamespace:
         """The k largest and their indices, ties by the lower index."""
         ids = np.argsort(-x, axis=-1, kind="stable")[..., :k]
         return np.take_along_axis(x, ids, -1), ids.astype(np.int32)
+
+    @staticmethod
+    def erf(x: np.ndarray) -> np.ndarray:
+        """The error function."""
+        return ERF(x).astype(x.dtype)
+
+    @staticmethod
+    def linear_int32(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+        """x [tok k] int8 by w [n k] int8, exact: sums are below 2^53."""
+        return (x.astype(np.float64) @ w.astype(np.float64).T).astype(np.int32)
+
+    @staticmethod
+    def float_dtype(name: str) -> Any:
+        """The dtype of that name."""
+        return np.dtype(getattr(ml_dtypes, name, name))
+
+    @staticmethod
+    def bits(x: np.ndarray) -> np.ndarray:
+        """float32 as int32 of the same bits."""
+        return x.view(np.int32)
+
+    @staticmethod
+    def from_bits(x: np.ndarray) -> np.ndarray:
+        """int32 as float32 of the same bits."""
+        return x.view(np.float32)
 
     @staticmethod
     def loop(start: int, stop: int, body: Any, state: Any) -> Any:

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 
 
 def from_numpy(x: np.ndarray) -> torch.Tensor:
-    """A tensor of the same values; torch does not know numpy's bfloat16."""
+    """A tensor of the same values; torch does not know numpy's bfloat16 and float8."""
     x = np.ascontiguousarray(x)
     if x.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    if x.dtype == ml_dtypes.float8_e4m3fn:
+        return torch.from_numpy(x.view(np.uint8)).view(torch.float8_e4m3fn)
     return torch.from_numpy(x)
 
 
@@ -78,6 +80,31 @@ class TorchNamespace:
         # topk leaves the order of ties open; a stable sort does not.
         values, ids = torch.sort(x, dim=-1, descending=True, stable=True)
         return values[..., :k], ids[..., :k].to(torch.int32)
+
+    @staticmethod
+    def erf(x: torch.Tensor) -> torch.Tensor:
+        """The error function."""
+        return torch.erf(x)
+
+    @staticmethod
+    def linear_int32(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """x [tok k] int8 by w [n k] int8, exact: sums are below 2^53. CUDA has no general integer product."""
+        return F.linear(x.to(torch.float64), w.to(torch.float64)).to(torch.int32)
+
+    @staticmethod
+    def float_dtype(name: str) -> torch.dtype:
+        """The dtype of that name."""
+        return getattr(torch, name)
+
+    @staticmethod
+    def bits(x: torch.Tensor) -> torch.Tensor:
+        """float32 as int32 of the same bits."""
+        return x.view(torch.int32)
+
+    @staticmethod
+    def from_bits(x: torch.Tensor) -> torch.Tensor:
+        """int32 as float32 of the same bits."""
+        return x.view(torch.float32)
 
     @staticmethod
     def loop(start: int, stop: int, body: Any, state: Any) -> Any:

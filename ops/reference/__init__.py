@@ -1,5 +1,5 @@
 """The ops: one executable reference each."""
 
-from . import dense, paged, sampling
+from . import activations, dense, lora, norms, paged, parallel, quantization, rotary, sampling
 
-__all__ = ["dense", "paged", "sampling"]
+__all__ = ["activations", "dense", "lora", "norms", "paged", "parallel", "quantization", "rotary", "sampling"]

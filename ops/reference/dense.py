@@ -19,7 +19,7 @@ def embedding(xp: Any, ids: Array, table: Array) -> Array:
 
 
 @define(contract=PRODUCT)
-def linear(xp: Any, x: Array, weight: Array, bias: Array) -> Array:
+def linear(xp: Any, x: Array, weight: Array, bias: Array | None) -> Array:
     """x [tok k] times weight [n k] transposed, plus bias [n] or None -> [tok n]. The weight lies as in checkpoints."""
     return xp.linear(x, weight, bias)
 
@@ -78,7 +78,9 @@ def silu_and_mul(xp: Any, x: Array) -> Array:
 
 
 @define(level="coarse", activations=("x",), composition=("linear", "silu_and_mul", "linear"))
-def gated_mlp(ops: Any, x: Array, gate_up: Array, gate_up_bias: Array, down: Array, down_bias: Array) -> Array:
+def gated_mlp(
+    ops: Any, x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None
+) -> Array:
     """down(silu(gate(x)) * up(x)): x [tok dim], gate_up [2 inter dim], down [dim inter], biases may be None."""
     return ops.linear(ops.silu_and_mul(ops.linear(x, gate_up, gate_up_bias)), down, down_bias)
 

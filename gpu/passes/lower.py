@@ -1,0 +1,109 @@
+"""Lowering: each op in a graph becomes the graph of the implementation that the plan chose for it.
+
+What is spliced in is what Dynamo would have inlined with wrapping off, so both roads give a compiler the same program.
+Implementations that no graph may look into become their opaque operators (`twinfer_impl::`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ...ops import OpError, Plan
+from ...ops.bindings.torch import bind, writes
+from .graph import Call, calls, fake_value
+
+
+class Lowering:
+    """Replaces ops by the implementations of one plan, each traced once for its shapes."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.traces = 0
+        self._functions = bind(plan, compiling=True)
+        self._cache: dict[Any, fx.GraphModule] = {}
+
+    def __call__(self, module: fx.GraphModule) -> None:
+        """Lower every op of a functional graph. Raises OpError."""
+        for call in calls(module.graph):
+            if call.inplace:
+                raise OpError(f"{call.node}: functionalise a graph before it is lowered")
+            if call.plan not in ("", self.plan.hash):
+                raise OpError(f"{call.node}: bound with plan {call.plan}, this graph is lowered with {self.plan.hash}")
+            self._replace(module, call)
+
+    def _replace(self, module: fx.GraphModule, call: Call) -> None:
+        names = tuple(n for n, v in call.arguments.items() if isinstance(v, fx.Node))
+        with module.graph.inserting_before(call.node):
+            given = {name: call.arguments[name] for name in names}
+            if writes(self.plan, call.op.name):
+                for name in set(call.op.activations) - call.donated:
+                    given[name] = module.graph.call_function(torch.ops.aten.clone.default, (given[name],))
+            traced = self._trace(call, names)
+            result = _splice(module, traced, [given[name] for name in names])
+        if isinstance(result, tuple | list):
+            for user in list(call.node.users):
+                user.replace_all_uses_with(result[user.args[1]])
+                module.graph.erase_node(user)
+        else:
+            call.node.replace_all_uses_with(result)
+        module.graph.erase_node(call.node)
+
+    def _trace(self, call: Call, names: tuple[str, ...]) -> fx.GraphModule:
+        values = [fake_value(call.arguments[name]) for name in names]
+        static = {name: value for name, value in call.arguments.items() if name not in names}
+        key = (
+            call.op.name,
+            tuple(static.items()),
+            *((n, _metadata(v, call)) for n, v in zip(names, values, strict=True)),
+        )
+        if key not in self._cache:
+            function = getattr(self._functions, call.op.name)
+            order = tuple(call.op.signature.parameters)
+
+            def run(*tensors: torch.Tensor) -> Any:
+                arguments = static | dict(zip(names, tensors, strict=True))
+                return function(*(arguments[name] for name in order))
+
+            mode = next(value.fake_mode for value in values)
+            with mode:
+                # A buffer of its own for each: what the trace writes into must not be seen as the graph's own.
+                fresh = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+                self._cache[key] = make_fx(run, pre_dispatch=True)(*fresh)
+            self.traces += 1
+        return self._cache[key]
+
+
+def _metadata(value: Any, call: Call) -> tuple[Any, ...]:
+    if not isinstance(value, torch.Tensor) or any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride())):
+        raise OpError(f"{call.node}: lowering needs tensors of fixed shapes, got {value!r}")
+    return tuple(value.shape), value.stride(), value.dtype, value.device
+
+
+def _splice(module: fx.GraphModule, traced: fx.GraphModule, inputs: list[fx.Node]) -> Any:
+    """Copy a traced graph to the insertion point of a module's graph; returns its results there."""
+    graph, placeholders = module.graph, iter(inputs)
+    here: dict[fx.Node, fx.Node] = {}
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            here[node] = next(placeholders)
+        elif node.op == "output":
+            return fx.map_arg(node.args[0], here.__getitem__)
+        else:
+            copy = graph.node_copy(node, here.__getitem__)
+            if node.op == "get_attr":
+                copy.target = _adopt(module, getattr(traced, node.target))
+            here[node] = copy
+    raise OpError("a traced implementation returns nothing")
+
+
+def _adopt(module: fx.GraphModule, constant: torch.Tensor) -> str:
+    """Store a constant of a traced implementation in the module; returns its name."""
+    index = 0
+    while hasattr(module, f"_twinfer_constant{index}"):
+        index += 1
+    module.register_buffer(f"_twinfer_constant{index}", constant, persistent=False)
+    return f"_twinfer_constant{index}"

@@ -1,0 +1,189 @@
+"""Cases of rms_norm, add, and both in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..testing import Arguments, Case, Testing, judged_by
+from .generators import generator, hostile_rows, normal, strided, to_bfloat16, weights
+
+EPS = 1e-6
+
+
+def _inputs(name: str, dtype: str) -> Iterator[tuple[str, np.ndarray, tuple[str, ...]]]:
+    """(name, x, tags): the last axis is normed."""
+    rng = generator(name)
+    # 200 channels: a tail of 64 is a third, and a vector width that does not divide it shows.
+    hostile = hostile_rows(rng, dtype, 9, 200)
+    hostile[7] = (rng.normal(size=200) * 1e-3).astype(hostile.dtype)  # the variance is of the size of eps
+    hostile[8] = (rng.normal(size=200) * 1e-4).astype(hostile.dtype)
+    yield "hostile rows", hostile, ("ci",)
+    yield "strided", strided(hostile), ("ci",)
+    # The mean is of positive numbers only, so a lost tail is seen at any width.
+    yield "real width", normal(rng, dtype, 3, 4096), ("ci",)
+    yield "heads", normal(rng, dtype, 5, 3, 33), ("ci",)
+    if dtype == "bfloat16":
+        yield "2048 tokens of 1024", normal(rng, dtype, 2048, 1024), ("bench",)
+        yield "64 tokens of 4096", normal(rng, dtype, 64, 4096), ("bench",)
+
+
+def _rms_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("rms_norm weight")
+    for name, x, tags in _inputs("rms_norm", dtype):
+        yield Case(name, {"x": x, "weight": weights(rng, dtype, x.shape[-1]), "eps": EPS}, tags)
+
+
+def _norm(y: Any, weight: Any, eps: float, fault: str = "", source: Any = None) -> Any:
+    """rms_norm with a fault; the variance is that of `source`."""
+    source = y if source is None else source
+    if fault.startswith("last 64"):
+        square = (source[..., :-64] ** 2).mean(-1, keepdims=True) if source.shape[-1] > 64 else np.ones_like(y)
+    elif fault == "last channel skipped":
+        square = (source[..., :-1] ** 2).mean(-1, keepdims=True)
+    elif fault == "mean over n - 1":
+        square = (source**2).sum(-1, keepdims=True) / (source.shape[-1] - 1)
+    elif fault == "variance, not mean square":
+        square = source.var(-1, keepdims=True)
+    elif fault == "squares rounded to bfloat16":
+        square = to_bfloat16(source**2).mean(-1, keepdims=True)
+    else:
+        square = (source**2).mean(-1, keepdims=True)
+    eps = {"eps ten times": 10 * eps, "eps ignored": 0.0, "eps 1e-5": 1e-5}.get(fault, eps)
+    root = np.sqrt(square) + eps if fault == "eps outside the root" else np.sqrt(square + eps)
+    if fault == "rounded before the weight":
+        return to_bfloat16(y / root) * weight
+    if fault == "centred":
+        return (y - y.mean(-1, keepdims=True)) / root * weight
+    scale = {"scaled by 1.005": 1.005, "scaled by 1.001": 1.001}.get(fault, 1.0)
+    return y / root * (1.0 + weight if fault == "1 + weight" else weight) * scale
+
+
+NORM_FAULTS = (
+    *("last 64 channels skipped in the variance", "last channel skipped", "mean over n - 1", "centred"),
+    *("variance, not mean square", "squares rounded to bfloat16", "eps ten times", "eps ignored"),
+    *("eps outside the root", "rounded before the weight", "scaled by 1.005", "scaled by 1.001", "1 + weight"),
+)
+
+
+def _wrong_rms_norm(xp: Any, x: Any, weight: Any, eps: float, fault: str) -> Any:
+    return _norm(x, weight, eps, fault)
+
+
+def _all_rows(xp: Any, x: Any, weight: Any, eps: float) -> Any:
+    return x / np.sqrt((x**2).mean() + eps) * weight
+
+
+judged_by(
+    "rms_norm",
+    Testing(
+        _rms_cases,
+        rows=("x",),
+        mutants={
+            **{fault: partial(_wrong_rms_norm, fault=fault) for fault in NORM_FAULTS},
+            "weight ignored": lambda xp, x, weight, eps: _norm(x, np.ones_like(weight), eps),
+            "weight shifted": lambda xp, x, weight, eps: _norm(x, np.roll(weight, 1), eps),
+            "one variance for all rows": _all_rows,
+        },
+        truth=partial(_wrong_rms_norm, fault=""),
+    ),
+)
+
+
+# --- add -------------------------------------------------------------------------------------------------------------
+
+
+def _residual(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+    """A residual beside x: of its size in each row, cancelling it in the first, with an outlier like trained models."""
+    size = np.abs(x.astype(np.float64)).max(-1, keepdims=True)
+    residual = (rng.normal(size=x.shape) * np.where(size == 0, 1.0, size)).astype(x.dtype)
+    residual[0] = -x[0] * x.dtype.type(1.0)
+    return residual
+
+
+def _add_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("residual")
+    for name, x, tags in _inputs("add", dtype):
+        if x.ndim == 2:
+            yield Case(name, {"x": x, "residual": _residual(rng, x)}, tags)
+
+
+judged_by(
+    "add",
+    Testing(
+        _add_cases,
+        bitwise=True,
+        rows=("x", "residual"),
+        mutants={
+            "residual ignored": lambda xp, x, residual: x,
+            "residual subtracted": lambda xp, x, residual: x - residual,
+            "residual rounded to bfloat16": lambda xp, x, residual: x + to_bfloat16(residual).astype(x.dtype),
+            "cut, not rounded": lambda xp, x, residual: _cut(x, residual),
+            "last channel copied": lambda xp, x, residual: np.where(
+                np.arange(x.shape[-1]) < x.shape[-1] - 1, x + residual, x
+            ),
+        },
+    ),
+)
+
+
+def _cut(x: np.ndarray, residual: np.ndarray) -> np.ndarray:
+    """x + residual rounded towards 0."""
+    exact = x.astype(np.float64) + residual.astype(np.float64)
+    total = exact.astype(x.dtype)
+    over = np.abs(total.astype(np.float64)) > np.abs(exact)
+    return np.where(over, np.nextafter(total, np.zeros_like(total)), total)
+
+
+# --- fused_add_rms_norm ----------------------------------------------------------------------------------------------
+
+
+def _fused_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("fused_add_rms_norm")
+    for name, x, tags in _inputs("fused_add_rms_norm", dtype):
+        if x.ndim == 2:
+            arguments: Arguments = {"x": x, "residual": _residual(rng, x), "weight": weights(rng, dtype, x.shape[-1])}
+            yield Case(name, arguments | {"eps": EPS}, tags)
+    # One channel holds the variance, and its sum lies just below the middle of two bfloat16 numbers: whoever takes the
+    # variance of the sum before it was rounded is off by half a unit in every channel.
+    x, residual = normal(rng, dtype, 9, 200), normal(rng, dtype, 9, 200)
+    x[:, 7], residual[:, 7] = 4096.0, 15.75
+    yield Case(
+        "the outlier is rounded far", {"x": x, "residual": residual, "weight": weights(rng, dtype, 200), "eps": EPS}
+    )
+
+
+def _wrong_fused(ops: Any, x: Any, residual: Any, weight: Any, eps: float, fault: str) -> Any:
+    total = ops.rounded(x + residual)
+    if fault == "variance of the unrounded sum":
+        return _norm(total, weight, eps, source=x + residual), total
+    if fault == "norm of the unrounded sum":
+        return _norm(x + residual, weight, eps), x + residual
+    if fault == "norm of x only":
+        return _norm(x, weight, eps), total
+    if fault == "residual returned":
+        return _norm(total, weight, eps), residual
+    if fault == "norm returned twice":
+        return _norm(total, weight, eps), _norm(total, weight, eps)
+    if fault == "residual twice":
+        return _norm(total + residual, weight, eps), total + residual
+    return _norm(total, weight, eps, fault), total
+
+
+FUSED_FAULTS = (
+    *("variance of the unrounded sum", "norm of the unrounded sum", "norm of x only", "residual returned"),
+    *("norm returned twice", "residual twice"),
+)
+
+judged_by(
+    "fused_add_rms_norm",
+    Testing(
+        _fused_cases,
+        rows=("x", "residual"),
+        mutants={fault: partial(_wrong_fused, fault=fault) for fault in (*FUSED_FAULTS, *NORM_FAULTS)},
+        truth=partial(_wrong_fused, fault=""),
+    ),
+)

@@ -1,0 +1,450 @@
+"""Cases of the sampler: integers, judged bit for bit, but for the log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..reference import sampling
+from ..testing import Arguments, Case, Testing, judged_by
+from .generators import generator, strided
+
+ONE, FAR, MASKED = sampling.ONE, sampling.FAR, sampling.MASKED
+LOG2_E = 1.4426950408889634
+
+
+def _logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
+    """Rows of several spreads: flat, sharp, tied at the top, huge, and one with ties of the largest."""
+    x = rng.normal(size=(rows, vocab)) * rng.choice([0.01, 1.0, 3.0, 8.0, 100.0], (rows, 1))
+    x[0] = 1.0
+    x[1, rng.integers(0, vocab, 5)] = x[1].max() + 2.0
+    x[2] *= 1e6
+    x[3] = np.round(x[3])  # ties everywhere
+    return np.asarray(x.astype(np.float32))
+
+
+def _big_logits() -> Arguments:
+    return {"logits": _logits(generator("bench logits"), 64, 151936)}
+
+
+# --- greedy_sample and quantize_logits -------------------------------------------------------------------------------
+
+
+def _greedy_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("greedy_sample")
+    x = _logits(rng, 8, 133)
+    x[4, -1] = x[4].max() + 1.0
+    x[5, [7, 132]] = np.nextafter(np.float32(9e3), np.float32(1e4))  # above its neighbours by one unit
+    x[5, 3] = 9e3
+    x[7] = -1.0
+    x[7, [2, 5]] = -0.0, 0.0  # equal
+    x[6] = -np.inf
+    x[6, 99] = -1e30
+    yield Case("ties", {"logits": x})
+    yield Case("strided", {"logits": strided(x)})
+    yield Case("64 rows of 151936", _big_logits, ("bench",))
+
+
+judged_by(
+    "greedy_sample",
+    Testing(
+        _greedy_cases,
+        dtypes=("float32",),
+        bitwise=True,
+        rows=("logits",),
+        mutants={
+            "ties to the higher id": lambda xp, logits: (
+                logits.shape[1] - 1 - np.argmax(logits[:, ::-1], axis=-1)
+            ).astype(np.int32),
+            "off by one": lambda xp, logits: (np.argmax(logits, axis=-1) + 1).astype(np.int32),
+            "last 64 words skipped": lambda xp, logits: np.argmax(logits[:, :-64], axis=-1).astype(np.int32),
+            "bfloat16": lambda xp, logits: np.argmax(_to_bfloat16(logits), axis=-1).astype(np.int32),
+            "Q16 only": lambda xp, logits: np.argmax(sampling.quantize_logits(xp, logits), axis=-1).astype(np.int32),
+            "magnitudes": lambda xp, logits: np.argmax(np.abs(logits), axis=-1).astype(np.int32),
+        },
+    ),
+)
+
+
+def _to_bfloat16(x: np.ndarray) -> np.ndarray:
+    return (x.view(np.int32) & -65536).view(np.float32)
+
+
+def _quantize_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("quantize_logits")
+    x = _logits(rng, 8, 133)
+    x[4] = (rng.integers(-200, 200, 133) + 0.5) / ONE  # halves: ties go to the even neighbour
+    x[5] = np.linspace(-9000, 9000, 133)
+    x[6, :4] = np.nan, np.inf, -np.inf, -0.0
+    x[7] *= np.float32(1e-20)
+    yield Case("hostile", {"logits": x})
+    yield Case("64 rows of 151936", _big_logits, ("bench",))
+
+
+def _wrong_quantize(xp: Any, logits: Any, fault: str) -> Any:
+    limit = 4096.0 if fault == "limit 4096" else 8192.0
+    scaled = np.clip(logits.astype(np.float64), -limit, limit) * (ONE // 2 if fault == "Q15" else ONE)
+    if fault == "cut":
+        scores = np.trunc(scaled)
+    elif fault == "ties upwards":
+        scores = np.floor(scaled + 0.5)
+    else:
+        scores = np.rint(scaled)
+    nan = 0 if fault == "NaN as 0" else MASKED
+    scores = np.where(np.isnan(logits), nan, scores)
+    if fault == "infinity masked":
+        scores = np.where(np.isinf(logits), MASKED, scores)
+    return scores.astype(np.int32)
+
+
+judged_by(
+    "quantize_logits",
+    Testing(
+        _quantize_cases,
+        dtypes=("float32",),
+        bitwise=True,
+        rows=("logits",),
+        mutants={
+            fault: partial(_wrong_quantize, fault=fault)
+            for fault in ("cut", "ties upwards", "Q15", "limit 4096", "NaN as 0", "infinity masked")
+        },
+        truth=partial(_wrong_quantize, fault=""),
+    ),
+)
+
+
+# --- penalties -------------------------------------------------------------------------------------------------------
+
+
+def _penalty_arguments(rng: np.random.Generator, rows: int, vocab: int, length: int, slots: int) -> Arguments:
+    history = rng.integers(0, vocab, (rows, length)).astype(np.int32)
+    history[:, length // 2 :] = rng.integers(0, max(2, vocab // 4), (rows, length - length // 2))
+    history[1::2, -5:] = -1
+    history[-1] = -1  # no history at all
+    repetition = rng.uniform(0.5, 2.0, rows).astype(np.float32)
+    presence, frequency = (np.rint(rng.uniform(-2, 2, rows) * ONE).astype(np.int32) for _ in range(2))
+    repetition[2], presence[2], frequency[2] = 1.0, 0, 0
+    bias_ids = np.stack([rng.permutation(vocab)[:slots] for _ in range(rows)]).astype(np.int32)
+    bias_ids[:, -2:] = -1
+    mask = np.full((rows, -(-vocab // 32)), -1, np.int32)
+    mask[3:] = rng.integers(-(2**31), 2**31, mask[3:].shape)
+    logits = (rng.normal(size=(rows, vocab)) * 5).astype(np.float32)
+    logits[0, :4] = np.nan, np.inf, -np.inf, -0.0
+    return {
+        "logits": logits, "history": history, "prompt_len": rng.integers(0, length // 2, rows).astype(np.int32),
+        "presence": presence, "frequency": frequency, "repetition": repetition,
+        "repetition_inverse": (1 / repetition.astype(np.float64)).astype(np.float32), "bias_ids": bias_ids,
+        "bias": np.rint(rng.uniform(-100, 100, bias_ids.shape) * ONE).astype(np.int32), "mask": mask,
+    }  # fmt: skip
+
+
+def _penalty_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("penalties")
+    yield Case("odd vocabulary", _penalty_arguments(rng, 8, 203, 50, 7))
+    many = _penalty_arguments(rng, 4, 40, 9000, 3)  # counts past their limit
+    many["history"][0] = np.where(np.arange(9000) < 8000, 5, 6)
+    many["prompt_len"][:], many["frequency"][:] = 0, 7
+    many["mask"][:] = -1
+    yield Case("one token 8000 times", many)
+    yield Case(
+        "64 rows of 151936",
+        partial(_penalty_arguments, generator("bench penalties"), 64, 151936, 4096, 304),
+        ("bench",),
+    )
+
+
+class _Penalties:
+    """penalties with one thing wrong."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __call__(self, xp: Any, **a: Any) -> Any:
+        change: dict[str, Callable[[], Any]] = {
+            "prompt counted": lambda: {"prompt_len": a["prompt_len"] * 0},
+            "prompt one shorter": lambda: {"prompt_len": a["prompt_len"] - 1},
+            "frequency ignored": lambda: {"frequency": a["frequency"] * 0},
+            "presence ignored": lambda: {"presence": a["presence"] * 0},
+            "presence and frequency swapped": lambda: {"presence": a["frequency"], "frequency": a["presence"]},
+            "repetition multiplies positives": lambda: {"repetition_inverse": a["repetition"]},
+            "repetition divides negatives": lambda: {"repetition": a["repetition_inverse"]},
+            "repetition of the output only": lambda: {"history": _output(a)},
+            "mask bits reversed": lambda: {"mask": _reversed_bits(a["mask"])},
+            "mask words of the row before": lambda: {"mask": np.roll(a["mask"], 1, axis=0)},
+            "mask ignored": lambda: {"mask": a["mask"] * 0 - 1},
+            "bias ignored": lambda: {"bias": a["bias"] * 0},
+            "unused history is token 0": lambda: {"history": np.maximum(a["history"], 0)},
+            "unused bias is token 0": lambda: {"bias_ids": np.maximum(a["bias_ids"], 0)},
+        }
+        if self.fault in change:
+            return sampling.penalties(xp, **{**a, **change[self.fault]()})
+        scores = sampling.penalties(xp, **a)
+        open_, output = scores != MASKED, xp.count_tokens(_output(a), scores.shape[1])
+        if self.fault == "presence of unseen tokens":
+            return np.where(open_ & (output == 0), scores - a["presence"][:, None], scores)
+        if self.fault == "counts without limit":
+            over = np.maximum(output - sampling.MAX_COUNT, 0)
+            return np.where(open_, scores - a["frequency"][:, None] * over, scores)
+        if self.fault != "bias penalised too":
+            return scores
+        seen = xp.count_tokens(a["history"], scores.shape[1]) > 0
+        bias = xp.add_at(np.zeros_like(scores), a["bias_ids"], a["bias"])
+        return np.where(open_ & seen, scores + (bias * 0.1).astype(np.int32), scores)
+
+
+def _output(a: Arguments) -> np.ndarray:
+    place = np.arange(a["history"].shape[1])[None, :]
+    return np.where(place >= a["prompt_len"][:, None], a["history"], -1)
+
+
+def _reversed_bits(mask: np.ndarray) -> np.ndarray:
+    bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), axis=1, bitorder="little")
+    turned = bits.reshape(len(mask), -1, 32)[..., ::-1].reshape(len(mask), -1)
+    return np.packbits(turned, axis=1, bitorder="little").view(np.int32)
+
+
+PENALTY_FAULTS = (
+    *(
+        "prompt counted",
+        "prompt one shorter",
+        "frequency ignored",
+        "presence ignored",
+        "presence and frequency swapped",
+    ),
+    *("repetition multiplies positives", "repetition divides negatives", "repetition of the output only"),
+    *("mask bits reversed", "mask words of the row before", "mask ignored", "bias ignored"),
+    *("unused history is token 0", "unused bias is token 0", "presence of unseen tokens", "counts without limit"),
+    "bias penalised too",
+)
+
+judged_by(
+    "penalties",
+    Testing(
+        _penalty_cases,
+        dtypes=("float32",),
+        bitwise=True,
+        rows=(
+            *("logits", "history", "prompt_len", "presence", "frequency", "repetition", "repetition_inverse"),
+            *("bias_ids", "bias", "mask"),
+        ),
+        mutants={fault: _Penalties(fault) for fault in PENALTY_FAULTS},
+        truth=_Penalties(""),
+    ),
+)
+
+
+# --- sample ----------------------------------------------------------------------------------------------------------
+
+
+def _sample_arguments(rng: np.random.Generator, rows: int, vocab: int, filtered: bool) -> Arguments:
+    logits = _logits(rng, rows, vocab)
+    logits[4, : vocab // 2] = np.nan
+    logits[7, 10:13] = 8500.0, 9000.0, 8600.0  # equal scores: the logits decide in a greedy row
+    scores = sampling.quantize_logits(_numpy(), logits)
+    temperature = rng.choice([0.3, 0.7, 1.0, 2.0], rows)
+    top_k, top_p = rng.choice([0, 1, 2, 3, 20], rows), rng.choice([0.05, 0.3, 0.6, 0.9, 1.0], rows)
+    min_p = rng.choice([0.0, 0.01, 0.1, 0.3], rows)
+    # Rows with one filter alone, so that no other hides it.
+    third = np.arange(rows) % 6
+    top_k = np.where((third == 0) | (third == 1), 0, top_k)
+    top_p = np.where((third == 1) | (third == 2), 1.0, top_p)
+    min_p = np.where((third == 0) | (third == 2), 0.0, min_p)
+    far = np.minimum(FAR, np.rint(-np.log2(np.maximum(min_p, 2.0**-64)) * ONE))
+    greedy = (np.arange(rows) % 8 == 7) | (np.arange(rows) == 1)
+    return {
+        "logits": logits, "scores": scores, "position": rng.integers(0, 10**6, rows).astype(np.int32),
+        "seed_lo": rng.integers(-(2**31), 2**31, rows).astype(np.int32),
+        "seed_hi": rng.integers(-(2**31), 2**31, rows).astype(np.int32), "greedy": greedy.astype(np.int32),
+        "scale": (LOG2_E / temperature).astype(np.float32), "top_k": top_k.astype(np.int32),
+        "top_p": np.maximum(1, np.rint(top_p * ONE)).astype(np.int32), "min_p": far.astype(np.int32),
+        "filtered": filtered,
+    }  # fmt: skip
+
+
+def _numpy() -> Any:
+    from ..namespaces import namespace
+
+    return namespace("numpy")
+
+
+def _sample_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("sample")
+    many = _sample_arguments(rng, 384, 131, True)
+    yield Case("384 rows, filters", many)
+    yield Case("384 rows, filters off", many | {"filtered": False})
+    yield Case("64 rows of 151936", partial(_sample_arguments, generator("bench sample"), 64, 151936, True), ("bench",))
+
+
+class _Sample:
+    """sample with one thing wrong."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __call__(self, xp: Any, **a: Any) -> Any:
+        change: dict[str, Callable[[], Any]] = {
+            "position ignored": lambda: {"position": a["position"] * 0},
+            "position off by one": lambda: {"position": a["position"] + 1},
+            "low half of the seed ignored": lambda: {"seed_lo": a["seed_lo"] * 0},
+            "high half of the seed ignored": lambda: {"seed_hi": a["seed_hi"] * 0},
+            "halves of the seed swapped": lambda: {"seed_lo": a["seed_hi"], "seed_hi": a["seed_lo"]},
+            "min-p ignored": lambda: {"min_p": a["min_p"] * 0 + FAR},
+            "top-k ignored": lambda: {"top_k": a["top_k"] * 0},
+            "top-k one larger": lambda: {"top_k": np.where(a["top_k"] > 0, a["top_k"] + 1, 0)},
+            "top-k one smaller": lambda: {"top_k": np.where(a["top_k"] > 1, a["top_k"] - 1, a["top_k"])},
+            "top-p ignored": lambda: {"top_p": a["top_p"] * 0 + ONE},
+            "greedy ignored": lambda: {"greedy": a["greedy"] * 0},
+            "greedy by scores only": lambda: {"logits": a["logits"] * 0},
+            "temperature ignored": lambda: {"scale": a["scale"] * 0 + np.float32(LOG2_E)},
+            "temperature inverted": lambda: {"scale": np.float32(LOG2_E**2) / a["scale"]},
+            "temperature off by two percent": lambda: {"scale": a["scale"] * np.float32(1.02)},
+            "filters off": lambda: {"filtered": False},
+        }
+        if self.fault in change:
+            return sampling.sample(xp, **{**a, **change[self.fault]()})
+        return self._body(xp, a)
+
+    def _body(self, xp: Any, a: Arguments) -> Any:
+        scores, logits = a["scores"], a["logits"]
+        best, keep = scores.max(-1, keepdims=True), scores > MASKED
+        gap = best - np.maximum(scores, best - (1 << 24))
+        far = xp.to_int(np.minimum(gap.astype(np.float32) * a["scale"][:, None], np.float32(FAR)))
+        if a["filtered"]:
+            keep = self._filter(xp, a, far, keep)
+        token = np.arange(scores.shape[1], dtype=np.int32)
+        if self.fault == "noise of the next token":
+            token = token + 1
+        seeds = (a["position"][:, None], a["seed_lo"][:, None], a["seed_hi"][:, None])
+        noise = sampling.gumbel_log2(xp, sampling.hash_tokens(xp, token[None, :], *seeds))
+        if self.fault == "noise in natural units":
+            noise = (noise * 0.6931471805599453).astype(np.int32)
+        total = np.where(keep, noise - far, MASKED)
+        drawn = np.argmax(total, axis=-1)
+        at_top = np.where((scores == best) & ~np.isnan(logits), logits, -np.inf)
+        first = np.argmax(at_top, axis=-1)
+        if self.fault == "greedy ties to the higher id":
+            first = logits.shape[1] - 1 - np.argmax(at_top[:, ::-1], axis=-1)
+        if self.fault == "masked tokens drawn":
+            drawn = np.argmax(noise - np.where(scores == MASKED, 0, far), axis=-1)
+        return np.where(a["greedy"] > 0, first, drawn).astype(np.int32)
+
+    def _filter(self, xp: Any, a: Arguments, far: Any, keep: Any) -> Any:
+        if self.fault == "top-p before top-k":
+            keep = keep & (far <= a["min_p"][:, None])
+            keep = keep & (far <= sampling._top_p_limit(xp, far, keep, a["top_p"])[:, None])
+            return keep & (far <= sampling._top_k_limit(xp, far, keep, a["top_k"])[:, None])
+        if self.fault == "min-p last":
+            whole = keep & (far <= sampling._top_k_limit(xp, far, keep, a["top_k"])[:, None])
+            whole = whole & (far <= sampling._top_p_limit(xp, far, whole, a["top_p"])[:, None])
+            return whole & (far <= a["min_p"][:, None])
+        keep = keep & (far <= a["min_p"][:, None])
+        limit = sampling._top_k_limit(xp, far, keep, a["top_k"])[:, None]
+        keep = keep & (far <= limit)
+        limit = sampling._top_p_limit(xp, far, keep, a["top_p"])[:, None]
+        if self.fault == "top-p one token short":
+            return keep & ((far < limit) | (far == 0))
+        if self.fault == "top-p one token more":
+            after = np.where(keep & (far > limit), far, FAR).min(-1, keepdims=True)
+            return keep & (far <= np.where(limit < FAR, after, limit))
+        return keep & (far <= limit)
+
+
+SAMPLE_FAULTS = (
+    *("position ignored", "position off by one", "low half of the seed ignored", "high half of the seed ignored"),
+    *("halves of the seed swapped", "min-p ignored", "top-k ignored", "top-k one larger", "top-k one smaller"),
+    *("top-p ignored", "greedy ignored", "greedy by scores only", "temperature ignored", "temperature inverted"),
+    *("temperature off by two percent", "filters off", "noise of the next token", "noise in natural units"),
+    *("greedy ties to the higher id", "masked tokens drawn", "top-p before top-k", "min-p last"),
+    *("top-p one token short", "top-p one token more"),
+)
+
+judged_by(
+    "sample",
+    Testing(
+        _sample_cases,
+        dtypes=("float32",),
+        bitwise=True,
+        rows=("logits", "scores", "position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p"),
+        mutants={fault: _Sample(fault) for fault in SAMPLE_FAULTS},
+        truth=_Sample(""),
+    ),
+)
+
+
+# --- top_logprobs ----------------------------------------------------------------------------------------------------
+
+
+def _top_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("top_logprobs")
+    x = _logits(rng, 8, 133)
+    x[4] -= 500.0
+    chosen = np.array([0, 132, 5, 7, *rng.integers(0, 133, 4)], np.int32)
+    chosen[1] = np.flatnonzero(x[1] == x[1].max())[-1]  # the last of the tied
+    chosen[5] = np.argmin(x[5])
+    yield Case("ties", {"logits": x, "chosen": chosen})
+    small = {"logits": x[:, :7], "chosen": (chosen % 7).astype(np.int32)}
+    small["logits"] = small["logits"] + np.float32(0.5)
+    yield Case("fewer words than are asked for", small)
+    zeros = np.where(rng.random((8, 133)) < 0.5, -0.0, 0.0).astype(np.float32)
+    yield Case("zeros of both signs are equal", {"logits": zeros, "chosen": chosen})
+    yield Case("64 rows of 151936", lambda: {**_big_logits(), "chosen": np.arange(64, dtype=np.int32)}, ("bench",))
+
+
+def _top_magnitude(a: Arguments) -> Any:
+    """A difference of two numbers as large as the largest logit; ranks and ids are integers."""
+    x, chosen = a["logits"], a["chosen"]
+    best = np.abs(x.max(-1)) + np.log(x.shape[1])
+    top = -np.sort(-x, axis=-1)[:, : sampling.TOP]
+    at = np.abs(np.take_along_axis(x, chosen[:, None], 1)[:, 0])
+    return at + best, None, None, np.abs(top) + best[:, None]
+
+
+def _wrong_top(xp: Any, logits: Any, chosen: Any, fault: str) -> Any:
+    best = logits.max(-1, keepdims=True)
+    shifted = logits - best
+    summed = shifted[:, :-64] if fault == "last 64 words skipped" and logits.shape[1] > 64 else shifted
+    norm = np.log(np.exp(summed).sum(-1)) + best[:, 0]
+    if fault == "logarithm of base 2":
+        norm = np.log2(np.exp(shifted).sum(-1)) + best[:, 0]
+    elif fault == "maximum not taken off":
+        norm = np.log(np.exp(logits.astype(np.float32)).sum(-1))
+    k = min(sampling.TOP, logits.shape[1])
+    ids = np.argsort(-logits, axis=-1, kind="stable")[:, :k].astype(np.int32)
+    if fault == "normalised over the best":
+        norm = np.log(np.exp(np.take_along_axis(shifted, ids, 1)).sum(-1)) + best[:, 0]
+    elif fault == "ties to the higher id":
+        ids = (logits.shape[1] - 1 - np.argsort(-logits[:, ::-1], axis=-1, kind="stable")[:, :k]).astype(np.int32)
+    at = np.take_along_axis(logits, chosen[:, None], 1)[:, 0]
+    token = np.arange(logits.shape[1])[None, :]
+    tied = (logits == at[:, None]) & (token < chosen[:, None])
+    before = logits > at[:, None]
+    if fault != "rank without ties":
+        before = before | tied
+    rank = (before.sum(-1) + (0 if fault == "rank from 0" else 1)).astype(np.int32)
+    top = np.take_along_axis(logits, ids, 1) - norm[:, None]
+    if fault == "raw logit of the chosen":
+        return at, rank, ids, top
+    chosen_lp = at * 1.005 - norm if fault == "chosen scaled by 1.005" else at - norm
+    return chosen_lp, rank, ids, np.roll(top, 1, axis=-1) if fault == "values shifted" else top
+
+
+TOP_FAULTS = (
+    *("last 64 words skipped", "logarithm of base 2", "maximum not taken off", "normalised over the best"),
+    *("ties to the higher id", "rank without ties", "rank from 0", "raw logit of the chosen"),
+    *("chosen scaled by 1.005", "values shifted"),
+)
+
+judged_by(
+    "top_logprobs",
+    Testing(
+        _top_cases,
+        dtypes=("float32",),
+        magnitude=_top_magnitude,
+        rows=("logits", "chosen"),
+        mutants={fault: partial(_wrong_top, fault=fault) for fault in TOP_FAULTS},
+        truth=partial(_wrong_top, fault=""),
+    ),
+)

@@ -1,0 +1,76 @@
+"""Norms over the last axis beside `rms_norm`, and their sums with the residual.
+
+Shapes: x [... n], weight and bias [n], or [group n] for x [... group n]. Weights are float32 or the storage dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..declare import Array, Contract, define
+
+GATED = Contract(rounds="once, at the output: neither the gated input nor the normed value is rounded before")
+CENTRED = Contract(accumulate="float32 (float64 for float64 inputs), any order; the variance from centred values")
+
+
+@define(activations=("x",))
+def gemma_rms_norm(xp: Any, x: Array, weight: Array, eps: float) -> Array:
+    """x / sqrt(mean(x^2) + eps) * (1 + weight); the sum is made before rounding (`GemmaRMSNorm` of transformers)."""
+    y = xp.accumulate(x)
+    return xp.astype(_rms(xp, y, eps) * (1.0 + _along(xp.accumulate(weight), y)), x.dtype)
+
+
+@define(activations=("x",), contract=GATED)
+def gated_rms_norm(xp: Any, x: Array, gate: Array, weight: Array, eps: float, norm_before_gate: bool) -> Array:
+    """norm(x) silu(gate), or norm(x silu(gate)) unless `norm_before_gate`, with norm(y) = y / rms(y) * weight.
+
+    x and gate [... n]. Mamba-2 (`RMSNormGated`) gates first, Qwen3-Next norms first; groups of a row are an axis of
+    their own, with weight [group n].
+    """
+    y, z = xp.accumulate(x), xp.accumulate(gate)
+    w = _along(xp.accumulate(weight), y)
+    small = xp.exp(-xp.abs(z))  # cannot overflow
+    silu = z * (xp.where(z < 0, small, 1.0) / (1.0 + small))
+    out = _rms(xp, y, eps) * w * silu if norm_before_gate else _rms(xp, y * silu, eps) * w
+    return xp.astype(out, x.dtype)
+
+
+@define(activations=("x",), contract=CENTRED)
+def layer_norm(xp: Any, x: Array, weight: Array | None, bias: Array | None, eps: float) -> Array:
+    """(x - mean) / sqrt(var + eps) * weight + bias with the biased variance (arXiv:1607.06450).
+
+    weight and bias may each be None.
+    """
+    y = xp.accumulate(x)
+    centred = y - xp.mean(y, axis=-1, keepdims=True)
+    out = _rms(xp, centred, eps)
+    if weight is not None:
+        out = out * _along(xp.accumulate(weight), y)
+    if bias is not None:
+        out = out + _along(xp.accumulate(bias), y)
+    return xp.astype(out, x.dtype)
+
+
+@define(level="coarse", activations=("x", "residual"), composition=("add", "gemma_rms_norm"))
+def fused_add_gemma_rms_norm(ops: Any, x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    """(gemma_rms_norm(s), s) with s = x + residual, read as it was rounded."""
+    total = ops.add(x, residual)
+    return ops.gemma_rms_norm(total, weight, eps), total
+
+
+@define(level="coarse", activations=("x", "residual"), composition=("add", "layer_norm"))
+def fused_add_layer_norm(
+    ops: Any, x: Array, residual: Array, weight: Array, bias: Array | None, eps: float
+) -> tuple[Array, Array]:
+    """(layer_norm(s), s) with s = x + residual, read as it was rounded. weight and bias may each be None."""
+    total = ops.add(x, residual)
+    return ops.layer_norm(total, weight, bias, eps), total
+
+
+def _rms(xp: Any, y: Array, eps: float) -> Array:
+    return y * xp.rsqrt(xp.mean(y * y, axis=-1, keepdims=True) + eps)
+
+
+def _along(weight: Array, x: Array) -> Array:
+    """weight with leading axes of 1 until it has as many as x, so that no framework has to promote ranks."""
+    return weight[(None,) * (x.ndim - weight.ndim) + (Ellipsis,)]

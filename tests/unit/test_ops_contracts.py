@@ -1,0 +1,223 @@
+"""Every op: every implementation keeps the contract, and the bounds that say so see every mutant."""
+
+from dataclasses import replace
+from functools import cache
+from math import inf
+
+import numpy as np
+import pytest
+
+from twinfer.ops import REGISTRY, testing
+from twinfer.ops.cases import load_all
+from twinfer.ops.testing import TESTING, Bound, Case, Judge, ci_cases, detect, providers, run, run_mutant, undetected
+
+load_all()
+OPS = sorted(op.name for op in REGISTRY if op.reference.__module__.startswith("twinfer."))
+FRAMEWORKS = ("numpy", "torch", "jax")
+
+JUDGED = [
+    pytest.param(op, framework, provider, id=f"{op}-{framework}-{provider}")
+    for op in OPS
+    for framework in FRAMEWORKS
+    for provider in providers(op, framework)
+]
+
+
+@cache
+def judged_cases(op, dtype):
+    """(case, judge, dtypes of the outputs) of an op."""
+    made = []
+    for case in ci_cases(TESTING[op], dtype):
+        like = tuple(out.dtype for out in run(op, "numpy", None, case.arguments))
+        made.append((case, Judge(op, case.arguments), like))
+    return made
+
+
+@cache
+def reachable(framework, device):
+    """Whether a framework has a device (`--device`); numpy runs where it is."""
+    if framework == "torch":
+        import torch
+
+        return device == "cpu" or (device == "cuda" and torch.cuda.is_available())
+    if framework == "jax":
+        import jax
+
+        try:
+            return bool(jax.devices({"cuda": "gpu"}.get(device, device)))
+        except RuntimeError:
+            return False
+    return True
+
+
+def implementation(op, framework, provider, device):
+    if not reachable(framework, device):
+        pytest.skip(f"{framework} has no {device} here")
+    found = providers(op, framework)[provider]
+    if found is not None and not found.supported():
+        pytest.skip(f"{provider!r} of {op!r} is not supported on this machine")
+    return found
+
+
+def accepts(found, case):
+    return found is None or found.supports_args is None or found.supports_args(**case.arguments)
+
+
+EXCESS = "XLA drops the rounding between two ops of one program (xla_allow_excess_precision)"
+MASKED_NAN = "0 * NaN: a value that is masked for a row of the request, not for all of them, reaches it"
+SIGNED_ZERO = "lax.top_k ranks 0.0 above -0.0"
+KNOWN = {
+    ("fused_add_rms_norm", "jax", "composition"): (EXCESS, "bfloat16, "),
+    ("paged_attention", "jax", "native"): (MASKED_NAN, ", NaN "),
+    ("paged_attention", "torch", "native"): (MASKED_NAN, ", NaN "),
+    ("top_logprobs", "jax", "native"): (SIGNED_ZERO, "zeros of both signs"),
+}
+"""Faults that these tests found and nobody has put right: all cases that contain the words fail, and no others."""
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_has_cases_and_mutants(op):
+    assert op in TESTING, f"{op} is judged by nothing: give it a Testing in ops/cases"
+    for dtype in TESTING[op].dtypes:
+        assert ci_cases(TESTING[op], dtype)
+    assert len(TESTING[op].mutants) >= 2
+    bound = TESTING[op].bound
+    assert bound.reason or (bound.roundings <= 1 and not bound.inner)
+
+
+@pytest.mark.parametrize(("op", "framework", "provider"), JUDGED)
+def test_implementation_keeps_the_bound_in_every_case(op, framework, provider, device):
+    found = implementation(op, framework, provider, device)
+    failures, known, judged = [], [], 0
+    reason, words = KNOWN.get((op, framework, provider), ("", None))
+    for dtype in TESTING[op].dtypes:
+        for case, judge, like in judged_cases(op, dtype):
+            if not accepts(found, case):
+                continue
+            judged += 1
+            outputs = run(op, framework, provider, case.arguments, device)
+            verdict, dtypes = judge(outputs), tuple(out.dtype for out in outputs)
+            name = f"{dtype}, {case.name}"
+            passed = verdict.passed and dtypes == like
+            if words is not None and words in name:
+                known.append(name)
+                passed = not passed
+            if not passed:
+                failures.append(f"{name}: {verdict}, dtypes {dtypes}, wanted {like}")
+    assert judged, "no case is accepted"
+    assert not failures, "\n".join([*failures, *(["or no longer: " + reason] if known else [])])
+    if known:
+        pytest.xfail(f"{reason}: {'; '.join(known)}")
+
+
+@pytest.mark.parametrize(("op", "framework", "provider"), JUDGED)
+def test_calling_twice_gives_the_same_bits(op, framework, provider, device):
+    found = implementation(op, framework, provider, device)
+    if found is not None and not found.deterministic:
+        pytest.skip(f"{provider!r} of {op!r} does not claim it")
+    dtype = TESTING[op].dtypes[-1]
+    case = next(case for case, _, _ in judged_cases(op, dtype) if accepts(found, case))
+    first, second = (run(op, framework, provider, case.arguments, device) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize(("op", "framework", "provider"), JUDGED)
+def test_rows_depend_on_their_own_row_only(op, framework, provider, device):
+    """Whatever the other rows hold, NaN too, a row has the same bits; and its own NaN reaches it."""
+    judged_by = TESTING[op]
+    if not judged_by.rows:
+        pytest.skip("the op has no rows of its own")
+    found = implementation(op, framework, provider, device)
+    dtype = judged_by.dtypes[-1]
+    case = next(case for case, _, _ in judged_cases(op, dtype) if accepts(found, case))
+    other = dict(case.arguments)
+    for name in judged_by.rows:
+        value = other[name].copy()
+        value[2] = np.nan if value.dtype.kind not in "iub" else value[3]
+        other[name] = value
+    before = run(op, framework, provider, case.arguments, device)
+    after = run(op, framework, provider, other, device)
+    for a, b in zip(before, after, strict=True):
+        kept = np.arange(len(a)) != 2
+        assert a[kept].tobytes() == b[kept].tobytes()
+        if REGISTRY[op].contract.nan.startswith("NaN in, NaN out") and b.dtype.kind not in "iub":
+            assert np.isnan(b[2].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(("op", "framework", "provider"), JUDGED)
+def test_claimed_row_invariance(op, framework, provider, device):
+    """A row has the same bits in a smaller batch, for the implementations that claim it."""
+    found = implementation(op, framework, provider, device)
+    if found is None or not found.row_invariant or not TESTING[op].rows:
+        pytest.skip("not claimed")
+    for dtype in TESTING[op].dtypes:
+        case = next(case for case, _, _ in judged_cases(op, dtype) if accepts(found, case))
+        fewer = {n: v[3:] if n in TESTING[op].rows else v for n, v in case.arguments.items()}
+        whole, part = (run(op, framework, provider, a, device) for a in (case.arguments, fewer))
+        for a, b in zip(whole, part, strict=True):
+            assert a[3:].tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_rows_of_no_request_are_zero(framework, device):
+    implementation("paged_attention", framework, "native", device)
+    for dtype in TESTING["paged_attention"].dtypes:
+        for case, _, _ in judged_cases("paged_attention", dtype):
+            (out,) = run("paged_attention", framework, "native", case.arguments, device)
+            assert not out[int(case.arguments["query_start"][-1]) :].any()
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_rows_of_no_slot_change_nothing_but_scratch(framework, device):
+    implementation("write_kv", framework, "native", device)
+    case = next(c for c in ci_cases(TESTING["write_kv"], "float32") if c.name == "no row has a slot")
+    (out,) = run("write_kv", framework, "native", case.arguments, device)
+    flat = [x.reshape(-1, *x.shape[2:])[:-1] for x in (out, case.arguments["kv"])]
+    np.testing.assert_array_equal(*flat)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_mutant_is_rejected(op, detections):
+    missed = set(TESTING[op].mutants)
+    for mutant, dtype, found in detect(op):
+        detections.append((op, mutant, dtype, found))
+        if found is not None:
+            missed.discard(mutant)
+    assert not missed, f"no case sees {sorted(missed)}"
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op in TESTING and TESTING[op].truth is not None])
+def test_what_mutants_are_made_of_passes(op):
+    """A mutant must be rejected for its fault and for nothing else."""
+    for dtype in TESTING[op].dtypes:
+        for case, judge, like in judged_cases(op, dtype):
+            verdict = judge(run_mutant(op, TESTING[op].truth, case.arguments, like))
+            assert verdict.passed, f"{dtype}, {case.name}: {verdict}"
+
+
+BOUNDED = [op for op in OPS if op in TESTING and not TESTING[op].bitwise and TESTING[op].bound.roundings > 0]
+
+
+@pytest.mark.parametrize("op", BOUNDED)
+def test_a_blind_bound_is_found(op):
+    assert undetected(op, replace(TESTING[op], bound=Bound(roundings=inf)))
+
+
+def test_blind_cases_are_found():
+    """Cases in which nothing happens let mutants pass, of a bitwise op too."""
+    x = np.zeros((2, 80), np.float32)
+
+    def nothing(dtype):
+        yield Case("zeros", {"x": x, "residual": x})
+
+    assert undetected("add", testing.Testing(nothing, bitwise=True, mutants=TESTING["add"].mutants))
+
+
+def test_infinite_bounds_do_not_excuse_nan():
+    case = ci_cases(TESTING["rms_norm"], "float32")[0]
+    blind = Judge("rms_norm", case.arguments, replace(TESTING["rms_norm"], bound=Bound(roundings=inf)))
+    out = run("rms_norm", "numpy", None, case.arguments)[0]
+    assert blind([out]).passed
+    assert not blind([np.where(np.arange(200) == 3, np.nan, out).astype(out.dtype)]).passed
+    assert not blind([out[:-1]]).passed

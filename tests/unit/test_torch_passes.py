@@ -1,0 +1,383 @@
+"""Wrapped ops and passes against unwrapped ops: the same program, one node per op before lowering and none after."""
+
+import operator
+
+import pytest
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
+
+from twinfer.gpu.passes import Lowering, count_calls, functionalize, fuse, passes_backend
+from twinfer.ops import OpError, implement, resolve
+from twinfer.ops.bindings.torch import bind, front
+from twinfer.ops.implement import IMPLEMENTATIONS
+from twinfer.shared.models import decoder
+from twinfer.shared.models.config import ModelConfig
+
+ONCE = ("write_kv", "paged_attention", "rotary_embedding", "gated_mlp")
+LAYER = {"fused_add_rms_norm": 2, "linear": 2, "rms_norm": 2, **dict.fromkeys(ONCE, 1)}
+MODEL = ModelConfig(
+    architecture="any",
+    model_type="any",
+    vocab_size=32,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    layer_windows=(0,),
+    qk_norm=True,
+    qkv_bias=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def providers():
+    """Registered implementations, put back as they were."""
+    resolve("torch")
+    before = {key: dict(value) for key, value in IMPLEMENTATIONS.items()}
+    yield
+    IMPLEMENTATIONS.clear()
+    IMPLEMENTATIONS.update(before)
+
+
+def run_layer(function, ops, dtype=torch.float32, layer=decoder.layer):
+    """hidden, residual, and the cache twice: as it is returned and as it was given. Its writes are what counts."""
+    g = torch.Generator().manual_seed(0)
+
+    def r(*shape):
+        return (torch.randn(shape, generator=g) * 0.3).to(dtype)
+
+    def ints(*values):
+        return torch.tensor(values, dtype=torch.int32)
+
+    weights = {name: r(*p.shape) for name, p in decoder.abstract(MODEL).items() if p.layered}
+    cos, sin = (torch.from_numpy(table) for table in decoder.rotary_tables(MODEL, 5))
+    pages = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32)
+    batch = decoder.Batch(cos, sin, ints(0, 4, 5, 6, -1), pages, ints(0, 1, 4), ints(1, 3), ints(1, 2))
+    kv = r(4, 4, 4, 8)
+    result = function(ops, MODEL, weights, r(5, 32), r(5, 32), kv, batch, 0, 3)
+    return [*result, kv]
+
+
+def compiled(function, backend):
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+
+
+def assert_same(got, want):
+    assert [torch.equal(a, b) for a, b in zip(got, want, strict=True)] == [True] * len(want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_both_roads_agree_bitwise(inner, dtype):
+    plan = resolve("torch")
+    backend = passes_backend(plan, inner)
+    got = run_layer(compiled(decoder.layer, backend), bind(plan, wrap=True), dtype)
+    assert (backend.before, backend.fused, backend.after) == (LAYER, LAYER, {})
+    torch._dynamo.reset()
+    assert_same(got, run_layer(compiled(decoder.layer, inner), bind(plan, compiling=True), dtype))
+    if inner == "eager":
+        assert_same(got, run_layer(decoder.layer, bind(plan), dtype))
+        assert_same(got, run_layer(decoder.layer, bind(plan, wrap=True), dtype))
+
+
+def test_inductor_is_given_the_same_program():
+    """Why both roads agree under Inductor: the graphs that AOTAutograd hands on are equal, node for node."""
+    plan, programs = resolve("torch"), []
+
+    def keep(module, inputs):
+        number = {node: f"%{index}" for index, node in enumerate(module.graph.nodes)}
+        programs.append(
+            [
+                (node.op == "call_function" and str(node.target), str(fx.map_arg((node.args, node.kwargs), number.get)))
+                for node in module.graph.nodes
+            ]
+        )
+        return module.forward
+
+    program = aot_autograd(fw_compiler=keep)
+
+    run_layer(compiled(decoder.layer, passes_backend(plan, program)), bind(plan, wrap=True))
+    torch._dynamo.reset()
+    run_layer(compiled(decoder.layer, program), bind(plan, compiling=True))
+    assert len(programs[0]) > 50
+    assert programs[0] == programs[1]
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["unwrapped", "wrapped"])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_the_cache_is_never_copied(inner, wrap):
+    plan = resolve("torch")
+    ops = bind(plan, compiling=True, wrap=wrap)
+    kv, k = torch.zeros(512, 16, 4, 8), torch.ones(5, 2, 8)
+    slots = torch.tensor([0, 4, 5, 6, -1], dtype=torch.int32)
+    write = compiled(lambda ops, *args: ops.write_kv(*args), passes_backend(plan, inner) if wrap else inner)
+    result = write(ops, kv, k, k, slots)
+    assert result is kv
+    assert kv.sum() > 0
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        write(ops, kv, k, k, slots)
+    assert max(event.cpu_memory_usage for event in profile.events()) < kv.nbytes // 4
+
+
+def test_an_implementation_is_traced_once_for_its_shapes():
+    plan = resolve("torch")
+    lowering = passes_backend(plan, "eager").lowering
+
+    def twice(ops, x, w):
+        return ops.rms_norm(ops.rms_norm(x, w, 1e-6), w, 1e-6)
+
+    def capture(module, inputs):
+        functionalize(module.graph)
+        lowering(module)
+        module.recompile()
+        return module.forward
+
+    x, w = torch.randn(3, 8), torch.randn(8)
+    got = compiled(twice, capture)(bind(plan, wrap=True), x, w)
+    assert torch.equal(got, twice(plan.bind(), x, w))
+    assert lowering.traces == 1
+
+
+def neighbours(ops, x, residual, w):
+    gate_up, down = w.expand(8, 8), w.expand(3, 8)[:, :4]
+    total = ops.add(x, residual)
+    hidden = ops.rms_norm(total, w, 1e-6)
+    return ops.linear(ops.silu_and_mul(ops.linear(hidden, gate_up, None)), down, None), total
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_fusion_of_neighbours(inner):
+    plan = resolve("torch")
+    backend = passes_backend(plan, inner)
+    x, residual, w = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    got = compiled(neighbours, backend)(bind(plan, wrap=True), x, residual, w)
+    assert backend.before == {"add": 1, "rms_norm": 1, "linear": 2, "silu_and_mul": 1}
+    assert backend.fused == {"fused_add_rms_norm": 1, "gated_mlp": 1}
+    assert backend.after == {}
+    torch._dynamo.reset()
+    assert_same(got, compiled(neighbours, inner)(bind(plan, compiling=True), x, residual, w))
+
+
+def add_used_before(ops, x, residual, w):
+    total = ops.add(x, residual)
+    return ops.rms_norm(total, w * total.sum(), 1e-6), total
+
+
+def add_unrelated(ops, x, residual, w):
+    return ops.rms_norm(x, w, 1e-6), ops.add(x, residual)
+
+
+def silu_escapes(ops, x, residual, w):
+    y = ops.silu_and_mul(ops.linear(x, residual, None))
+    return ops.linear(y, w[:1].expand(2, 1), None), y
+
+
+@pytest.mark.parametrize("function", [add_used_before, add_unrelated, silu_escapes])
+def test_what_is_no_pattern_is_left_alone(function):
+    plan = resolve("torch")
+    backend = passes_backend(plan, "eager")
+    values = torch.randn(3, 8), torch.randn(3, 8) if function is not silu_escapes else torch.randn(2, 8), torch.randn(8)
+    got = compiled(function, backend)(bind(plan, wrap=True), *values)
+    assert backend.fused == backend.before
+    assert_same(got, function(plan.bind(), *values))
+
+
+def test_fusion_runs_what_is_planned_for_the_coarse_op(providers):
+    @implement("fused_add_rms_norm", provider="kernel", framework="torch", inplace=True)
+    def kernel(x: "Array", residual: "Array", weight: "Array", eps: "float") -> "tuple[Array, Array]":  # noqa: F821
+        residual.add_(x)
+        return x.fill_(7.0), residual
+
+    plan = resolve("torch", {"fused_add_rms_norm": ("kernel",)})
+    backend = passes_backend(plan, "eager")
+    x, residual, w = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    kept = x.clone(), residual.clone()
+
+    def function(ops, x, residual, w):
+        total = ops.add(x, residual)
+        return ops.rms_norm(total, w, 1e-6), total
+
+    hidden, total = compiled(function, backend)(bind(plan, wrap=True), x, residual, w)
+    assert backend.fused == {"fused_add_rms_norm": 1}
+    assert torch.equal(hidden, torch.full((3, 8), 7.0))
+    assert torch.equal(total, kept[0] + kept[1])
+    assert_same((x, residual), kept)  # nothing was given away, so the kernel got copies
+
+
+@pytest.fixture
+def overwriting(providers):
+    """A plan whose norms write in place."""
+
+    def norm(x, weight, eps):
+        y = x.float()
+        return (y * torch.rsqrt((y * y).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+    @implement("rms_norm", provider="over", framework="torch", inplace=True)
+    def rms_norm(x: "Array", weight: "Array", eps: "float") -> "Array":  # noqa: F821
+        return x.copy_(norm(x, weight, eps))
+
+    @implement("fused_add_rms_norm", provider="over", framework="torch", inplace=True)
+    def fused(x: "Array", residual: "Array", weight: "Array", eps: "float") -> "tuple[Array, Array]":  # noqa: F821
+        residual.add_(x)
+        return x.copy_(norm(residual, weight, eps)), residual
+
+    return resolve("torch", {"rms_norm": ("over",), "fused_add_rms_norm": ("over",)})
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("fused", ["over", "composition"])
+def test_both_roads_agree_where_ops_write_in_place(overwriting, inner, fused):
+    plan = resolve("torch", {"rms_norm": ("over",), "fused_add_rms_norm": (fused,)})
+    backend = passes_backend(plan, inner)
+    got = run_layer(compiled(decoder.layer, backend), bind(plan, wrap=True))
+    assert (backend.before, backend.after) == (LAYER, {})
+    torch._dynamo.reset()
+    assert_same(got, run_layer(compiled(decoder.layer, inner), bind(plan, compiling=True)))
+    if inner == "eager":
+        assert_same(got, run_layer(decoder.layer, bind(plan)))
+        assert_same(got, run_layer(decoder.layer, bind(plan, wrap=True)))
+
+
+def copied(function, backend, *args):
+    """What a compiled function gives, and how many tensors it copies."""
+    run = compiled(function, backend)
+    run(*[a.clone() if isinstance(a, torch.Tensor) else a for a in args])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = run(*args)
+    return result, sum(event.count for event in profile.key_averages() if event.key == "aten::clone")
+
+
+def test_donation_saves_the_copy_after_the_passes(overwriting):
+    x, w = torch.randn(3, 8), torch.randn(8)
+
+    def functional(x, w):
+        return front("rms_norm").functional(x, w, 1e-6, plan=overwriting.hash)
+
+    def donating(x, w):
+        return front("rms_norm").inplace(x, w, 1e-6, plan=overwriting.hash)
+
+    bind(overwriting, wrap=True)
+    kept = x.clone()
+    first, count = copied(functional, passes_backend(overwriting, "eager"), x, w)
+    assert count == 1
+    assert torch.equal(x, kept)
+    second, count = copied(donating, passes_backend(overwriting, "eager"), x, w)
+    assert count == 0
+    assert second.data_ptr() == x.data_ptr()
+    assert torch.equal(first, second)
+
+
+def test_fusion_keeps_what_was_donated(overwriting):
+    """Two donations become the coarse op's own where nothing else reads what was given."""
+
+    @implement("add", provider="over", framework="torch", inplace=True)
+    def add(x: "Array", residual: "Array") -> "Array":  # noqa: F821
+        return x.add_(residual)
+
+    plan = resolve("torch", {name: ("over",) for name in ("add", "rms_norm", "fused_add_rms_norm")})
+
+    def function(ops, x, residual, w):
+        return ops.rms_norm(ops.add(x, residual), w, 1e-6)
+
+    backend = passes_backend(plan, "eager")
+    values = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    kept = values[1].clone()
+    got, count = copied(function, backend, bind(plan, wrap=True), *values)
+    assert backend.fused == {"fused_add_rms_norm": 1}
+    assert got.data_ptr() == values[0].data_ptr()
+    assert torch.equal(values[1], kept), "the residual was not given away"
+    assert count == 1
+
+
+def used_directly(ops, x, w):
+    return ops.rms_norm(x, w, 1e-6) + x
+
+
+def used_through_a_view(ops, x, w):
+    rows = x.view(6, 4)
+    return ops.rms_norm(x, w, 1e-6), rows + 1
+
+
+def used_through_its_base(ops, x, w):
+    return ops.rms_norm(x.view(3, 8), w, 1e-6), x + 1
+
+
+def returned(ops, x, w):
+    y = x + 1
+    return ops.rms_norm(y, w, 1e-6), y
+
+
+def used_twice_in_one_call(ops, x, w):
+    return ops.rms_norm(w, w, 1e-6)
+
+
+WRONG = [used_directly, used_through_a_view, used_through_its_base, returned, used_twice_in_one_call]
+
+
+@pytest.mark.parametrize("function", WRONG)
+def test_use_after_donation_is_refused(overwriting, function):
+    with pytest.raises(BackendCompilerFailed, match=r"uses it later|reads it as") as error:
+        compiled(function, passes_backend(overwriting, "eager"))(
+            bind(overwriting, wrap=True), torch.randn(3, 8), torch.randn(8)
+        )
+    assert isinstance(error.value.inner_exception, OpError)
+
+
+def test_the_rest_of_a_split_tensor_may_be_used(overwriting):
+    def split(ops, x, w):
+        q, v = x[:, :8], x[:, 8:]
+        return ops.rms_norm(q, w, 1e-6), v * 2
+
+    x, w = torch.randn(3, 12), torch.randn(8)
+    want = split(resolve("torch").bind(), x, w)
+    got = compiled(split, passes_backend(overwriting, "eager"))(bind(overwriting, wrap=True), x, w)
+    torch.testing.assert_close(got, want)
+
+
+def test_a_graph_is_lowered_with_the_plan_it_was_bound_with(overwriting):
+    with pytest.raises(BackendCompilerFailed, match="bound with plan"):
+        compiled(lambda ops, x, w: ops.rms_norm(x, w, 1e-6), passes_backend(resolve("torch"), "eager"))(
+            bind(overwriting, wrap=True), torch.randn(3, 8), torch.randn(8)
+        )
+
+
+def test_passes_on_a_graph_made_by_hand():
+    """No Dynamo: an empty plan on the nodes means the plan that the graph is lowered with."""
+    graph = fx.Graph()
+    x, residual, w = (graph.placeholder(name) for name in ("x", "residual", "w"))
+    total = graph.call_function(front("add").functional, (x, residual))
+    hidden = graph.call_function(front("rms_norm").functional, (total, w), {"eps": 1e-6})
+    graph.output((hidden, total))
+    assert count_calls(graph) == {"add": 1, "rms_norm": 1}
+    assert fuse(graph) == 1
+    assert count_calls(graph) == {"fused_add_rms_norm": 1}
+    assert [node.target for node in graph.nodes if node.op == "call_function"][1:] == [operator.getitem] * 2
+    module = fx.GraphModule({}, graph)
+    mode = torch._subclasses.FakeTensorMode()
+    with mode:
+        for node, shape in ((x, (3, 8)), (residual, (3, 8)), (w, (8,))):
+            node.meta["val"] = torch.empty(shape)
+    Lowering(resolve("torch"))(module)
+    module.recompile()
+    values = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    assert_same(module(*values), resolve("torch").bind().fused_add_rms_norm(*values, 1e-6))
+
+
+def test_uuid_says_what_would_be_built(overwriting):
+    native = resolve("torch")
+    one = passes_backend(native, "eager").uuid()
+    assert one == passes_backend(resolve("torch"), "eager").uuid()
+    others = passes_backend(native), passes_backend(overwriting, "eager"), passes_backend(native, "eager", ())
+    assert len({one, *(other.uuid() for other in others)}) == 4
