@@ -186,7 +186,9 @@ class JaxWorker:
         name, function, donate, arguments = job
         start = time.perf_counter()
         lowered = jax.jit(programs.named(name, function), donate_argnums=donate).lower(*arguments)
-        return _Program(name, lowered.compile()), time.perf_counter() - start
+        # A rounding that an op's contract states must happen: XLA may otherwise keep float32 between two ops.
+        compiled = lowered.compile(compiler_options={"xla_allow_excess_precision": False})
+        return _Program(name, compiled), time.perf_counter() - start
 
     def _jobs(self, table: Table) -> dict[Any, Any]:
         """Every program to build: key -> (name, function, donated arguments, shapes of the arguments)."""

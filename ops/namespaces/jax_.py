@@ -26,7 +26,10 @@ class JaxNamespace:
 
     @staticmethod
     def accumulate(x: jax.Array) -> jax.Array:
-        """x in its accumulation dtype."""
+        """x in its accumulation dtype, as it was rounded: XLA drops roundings between ops if nothing forbids it."""
+        if x.dtype in (jnp.bfloat16, jnp.float16):
+            kind = jnp.finfo(x.dtype)
+            x = jax.lax.reduce_precision(x, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
         return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
     @staticmethod
@@ -69,7 +72,8 @@ class JaxNamespace:
     @staticmethod
     def top(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         """The k largest and their indices, ties by the lower index."""
-        values, ids = jax.lax.top_k(x, k)
+        # top_k puts 0.0 before -0.0; as numbers they are a tie.
+        values, ids = jax.lax.top_k(jnp.where(x == 0, jnp.zeros((), x.dtype), x), k)
         return values, ids.astype(jnp.int32)
 
     @staticmethod
