@@ -26,14 +26,12 @@ from ..shared.step import (
     processor_layout,
     sampling_layout,
 )
-from ..shared.worker import ProgramReport, Progress
+from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, kv_page_bytes, step_temporaries
 from .compilation import LayerCompiler, compiled_graphs
 from .module import Decoder
 from .plans import DTYPES, make_plans
 from .weights import load_weights
 
-HOST_MEMORY_FOR_KV = 1 << 30
-"""Bytes of KV cache on a CPU unless the user says otherwise: a host's memory belongs to others too."""
 SMALL_MODEL = 64_000_000
 """Weights below which a CPU runs on one thread: more gain nothing there, and wait for cores that others hold (measured:
 5 instead of 330 tokens/s with one of two cores busy)."""
@@ -116,20 +114,12 @@ class TorchWorker:
         if self.device.platform == "cpu":
             return HOST_MEMORY_FOR_KV
         free, total = torch.cuda.mem_get_info()
-        # Temporaries of the largest step: hidden states and logits in float32, twice.
-        c, r = self._module.config, self._config
-        width = max(c.intermediate_size * 2, c.hidden_size * 4)
-        temporaries = 8 * (r.max_num_batched_tokens * width + r.max_num_seqs * c.vocab_size)
-        return free - int(total * (1 - r.memory_utilization)) - temporaries
+        temporaries = step_temporaries(self._module.config, self._config)
+        return free - int(total * (1 - self._config.memory_utilization)) - temporaries
 
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        c = self._module.config
-        return c.num_layers * self._config.page_size * 2 * c.num_kv_heads * c.head_dim * self._dtype.itemsize
-
-    def parameter_bytes(self) -> int:
-        """Bytes of the weights."""
-        return sum(p.numel() * p.element_size() for p in self._module.parameters())
+        return kv_page_bytes(self._module.config, self._config, self._dtype.itemsize)
 
     def allocate_kv(self, num_pages: int) -> None:
         """Allocate the cache: one view of one buffer per layer."""

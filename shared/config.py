@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -229,11 +228,6 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tup
         "scan_layers": scan,
     }
     return ResolvedConfig(**values), changes
-
-
-def describe(config: ResolvedConfig) -> dict[str, Any]:
-    """The config as plain values, for reports."""
-    return dataclasses.asdict(config)
 
 
 def _choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -20,6 +20,21 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
 
 
+HOST_MEMORY_FOR_KV = 1 << 30
+"""Bytes of KV cache on a CPU unless the user says otherwise: a host's memory belongs to others too."""
+
+
+def kv_page_bytes(model: ModelConfig, config: ResolvedConfig, itemsize: int) -> int:
+    """Bytes of one KV page over all layers, for entries of `itemsize` bytes."""
+    return model.num_layers * config.page_size * 2 * model.num_kv_heads * model.head_dim * itemsize
+
+
+def step_temporaries(model: ModelConfig, config: ResolvedConfig) -> int:
+    """Bytes to leave for the largest step: its widest hidden states and its logits in float32, twice."""
+    width = max(model.intermediate_size * 2, model.hidden_size * 4)
+    return 8 * (config.max_num_batched_tokens * width + config.max_num_seqs * model.vocab_size)
+
+
 @dataclass(frozen=True, slots=True)
 class ProgramReport:
     """One program that was built before *ready*."""

@@ -21,7 +21,6 @@ from ..shared.config import DeviceInfo, ResolvedConfig, host_memory
 from ..shared.errors import BackendUnavailable, ConfigError, InternalError, OutsideTable
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
-from ..shared.models.table import parameter_count
 from ..shared.step import (
     SAMPLERS,
     StepInput,
@@ -32,15 +31,13 @@ from ..shared.step import (
     processor_layout,
     sampling_layout,
 )
-from ..shared.worker import ProgramReport, Progress
+from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, kv_page_bytes, step_temporaries
 from . import programs
 from .plans import make_plans
 from .weights import load_weights
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-HOST_MEMORY_FOR_KV = 1 << 30
-"""Bytes of KV cache on a CPU unless the user says otherwise: a host's memory belongs to others too."""
 
 _compilations = 0
 
@@ -146,20 +143,12 @@ class JaxWorker:
             return HOST_MEMORY_FOR_KV
         stats = self._where.memory_stats() or {}
         limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
-        # Temporaries of the largest step: hidden states and logits in float32, twice.
-        c, r = self._model.config, self._config
-        width = max(c.intermediate_size * 2, c.hidden_size * 4)
-        temporaries = 8 * (r.max_num_batched_tokens * width + r.max_num_seqs * c.vocab_size)
-        return int(limit * r.memory_utilization) - used - temporaries
+        temporaries = step_temporaries(self._model.config, self._config)
+        return int(limit * self._config.memory_utilization) - used - temporaries
 
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        c = self._model.config
-        return c.num_layers * self._config.page_size * 2 * c.num_kv_heads * c.head_dim * self._dtype.itemsize
-
-    def parameter_bytes(self) -> int:
-        """Bytes of the weights."""
-        return parameter_count(self._table, self._model.config.num_layers) * self._dtype.itemsize
+        return kv_page_bytes(self._model.config, self._config, self._dtype.itemsize)
 
     def allocate_kv(self, num_pages: int) -> None:
         """Allocate the one KV buffer of all layers."""
