@@ -152,6 +152,9 @@ def _attention_cases(dtype: str) -> Iterator[Case]:
     blocks = paged(rng, dtype, [300, 140, 290], [290, 1, 20], (2, 1), 16, 16)
     yield Case("several blocks", blocks)
     yield Case("several blocks, window", blocks | {"window": 131})
+    # The oldest slot that the query sees is 127: the last one of a block of 128, which must not be skipped.
+    edge = paged(np.random.default_rng(9), dtype, [167], [1], (2, 1), 16, 16)
+    yield Case("window that ends with a block", edge | {"window": 40})
     few = paged(rng, dtype, [9, 5], [1, 5], (4, 2), 32, 16, requests=32, tokens=16)
     yield Case("more requests than tokens", few)
     sharp = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in decode.items()}
