@@ -41,7 +41,11 @@ DOT = "BF16_BF16_F32 for bfloat16, F32_F32_F32 for float32: never the framework'
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One op of the dialect. `activations` names the inputs whose memory an implementation may reuse."""
+    """One op of the dialect. `activations` names the inputs whose memory an implementation may reuse.
+
+    `state` names those among them that the op is called to write: they are its last results, in order, and nothing ever
+    stands a copy in for them.
+    """
 
     name: str
     level: Literal["fine", "coarse"]
@@ -50,6 +54,7 @@ class Op:
     contract: Contract
     activations: tuple[str, ...] = ()
     composition: tuple[str, ...] = ()
+    state: tuple[str, ...] = ()
     native: Literal["reference", "per framework"] = "reference"
 
     @property
@@ -66,12 +71,15 @@ class Registry:
     ops: dict[str, Op] = field(default_factory=dict)
 
     def add(self, op: Op) -> None:
-        """Register `op`. Raises OpError if the name is taken or an activation is not a parameter."""
+        """Register `op`. Raises OpError if the name is taken, or for an activation or a state that it does not have."""
         if op.name in self.ops:
             raise OpError(f"op {op.name!r} is registered twice")
         unknown = [name for name in op.activations if name not in op.signature.parameters]
         if unknown:
             raise OpError(f"op {op.name!r}: activations {unknown} are not parameters of {op.signature}")
+        foreign = [name for name in op.state if name not in op.activations]
+        if foreign:
+            raise OpError(f"op {op.name!r}: state {foreign} is not among its activations {list(op.activations)}")
         self.ops[op.name] = op
 
     def __getitem__(self, name: str) -> Op:
@@ -92,6 +100,7 @@ def define(
     contract: Contract | None = None,
     activations: tuple[str, ...] = (),
     composition: tuple[str, ...] = (),
+    state: tuple[str, ...] = (),
     native: Literal["reference", "per framework"] = "reference",
     registry: Registry = REGISTRY,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -109,7 +118,7 @@ def define(
             raise OpError(f"op {name!r}: the first parameter of a {level} reference is {wanted!r}, got {first.name!r}")
         contract_ = contract or Contract()
         signature = inspect.Signature(rest)
-        registry.add(Op(name, level, reference, signature, contract_, activations, composition, native))
+        registry.add(Op(name, level, reference, signature, contract_, activations, composition, state, native))
         return reference
 
     return register

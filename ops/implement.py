@@ -23,7 +23,9 @@ class Implementation:
 
     `supported` says whether it can run here at all (library, chip); `supports_args`, with exactly the op's parameters,
     whether it takes these shapes and dtypes. `host_metadata`: it reads the ragged lengths on the host, so they are
-    passed as CPU tensors and no graph can capture it. `row_invariant`: a row's result does not depend on the batch.
+    passed as CPU tensors and no graph can capture it. `opaque`: it launches what no compiler can look into (a raw
+    kernel), so that it is an operator of its own in compiled code. `row_invariant`: a row's result does not depend on
+    the batch.
     """
 
     op: str
@@ -36,6 +38,7 @@ class Implementation:
     deterministic: bool = True
     row_invariant: bool = False
     host_metadata: bool = False
+    opaque: bool = False
 
 
 IMPLEMENTATIONS: dict[tuple[str, Framework], dict[str, Implementation]] = {}

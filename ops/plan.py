@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .declare import REGISTRY, Op, OpError
-from .implement import IMPLEMENTATIONS, Framework, Implementation
+from .implement import IMPLEMENTATIONS, Framework, Implementation, always
 from .source_hash import source_hash
 
 COMPOSITION = "composition"
@@ -93,6 +93,24 @@ class Plans:
         lines = [f"{kind}={plan.hash}" for kind, plan in sorted(self.by_kind.items())]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
+    @property
+    def factors(self) -> dict[str, str]:
+        """All that compiled code depends on here: provider and uuid, by `kind/op`.
+
+        A compile cache keeps them beside what it stores, so that a miss can say what has changed.
+        """
+        return {
+            f"{kind}/{op}": f"{plan.framework}:{choice.provider}:{choice.uuid}"
+            for kind, plan in sorted(self.by_kind.items())
+            for op, choice in sorted(plan.choices.items())
+        }
+
+    @property
+    def cache_key(self) -> str:
+        """Hex digest, all 256 bits, of the factors: it belongs into every key of a compile cache."""
+        lines = [f"{name}={value}" for name, value in self.factors.items()]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
 
 def set_default(op: str, framework: Framework, *providers: str) -> None:
     """Set the order in which providers of `op` are tried in this process. Raises OpError for an unknown op."""
@@ -142,7 +160,8 @@ def resolve(
 
     Tried are, in this order: the scoped priority, the user's (`priorities`), the process default, and last the native
     implementation (or, for a coarse op, the composition of its finer ops), which takes everything. With `calls`, a
-    provider must also accept the arguments of every call of its op. Raises OpError for an unknown op or provider.
+    provider must also accept the arguments of every call of its op. Raises OpError for an unknown op or provider, and
+    for an op whose last provider has a predicate.
     """
     from .plugins import load_plugins
 
@@ -162,21 +181,45 @@ def resolve(
 def _choose(
     op: Op, framework: Framework, order: Sequence[str], enabled: bool, calls: Sequence[Mapping[str, Any]]
 ) -> Choice:
-    fallback = COMPOSITION if op.level == "coarse" else NATIVE
     available = dict(IMPLEMENTATIONS.get((op.name, framework), {}))
-    if fallback not in available:
-        available[fallback] = _fallback(op, framework)
+    last = _last(op, framework, available)
+    available[last.provider] = last
     for provider in order:
         if provider not in available:
             known = ", ".join(sorted(available))
             raise OpError(f"op {op.name!r} has no provider {provider!r} for {framework}; known are {known}")
     passed_over: list[tuple[str, str]] = []
-    for provider in dict.fromkeys((*order, fallback)):
+    for provider in dict.fromkeys(order):
         why = "the op is disabled" if not enabled else _refusal(available[provider], calls)
-        if provider == fallback or why is None:
+        if provider == last.provider or why is None:
             return Choice(op.name, available[provider], tuple(passed_over))
         passed_over.append((provider, why))
-    raise OpError(f"op {op.name!r}: no implementation for {framework}")
+    return Choice(op.name, last, tuple(passed_over))
+
+
+def _last(op: Op, framework: Framework, available: Mapping[str, Implementation]) -> Implementation:
+    """What every priority list of an op ends with: the composition, the native one, or what was registered last.
+
+    Raises OpError if there is none, or if it does not take everything.
+    """
+    if op.level == "coarse":
+        if COMPOSITION in available:
+            raise OpError(f"op {op.name!r}: {COMPOSITION!r} is what its finer ops give, no provider may have that name")
+        return Implementation(op.name, COMPOSITION, framework, op.reference)
+    if NATIVE not in available and (op.native == "reference" or framework == "numpy"):
+        from .namespaces import namespace
+
+        return Implementation(op.name, NATIVE, framework, _named(op, partial(op.reference, namespace(framework))))
+    if not available:
+        raise OpError(f"op {op.name!r} needs a native implementation for {framework}, and none is registered")
+    last = available.get(NATIVE) or [*available.values()][-1]
+    if last.supports_args is not None or last.supported is not always:
+        why = "a per-argument predicate" if last.supports_args is not None else "support that depends on the machine"
+        raise OpError(
+            f"op {op.name!r}: the last provider for {framework}, {last.provider!r}, has {why}; it must take everything "
+            f"(register a {NATIVE!r} one without predicates)"
+        )
+    return last
 
 
 def _refusal(implementation: Implementation, calls: Sequence[Mapping[str, Any]]) -> str | None:
@@ -189,16 +232,6 @@ def _refusal(implementation: Implementation, calls: Sequence[Mapping[str, Any]])
                 shapes = {name: getattr(value, "shape", value) for name, value in arguments.items()}
                 return f"does not take {', '.join(f'{name}={shape}' for name, shape in shapes.items())}"
     return None
-
-
-def _fallback(op: Op, framework: Framework) -> Implementation:
-    if op.level == "coarse":
-        return Implementation(op.name, COMPOSITION, framework, op.reference)
-    if op.native == "per framework" and framework != "numpy":
-        raise OpError(f"op {op.name!r} needs a native implementation for {framework}, and none is registered")
-    from .namespaces import namespace
-
-    return Implementation(op.name, NATIVE, framework, _named(op, partial(op.reference, namespace(framework))))
 
 
 def _named(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:

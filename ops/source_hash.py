@@ -11,10 +11,11 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 VERSIONS = {"numpy": ("numpy",), "jax": ("jax", "jaxlib"), "torch": ("torch", "triton")}
@@ -22,13 +23,35 @@ KERNEL_SUFFIXES = (".cu", ".cuh", ".json")
 
 
 def source_hash(function: Callable[..., Any], framework: str) -> str:
-    """Hex digest of all that `function` is made of, in `framework`."""
-    modules = {inspect.unwrap(function).__module__}
-    package = modules.copy().pop().split(".")[0]
-    if package == __package__.split(".")[0]:
+    """Hex digest of all that `function` is made of, in `framework`: sources, bound and enclosed values, versions."""
+    modules, values = _made_of(function)
+    if any(name.split(".")[0] == __package__.split(".")[0] for name in modules):
         # A native implementation is its reference in a namespace.
         modules.add(f"{__package__}.namespaces.{framework}_")
-    return _hash(frozenset(modules), framework)
+    sources = _hash(frozenset(modules), framework)
+    return hashlib.sha256("\n".join([sources, *values]).encode()).hexdigest()[:16] if values else sources
+
+
+def _made_of(function: Callable[..., Any]) -> tuple[set[str], list[str]]:
+    """Modules of a function and of those that it wraps, binds or encloses, and the plain values that it does."""
+    modules: set[str] = set()
+    values: list[str] = []
+    seen: set[int] = set()
+    todo: list[Any] = [function]
+    while todo:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, partial):
+            todo += [item.func, *item.args, *item.keywords.values()]
+        elif isinstance(item, (bool, int, float, str, bytes, tuple, list, dict, NoneType)):
+            values.append(repr(item))
+        elif callable(item):
+            modules.add(inspect.unwrap(item).__module__)
+            todo += [cell.cell_contents for cell in getattr(item, "__closure__", None) or ()]
+            todo += [item.__wrapped__] if hasattr(item, "__wrapped__") else []
+    return modules, sorted(values)
 
 
 @cache

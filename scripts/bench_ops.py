@@ -4,7 +4,8 @@
 
 Bytes are those of the op's inputs and outputs, each counted once: caches and weights that a case does not read whole
 make the figure too kind, arithmetic makes the share too low; it is a floor from traffic, not a roofline. The last lines
-give the price of a call: the plain function, the planned one, and the one behind a torch operator.
+give the price of a call of torch: the plain function, the planned one (unwrapped), and the one behind an operator
+(wrapped).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ from twinfer.ops.implement import IMPLEMENTATIONS
 from twinfer.ops.testing import TESTING
 
 REPEATS = 7
+SLOW = 1.0
+ROUNDS, CALLS = 101, 200
 
 
 class Device:
@@ -53,11 +57,14 @@ class Device:
         return from_numpy(np.ascontiguousarray(value)).to(self.where)
 
     def seconds(self, function: Callable[[], Any]) -> float:
-        """Median time of a call, many calls at a time."""
+        """Median time of a call, many calls at a time; of one call if it takes longer than SLOW seconds."""
         self._wait(function())
         start = time.perf_counter()
         self._wait(function())
-        count = max(1, min(1000, int(0.02 / max(time.perf_counter() - start, 1e-7))))
+        once = time.perf_counter() - start
+        if once > SLOW:
+            return once
+        count = max(1, min(1000, int(0.02 / max(once, 1e-7))))
         times = []
         for _ in range(REPEATS):
             start = time.perf_counter()
@@ -119,21 +126,30 @@ def bench_op(device: Device, op: str, dtype: str, limit: float) -> list[dict[str
 
 
 def call_prices() -> dict[str, float]:
-    """Nanoseconds of one call on a tensor of 8 numbers, above nothing: plain, planned, behind an operator."""
+    """Nanoseconds of a call of `add` on 8 numbers: plain, planned (unwrapped), behind an operator (wrapped).
+
+    The three take turns, so that whatever else the machine does slows all of them alike.
+    """
     import torch
 
     from twinfer.ops.bindings.torch import bind
     from twinfer.ops.namespaces import namespace
-    from twinfer.ops.reference.dense import silu_and_mul
+    from twinfer.ops.reference.dense import add
 
-    device, x, xp = Device("torch", "cpu"), torch.ones(1, 8), namespace("torch")
-    plan = resolve("torch")
-    prices = {"plain": device.seconds(lambda: silu_and_mul(xp, x)) * 1e9}
-    planned = plan.bind().silu_and_mul
-    prices["planned"] = device.seconds(lambda: planned(x)) * 1e9
-    wrapped = bind(plan, wrap=True, compiling=False).silu_and_mul
-    prices["wrapped"] = device.seconds(lambda: wrapped(x)) * 1e9
-    return prices
+    x, xp, plan = torch.ones(1, 8), namespace("torch"), resolve("torch")
+    calls = {
+        "plain": lambda: add(xp, x, x),
+        "planned": partial(bind(plan).add, x, x),
+        "wrapped": partial(bind(plan, wrap=True).add, x, x),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            start = time.perf_counter_ns()
+            for _ in range(CALLS):
+                call()
+            times[name].append((time.perf_counter_ns() - start) / CALLS)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def main() -> None:
@@ -148,7 +164,9 @@ def main() -> None:
     load_all()
     device = Device(arguments.framework, arguments.device)
     limit = device.copy_rate()
-    print(f"{arguments.framework} on {arguments.device}: a copy moves {limit / 1e9:.0f} GB/s")
+    plan_hash = resolve(arguments.framework).hash
+    where = f"{arguments.framework} on {arguments.device}"
+    print(f"{where}: a copy moves {limit / 1e9:.0f} GB/s; hash of the plan of native ops {plan_hash}")
     rows = []
     for op in arguments.ops.split(",") if arguments.ops else sorted(TESTING):
         dtype = arguments.dtype if arguments.dtype in TESTING[op].dtypes else TESTING[op].dtypes[0]
@@ -158,10 +176,10 @@ def main() -> None:
             print(f"{where} {row['us']:10.1f} us {row['gb_s']:8.1f} GB/s {row['share']:6.1%}", flush=True)
     prices = call_prices() if arguments.framework == "torch" else {}
     for name, price in prices.items():
-        print(f"a call on a tensor of 8 numbers, {name}: {price:.0f} ns")
+        print(f"a call of add on 8 numbers, {name}: {price:.0f} ns, {price - prices['plain']:+.0f}")
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"limit": limit, "rows": rows, "call_ns": prices}, file, indent=1)
+            json.dump({"plan_hash": plan_hash, "limit": limit, "rows": rows, "call_ns": prices}, file, indent=1)
 
 
 if __name__ == "__main__":

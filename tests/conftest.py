@@ -40,3 +40,35 @@ def pytest_configure(config: pytest.Config) -> None:
 def device(request: pytest.FixtureRequest) -> str:
     """The device of the end-to-end tests."""
     return str(request.config.getoption("--device"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print which case saw each mutant of an op (`test_ops_contracts.py`): a line an op, with -v a line a mutant.
+
+    The rows travel as properties of the tests' reports, which xdist brings home from its workers.
+    """
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
+    rows = [row for report in reports for name, value in report.user_properties if name == "mutants" for row in value]
+    if not rows or config.get_verbosity() < -1:
+        return
+    seen, everyone = ({(op, mutant) for op, mutant, _, by in rows if by or whole} for whole in (False, True))
+    terminalreporter.section(f"mutants: {len(seen)} of {len(everyone)} rejected")
+    for op in sorted({op for op, *_ in rows}):
+        mine = [row[1:] for row in rows if row[0] == op]
+        if config.get_verbosity() < 1:
+            terminalreporter.write_line(f"{op:26} {_by_dtype(mine)}")
+            continue
+        for mutant, dtype, by in mine:
+            what = f"{by[0]:8}{by[1]:9.3g}  {by[2]}" if by else "-"
+            terminalreporter.write_line(f"{op:24} {mutant:44.44} {dtype:9} {what}")
+
+
+def _by_dtype(rows: list[tuple[str, str, tuple[str, float, str] | None]]) -> str:
+    """How many mutants are rejected in each dtype, and the one that is seen least clearly."""
+    parts = []
+    for dtype in dict.fromkeys(dtype for _, dtype, _ in rows):
+        mine = [(by[1], mutant) if by else None for mutant, other, by in rows if other == dtype]
+        seen = [found for found in mine if found]
+        least = f", least {min(seen)[0]:.3g} ({min(seen)[1]:.28})" if seen else ""
+        parts.append(f"{dtype} {len(seen)}/{len(mine)}{least}")
+    return "; ".join(parts)

@@ -13,10 +13,12 @@ from ..plan import Plan
 
 def bind(plan: Plan) -> Any:
     """A namespace of the plan's ops for JAX programs."""
-    return plan.bind(_named_jit)
+    return plan.bind(named_jit)
 
 
-def _named_jit(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
+def named_jit(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as a jit of the op's name, its Python values static."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 

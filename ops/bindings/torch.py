@@ -3,15 +3,16 @@
 Every op can be called as `twinfer::<op>`, which has two overloads:
 
 - the default one is functional: it copies the activations before an implementation that writes into them;
-- `maybe_inplace` (ops with one activation per result) gives its activations away: what they hold afterwards is
-  undefined, and the results may lie in their memory, as the schema says. Compilers must turn it into the functional one
-  first (`gpu/passes`); AOTAutograd refuses it as it stands.
+- `maybe_inplace` (ops with one activation per result, or with state) gives its activations away: what they hold
+  afterwards is undefined, and the results may lie in their memory, as the schema says. Compilers must turn it into the
+  functional one first (`gpu/passes`); AOTAutograd refuses it as it stands.
 
 What runs behind an operator is said by its keyword `plan`, the hash of a plan that was bound in this process, so that
 engines with different plans share the operators, whose registration is irreversible, without clashing. An empty hash
 means the native implementations.
 
-Implementations that no graph may look into, because they write in place or read the host, are operators of their own:
+Implementations that no graph may look into, because they write in place, read the host or launch a raw kernel, are
+operators of their own:
 `twinfer_impl::<op>_<provider>`.
 """
 
@@ -37,14 +38,10 @@ KINDS = {
     "Array": "Tensor",
     "Array | None": "Tensor?",
     "float": "float",
-    "int": "int",
+    "int": "SymInt",  # a size that a compiled graph left open stays open
     "bool": "bool",
     "str": "str",
 }
-RESULTS_LIKE = {"write_kv": ("kv",), "paged_attention": ("q",)}
-"""The arguments that the results look like, for ops whose reference serves numpy only."""
-STATE = frozenset({"write_kv"})
-"""Ops that are called for what they write: nothing ever stands a copy in for what they are given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,8 @@ _opaque: dict[tuple[str, str], tuple[Implementation, Callable[..., Any]]] = {}
 def bind(plan: Plan, *, compiling: bool = False, wrap: bool = False) -> Any:
     """A namespace of the plan's ops.
 
-    Plain functions by default; when `compiling`, those that write in place or read the host are opaque operators.
+    Plain functions by default; when `compiling`, those that write in place, read the host or launch raw kernels are
+    opaque operators.
     With `wrap`, every call is one operator `twinfer::<op>`. On all roads a call of an op whose planned implementation
     writes in place gives its activations away; a composition's own calls do not, but for the state that it was given.
     Raises OpError.
@@ -85,9 +83,9 @@ def bind(plan: Plan, *, compiling: bool = False, wrap: bool = False) -> Any:
 
     def choose(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
         choice = plan[op.name].implementation
-        if compiling and (choice.host_metadata or choice.inplace):
+        if compiling and (choice.host_metadata or choice.inplace or choice.opaque):
             function = opaque(op, choice)
-        if not choice.inplace or op.name in STATE:
+        if not choice.inplace or op.state:
             return function
         direct[op.name] = function
         return _copying(op, function)
@@ -146,7 +144,7 @@ def writes(plan: Plan, name: str) -> bool:
     choice = plan[name].implementation
     if choice.provider != COMPOSITION:
         return choice.inplace
-    parts = [part for part in REGISTRY[name].composition if part in STATE or plan[part].provider == COMPOSITION]
+    parts = [part for part in REGISTRY[name].composition if REGISTRY[part].state or plan[part].provider == COMPOSITION]
     return any(writes(plan, part) for part in parts)
 
 
@@ -179,7 +177,7 @@ def front(name: str) -> Front:
     library.impl(name, partial(_run_functional, op), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", partial(_fake_functional, op), lib=library)
     inplace = None
-    if op.activations and len(op.activations) == (result_count(op) or 1):
+    if op.activations and (op.state or len(op.activations) == (result_count(op) or 1)):
         overload = f"{name}.maybe_inplace"
         library.define(overload + _schema(op, donated=True))
         library.impl(overload, partial(_run_inplace, op), "CompositeExplicitAutograd")
@@ -200,7 +198,7 @@ def _schema(op: Op, *, donated: bool) -> str:
     marks = dict(zip(op.activations, "abcdefgh", strict=False)) if donated else {}
     parameters = [*_parameters(op, marks), "*", 'str plan=""']
     count = result_count(op)
-    results = [f"Tensor({mark}!)" for mark in marks.values()] or ["Tensor"] * (count or 1)
+    results = ["Tensor"] * ((count or 1) - len(marks)) + [f"Tensor({mark}!)" for mark in marks.values()]
     return f"({', '.join(parameters)}) -> {results[0] if count is None else '(' + ', '.join(results) + ')'}"
 
 
@@ -240,8 +238,10 @@ def _fake_inplace(op: Op, *args: Any, plan: str = "", **kwargs: Any) -> Any:
     if op.name not in _bound(plan).writes:
         return getattr(_fakes(), op.name)(*args, **kwargs)
     given = op.signature.bind(*args, **kwargs).arguments
-    results = tuple(given[name] for name in op.activations)
-    return results[0] if result_count(op) is None else results
+    donated = tuple(given[name] for name in op.activations)
+    if len(donated) == (result_count(op) or 1):
+        return donated[0] if result_count(op) is None else donated
+    return (*getattr(_fakes(), op.name)(*args, **kwargs)[: -len(donated)], *donated)
 
 
 class _Fakes:
@@ -254,11 +254,10 @@ class _Fakes:
         if op.native == "reference":
             return partial(op.reference, namespace("torch"))
         first = next(p.name for p in op.signature.parameters.values() if p.annotation == "Array")
-        like = RESULTS_LIKE.get(name, (first,) * (result_count(op) or 1))
 
         def shape(*args: Any, **kwargs: Any) -> Any:
             given = op.signature.bind(*args, **kwargs).arguments
-            results = tuple(torch.empty_like(given[source]) for source in like)
+            results = tuple(torch.empty_like(given[first]) for _ in range(result_count(op) or 1))
             return results[0] if result_count(op) is None else results
 
         return shape
@@ -272,7 +271,7 @@ def _fakes() -> _Fakes:
 def opaque(op: Op, implementation: Implementation) -> Callable[..., Any]:
     """An implementation as the operator `twinfer_impl::<op>_<provider>`.
 
-    One that writes in place returns nothing to the graph: its results are its activations, which the caller gets back.
+    What one that writes in place gives the graph is only its results beyond its activations, which the caller has.
     A provider of an op is registered once, so no plans can differ in what is behind it. Raises OpError.
     """
     key = (op.name, implementation.provider)
@@ -281,10 +280,11 @@ def opaque(op: Op, implementation: Implementation) -> Callable[..., Any]:
         return _opaque[key][1]
     positions = activation_positions(op) if implementation.inplace else ()
     count = result_count(op)
-    if implementation.inplace and len(positions) != (count or 1):
+    fresh = (count or 1) - len(positions)
+    if positions and fresh and not op.state:
         raise OpError(f"op {op.name!r}: an in-place implementation needs one activation per result")
     marks = dict(zip(op.activations, "abcdefgh", strict=False)) if implementation.inplace else {}
-    results = "()" if marks else "Tensor" if count is None else f"({', '.join(['Tensor'] * count)})"
+    results = "Tensor" if fresh == 1 else f"({', '.join(['Tensor'] * fresh)})"
     name = f"{op.name}_{implementation.provider}"
     library = _library(IMPLEMENTATIONS)
     library.define(f"{name}({', '.join(_parameters(op, marks))}) -> {results}")
@@ -293,13 +293,14 @@ def opaque(op: Op, implementation: Implementation) -> Callable[..., Any]:
         result = _opaque[key][0].function(*args)
         if not positions:
             return result
-        for position, value in zip(positions, result if count else (result,), strict=True):
+        parts = _as_tuple(result)
+        for position, value in zip(positions, parts[fresh:], strict=True):
             if value is not args[position]:
                 raise OpError(f"op {op.name!r}: {implementation.provider!r} works in place and returns other tensors")
-        return None
+        return _of_graph(parts[:fresh])
 
     def fake(*args: Any) -> Any:
-        return None if positions else _fake_functional(op, *args)
+        return _of_graph(_as_tuple(_fake_functional(op, *args))[:fresh])
 
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{IMPLEMENTATIONS}::{name}", fake, lib=library)
@@ -309,7 +310,17 @@ def opaque(op: Op, implementation: Implementation) -> Callable[..., Any]:
         result = operator(*args)
         if not positions:
             return result
-        return args[positions[0]] if count is None else tuple(args[position] for position in positions)
+        parts = (*(_as_tuple(result) if fresh else ()), *(args[position] for position in positions))
+        return parts[0] if count is None else parts
 
     _opaque[key] = (implementation, call)
     return call
+
+
+def _as_tuple(result: Any) -> tuple[Any, ...]:
+    return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def _of_graph(parts: tuple[Any, ...]) -> Any:
+    """Results as an operator returns them: nothing, one, or a tuple."""
+    return parts if len(parts) > 1 else parts[0] if parts else None

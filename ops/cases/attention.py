@@ -1,4 +1,4 @@
-"""Cases of the KV write and of paged attention."""
+"""Cases of the KV write, alone and with norm and rotation before it, and of paged attention."""
 
 from __future__ import annotations
 
@@ -7,10 +7,21 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ..testing import DTYPES, Arguments, Bound, Case, Testing, judged_by
-from .generators import generator, normal, strided, to_bfloat16
+from .generators import generator, normal, strided, to_bfloat16, weights
+
+NARROW: dict[str, tuple[Any, float]] = {"fp8": (ml_dtypes.float8_e4m3fn, 448.0), "int8": (np.int8, 127.0)}
+
+
+def narrow(x: np.ndarray, kind: str, scale: float) -> np.ndarray:
+    """x / scale as a cache of fp8 or int8 holds it; NaN is 0 in int8."""
+    dtype, limit = NARROW[kind]
+    y = np.clip(x.astype(np.float32) * np.float32(1.0 / scale), -limit, limit)
+    return np.asarray((np.nan_to_num(np.rint(y)) if kind == "int8" else y).astype(dtype))
+
 
 # --- write_kv --------------------------------------------------------------------------------------------------------
 
@@ -26,6 +37,10 @@ def _write_cases(dtype: str) -> Iterator[Case]:
         k[2], v[5] = np.nan, np.nan  # rows of no slot
         arguments: Arguments = {"kv": kv, "k": k, "v": v, "slots": slots}
         yield Case(name, arguments)
+    for kind, scales in (("fp8", (1.0, 0.37)), ("int8", (0.02, 0.05))):  # some entries saturate
+        cache = {"kv": narrow(kv, kind, 1.0), "k_scale": scales[0], "v_scale": scales[1]}
+        large = {"k": k * k.dtype.type(2.0), "v": v * v.dtype.type(200.0)}
+        yield Case(f"{kind} cache", arguments | cache | large)
     yield Case("no row has a slot", arguments | {"slots": np.full(9, -1, np.int32)})
     yield Case("views", arguments | {"k": strided(k), "v": strided(v)})
     if dtype == "bfloat16":
@@ -45,9 +60,23 @@ def _scratch(a: Arguments) -> np.ndarray:
     return free
 
 
-def _wrong_write(xp: Any, kv: Any, k: Any, v: Any, slots: Any, fault: str) -> Any:
+def _wrong_write(
+    xp: Any, kv: Any, k: Any, v: Any, slots: Any, k_scale: float = 1.0, v_scale: float = 1.0, fault: str = ""
+) -> Any:
     out = kv.reshape(-1, *kv.shape[2:]).copy()
     real = slots >= 0
+    kind = {1: "int8" if kv.dtype == np.int8 else "fp8"}.get(kv.dtype.itemsize)
+    if fault == "scales ignored":
+        k_scale = v_scale = 1.0
+    elif fault == "scales swapped":
+        k_scale, v_scale = v_scale, k_scale
+    elif fault == "multiplied by the scale":
+        k_scale, v_scale = 1.0 / k_scale, 1.0 / v_scale
+    if kind and fault == "truncated" and kind == "int8":
+        k, v = (np.trunc(np.nan_to_num(np.clip(x.astype(np.float32) * np.float32(1 / s), -127, 127))).astype(np.int8)
+                for x, s in ((k, k_scale), (v, v_scale)))  # fmt: skip
+    elif kind:
+        k, v = narrow(k, kind, k_scale), narrow(v, kind, v_scale)
     if fault == "padding written to slot 0":
         out[np.maximum(slots, 0)[~real], 0::2] = 0
     elif fault == "padding written to the last real slot":
@@ -73,6 +102,7 @@ def _wrong_write(xp: Any, kv: Any, k: Any, v: Any, slots: Any, fault: str) -> An
 WRITE_FAULTS = (
     *("padding written to slot 0", "padding written to the last real slot", "page and offset swapped", "next slot"),
     *("last row lost", "K and V swapped", "halves, not interleaved", "V not written"),
+    *("scales ignored", "scales swapped", "multiplied by the scale", "truncated"),
 )
 
 judged_by(
@@ -83,6 +113,124 @@ judged_by(
         free=_scratch,
         mutants={fault: partial(_wrong_write, fault=fault) for fault in WRITE_FAULTS},
         truth=partial(_wrong_write, fault=""),
+    ),
+)
+
+
+# --- norm_rope_write_kv ----------------------------------------------------------------------------------------------
+
+
+def _fused_arguments(
+    rng: np.random.Generator, dtype: str, tokens: int, heads: tuple[int, int], hdim: int, pages: tuple[int, int],
+    rotated: int = 0, norms: bool = True,
+) -> Arguments:  # fmt: skip
+    """A step of `tokens` rows, the second of which has no slot; pages: (how many, slots in each)."""
+    kv = normal(rng, dtype, *pages, 2 * heads[1], hdim)
+    kv[0, 0] = np.nan
+    slots = rng.permutation(np.arange(1, pages[0] * pages[1] - 1))[:tokens].astype(np.int32)
+    slots[1:2] = -1
+    qkv = normal(rng, dtype, tokens, (heads[0] + 2 * heads[1]) * hdim)
+    qkv[: tokens // 2] *= qkv.dtype.type(20.0)
+    qkv[-1] = 0.0
+    angles = rng.uniform(0.0, 2e3, (tokens, (rotated or hdim) // 2))
+    return {
+        "qkv": qkv, "kv": kv, "q_weight": weights(rng, dtype, hdim) if norms else None,
+        "k_weight": weights(rng, dtype, hdim) if norms else None, "cos": np.cos(angles).astype(np.float32),
+        "sin": np.sin(angles).astype(np.float32), "slots": slots, "eps": 1e-6,
+    }  # fmt: skip
+
+
+def _fused_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("norm_rope_write_kv")
+    arguments = _fused_arguments(rng, dtype, 9, (4, 2), 32, (5, 4))
+    yield Case("norms", arguments)
+    yield Case("large eps", arguments | {"eps": 0.5})
+    yield Case("no norms", arguments | {"q_weight": None, "k_weight": None})
+    yield Case("view of a wider array", arguments | {"qkv": strided(arguments["qkv"])})
+    yield Case("odd head size, partly rotated", _fused_arguments(rng, dtype, 5, (3, 1), 23, (3, 16), rotated=10))
+    yield Case("one token", _fused_arguments(rng, dtype, 1, (16, 8), 64, (2, 16)))
+    if dtype == "bfloat16":
+        for tokens in (64, 2048):
+            source = partial(_fused_arguments, rng, dtype, tokens, (16, 8), 128, (1024, 16))
+            yield Case(f"Qwen3-0.6B, {tokens} tokens", source, ("bench",))
+
+
+def _wrong_fused(
+    ops: Any, qkv: Any, kv: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, slots: Any, eps: float,
+    k_scale: float = 1.0, v_scale: float = 1.0, fault: str = "",
+) -> Any:  # fmt: skip
+    size, kv_heads = kv.shape[3], kv.shape[2] // 2
+    x = qkv.reshape(len(qkv), -1, size)
+    heads = x.shape[1] - 2 * kv_heads
+    q, k, v = x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
+    if fault == "K and V swapped":
+        k, v = v, k
+    elif fault == "weights of q and k swapped":
+        q_weight, k_weight = k_weight, q_weight
+    eps = {"eps missing": 0.0, "eps of another model": eps * 10}.get(fault, eps)
+    if q_weight is not None and fault != "q not normed":
+        q = ops.rms_norm(q, q_weight, eps)
+    if k_weight is not None and fault != "k not normed":
+        k = ops.rms_norm(k, k_weight, eps)
+    if k_weight is not None and fault == "v normed":
+        v = ops.rms_norm(v, k_weight, eps)
+    if fault == "rotated the other way":
+        sin = -sin
+    elif fault == "angles of the next token":
+        cos, sin = np.roll(cos, -1, 0), np.roll(sin, -1, 0)
+    turned, keys = ops.rotary_embedding(q, k, cos, sin)
+    if fault == "k not rotated":
+        keys = k
+    elif fault == "v rotated":
+        v = ops.rotary_embedding(v, v, cos, sin)[0]
+    elif fault == "q scaled by 1.005":
+        turned = turned * 1.005
+    if fault == "next slot":
+        slots = np.where(slots < 0, slots, slots + 1)
+    return turned, ops.write_kv(kv, keys, v, slots, k_scale, v_scale)
+
+
+def _fused_sizes(a: Arguments) -> Any:
+    """What is added up in each rotated entry, or the entry itself; the cache likewise."""
+    size, kv_heads = a["kv"].shape[3], a["kv"].shape[2] // 2
+    x = a["qkv"].reshape(len(a["qkv"]), -1, size).astype(np.float64)
+    heads, half = x.shape[1] - 2 * kv_heads, a["cos"].shape[1]
+    for part, weight in ((slice(0, heads), a["q_weight"]), (slice(heads, heads + kv_heads), a["k_weight"])):
+        if weight is not None:
+            y = x[:, part]
+            x[:, part] = y / np.sqrt((y**2).mean(-1, keepdims=True) + a["eps"]) * weight
+    size_ = np.abs(x)
+    c, s = np.abs(a["cos"])[:, None], np.abs(a["sin"])[:, None]
+    first, second = size_[..., :half].copy(), size_[..., half : 2 * half].copy()
+    turned = slice(0, heads + kv_heads)
+    size_[:, turned, :half] = (first * c + second * s)[:, turned]
+    size_[:, turned, half : 2 * half] = (second * c + first * s)[:, turned]
+    cache = np.abs(a["kv"]).reshape(-1, 2 * kv_heads, size).astype(np.float64)
+    real = a["slots"] >= 0
+    cache[a["slots"][real], 0::2] = size_[real, heads : heads + kv_heads]
+    return size_[:, :heads], cache.reshape(a["kv"].shape)
+
+
+FUSED_FAULTS = (
+    *("K and V swapped", "weights of q and k swapped", "eps missing", "eps of another model", "q not normed"),
+    *("k not normed", "v normed", "rotated the other way", "angles of the next token", "k not rotated", "v rotated"),
+    *("q scaled by 1.005", "next slot"),
+)
+
+judged_by(
+    "norm_rope_write_kv",
+    Testing(
+        _fused_cases,
+        Bound(
+            inner=1.0,
+            reason="the norm, which it is composed of, rounds before the rotation; the oracle rounds there too, so "
+            "that only what rounds differently, or not at all, is left",
+        ),
+        magnitude=_fused_sizes,
+        rounded=_fused_sizes,
+        free=lambda a: (None, _scratch(a)),
+        mutants={fault: partial(_wrong_fused, fault=fault) for fault in FUSED_FAULTS},
+        truth=partial(_wrong_fused, fault=""),
     ),
 )
 
@@ -161,6 +309,9 @@ def _attention_cases(dtype: str) -> Iterator[Case]:
     sharp["q"] *= sharp["q"].dtype.type(30.0)  # scores in the hundreds: a softmax without its maximum overflows
     sharp["q"][1] *= sharp["q"].dtype.type(0.0)  # a mean of the values
     yield Case("decode, sharp and flat", sharp)
+    for kind, k_scale, v_scale in (("fp8", 0.9, 0.6), ("int8", 0.031, 0.037)):
+        for name, arguments in (("decode, padded", decode), ("mixed, window and soft cap", mixed)):
+            yield Case(f"{name}, {kind} cache", _narrowed(arguments, kind, k_scale, v_scale))
     for name, arguments, fill in (
         ("decode, NaN below the window", decode | {"window": 5}, _spoil_below_window),
         ("mixed, NaN below the window", mixed | {"window": 4}, _spoil_below_window),
@@ -172,6 +323,32 @@ def _attention_cases(dtype: str) -> Iterator[Case]:
         lengths = [int(n) for n in bench.integers(200, 2000, 64)]
         for name, n, m in (("decode, 64 requests", lengths, [1] * 64), ("prefill of 1024", [1024], [1024])):
             yield Case(name, partial(paged, bench, dtype, n, m, (16, 8), 128, 16), ("bench",))
+
+
+def _narrowed(a: Arguments, kind: str, k_scale: float, v_scale: float) -> Arguments:
+    """The same step over a cache of fp8 or int8. What no request holds is large in int8, which has no NaN."""
+    unused = np.isnan(a["kv"].astype(np.float32)).all((2, 3))
+    kv = np.empty(a["kv"].shape, NARROW[kind][0])
+    kv[..., 0::2, :] = narrow(a["kv"][..., 0::2, :], kind, k_scale)
+    kv[..., 1::2, :] = narrow(a["kv"][..., 1::2, :], kind, v_scale)
+    if kind == "int8":
+        kv[unused] = 127
+    return a | {"kv": kv, "k_scale": k_scale, "v_scale": v_scale}
+
+
+def _open(a: Arguments) -> np.ndarray:
+    """Rows of a request in which another row sees NaN: the contract leaves them open."""
+    free = np.zeros((len(a["q"]), 1, 1), bool)
+    for i in range(a["counts"][1]):
+        start, stop, length = int(a["query_start"][i]), int(a["query_start"][i + 1]), int(a["kv_lens"][i])
+        pages = a["page_table"][i, : -(-length // a["kv"].shape[1])]
+        slots = a["kv"][pages].reshape(-1, *a["kv"].shape[2:])[:length].astype(np.float32)
+        spoilt = np.isnan(slots).any((1, 2))
+        position, slot = np.arange(length - (stop - start), length)[:, None], np.arange(length)[None, :]
+        seen = (slot <= position) & ((slot > position - a["window"]) if a["window"] > 0 else True)
+        hit = (seen & spoilt).any(1)
+        free[start:stop, 0, 0] = hit.any() & ~hit
+    return free
 
 
 def _spoil_below_window(a: Arguments) -> np.ndarray:
@@ -201,9 +378,12 @@ class _Fault:
 
     def __call__(
         self, xp: Any, q: Any, kv: Any, page_table: Any, query_start: Any, kv_lens: Any, counts: Any, scale: float,
-        window: int, soft_cap: float, max_query_len: int,
+        window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
     ) -> Any:  # fmt: skip
         out = np.zeros_like(q)
+        kv = kv.astype(np.float64)
+        kv[..., 0::2, :] *= 1.0 if self.fault == "scale of K ignored" else k_scale
+        kv[..., 1::2, :] *= 1.0 if self.fault == "scale of V ignored" else v_scale
         if self.fault == "padding not zeroed":
             out += 1.0
         scale = {"scale missing": 1.0, "scale off by 1.005": scale * 1.005}.get(self.fault, scale)
@@ -296,7 +476,8 @@ class _Fault:
             )
             spread = spread + 1.0 + (weights * spread).sum(-1, keepdims=True)
             return np.einsum("hts,shd->thd", weights * spread, np.abs(np.where(np.isnan(values), 0.0, values)))
-        return np.einsum("hts,shd->thd", weights, np.where(np.isnan(values), 0.0, values))
+        mean = np.einsum("hts,shd->thd", weights, np.where(np.isnan(values), 0.0, values))
+        return np.where(np.einsum("ts,shd->thd", 1.0 * seen, 1.0 * np.isnan(values)) > 0, np.nan, mean)
 
 
 def _sizes(a: Arguments, which: str) -> Any:
@@ -310,7 +491,7 @@ ATTENTION_FAULTS = (
     *("halves, not interleaved", "heads mapped modulo", "heads mapped reversed", "soft cap ignored"),
     *("soft cap without division", "soft cap of the mask", "scale missing", "scale off by 1.005", "scaled by 1.005"),
     *("last 8 of hdim skipped", "scores rounded to bfloat16", "one more in the sum", "softmax of base 2"),
-    *("maximum not taken off", "padding not zeroed"),
+    *("maximum not taken off", "padding not zeroed", "scale of K ignored", "scale of V ignored"),
 )
 
 judged_by(
@@ -323,6 +504,7 @@ judged_by(
         ),
         magnitude=partial(_sizes, which="sums"),
         rounded=partial(_sizes, which="weights"),
+        free=_open,
         rows=("q",),
         mutants={fault: _Fault(fault) for fault in ATTENTION_FAULTS},
         truth=_Fault(),

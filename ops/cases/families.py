@@ -13,6 +13,7 @@ import numpy as np
 from ..reference import activations as act
 from ..reference import norms, parallel, rotary
 from ..testing import DTYPES, Arguments, Bound, Case, Testing, judged_by
+from .dense import silu_cases, silu_magnitude
 from .generators import strided
 
 Function = Callable[..., Any]
@@ -140,7 +141,24 @@ def _other_gelu(approximate: str) -> Function:
     return altered(act.gelu_and_mul, approximate=lambda _: approximate)
 
 
-_activation("mul_and_silu", _product, {"halves swapped": altered(act.mul_and_silu, x=_half_swapped)})
+judged(
+    "mul_and_silu",
+    lambda dtype: {
+        **{case.name: {"x": _half_swapped(case.arguments["x"])} for case in silu_cases(dtype) if "ci" in case.tags},
+        "heads": {"x": rows(11, dtype, 5, 3, 34)},
+    },
+    {
+        "scale 1.005": scaled(act.mul_and_silu, 1.005),
+        "halves swapped": altered(act.mul_and_silu, x=_half_swapped),
+        "sigmoid for silu": lambda xp, x: np.split(x, 2, -1)[0] / (1.0 + np.exp(-np.split(x, 2, -1)[1])),
+        "gate clipped at 20": altered(
+            act.mul_and_silu,
+            x=lambda x: np.concatenate([np.split(x, 2, -1)[0], np.split(x, 2, -1)[1].clip(-20, 20)], -1),
+        ),
+    },
+    magnitude=lambda arguments: silu_magnitude({"x": _half_swapped(arguments["x"])}),
+    rows=("x",),
+)
 _activation("gelu_new", _input, {"steeper": _rescaled("gelu_new", 1.02), "quick": act.quick_gelu})
 _activation("gelu_fast", _input, {"steeper": _rescaled("gelu_fast", 1.02), "quick": act.quick_gelu})
 _activation("quick_gelu", _input, {"1.6 for 1.702": _rescaled("quick_gelu", 1.6 / 1.702), "tanh": act.gelu_new})
@@ -279,12 +297,20 @@ def _fused_case(dtype: str, *names: str) -> Arguments:
     return {**_norm_case(dtype, *names), "x": _grid(26, dtype, 7, 102), "residual": _grid(27, dtype, 7, 102)}
 
 
+def _returning(reference: Function, name: str) -> Function:
+    """The norm is right, but an argument comes back instead of the sum."""
+    return lambda ops, **arguments: (reference(ops, **arguments)[0], arguments[name])
+
+
 judged(
     "fused_add_gemma_rms_norm",
     lambda dtype: {"rows": _fused_case(dtype, "weight")},
     {
         "scale 1.005": scaled(norms.fused_add_gemma_rms_norm, 1.005),
         "residual skipped": altered(norms.fused_add_gemma_rms_norm, residual=lambda r: r * 0.0),
+        "residual returned": _returning(norms.fused_add_gemma_rms_norm, "residual"),
+        "weight for 1 + weight": altered(norms.fused_add_gemma_rms_norm, weight=lambda w: w - 1.0),
+        "eps 1e-2": altered(norms.fused_add_gemma_rms_norm, eps=lambda e: 1e-2),
     },
     bound=SUMS,
     magnitude=_gemma,
@@ -299,6 +325,8 @@ judged(
     {
         "scale 1.005": scaled(norms.fused_add_layer_norm, 1.005),
         "tail skipped": altered(norms.fused_add_layer_norm, x=without_tail),
+        "x returned": _returning(norms.fused_add_layer_norm, "x"),
+        "no bias": altered(norms.fused_add_layer_norm, bias=lambda _: None),
     },
     bound=SUMS,
     magnitude=_centred,
@@ -369,6 +397,12 @@ judged(
     {
         "clipped, not masked": _wrong_shard,
         "start off by one": altered(parallel.vocab_parallel_embedding, start=lambda n: n + 1),
+        "last word of the shard lost": lambda xp, ids, table_shard, start: parallel.vocab_parallel_embedding(
+            xp, np.where(ids == start + len(table_shard) - 1, -1, ids), table_shard, start
+        ),
+        "-1 is the last word": lambda xp, ids, table_shard, start: parallel.vocab_parallel_embedding(
+            xp, np.where(ids < 0, start + len(table_shard) - 1, ids), table_shard, start
+        ),
     },
     bitwise=True,
     rows=("ids",),

@@ -108,6 +108,8 @@ judged(
     {
         "scale 1.005": scaled(quantization.dequantize, 1.005),
         "scales reversed": altered(quantization.dequantize, scale=lambda s: s[:, ::-1] * 1.01),
+        "scale of another row": altered(quantization.dequantize, scale=lambda s: np.roll(s, 1, 0)),
+        "magnitudes": lambda xp, **a: np.abs(quantization.dequantize(xp, **a)),
     },
     # Values of few bits times one scale: the same roundings come again and again, they are not independent.
     bound=Bound(accumulated=4.0, gain=False, reason="roundings repeat with the few values"),

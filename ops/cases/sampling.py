@@ -275,7 +275,19 @@ def _sample_cases(dtype: str) -> Iterator[Case]:
     many = _sample_arguments(rng, 384, 131, True)
     yield Case("384 rows, filters", many)
     yield Case("384 rows, filters off", many | {"filtered": False})
+    yield Case("top-p at the boundary", _boundary())
     yield Case("64 rows of 151936", partial(_sample_arguments, generator("bench sample"), 64, 151936, True), ("bench",))
+
+
+def _boundary(rows: int = 64) -> Arguments:
+    """The best token holds exactly the half that top-p asks for: 2^26 - 1 of it and of 2 (2^25 - 1) + 1 beside it."""
+    scores = np.array([[-ONE, 0, -ONE, -25 * ONE, MASKED]], np.int32).repeat(rows, axis=0)
+    half = {"top_k": 0, "top_p": ONE // 2, "min_p": FAR, "greedy": 0, "seed_lo": 7, "seed_hi": 0}
+    return {
+        "logits": scores.astype(np.float32) / ONE, "scores": scores, "position": np.arange(rows, dtype=np.int32),
+        "scale": np.ones(rows, np.float32), "filtered": True,
+        **{name: np.full(rows, value, np.int32) for name, value in half.items()},
+    }  # fmt: skip
 
 
 class _Sample:
@@ -344,6 +356,8 @@ class _Sample:
         limit = sampling._top_k_limit(xp, far, keep, a["top_k"])[:, None]
         keep = keep & (far <= limit)
         limit = sampling._top_p_limit(xp, far, keep, a["top_p"])[:, None]
+        if self.fault == "top-p passed, not reached":
+            return keep & (far <= _passing(xp, far, keep, a["top_p"])[:, None])
         if self.fault == "top-p one token short":
             return keep & ((far < limit) | (far == 0))
         if self.fault == "top-p one token more":
@@ -352,13 +366,23 @@ class _Sample:
         return keep & (far <= limit)
 
 
+def _passing(xp: Any, far: Any, keep: Any, top_p: Any) -> Any:
+    """The smallest distance within which tokens hold *more* than top-p of the mass; all of it where nothing does."""
+    weight = np.where(keep, sampling.exp2_negative(xp, far), 0).astype(np.int64)
+    order = np.argsort(far, axis=-1, kind="stable")
+    mass = np.take_along_axis(weight, order, -1).cumsum(-1)
+    more = mass * ONE > top_p[:, None].astype(np.int64) * mass[:, -1:]
+    last = np.where(more.any(-1), more.argmax(-1), far.shape[1] - 1)
+    return np.take_along_axis(np.take_along_axis(far, order, -1), last[:, None], -1)[:, 0]
+
+
 SAMPLE_FAULTS = (
     *("position ignored", "position off by one", "low half of the seed ignored", "high half of the seed ignored"),
     *("halves of the seed swapped", "min-p ignored", "top-k ignored", "top-k one larger", "top-k one smaller"),
     *("top-p ignored", "greedy ignored", "greedy by scores only", "temperature ignored", "temperature inverted"),
     *("temperature off by two percent", "filters off", "noise of the next token", "noise in natural units"),
     *("greedy ties to the higher id", "masked tokens drawn", "top-p before top-k", "min-p last"),
-    *("top-p one token short", "top-p one token more"),
+    *("top-p one token short", "top-p one token more", "top-p passed, not reached"),
 )
 
 judged_by(

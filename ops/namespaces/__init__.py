@@ -37,3 +37,9 @@ def namespace(framework: str) -> Any:
 
         return TorchNamespace()
     raise ValueError(f"unknown framework {framework!r}")
+
+
+def device_of(x: Any) -> Any:
+    """Where x lies, for constants made beside it (None under a JAX trace, which places them itself)."""
+    device = getattr(x, "device", None)
+    return device if type(device).__module__.startswith("torch") else None

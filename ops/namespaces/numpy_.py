@@ -9,10 +9,12 @@ import array_api_compat.numpy as base
 import ml_dtypes
 import numpy as np
 
+from .eager import EagerLoop
+
 ERF = np.vectorize(math.erf, otypes=[np.float64])
 
 
-class NumpyNamespace:
+class NumpyNamespace(EagerLoop):
     """Array API functions of numpy and the extra words of this package."""
 
     name = "numpy"
@@ -90,10 +92,3 @@ class NumpyNamespace:
     def from_bits(x: np.ndarray) -> np.ndarray:
         """int32 as float32 of the same bits."""
         return x.view(np.float32)
-
-    @staticmethod
-    def loop(start: int, stop: int, body: Any, state: Any) -> Any:
-        """state after state = body(i, state) for each i."""
-        for i in range(start, stop):
-            state = body(i, state)
-        return state

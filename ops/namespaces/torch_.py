@@ -10,6 +10,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .eager import EagerLoop
+
 
 def from_numpy(x: np.ndarray) -> torch.Tensor:
     """A tensor of the same values; torch does not know numpy's bfloat16 and float8."""
@@ -21,7 +23,7 @@ def from_numpy(x: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(x)
 
 
-class TorchNamespace:
+class TorchNamespace(EagerLoop):
     """Array API functions of torch and the extra words of this package.
 
     float32 products are float32 (`torch.backends.*.allow_tf32` stays off: the worker sees to it), bfloat16 products
@@ -32,6 +34,13 @@ class TorchNamespace:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(base, name)
+
+    @staticmethod
+    def asarray(x: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
+        """x as a tensor. A number is filled in on the device: a copy from the host would wait for it."""
+        if isinstance(x, (bool, int, float)):
+            return torch.full((), x, dtype=dtype, device=device)
+        return base.asarray(x, dtype=dtype, device=device)
 
     @staticmethod
     def accumulate(x: torch.Tensor) -> torch.Tensor:
@@ -105,10 +114,3 @@ class TorchNamespace:
     def from_bits(x: torch.Tensor) -> torch.Tensor:
         """int32 as float32 of the same bits."""
         return x.view(torch.float32)
-
-    @staticmethod
-    def loop(start: int, stop: int, body: Any, state: Any) -> Any:
-        """state after state = body(i, state) for each i."""
-        for i in range(start, stop):
-            state = body(i, state)
-        return state

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 
 from ..declare import Array
 from ..implement import implement
+from ..namespaces import namespace
 from ..namespaces.jax_ import ALGORITHMS
+from ..reference.quantization import stored
 
 KV_BLOCK = 128
 QUERY_BLOCK = 128
@@ -22,10 +24,11 @@ LOWEST = -1e30
 
 
 @implement("write_kv", provider="native", framework="jax")
-def write_kv(kv: Array, k: Array, v: Array, slots: Array) -> Array:
+def write_kv(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0) -> Array:
     """Scatter the rows of K and V into their slots; rows with slot -1 are dropped."""
     pages, page_size, heads, size = kv.shape
-    rows = jnp.stack([k, v], axis=2).reshape(k.shape[0], heads, size)
+    xp = namespace("jax")
+    rows = jnp.stack([stored(xp, k, kv, k_scale), stored(xp, v, kv, v_scale)], axis=2).reshape(k.shape[0], heads, size)
     flat = kv.reshape(pages * page_size, heads, size)
     target = jnp.where(slots < 0, pages * page_size, slots)
     return flat.at[target].set(rows, mode="drop").reshape(kv.shape)
@@ -51,6 +54,8 @@ def paged_attention(
     window: int,
     soft_cap: float,
     max_query_len: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Array:
     """See the op. Scores and softmax in float32, weights rounded to the storage dtype, one rounding at the end."""
     tokens = q.shape[0]
@@ -58,7 +63,7 @@ def paged_attention(
     block_pages = max(1, KV_BLOCK // kv.shape[1])
     width = -(-page_table.shape[1] // block_pages) * block_pages
     page_table = jnp.pad(page_table, ((0, 0), (0, width - page_table.shape[1])))
-    attend = partial(_attend, kv, block_pages, scale, window, soft_cap)
+    attend = partial(_attend, kv, block_pages, scale * k_scale, v_scale, window, soft_cap)
     single = min(requests, tokens)
     lengths = jnp.where(jnp.arange(single, dtype=jnp.int32) < counts[0], kv_lens[:single], 0)
     out = attend(q[:single, None], page_table[:single], lengths[:, None] - 1, lengths)[:, 0]
@@ -93,6 +98,7 @@ def _attend(
     kv: jax.Array,
     block_pages: int,
     scale: float,
+    v_scale: float,
     window: int,
     soft_cap: float,
     q: jax.Array,
@@ -105,11 +111,15 @@ def _attend(
     page_size, kv_heads = kv.shape[1], kv.shape[2] // 2
     block = block_pages * page_size
     q = q.reshape(requests, n, kv_heads, heads // kv_heads, size)
+    oldest = jnp.zeros(requests, jnp.int32)
+    if window > 0:
+        far = jnp.iinfo(jnp.int32).max
+        oldest = jnp.maximum(0, jnp.where(positions < 0, far, positions).min(1) - window + 1)
     dot = {"precision": ALGORITHMS[q.dtype.name], "preferred_element_type": jnp.float32}
 
     def step(j: jax.Array, state: _Softmax) -> _Softmax:
         pages = jax.lax.dynamic_slice_in_dim(page_table, j * block_pages, block_pages, axis=1)
-        cache = kv[pages].reshape(requests, block, kv_heads, 2, size)
+        cache = kv[pages].reshape(requests, block, kv_heads, 2, size).astype(q.dtype)
         slot = j * block + jnp.arange(block, dtype=jnp.int32)
         scores = jnp.einsum("rnkgd,rskd->rkgns", q, cache[..., 0, :], **dot) * scale
         if soft_cap > 0:
@@ -122,9 +132,9 @@ def _attend(
         maximum = jnp.maximum(state.maximum, scores.max(-1, keepdims=True))
         weights = jnp.where(seen, jnp.exp(scores - maximum), 0.0)
         # A slot that nobody may see can hold anything, NaN included, and 0 * NaN is NaN.
-        used = (slot[None, :] < lengths[:, None])[:, :, None, None]
-        values = jnp.where(used, cache[..., 1, :], jnp.zeros((), kv.dtype))
-        product = jnp.einsum("rkgns,rskd->rkgnd", weights.astype(kv.dtype), values, **dot)
+        used = ((slot[None, :] < lengths[:, None]) & (slot[None, :] >= oldest[:, None]))[:, :, None, None]
+        values = jnp.where(used, cache[..., 1, :], jnp.zeros((), q.dtype))
+        product = jnp.einsum("rkgns,rskd->rkgnd", weights.astype(q.dtype), values, **dot)
         decay = jnp.exp(state.maximum - maximum)
         total = state.total * decay + weights.sum(-1, keepdims=True)
         return _Softmax(maximum, total, state.values * decay + product)
@@ -132,10 +142,6 @@ def _attend(
     shape = (requests, kv_heads, heads // kv_heads, n)
     zero = _Softmax(jnp.full((*shape, 1), LOWEST), jnp.zeros((*shape, 1)), jnp.zeros((*shape, size)))
     zero = jax.tree.map(lambda x: x.astype(jnp.float32), zero)
-    first = jnp.int32(0)
-    if window > 0:
-        oldest = jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions).min()
-        first = jnp.maximum(0, oldest - window + 1) // block
-    state = jax.lax.fori_loop(first, (lengths.max() + block - 1) // block, step, zero)
-    out = state.values / jnp.where(state.total == 0, 1.0, state.total)
+    state = jax.lax.fori_loop(oldest.min() // block, (lengths.max() + block - 1) // block, step, zero)
+    out = state.values / jnp.where(state.total == 0, 1.0, state.total) * v_scale
     return out.transpose(0, 3, 1, 2, 4).reshape(requests, n, heads, size).astype(q.dtype)

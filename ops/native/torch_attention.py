@@ -10,6 +10,8 @@ import torch
 
 from ..declare import Array
 from ..implement import implement
+from ..namespaces import namespace
+from ..reference.quantization import stored
 
 QUERY_BLOCK = 256
 MAX_GATHER = 1 << 26
@@ -17,12 +19,16 @@ MAX_GATHER = 1 << 26
 
 
 @implement("write_kv", provider="native", framework="torch", inplace=True)
-def write_kv(kv: Array, k: Array, v: Array, slots: Array) -> Array:
+def write_kv(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0) -> Array:
     """Write the rows of K and V into their slots, in place; rows with slot -1 go to the scratch slot."""
     pages, page_size, heads, size = kv.shape
-    rows = torch.stack([k, v], dim=2).view(k.shape[0], heads, size)
+    xp = namespace("torch")
+    rows = torch.stack([stored(xp, k, kv, k_scale), stored(xp, v, kv, v_scale)], dim=2).view(k.shape[0], heads, size)
     target = torch.where(slots < 0, pages * page_size - 1, slots).to(torch.int64)
-    kv.view(pages * page_size, heads, size).index_copy_(0, target, rows)
+    flat = kv.view(pages * page_size, heads, size)
+    if kv.dtype.itemsize == 1:  # fp8 is copied by nothing but its bytes
+        flat, rows = flat.view(torch.uint8), rows.view(torch.uint8)
+    flat.index_copy_(0, target, rows)
     return kv
 
 
@@ -38,13 +44,15 @@ def paged_attention(
     window: int,
     soft_cap: float,
     max_query_len: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Array:
     """See the op. Scores and softmax in float32, weights rounded to the storage dtype, one rounding at the end."""
     single, requests = counts.tolist()
     starts, lengths = query_start.tolist(), kv_lens.tolist()
     out = torch.zeros_like(q)
     page_size = kv.shape[1]
-    settings = (scale, window, soft_cap)
+    settings = (scale * k_scale, v_scale, window, soft_cap)
     longest = max(lengths[:single], default=1)
     pages = -(-longest // page_size)
     step = max(1, MAX_GATHER // (pages * kv[0].numel()))
@@ -65,7 +73,13 @@ def paged_attention(
 
 
 def _attend(
-    q: torch.Tensor, cache: torch.Tensor, positions: torch.Tensor, scale: float, window: int, soft_cap: float
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    v_scale: float,
+    window: int,
+    soft_cap: float,
 ) -> torch.Tensor:
     """q [req n head hdim] at positions [req n] over cache [req slot 2*kvhead hdim], slots from position 0."""
     requests, n, heads, size = q.shape
@@ -80,8 +94,10 @@ def _attend(
     scores = torch.matmul(queries, keys.transpose(-1, -2)) * scale
     if soft_cap > 0:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1).to(cache.dtype).to(torch.float32)
-    # A slot past a request's end can hold anything, NaN included, and 0 * NaN is NaN.
-    used = (slot[None, :] <= positions.amax(1)[:, None])[:, None, None, :, None]
-    product = torch.matmul(weights, values.masked_fill(~used, 0.0))
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1).to(q.dtype).to(torch.float32)
+    # A slot that no query sees can hold anything, NaN included, and 0 * NaN is NaN.
+    used = slot[None, :] <= positions.amax(1)[:, None]
+    if window > 0:
+        used &= slot[None, :] > positions.amin(1)[:, None] - window
+    product = torch.matmul(weights, values.masked_fill(~used[:, None, None, :, None], 0.0)) * v_scale
     return product.permute(0, 3, 1, 2, 4).reshape(requests, n, heads, size).to(q.dtype)

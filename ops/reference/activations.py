@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 from ..declare import Array, Contract, OpError, define
+from .dense import along
 
 SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 ELEMENTWISE = Contract(
@@ -20,13 +21,25 @@ ELEMENTWISE = Contract(
     masked="each element depends on its own inputs only",
     nan="NaN in, NaN out, in the same element",
 )
+GATED = Contract(
+    accumulate="float32 (float64 for float64 inputs), exact to it for every gate: exp neither overflows nor flushes",
+    masked="each element depends on its own inputs only",
+    nan="NaN in, NaN out, in the same element",
+)
 
 
-@define(activations=("x",), contract=ELEMENTWISE)
+@define(activations=("x",), contract=GATED)
+def silu_and_mul(xp: Any, x: Array) -> Array:
+    """silu(gate) * up for x [... 2 inter] = (gate, up) -> [... inter], silu(y) = y / (1 + exp(-y))."""
+    gate, up = _halves(xp, x)
+    return xp.astype(swish(xp, gate, up), x.dtype)
+
+
+@define(activations=("x",), contract=GATED)
 def mul_and_silu(xp: Any, x: Array) -> Array:
     """up * silu(gate) for x [... 2 inter] = (up, gate) -> [... inter]: silu_and_mul with the halves swapped."""
     up, gate = _halves(xp, x)
-    return xp.astype(up * (gate * _sigmoid(xp, gate)), x.dtype)
+    return xp.astype(swish(xp, gate, up), x.dtype)
 
 
 @define(activations=("x",), contract=ELEMENTWISE)
@@ -46,7 +59,7 @@ def gelu_fast(xp: Any, x: Array) -> Array:
 def quick_gelu(xp: Any, x: Array) -> Array:
     """x sigmoid(1.702 x), elementwise: CLIP's gelu."""
     y = xp.accumulate(x)
-    return xp.astype(y * _sigmoid(xp, 1.702 * y), x.dtype)
+    return xp.astype(swish(xp, y, 1.0, 1.702), x.dtype)
 
 
 @define(activations=("x",), contract=ELEMENTWISE)
@@ -72,7 +85,7 @@ def swigluoai_and_mul(xp: Any, x: Array, alpha: float, limit: float) -> Array:
     gate, up = y[..., 0::2], y[..., 1::2]
     gate = xp.where(gate > limit, limit, gate)
     up = xp.where(up > limit, limit, xp.where(up < -limit, -limit, up))
-    return xp.astype((up + 1.0) * (gate * _sigmoid(xp, alpha * gate)), x.dtype)
+    return xp.astype(swish(xp, gate, up + 1.0, alpha), x.dtype)
 
 
 @define(activations=("x",), contract=ELEMENTWISE)
@@ -98,7 +111,7 @@ def xielu(xp: Any, x: Array, alpha_p: Array, alpha_n: Array, beta: float, eps: f
     beta + softplus(a_n), made once when weights are loaded. `eps` is a tiny negative number.
     """
     y = xp.accumulate(x)
-    p, n = (xp.accumulate(a)[(None,) * (x.ndim - 1) + (slice(None),)] for a in (alpha_p, alpha_n))
+    p, n = (along(xp.accumulate(a), x) for a in (alpha_p, alpha_n))
     below = xp.where(y < eps, y, eps)
     curve = xp.where(y > 0, p * y * y, (xp.expm1(below) - y) * n)
     return xp.astype(curve + beta * y, x.dtype)
@@ -114,7 +127,14 @@ def _gelu_tanh(xp: Any, y: Array) -> Array:
     return 0.5 * y * (1.0 + xp.tanh(SQRT_2_OVER_PI * (y + 0.044715 * (y * y * y))))
 
 
-def _sigmoid(xp: Any, y: Array) -> Array:
-    """1 / (1 + exp(-y)) from exp(-|y|), which cannot overflow."""
-    small = xp.exp(-xp.abs(y))
-    return xp.where(y < 0, small, 1.0) / (1.0 + small)
+def swish(xp: Any, gate: Array, up: Any, steepness: float = 1.0) -> Array:
+    """gate * sigmoid(steepness * gate) * up, in the accumulation dtype.
+
+    exp(-gate) overflows at a gate of -89, and exp(gate) is subnormal, so flushed to 0 by some processors, at -88; a
+    large `up` can make a normal number of either. With e = exp(-|y| / 2), y = steepness * gate, sigmoid(y) is
+    e e / (1 + e e) below 0 and 1 / (1 + e e) above; one e goes to each factor, so nothing is lost before the result is.
+    """
+    y = steepness * gate
+    half = xp.exp(-0.5 * xp.abs(y))
+    share = xp.where(y < 0, half, 1.0)
+    return (gate * share) * (up * share) / (1.0 + half * half)

@@ -10,6 +10,11 @@ from typing import Any
 from ..declare import DOT, Array, Contract, define
 
 PRODUCT = Contract(dot=DOT)
+FUSED_ADD = Contract(rounds="the sum once, then the norm once; the norm reads the sum as it was rounded")
+MLP = Contract(
+    rounds="where its finer ops do: gate and up, their product, the output; an implementation may skip the first two",
+    dot=DOT,
+)
 
 
 @define(contract=Contract(rounds="nowhere", accumulate="none", nan="copied"))
@@ -35,7 +40,7 @@ def rms_norm(xp: Any, x: Array, weight: Array, eps: float) -> Array:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis: x [... n], weight [n] -> [... n]."""
     y = xp.accumulate(x)
     scale = xp.rsqrt(xp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return xp.astype(y * scale * _like(xp.accumulate(weight), y), x.dtype)
+    return xp.astype(y * scale * along(xp.accumulate(weight), y), x.dtype)
 
 
 @define(activations=("x",), contract=Contract(accumulate="the storage dtype's own addition, rounded once"))
@@ -44,7 +49,7 @@ def add(xp: Any, x: Array, residual: Array) -> Array:
     return x + residual
 
 
-@define(level="coarse", activations=("x", "residual"), composition=("add", "rms_norm"))
+@define(level="coarse", activations=("x", "residual"), composition=("add", "rms_norm"), contract=FUSED_ADD)
 def fused_add_rms_norm(ops: Any, x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
     """(rms_norm(s), s) with s = x + residual. The norm reads s as it was rounded, so both roads agree bitwise."""
     total = ops.add(x, residual)
@@ -68,16 +73,7 @@ def _rotate(xp: Any, x: Array, cos: Array, sin: Array) -> Array:
     return xp.astype(xp.concat([a * c - b * s, b * c + a * s, rest], axis=-1), x.dtype)
 
 
-@define(activations=("x",))
-def silu_and_mul(xp: Any, x: Array) -> Array:
-    """silu(gate) * up for x [tok 2 inter] = (gate, up) -> [tok inter]."""
-    y = xp.accumulate(x)
-    half = x.shape[-1] // 2
-    gate, up = y[..., :half], y[..., half:]
-    return xp.astype(gate / (1.0 + xp.exp(-gate)) * up, x.dtype)
-
-
-@define(level="coarse", activations=("x",), composition=("linear", "silu_and_mul", "linear"))
+@define(level="coarse", activations=("x",), composition=("linear", "silu_and_mul", "linear"), contract=MLP)
 def gated_mlp(
     ops: Any, x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None
 ) -> Array:
@@ -85,6 +81,6 @@ def gated_mlp(
     return ops.linear(ops.silu_and_mul(ops.linear(x, gate_up, gate_up_bias)), down, down_bias)
 
 
-def _like(vector: Array, x: Array) -> Array:
-    """vector [n] with leading axes of 1 as x [... n] has, so that no framework has to promote ranks."""
-    return vector[(None,) * (x.ndim - 1) + (slice(None),)]
+def along(weight: Array, x: Array) -> Array:
+    """weight with leading axes of 1 until it has as many as x, so that no framework has to promote ranks."""
+    return weight[(None,) * (x.ndim - weight.ndim) + (Ellipsis,)]

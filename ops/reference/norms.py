@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..declare import Array, Contract, define
+from .activations import swish
+from .dense import FUSED_ADD, along
 
 GATED = Contract(rounds="once, at the output: neither the gated input nor the normed value is rounded before")
 CENTRED = Contract(accumulate="float32 (float64 for float64 inputs), any order; the variance from centred values")
@@ -17,7 +19,7 @@ CENTRED = Contract(accumulate="float32 (float64 for float64 inputs), any order; 
 def gemma_rms_norm(xp: Any, x: Array, weight: Array, eps: float) -> Array:
     """x / sqrt(mean(x^2) + eps) * (1 + weight); the sum is made before rounding (`GemmaRMSNorm` of transformers)."""
     y = xp.accumulate(x)
-    return xp.astype(_rms(xp, y, eps) * (1.0 + _along(xp.accumulate(weight), y)), x.dtype)
+    return xp.astype(_rms(xp, y, eps) * (1.0 + along(xp.accumulate(weight), y)), x.dtype)
 
 
 @define(activations=("x",), contract=GATED)
@@ -28,9 +30,8 @@ def gated_rms_norm(xp: Any, x: Array, gate: Array, weight: Array, eps: float, no
     their own, with weight [group n].
     """
     y, z = xp.accumulate(x), xp.accumulate(gate)
-    w = _along(xp.accumulate(weight), y)
-    small = xp.exp(-xp.abs(z))  # cannot overflow
-    silu = z * (xp.where(z < 0, small, 1.0) / (1.0 + small))
+    w = along(xp.accumulate(weight), y)
+    silu = swish(xp, z, 1.0)
     out = _rms(xp, y, eps) * w * silu if norm_before_gate else _rms(xp, y * silu, eps) * w
     return xp.astype(out, x.dtype)
 
@@ -45,20 +46,20 @@ def layer_norm(xp: Any, x: Array, weight: Array | None, bias: Array | None, eps:
     centred = y - xp.mean(y, axis=-1, keepdims=True)
     out = _rms(xp, centred, eps)
     if weight is not None:
-        out = out * _along(xp.accumulate(weight), y)
+        out = out * along(xp.accumulate(weight), y)
     if bias is not None:
-        out = out + _along(xp.accumulate(bias), y)
+        out = out + along(xp.accumulate(bias), y)
     return xp.astype(out, x.dtype)
 
 
-@define(level="coarse", activations=("x", "residual"), composition=("add", "gemma_rms_norm"))
+@define(level="coarse", activations=("x", "residual"), composition=("add", "gemma_rms_norm"), contract=FUSED_ADD)
 def fused_add_gemma_rms_norm(ops: Any, x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
     """(gemma_rms_norm(s), s) with s = x + residual, read as it was rounded."""
     total = ops.add(x, residual)
     return ops.gemma_rms_norm(total, weight, eps), total
 
 
-@define(level="coarse", activations=("x", "residual"), composition=("add", "layer_norm"))
+@define(level="coarse", activations=("x", "residual"), composition=("add", "layer_norm"), contract=FUSED_ADD)
 def fused_add_layer_norm(
     ops: Any, x: Array, residual: Array, weight: Array, bias: Array | None, eps: float
 ) -> tuple[Array, Array]:
@@ -69,8 +70,3 @@ def fused_add_layer_norm(
 
 def _rms(xp: Any, y: Array, eps: float) -> Array:
     return y * xp.rsqrt(xp.mean(y * y, axis=-1, keepdims=True) + eps)
-
-
-def _along(weight: Array, x: Array) -> Array:
-    """weight with leading axes of 1 until it has as many as x, so that no framework has to promote ranks."""
-    return weight[(None,) * (x.ndim - weight.ndim) + (Ellipsis,)]

@@ -1,5 +1,7 @@
 """Ops on the paged KV cache.
 
+A cache may be narrower than the model's dtype: int8 and float8_e4m3fn hold `x / scale` for fixed scales of K and V.
+
 The cache of a layer is `kv [page slot 2*kvhead hdim]`: the entries 2h and 2h+1 of a slot are K and V of head h. The
 last slot of the last page is scratch: no page table names that page, and padding rows may write there.
 """
@@ -11,30 +13,80 @@ from typing import Any
 import numpy as np
 
 from ..declare import Array, Contract, define
+from .quantization import stored
 
 
 @define(
     native="per framework",
     activations=("kv",),
-    contract=Contract(rounds="nowhere", accumulate="none", masked="rows with slot -1 may write the scratch slot only"),
+    state=("kv",),
+    contract=Contract(
+        rounds="nowhere; x * float32(1 / scale) in float32, saturated, once to int8 or fp8 for a cache of those",
+        accumulate="none",
+        masked="rows with slot -1 may write the scratch slot only",
+        nan="copied; 0 in an int8 cache",
+    ),
 )
-def write_kv(xp: Any, kv: Array, k: Array, v: Array, slots: Array) -> Array:
-    """The cache with k and v [tok kvhead hdim] written at slots [tok] = page * page_size + offset, -1 for none."""
+def write_kv(xp: Any, kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0) -> Array:
+    """The cache with k and v [tok kvhead hdim] written at slots [tok] = page * page_size + offset, -1 for none.
+
+    `k_scale` and `v_scale` divide what a cache of int8 or float8_e4m3fn holds; any other holds k and v themselves.
+    """
     pages, page_size, heads, size = kv.shape
     out = kv.reshape(pages * page_size, heads, size).copy()
     real = slots >= 0
-    out[slots[real], 0::2] = k[real]
-    out[slots[real], 1::2] = v[real]
+    out[slots[real], 0::2] = stored(xp, k[real], kv, k_scale)
+    out[slots[real], 1::2] = stored(xp, v[real], kv, v_scale)
     return out.reshape(kv.shape)
+
+
+@define(
+    level="coarse",
+    activations=("kv",),
+    state=("kv",),
+    composition=("rms_norm", "rotary_embedding", "write_kv"),
+    contract=Contract(
+        rounds="where its finer ops do; an implementation may skip the roundings between them",
+        masked="rows with slot -1 may write the scratch slot only",
+    ),
+)
+def norm_rope_write_kv(
+    ops: Any,
+    qkv: Array,
+    kv: Array,
+    q_weight: Array | None,
+    k_weight: Array | None,
+    cos: Array,
+    sin: Array,
+    slots: Array,
+    eps: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> tuple[Array, Array]:
+    """(q [tok head hdim], the cache): q, k and v split from qkv [tok (head + 2 kvhead) hdim], q and k normed by head if
+    there are weights [hdim], rotated (cos, sin [tok r] float32), k and v written at slots [tok] as `write_kv` does.
+    """
+    tokens, size, kv_heads = qkv.shape[0], kv.shape[3], kv.shape[2] // 2
+    heads = qkv.shape[1] // size - 2 * kv_heads
+    split = heads * size, (heads + kv_heads) * size
+    q = qkv[:, : split[0]].reshape(tokens, heads, size)
+    k = qkv[:, split[0] : split[1]].reshape(tokens, kv_heads, size)
+    v = qkv[:, split[1] :].reshape(tokens, kv_heads, size)
+    if q_weight is not None:
+        q = ops.rms_norm(q, q_weight, eps)
+    if k_weight is not None:
+        k = ops.rms_norm(k, k_weight, eps)
+    q, k = ops.rotary_embedding(q, k, cos, sin)
+    return q, ops.write_kv(kv, k, v, slots, k_scale, v_scale)
 
 
 @define(
     native="per framework",
     contract=Contract(
-        rounds="softmax weights (normalised or not) to the storage dtype before the product with V; the output once",
-        dot="BF16_BF16_F32 for bfloat16, F32_F32_F32 for float32",
-        masked="rows of no request are 0; slots past a request's length are not read into any result",
-        nan="NaN in a slot that is masked for a row does not reach that row",
+        rounds="softmax weights (normalised or not) to q's dtype before the product with V; the output once",
+        dot="BF16_BF16_F32 for bfloat16, F32_F32_F32 for float32; int8 and fp8 entries are exact in q's dtype",
+        masked="rows of no request are 0; slots that no row of a request sees are not read into any result",
+        nan="NaN in a slot reaches each row that sees it, and may reach the other rows of that request in this step",
     ),
 )
 def paged_attention(
@@ -49,13 +101,16 @@ def paged_attention(
     window: int,
     soft_cap: float,
     max_query_len: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Array:
     """Causal attention of ragged queries over the cache -> [tok head hdim].
 
     q [tok head hdim]; page_table [req page] int32; query_start [req+1]; kv_lens [req] counts the slots in use, this
     step's included: the queries of request i are its last positions. counts [2]: requests with one query token, which
     stand first, and requests. `window` w > 0 lets a query at position p see positions above p - w; `soft_cap` c > 0
-    squashes scores to c tanh(s / c). `max_query_len` bounds the query tokens of a request (1: a decode step).
+    squashes scores to c tanh(s / c). `max_query_len` bounds the query tokens of a request (1: a decode step). K and V
+    are the cache's entries times `k_scale` and `v_scale`.
     """
     _, page_size, kv_heads, size = kv.shape
     group = q.shape[1] // (kv_heads // 2)
@@ -65,7 +120,7 @@ def paged_attention(
         pages = page_table[i, : -(-length // page_size)]
         cache = xp.accumulate(kv[pages].reshape(-1, kv_heads, size)[:length])
         keys, values = (cache[:, j::2].repeat(group, axis=1) for j in (0, 1))
-        scores = np.einsum("thd,shd->hts", xp.accumulate(q[start:stop]), keys) * scale
+        scores = np.einsum("thd,shd->hts", xp.accumulate(q[start:stop]), keys) * (scale * k_scale)
         if soft_cap > 0:
             scores = soft_cap * np.tanh(scores / soft_cap)
         position = np.arange(length - (stop - start), length)[:, None]
@@ -74,5 +129,9 @@ def paged_attention(
         scores = np.where(seen, scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        out[start:stop] = np.einsum("hts,shd->thd", weights, np.where(np.isnan(values), 0.0, values)).astype(q.dtype)
+        missing = np.isnan(values)
+        mean = np.einsum("hts,shd->thd", weights, np.where(missing, 0.0, values)) * v_scale
+        # 0 * NaN is NaN in a product: NaN is what a row gets that sees one, and no other.
+        spoilt = np.einsum("ts,shd->thd", seen.astype(np.float64), missing.astype(np.float64)) > 0
+        out[start:stop] = np.where(spoilt, np.nan, mean).astype(q.dtype)
     return out

@@ -107,6 +107,19 @@ def linear_weight_only(xp: Any, x: Array, weight: Array, weight_scale: Array, bi
     return xp.astype(y, x.dtype)
 
 
+def stored(xp: Any, x: Array, cache: Array, scale: float) -> Array:
+    """x as a KV cache of the dtype of `cache` holds it.
+
+    int8 and float8_e4m3fn hold x * float32(1 / scale), saturated and rounded once; other dtypes hold x itself.
+    """
+    inverse = float(np.float32(1.0 / scale))
+    if cache.dtype == xp.int8:
+        return _to_int8(xp, xp.astype(x, xp.float32) * inverse)
+    if cache.dtype == xp.float_dtype("float8_e4m3fn"):
+        return _to_fp8(xp, xp.astype(x, xp.float32) * inverse)
+    return xp.astype(x, cache.dtype)
+
+
 def _scales(xp: Any, x: Array, limit: float, per: str, block: int) -> Array:
     size = xp.abs(xp.astype(x, xp.float32))
     size = xp.where(xp.isnan(size), 0.0, xp.where(size > LARGEST, LARGEST, size))

@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..declare import Array, Contract, define
+from ..namespaces import device_of
 
 ONE = 1 << 16
 FAR = 1 << 22
@@ -68,7 +69,7 @@ def penalties(
     added at `bias_ids` (-1 unused); tokens whose bit in `mask` [row words] is 0 are masked. Counts stop at 4096.
     """
     vocab = logits.shape[1]
-    place = xp.arange(history.shape[1], dtype=xp.int32, device=_device(history))[None, :]
+    place = xp.arange(history.shape[1], dtype=xp.int32, device=device_of(history))[None, :]
     output = xp.where(place >= prompt_len[:, None], history, -1)
     count = xp.minimum(xp.count_tokens(output, vocab), _int(xp, MAX_COUNT, history))
     seen = xp.count_tokens(history, vocab) > 0
@@ -77,7 +78,7 @@ def penalties(
     taken = frequency[:, None] * count + xp.where(count > 0, presence[:, None], 0)
     masked = scores == MASKED
     scores = xp.add_at(xp.where(masked, 0, scores - taken), bias_ids, bias)
-    token = xp.arange(vocab, dtype=xp.int32, device=_device(history))
+    token = xp.arange(vocab, dtype=xp.int32, device=device_of(history))
     allowed = (xp.take(mask, token >> 5, axis=1) >> (token & 31)[None, :]) & 1
     return xp.where(masked | (allowed == 0), MASKED, scores)
 
@@ -116,7 +117,7 @@ def sample(
         keep = keep & (far <= min_p[:, None])
         keep = keep & (far <= _top_k_limit(xp, far, keep, top_k)[:, None])
         keep = keep & (far <= _top_p_limit(xp, far, keep, top_p)[:, None])
-    token = xp.arange(scores.shape[1], dtype=xp.int32, device=_device(scores))
+    token = xp.arange(scores.shape[1], dtype=xp.int32, device=device_of(scores))
     noise = gumbel_log2(xp, hash_tokens(xp, token[None, :], position[:, None], seed_lo[:, None], seed_hi[:, None]))
     drawn = xp.argmax(xp.where(keep, noise - far, MASKED), axis=-1)
     first = xp.argmax(xp.where((scores == best) & ~xp.isnan(logits), logits, -float("inf")), axis=-1)
@@ -245,7 +246,7 @@ def top_logprobs(xp: Any, logits: Array, chosen: Array) -> tuple[Array, Array, A
     """
     best = xp.max(logits, axis=-1, keepdims=True)
     norm = best[:, 0] + xp.log(xp.sum(xp.exp(logits - best), axis=-1))
-    token = xp.arange(logits.shape[1], dtype=xp.int32, device=_device(chosen))[None, :]
+    token = xp.arange(logits.shape[1], dtype=xp.int32, device=device_of(chosen))[None, :]
     at = xp.sum(xp.where(token == chosen[:, None], logits, 0.0), axis=-1)
     before = (logits > at[:, None]) | ((logits == at[:, None]) & (token < chosen[:, None]))
     rank = 1 + xp.sum(xp.astype(before, xp.int32), axis=-1, dtype=xp.int32)
@@ -254,14 +255,8 @@ def top_logprobs(xp: Any, logits: Array, chosen: Array) -> tuple[Array, Array, A
 
 
 def _int(xp: Any, value: int, like: Array) -> Array:
-    return xp.asarray(value, dtype=xp.int32, device=_device(like))
+    return xp.asarray(value, dtype=xp.int32, device=device_of(like))
 
 
 def _float(xp: Any, value: float, like: Array) -> Array:
-    return xp.asarray(value, dtype=xp.float32, device=_device(like))
-
-
-def _device(x: Array) -> Any:
-    """Where x lies, for constants made beside it (None under a JAX trace, which places them itself)."""
-    device = getattr(x, "device", None)
-    return device if type(device).__module__.startswith("torch") else None
+    return xp.asarray(value, dtype=xp.float32, device=device_of(like))

@@ -96,23 +96,16 @@ def layer(
     max_query_len: int,
 ) -> tuple[Array, Array, Array]:
     """One decoder layer: (hidden, residual [tok dim], its cache) -> the same. The sum of both is the layer's state."""
-    c, w, tokens = config, weights, hidden.shape[0]
+    c, w = config, weights
     hidden, residual = ops.fused_add_rms_norm(hidden, residual, w["input_norm"], c.rms_norm_eps)
     qkv = ops.linear(hidden, w["qkv"], w.get("qkv_bias"))
-    split = c.num_heads * c.head_dim, (c.num_heads + c.num_kv_heads) * c.head_dim
-    q = qkv[:, : split[0]].reshape(tokens, c.num_heads, c.head_dim)
-    k = qkv[:, split[0] : split[1]].reshape(tokens, c.num_kv_heads, c.head_dim)
-    v = qkv[:, split[1] :].reshape(tokens, c.num_kv_heads, c.head_dim)
-    if c.qk_norm:
-        q = ops.rms_norm(q, w["q_norm"], c.rms_norm_eps)
-        k = ops.rms_norm(k, w["k_norm"], c.rms_norm_eps)
-    q, k = ops.rotary_embedding(q, k, batch.cos, batch.sin)
-    kv = ops.write_kv(kv, k, v, batch.slots)
+    norms = w.get("q_norm"), w.get("k_norm")
+    q, kv = ops.norm_rope_write_kv(qkv, kv, *norms, batch.cos, batch.sin, batch.slots, c.rms_norm_eps)
     attention = ops.paged_attention(
         q, kv, batch.page_table, batch.query_start, batch.kv_lens, batch.counts,
         c.head_dim**-0.5, window, 0.0, max_query_len,
     )  # fmt: skip
-    hidden = ops.linear(attention.reshape(tokens, c.num_heads * c.head_dim), w["o"], w.get("o_bias"))
+    hidden = ops.linear(attention.reshape(attention.shape[0], c.num_heads * c.head_dim), w["o"], w.get("o_bias"))
     hidden, residual = ops.fused_add_rms_norm(hidden, residual, w["post_norm"], c.rms_norm_eps)
     hidden = ops.gated_mlp(hidden, w["gate_up"], w.get("gate_up_bias"), w["down"], w.get("down_bias"))
     return hidden, residual, kv

@@ -85,35 +85,72 @@ def test_enable_lists():
             resolve("torch", enable=wrong)
 
 
-def test_a_content_hash_covers_what_is_imported_and_nothing_else(tmp_path):
-    """An edit in a helper in another file changes the hash; an edit in a file that is not imported does not."""
+KERNELS = {
+    "__init__": "",
+    "impl": """
+from functools import partial
+from twinfer.ops import Plans, implement, resolve
+from twinfer.ops.declare import Array
+from .helper import scale
+
+def make(block):
+    def silu_and_mul(x: "Array") -> "Array":
+        return x[..., ::2] * scale() * block
+    return silu_and_mul
+
+def general(block: int, x: "Array") -> "Array":
+    return x[..., ::2] * scale() * block
+
+for n in (64, 128):
+    implement("silu_and_mul", provider=f"made{n}", framework="numpy")(make(n))
+    implement("silu_and_mul", provider=f"bound{n}", framework="numpy")(partial(general, n))
+""",
+    "helper": "from . import deep\n\ndef scale():\n    return deep.VALUE\n",
+    "deep": "VALUE = 2\n",
+    "unrelated": "# nothing\n",
+}
+KEYS = """
+import json, sys; sys.path.insert(0, sys.argv[1])
+import kernels.impl
+from twinfer.ops import Plans, resolve
+
+def plans(provider):
+    return Plans({"decode": resolve("numpy", {"silu_and_mul": (provider,)}), "sample": resolve("numpy")})
+
+made = [plans(name) for name in ("native", "made64", "made128", "bound64", "bound128")]
+print(json.dumps({"keys": [p.cache_key for p in made], "hashes": [p.hash for p in made],
+                  "factors": made[1].factors}))
+"""
+
+
+def test_a_compile_cache_key_covers_what_is_imported_and_enclosed_and_nothing_else(tmp_path):
+    """An edit in a helper's helper changes the key, and so does an enclosed or bound value; one in a file that is not
+    imported does not."""
     package = tmp_path / "kernels"
     package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "impl.py").write_text("from .helper import scale\n\ndef run(x):\n    return x * scale()\n")
-    (package / "helper.py").write_text("from . import deep\n\ndef scale():\n    return deep.VALUE\n")
-    (package / "deep.py").write_text("VALUE = 2\n")
-    (package / "unrelated.py").write_text("# nothing\n")
-    program = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from kernels.impl import run\nfrom twinfer.ops.source_hash import source_hash\n"
-        "print(source_hash(run, 'numpy'))"
-    )
+    for name, text in KERNELS.items():
+        (package / f"{name}.py").write_text(text)
 
-    def digest():
-        return subprocess.run(
-            [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
-        ).stdout
+    def keys():
+        command = [sys.executable, "-c", KEYS, str(tmp_path)]
+        return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
-    first = digest()
-    assert digest() == first
+    first = keys()
+    assert len(set(first["keys"])) == len(set(first["hashes"])) == 5, "64 is not 128, whichever way it was given"
+    assert all(len(key) == 64 for key in first["keys"])
+    assert first["factors"]["decode/silu_and_mul"].startswith("numpy:made64:")
+    assert first["factors"]["sample/silu_and_mul"].startswith("numpy:native:")
+    assert {name.split("/")[0] for name in first["factors"]} == {"decode", "sample"}
     (package / "unrelated.py").write_text("# a comment\n")
-    assert digest() == first
+    assert keys() == first
     (package / "deep.py").write_text("VALUE = 3\n")
-    second = digest()
-    assert second != first
+    second = keys()
+    assert second["keys"][0] == first["keys"][0], "native does not import it"
+    assert not set(second["keys"][1:]) & set(first["keys"])
+    changed = [name for name in first["factors"] if first["factors"][name] != second["factors"][name]]
+    assert changed == ["decode/silu_and_mul"]
     (package / "kernel.cu").write_text("__global__ void k() {}\n")
-    assert digest() != second
+    assert not set(keys()["keys"][1:]) & set(second["keys"])
 
 
 def test_the_closure_of_a_reference_stays_inside_ops():

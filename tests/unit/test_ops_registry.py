@@ -60,6 +60,84 @@ def test_a_plan_takes_the_first_supported_provider_and_says_why_others_were_pass
         implement("rms_norm", provider="mine", framework="torch")(rms_norm_right)
 
 
+def test_a_predicate_of_another_schema_is_refused_with_both_shown(providers):
+    """Names, types, defaults, order: a predicate gets its op's arguments as they come, without rebinding."""
+
+    def takes(x: "Array", weight: "Array", eps: "float" = 1e-6) -> bool:  # noqa: F821
+        return True
+
+    with pytest.raises(OpError) as error:
+        implement("rms_norm", provider="mine", framework="torch", supports_args=takes)(rms_norm_right)
+    assert "predicate of 'mine' (torch) of op 'rms_norm'" in str(error.value)
+    assert "op:   (x: Array, weight: Array, eps: float)" in str(error.value)
+    assert "here: (x: Array, weight: Array, eps: float = 1e-06)" in str(error.value)
+
+
+@pytest.fixture
+def outside(providers):
+    """An op from outside, in a registry that forgets it, whose reference serves numpy only."""
+
+    @define(native="per framework")
+    def outside(xp: object, x: "Array") -> "Array":  # noqa: F821
+        return x
+
+    yield "outside"
+    del REGISTRY.ops["outside"]
+
+
+def same(x: "Array") -> "Array":  # noqa: F821
+    return x
+
+
+def short(x: "Array") -> "bool":  # noqa: F821
+    return len(x) < 9
+
+
+@pytest.mark.parametrize("provider", ["native", "mine"])
+@pytest.mark.parametrize(
+    ("predicate", "named"),
+    [({"supports_args": short}, "per-argument predicate"), ({"supported": lambda: True}, "depends on the machine")],
+)
+def test_the_last_provider_must_take_everything(outside, provider, predicate, named):
+    with pytest.raises(OpError, match="needs a native implementation for torch"):
+        resolve("torch")
+    implement(outside, provider=provider, framework="torch", **predicate)(same)
+    with pytest.raises(OpError, match=named) as error:
+        resolve("torch")
+    assert all(word in str(error.value) for word in ("'outside'", f"'{provider}'", "torch"))
+    with pytest.raises(OpError, match=named):
+        resolve("torch", {outside: (provider,)})
+    assert resolve("numpy")[outside].provider == "native", "another framework is not concerned"
+    implement(outside, provider="total", framework="torch")(same)
+    if provider == "mine":
+        assert resolve("torch")[outside].provider == "total"
+        assert resolve("torch", {outside: ("mine",)})[outside].provider == "mine"
+
+
+def test_a_native_implementation_with_a_predicate_is_refused_for_an_op_of_ours(providers):
+    def some(x: "Array", weight: "Array", eps: "float") -> bool:  # noqa: F821
+        return True
+
+    implement("rms_norm", provider="native", framework="torch", supports_args=some)(rms_norm_right)
+    with pytest.raises(OpError, match=r"'rms_norm'.*torch.*'native'.*must take everything"):
+        resolve("torch")
+
+
+def test_composition_is_no_name_for_a_provider(providers):
+    def silu(x, gate_up, gate_up_bias, down, down_bias): ...
+
+    silu.__signature__ = REGISTRY["gated_mlp"].signature
+    implement("gated_mlp", provider="composition", framework="torch")(silu)
+    with pytest.raises(OpError, match="gated_mlp"):
+        resolve("torch")
+
+
+def test_all_with_none_and_unknown_ops_are_refused_in_an_enable_list():
+    for enable, named in ((("all", "none"), "one start"), (("+rms_norn",), "rms_norn"), (("rms_norm",), "rms_norm")):
+        with pytest.raises(OpError, match=f"enable list.*{named}"):
+            resolve("torch", enable=enable)
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(OpError, match="cutlass"):
         resolve("torch", {"rms_norm": ("cutlass",)})

@@ -11,6 +11,7 @@ from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.step import BIAS_SLOTS
 
 NUMPY = resolve("numpy").bind()
+NUMPY_SPACE = namespace("numpy")
 FIELDS = ("position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p")
 
 
@@ -204,6 +205,20 @@ def test_top_p_keeps_as_little_as_holds_the_mass():
     for top_p, kept in ((0.5, {0}), (0.51, {0, 1, 2}), (0.75, {0, 1, 2})):
         fields = encode(SamplingParams(temperature=1.0, top_p=top_p), [3] * 200, np.arange(200))
         assert set(draw(np.tile(logits, (200, 1)), fields).tolist()) == kept
+
+
+def test_top_p_that_is_met_exactly_keeps_nothing_more():
+    """Weights 2^26 - 1, twice 2^25 - 1, and 1: the first holds half of the sum to the last bit, and half is asked."""
+    distance = np.array([[0, 1, 1, 25]])
+    assert sampling.exp2_negative(NUMPY_SPACE, (distance * sampling.ONE).astype(np.int32)).sum() == (2**26 - 1) * 2
+    logits = (-distance * np.log(2.0)).astype(np.float32)
+    for top_p, kept in ((0.5, {0}), (0.5 + 1 / 65536, {0, 1, 2})):
+        fields = encode(SamplingParams(temperature=1.0, top_p=top_p), [3] * 200, np.arange(200))
+        fields["scale"][:] = 1.0
+        scores = (-distance * sampling.ONE).astype(np.int32).repeat(200, axis=0)
+        for framework in ("numpy", "torch", "jax"):
+            drawn = draw(np.tile(logits, (200, 1)), fields, scores=scores, framework=framework)
+            assert set(drawn.tolist()) == kept
 
 
 def test_all_bits_of_a_seed_count():

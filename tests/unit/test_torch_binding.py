@@ -71,7 +71,9 @@ def arguments(name):
     if name not in TESTING:
         pytest.skip("no cases")
     case = min(TESTING[name].cases("float32"), key=lambda c: sum(np.size(v) for v in c.arguments.values()))
-    values = (finite(case.arguments[parameter]) for parameter in REGISTRY[name].signature.parameters)
+    given = REGISTRY[name].signature.bind(**case.arguments)
+    given.apply_defaults()
+    values = map(finite, given.arguments.values())
     return tuple(from_numpy(v) if isinstance(v, np.ndarray) else v for v in values)
 
 

@@ -15,8 +15,7 @@ from twinfer.ops.implement import IMPLEMENTATIONS
 from twinfer.shared.models import decoder
 from twinfer.shared.models.config import ModelConfig
 
-ONCE = ("write_kv", "paged_attention", "rotary_embedding", "gated_mlp")
-LAYER = {"fused_add_rms_norm": 2, "linear": 2, "rms_norm": 2, **dict.fromkeys(ONCE, 1)}
+LAYER = {"fused_add_rms_norm": 2, "linear": 2, "norm_rope_write_kv": 1, "paged_attention": 1, "gated_mlp": 1}
 MODEL = ModelConfig(
     architecture="any",
     model_type="any",
@@ -233,13 +232,30 @@ def overwriting(providers):
         residual.add_(x)
         return x.copy_(norm(residual, weight, eps)), residual
 
+    @implement("norm_rope_write_kv", provider="over", framework="torch", inplace=True)
+    def write(
+        qkv: "Array",  # noqa: F821
+        kv: "Array",  # noqa: F821
+        q_weight: "Array | None",  # noqa: F821
+        k_weight: "Array | None",  # noqa: F821
+        cos: "Array",  # noqa: F821
+        sin: "Array",  # noqa: F821
+        slots: "Array",  # noqa: F821
+        eps: "float",
+        k_scale: "float" = 1.0,
+        v_scale: "float" = 1.0,
+    ) -> "tuple[Array, Array]":  # noqa: F821
+        native = resolve("torch", enable=("none",)).bind()
+        return native.norm_rope_write_kv(qkv, kv, q_weight, k_weight, cos, sin, slots, eps, k_scale, v_scale)
+
     return resolve("torch", {"rms_norm": ("over",), "fused_add_rms_norm": ("over",)})
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("fused", ["over", "composition"])
 def test_both_roads_agree_where_ops_write_in_place(overwriting, inner, fused):
-    plan = resolve("torch", {"rms_norm": ("over",), "fused_add_rms_norm": (fused,)})
+    """With results of its own beside the state that it writes, too: norm_rope_write_kv."""
+    plan = resolve("torch", {"rms_norm": ("over",), "fused_add_rms_norm": (fused,), "norm_rope_write_kv": (fused,)})
     backend = passes_backend(plan, inner)
     got = run_layer(compiled(decoder.layer, backend), bind(plan, wrap=True))
     assert (backend.before, backend.after) == (LAYER, {})

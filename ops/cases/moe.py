@@ -1,0 +1,403 @@
+"""Cases of the mixture of experts: empty experts, one that takes all, ties, choices of no expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..testing import DTYPES, Arguments, Case, Testing, judged_by
+from .dense import COARSE, FLUSHED, chain, mlp_sizes
+from .generators import generator, hostile_rows, normal, strided, to_bfloat16
+
+ROWS = ("normal", "zero", "tiny", "outlier", "mean", "spread")
+
+
+def _experts(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
+    """Weights [expert n k], made expert by expert: whole models would not fit as float64."""
+    made = np.empty(shape, DTYPES[dtype])
+    for expert in made:
+        expert[:] = rng.normal(size=shape[1:]) * shape[-1] ** -0.5
+    return made
+
+
+# --- moe_route -------------------------------------------------------------------------------------------------------
+
+
+def _route_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("moe_route")
+    x = hostile_rows(rng, dtype, 12, 33)
+    x[7, 3:30:9] = x[7].max()  # three are best
+    x[8] = -1.0
+    x[8, [4, 20, 21]] = 2.0, 1.0, 1.0  # the second is a tie
+    x[9, [0, 5, 32]] = -np.inf
+    x[10, 7] = np.nan
+    x[11] = np.linspace(0, -120, 33).astype(x.dtype)  # weights down to the smallest numbers
+    for top_k in (1, 2, 8, 33):
+        for renormalize in (False, True):
+            name = f"{top_k} of 33, {renormalize=}"
+            yield Case(name, {"logits": x, "top_k": top_k, "renormalize": renormalize})
+    yield Case("strided", {"logits": strided(x), "top_k": 4, "renormalize": True})
+    if dtype == "bfloat16":
+        for name, tokens, experts, k in (("Qwen3-30B-A3B", 2048, 128, 8), ("Mixtral-8x7B", 2048, 8, 2)):
+            logits = normal(generator("bench moe_route"), dtype, tokens, experts)
+            yield Case(f"{name}, {tokens} tokens", {"logits": logits, "top_k": k, "renormalize": True}, ("bench",))
+
+
+def _route_magnitude(a: Arguments) -> Any:
+    """An error e of a distance to the best logit is a factor exp(e) of the weight."""
+    weights, experts = _route(None, **a)
+    gap = np.max(a["logits"], axis=-1, keepdims=True) - np.take_along_axis(a["logits"], experts, -1)
+    return weights * (1.0 + np.where(np.isfinite(gap), gap, 0.0)) + FLUSHED, None
+
+
+def _route(xp: Any, logits: Any, top_k: int, renormalize: bool, fault: str = "") -> Any:
+    keys = np.where(np.isnan(logits), -np.inf, logits)
+    if fault == "chosen by rounded logits":
+        keys = to_bfloat16(keys)
+    elif fault == "last expert never chosen":
+        keys[:, -1] = -np.inf
+    elif fault == "NaN chosen first":
+        keys = np.where(np.isnan(logits), np.inf, logits)
+    ids = np.argsort(-keys, axis=-1, kind="stable")[:, :top_k]
+    if fault == "ties to the higher id":
+        ids = keys.shape[1] - 1 - np.argsort(-keys[:, ::-1], axis=-1, kind="stable")[:, :top_k]
+    elif fault == "ordered by id":
+        ids = np.sort(ids, axis=-1)
+    power = np.exp(logits - logits.max(-1, keepdims=True))
+    if fault == "sigmoid":
+        power = 1.0 / (1.0 + np.exp(-logits))
+    chosen = np.take_along_axis(power, ids, -1)
+    flag = {"always renormalised": True, "never renormalised": False}.get(fault, renormalize)
+    weights = chosen / (chosen if flag else power).sum(-1, keepdims=True)
+    if fault == "rounded to bfloat16":
+        weights = to_bfloat16(weights)
+    elif fault == "weights shifted":
+        weights = np.roll(weights, 1, axis=-1)
+    elif fault == "scaled by 1.005":
+        weights = weights * 1.005
+    return weights, ids.astype(np.int32)
+
+
+ROUTE_FAULTS = (
+    *("chosen by rounded logits", "last expert never chosen", "NaN chosen first", "ties to the higher id"),
+    *("ordered by id", "sigmoid", "always renormalised", "never renormalised", "rounded to bfloat16"),
+    *("weights shifted", "scaled by 1.005"),
+)
+
+judged_by(
+    "moe_route",
+    Testing(
+        _route_cases,
+        magnitude=_route_magnitude,
+        rows=("logits",),
+        mutants={fault: partial(_route, fault=fault) for fault in ROUTE_FAULTS},
+        truth=_route,
+    ),
+)
+
+
+# --- moe_permute and moe_unpermute -----------------------------------------------------------------------------------
+
+
+def _choices(rng: np.random.Generator, tokens: int, k: int, experts: int) -> np.ndarray:
+    """k different experts for each token."""
+    return np.argsort(rng.random((tokens, experts)), axis=-1)[:, :k].astype(np.int32)
+
+
+def _permute_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("moe_permute")
+    x = hostile_rows(rng, dtype, 9, 35)
+    x[8] = np.nan
+    some = _choices(rng, 9, 3, 5)
+    some = np.where(some == 1, 4, some).astype(np.int32)  # expert 1 has no token, some token chooses 4 twice
+    yield Case("an empty expert", {"x": x, "experts": some, "num_experts": 5})
+    away = some.copy()
+    away[::2, 1], away[3] = -1, 5  # no expert, and one of another process
+    yield Case("choices of no expert", {"x": x, "experts": away, "num_experts": 5})
+    yield Case("one takes all", {"x": strided(x), "experts": np.full((9, 1), 2, np.int32), "num_experts": 4})
+    yield Case("no choice", {"x": x, "experts": np.full((9, 2), -1, np.int32), "num_experts": 3})
+    if dtype == "bfloat16":
+        yield Case("Qwen3-30B-A3B, 2048 tokens", _big_permute, ("bench",))
+
+
+def _big_permute() -> Arguments:
+    rng = generator("bench moe_permute")
+    return {"x": normal(rng, "bfloat16", 2048, 2048), "experts": _choices(rng, 2048, 8, 128), "num_experts": 128}
+
+
+def _wrong_permute(xp: Any, x: Any, experts: Any, num_experts: int, fault: str) -> Any:
+    flat, k = experts.reshape(-1), experts.shape[1]
+    real = (flat >= 0) & (flat < num_experts)
+    keys = np.where(real, flat, 0 if fault == "no expert is expert 0" else num_experts)
+    order = np.argsort(keys, kind="stable")
+    if fault == "later tokens first":
+        order = len(keys) - 1 - np.argsort(keys[::-1], kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    counted = np.maximum(flat, 0) if fault == "no expert is expert 0" else flat
+    sizes = np.array([(counted == e).sum() for e in range(num_experts)], np.int32)
+    if fault == "order, not its inverse":
+        place = order
+    elif fault == "starts, not sizes":
+        sizes = (np.cumsum(sizes) - sizes).astype(np.int32)
+    elif fault == "sizes in tokens":
+        sizes = np.array([(experts == e).any(-1).sum() for e in range(num_experts)], np.int32)
+    token = order % len(x) if fault == "choices outermost" else order // k
+    return x[token], place.reshape(experts.shape).astype(np.int32), sizes
+
+
+PERMUTE_FAULTS = (
+    *("no expert is expert 0", "later tokens first", "order, not its inverse", "starts, not sizes"),
+    *("sizes in tokens", "choices outermost"),
+)
+
+judged_by(
+    "moe_permute",
+    Testing(
+        _permute_cases,
+        bitwise=True,
+        mutants={fault: partial(_wrong_permute, fault=fault) for fault in PERMUTE_FAULTS},
+        truth=partial(_wrong_permute, fault=""),
+    ),
+)
+
+
+def _unpermute_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("moe_unpermute")
+    for name, tokens, k, dim in (("three choices", 9, 3, 35), ("one choice", 7, 1, 66), ("eight choices", 5, 8, 130)):
+        # Not the kind with a large mean: its few values times one weight round alike, which is no random walk.
+        rows = hostile_rows(rng, dtype, tokens * k, dim, ("normal", "zero", "tiny", "outlier", "huge", "spread"))
+        place = rng.permutation(tokens * k).reshape(tokens, k).astype(np.int32)
+        weights = rng.random((tokens, k)).astype(np.float32)
+        weights[-1, -1] = 0.0
+        arguments: Arguments = {"rows": rows, "place": place, "weights": weights}
+        yield Case(name, arguments)
+    # Choices that cancel: a product that is rounded before the sum shows.
+    rows = rows.copy()
+    rows[place[:, 1::2]] = -rows[place[:, 0::2]]
+    yield Case("choices that cancel", arguments | {"rows": strided(rows)})
+    if dtype == "bfloat16":
+        yield Case("Qwen3-30B-A3B, 2048 tokens", _big_unpermute, ("bench",))
+
+
+def _big_unpermute() -> Arguments:
+    rng = generator("bench moe_unpermute")
+    place = rng.permutation(2048 * 8).reshape(2048, 8).astype(np.int32)
+    weights = rng.random((2048, 8)).astype(np.float32)
+    return {"rows": normal(rng, "bfloat16", 2048 * 8, 2048), "place": place, "weights": weights}
+
+
+def _wrong_unpermute(xp: Any, rows: Any, place: Any, weights: Any, fault: str) -> Any:
+    if fault == "weights ignored":
+        weights = np.ones_like(weights) / weights.shape[1]
+    elif fault == "weights shifted":
+        weights = np.roll(weights, 1, axis=1 if weights.shape[1] > 1 else 0)
+    elif fault == "weights rounded to bfloat16":
+        weights = to_bfloat16(weights)
+    elif fault == "last choice lost":
+        weights = np.where(np.arange(weights.shape[1]) < weights.shape[1] - 1, weights, 0.0)
+    elif fault == "order, not its inverse":
+        place = np.argsort(place.reshape(-1)).reshape(place.shape)
+    elif fault == "rows in order":
+        place = np.arange(place.size).reshape(place.shape)
+    products = rows[place] * weights[:, :, None]
+    if fault == "products rounded":
+        products = to_bfloat16(products)
+    return products.sum(1) * (1.005 if fault == "scaled by 1.005" else 1.0)
+
+
+UNPERMUTE_FAULTS = (
+    *("weights ignored", "weights shifted", "weights rounded to bfloat16", "last choice lost"),
+    *("order, not its inverse", "rows in order", "products rounded", "scaled by 1.005"),
+)
+
+judged_by(
+    "moe_unpermute",
+    Testing(
+        _unpermute_cases,
+        magnitude=lambda a: (np.abs(a["rows"][a["place"]]) * a["weights"][:, :, None]).sum(1),
+        rows=("place", "weights"),
+        mutants={fault: partial(_wrong_unpermute, fault=fault) for fault in UNPERMUTE_FAULTS},
+        truth=partial(_wrong_unpermute, fault=""),
+    ),
+)
+
+
+# --- grouped_matmul --------------------------------------------------------------------------------------------------
+
+
+def _grouped_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("grouped_matmul")
+    x = hostile_rows(rng, dtype, 13, 133)
+    weight = _experts(rng, dtype, 5, 35, 133)
+    for name, sizes in (
+        ("empty experts, rows of none", [4, 0, 5, 2, 0]),
+        ("one takes all", [0, 13, 0, 0, 0]),
+        ("all rows used", [1, 3, 3, 3, 3]),
+        ("no rows", [0, 0, 0, 0, 0]),
+    ):
+        arguments: Arguments = {"x": x.copy(), "weight": weight.copy(), "group_sizes": np.array(sizes, np.int32)}
+        # What no row may see: rows past the last group, and experts without rows.
+        arguments["x"][sum(sizes) :] = np.nan
+        arguments["weight"][[i for i, size in enumerate(sizes) if size == 0]] = np.nan
+        yield Case(name, arguments)
+    yield Case(
+        "strided", arguments | {"x": strided(x), "weight": strided(weight), "group_sizes": np.full(5, 2, np.int32)}
+    )
+    deep = _experts(rng, dtype, 3, 33, 768)
+    yield Case(
+        "k of a real expert",
+        {"x": normal(rng, dtype, 9, 768), "weight": deep, "group_sizes": np.array([3, 3, 3], np.int32)},
+    )
+    if dtype == "bfloat16":
+        yield Case("Qwen3-30B-A3B gate and up, 64 tokens", partial(_big_grouped, 128, 8, 2048, 1536), ("bench",))
+        yield Case(
+            "Mixtral-8x7B gate and up, 1 of 8 shards, 64 tokens", partial(_big_grouped, 8, 2, 4096, 3584), ("bench",)
+        )
+
+
+def _big_grouped(experts: int, k: int, dim: int, n: int, tokens: int = 64) -> Arguments:
+    rng = generator("bench grouped_matmul")
+    sizes = np.bincount(_choices(rng, tokens, k, experts).reshape(-1), minlength=experts).astype(np.int32)
+    x = normal(rng, "bfloat16", tokens * k, dim)
+    return {"x": x, "weight": _experts(rng, "bfloat16", experts, n, dim), "group_sizes": sizes}
+
+
+def _grouped(xp: Any, x: Any, weight: Any, group_sizes: Any, fault: str = "") -> Any:
+    out = np.zeros((len(x), weight.shape[1]))
+    if fault == "empty experts not counted":
+        used = group_sizes > 0
+        weight = np.concatenate([weight[: used.sum()], weight[~used]])[np.argsort(np.argsort(~used, kind="stable"))]
+    ends = np.cumsum(group_sizes)
+    for e, (start, end) in enumerate(zip(ends - group_sizes, ends, strict=True)):
+        if fault == "boundaries off by one" and end > start:
+            start, end = start + 1, min(end + 1, len(x))
+        own = weight[e - 1] if fault == "expert before" else weight[e]
+        rows, own = (to_bfloat16(x[start:end]), to_bfloat16(own)) if fault == "bfloat16" else (x[start:end], own)
+        if fault == "last 64 of k skipped":
+            rows, own = rows[:, :-64], own[:, :-64]
+        out[start:end] = rows @ own.T
+    if fault == "rest through the last expert":
+        out[ends[-1] :] = x[ends[-1] :] @ weight[-1].T
+    elif fault == "masked by a product with 0":
+        out += (x @ weight.transpose(2, 0, 1).reshape(x.shape[1], -1)).reshape(len(x), len(weight), -1).sum(1) * 0.0
+    return out * 1.005 if fault == "scaled by 1.005" else out
+
+
+def _grouped_magnitude(a: Arguments) -> Any:
+    size = _grouped(None, np.abs(a["x"]), np.abs(a["weight"]), a["group_sizes"])
+    return size * chain(a["x"].shape[1])
+
+
+GROUPED_FAULTS = (
+    *("empty experts not counted", "boundaries off by one", "expert before", "bfloat16", "last 64 of k skipped"),
+    *("rest through the last expert", "masked by a product with 0", "scaled by 1.005"),
+)
+
+judged_by(
+    "grouped_matmul",
+    Testing(
+        _grouped_cases,
+        magnitude=_grouped_magnitude,
+        rows=("x",),
+        mutants={fault: partial(_grouped, fault=fault) for fault in GROUPED_FAULTS},
+        truth=_grouped,
+    ),
+)
+
+
+# --- moe_block -------------------------------------------------------------------------------------------------------
+
+
+def _block_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("moe_block")
+    x, logits = hostile_rows(rng, dtype, 7, 67, ROWS), normal(rng, dtype, 7, 5)
+    logits[:, 1] = -9.0
+    gate_up, down = _experts(rng, dtype, 5, 2 * 45, 67), _experts(rng, dtype, 5, 67, 45)
+    gate_up[1], down[1] = np.nan, np.nan  # nobody chooses it
+    arguments: Arguments = {"x": x, "logits": logits, "gate_up": gate_up, "down": down}
+    for top_k, renormalize in ((2, True), (2, False), (4, True)):
+        name = f"{top_k} of 5, {renormalize=}"
+        yield Case(name, arguments | {"top_k": top_k, "renormalize": renormalize})
+    one = logits.copy()
+    one[:, 3] = 7.0
+    yield Case("one takes all", arguments | {"logits": one, "top_k": 1, "renormalize": False})
+    tied = np.where(np.arange(5) == 1, -9.0, np.zeros((7, 1))).astype(logits.dtype)
+    yield Case("ties, strided", arguments | {"x": strided(x), "logits": tied, "top_k": 2, "renormalize": True})
+    if dtype == "bfloat16":
+        yield Case("Qwen3-30B-A3B, 64 tokens", partial(_big_block, 128, 8, 2048, 768), ("bench",))
+        yield Case("Mixtral-8x7B, 1 of 8 shards, 64 tokens", partial(_big_block, 8, 2, 4096, 1792), ("bench",))
+
+
+def _big_block(experts: int, k: int, dim: int, inter: int, tokens: int = 64) -> Arguments:
+    rng = generator("bench moe_block")
+    x, logits = normal(rng, "bfloat16", tokens, dim), normal(rng, "bfloat16", tokens, experts)
+    gate_up, down = (_experts(rng, "bfloat16", experts, *s) for s in ((2 * inter, dim), (dim, inter)))
+    return {"x": x, "logits": logits, "gate_up": gate_up, "down": down, "top_k": k, "renormalize": True}
+
+
+def _block_sizes(a: Arguments, accumulated: bool) -> Any:
+    """What relative errors of 1 in each expert's MLP, its result and its weight do to the output."""
+    weights, experts = _route(None, a["logits"], a["top_k"], a["renormalize"])
+    gap = a["logits"].max(-1, keepdims=True) - np.take_along_axis(a["logits"], experts, -1)
+    total = np.zeros_like(a["x"])
+    for e in np.unique(experts):
+        mlp = {"x": a["x"], "gate_up": a["gate_up"][e], "down": a["down"][e], "gate_up_bias": None, "down_bias": None}
+        result = np.abs(_mlp(a["x"], a["gate_up"][e], a["down"][e]))
+        weight = np.where(experts == e, weights, 0.0).sum(-1, keepdims=True)
+        error = np.where(experts == e, gap, 0.0).sum(-1, keepdims=True) + 2.0 if accumulated else 1.0
+        total += weight * (mlp_sizes(mlp, accumulated) + error * result)
+    return total
+
+
+def _mlp(x: Any, gate_up: Any, down: Any, rounded: Any = lambda x: x) -> Any:
+    gate, up = np.split(rounded(x @ gate_up.T), 2, axis=-1)
+    return rounded(rounded(gate / (1.0 + np.exp(-gate)) * up) @ down.T)
+
+
+def _wrong_block(
+    ops: Any, x: Any, logits: Any, gate_up: Any, down: Any, top_k: int, renormalize: bool, fault: str
+) -> Any:
+    routed = {"never renormalised": "never renormalised", "ties to the higher id": "ties to the higher id"}
+    weights, experts = _route(None, logits, top_k, renormalize, routed.get(fault, ""))
+    if fault == "weights shifted":
+        weights = np.roll(weights, 1, axis=1 if top_k > 1 else 0)
+    elif fault == "weights rounded to bfloat16":
+        weights = to_bfloat16(weights)
+    elif fault == "all weights equal":
+        weights = np.full_like(weights, 1.0 / top_k)
+    elif fault == "last choice lost":
+        weights[:, -1] = 0.0 if top_k > 1 else weights[:, -1]
+    elif fault == "at most two rows an expert":
+        for e in np.unique(experts):
+            weights[tuple(np.argwhere(experts == e)[2:].T)] = 0.0
+    out = np.zeros_like(x)
+    for e in np.unique(experts):
+        weight = np.where(experts == e, weights, 0.0).sum(-1, keepdims=True)
+        halves = np.roll(gate_up[e], len(gate_up[e]) // 2, axis=0) if fault == "gate and up swapped" else gate_up[e]
+        other = down[(e + 2) % 5] if fault == "down of another expert" else down[e]
+        out += weight * _mlp(x, halves, np.nan_to_num(other), ops.rounded)
+    return out * 1.005 if fault == "scaled by 1.005" else out + x if fault == "residual added" else out
+
+
+BLOCK_FAULTS = (
+    *("never renormalised", "ties to the higher id", "weights shifted", "weights rounded to bfloat16"),
+    *("all weights equal", "last choice lost", "at most two rows an expert", "gate and up swapped"),
+    *("down of another expert", "scaled by 1.005", "residual added"),
+)
+
+judged_by(
+    "moe_block",
+    Testing(
+        _block_cases,
+        COARSE,
+        magnitude=partial(_block_sizes, accumulated=True),
+        rounded=partial(_block_sizes, accumulated=False),
+        rows=("x",),
+        mutants={fault: partial(_wrong_block, fault=fault) for fault in BLOCK_FAULTS},
+        truth=partial(_wrong_block, fault=""),
+    ),
+)
