@@ -13,7 +13,11 @@ from ..shared.config import ResolvedConfig
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
 from ..shared.step import StepShape, batch_layout, processor_layout, sampling_layout
-from . import programs
+from . import (
+    kernels,  # noqa: F401 - registers the Pallas providers
+    programs,
+)
+from .sharding import local_config
 
 
 def make_plans(model: ModelConfig, config: ResolvedConfig) -> Plans:
@@ -25,8 +29,10 @@ def make_plans(model: ModelConfig, config: ResolvedConfig) -> Plans:
 
 
 def record(plan: Plan, model: ModelConfig, config: ResolvedConfig, kind: str) -> Recorder:
-    """Trace the largest program of a kind and record the shapes and dtypes of each op's arguments."""
+    """Trace the largest program of a kind and record the shapes and dtypes of each op's arguments on one shard."""
     recorder = Recorder(keep=_shape)
+    if kind != "sample":
+        model = local_config(model, config.tensor_parallel_size)
     shape = StepShape(config.pages_per_request, config.max_num_seqs, config.max_model_len, model.vocab_size)
     ops = plan.bind(recorder.wrap)
     tools = programs.Model(model, {"decode": ops, "mixed": ops, "sample": ops}, shape, scan=False)

@@ -1,18 +1,22 @@
-"""Puts weights on the device as programs want them: stacked by run of layers."""
+"""Puts weights on the devices as programs want them: stacked by run of layers, each shard read for its device alone."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from ..ops.namespaces import namespace
 from ..shared.checkpoint import Checkpoint
+from ..shared.models.config import ModelConfig
 from ..shared.models.table import Parameter, ParameterTable
-from ..shared.weights import check_checkpoint, dummy_parameter, dummy_size, read_parameter
+from ..shared.weights import check_checkpoint, dummy_parameter
 from ..shared.worker import Progress
+from .sharding import Placement, on, place
 
 Segments = list[tuple[int, int, int]]
 
@@ -20,27 +24,26 @@ Segments = list[tuple[int, int, int]]
 def load_weights(
     folder: str,
     load_format: str,
+    model: ModelConfig,
     table: ParameterTable,
-    num_layers: int,
     segments: Segments,
     dtype: Any,
     seed: int,
-    device: jax.Device,
+    mesh: Mesh,
     progress: Progress,
 ) -> dict[str, Any]:
-    """The weights of a model as a tree (see `programs.Model`), in `dtype` on `device`. Raises CheckpointError."""
+    """The weights of a model as a tree (see `programs.Model`), in `dtype` on `mesh`. Raises CheckpointError."""
     checkpoint = None
     if load_format != "dummy":
         checkpoint = Checkpoint(folder)
-        check_checkpoint(checkpoint, table, num_layers)
+        check_checkpoint(checkpoint, table, model.num_layers)
+    shards = mesh.shape["tp"]
 
     def make(parameter: Parameter, first: int, last: int) -> jax.Array:
+        placement = place(parameter, model, shards)
         if checkpoint is None:
-            return _dummy(parameter, first, last, seed, dtype, device)
-        stacked = np.empty((last - first, *parameter.shape), dtype)
-        for layer in range(first, last):
-            stacked[layer - first] = read_parameter(checkpoint, parameter, layer)
-        return jax.device_put(stacked if parameter.layered else stacked[0], device)
+            return _dummy(parameter, placement, first, last, seed, dtype, mesh)
+        return _read(checkpoint, parameter, placement, first, last, dtype, mesh)
 
     weights: dict[str, Any] = {"segments": [{} for _ in segments]}
     for done, parameter in enumerate(table.values()):
@@ -53,16 +56,78 @@ def load_weights(
     return weights
 
 
-def _dummy(parameter: Parameter, first: int, last: int, seed: int, dtype: Any, device: jax.Device) -> jax.Array:
+def _read(
+    checkpoint: Checkpoint, parameter: Parameter, placement: Placement, first: int, last: int, dtype: Any, mesh: Mesh
+) -> jax.Array:
+    """One parameter of some layers. The host never holds more of it than one device does."""
+    stacked = (last - first,) if parameter.layered else ()
+    shape, sharding = (*stacked, *placement.shape), on(mesh, placement.spec(parameter.layered))
+    arrays = []
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        part = np.empty((last - first, *sharding.shard_shape(shape)[len(stacked) :]), dtype)
+        for layer in range(first, last):
+            _read_layer(checkpoint, parameter, placement, layer, index[len(stacked) :], part[layer - first])
+        arrays.append(jax.device_put(part if parameter.layered else part[0], device))
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _read_layer(
+    checkpoint: Checkpoint,
+    parameter: Parameter,
+    placement: Placement,
+    layer: int,
+    index: tuple[slice, ...],
+    out: np.ndarray,
+) -> None:
+    """Fill `out` with one shard of one layer's parameter: `index` says which entries of the placed shape it has."""
+    offset = 0
+    for part, key in zip(parameter.parts, parameter.keys(layer), strict=True):
+        shape = parameter.part_shape(part)
+        if placement.axis is None or placement.source is None:
+            out[offset : offset + part.rows] = checkpoint.read(key)
+        elif placement.axis == 0:
+            # Parts are stacked along this dimension: those of the shard's entries that lie in this part.
+            _gather(checkpoint, key, 0, placement.source[index[0]] - offset, shape[0], out)
+        else:
+            _gather(checkpoint, key, 1, placement.source[index[1]], shape[1], out)
+        offset += part.rows
+    if placement.axis is not None and placement.source is not None:
+        zeros = placement.source[index[placement.axis]] < 0
+        out[(slice(None),) * placement.axis + (zeros,)] = 0
+
+
+def _gather(checkpoint: Checkpoint, key: str, axis: int, wanted: np.ndarray, size: int, out: np.ndarray) -> None:
+    """Copy the entries `wanted` of a tensor's axis that are within [0, size) to their places in `out`."""
+    inside = (wanted >= 0) & (wanted < size)
+    breaks = np.flatnonzero((np.diff(wanted) != 1) | np.diff(inside)) + 1
+    edges = [0, *breaks.tolist(), len(wanted)]
+    for start, stop in pairwise(edges):
+        if start < stop and inside[start]:
+            first = int(wanted[start])
+            here = (slice(None),) * axis + (slice(start, stop),)
+            out[here] = checkpoint.read_slice(key, axis, first, first + stop - start)
+
+
+def _dummy(
+    parameter: Parameter, placement: Placement, first: int, last: int, seed: int, dtype: Any, mesh: Mesh
+) -> jax.Array:
+    """Random weights, computed where they lie: the same numbers on any number of shards."""
+    dims, axis, source = placement.shape, placement.axis, placement.source
+
     def one(layer: jax.Array) -> jax.Array:
-        index = jnp.arange(dummy_size(parameter), dtype=jnp.int32)
+        at = [jax.lax.broadcasted_iota(jnp.int32, dims, dim) for dim in range(len(dims))]
+        real: Any = True
+        if axis is not None and not np.array_equal(source, np.arange(dims[axis])):
+            along = np.asarray(source, np.int32).reshape([-1 if dim == axis else 1 for dim in range(len(dims))])
+            at[axis] = jnp.broadcast_to(along, dims)
+            real = at[axis] >= 0
+        index = at[0] if len(dims) == 1 else at[0] * parameter.shape[1] + at[1]
         values = dummy_parameter(namespace("jax"), parameter, layer, seed, index)
-        return values.astype(dtype).reshape(parameter.shape)
+        return jnp.where(real, values, jnp.float32(0)).astype(dtype)
 
     def stack() -> jax.Array:
         if not parameter.layered:
             return one(jnp.int32(0))
         return jax.lax.map(one, jnp.arange(first, last, dtype=jnp.int32))
 
-    with jax.default_device(device):
-        return jax.jit(stack)()
+    return jax.jit(stack, out_shardings=on(mesh, placement.spec(parameter.layered)))()

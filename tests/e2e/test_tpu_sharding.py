@@ -1,0 +1,89 @@
+"""Tensor parallelism on virtual CPU devices, in a process of its own: XLA's device count is fixed when it starts."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import json, sys
+import jax
+import numpy as np
+from twinfer.shared.config import EngineConfig
+from twinfer.shared.engine import Engine
+from twinfer.shared.models.config import load_config
+from twinfer.shared.sampling_params import SamplingParams
+
+folder, load_format, sizes = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+model = load_config(folder)
+rng = np.random.default_rng(3)
+prompts = [rng.integers(1, 900, n) for n in (5, 23, 40, 3, 17, 9)]
+kinds = [
+    SamplingParams(temperature=0, max_tokens=12),
+    SamplingParams(temperature=1.0, max_tokens=9, seed=5),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_tokens=7, seed=6),
+    SamplingParams(temperature=0.7, repetition_penalty=1.2, logit_bias={5: 2.0}, max_tokens=6, seed=7),
+    SamplingParams(temperature=0, max_tokens=5, logprobs=2, prompt_logprobs=1),
+]
+for shards in sizes:
+    config = EngineConfig(
+        model=folder, device="cpu", dtype="float32", load_format=load_format, max_model_len=64, max_num_seqs=8,
+        max_num_batched_tokens=32, page_size=8, num_pages=30, tensor_parallel_size=shards,
+        decode_sizes=(8,), mixed_sizes=(16, 32),
+    )
+    engine = Engine(config, model, folder)
+    made = [engine.add(str(i), p, kinds[i % len(kinds)]) for i, p in enumerate(prompts)]
+    for step in range(3):
+        engine.step()
+    # Late ones, so that prompts and decodes of every kind share steps; a cached prefix among them.
+    made += [engine.add(f"late{i}", prompts[i], kinds[(i + 2) % len(kinds)]) for i in range(3)]
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.check_integrity()
+    print(json.dumps({
+        "shards": shards, "outputs": [r.output for r in made],
+        "compilations": engine.worker.compilations_after_ready(),
+        "kv": [list(s.data.shape) for s in engine.worker._kv.addressable_shards],
+        "weights": sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(engine.worker._weights)),
+    }), flush=True)
+    engine.close()
+"""
+
+
+def run(folder, sizes, load_format="auto"):
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, folder, load_format, json.dumps(sizes)],
+        env=environment, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_the_same_tokens_on_1_2_4_and_8_shards(checkpoints):
+    """8 heads in 2 groups: on 4 and 8 shards, groups are split; the cache of a shard never holds more than its own."""
+    folder, _ = checkpoints("qwen3")
+    runs = run(folder, [1, 2, 4, 8])
+    assert [r["outputs"] for r in runs] == [runs[0]["outputs"]] * 4
+    assert all(r["compilations"] == 0 for r in runs)
+    assert [r["kv"][0][2] for r in runs] == [4, 2, 2, 2]
+    assert all(len(r["kv"]) == r["shards"] for r in runs)
+
+
+def test_the_same_tokens_on_1_and_4_shards_and_nothing_compiles_after_ready(checkpoints):
+    """4 heads in 2 groups, biases, a vocabulary and an MLP that 4 does not divide (997, 112 does)."""
+    folder, _ = checkpoints("llama-biases-head96")
+    one, four = run(folder, [1, 4])
+    assert one["outputs"] == four["outputs"]
+    assert one["compilations"] == four["compilations"] == 0
+    assert four["weights"] < one["weights"]
+
+
+@pytest.mark.slow
+def test_dummy_weights_do_not_depend_on_the_shards(checkpoints):
+    folder, _ = checkpoints("mistral-mqa")
+    one, two, four = run(folder, [1, 2, 4], "dummy")
+    assert one["outputs"] == two["outputs"] == four["outputs"]

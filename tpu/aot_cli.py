@@ -1,0 +1,69 @@
+"""`twinfer aot`: what a model needs on a TPU slice, and its programs compiled for it, on a machine without a TPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..shared.models.config import load_config
+from ..shared.models.locate import model_folder
+from ..shared.models.shapes import shape_or_folder
+from ..shared.worker import Progress
+from .aot import AotReport, build
+from .platforms import leave_out_libtpu
+
+DOES_NOT_FIT = 3
+
+
+def run(model: str, topology: str, options: dict[str, Any], out: str | None, as_json: bool, progress: Progress) -> int:
+    """Compile, print, and return the exit code: 0, or 3 if the model does not fit."""
+    leave_out_libtpu()
+    with shape_or_folder(model) as folder:
+        config = load_config(model_folder(folder))
+    report = build(model, config, topology, options, out, progress)
+    if as_json:
+        print(json.dumps(report.as_dict()))
+    else:
+        console = Console()
+        show(report, console if console.is_terminal else Console(width=160))
+    return 0 if report.fits else DOES_NOT_FIT
+
+
+def show(report: AotReport, console: Console) -> None:
+    """Print a report as text. Compiler figures, and it says so."""
+    console.print(
+        f"{report.model} on {report.topology} ({report.devices} devices, {report.hosts} hosts), tensor parallel "
+        f"{report.tensor_parallel_size}, plan {report.plan_hash}. By the compiler's word: nothing ran on a TPU."
+    )
+    if report.too_large:
+        table = Table("too large", "size", title="does not fit")
+        for row in report.too_large:
+            table.add_row(row["what"], row.get("why") or _size(row["bytes"]))
+        console.print(table)
+    if report.programs:
+        table = Table("program", "s", "temporaries", "code", "arguments", "GFLOP", "GB", "per layer", "per step")
+        for p in report.programs:
+            table.add_row(
+                p.name, f"{p.seconds:.1f}", _size(p.temporaries), _size(p.code), _size(p.arguments),
+                f"{p.flops / 1e9:.1f}", f"{p.bytes_accessed / 1e9:.2f}",
+                _counts(p.collectives_per_layer), _counts(p.collectives_per_step),
+            )  # fmt: skip
+        console.print(table)
+    console.print(
+        f"each device: memory {_size(report.memory)}, weights {_size(report.weights)}; KV cache for "
+        f"{report.kv_tokens} tokens ({report.num_pages} pages of {_size(report.page_bytes)}); {report.seconds:.0f} s"
+    )
+    if report.written_to:
+        print(f"executables in {report.written_to}", file=sys.stderr)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
+def _counts(kinds: dict[str, int]) -> str:
+    return ", ".join(f"{count:g} {kind}" for kind, count in kinds.items()) or "-"

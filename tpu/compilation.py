@@ -1,0 +1,123 @@
+"""Compiles programs in a thread pool, counts what XLA compiles, and says what each program costs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from ..shared.worker import ProgramReport, Progress
+from . import programs
+from .executables import Reader
+from .ladder import Job
+
+OPTIONS = {"xla_allow_excess_precision": False}
+"""A rounding that an op's contract states must happen: XLA may otherwise keep float32 between two ops."""
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+STACK = 64 << 20
+"""Bytes of stack of a compiling thread: XLA recurses deeper than the default of 8 MiB holds for large programs."""
+
+_compilations = 0
+
+
+def _count(event: str, seconds: float, **_: Any) -> None:
+    global _compilations
+    if event == COMPILE_EVENT:
+        _compilations += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+def compilations() -> int:
+    """XLA compilations in this process so far."""
+    return _compilations
+
+
+@dataclass(slots=True)
+class Program:
+    """A compiled executable under its name."""
+
+    name: str
+    compiled: Any
+
+    def __call__(self, *args: Any) -> Any:
+        """Start it."""
+        return self.compiled(*args)
+
+
+def compile_all(
+    jobs: Mapping[Any, Job], mesh: Mesh, label: str, progress: Progress, stored: Reader | None = None
+) -> Iterator[tuple[Any, Program, ProgramReport]]:
+    """Build every job, in order: (key, program, report). XLA leaves Python's lock, so the cores are used.
+
+    `label` goes into each module's name, and with it into the key of JAX's compilation cache. With `stored`, programs
+    are read from there instead. Raises ConfigError if one is not there.
+    """
+    with deep_stacks(), ThreadPoolExecutor(max_workers=workers()) as pool:
+        futures = {key: pool.submit(compile_one, job, mesh, label, stored) for key, job in jobs.items()}
+        try:
+            for done, (key, future) in enumerate(futures.items()):
+                program, report = future.result()
+                progress("programs", done + 1, len(jobs))
+                yield key, program, report
+        finally:
+            for future in futures.values():
+                future.cancel()
+
+
+def compile_one(job: Job, mesh: Mesh, label: str, stored: Reader | None = None) -> tuple[Program, ProgramReport]:
+    """Lower and compile one job for the devices of `mesh`, or read it from `stored`."""
+    start = time.perf_counter()
+    if stored is not None:
+        loaded = stored.load(job, list(mesh.devices.flat))
+        return Program(job.name, loaded), report(job.name, loaded, time.perf_counter() - start)
+    function = programs.named(f"{job.name}_{label}", job.function)
+    # The abstract mesh tells kernels which TPU they are lowered for, also where there is none.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(function, donate_argnums=job.donate, out_shardings=job.results).lower(*job.arguments)
+    compiled = lowered.compile(compiler_options=OPTIONS)
+    seconds = time.perf_counter() - start
+    return Program(job.name, compiled), report(job.name, compiled, seconds)
+
+
+def report(name: str, compiled: Any, seconds: float) -> ProgramReport:
+    """What a compiled program needs, by the compiler's word."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return ProgramReport(name, seconds)
+    return ProgramReport(name, seconds, memory.generated_code_size_in_bytes, memory.temp_size_in_bytes)
+
+
+def workers() -> int:
+    """Threads that compile at a time."""
+    return min(8, os.cpu_count() or 1)
+
+
+@contextmanager
+def deep_stacks() -> Iterator[None]:
+    """Threads that start within the block can hold the compiler's recursion."""
+    before = threading.stack_size(STACK)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def enable_cache(folder: str) -> None:
+    """Keep compiled programs in `folder` and look for them there: JAX's own cache, for this whole process.
+
+    Its entries are pickles: give a folder that nobody else can write.
+    """
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

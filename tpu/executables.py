@@ -1,0 +1,134 @@
+"""Compiled programs in a folder, with a manifest that says for what they were compiled and what each file must hash to.
+
+JAX serialises executables with pickle, and reading a pickle can run code. So nothing is read that the manifest does not
+name with its SHA-256, and nothing at all from a folder that anybody but its owner (this user, or root) can write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+
+from ..ops.source_hash import source_hash
+from ..shared.config import ResolvedConfig
+from ..shared.errors import ConfigError
+from ..shared.models.config import ModelConfig
+from . import ladder
+from .ladder import Job
+
+MANIFEST = "manifest.json"
+SHAPING = (
+    "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "scan_layers",
+    "tensor_parallel_size", "decode_sizes", "mixed_sizes",
+)  # fmt: skip
+"""The options of an engine that change its programs."""
+
+
+def key(model: ModelConfig, config: ResolvedConfig, plan_hash: str, mesh: Mesh, num_pages: int) -> dict[str, Any]:
+    """Everything that a program depends on."""
+    sizes = {name: value for name, value in asdict(model).items() if name not in ("raw_hash", "eos_token_ids")}
+    return {
+        "plan_hash": plan_hash,
+        "sources": source_hash(ladder.jobs, "jax"),
+        "versions": {name: _version(name) for name in ("jax", "jaxlib", "libtpu")},
+        "devices": [device.device_kind for device in mesh.devices.flat],
+        "places": [list(getattr(device, "coords", ())) for device in mesh.devices.flat],
+        "num_pages": num_pages,
+        "config": {name: getattr(config, name) for name in SHAPING},
+        "model": hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest(),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
+
+
+class Writer:
+    """Collects executables into a folder; the manifest is written last, so a half-written folder is none."""
+
+    def __init__(self, folder: str, key: dict[str, Any]) -> None:
+        self._folder = Path(folder)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(self._folder)
+        (self._folder / MANIFEST).unlink(missing_ok=True)
+        self._key = key
+        self._files: dict[str, str] = {}
+
+    def add(self, name: str, compiled: Any) -> None:
+        """Write one executable."""
+        payload, _, _ = serialize_executable.serialize(compiled)
+        self._files[name] = hashlib.sha256(payload).hexdigest()
+        _write(self._folder / f"{name}.bin", payload)
+
+    def finish(self) -> str:
+        """Write the manifest; returns the folder."""
+        manifest = {"key": self._key, "sha256": self._files}
+        _write(self._folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+        return str(self._folder)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+
+
+class Reader:
+    """The executables of a folder. Raises ConfigError if it, or a file in it, may be another user's work."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        if not self._folder.is_dir():
+            raise ConfigError(f"aot_folder: got {folder}, which is not a folder")
+        _check_owner(self._folder)
+        try:
+            manifest = json.loads(self._read(MANIFEST))
+            self._key, self._files = dict(manifest["key"]), dict(manifest["sha256"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"aot_folder: {self._folder / MANIFEST} is not a manifest ({error})") from None
+
+    def differences(self, key: dict[str, Any]) -> list[str]:
+        """What of `key` the executables were not compiled for; empty if they fit."""
+        here = json.loads(json.dumps(key))
+        return [name for name in sorted(here.keys() | self._key.keys()) if here.get(name) != self._key.get(name)]
+
+    def load(self, job: Job, devices: list[Any]) -> Any:
+        """The executable of a job, on `devices`. Raises ConfigError if it is missing or not the one of the manifest."""
+        if job.name not in self._files:
+            raise ConfigError(f"aot_folder: {self._folder} has no program {job.name}")
+        payload = self._read(f"{job.name}.bin")
+        if hashlib.sha256(payload).hexdigest() != self._files[job.name]:
+            raise ConfigError(f"aot_folder: {self._folder / job.name}.bin is not the file that the manifest names")
+        inputs = jax.tree.structure((job.arguments, {}))
+        results = jax.tree.structure(jax.eval_shape(job.function, *job.arguments))
+        return serialize_executable.deserialize_and_load(payload, inputs, results, execution_devices=devices)
+
+    def _read(self, name: str) -> bytes:
+        path = self._folder / name
+        try:
+            _check_owner(path)
+            return path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"aot_folder: cannot read {path}: {error.strerror}") from None
+
+
+def _check_owner(path: Path) -> None:
+    status = path.lstat()
+    foreign = status.st_uid not in (0, os.getuid())
+    if stat.S_ISLNK(status.st_mode) or foreign or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"aot_folder: {path} must belong to this user or root, be no link, and be writable by no other"
+        )

@@ -1,0 +1,3 @@
+"""Pallas kernels for TPUs, registered as implementations of ops by importing this package."""
+
+from . import attention as attention

@@ -1,0 +1,197 @@
+"""Attention of a decode step: one query for each request.
+
+The work is a list of (request, block of its pages), taken in order; while one block is computed, the next one, of this
+request or the following, is on its way from HBM. Heads whose queries do not fill a register's 8 rows are computed
+together: each K is multiplied with the rows of all of them, and each row keeps what is its own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from .cache import LANES, CacheShape, Pages, token_order, words_of
+from .softmax import MASKED, START, capped, dot, repeat, update
+
+SUBLANES = 8
+
+
+def head_groups(kv_heads: int, group: int) -> list[tuple[int, int]]:
+    """(first, last + 1) KV heads that are computed together: as many as fill 8 rows with `group` queries each."""
+    size = max(1, SUBLANES // group)
+    return [(h, min(h + size, kv_heads)) for h in range(0, kv_heads, size)]
+
+
+def decode_attention(
+    q: jax.Array,
+    kv: jax.Array,
+    table: jax.Array,
+    lengths: jax.Array,
+    *,
+    cache: CacheShape,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    v_scale: float,
+    block_requests: int,
+    vmem: int | None,
+    interpret: Any,
+) -> jax.Array:
+    """q [req head hdim] over kv [page row hdim] -> [req head hdim]; lengths [req] is 0 where there is no request.
+
+    Requests with a length stand first. table [req page].
+    """
+    requests, heads, hdim = q.shape
+    padded = -(-requests // block_requests) * block_requests
+    q = jnp.pad(q, ((0, padded - requests), (0, 0), (0, 0)))
+    lengths = jnp.pad(lengths, (0, padded + 1 - requests))
+    group = heads // cache.kv_heads
+    groups = len(head_groups(cache.kv_heads, group))
+    rows = -(-group // SUBLANES) * SUBLANES
+    kernel = partial(
+        _kernel, cache=cache, width=table.shape[1], scale=scale, window=window, soft_cap=soft_cap, v_scale=v_scale
+    )
+    spec = pl.BlockSpec((block_requests, heads, hdim), lambda i, *_: (i, 0, 0))
+    seen = requests * table.shape[1] * cache.page
+    read = seen * 2 * cache.kv_heads * hdim * jnp.dtype(cache.dtype).itemsize
+    out = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(padded // block_requests,),
+            in_specs=[spec, pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=spec,
+            scratch_shapes=[
+                *cache.scratch(),
+                pltpu.VMEM((groups, rows, LANES), jnp.float32),
+                pltpu.VMEM((groups, rows, LANES), jnp.float32),
+                pltpu.VMEM((groups, rows, hdim), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * seen * heads * hdim,
+            bytes_accessed=read + 2 * q.size * q.dtype.itemsize + table.size * 4,
+            transcendentals=seen * heads,
+        ),
+        interpret=interpret,
+        name="decode_attention",
+    )(lengths, table.reshape(-1), q, kv)
+    return out[:requests]
+
+
+def _kernel(
+    lengths: Any,
+    table: Any,
+    q_ref: Any,
+    kv_hbm: Any,
+    o_ref: Any,
+    buffer: Any,
+    sems: Any,
+    m_ref: Any,
+    l_ref: Any,
+    acc_ref: Any,
+    half_ref: Any,
+    *,
+    cache: CacheShape,
+    width: int,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    v_scale: float,
+) -> None:
+    pages = Pages(cache, table, width, words_of(kv_hbm, cache), buffer, sems)
+    block_requests, heads, _ = q_ref.shape
+    group = heads // cache.kv_heads
+    begin = pl.program_id(0) * block_requests
+
+    def oldest(length: Any) -> Any:
+        return jnp.maximum(length - window, 0) if window > 0 else jnp.zeros_like(length)
+
+    @pl.when(begin == 0)
+    def _() -> None:
+        half_ref[0] = 0
+        first = oldest(lengths[0])
+        pages.start(0, lax.div(first, cache.block), first, lengths[0], 0)
+
+    def request(r: Any, half: Any) -> Any:
+        length = lengths[begin + r]
+        first, last = oldest(length), lax.div(length + cache.block - 1, cache.block)
+        following = lengths[begin + r + 1]
+        m_ref[...] = jnp.full_like(m_ref, START)
+        l_ref[...] = jnp.zeros_like(l_ref)
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        def block(j: Any, half: Any) -> Any:
+            end = j + 1 == last
+            next_length = jnp.where(end, following, length)
+            next_first = oldest(next_length)
+            next_j = jnp.where(end, lax.div(next_first, cache.block), j + 1)
+            pages.start(begin + r + end.astype(jnp.int32), next_j, next_first, next_length, 1 - half)
+            pages.wait(j, first, length, half)
+            low = jnp.maximum(first - j * cache.block, 0)
+            high = jnp.minimum(length - j * cache.block, cache.block)
+
+            @pl.when((low > 0) | (high < cache.block))
+            def _() -> None:
+                pages.clear(half, low, high)
+
+            for n, (h, stop) in enumerate(head_groups(cache.kv_heads, group)):
+                rows = (stop - h) * group
+                state = (m_ref.at[n, pl.ds(0, rows)], l_ref.at[n, pl.ds(0, rows)], acc_ref.at[n, pl.ds(0, rows)])
+                q = q_ref[r, pl.ds(h * group, rows), :]
+                _attend(pages, half, q, range(h, stop), low, high, scale, soft_cap, *state)
+            return 1 - half
+
+        half = lax.fori_loop(lax.div(first, cache.block), last, block, half)
+        for n, (h, stop) in enumerate(head_groups(cache.kv_heads, group)):
+            rows = (stop - h) * group
+            total = l_ref[n, :rows, :]
+            factor = v_scale / jnp.where(total == 0.0, 1.0, total)
+            out = acc_ref[n, :rows, :] * repeat(factor, cache.hdim)
+            o_ref[r, pl.ds(h * group, rows), :] = out.astype(o_ref.dtype)
+        return half
+
+    half_ref[0] = lax.fori_loop(0, block_requests, request, half_ref[0])
+
+
+def _attend(
+    pages: Pages, half: Any, q: jax.Array, heads: range, low: Any, high: Any, scale: float, soft_cap: float,
+    m_ref: Any, l_ref: Any, acc_ref: Any,
+) -> None:  # fmt: skip
+    """Take tokens low..high of a block into the state of some heads, whose queries are q [row hdim]."""
+    cache, rows = pages.cache, q.shape[0]
+    tokens, chunks = (0, cache.block), range(len(cache.chunks))
+
+    def own(parts: list[jax.Array]) -> jax.Array:
+        """Of each head's result for all rows, the rows of that head."""
+        out = parts[0]
+        head = lax.broadcasted_iota(jnp.int32, out.shape, 0) // (rows // len(heads))
+        for n, part in enumerate(parts[1:], 1):
+            out = jnp.where(head == n, part, out)
+        return out
+
+    def scores(h: int) -> jax.Array:
+        parts = [
+            dot(q[:, lane : lane + width], pages.head(half, h, c, tokens, 0, q.dtype), (1, 1))
+            for c, (lane, width) in enumerate(cache.chunks)
+        ]
+        return sum(parts[1:], parts[0])
+
+    s = capped(own([scores(h) for h in heads]) * scale, soft_cap)
+    token = token_order(cache, s.shape, tokens)
+    s = jnp.where((token >= low) & (token < high), s, MASKED)
+    weights, decay = update(s, m_ref, l_ref)
+    weights = weights.astype(q.dtype)
+    for c in chunks:
+        lane, width = cache.chunks[c]
+        new = own([dot(weights, pages.head(half, h, c, tokens, 1, q.dtype), (1, 0)) for h in heads])
+        acc_ref[:, lane : lane + width] = acc_ref[:, lane : lane + width] * repeat(decay, width) + new

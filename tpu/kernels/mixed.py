@@ -1,0 +1,200 @@
+"""Attention of a step whose requests have any number of queries: blocks of the token row by blocks of the cache.
+
+The work is a list of (block of tokens, request that has tokens in it, block of its pages), taken in order; while one
+item is computed, the next one's pages are on their way. Rows of a token block that belong to another request see
+nothing of this one, so the state of all its requests lies side by side.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from .cache import LANES, CacheShape, Pages, token_order, words_of
+from .softmax import MASKED, START, capped, dot, repeat, update
+
+
+def mixed_attention(
+    q: jax.Array,
+    kv: jax.Array,
+    table: jax.Array,
+    query_start: jax.Array,
+    kv_lens: jax.Array,
+    counts: jax.Array,
+    *,
+    cache: CacheShape,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    v_scale: float,
+    block_tokens: int,
+    vmem: int | None,
+    interpret: Any,
+) -> jax.Array:
+    """q [tok head hdim] over kv [page row hdim] -> [tok head hdim]; 0 but for requests counts[0] <= i < counts[1].
+
+    table [req page]; query_start [req+1]; kv_lens [req].
+    """
+    tokens, heads, hdim = q.shape
+    group, kv_heads = heads // cache.kv_heads, cache.kv_heads
+    blocks = -(-tokens // block_tokens)
+    q = jnp.pad(q, ((0, blocks * block_tokens - tokens), (0, 0), (0, 0)))
+    # Queries that share a KV head become rows of one matrix.
+    q = q.reshape(-1, kv_heads, group, hdim).transpose(1, 0, 2, 3).reshape(kv_heads, -1, hdim)
+    edges = jnp.arange(blocks, dtype=jnp.int32) * block_tokens
+    # The first request with a token in each block; requests with one query, which stand first, are not done here.
+    first = jnp.searchsorted(query_start[1:], edges, side="right").astype(jnp.int32)
+    first = jnp.maximum(first, counts[0])
+    rows = block_tokens * group
+    kernel = partial(
+        _kernel, cache=cache, width=table.shape[1], scale=scale, window=window, soft_cap=soft_cap, v_scale=v_scale,
+        block_tokens=block_tokens,
+    )  # fmt: skip
+    spec = pl.BlockSpec((kv_heads, rows, hdim), lambda i, *_: (0, i, 0))
+    longest = table.shape[1] * cache.page
+    read = blocks * longest * 2 * kv_heads * hdim * jnp.dtype(cache.dtype).itemsize
+    out = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(blocks,),
+            in_specs=[spec, pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=spec,
+            scratch_shapes=[
+                *cache.scratch(),
+                pltpu.VMEM((kv_heads, rows, LANES), jnp.float32),
+                pltpu.VMEM((kv_heads, rows, LANES), jnp.float32),
+                pltpu.VMEM((kv_heads, rows, hdim), jnp.float32),
+                pltpu.SMEM((2,), jnp.int32),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * tokens * longest * heads * hdim,
+            bytes_accessed=read + 2 * q.size * q.dtype.itemsize + table.size * 4,
+            transcendentals=tokens * longest * heads,
+        ),
+        interpret=interpret,
+        name="mixed_attention",
+    )(query_start, kv_lens, jnp.minimum(first, table.shape[0]), counts, table.reshape(-1), q, kv)
+    return out.reshape(kv_heads, -1, group, hdim).transpose(1, 0, 2, 3).reshape(-1, heads, hdim)[:tokens]
+
+
+def _kernel(
+    query_start: Any, kv_lens: Any, first_request: Any, counts: Any, table: Any, q_ref: Any, kv_hbm: Any, o_ref: Any,
+    buffer: Any, sems: Any, m_ref: Any, l_ref: Any, acc_ref: Any, state_ref: Any, *,
+    cache: CacheShape, width: int, scale: float, window: int, soft_cap: float, v_scale: float, block_tokens: int,
+) -> None:  # fmt: skip
+    pages = Pages(cache, table, width, words_of(kv_hbm, cache), buffer, sems)
+    kv_heads, rows, _ = q_ref.shape
+    group = rows // block_tokens
+    step, steps, stop_request = pl.program_id(0), pl.num_programs(0), counts[1]
+
+    def valid(i: Any, block: Any) -> Any:
+        """Whether request i has queries in a token block."""
+        inside = query_start[jnp.minimum(i, stop_request)] < (block + 1) * block_tokens
+        return (i < stop_request) & inside & (block < steps)
+
+    def span(i: Any, block: Any) -> tuple[Any, Any]:
+        """The slots that the queries of request i in a token block see: first, last + 1."""
+        start, stop = query_start[i], query_start[i + 1]
+        base = kv_lens[i] - stop
+        low = jnp.maximum(start, block * block_tokens) + base
+        high = jnp.minimum(stop, (block + 1) * block_tokens) + base
+        return (jnp.maximum(low - window + 1, 0) if window > 0 else jnp.zeros_like(low)), high
+
+    def begin(i: Any, block: Any, half: Any) -> None:
+        """Start the first block of pages of an item."""
+        first, length = span(i, block)
+        pages.start(i, lax.div(first, cache.block), first, length, half)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        state_ref[0] = 0  # the half of the buffer that is read next
+        state_ref[1] = 0  # whether its copies have been started
+
+    m_ref[...] = jnp.full_like(m_ref, START)
+    l_ref[...] = jnp.zeros_like(l_ref)
+    acc_ref[...] = jnp.zeros_like(acc_ref)
+    head_request = first_request[step]
+
+    @pl.when(valid(head_request, step) & (state_ref[1] == 0))
+    def _() -> None:
+        begin(head_request, step, state_ref[0])
+        state_ref[1] = 1
+
+    def request(carry: Any) -> Any:
+        i, half = carry
+        first, length = span(i, step)
+        last = lax.div(length + cache.block - 1, cache.block)
+
+        def block(j: Any, half: Any) -> Any:
+            end = j + 1 == last
+            here = valid(i + 1, step)
+            next_step = jnp.where(here, step, step + 1)
+            next_i = jnp.where(here, i + 1, first_request[jnp.minimum(step + 1, steps - 1)])
+
+            @pl.when(~end)
+            def _() -> None:
+                pages.start(i, j + 1, first, length, 1 - half)
+
+            @pl.when(end & valid(next_i, next_step))
+            def _() -> None:
+                begin(next_i, next_step, 1 - half)
+
+            pages.wait(j, first, length, half)
+            low = jnp.maximum(first - j * cache.block, 0)
+            high = jnp.minimum(length - j * cache.block, cache.block)
+
+            @pl.when((low > 0) | (high < cache.block))
+            def _() -> None:
+                pages.clear(half, low, high)
+
+            # The position of a row's query, counted from the block's first slot; rows of other requests see nothing.
+            token = step * block_tokens + lax.div(lax.broadcasted_iota(jnp.int32, (rows, 1), 0), group)
+            mine = (token >= query_start[i]) & (token < query_start[i + 1])
+            position = jnp.where(mine, token + (kv_lens[i] - query_start[i + 1] - j * cache.block), -1)
+            for h in range(kv_heads):
+                state = (m_ref.at[h], l_ref.at[h], acc_ref.at[h])
+                _attend(pages, half, h, q_ref[h], position, scale, window, soft_cap, *state)
+            return 1 - half
+
+        return i + 1, lax.fori_loop(lax.div(first, cache.block), last, block, half)
+
+    _, half = lax.while_loop(lambda carry: valid(carry[0], step), request, (head_request, state_ref[0]))
+    state_ref[0] = half
+    for h in range(kv_heads):
+        total = l_ref[h]
+        factor = v_scale / jnp.where(total == 0.0, 1.0, total)
+        o_ref[h] = (acc_ref[h] * repeat(factor, cache.hdim)).astype(o_ref.dtype)
+
+
+def _attend(
+    pages: Pages, half: Any, h: int, q: jax.Array, position: jax.Array, scale: float, window: int, soft_cap: float,
+    m_ref: Any, l_ref: Any, acc_ref: Any,
+) -> None:  # fmt: skip
+    """Take a block of the cache into the state of KV head h, whose queries are q [row hdim] at position [row 1]."""
+    cache, tokens = pages.cache, (0, pages.cache.block)
+    parts = [
+        dot(q[:, lane : lane + width], pages.head(half, h, c, tokens, 0, q.dtype), (1, 1))
+        for c, (lane, width) in enumerate(cache.chunks)
+    ]
+    s = capped(sum(parts[1:], parts[0]) * scale, soft_cap)
+    slot = token_order(cache, s.shape, tokens)
+    seen = slot <= position
+    if window > 0:
+        seen = seen & (slot > position - window)
+    weights, decay = update(jnp.where(seen, s, MASKED), m_ref, l_ref)
+    weights = weights.astype(q.dtype)
+    for c, (lane, width) in enumerate(cache.chunks):
+        new = dot(weights, pages.head(half, h, c, tokens, 1, q.dtype), (1, 0))
+        # A slot may hold NaN, which a weight of 0 does not keep from the rows of another request.
+        new = jnp.where(position >= 0, new, 0.0)
+        acc_ref[:, lane : lane + width] = acc_ref[:, lane : lane + width] * repeat(decay, width) + new

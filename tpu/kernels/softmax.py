@@ -1,0 +1,46 @@
+"""The online softmax of attention kernels: float32 state in VMEM, one value to a row, repeated over 128 lanes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .cache import LANES
+
+# Masked scores lie so far below the initial maximum that their weight is 0 even in a row that has seen nothing.
+START = -1e30
+MASKED = -2e30
+
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """a by b over one axis of each, summed in float32; float32 is multiplied in as many passes as it needs."""
+    precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def repeat(x: jax.Array, width: int) -> jax.Array:
+    """[row 128], equal along lanes, as [row width]: whole registers, used again."""
+    if width <= LANES:
+        return x[:, :width]
+    whole, rest = divmod(width, LANES)
+    return jnp.concatenate([x] * whole + ([x[:, :rest]] if rest else []), axis=1)
+
+
+def capped(scores: jax.Array, soft_cap: float) -> jax.Array:
+    """c tanh(s / c) for c > 0."""
+    return soft_cap * jnp.tanh(scores * (1.0 / soft_cap)) if soft_cap > 0 else scores
+
+
+def update(scores: jax.Array, m_ref: Any, l_ref: Any) -> tuple[jax.Array, jax.Array]:
+    """Take scores [row token] into maximum and sum [row 128] -> (weights [row token], decay [row 128]), float32."""
+    before = m_ref[...]
+    maximum = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+    weights = jnp.exp(scores - repeat(maximum, scores.shape[1]))
+    decay = jnp.exp(before - maximum)
+    l_ref[...] = l_ref[...] * decay + jnp.sum(weights, axis=1, keepdims=True)
+    m_ref[...] = maximum
+    return weights, decay

@@ -1,0 +1,138 @@
+"""All programs of an engine, described before anything is compiled: from shapes and shardings alone.
+
+The worker and the ahead-of-time compiler build the same list, so that what one compiled the other can load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from ..bucketing import Table
+from ..ops import Plans
+from ..shared.config import ResolvedConfig
+from ..shared.models import decoder
+from ..shared.models.config import ModelConfig
+from ..shared.step import SAMPLERS, StepShape, batch_layout, processor_layout, sampling_layout
+from . import programs
+from .binding import bind_on
+from .sharding import CACHE, REPLICATED, on, physical_config, place
+from .weights import Segments
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A program to build: a pure function, the arguments that it may overwrite, and the shapes of all (with shardings).
+
+    `results` are the shardings of what it returns: pinned, since the next program's arguments are pinned too.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    donate: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    results: Any
+
+
+class Shapes(NamedTuple):
+    """What lives on the devices: `jax.ShapeDtypeStruct`s with shardings, or the arrays themselves."""
+
+    weights: Any
+    head: Any
+    tables: Any
+    kv: Any
+    last_tokens: Any
+
+
+def step_shape(model: ModelConfig, config: ResolvedConfig) -> StepShape:
+    """The sizes that all steps share."""
+    return StepShape(config.pages_per_request, config.max_num_seqs, config.max_model_len, model.vocab_size)
+
+
+def program_model(model: ModelConfig, config: ResolvedConfig, plans: Plans, mesh: Mesh) -> programs.Model:
+    """What the programs of a model are made of."""
+    ops = {kind: bind_on(plan, mesh) for kind, plan in plans.by_kind.items()}
+    physical = physical_config(model, config.tensor_parallel_size)
+    return programs.Model(physical, ops, step_shape(model, config), config.scan_layers)
+
+
+def describe(model: ModelConfig, config: ResolvedConfig, segments: Segments, num_pages: int, mesh: Mesh) -> Shapes:
+    """The shapes and shardings of everything that lives on `mesh`; `num_pages` without the scratch page."""
+    shards, dtype = config.tensor_parallel_size, jnp.dtype(config.dtype)
+
+    def array(dims: tuple[int, ...], kind: Any, spec: Any = REPLICATED) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, kind, sharding=on(mesh, spec))
+
+    weights: dict[str, Any] = {"segments": [{} for _ in segments]}
+    for parameter in decoder.abstract(model).values():
+        placement = place(parameter, model, shards)
+        spec = placement.spec(parameter.layered)
+        if not parameter.layered:
+            weights[parameter.name] = array(placement.shape, dtype, spec)
+            continue
+        for (first, last, _), segment in zip(segments, weights["segments"], strict=True):
+            segment[parameter.name] = array((last - first, *placement.shape), dtype, spec)
+    head = "embed" if model.tie_embeddings else "head"
+    rotated = decoder.rotary_tables(model, 1)[0].shape[1]
+    angles = array((config.max_model_len, rotated), jnp.float32)
+    physical = physical_config(model, shards)
+    kv = (model.num_layers * (num_pages + 1), config.page_size, 2 * physical.num_kv_heads, model.head_dim)
+    return Shapes(
+        weights,
+        {head: weights[head]},
+        (angles, angles),
+        array(kv, dtype, CACHE),
+        array((config.max_num_seqs + 1,), jnp.int32),
+    )
+
+
+def bytes_per_device(shapes: Any) -> int:
+    """Bytes that arrays of these shapes take on one device."""
+    total = 0
+    for leaf in jax.tree.leaves(shapes):
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        size = leaf.dtype.itemsize
+        for side in shard:
+            size *= side
+        total += size
+    return total
+
+
+def jobs(model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: Mesh) -> dict[Any, Job]:
+    """Every program of the table, by what the worker looks it up with."""
+    whole = on(mesh)
+
+    def array(*dims: int, kind: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, kind, sharding=whole)
+
+    width, shape = model.config.hidden_size, model.shape
+    weights, head, tables, kv, last = shapes
+    found: dict[Any, Job] = {}
+    for d in table:
+        # last_tokens is read here and written by the sampler: only the cache is donated.
+        arguments: tuple[Any, ...] = (weights, tables, kv, last, array(batch_layout(d, shape).size))
+        function = partial(programs.backbone, model, d)
+        found[d] = Job(f"backbone_{d.kind}_{d.tokens}", function, (2,), arguments, (kv.sharding, whole, whole))
+        if d.kind == "mixed":
+            take = partial(programs.take_rows, table.max_requests)
+            arguments = (array(d.tokens, width, kind=dtype), array())
+            found["take", d.tokens] = Job(f"take_rows_{d.tokens}", take, (), arguments, whole)
+    for requests in sorted({d.requests for d in table}):
+        rows, buffer = array(requests, width, kind=dtype), array(sampling_layout(requests).size)
+        for variant in SAMPLERS:
+            arguments = (head, last, rows, buffer)
+            if variant == "processed":
+                arguments += (array(processor_layout(requests, shape).size),)
+            function = partial(programs.sampler, model, variant, requests)
+            name = f"sample_{variant}_{requests}"
+            found[variant, requests] = Job(name, function, (1,), arguments, (whole, whole))
+        function = partial(programs.logprobs, model)
+        arguments = (head, rows, array(requests))
+        found["logprobs", requests] = Job(f"logprobs_{requests}", function, (), arguments, whole)
+    return found

@@ -1,0 +1,68 @@
+"""The model as a `flax.nnx.Module`, so that the JAX ecosystem's tools work on it: `nnx.state`, `nnx.split`, `nnx.jit`.
+
+It computes whole prompts, on the same ops and weights as the worker; serving does not go through it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..ops import resolve
+from ..ops.bindings.jax import bind
+from ..shared.models import decoder
+from ..shared.models.config import ModelConfig
+
+PAGE = 128
+
+
+class Decoder(nnx.Module):
+    """A dense decoder. `weights` are those of `load_weights` on one device with a segment for each layer (unrolled).
+
+    Parameters are `nnx.Param`s under the names of the parameter table, those of layer i in `layers[i]`.
+    """
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Any]) -> None:
+        self.config = config
+        for name, value in weights.items():
+            if name != "segments":
+                setattr(self, name, nnx.Param(value))
+        self.layers = nnx.List([Layer(segment) for segment in weights["segments"]])
+
+    def __call__(self, token_ids: jax.Array) -> jax.Array:
+        """Logits [tok vocab] float32 of one sequence of token ids [tok] int32."""
+        ops, config, tokens = bind(resolve("jax")), self.config, token_ids.shape[0]
+        top = {p.name: getattr(self, p.name)[...] for p in decoder.abstract(config).values() if not p.layered}
+        cos, sin = decoder.rotary_tables(config, tokens)
+        pages = -(-tokens // PAGE)
+        place = jnp.arange(tokens, dtype=jnp.int32)
+        length = jnp.full(1, tokens, jnp.int32)
+        batch = decoder.Batch(
+            jnp.asarray(cos),
+            jnp.asarray(sin),
+            place,
+            jnp.arange(pages, dtype=jnp.int32)[None],
+            jnp.array([0, tokens], jnp.int32),
+            length,
+            jnp.array([1 if tokens == 1 else 0, 1], jnp.int32),
+        )
+        hidden = decoder.embed(ops, top, token_ids)
+        residual = jnp.zeros_like(hidden)
+        layer = decoder.layer_function(config)
+        for one, window in zip(self.layers, config.layer_windows, strict=True):
+            kv = jnp.zeros((pages + 1, PAGE, 2 * config.num_kv_heads, config.head_dim), hidden.dtype)
+            weights = {name: getattr(one, name)[...] for name in one.names}
+            hidden, residual, _ = layer(ops, config, weights, hidden, residual, kv, batch, window, tokens)
+        return decoder.head(ops, top, decoder.finish(ops, config, top, hidden, residual))
+
+
+class Layer(nnx.Module):
+    """The parameters of one layer, of stacked arrays with one entry."""
+
+    def __init__(self, weights: dict[str, Any]) -> None:
+        self.names = tuple(weights)
+        for name, value in weights.items():
+            setattr(self, name, nnx.Param(value[0]))

@@ -1,0 +1,134 @@
+"""Finds devices: those of this machine, and those of a TPU topology that is only described."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from ..shared.config import DeviceInfo, host_memory
+from ..shared.errors import BackendUnavailable, ConfigError
+
+PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
+GOOGLE = "0x1ae0"
+"""PCI vendor of TPU chips."""
+
+
+def find_device(device: str) -> DeviceInfo:
+    """The JAX device that `device` (auto, cpu, cuda, tpu) names. Raises BackendUnavailable."""
+    found = devices(device)[0]
+    platform = "cuda" if found.platform in ("gpu", "cuda") else found.platform
+    if platform == "cpu":
+        return DeviceInfo(platform, found.device_kind, host_memory())
+    return DeviceInfo(platform, found.device_kind, int((found.memory_stats() or {}).get("bytes_limit", 0)))
+
+
+def devices(device: str) -> list[jax.Device]:
+    """All JAX devices of the kind that `device` names, of all processes. Raises BackendUnavailable."""
+    if device != "tpu":
+        leave_out_libtpu()
+    try:
+        return jax.devices(PLATFORMS[device] if device != "auto" else None)
+    except RuntimeError as error:
+        raise BackendUnavailable(f"device: JAX has no {device} device here ({str(error).splitlines()[0]})") from error
+
+
+def leave_out_libtpu(pci: Path = Path("/sys/bus/pci/devices")) -> None:
+    """Keep JAX from starting an installed libtpu where there is no TPU: that asks the network and prints complaints.
+
+    Does nothing if somebody has chosen platforms (JAX_PLATFORMS), or where a TPU is to be seen.
+    """
+    if jax.config.jax_platforms or find_spec("libtpu") is None or has_tpu(pci):
+        return
+    nvidia = any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)) and Path("/dev/nvidiactl").exists()
+    jax.config.update("jax_platforms", "cuda,cpu" if nvidia else "cpu")
+
+
+def has_tpu(pci: Path) -> bool:
+    """Whether a chip of Google's is on the PCI bus, or a TPU driver offers one."""
+    vendors = (path.read_text().strip() for path in pci.glob("*/vendor"))
+    return any(vendor == GOOGLE for vendor in vendors) or any(Path("/dev").glob("accel[0-9]*"))
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """What one JAX device of a TPU generation has. Bytes, bytes per second, floating-point operations per second.
+
+    `hbm` is what libtpu 0.0.42.1 lets a program use (it refuses more when it compiles); the rates are the ones by which
+    its own cost model computes. None of it was measured on a chip.
+    """
+
+    hbm: int
+    bandwidth: float
+    flops: float
+
+
+GIB = 1 << 30
+CHIPS = {
+    "v4": Chip(int(30.5 * GIB), 1230e9, 275e12),
+    "v5e": Chip(int(15.75 * GIB), 820e9, 197e12),
+    "v5p": Chip(int(95.74 * GIB), 2460e9, 460e12),
+    "v6e": Chip(int(31.25 * GIB), 1640e9, 920e12),
+    "tpu7x": Chip(int(94.75 * GIB), 3700e9, 1155e12),
+}
+"""By the first word of a topology's name. A device is a chip (v4, v5p: its two cores as one), on tpu7x half a one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The devices of a TPU slice that nobody has to own."""
+
+    name: str
+    chip: Chip
+    devices: list[Any]
+
+    @property
+    def info(self) -> DeviceInfo:
+        """One of its devices."""
+        return DeviceInfo("tpu", self.devices[0].device_kind, self.chip.hbm)
+
+    @property
+    def hosts(self) -> int:
+        """Machines that hold its chips: one process each."""
+        return len({device.process_index for device in self.devices})
+
+
+def topology(name: str) -> Topology:
+    """The slice that `name` describes: v4, v5e, v5p, v6e or tpu7x, a colon, and its shape in chips, such as v6e:2x4.
+
+    A single chip is 1x1; up to eight v5e or v6e chips count as one host. Raises ConfigError and BackendUnavailable.
+    """
+    generation, colon, shape = name.partition(":")
+    sides = shape.split("x")
+    if generation not in CHIPS or not colon or not all(side.isdigit() and int(side) > 0 for side in sides):
+        raise ConfigError(f"topology: got {name!r}, must be one of {', '.join(CHIPS)}, a colon and a shape such as 2x2")
+    flat = generation in ("v5e", "v6e")
+    wanted = 2 if flat else 3
+    if len(sides) != wanted:
+        raise ConfigError(f"topology: got {name!r}, {generation} slices have {wanted} sides")
+    if find_spec("libtpu") is None:
+        raise BackendUnavailable("topology: libtpu is not installed here: pip install 'twinfer[tpu]'")
+    # libtpu describes a slice from these, without a metadata server, when no chip is there.
+    described = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
+    # Compiling holds no chip, so any number of processes may do it at a time.
+    described |= {"TPU_WORKER_ID": "0", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    for variable, value in described.items():
+        os.environ.setdefault(variable, value)
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if generation == "v4" else {}
+    chips = [int(side) for side in sides]
+    if flat and chips in ([1, 1], [2, 4]):
+        options["chips_per_host_bounds"] = [*chips, 1]
+    elif not flat and chips == [1, 1, 1]:
+        options["chips_per_host_bounds"] = chips
+    try:
+        described_slice = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    except Exception as error:  # libtpu raises several kinds for a shape that it does not know
+        raise ConfigError(
+            f"topology: got {name!r}, libtpu knows no such slice ({str(error).splitlines()[0]})"
+        ) from error
+    return Topology(name, CHIPS[generation], list(described_slice.devices))
