@@ -19,12 +19,16 @@ def decode_ladder(max_requests: int, step: int = 8, small: Sequence[int] = ()) -
     return tuple(sorted(sizes))
 
 
-def mixed_ladder(max_tokens: int, smallest: int = 16) -> tuple[int, ...]:
-    """Token counts of mixed programs: powers of two from `smallest`, and `max_tokens` as the last."""
+def mixed_ladder(max_tokens: int, smallest: int = 16, per_octave: int = 1) -> tuple[int, ...]:
+    """Token counts of mixed programs: powers of two from `smallest`, and `max_tokens` as the last.
+
+    `per_octave` sizes at even distances lead from one power of two to the next, none closer than `smallest` to another.
+    """
     sizes = []
     size = smallest
     while size < max_tokens:
-        sizes.append(size)
+        step = max(smallest, size // per_octave)
+        sizes += [between for between in range(size, 2 * size, step) if between < max_tokens]
         size *= 2
     sizes.append(max_tokens)
     return tuple(sizes)

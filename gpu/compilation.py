@@ -1,50 +1,152 @@
-"""Regional compilation: the layer function, compiled by Inductor once per shape and window, reused by every layer."""
+"""Regional compilation: the layer function compiled once per kind and range of sizes, run by every layer.
+
+Sizes named in `compile_sizes` are compiled with static shapes, all others of a kind share code with an open number of
+tokens: one compilation serves a whole ladder, and the number of tokens only moves the bounds of loops.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch._dynamo.utils import counters
 
 from ..bucketing import Descriptor
+from ..shared.compilation_config import ResolvedCompilation
+from ..shared.models import decoder
+from ..shared.models.config import ModelConfig
+from .backend import make_backend
+
+Layer = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""(weights, hidden, residual [tok dim], kv, batch) -> hidden, residual."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One compiled version: for one number of tokens, or (`last` > `first`) for a range of them."""
+
+    kind: str
+    first: int
+    last: int
+
+    @property
+    def static(self) -> bool:
+        """Whether the number of tokens is a constant of the code."""
+        return self.first == self.last
+
+    def __str__(self) -> str:
+        return f"{self.kind}_{self.first}" if self.static else f"{self.kind}_{self.first}_to_{self.last}"
+
+
+def variants(descriptors: Iterable[Descriptor], compilation: ResolvedCompilation) -> dict[Descriptor, Variant]:
+    """The version that serves each descriptor."""
+    chosen = {}
+    largest: dict[str, int] = {}
+    descriptors = list(descriptors)
+    for d in descriptors:
+        largest[d.kind] = max(largest.get(d.kind, 0), d.tokens)
+    for d in descriptors:
+        # Dynamo takes a size of 1 for a constant whatever it is told.
+        first, last = 2, max(largest[d.kind], 3)
+        if d.tokens in compilation.compile_sizes or d.tokens == 1:
+            first = last = d.tokens
+        for low, high in compilation.compile_ranges:
+            if first < last and low <= d.tokens <= high:
+                first, last = low, high
+        chosen[d] = Variant(d.kind, first, last)
+    return chosen
+
+
+def compile_order(chosen: Mapping[Descriptor, Variant]) -> list[Descriptor]:
+    """All descriptors, the middle one of each version first: its size is what the code generator tunes for."""
+    members: dict[Variant, list[Descriptor]] = {}
+    for d, variant in chosen.items():
+        members.setdefault(variant, []).append(d)
+    first = [sorted(ds, key=lambda d: d.tokens)[len(ds) // 2] for ds in members.values()]
+    return first + [d for d in chosen if d not in first]
+
+
+class RegionCompiler:
+    """Compiles functions of a step: a copy of the function for each version, so that versions do not see each other."""
+
+    def __init__(self, compilation: ResolvedCompilation) -> None:
+        self._compilation = compilation
+        self.enabled = compilation.level > 0
+
+    def compile(self, function: FunctionType, variant: Variant, name: str) -> Callable[..., Any]:
+        """`function` compiled for a version by the first call, for which `mark` must have named what stays open."""
+        if not self.enabled:
+            return function
+        # Dynamo keeps compiled versions on the code object and tries them one after the other: give each its own.
+        title = f"{name}_{variant}"
+        copy = FunctionType(
+            function.__code__.replace(co_name=title),
+            function.__globals__,
+            title,
+            function.__defaults__,
+            function.__closure__,
+        )
+        backend = make_backend(self._compilation, title)
+        return torch.compile(copy, fullgraph=True, backend=backend)
+
+    def mark(self, variant: Variant, tensors: Sequence[torch.Tensor]) -> None:
+        """Leave the first dimension of these open in what the next call compiles. Fails if the code fixes it."""
+        if self.enabled and not variant.static:
+            for tensor in tensors:
+                torch._dynamo.mark_dynamic(tensor, 0)
 
 
 class LayerCompiler:
-    """The layer function for each descriptor. Level 0 gives the plain function, level 2 a compiled one."""
+    """The layer function of each descriptor and layer."""
 
-    def __init__(self, layer: FunctionType, level: int) -> None:
-        self._layer = layer
-        self._level = level
-        self._compiled: dict[Descriptor, Callable[..., Any]] = {}
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Mapping[str, Any],
+        compiler: RegionCompiler,
+        chosen: Mapping[Descriptor, Variant],
+    ) -> None:
+        self._config, self._ops, self._compiler, self._chosen = config, ops, compiler, chosen
+        self._made: dict[tuple[Variant, int], Layer] = {}
 
-    def build(self, descriptor: Descriptor) -> Callable[..., Any]:
-        """Make the layer function of a descriptor; the first call with real tensors compiles it."""
-        if self._level == 0:
-            self._compiled[descriptor] = self._layer
-        else:
-            # Dynamo keeps the compiled versions of a function on its code object and tries them one after the other.
-            # A copy of the code for each shape keeps that list at one entry per window, whatever the table holds.
-            source = self._layer
-            copy = FunctionType(
-                source.__code__.replace(co_name=f"layer_{descriptor.kind}_{descriptor.tokens}"),
-                source.__globals__,
-                source.__name__,
-                source.__defaults__,
-                source.__closure__,
-            )
-            self._compiled[descriptor] = torch.compile(copy, fullgraph=True, dynamic=False)
-        return self._compiled[descriptor]
+    def layers(self, descriptor: Descriptor) -> list[Layer]:
+        """One function for each layer; layers of the same window share theirs."""
+        variant = self._chosen[descriptor]
+        return [self._layer(variant, window) for window in self._config.layer_windows]
 
-    def __getitem__(self, descriptor: Descriptor) -> Callable[..., Any]:
-        return self._compiled[descriptor]
+    def _layer(self, variant: Variant, window: int) -> Layer:
+        if (variant, window) not in self._made:
+            plain = layer_of(self._config, self._ops[variant.kind], window, decode=variant.kind == "decode")
+            name = f"layer_window_{window}" if window else "layer"
+            self._made[variant, window] = self._compiler.compile(plain, variant, name)
+        return self._made[variant, window]
 
-    def __contains__(self, descriptor: Descriptor) -> bool:
-        return descriptor in self._compiled
+    def mark(self, d: Descriptor, kv: Sequence[torch.Tensor], batch: decoder.Batch) -> None:
+        """Name the open dimensions before the first call for a descriptor: pages, and tokens of a version for many."""
+        if not self._compiler.enabled:
+            return
+        for cache in kv:
+            torch._dynamo.mark_dynamic(cache, 0)
+        per_request = (batch.page_table, batch.query_start, batch.kv_lens) if d.kind == "decode" else ()
+        open_ones = [x for x in per_request if x.device == batch.slots.device]
+        self._compiler.mark(self._chosen[d], [batch.cos, batch.sin, batch.slots, *open_ones])
 
 
-def compiled_graphs() -> int:
-    """Graphs that Dynamo has handed to a compiler in this process."""
-    return int(counters["stats"]["unique_graphs"])
+def layer_of(config: ModelConfig, ops: Any, window: int, *, decode: bool) -> FunctionType:
+    """The layer function of a model for one window, with all that is fixed bound."""
+    function = decoder.layer_function(config)
+
+    def layer(
+        weights: dict[str, torch.Tensor],
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        kv: torch.Tensor,
+        batch: decoder.Batch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # A mixed program may hold one request whose queries fill it.
+        max_query_len = 1 if decode else hidden.shape[0]
+        return function(ops, config, weights, hidden, residual, kv, batch, window, max_query_len)[:2]
+
+    return layer

@@ -76,6 +76,20 @@ class Decoder(torch.nn.Module):
             hidden, residual, _ = layer(ops, config, weights, hidden, residual, kv[index], batch, window, max_query_len)
         return decoder.finish(ops, config, self._top, hidden, residual)
 
+    @property
+    def layer_weights(self) -> list[dict[str, torch.Tensor]]:
+        """The weights of each layer, by name."""
+        return self._layers
+
+    @property
+    def top_weights(self) -> dict[str, torch.Tensor]:
+        """The weights that belong to no layer, by name."""
+        return self._top
+
+    def finish(self, kind: str, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The final norm."""
+        return decoder.finish(self.ops[kind], self.config, self._top, hidden, residual)
+
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits [row vocab] of finished hidden states [row dim]."""
         return decoder.head(self.ops["sample"], self._top, rows)

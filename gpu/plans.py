@@ -12,6 +12,7 @@ from ..ops import Op, Plan, Plans, Recorder, resolve
 from ..shared.config import ResolvedConfig
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
+from .kernels import preferred
 from .module import Decoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -20,8 +21,8 @@ HISTORY = 64
 
 def make_plans(model: ModelConfig, config: ResolvedConfig) -> Plans:
     """Choose implementations for the calls that the largest program of each kind makes. Raises OpError."""
-    choose = partial(resolve, "torch", config.op_priority, enable=config.enable_ops)
-    base = choose()
+    choose = partial(resolve, "torch", preferred(config.op_priority, config.platform), enable=config.enable_ops)
+    base = resolve("torch", enable=("none",))  # kernels do not run on the meta device
     kinds = {kind: choose(calls=record(base, model, config, kind).by_op()) for kind in ("decode", "mixed", "sample")}
     return Plans(kinds)
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +16,9 @@ import torch
 from ..bucketing import Descriptor, Table
 from ..ops import OpError, Plans
 from ..ops.bindings.torch import bind
+from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from ..shared.config import DeviceInfo, ResolvedConfig, host_memory
-from ..shared.errors import BackendUnavailable, ConfigError, InternalError, OutsideTable
+from ..shared.errors import BackendUnavailable, ConfigError, InternalError
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
 from ..shared.models.table import parameter_count
@@ -26,10 +31,15 @@ from ..shared.step import (
     processor_layout,
     sampling_layout,
 )
-from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, kv_page_bytes, step_temporaries
-from .compilation import LayerCompiler, compiled_graphs
+from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, kv_page_bytes
+from .backend import check_options, code_kept_in, key_factors, open_cache
+from .forward_context import splittable
+from .graphs import GraphRecorder
+from .inputs import StepInputs
 from .module import Decoder
+from .monitor import compilations, watch_triton
 from .plans import DTYPES, make_plans
+from .programs import SETTINGS, Programs
 from .weights import load_weights
 
 SMALL_MODEL = 64_000_000
@@ -56,12 +66,49 @@ def make_worker(model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, 
     return TorchWorker(model, config, device, folder)
 
 
+class Download:
+    """Brings the sampled tokens to the host on a stream of its own, through pinned buffers that are used again."""
+
+    def __init__(self, rows: int, cuda: bool) -> None:
+        self._rows = rows
+        self._stream = torch.cuda.Stream() if cuda else None
+        self._free: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self._last: torch.cuda.Event | None = None
+
+    def wait_for_last(self) -> None:
+        """Let the device finish the last copy before the tokens are written again."""
+        if self._last is not None:
+            self._last.wait()
+
+    def start(self, tokens: torch.Tensor) -> Callable[[], np.ndarray]:
+        """Copy tokens [R] and return what waits for them."""
+        if self._stream is None:
+            kept = tokens.numpy().copy()
+            return lambda: kept
+        if not self._free:
+            self._free.append((torch.empty(self._rows, dtype=torch.int32, pin_memory=True), torch.cuda.Event()))
+        host, done = self._free.pop()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            host[: len(tokens)].copy_(tokens, non_blocking=True)
+            done.record()
+        self._last = done
+
+        def wait() -> np.ndarray:
+            done.synchronize()
+            array = host[: len(tokens)].numpy().copy()
+            self._free.append((host, done))
+            return array
+
+        return wait
+
+
 @dataclass(slots=True)
 class Handle:
-    """A started step. Tensors are on their way to the host; `ready` is recorded behind the copies on a GPU."""
+    """A started step. What is not the tokens is on its way to the host; `ready` is recorded behind it on a GPU."""
 
     step: StepInput
-    tokens: torch.Tensor
+    tokens: Callable[[], np.ndarray]
     top: tuple[torch.Tensor, ...] | None
     prompt: list[tuple[torch.Tensor, ...]] | None
     ready: torch.cuda.Event | None
@@ -74,7 +121,7 @@ class Handle:
         prompt = None
         if self.prompt is not None:
             prompt = TopLogprobs(*(torch.cat(column).numpy() for column in zip(*self.prompt, strict=True)))
-        return StepOutput(self.step.step_id, self.tokens.numpy(), top, prompt)
+        return StepOutput(self.step.step_id, self.tokens(), top, prompt)
 
 
 class TorchWorker:
@@ -93,29 +140,54 @@ class TorchWorker:
             self._plans = make_plans(model, config)
         except OpError as error:
             raise ConfigError(f"op_priority, enable_ops: {error}") from error
-        compiling = config.compile_level > 0
-        self._ops = {kind: bind(plan, compiling=compiling) for kind, plan in self._plans.by_kind.items()}
+        self._compilation = config.compilation
+        check_options(self._compilation.inductor_compile_config)
+        check_modes(self._compilation, self._plans)
+        self._ops = bind_plans(self._plans, self._compilation)
         self._shape = StepShape(config.pages_per_request, config.max_num_seqs, config.max_model_len, model.vocab_size)
         self._dtype = DTYPES[config.dtype]
         self._module = Decoder(model, self._table, self._ops, self._dtype, self._where)
-        self._layers = LayerCompiler(decoder.layer_function(model), config.compile_level)
-        self._graphs_at_ready: int | None = None
+        self._kept_in: Path | None = None
+        if self._compilation.level > 1:
+            factors = key_factors(self._plans.hash, self._compilation, {"dtype": config.dtype, **asdict(model)})
+            self._kept_in = open_cache(self._compilation.cache_dir, factors)
+        self._at_ready: int | None = None
+        watch_triton()
 
     def load(self, progress: Progress) -> None:
         """Read or make the weights."""
         config = self._config
         load_weights(self._module, self._folder, config.load_format, self._table, config.seed, progress)
         tables = decoder.rotary_tables(self._module.config, config.max_model_len)
-        self._cos, self._sin = (torch.from_numpy(table).to(self._where) for table in tables)
-        self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int32, device=self._where)
+        rotary = tuple(torch.from_numpy(table).to(self._where) for table in tables)
+        table = config.table()
+        self._inputs = StepInputs(table, self._shape, config.page_size, self._where)
+        self._programs = Programs(
+            self._module,
+            self._ops,
+            self._plans,
+            self._compilation,
+            table,
+            self._inputs,
+            rotary,
+            self._where,
+            self._dtype,
+        )
+        self._download = Download(config.max_num_seqs, self.device.platform == "cuda")
 
     def measure(self) -> int:
-        """Bytes for the KV cache."""
+        """Bytes for the KV cache: what is left once all programs have run and were captured on a tiny cache."""
         if self.device.platform == "cpu":
             return HOST_MEMORY_FOR_KV
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.allocate_kv(2)
+        self._build(self._config.table(), lambda *_: None)
+        torch.cuda.synchronize()
+        self._programs.use_cache(self._kv)  # drops the graphs, not their pool
         free, total = torch.cuda.mem_get_info()
-        temporaries = step_temporaries(self._module.config, self._config)
-        return free - int(total * (1 - self._config.memory_utilization)) - temporaries
+        # What torch has reserved by now, it uses again for the same steps.
+        return free - int(total * (1 - self._config.memory_utilization))
 
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
@@ -126,91 +198,90 @@ class TorchWorker:
         c = self._module.config
         shape = (c.num_layers, num_pages + 1, self._config.page_size, 2 * c.num_kv_heads, c.head_dim)
         self._kv = torch.zeros(shape, dtype=self._dtype, device=self._where)
+        self._programs.use_cache(self._kv)
 
     def warm_up(self, table: Table, progress: Progress) -> list[ProgramReport]:
-        """Run each program once on padding; with compiled layers, that compiles them."""
-        reports = []
-        for descriptor in table:
-            start = time.perf_counter()
-            self._layers.build(descriptor)
-            self._run_once(descriptor)
-            reports.append(ProgramReport(str(descriptor), time.perf_counter() - start))
-            progress("programs", len(reports), len(table))
-        self._graphs_at_ready = compiled_graphs()
+        """Run each program on padding, which compiles it, and capture those that are replayed as graphs."""
+        reports = self._build(table, progress)
+        self._programs.marking = False
+        self._at_ready = sum(compilations().values())
         return reports
 
-    def _run_once(self, descriptor: Descriptor) -> None:
+    @torch.inference_mode()
+    def _build(self, table: Table, progress: Progress) -> list[ProgramReport]:
+        seconds: dict[Descriptor, float] = dict.fromkeys(table, 0.0)
+        captured = self._compilation.cudagraph_mode is not CUDAGraphMode.NONE
+        recorder = GraphRecorder() if captured else None
+        programs, total = self._programs, len(table) * (2 if captured else 1)
+        with code_kept_in(self._kept_in), recorder.recording() if recorder else nullcontext():
+            for done, d in enumerate(programs.order()):
+                start = time.perf_counter()
+                self._inputs.fill(self._padding(d), host=programs.host_metadata[d.kind])
+                programs.run_eagerly(d)
+                seconds[d] += time.perf_counter() - start
+                progress("programs", done + 1, total)
+            if recorder is not None:
+                # The largest first: the smaller ones find their memory in the pool.
+                for done, d in enumerate(sorted(table, key=lambda d: -d.tokens)):
+                    start = time.perf_counter()
+                    programs.capture(recorder, d)
+                    seconds[d] += time.perf_counter() - start
+                    progress("programs", len(table) + done + 1, total)
+        return [ProgramReport(str(d), seconds[d]) for d in table]
+
+    def _padding(self, descriptor: Descriptor) -> StepInput:
         batch = batch_layout(descriptor, self._shape).allocate()
         sampling = sampling_layout(descriptor.requests).allocate()
         views = batch_layout(descriptor, self._shape).views(batch)
         views["slots"][:] = -1
         views["rows"][:] = self._shape.max_rows
         sampling_layout(descriptor.requests).view(sampling, "sample_rows")[:] = self._shape.max_rows
-        self.execute(StepInput(0, descriptor, self._shape, "greedy", batch, sampling)).result()
+        return StepInput(0, descriptor, self._shape, "greedy", batch, sampling)
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> Handle:
         """Start a step."""
-        f, hidden = self._backbone(step)
-        rows = hidden[f["sample_index"]]
-        logits = self._module.logits(rows)
-        tokens = self._sample(step, logits)
+        programs, d = self._programs, step.descriptor
+        self._inputs.fill(step, host=programs.host_metadata[d.kind])
         top = prompt = None
-        if step.logprobs:
-            top = self._download(self._ops["sample"].top_logprobs(logits, tokens))
         if step.prompt_targets is not None:
-            prompt = self._prompt_logprobs(step.prompt_targets, hidden)
-        (on_host,) = self._download((tokens,))
+            prompt = self._prompt_logprobs(step.prompt_targets, programs.hidden(d))
+        programs.backbone(d)
+        self._download.wait_for_last()
+        if step.sampler == "processed":
+            logits = self._sample_processed(step)
+        else:
+            logits = programs.sample(d.requests, step.sampler)
+        tokens = programs.tokens[: d.requests]
         ready = None
-        if self._where.type == "cuda":
+        if step.logprobs:
+            top = self._to_host(self._ops["sample"].top_logprobs(logits, tokens))
+        if (top is not None or prompt is not None) and self._where.type == "cuda":
             ready = torch.cuda.Event()
             ready.record()
-        return Handle(step, on_host, top, prompt, ready)
-
-    def _backbone(self, step: StepInput) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """The fields of the batch on the device, and the finished hidden states [T dim]."""
-        d = step.descriptor
-        if d not in self._layers:
-            raise OutsideTable(f"no program for {d}: the table was frozen at start")
-        batch = self._upload(step.batch)
-        f = batch_layout(d, self._shape).unpack(batch, _bits_to_float)
-        host = step.field
-        metadata = {name: f[name] for name in ("query_start", "kv_lens", "counts")}
-        if self._plans[d.kind]["paged_attention"].implementation.host_metadata:
-            metadata = {name: torch.from_numpy(host(name)) for name in metadata}
-        ids = torch.where(f["token_ids"] < 0, self._last_tokens[_fit(f["rows"], d.tokens)], f["token_ids"])
-        cos, sin = self._cos[f["positions"]], self._sin[f["positions"]]
-        arguments = decoder.Batch(cos, sin, f["slots"], f["page_table"], **metadata)
-        return f, self._module(ids, self._kv, arguments, d.kind, d.max_query_len, self._layers[d])
+        return Handle(step, self._download.start(tokens), top, prompt, ready)
 
     @torch.inference_mode()
     def logits(self, step: StepInput) -> np.ndarray:
         """Run a step and return its logits at every token: [T, vocab] float32. For comparisons only."""
-        logits: np.ndarray = self._module.logits(self._backbone(step)[1]).cpu().numpy()
+        self._inputs.fill(step, host=self._programs.host_metadata[step.descriptor.kind])
+        logits: np.ndarray = self._programs.logits(self._programs.hidden(step.descriptor)).cpu().numpy()
         return logits
 
-    def _sample(self, step: StepInput, logits: torch.Tensor) -> torch.Tensor:
-        ops, requests = self._ops["sample"], step.descriptor.requests
-        f = sampling_layout(requests).unpack(self._upload(step.sampling), _bits_to_float)
-        if step.sampler == "greedy":
-            tokens = ops.greedy_sample(logits)
-        else:
-            if step.processors is None:
-                scores = ops.quantize_logits(logits)
-            else:
-                buffer = self._upload(step.processors)
-                p = processor_layout(requests, self._shape).unpack(buffer, _bits_to_float)
-                last = self._last_tokens[p.pop("rows")][:, None]
-                scores = ops.penalties(logits, **(p | {"history": torch.where(p["history"] == -2, last, p["history"])}))
-            names = ("position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p")
-            tokens = ops.sample(logits, scores, *(f[name] for name in names), step.sampler != "random")
-        self._last_tokens[f["sample_rows"]] = tokens
-        return tokens
+    def _sample_processed(self, step: StepInput) -> torch.Tensor:
+        ops, d, programs = self._ops["sample"], step.descriptor, self._programs
+        f = sampling_layout(d.requests).unpack(self._upload(step.sampling), _bits_to_float)
+        p = processor_layout(d.requests, self._shape).unpack(self._upload(step.processors), _bits_to_float)
+        last = programs.last_tokens[p.pop("rows")][:, None]
+        logits = programs.logits(programs.rows[: d.requests])
+        scores = ops.penalties(logits, **(p | {"history": torch.where(p["history"] == -2, last, p["history"])}))
+        programs.keep(d.requests, ops.sample(logits, scores, *(f[name] for name in SETTINGS), True))
+        return logits
 
     def _prompt_logprobs(self, targets: np.ndarray, hidden: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         chosen = self._upload(np.maximum(targets, 0))
         parts = zip(hidden.split(PROMPT_ROWS), chosen.split(PROMPT_ROWS), strict=True)
-        return [self._download(self._ops["sample"].top_logprobs(self._module.logits(rows), ids)) for rows, ids in parts]
+        return [self._to_host(self._ops["sample"].top_logprobs(self._module.logits(rows), ids)) for rows, ids in parts]
 
     def _upload(self, x: np.ndarray) -> torch.Tensor:
         """A copy on the device that never waits for it: through pinned memory, which torch frees when it was read."""
@@ -220,7 +291,7 @@ class TorchWorker:
         pinned.numpy()[...] = x
         return pinned.to(self._where, non_blocking=True)
 
-    def _download(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def _to_host(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         if self._where.type == "cpu":
             return tensors
         pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
@@ -231,27 +302,45 @@ class TorchWorker:
         return self._plans
 
     def compilations_after_ready(self) -> int:
-        """Graphs compiled in this process since warm_up returned."""
-        if self._graphs_at_ready is None:
+        """What was compiled in this process since warm_up returned: graphs, generated code, kernels."""
+        if self._at_ready is None:
             raise InternalError("the worker is not warmed up yet")
-        return compiled_graphs() - self._graphs_at_ready
+        return sum(compilations().values()) - self._at_ready
 
     def close(self) -> None:
-        """Drop weights and cache."""
-        self._module = self._kv = self._last_tokens = None
+        """Drop weights, cache and graphs."""
+        self._module = self._kv = self._programs = self._inputs = None
         if self._where.type == "cuda":
             torch.cuda.empty_cache()
 
 
+def check_modes(compilation: ResolvedCompilation, plans: Plans) -> None:
+    """Raise ConfigError for a graph mode that the chosen attention cannot be captured in."""
+    for kind in ("decode", "mixed"):
+        choice = plans[kind]["paged_attention"]
+        if compilation.cudagraph_mode.step_mode(kind) is CUDAGraphMode.FULL and choice.implementation.host_metadata:
+            raise ConfigError(
+                f"cudagraph_mode: got {compilation.cudagraph_mode.name}, allowed are PIECEWISE and NONE: in {kind} "
+                f"steps paged_attention is {choice.provider!r}, which reads lengths on the host and cannot be captured"
+            )
+    if compilation.road == "regional" and set(compilation.splitting_ops) - {"paged_attention"}:
+        raise ConfigError(
+            f"splitting_ops: got {compilation.splitting_ops}, the road 'regional' splits at paged_attention only"
+        )
+
+
+def bind_plans(plans: Plans, compilation: ResolvedCompilation) -> dict[str, Any]:
+    """The ops of each kind of program, opaque to a compiler where they must be."""
+    bound = {}
+    for kind, plan in plans.by_kind.items():
+        split = kind != "sample" and compilation.cudagraph_mode.has_mode(CUDAGraphMode.PIECEWISE)
+        chosen = splittable(plan, compilation.splitting_ops) if split else plan
+        bound[kind] = bind(chosen, compiling=compilation.level > 0)
+    return bound
+
+
 def _bits_to_float(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.float32)
-
-
-def _fit(rows: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The row of the request at each token's index; only the first tokens of a batch ever look at theirs."""
-    if tokens <= rows.shape[0]:
-        return rows[:tokens]
-    return torch.nn.functional.pad(rows, (0, tokens - rows.shape[0]))
 
 
 def _pin_precision() -> None:

@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from ..bucketing import Table, decode_ladder, mixed_ladder
+from .compilation_config import (
+    LEVELS,
+    NOT_TORCH,
+    CompilationConfig,
+    ResolvedCompilation,
+    parse_mode,
+    resolve_compilation,
+)
 from .errors import ConfigError, UnsupportedModel
+from .jax_config import check_backend, check_fields, check_ladders
 from .models.config import ModelConfig
 
 Backend = Literal["jax", "torch"]
@@ -20,7 +29,7 @@ DEVICES = ("auto", "cpu", "cuda", "tpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 POLICIES = ("fcfs", "priority")
-COMPILE_LEVELS = (0, 2)
+COMPILE_LEVELS = tuple(LEVELS)
 MAX_VOCAB = 1 << 18
 MAX_NUM_SEQS = 4096
 
@@ -30,9 +39,13 @@ class EngineConfig:
     """Options of an engine, with the names that users of vLLM know. None means: chosen by `resolve()`.
 
     `page_size` (tokens of a KV page) is vLLM's block size. `kv_cache_memory` (bytes) or `num_pages` set the size of the
-    KV cache. `compile_level` (torch): 0 eager, 2 each layer compiled by Inductor for each shape. `scan_layers` (JAX):
-    one loop over stacked weights, or layers unrolled. `async_scheduling`: two steps in flight. `op_priority` maps ops
-    to providers in order of preference; `enable_ops` is `all` or `none`, then +op and -op: a disabled op runs natively.
+    KV cache. `compile_level`, `cudagraph_mode`, `enforce_eager` (torch) are fields of `compilation_config` too, which
+    has more (`shared/compilation_config.py`). `scan_layers` (JAX): one loop over stacked weights, or layers unrolled.
+    `async_scheduling`: two steps in flight. `op_priority` maps ops to providers in order of preference; `enable_ops` is
+    `all` or `none`, then +op and -op: a disabled op runs natively.
+
+    JAX: `decode_sizes` and `mixed_sizes` replace the ladders of programs; `compilation_cache_dir` keeps what was
+    compiled; `aot_folder` holds programs that `twinfer aot` compiled for this machine (docs/tpu.md).
     """
 
     model: str
@@ -53,9 +66,17 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     async_scheduling: bool = True
     compile_level: int | None = None
+    cudagraph_mode: str | None = None
+    enforce_eager: bool | None = None
+    compilation_config: CompilationConfig | Mapping[str, Any] = field(default_factory=CompilationConfig)
     scan_layers: bool | None = None
     op_priority: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     enable_ops: tuple[str, ...] = ("all",)
+    tensor_parallel_size: int = 1
+    decode_sizes: tuple[int, ...] | None = None
+    mixed_sizes: tuple[int, ...] | None = None
+    compilation_cache_dir: str | None = None
+    aot_folder: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -65,8 +86,8 @@ class EngineConfig:
         _choice("dtype", self.dtype, DTYPES)
         _choice("load_format", self.load_format, LOAD_FORMATS)
         _choice("scheduling_policy", self.scheduling_policy, POLICIES)
-        if self.compile_level is not None:
-            _choice("compile_level", self.compile_level, COMPILE_LEVELS)
+        self.compilation()
+        check_fields(self)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "num_pages"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -93,6 +114,23 @@ class EngineConfig:
             raise ConfigError(f"op_priority: got {self.op_priority!r}, must map ops to lists of providers")
         if isinstance(self.enable_ops, str) or not all(isinstance(word, str) for word in self.enable_ops):
             raise ConfigError(f"enable_ops: got {self.enable_ops!r}, must be a list such as all, -rms_norm")
+
+    def compilation(self) -> CompilationConfig:
+        """`compilation_config` with the options that have flags of their own. Raises ConfigError if both are given."""
+        if self.compile_level is not None:
+            _choice("compile_level", self.compile_level, COMPILE_LEVELS)
+        mode = None if self.cudagraph_mode is None else parse_mode(str(self.cudagraph_mode))
+        own: dict[str, Any] = {"level": self.compile_level, "cudagraph_mode": mode, "enforce_eager": self.enforce_eager}
+        given = {name: value for name, value in own.items() if value is not None}
+        config = self.compilation_config
+        if isinstance(config, Mapping):
+            config = CompilationConfig.from_options(config)
+        if not isinstance(config, CompilationConfig):
+            raise ConfigError(f"compilation_config: got {config!r}, must be a CompilationConfig or a mapping")
+        for name, value in given.items():
+            if getattr(config, name) not in (None, value):
+                raise ConfigError(f"{name}: got {value} and another value in compilation_config")
+        return replace(config, **given)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -154,10 +192,20 @@ class ResolvedConfig:
     enable_chunked_prefill: bool
     scheduling_policy: str
     async_scheduling: bool
-    compile_level: int
+    compilation: ResolvedCompilation
     scan_layers: bool
     op_priority: Mapping[str, tuple[str, ...]]
     enable_ops: tuple[str, ...]
+    tensor_parallel_size: int
+    decode_sizes: tuple[int, ...] | None
+    mixed_sizes: tuple[int, ...] | None
+    compilation_cache_dir: str | None
+    aot_folder: str | None
+
+    @property
+    def compile_level(self) -> int:
+        """The compile level of the torch worker; 0 for the jax one."""
+        return self.compilation.level
 
     @property
     def pages_per_request(self) -> int:
@@ -165,13 +213,20 @@ class ResolvedConfig:
         return -(-self.max_model_len // self.page_size)
 
     def table(self) -> Table:
-        """All programs of the engine. The torch backend gets small decode sizes too: latency at batch 1."""
-        small = (1, 2, 4) if self.backend == "torch" else ()
-        return Table(
-            decode_ladder(self.max_num_seqs, small=small),
-            mixed_ladder(self.max_num_batched_tokens),
-            self.max_num_seqs,
-        )
+        """All programs of the engine. Sizes that are captured as CUDA graphs are the sizes of decode programs."""
+        sizes = self.decode_sizes or default_decode_sizes(self.backend, self.max_num_seqs)
+        captured = self.compilation.cudagraph_capture_sizes
+        if captured:
+            sizes = (*captured, *(size for size in sizes if size > captured[-1]))
+        # On a GPU a program more costs one run at start, and padding costs at every step.
+        per_octave = 4 if self.platform == "cuda" and self.backend == "torch" else 1
+        mixed = self.mixed_sizes or mixed_ladder(self.max_num_batched_tokens, per_octave=per_octave)
+        return Table(tuple(sizes), tuple(mixed), self.max_num_seqs)
+
+
+def default_decode_sizes(backend: Backend, max_num_seqs: int) -> tuple[int, ...]:
+    """The ladder of decode programs. The torch backend gets small sizes too: latency at batch 1."""
+    return decode_ladder(max_num_seqs, small=(1, 2, 4) if backend == "torch" else ())
 
 
 def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tuple[ResolvedConfig, list[Change]]:
@@ -205,18 +260,27 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tup
         changes.append(Change("max_num_batched_tokens", tokens, length, "without chunked prefill a prompt runs whole"))
         tokens = length
     dtype = fill("dtype", model.dtype, "the checkpoint's dtype")
-    level, scan = 0, False
+    compilation, scan = NOT_TORCH, False
+    check_ladders(config, sequences, tokens)
     if config.backend == "torch":
+        check_backend(config)
+        if config.tensor_parallel_size > 1:
+            raise ConfigError(f"tensor_parallel_size: got {config.tensor_parallel_size}, the torch backend allows 1")
         if config.scan_layers is not None:
             raise ConfigError(f"scan_layers: got {config.scan_layers}, which is for the jax backend")
-        level = fill("compile_level", 0 if on_cpu else 2, f"default on {device.platform}")
+        ladder = default_decode_sizes(config.backend, sequences)
+        compilation, filled = resolve_compilation(config.compilation(), device.platform, ladder, sequences)
+        changes += [Change(_FLAGS.get(entry[0], entry[0]), *entry[1:]) for entry in filled]
     else:
-        if config.compile_level is not None:
-            raise ConfigError(f"compile_level: got {config.compile_level}, which is for the torch backend")
+        for name in ("compile_level", "cudagraph_mode", "enforce_eager"):
+            if getattr(config, name) is not None:
+                raise ConfigError(f"{name}: got {getattr(config, name)}, which is for the torch backend")
+        if config.compilation() != CompilationConfig():
+            raise ConfigError("compilation_config: is for the torch backend")
         on_gpu = device.platform == "cuda"
         why = "a scan on a GPU copies each layer's weights" if on_gpu else "one loop compiles faster than all layers"
         scan = fill("scan_layers", not on_gpu, why)
-    same = {f.name for f in fields(ResolvedConfig)} - {"platform"}
+    same = {f.name for f in fields(ResolvedConfig)} - {"platform", "compilation"}
     values = {name: getattr(config, name) for name in same}
     values |= {
         "platform": device.platform,
@@ -224,10 +288,14 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tup
         "max_model_len": length,
         "max_num_seqs": sequences,
         "max_num_batched_tokens": tokens,
-        "compile_level": level,
+        "compilation": compilation,
         "scan_layers": scan,
     }
     return ResolvedConfig(**values), changes
+
+
+_FLAGS = {"level": "compile_level"}
+"""What a field of `CompilationConfig` is called among the engine's options."""
 
 
 def _choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -37,10 +37,12 @@ def step_temporaries(model: ModelConfig, config: ResolvedConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ProgramReport:
-    """One program that was built before *ready*."""
+    """One program that was built before *ready*. `code` and `temporaries` in bytes, where the compiler says so."""
 
     name: str
     seconds: float
+    code: int = 0
+    temporaries: int = 0
 
 
 class StepHandle(Protocol):
@@ -100,17 +102,17 @@ class Worker(Protocol):
 ROOMS = {"jax": "tpu", "torch": "gpu"}
 
 
-def backend_module(backend: str) -> Any:
-    """The module of a backend's worker, loaded by name so that one process imports one framework.
+def backend_module(backend: str, name: str = "worker") -> Any:
+    """A module of a backend's room, loaded by name so that one process imports one framework.
 
-    It offers `find_device(device) -> DeviceInfo`, `make_plans(model, config) -> Plans` (which loads nothing) and
-    `make_worker(model, config, device, folder) -> Worker`.
+    `worker` offers `find_device(device) -> DeviceInfo`, `make_plans(model, config) -> Plans` (which loads nothing) and
+    `make_worker(model, config, device, folder) -> Worker`; `limits` offers `measure_limits(device, dtype) -> Limits`.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend: got {backend!r}, allowed are {', '.join(BACKENDS)}")
     package = __package__.rpartition(".")[0]
     try:
-        return import_module(f"{package}.{ROOMS[backend]}.worker")
+        return import_module(f"{package}.{ROOMS[backend]}.{name}")
     except ImportError as error:
         raise BackendUnavailable(f"backend {backend}: {error}") from error
 

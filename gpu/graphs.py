@@ -1,0 +1,118 @@
+"""Captures programs as CUDA graphs: each in one graph, or in pieces between calls that run eagerly.
+
+All graphs of a recorder share one memory pool: replays run one after the other on one stream, and what outlives a
+replay is copied to buffers outside of the pool (`tests/e2e/test_gpu_levels.py` interleaves sizes to show it).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..bucketing import Descriptor
+from ..shared.compilation_config import CUDAGraphMode
+from .forward_context import ForwardContext, forward_context
+
+Replay = Callable[[], Any]
+WORDS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
+
+
+class _Memory:
+    """What `torch.as_tensor` needs to know of memory that it shall not own."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        size = x.element_size()
+        self.__cuda_array_interface__ = {
+            "shape": tuple(x.shape),
+            "typestr": WORDS[size],
+            "data": (x.data_ptr(), False),
+            "strides": tuple(stride * size for stride in x.stride()),
+            "version": 3,
+        }
+
+
+def alias(x: Any) -> Any:
+    """A tensor over the memory of a CUDA tensor that does not keep that memory: addresses in a graph's pool are fixed,
+    and whoever owned them would keep later graphs from using them again. Other values are themselves."""
+    if not isinstance(x, torch.Tensor) or not x.is_cuda or x.numel() == 0:
+        return x
+    return torch.as_tensor(_Memory(x), device=x.device).view(x.dtype)
+
+
+class GraphRecorder:
+    """Captures programs on a stream of its own into one pool."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around a series of captures: warm-up runs belong inside, so that libraries get their workspaces there."""
+        gc.collect()
+        torch.cuda.synchronize()
+        gc.disable()  # freeing a tensor of another stream in the middle of a capture would break it
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+            torch.cuda.synchronize()
+        finally:
+            gc.enable()
+
+    def capture(self, descriptor: Descriptor, mode: CUDAGraphMode, run: Callable[[], Any]) -> tuple[Replay, Any]:
+        """Capture `run`, which was run before, and return what replays it and aliases of its result's tensors."""
+        segments = _Segments(self._pool)
+        splitter = segments if mode is CUDAGraphMode.PIECEWISE else None
+        with forward_context(ForwardContext(descriptor, mode, splitter)):
+            segments.begin()
+            try:
+                result = run()
+            finally:
+                segments.end()
+        kept = tuple(alias(x) for x in result) if isinstance(result, tuple) else alias(result)
+        return segments.replay(), kept
+
+
+class _Segments:
+    """Graphs and the calls between them, in order."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._parts: list[Replay] = []
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        if self._graph is not None:
+            self._graph.capture_end()
+            self._parts.append(self._graph.replay)
+            self._graph = None
+
+    def split(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """See `Splitter`. The result looks like the first argument and lies in the pool, for the next graph to read."""
+        result = torch.empty_like(args[0])
+        self.end()
+        self._parts.append(partial(_run_into, function, tuple(alias(x) for x in args), alias(result)))
+        self.begin()
+        return result
+
+    def replay(self) -> Replay:
+        parts = tuple(self._parts)
+        return parts[0] if len(parts) == 1 else partial(_run_all, parts)
+
+
+def _run_all(parts: tuple[Replay, ...]) -> None:
+    for part in parts:
+        part()
+
+
+def _run_into(function: Callable[..., Any], args: tuple[Any, ...], result: torch.Tensor) -> None:
+    result.copy_(function(*args))

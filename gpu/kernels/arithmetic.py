@@ -1,0 +1,52 @@
+"""Arithmetic that several kernels share."""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it to a float32 below 2^22 rounds to the nearest integer
+INT8_MAX = tl.constexpr(127.0)
+FP8_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a b in float32: float32 products are float32, never tf32."""
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def exp(x):
+    """e^x to 2 units in the last place: the hardware's 2^x, after its argument was made small exactly."""
+    whole = (x * LOG2_E + NEAREST) - NEAREST
+    whole = tl.minimum(tl.maximum(whole, -126.0), 127.0)
+    rest = (x - whole * 0.693145751953125) - whole * 1.4286068203094172e-06
+    return tl.exp2(whole) * tl.exp2(rest * LOG2_E)
+
+
+@triton.jit
+def tanh(x):
+    """tanh to 2^-23 of 1."""
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    y = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -y, y)
+
+
+@triton.jit
+def squash(scores, soft_cap):
+    """soft_cap * tanh(scores / soft_cap) for scores in units of log2 e, as exp2 takes them."""
+    return soft_cap * LOG2_E * tanh(scores / (soft_cap * LOG2_E))
+
+
+@triton.jit
+def stored(x, inverse, KIND: tl.constexpr):
+    """x [float32, a number of the storage dtype] as the cache holds it: KIND is "" (as it is), "int8" or "fp8"."""
+    if KIND == "int8":
+        y = tl.minimum(tl.maximum(x * inverse, -INT8_MAX), INT8_MAX)
+        y = tl.where(x == x, (y + NEAREST) - NEAREST, 0.0)
+        return y.to(tl.int8)
+    elif KIND == "fp8":
+        y = tl.minimum(tl.maximum(x * inverse, -FP8_MAX), FP8_MAX)
+        return tl.where(x == x, y, x).to(tl.float8e4nv)
+    else:
+        return x

@@ -1,0 +1,128 @@
+"""paged_attention by Triton kernels: nothing is read on the host, and one or two launches whatever the lengths."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from ...ops.declare import Array, OpError
+from ...ops.implement import implement
+from .decode_kernel import decode_kernel
+from .launch import COUNTERS, FLOATS, config, counters, dtype_name, power_of_2, processors, supported
+from .prefill_kernel import prefill_kernel
+
+MAX_HEAD_SIZE = 256
+MAX_GROUP = 32
+CACHES = ("int8", "float8_e4m3fn")
+
+
+def _takes(
+    q: Array,
+    kv: Array,
+    page_table: Array,
+    query_start: Array,
+    kv_lens: Array,
+    counts: Array,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    max_query_len: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> bool:
+    heads, kv_heads = q.shape[1], kv.shape[2] // 2
+    if q.shape[2] > MAX_HEAD_SIZE or heads % kv_heads or heads // kv_heads > MAX_GROUP:
+        return False
+    return dtype_name(q) in FLOATS and dtype_name(kv) in (dtype_name(q), *CACHES)
+
+
+@implement(
+    "paged_attention", provider="triton", framework="torch", supported=supported, supports_args=_takes, opaque=True
+)
+def paged_attention(
+    q: Array,
+    kv: Array,
+    page_table: Array,
+    query_start: Array,
+    kv_lens: Array,
+    counts: Array,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    max_query_len: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Array:
+    """See the op. Scores and softmax in float32, weights not normalised and rounded to q's dtype, one rounding."""
+    if not kv.is_contiguous():
+        raise OpError(f"paged_attention: kv of shape {tuple(kv.shape)} must be contiguous")
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    numbers = float(scale * k_scale), float(soft_cap), float(v_scale)
+    tensors = q, kv, page_table, query_start, kv_lens, counts, out
+    mixed = max_query_len > 1
+    _decode(*tensors, *numbers, window, mixed)
+    if mixed:
+        _prefill(*tensors, *numbers, window)
+    return out
+
+
+def _shape(q: torch.Tensor, kv: torch.Tensor) -> dict[str, int]:
+    heads = kv.shape[2] // 2
+    size = kv.shape[3]
+    return {
+        "GROUP": q.shape[1] // heads,
+        "HEADS": heads,
+        "SIZE": size,
+        "PAGE": kv.shape[1],
+        "BLOCK_D": power_of_2(size, 16),
+    }
+
+
+def splits(requests: int, heads: int, slots: int, window: int, setting: dict[str, int]) -> int:
+    """Into how many parts the slots of a request may be split, from shapes alone."""
+    longest = min(slots, window + setting["block_n"]) if window > 0 else slots
+    wanted = min(setting["programs"] * processors() // (requests * heads), -(-longest // setting["chunk"]))
+    wanted = min(wanted, setting["parts"])  # one program adds them all up
+    return wanted if wanted > 1 and requests * heads <= COUNTERS else 1
+
+
+def _decode(
+    q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor, kv_lens: torch.Tensor,
+    counts: torch.Tensor, out: torch.Tensor, scale: float, soft_cap: float, v_scale: float, window: int, mixed: bool,
+) -> None:  # fmt: skip
+    setting, shape = config("decode", dtype_name(q)), _shape(q, kv)
+    tokens = min(q.shape[0], kv_lens.shape[0]) if mixed else q.shape[0]
+    parts = splits(tokens, shape["HEADS"], page_table.shape[1] * shape["PAGE"], window, setting)
+    block_g = power_of_2(shape["GROUP"], 16)
+    sums = marks = arrived = out
+    if parts > 1:
+        each = tokens * shape["HEADS"] * parts * block_g
+        sums = torch.empty(each * shape["BLOCK_D"], dtype=torch.float32, device=q.device)
+        marks = torch.empty(each * 2, dtype=torch.float32, device=q.device)
+        arrived = counters(q.device)
+    decode_kernel[(tokens, shape["HEADS"], parts)](
+        q, kv, page_table, kv_lens, counts, out, sums, marks, arrived, scale, soft_cap, v_scale,
+        q.stride(0), q.stride(1), page_table.stride(0), parts, kv_lens.shape[0],
+        MIXED=mixed, SPLIT=parts > 1, WINDOW=window, CAPPED=soft_cap > 0, CHUNK=setting["chunk"],
+        BLOCK_G=block_g, BLOCK_N=setting["block_n"], STAGES=setting["stages"], num_warps=setting["warps"], **shape,
+    )  # fmt: skip
+
+
+def _prefill(
+    q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor, kv_lens: torch.Tensor,
+    counts: torch.Tensor, out: torch.Tensor, scale: float, soft_cap: float, v_scale: float, window: int,
+) -> None:  # fmt: skip
+    setting, shape = config("prefill", dtype_name(q)), _shape(q, kv)
+    # Small blocks where large ones would not fill the GPU.
+    many = q.shape[0] * q.shape[1] // setting["block_m"] >= setting["blocks"]
+    block_m = max(setting["block_m" if many else "few_m"], power_of_2(shape["GROUP"]))
+    block_q = block_m // shape["GROUP"]
+    blocks = triton.cdiv(q.shape[0], block_q) + kv_lens.shape[0]
+    prefill_kernel[(shape["HEADS"], blocks)](
+        q, kv, page_table, query_start, kv_lens, counts, out, scale, soft_cap, v_scale, q.shape[0],
+        q.stride(0), q.stride(1), page_table.stride(0),
+        WINDOW=window, CAPPED=soft_cap > 0, BLOCK_M=block_m, BLOCK_N=setting["block_n"], STAGES=setting["stages"],
+        num_warps=setting["warps"], **shape,
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""write_kv and norm_rope_write_kv by one Triton kernel each."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+
+from ...ops.declare import Array, OpError
+from ...ops.implement import implement
+from .cache_kernels import norm_rope_write_kernel, write_kernel
+from .launch import FLOATS, config, dtype_name, power_of_2, supported
+
+KINDS = {"int8": "int8", "float8_e4m3fn": "fp8"}
+"""What the kernels call a cache that is narrower than the model's dtype."""
+
+
+def _takes_write(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0) -> bool:
+    return dtype_name(k) in FLOATS and dtype_name(kv) in (dtype_name(k), *KINDS)
+
+
+@implement(
+    "write_kv", provider="triton", framework="torch", supported=supported, supports_args=_takes_write, inplace=True,
+    opaque=True, row_invariant=True,
+)  # fmt: skip
+def write_kv(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0) -> Array:
+    """Write the rows of K and V into their slots, in place; rows with slot -1 write nothing."""
+    setting, heads, size = config("write_kv"), k.shape[1], k.shape[2]
+    _check(kv)
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    block = min(setting["block_h"], power_of_2(heads))
+    write_kernel[(k.shape[0], triton.cdiv(heads, block))](
+        kv, k, v, slots, _inverse(k_scale), _inverse(v_scale), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        HEADS=heads, SIZE=size, KIND=KINDS.get(dtype_name(kv), ""), BLOCK_H=block, BLOCK_D=power_of_2(size),
+        num_warps=setting["warps"],
+    )  # fmt: skip
+    return kv
+
+
+def _takes_all(
+    qkv: Array,
+    kv: Array,
+    q_weight: Array | None,
+    k_weight: Array | None,
+    cos: Array,
+    sin: Array,
+    slots: Array,
+    eps: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> bool:
+    weights = [x for x in (q_weight, k_weight) if x is not None]
+    same = all(dtype_name(x) == dtype_name(qkv) for x in weights)
+    return same and dtype_name(qkv) in FLOATS and dtype_name(kv) in (dtype_name(qkv), *KINDS)
+
+
+@implement(
+    "norm_rope_write_kv", provider="triton", framework="torch", supported=supported, supports_args=_takes_all,
+    inplace=True, opaque=True, row_invariant=True,
+)  # fmt: skip
+def norm_rope_write_kv(
+    qkv: Array,
+    kv: Array,
+    q_weight: Array | None,
+    k_weight: Array | None,
+    cos: Array,
+    sin: Array,
+    slots: Array,
+    eps: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> tuple[Array, Array]:
+    """See the op: the roundings of its finer ops, none of their traffic. The cache is written in place."""
+    setting, size, kv_heads = config("norm_rope_write_kv"), kv.shape[3], kv.shape[2] // 2
+    heads = qkv.shape[1] // size - 2 * kv_heads
+    half = cos.shape[1]
+    _check(kv)
+    qkv, cos, sin = (x if x.stride(1) == 1 else x.contiguous() for x in (qkv, cos, sin))
+    q_weight, k_weight = (x if x is None or x.stride(0) == 1 else x.contiguous() for x in (q_weight, k_weight))
+    q = torch.empty((qkv.shape[0], heads, size), dtype=qkv.dtype, device=qkv.device)
+    norm_rope_write_kernel[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, setting["block_h"]))](
+        qkv, kv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos, sin, slots, q,
+        eps, _inverse(k_scale), _inverse(v_scale), qkv.stride(0), cos.stride(0), sin.stride(0),
+        HAS_Q=q_weight is not None, HAS_K=k_weight is not None, HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=half,
+        KIND=KINDS.get(dtype_name(kv), ""), BLOCK_H=setting["block_h"], BLOCK_R=power_of_2(half),
+        BLOCK_REST=power_of_2(max(1, size - 2 * half)), num_warps=setting["warps"],
+    )  # fmt: skip
+    return q, kv
+
+
+def _check(kv: torch.Tensor) -> None:
+    if not kv.is_contiguous():
+        raise OpError(f"a KV cache of shape {tuple(kv.shape)} must be contiguous to be written in place")
+
+
+def _inverse(scale: float) -> float:
+    return float(np.float32(1.0 / scale))

@@ -1,0 +1,105 @@
+"""Kernels that write the KV cache `[page slot 2*kvhead hdim]`, whose entries 2h and 2h+1 of a slot are K and V."""
+
+import triton
+import triton.language as tl
+
+from .arithmetic import stored
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def write_kernel(
+    kv, k, v, slots, k_inverse, v_inverse, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid (token, block of KV heads). Tokens with slot -1 write nothing."""
+    t = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + t)
+    if slot < 0:
+        return
+    head, d = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    mask = (head < HEADS)[:, None] & (d < SIZE)[None, :]
+    key = tl.load(k + t * k_token_stride + head[:, None] * k_head_stride + d[None, :], mask=mask)
+    value = tl.load(v + t * v_token_stride + head[:, None] * v_head_stride + d[None, :], mask=mask)
+    place = kv + slot.to(tl.int64) * (2 * HEADS * SIZE) + head[:, None] * (2 * SIZE) + d[None, :]
+    if KIND == "":
+        tl.store(place, key, mask=mask)
+        tl.store(place + SIZE, value, mask=mask)
+    else:
+        tl.store(place, stored(key.to(tl.float32), k_inverse, KIND), mask=mask)
+        tl.store(place + SIZE, stored(value.to(tl.float32), v_inverse, KIND), mask=mask)
+
+
+@triton.jit
+def _normed(x, weight, scale, normed, dtype: tl.constexpr):
+    """x * scale * weight in rows that are normed, rounded as rms_norm rounds; the others as they are."""
+    return tl.where(normed[:, None], (x * scale[:, None] * weight).to(dtype).to(tl.float32), x)
+
+
+@triton.jit
+def _weights(q_weight, k_weight, is_q, d, mask, HAS_Q: tl.constexpr, HAS_K: tl.constexpr):
+    """The norm's weights of each row of a block of heads: those of q or those of k."""
+    of_q = tl.full([d.shape[0]], 1.0, tl.float32)
+    of_k = tl.full([d.shape[0]], 1.0, tl.float32)
+    if HAS_Q:
+        of_q = tl.load(q_weight + d, mask=mask, other=0.0).to(tl.float32)
+    if HAS_K:
+        of_k = tl.load(k_weight + d, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(is_q[:, None], of_q[None, :], of_k[None, :])
+
+
+@triton.jit
+def _put(x, q, kv, head, slot, d, mask, is_q, is_k, k_inverse, v_inverse,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Write a block of heads: q to its place, k and v to their slot if there is one."""
+    x = x.to(q.dtype.element_ty)
+    tl.store(q + head[:, None] * SIZE + d[None, :], x, mask=mask & is_q[:, None])
+    entry = tl.where(is_k, 2 * (head - HEADS), 2 * (head - HEADS - KV_HEADS) + 1)
+    place = kv + slot.to(tl.int64) * (2 * KV_HEADS * SIZE) + entry[:, None] * SIZE + d[None, :]
+    if KIND == "":
+        tl.store(place, x, mask=mask & (slot >= 0) & ~is_q[:, None])
+    else:
+        inverse = tl.where(is_k, k_inverse, v_inverse)[:, None]
+        tl.store(place, stored(x.to(tl.float32), inverse, KIND), mask=mask & (slot >= 0) & ~is_q[:, None])
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def norm_rope_write_kernel(
+    qkv, kv, q_weight, k_weight, cos, sin, slots, q, eps, k_inverse, v_inverse, qkv_stride, cos_stride, sin_stride,
+    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
+    HALF: tl.constexpr, KIND: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """Grid (token, block of heads of q, k and v). HALF of the rotated entries are in each half, then the rest."""
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    t = tl.program_id(0).to(tl.int64)
+    head, r = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_R)
+    real, is_q, is_k = head < HEADS + 2 * KV_HEADS, head < HEADS, (head >= HEADS) & (head < HEADS + KV_HEADS)
+    normed = (is_q & HAS_Q) | (is_k & HAS_K)
+    slot = tl.load(slots + t)
+    mask = real[:, None] & (r < HALF)[None, :]
+    source = qkv + t * qkv_stride + head[:, None] * SIZE
+    a = tl.load(source + r[None, :], mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF + r[None, :], mask=mask, other=0.0).to(tl.float32)
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    rest_mask = real[:, None] & (rest < SIZE)[None, :]
+    c = tl.zeros([BLOCK_H, BLOCK_REST], tl.float32)
+    if 2 * HALF < SIZE:
+        c = tl.load(source + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+    if HAS_Q or HAS_K:
+        square = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)
+        scale = tl.rsqrt(square / SIZE + eps)
+        a = _normed(a, _weights(q_weight, k_weight, is_q, r, r < HALF, HAS_Q, HAS_K), scale, normed, dtype)
+        b = _normed(
+            b, _weights(q_weight + HALF, k_weight + HALF, is_q, r, r < HALF, HAS_Q, HAS_K), scale, normed, dtype
+        )
+        if 2 * HALF < SIZE:
+            c = _normed(c, _weights(q_weight, k_weight, is_q, rest, rest < SIZE, HAS_Q, HAS_K), scale, normed, dtype)
+    turned = (is_q | is_k)[:, None]
+    x = tl.load(cos + t * cos_stride + r, mask=r < HALF, other=0.0)[None, :]
+    y = tl.load(sin + t * sin_stride + r, mask=r < HALF, other=0.0)[None, :]
+    q += t * (HEADS * SIZE)
+    first, second = tl.where(turned, a * x - b * y, a), tl.where(turned, b * x + a * y, b)
+    _put(first, q, kv, head, slot, r, mask, is_q, is_k, k_inverse, v_inverse, HEADS, KV_HEADS, SIZE, KIND)
+    _put(second, q, kv, head, slot, HALF + r, mask, is_q, is_k, k_inverse, v_inverse, HEADS, KV_HEADS, SIZE, KIND)
+    if 2 * HALF < SIZE:
+        _put(c, q, kv, head, slot, rest, rest_mask, is_q, is_k, k_inverse, v_inverse, HEADS, KV_HEADS, SIZE, KIND)

@@ -1,0 +1,118 @@
+"""Paged attention of one query token a request: the slots of a request are split among programs.
+
+All lengths are read on the device, and the grid depends on shapes alone, so a graph can capture a launch. A program
+takes one request, one KV head (all query heads of its group) and one part of the slots; short requests have one part,
+whose program writes the result. Else each leaves its sums behind, and the last to arrive adds them up in their order,
+so results do not depend on who that was.
+"""
+
+import triton
+import triton.language as tl
+
+from .arithmetic import LOG2_E, dot, squash
+
+
+@triton.jit
+def _slots_of(page_table, slot, seen, PAGE: tl.constexpr):
+    """Places in the cache of slot numbers of a request."""
+    page = tl.load(page_table + slot // PAGE, mask=seen, other=0)
+    return page.to(tl.int64) * PAGE + slot % PAGE
+
+
+@triton.jit
+def _attend(
+    acc, top, total, q, kv, page_table, slot, low, high, d, scale, soft_cap,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """(acc, top, total) after the slots in [low, high) of a block; `kv` points to the K of the head in slot 0."""
+    seen = (slot >= low) & (slot < high)
+    row = _slots_of(page_table, slot, seen, PAGE) * (2 * HEADS * SIZE)
+    place, mask = row[:, None] + d[None, :], seen[:, None] & (d < SIZE)[None, :]
+    k = tl.load(kv + place, mask=mask, other=0.0).to(q.dtype)
+    v = tl.load(kv + SIZE + place, mask=mask, other=0.0).to(q.dtype)
+    scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32)) * scale
+    if CAPPED:
+        scores = squash(scores, soft_cap)
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    best = tl.maximum(top, tl.max(scores, 1))
+    weight = tl.exp2(scores - best[:, None])
+    shrink = tl.exp2(top - best)
+    acc = dot(weight.to(q.dtype), v, acc * shrink[:, None])
+    return acc, best, total * shrink + tl.sum(weight, 1)
+
+
+@triton.jit
+def _merge(sums, marks, parts, g, d, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The sums of all programs, added up in order; `sums` [split BLOCK_G BLOCK_D], `marks` [split 2 BLOCK_G]."""
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    for part in range(parts):
+        other = tl.load(marks + part * 2 * BLOCK_G + g, cache_modifier=".cg")
+        other_total = tl.load(marks + (part * 2 + 1) * BLOCK_G + g, cache_modifier=".cg")
+        other_acc = tl.load(sums + part * BLOCK_G * BLOCK_D + g[:, None] * BLOCK_D + d[None, :], cache_modifier=".cg")
+        best = tl.maximum(top, other)
+        mine, its = tl.exp2(top - best), tl.exp2(other - best)
+        acc = acc * mine[:, None] + other_acc * its[:, None]
+        total = total * mine + other_total * its
+        top = best
+    return acc, total
+
+
+@triton.jit(
+    do_not_specialize=["splits", "requests"], do_not_specialize_on_alignment=["page_table", "kv_lens", "counts"]
+)
+def decode_kernel(
+    q, kv, page_table, kv_lens, counts, out, sums, marks, arrived, scale, soft_cap, v_scale,
+    q_token_stride, q_head_stride, table_stride, splits, requests,
+    MIXED: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (token, KV head, split). In a mixed step only the first counts[0] tokens are taken, else counts[1]."""
+    t, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    head = h * GROUP + g
+    rows = (g < GROUP)[:, None] & (d < SIZE)[None, :]
+    result = out + t.to(tl.int64) * (HEADS * GROUP * SIZE) + head[:, None] * SIZE + d[None, :]
+    # All that the first loads need is known at once: none of them waits for another.
+    live = tl.load(counts + (0 if MIXED else 1))
+    length = tl.load(kv_lens + tl.minimum(t, requests - 1))
+    place = t.to(tl.int64) * q_token_stride + head[:, None] * q_head_stride + d[None, :]
+    query = tl.load(q + place, mask=rows, other=0.0)
+    if t >= live:
+        if not MIXED and split == 0:
+            tl.store(result, tl.zeros([BLOCK_G, BLOCK_D], out.dtype.element_ty), mask=rows)
+        return
+    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    begin = first // BLOCK_N * BLOCK_N
+    part = tl.cdiv(tl.cdiv(length - begin, splits), BLOCK_N) * BLOCK_N
+    part = tl.maximum(part, CHUNK)
+    low = begin + split * part
+    if low >= length:
+        return
+    parts = tl.cdiv(length - begin, part)
+    high = tl.minimum(low + part, length)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+        slot = start + tl.arange(0, BLOCK_N)
+        acc, top, total = _attend(
+            acc, top, total, query, kv + h * 2 * SIZE, page_table + t * table_stride, slot, first, high, d,
+            scale * LOG2_E, soft_cap, HEADS, SIZE, PAGE, CAPPED,
+        )  # fmt: skip
+    if not SPLIT or parts == 1:
+        tl.store(result, (acc / total[:, None] * v_scale).to(out.dtype.element_ty), mask=rows)
+    else:
+        own = t * HEADS + h
+        sums += own.to(tl.int64) * (splits * BLOCK_G * BLOCK_D)
+        marks += own * (splits * 2 * BLOCK_G)
+        tl.store(sums + split * BLOCK_G * BLOCK_D + g[:, None] * BLOCK_D + d[None, :], acc)
+        tl.store(marks + split * 2 * BLOCK_G + g, top)
+        tl.store(marks + (split * 2 + 1) * BLOCK_G + g, total)
+        tl.debug_barrier()  # all threads have written before one of them says so
+        if tl.atomic_add(arrived + own, 1, sem="acq_rel") == parts - 1:
+            tl.store(arrived + own, 0)
+            acc, total = _merge(sums, marks, parts, g, d, BLOCK_G, BLOCK_D)
+            tl.store(result, (acc / total[:, None] * v_scale).to(out.dtype.element_ty), mask=rows)

@@ -1,0 +1,76 @@
+"""Triton's interpreter (TRITON_INTERPRET=1), put right where it does not compute what a GPU does.
+
+In triton 3.5 to 3.7 it cuts instead of rounding when it narrows a float, multiplies the bit patterns of bfloat16 in
+`tl.dot`, and lets numpy warn where IEEE arithmetic gives an infinity or NaN. The kernels' tests on a CPU rest on this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+NARROW = {
+    tl.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    tl.float16: np.dtype(np.float16),
+    tl.float32: np.dtype(np.float32),
+    tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
+}
+
+
+def repair() -> None:
+    """Replace the faulty parts, once for the process."""
+    builder = interpreter.InterpreterBuilder
+    interpreter._convert_float = _converting(interpreter._convert_float)
+    builder.create_dot = _widening(builder.create_dot)
+    builder.cast_impl = _rounding(builder.cast_impl)
+    interpreter.GridExecutor.__call__ = _silent(interpreter.GridExecutor.__call__)
+
+
+def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def convert(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if source not in NARROW or target not in NARROW:
+            return np.asarray(original(values, source, target, rounding))
+        bits = np.dtype(f"uint{target.primitive_bitwidth}")
+        return np.ascontiguousarray(values).view(NARROW[source]).astype(NARROW[target]).view(bits)
+
+    return convert
+
+
+def _rounding(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Integers to bfloat16 and back; numpy would take the bits for a number."""
+
+    def cast(self: Any, src: Any, target: Any) -> Any:
+        scalar = target.scalar
+        if scalar is tl.bfloat16 and src.dtype.scalar is not tl.float32:
+            values = src.data.astype(ml_dtypes.bfloat16).view(np.uint16)
+            return interpreter.TensorHandle(values, scalar)
+        return original(self, src, target)
+
+    return cast
+
+
+def _widening(original: Callable[..., Any]) -> Callable[..., Any]:
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return original(self, _wide(a), _wide(b), *rest)
+
+    return dot
+
+
+def _wide(x: Any) -> Any:
+    if x.dtype.scalar is not tl.bfloat16:
+        return x
+    values = np.ascontiguousarray(x.data).view(ml_dtypes.bfloat16).astype(np.float32)
+    return interpreter.TensorHandle(values, tl.float32)
+
+
+def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return original(self, *args, **kwargs)
+
+    return call

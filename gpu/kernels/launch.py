@@ -1,0 +1,73 @@
+"""What all kernels share: where they run, their launch configurations, dtypes by name, counters between programs.
+
+Nothing is tuned at run time: a configuration is looked up in `configs.json` by the chip's name, with a default for
+chips that it does not name (`scripts/tune_kernels.py` measures them).
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from ...ops.declare import OpError
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+COUNTERS = 1 << 14
+FLOATS = ("float32", "bfloat16", "float16")
+INTERPRETED_PROCESSORS = 4
+
+
+def supported() -> bool:
+    """Whether the kernels run here: on an NVIDIA GPU from Ampere on, or on any CPU in Triton's interpreter."""
+    return INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0))
+
+
+def dtype_name(x: Any) -> str:
+    """float32, bfloat16 ... of a torch or numpy array."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+@cache
+def config(kernel: str, variant: str = "") -> dict[str, int]:
+    """The launch configuration of a kernel, for a dtype or a shape if it has one of its own (`decode/float32`)."""
+    table = json.loads(Path(__file__).with_name("configs.json").read_text(encoding="utf-8"))
+    chip = "" if INTERPRETED or not torch.cuda.is_available() else torch.cuda.get_device_name()
+    for entries in (table["chips"].get(chip, {}), table["default"]):
+        for name in (f"{kernel}/{variant}", kernel):
+            if name in entries:
+                return dict(entries[name])
+    raise OpError(f"kernel {kernel!r} has no launch configuration in configs.json")
+
+
+@cache
+def processors() -> int:
+    """Multiprocessors of the GPU."""
+    if INTERPRETED:
+        return INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+
+
+_counters: dict[torch.device, torch.Tensor] = {}
+
+
+def counters(device: torch.device) -> torch.Tensor:
+    """Zeros [COUNTERS] int32 by which programs of one launch find out who is the last; it leaves zeros behind.
+
+    They are shared by all launches on a device, which must therefore follow one another, as those of a stream do. They
+    are made by the first launch, which must not be one that a graph captures. Raises OpError.
+    """
+    if device not in _counters:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise OpError("kernels with counters between programs must run once before a graph captures them")
+        _counters[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    return _counters[device]
+
+
+def power_of_2(n: int, least: int = 1) -> int:
+    """The smallest power of 2 that is at least `n` and `least`."""
+    return max(least, 1 << (n - 1).bit_length())

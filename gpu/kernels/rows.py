@@ -1,0 +1,113 @@
+"""Norms, gated activation and greedy sampling by Triton kernels."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from ...ops.declare import Array
+from ...ops.implement import implement
+from .launch import COUNTERS, FLOATS, config, counters, dtype_name, power_of_2, processors, supported
+from .row_kernels import add_rms_norm_kernel, greedy_kernel, rms_norm_kernel, silu_and_mul_kernel
+
+MAX_WIDTH = 16384
+"""The widest row that one program holds."""
+
+
+def _blocks(n: int, rows: int, setting: dict[str, int]) -> tuple[int, int]:
+    """(rows, entries) of a program's block: several short rows, but none where there are not rows enough to share."""
+    width = power_of_2(n)
+    several = max(1, min(setting["entries"] // width, power_of_2(max(1, rows // processors()))))
+    return several, width
+
+
+def _warps(entries: int) -> int:
+    return min(8, max(1, entries // 512))
+
+
+def _takes_norm(x: Array, weight: Array, eps: float) -> bool:
+    return dtype_name(x) in FLOATS and dtype_name(weight) in FLOATS and x.ndim in (2, 3) and x.shape[-1] <= MAX_WIDTH
+
+
+@implement(
+    "rms_norm", provider="triton", framework="torch", supported=supported, supports_args=_takes_norm, opaque=True
+)
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """See the op: one pass, float32 between."""
+    x, weight = (y if y.stride(-1) == 1 else y.contiguous() for y in (x, weight))
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    inner = x.shape[1] if x.ndim == 3 else 1
+    rows, n = x.numel() // x.shape[-1], x.shape[-1]
+    several, width = _blocks(n, rows, config("rows"))
+    rms_norm_kernel[(triton.cdiv(rows, several),)](
+        x, weight, out, rows, eps, x.stride(0), x.stride(1) if x.ndim == 3 else 0,
+        INNER=inner, N=n, ROWS=several, BLOCK_N=width, num_warps=_warps(several * width),
+    )  # fmt: skip
+    return out
+
+
+def _takes_add_norm(x: Array, residual: Array, weight: Array, eps: float) -> bool:
+    return _takes_norm(x, weight, eps) and x.ndim == 2 and dtype_name(residual) == dtype_name(x)
+
+
+@implement(
+    "fused_add_rms_norm", provider="triton", framework="torch", supported=supported, supports_args=_takes_add_norm,
+    inplace=True, opaque=True,
+)  # fmt: skip
+def fused_add_rms_norm(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    """See the op: in place, x becomes the norm and residual the sum."""
+    if x.stride(1) != 1 or residual.stride(1) != 1:
+        y, total = fused_add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
+        return x.copy_(y), residual.copy_(total)
+    rows, n = x.shape
+    several, width = _blocks(n, rows, config("rows"))
+    add_rms_norm_kernel[(triton.cdiv(rows, several),)](
+        x, residual, weight.contiguous(), rows, eps, x.stride(0), residual.stride(0),
+        N=n, ROWS=several, BLOCK_N=width, num_warps=_warps(several * width),
+    )  # fmt: skip
+    return x, residual
+
+
+def _takes_gate(x: Array) -> bool:
+    return dtype_name(x) in FLOATS and x.ndim == 2
+
+
+@implement(
+    "silu_and_mul", provider="triton", framework="torch", supported=supported, supports_args=_takes_gate, opaque=True,
+    row_invariant=True,
+)  # fmt: skip
+def silu_and_mul(x: Array) -> Array:
+    """See the op."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    inter, setting = x.shape[1] // 2, config("silu_and_mul")
+    out = torch.empty((x.shape[0], inter), dtype=x.dtype, device=x.device)
+    silu_and_mul_kernel[(x.shape[0], triton.cdiv(inter, setting["block"]))](
+        x, out, x.stride(0), INTER=inter, BLOCK=setting["block"], num_warps=setting["warps"]
+    )
+    return out
+
+
+def _takes_logits(logits: Array) -> bool:
+    return dtype_name(logits) == "float32"
+
+
+@implement(
+    "greedy_sample", provider="triton", framework="torch", supported=supported, supports_args=_takes_logits,
+    opaque=True, row_invariant=True,
+)  # fmt: skip
+def greedy_sample(logits: Array) -> Array:
+    """See the op: ties go to the lower id, in whatever parts a row is taken."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    (rows, vocab), setting = logits.shape, config("greedy_sample")
+    most = triton.cdiv(vocab, setting["least"])
+    parts = max(1, min(setting["programs"] * processors() // rows, most)) if rows <= COUNTERS else 1
+    size = triton.cdiv(triton.cdiv(vocab, parts), setting["block"]) * setting["block"]
+    parts = triton.cdiv(vocab, size)
+    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    values = torch.empty(rows * parts, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(rows * parts, dtype=torch.int32, device=logits.device)
+    greedy_kernel[(rows, parts)](
+        logits, out, values, ids, counters(logits.device), logits.stride(0), parts, size, VOCAB=vocab,
+        BLOCK=setting["block"], BLOCK_PARTS=power_of_2(most), num_warps=setting["warps"],
+    )  # fmt: skip
+    return out

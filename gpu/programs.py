@@ -1,0 +1,196 @@
+"""The programs of a step: from the static inputs to the sampled tokens, eager, compiled or captured.
+
+A step is two programs: the backbone of its descriptor, which leaves one finished row per request in `rows`, and the
+sampler of its number of requests, which reads them. Each is a plain function until `warm_up` has captured it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..bucketing import Descriptor, Table
+from ..ops import Plans
+from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
+from ..shared.models import decoder
+from .compilation import LayerCompiler, RegionCompiler, Variant, compile_order, variants
+from .graphs import GraphRecorder
+from .inputs import StepInputs
+from .module import Decoder
+
+CAPTURED_SAMPLERS = ("greedy", "random", "filtered")
+SETTINGS = ("position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p")
+
+
+class Programs:
+    """All programs of one engine, and what they keep on the device between steps."""
+
+    def __init__(
+        self,
+        module: Decoder,
+        ops: Mapping[str, Any],
+        plans: Plans,
+        compilation: ResolvedCompilation,
+        table: Table,
+        inputs: StepInputs,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._module, self._ops, self._compilation, self._table = module, ops, compilation, table
+        self._inputs, self._cos, self._sin = inputs, *rotary
+        rows = max(d.requests for d in table)
+        self.rows = torch.zeros((rows, module.config.hidden_size), dtype=dtype, device=device)
+        self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(table.max_requests + 1, dtype=torch.int32, device=device)
+        self.host_metadata = {
+            kind: plans[kind]["paged_attention"].implementation.host_metadata for kind in ("decode", "mixed")
+        }
+        self._variants = variants(table, compilation)
+        self._compiler = RegionCompiler(compilation)
+        self._layers = LayerCompiler(module.config, ops, self._compiler, self._variants)
+        self._starts: dict[Variant, Callable[..., Any]] = {}
+        self._by_requests = {d.requests: d for d in table}
+        self._backbones: dict[Descriptor, Callable[[], Any]] = {}
+        self._samplers: dict[tuple[int, str], tuple[Callable[[], Any], Any]] = {}
+        self._kv: tuple[torch.Tensor, ...] = ()
+        self.marking = True
+
+    def use_cache(self, kv: torch.Tensor) -> None:
+        """Run on this cache [layer page slot 2*kvhead hdim]. What was captured on another is dropped."""
+        self._backbones.clear()
+        self._samplers.clear()
+        self._kv = kv.unbind(0)
+
+    def order(self) -> list[Descriptor]:
+        """The descriptors, those whose size code is tuned for first."""
+        return compile_order(self._variants)
+
+    def backbone(self, d: Descriptor) -> None:
+        """Run the model and leave the finished rows of the requests in `rows`."""
+        replay = self._backbones.get(d)
+        if replay is not None:
+            replay()
+        else:
+            self._rows(d)
+
+    def sample(self, requests: int, sampler: str) -> torch.Tensor:
+        """Sample from `rows` into `tokens` and `last_tokens`; returns the logits [R vocab], valid until the next."""
+        made = self._samplers.get((requests, sampler))
+        if made is None:
+            return self._sample(requests, sampler)
+        made[0]()
+        return made[1]
+
+    def hidden(self, d: Descriptor) -> torch.Tensor:
+        """Run the model without a graph; finished hidden states [T dim] of all tokens."""
+        return self._finish(d, *self._forward(d))
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Logits of finished rows."""
+        return self._module.logits(rows)
+
+    def keep(self, requests: int, tokens: torch.Tensor) -> None:
+        """Store sampled tokens [R] where the next step and the host find them."""
+        f = self._inputs.fields(self._by_requests[requests])
+        self.last_tokens[f["sample_rows"]] = tokens
+        self.tokens[:requests].copy_(tokens)
+
+    def run_eagerly(self, d: Descriptor) -> None:
+        """Run both programs without graphs: compiles them."""
+        self._rows(d)
+        for sampler in self._samplers_of(d):
+            self._sample(d.requests, sampler)
+
+    def capture(self, recorder: GraphRecorder, d: Descriptor) -> None:
+        """Capture what the graph mode asks for; `run_eagerly` went before."""
+        mode = self._compilation.cudagraph_mode.step_mode(d.kind)
+        if self._is_captured(d, mode):
+            self._backbones[d], _ = recorder.capture(d, mode, lambda: self._rows(d))
+        if self._compilation.cudagraph_mode is not CUDAGraphMode.NONE:
+            for sampler in self._samplers_of(d):
+                if (d.requests, sampler) not in self._samplers:
+                    run = lambda sampler=sampler: self._sample(d.requests, sampler)  # noqa: E731
+                    self._samplers[d.requests, sampler] = recorder.capture(d, CUDAGraphMode.FULL, run)
+
+    def _is_captured(self, d: Descriptor, mode: CUDAGraphMode) -> bool:
+        if mode is CUDAGraphMode.NONE:
+            return False
+        if d.kind == "decode":
+            return d.tokens in self._compilation.cudagraph_capture_sizes
+        return d.tokens <= self._compilation.cudagraph_mixed_limit
+
+    def _samplers_of(self, d: Descriptor) -> tuple[str, ...]:
+        return CAPTURED_SAMPLERS if self._by_requests[d.requests] == d else ()
+
+    def _rows(self, d: Descriptor) -> None:
+        hidden, residual = self._forward(d)
+        if d.kind == "mixed":
+            index = self._inputs.fields(d)["sample_index"]
+            hidden, residual = hidden[index], residual[index]
+        # In a decode program the token of request i is token i.
+        self.rows[: d.requests].copy_(self._finish(d, hidden, residual))
+
+    def _finish(self, d: Descriptor, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self._module.finish(d.kind, hidden, residual)
+
+    def _forward(self, d: Descriptor) -> tuple[torch.Tensor, torch.Tensor]:
+        f = self._inputs.fields(d)
+        self._inputs.apply_page_changes(f)
+        variant = self._variants[d]
+        if variant not in self._starts:
+            self._starts[variant] = self._compiler.compile(start_of(self._ops[d.kind]), variant, "start")
+        given = f["token_ids"], f["positions"], f["rows"]
+        if self.marking:
+            self._compiler.mark(variant, given if d.kind == "decode" else given[:2])
+        start = self._starts[variant]
+        hidden, residual, cos, sin, pages = start(
+            *given, self.last_tokens, self._cos, self._sin, self._inputs.pages, self._module.top_weights
+        )
+        lengths = self._inputs.host_fields(d) if self.host_metadata[d.kind] else f
+        metadata = {name: lengths[name] for name in ("query_start", "kv_lens", "counts")}
+        batch = decoder.Batch(cos, sin, f["slots"], pages, **metadata)
+        if self.marking:
+            self._layers.mark(d, self._kv, batch)
+        for layer, weights, kv in zip(self._layers.layers(d), self._module.layer_weights, self._kv, strict=True):
+            if self.marking:
+                self._compiler.mark(variant, (hidden, residual))
+            hidden, residual = layer(weights, hidden, residual, kv, batch)
+        return hidden, residual
+
+    def _sample(self, requests: int, sampler: str) -> torch.Tensor:
+        ops = self._ops["sample"]
+        logits = self._module.logits(self.rows[:requests])
+        if sampler == "greedy":
+            tokens = ops.greedy_sample(logits)
+        else:
+            f = self._inputs.fields(self._by_requests[requests])
+            scores = ops.quantize_logits(logits)
+            tokens = ops.sample(logits, scores, *(f[name] for name in SETTINGS), sampler != "random")
+        self.keep(requests, tokens)
+        return logits
+
+
+def start_of(ops: Any) -> Any:
+    """What makes the layers' inputs from a step's, with a plan's ops."""
+
+    def start(
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        last_tokens: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        pages: torch.Tensor,
+        weights: dict[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        # hidden and (zero) residual [T dim], cos and sin [T r], page table [R P]. A token id of -1 at index i stands
+        # for the last token of request i.
+        index = torch.arange(token_ids.shape[0], device=token_ids.device).clamp(max=rows.shape[0] - 1)
+        ids = torch.where(token_ids < 0, last_tokens[rows[index]], token_ids)
+        hidden = decoder.embed(ops, weights, ids)
+        return hidden, torch.zeros_like(hidden), cos[positions], sin[positions], pages[rows]
+
+    return start

@@ -1,0 +1,344 @@
+"""How the torch worker compiles and captures: levels, CUDA graph modes, sizes. No framework is imported here.
+
+Every field may be left open (None); `resolve_compilation()` fills it in for a platform, or refuses with the reason.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from .errors import ConfigError
+
+LEVELS = {
+    0: "eager",
+    1: "traced by Dynamo in full, run eagerly",
+    2: "compiled by Inductor",
+    3: "compiled by Inductor, replayed as CUDA graphs",
+}
+ROADS = ("regional", "piecewise")
+CAPTURE_SIZES = "cudagraph_capture_sizes"
+"""The word that stands in `compile_sizes` for all sizes that are captured."""
+MAX_SIZE = 1 << 20
+
+
+class CUDAGraphMode(Enum):
+    """Which steps are replayed as CUDA graphs. A pair holds the modes of decode and of mixed steps."""
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+    FULL_DECODE_ONLY = (FULL, NONE)
+    FULL_AND_PIECEWISE = (FULL, PIECEWISE)
+
+    def decode_mode(self) -> CUDAGraphMode:
+        """The mode of steps in which every request has one token: NONE, PIECEWISE or FULL."""
+        return CUDAGraphMode(self.value[0]) if isinstance(self.value, tuple) else self
+
+    def mixed_mode(self) -> CUDAGraphMode:
+        """The mode of all other steps: NONE, PIECEWISE or FULL."""
+        return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
+
+    def step_mode(self, kind: str) -> CUDAGraphMode:
+        """The mode of steps of a kind, `decode` or `mixed`."""
+        return self.decode_mode() if kind == "decode" else self.mixed_mode()
+
+    def has_mode(self, mode: CUDAGraphMode) -> bool:
+        """Whether any step runs in `mode`, which is NONE, PIECEWISE or FULL."""
+        return mode in (self.decode_mode(), self.mixed_mode())
+
+    def separate_routine(self) -> bool:
+        """Whether decode and mixed steps are captured differently."""
+        return isinstance(self.value, tuple)
+
+    def max_mode(self) -> CUDAGraphMode:
+        """The most that any step is captured."""
+        return max(self.decode_mode(), self.mixed_mode(), key=lambda mode: int(mode.value))
+
+
+MODES = tuple(CUDAGraphMode.__members__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompilationConfig:
+    """Options of compilation and capture. None means: chosen by `resolve_compilation()`.
+
+    level                    0 eager, 1 Dynamo only, 2 Inductor, 3 Inductor and CUDA graphs
+    road                     regional: one layer compiled and run by every layer; piecewise: the whole model split
+    enforce_eager            True: level 0 without graphs; False allows the graphs of level 0
+    cudagraph_mode           which steps are graphs
+    cudagraph_capture_sizes  decode batch sizes that are captured, and the sizes that steps are padded to
+    cuda_graph_sizes         the same by one number n (1 2 4 8 16 32 48 ... n), or as a list
+    cudagraph_mixed_limit    the most tokens of a mixed step that is captured
+    cudagraph_copy_inputs    copy each step's inputs into the graphs' own buffers; the piecewise road may leave it
+                             off if its caller always passes the same ones
+    splitting_ops            ops between the pieces of a piecewise graph; they run eagerly
+    compile_sizes            numbers of tokens compiled with static shapes, or the word cudagraph_capture_sizes
+    compile_ranges           ranges (first, last) of numbers of tokens, each compiled once with a dynamic shape
+    use_inductor             False: no code generation, traced graphs run as they are
+    inductor_compile_config  options for Inductor, such as {"max_autotune": true}
+    debug_dump_path          folder for traced graphs and generated code
+    cache_dir                folder that keeps compiled code between starts
+    """
+
+    level: int | None = None
+    road: str | None = None
+    enforce_eager: bool | None = None
+    cudagraph_mode: CUDAGraphMode | None = None
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    cuda_graph_sizes: tuple[int, ...] | None = None
+    cudagraph_mixed_limit: int | None = None
+    cudagraph_copy_inputs: bool | None = None
+    splitting_ops: tuple[str, ...] | None = None
+    compile_sizes: tuple[int | str, ...] | None = None
+    compile_ranges: tuple[tuple[int, int], ...] | None = None
+    use_inductor: bool | None = None
+    inductor_compile_config: Mapping[str, Any] = field(default_factory=dict)
+    debug_dump_path: str | None = None
+    cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.level is not None and (isinstance(self.level, bool) or self.level not in LEVELS):
+            raise _wrong("level", self.level, ", ".join(map(str, LEVELS)))
+        if self.road is not None and self.road not in ROADS:
+            raise _wrong("road", self.road, ", ".join(ROADS))
+        if self.cudagraph_mode is not None and not isinstance(self.cudagraph_mode, CUDAGraphMode):
+            raise _wrong("cudagraph_mode", self.cudagraph_mode, ", ".join(MODES))
+        for name in ("enforce_eager", "cudagraph_copy_inputs", "use_inductor"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
+                raise _wrong(name, getattr(self, name), "true, false")
+        for name in ("cudagraph_capture_sizes", "cuda_graph_sizes"):
+            sizes = getattr(self, name)
+            if sizes is not None and (not sizes or not all(_is_size(size) for size in sizes)):
+                raise _wrong(name, sizes, f"a list of numbers from 1 to {MAX_SIZE}")
+        if self.cudagraph_mixed_limit is not None and not (
+            self.cudagraph_mixed_limit == 0 or _is_size(self.cudagraph_mixed_limit)
+        ):
+            raise _wrong("cudagraph_mixed_limit", self.cudagraph_mixed_limit, f"a number from 0 to {MAX_SIZE}")
+        if not all(_is_size(size) or size == CAPTURE_SIZES for size in self.compile_sizes or ()):
+            raise _wrong("compile_sizes", self.compile_sizes, f"a list of numbers and the word {CAPTURE_SIZES}")
+        _check_ranges(self.compile_ranges or ())
+        if not all(isinstance(name, str) and name for name in self.splitting_ops or ()):
+            raise _wrong("splitting_ops", self.splitting_ops, "a list of names of ops")
+        if not isinstance(self.inductor_compile_config, Mapping) or not all(
+            isinstance(key, str) and isinstance(value, bool | int | float | str | None)
+            for key, value in self.inductor_compile_config.items()
+        ):
+            raise _wrong(
+                "inductor_compile_config", self.inductor_compile_config, "names with true, false, numbers, text"
+            )
+        for name in ("debug_dump_path", "cache_dir"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise _wrong(name, value, "a folder")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> CompilationConfig:
+        """A config from JSON values: modes as text, lists for tuples. Raises ConfigError, also for unknown names."""
+        known = [f.name for f in fields(cls)]
+        values = dict(options)
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"compilation_config: unknown field {name!r}{hint}")
+        if isinstance(values.get("cudagraph_mode"), str):
+            values["cudagraph_mode"] = parse_mode(values["cudagraph_mode"])
+        for name in (CAPTURE_SIZES, "cuda_graph_sizes", "splitting_ops", "compile_sizes"):
+            if values.get(name) is not None:
+                values[name] = _tuple(name, values[name])
+        if values.get("compile_ranges") is not None:
+            ranges = _tuple("compile_ranges", values["compile_ranges"])
+            values["compile_ranges"] = tuple(_tuple("compile_ranges", bounds) for bounds in ranges)
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, text: str) -> CompilationConfig:
+        """A config from a JSON object, as on the command line. Raises ConfigError."""
+        try:
+            options = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"compilation_config: got {text[:80]!r}, which is not JSON: {error}") from None
+        if not isinstance(options, dict):
+            raise ConfigError(f"compilation_config: got {text[:80]!r}, must be a JSON object")
+        return cls.from_options(options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedCompilation:
+    """What the torch worker compiles and captures; the fields are those of `CompilationConfig`, nothing is left open.
+
+    `mode_given`: the user chose the graph mode, so that it is an error if the chosen kernels cannot be captured so.
+    """
+
+    level: int = 0
+    road: str = "regional"
+    cudagraph_mode: CUDAGraphMode = CUDAGraphMode.NONE
+    mode_given: bool = False
+    cudagraph_capture_sizes: tuple[int, ...] = ()
+    cudagraph_mixed_limit: int = 0
+    cudagraph_copy_inputs: bool = True
+    splitting_ops: tuple[str, ...] = ("paged_attention",)
+    compile_sizes: tuple[int, ...] = ()
+    compile_ranges: tuple[tuple[int, int], ...] = ()
+    use_inductor: bool = False
+    inductor_compile_config: Mapping[str, Any] = field(default_factory=dict)
+    debug_dump_path: str | None = None
+    cache_dir: str | None = None
+
+    def factors(self) -> dict[str, Any]:
+        """The fields that change what is generated, as JSON values: part of the key of a compile cache."""
+        names = ("level", "road", "splitting_ops", "compile_sizes", "compile_ranges", "use_inductor")
+        values = {name: getattr(self, name) for name in names}
+        return values | {"inductor_compile_config": dict(sorted(self.inductor_compile_config.items()))}
+
+
+NOT_TORCH = ResolvedCompilation()
+"""The jax backend compiles with XLA and has none of this."""
+
+
+def parse_mode(text: str) -> CUDAGraphMode:
+    """The mode of that name, in capitals or not. Raises ConfigError."""
+    if text.upper() not in MODES:
+        raise _wrong("cudagraph_mode", text, ", ".join(MODES))
+    return CUDAGraphMode[text.upper()]
+
+
+def capture_ladder(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The sizes that `cuda_graph_sizes` names: one number n gives 1 2 4 8 16 32 48 ... n, a list gives itself."""
+    if len(sizes) > 1:
+        return tuple(sorted(set(sizes)))
+    largest = sizes[0]
+    return tuple(sorted({*(n for n in (1, 2, 4, 8) if n < largest), *range(16, largest, 16), largest}))
+
+
+Filled = tuple[str, Any, Any, str]
+"""A value that was filled in or changed: its field, before, after, and why."""
+
+
+def resolve_compilation(
+    config: CompilationConfig, platform: str, decode_sizes: Sequence[int], max_num_seqs: int
+) -> tuple[ResolvedCompilation, list[Filled]]:
+    """Fill in what was left open. `decode_sizes` are captured unless the config names others.
+
+    Raises ConfigError where the options contradict each other or the platform.
+    """
+    filled: list[Filled] = []
+
+    def fill(name: str, value: Any, why: str) -> Any:
+        if getattr(config, name) is not None:
+            return getattr(config, name)
+        filled.append((name, None, value, why))
+        return value
+
+    level = _level(config, platform, fill)
+    mode = _mode(config, platform, level, fill)
+    if config.cudagraph_capture_sizes and config.cuda_graph_sizes:
+        raise ConfigError("cudagraph_capture_sizes and cuda_graph_sizes: got both, one is allowed")
+    sizes: tuple[int, ...] = ()
+    if mode is not CUDAGraphMode.NONE:
+        asked = config.cudagraph_capture_sizes
+        if config.cuda_graph_sizes:
+            asked = capture_ladder(config.cuda_graph_sizes)
+        sizes = tuple(sorted(set(asked or decode_sizes)))
+        kept = tuple(size for size in sizes if size <= max_num_seqs)
+        if not kept:
+            raise ConfigError(f"cudagraph_capture_sizes: got {sizes}, at least one must be within max_num_seqs")
+        if asked and kept != sizes:
+            filled.append((CAPTURE_SIZES, sizes, kept, f"a step has at most max_num_seqs={max_num_seqs} requests"))
+        sizes = kept
+    elif config.cudagraph_capture_sizes or config.cuda_graph_sizes:
+        raise ConfigError("cudagraph_capture_sizes: got sizes to capture, but cudagraph_mode is NONE")
+    road = fill("road", "regional", "starts faster") if level > 0 else config.road or "regional"
+    if road == "piecewise" and level < 2:
+        raise ConfigError(f"road: got 'piecewise', which compiles; level {level} does not")
+    if config.cudagraph_copy_inputs is False and road == "regional":
+        raise ConfigError("cudagraph_copy_inputs: got False, which is for the road 'piecewise'")
+    static: list[int] = []
+    for size in fill("compile_sizes", (1,) if level >= 2 else (), "a step of one token has code of its own"):
+        static += sizes if size == CAPTURE_SIZES else [int(size)]
+    resolved = ResolvedCompilation(
+        level=level,
+        road=road,
+        cudagraph_mode=mode,
+        mode_given=config.cudagraph_mode is not None,
+        cudagraph_capture_sizes=sizes,
+        cudagraph_mixed_limit=_or(config.cudagraph_mixed_limit, 2048),
+        cudagraph_copy_inputs=_or(config.cudagraph_copy_inputs, True),
+        splitting_ops=_or(config.splitting_ops, ("paged_attention",)),
+        compile_sizes=tuple(sorted(set(static))),
+        compile_ranges=_or(config.compile_ranges, ()),
+        use_inductor=level >= 2 and _or(config.use_inductor, True),
+        inductor_compile_config=config.inductor_compile_config,
+        debug_dump_path=config.debug_dump_path,
+        cache_dir=config.cache_dir,
+    )
+    if resolved.inductor_compile_config and not resolved.use_inductor:
+        raise ConfigError(f"inductor_compile_config: Inductor is not used at level {level}, use_inductor=False")
+    return resolved, filled
+
+
+def _level(config: CompilationConfig, platform: str, fill: Any) -> int:
+    if config.enforce_eager:
+        if config.level not in (None, 0):
+            raise ConfigError(f"enforce_eager: got True with level {config.level}, allowed is level 0 or none")
+        if config.cudagraph_mode not in (None, CUDAGraphMode.NONE):
+            raise ConfigError(
+                f"enforce_eager: got True with cudagraph_mode {config.cudagraph_mode.name}, allowed is NONE"
+            )
+        return 0
+    return int(fill("level", 3 if platform == "cuda" else 0, f"default on {platform}"))
+
+
+def _mode(config: CompilationConfig, platform: str, level: int, fill: Any) -> CUDAGraphMode:
+    """The graph mode, or the reason why it cannot be had."""
+    asked = config.cudagraph_mode
+    if asked not in (None, CUDAGraphMode.NONE):
+        why = None
+        if platform != "cuda":
+            why = f"a CUDA graph needs a cuda device, this is {platform}"
+        elif level in (1, 2):
+            why = f"level {level} runs without graphs; level 3 has them"
+        elif level == 0 and config.enforce_eager is not False:
+            why = "level 0 runs eagerly; graphs of eager kernels need enforce_eager=False"
+        if why:
+            raise ConfigError(f"cudagraph_mode: got {asked.name}, allowed is NONE: {why}")
+        return asked
+    if level == 3 and platform == "cuda":
+        default, why = CUDAGraphMode.FULL_AND_PIECEWISE, "default at level 3"
+    else:
+        default, why = CUDAGraphMode.NONE, f"no graphs on {platform}" if level == 3 else f"no graphs at level {level}"
+    mode: CUDAGraphMode = fill("cudagraph_mode", default, why)
+    return mode
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _wrong(name: str, value: Any, allowed: str) -> ConfigError:
+    return ConfigError(f"{name}: got {str(value)[:80]!r}, allowed are {allowed}")
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_SIZE
+
+
+def _check_ranges(ranges: Sequence[Any]) -> None:
+    last = 0
+    for bounds in ranges:
+        if not isinstance(bounds, tuple) or len(bounds) != 2 or not all(_is_size(n) for n in bounds):
+            raise _wrong("compile_ranges", ranges, "a list of pairs [first, last] of numbers of tokens")
+        if not last < bounds[0] <= bounds[1]:
+            raise _wrong("compile_ranges", ranges, "pairs in rising order that do not overlap")
+        last = bounds[1]
+
+
+def _tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise _wrong(name, value, "a list")
+    return tuple(value)

@@ -1,0 +1,55 @@
+"""What a step must at least move and compute, and what a device was measured to do: together, a share of the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from .models import decoder
+from .models.config import ModelConfig
+from .models.table import parameter_count
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Rates that simple programs reach on a device: bytes read and written per second by a copy, floating-point
+    operations per second by a large matrix product in the model's dtype. None where `note` says why there is none.
+    """
+
+    copy_bytes_per_s: float | None
+    matmul_flops_per_s: float | None
+    note: str
+
+
+def decode_bytes(model: ModelConfig, batch: int, length: float, itemsize: int) -> float:
+    """Bytes that one decode step reads: every weight once, and the cache of `batch` requests of `length` tokens each.
+
+    Of an embedding table that is not the head too, only the rows of the batch are read.
+    """
+    table = decoder.abstract(model)
+    weights = parameter_count(table, model.num_layers)
+    if not model.tie_embeddings:
+        weights += batch * model.hidden_size - prod(table["embed"].shape)
+    per_token = 2 * model.num_kv_heads * model.head_dim
+    seen = sum(min(length, window) if window else length for window in model.layer_windows)
+    return itemsize * (weights + batch * per_token * seen)
+
+
+def prefill_flops(model: ModelConfig, lengths: Sequence[int]) -> float:
+    """Floating-point operations to compute whole prompts and the logits of each one's last token.
+
+    Two per weight of a matrix and token, and four per head entry and (query, key) pair of causal attention.
+    """
+    table = decoder.abstract(model)
+    matrices = {p.name: p for p in table.values() if p.layered and len(p.shape) == 2}
+    dense = 2.0 * parameter_count(matrices, model.num_layers) * sum(lengths)
+    head = 2.0 * model.vocab_size * model.hidden_size * len(lengths)
+    pairs = sum(_pairs(length, window) for length in lengths for window in model.layer_windows)
+    return dense + head + 4.0 * model.num_heads * model.head_dim * pairs
+
+
+def _pairs(length: int, window: int) -> int:
+    """(query, key) pairs of one causal prompt, keys within the window (0: all)."""
+    seen = min(length, window) if window else length
+    return seen * (seen + 1) // 2 + (length - seen) * seen
