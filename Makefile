@@ -12,7 +12,7 @@ STAMP := .venv/.stamp
 # What must not be in any file: paths of somebody's own machine, and leftovers of a merge.
 FORBIDDEN := (^|[^A-Za-z0-9_.}-])/(home|root|work|Users)/|^(<{7}|>{7}) .
 
-.PHONY: setup check test test-slow demo bench docs clean
+.PHONY: setup check test test-slow test-tpu demo bench numerics docs clean
 
 setup: $(STAMP)
 
@@ -37,11 +37,18 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/pytest -m slow $(PYTEST_ARGS)
 
+# What is proven about TPUs without one: needs libtpu (`pip install libtpu==0.0.42.*`), and no TPU.
+test-tpu: $(STAMP)
+	$(BIN)/pytest tests/unit/test_tpu_*.py tests/e2e/test_tpu_*.py $(PYTEST_ARGS)
+
 demo: $(STAMP)
 	$(BIN)/twinfer demo
 
 bench: $(STAMP)
 	$(BIN)/python scripts/bench_scheduler.py
+
+numerics: $(STAMP)
+	$(BIN)/twinfer numerics model --model demo --a jax:cpu --b torch:cpu
 
 docs: $(STAMP)
 	$(BIN)/python scripts/check_docs.py

@@ -1,8 +1,9 @@
-"""The command line: `twinfer generate | demo | plan`."""
+"""The command line: `twinfer generate | demo | plan | bench | aot | numerics`."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import io
 import json
@@ -11,9 +12,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from ..numerics.cli import add_parsers as add_numerics_parsers
+from ..shared.compilation_config import MODES
 from ..shared.config import BACKENDS, COMPILE_LEVELS, DEVICES, DTYPES, LOAD_FORMATS, POLICIES
 from ..shared.errors import ConfigError, RequestError, TwinferError
 from ..shared.sampling_params import SamplingParams
+from .aot import add_flags as add_aot_flags
+from .bench_cli import add_parsers as add_bench_parsers
 from .outputs import CompletionOutput, RequestOutput
 
 UNITS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
@@ -55,9 +60,25 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3") from None
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """Numbers separated by commas."""
+    return tuple(size(part) for part in words(text))
+
+
 def words(text: str) -> tuple[str, ...]:
     """Words separated by commas."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
 
 
 def op_priority(text: str) -> tuple[str, tuple[str, ...]]:
@@ -116,12 +137,22 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     plan.set_defaults(run=run_plan)
     _engine_flags(plan)
     plan.add_argument("--json", action="store_true", help="one JSON object")
+    bench = commands.add_parser("bench", help="measure speed: offline workloads, or latency by percentile")
+    bench.set_defaults(run=run_bench)
+    add_bench_parsers(bench, _engine_flags)
+    aot = commands.add_parser("aot", help="compile for a TPU slice without one: does it fit, what does it cost")
+    aot.set_defaults(run=run_aot)
+    _engine_flags(aot, need_model=False)
+    add_aot_flags(aot)
+    numerics = commands.add_parser("numerics", help="compare backends numerically: which op, in which layer, and why")
+    numerics.set_defaults(run=run_numerics)
+    add_numerics_parsers(numerics)
     return parser, commands.choices
 
 
-def _engine_flags(parser: argparse.ArgumentParser) -> None:
+def _engine_flags(parser: argparse.ArgumentParser, need_model: bool = True) -> None:
     g = parser.add_argument_group("engine")
-    g.add_argument("--model", required=True, help="a Hugging Face checkpoint folder, or the word demo")
+    g.add_argument("--model", required=need_model, help="a Hugging Face checkpoint folder, or the word demo")
     g.add_argument("--backend", choices=BACKENDS, default="jax")
     g.add_argument("--device", choices=DEVICES, default="auto")
     g.add_argument("--dtype", choices=DTYPES, default="auto")
@@ -134,7 +165,10 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     g.add_argument("--kv-cache-memory", type=size, help="bytes of KV cache, such as 4G")
     g.add_argument("--num-pages", type=size, help="pages of KV cache, instead of bytes")
     g.add_argument("--scheduling-policy", choices=POLICIES, default="fcfs")
-    g.add_argument("--compile-level", type=int, choices=COMPILE_LEVELS, help="torch: 0 eager, 2 compiled layers")
+    g.add_argument("--compile-level", type=int, choices=COMPILE_LEVELS, help="torch: 0 eager, 3 compiled and captured")
+    g.add_argument("--cudagraph-mode", type=str.upper, choices=MODES, help="torch: which steps are CUDA graphs")
+    g.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=None, help="torch: level 0")
+    g.add_argument("--compilation-config", type=json_object, default={}, metavar="JSON", help="for torch")
     for flag in ("enable-prefix-caching", "enable-chunked-prefill", "async-scheduling"):
         g.add_argument(f"--{flag}", action=argparse.BooleanOptionalAction, default=True)
     g.add_argument("--op-priority", action="append", default=[], type=op_priority, metavar="OP=PROVIDER,...")
@@ -142,12 +176,18 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
         "--enable-ops", type=words, default=("all",), metavar="all,-OP,...", help="disabled ops run natively"
     )
     g.add_argument("--scan-layers", action=argparse.BooleanOptionalAction, default=None, help="JAX: loop or unroll")
+    g.add_argument("--tensor-parallel-size", "--tp", type=size, default=1, help="devices that share each layer")
+    g.add_argument("--decode-sizes", type=sizes, metavar="8,16,...", help="JAX: requests of the decode programs")
+    g.add_argument("--mixed-sizes", type=sizes, metavar="16,32,...", help="JAX: tokens of the mixed programs")
+    g.add_argument("--compilation-cache-dir", metavar="FOLDER", help="JAX: keep compiled programs there")
+    g.add_argument("--aot-folder", metavar="FOLDER", help="JAX: programs that `twinfer aot` compiled")
 
 
 ENGINE_OPTIONS = (
     "device", "enable_ops", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
     "page_size", "kv_cache_memory", "num_pages", "scheduling_policy", "compile_level", "enable_prefix_caching",
-    "enable_chunked_prefill", "async_scheduling", "scan_layers",
+    "enable_chunked_prefill", "async_scheduling", "scan_layers", "tensor_parallel_size", "decode_sizes", "mixed_sizes",
+    "compilation_cache_dir", "aot_folder", "cudagraph_mode", "enforce_eager", "compilation_config",
 )  # fmt: skip
 
 
@@ -251,6 +291,27 @@ def run_demo(arguments: argparse.Namespace) -> int:
     return run(arguments.dtype, arguments.max_tokens)
 
 
+def run_bench(arguments: argparse.Namespace) -> int:
+    """`twinfer bench`."""
+    from .bench_cli import run
+
+    return run(arguments, _engine_options(arguments))
+
+
+def run_numerics(arguments: argparse.Namespace) -> int:
+    """`twinfer numerics`: both backends in one process."""
+    from ..numerics.cli import run
+
+    return run(arguments)
+
+
+def run_aot(arguments: argparse.Namespace) -> int:
+    """`twinfer aot`: needs libtpu and no TPU."""
+    from .aot import run
+
+    return run(arguments, _engine_options)
+
+
 def run_plan(arguments: argparse.Namespace) -> int:
     """`twinfer plan`: loads no weights and compiles nothing."""
     from ..ops import REGISTRY, OpError
@@ -274,6 +335,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
             "provider": plan[op.name].provider,
             "passed_over": [f"{provider}: {why}" for provider, why in plan[op.name].passed_over],
             "rounds": op.contract.rounds,
+            "contract": dataclasses.asdict(op.contract),
             "deterministic": plan[op.name].implementation.deterministic,
             "row_invariant": plan[op.name].implementation.row_invariant,
             "uuid": plan[op.name].uuid,
@@ -282,11 +344,15 @@ def run_plan(arguments: argparse.Namespace) -> int:
         for kind, plan in plans.by_kind.items()
     ]
     if arguments.json:
-        print(json.dumps({"backend": arguments.backend, "ops": rows, "plan_hash": plans.hash}))
+        keys = {"cache_key": plans.cache_key, "plan_hash": plans.hash}
+        print(json.dumps({"backend": arguments.backend, "ops": rows, **keys}))
         return 0
     for row in rows:
         passed = f"  passed over: {'; '.join(row['passed_over'])}" if row["passed_over"] else ""
-        print(f"{row['op']:<22} {row['kind']:<7} {row['provider']:<12} {row['uuid']}  rounds {row['rounds']}{passed}")
+        same = "deterministic" if row["deterministic"] else "not deterministic"
+        same += ", row-invariant" if row["row_invariant"] else ""
+        what = f"{row['op']:<24} {row['kind']:<7} {row['provider']:<12} {row['uuid']}"
+        print(f"{what}  {same:<28} rounds {row['rounds']}{passed}")
     print(f"plan hash {plans.hash}")
     return 0
 

@@ -148,7 +148,20 @@ def test_plan_prints_a_provider_for_every_op_and_kind(capsys):
         assert {op for op, _ in rows} >= {"rms_norm", "paged_attention", "sample"}
         assert {kind for _, kind in rows} == {"decode", "mixed", "sample"}
         assert all(row["provider"] and len(row["uuid"]) == 16 for row in record["ops"])
+        assert all(row["contract"]["rounds"] == row["rounds"] and "dot" in row["contract"] for row in record["ops"])
+        assert len(record["cache_key"]) == 64
+        assert list(record)[-1] == "plan_hash"
         assert len(record["plan_hash"]) == 16
+
+
+def test_the_plan_as_a_table_says_why_a_provider_was_passed_over(capsys):
+    flags = ["--op-priority", "rms_norm=triton", "--enable-ops", "all,-rms_norm"]
+    assert main(["plan", "--model", "demo", "--backend", "torch", *flags]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("plan hash ")
+    op, kind, provider, uuid, *rest = next(line.split() for line in lines if line.startswith("rms_norm "))
+    assert (op, kind, provider, len(uuid)) == ("rms_norm", "decode", "native", 16)
+    assert " ".join(rest) == "deterministic rounds once, at the output passed over: triton: the op is disabled"
 
 
 def test_the_plan_is_the_same_compiled_and_eager(capsys):

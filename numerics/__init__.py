@@ -1,0 +1,28 @@
+"""Comparing backends: which op, in which layer, computes something else, and is it rounding or an error?
+
+Importing this package imports neither JAX nor torch. One process may run both sides here (and only here).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_PUBLIC = {
+    "Diff": "diff",
+    "compare_model": "model",
+    "default_prompts": "steps",
+    "make_steps": "steps",
+    "open_subject": "subject",
+    "parse_target": "subject",
+}
+
+__all__ = ["Diff", "compare_model", "default_prompts", "make_steps", "open_subject", "parse_target"]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names, loaded when they are first asked for."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)

@@ -1,0 +1,121 @@
+"""`twinfer numerics`: the parser and what its commands run. Frameworks are loaded when a command runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..shared.config import LOAD_FORMATS
+from ..shared.errors import ConfigError
+from .errors import InfrastructureError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def add_parsers(parser: argparse.ArgumentParser) -> None:
+    """Add the commands to the parser of `twinfer numerics`."""
+    commands = parser.add_subparsers(dest="numerics_command", required=True, metavar="COMMAND")
+    model = commands.add_parser("model", help="two backends layer by layer and op by op, against both references")
+    model.set_defaults(run_numerics=run_model)
+    model.add_argument("--model", required=True, help="a Hugging Face checkpoint folder, or the word demo")
+    _common_flags(model)
+    model.add_argument("--dtype", choices=DTYPES, default="auto", help="of mode P; mode S is in float32")
+    model.add_argument("--mode", default="S,P", metavar="S,P", help="S: semantics, P: precision")
+    model.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: seeded random weights")
+    model.add_argument("--seed", type=int, default=0, help="of dummy weights; other than 0 also of the prompts")
+    model.add_argument("--tokens", type=int, default=64, help="tokens of a step at most")
+    model.add_argument("--layers", metavar="0-3,last", help="judge these layers only; all of them run")
+    model.add_argument("--prompts", metavar="FILE", help="JSON lines with token_ids or prompt")
+    ops = commands.add_parser("ops", help="every implementation of every op against the reference; no model needed")
+    ops.set_defaults(run_numerics=run_ops)
+    _common_flags(ops)
+    ops.add_argument("--op", nargs="+", default=[], metavar="NAME", help="these ops only")
+
+
+def _common_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--a", default="jax:cpu", metavar="TARGET", help="BACKEND:DEVICE[:KEY=VALUE,...]")
+    parser.add_argument("--b", default="torch:cpu", metavar="TARGET", help="such as torch:cuda:rms_norm=native")
+    parser.add_argument("--json", metavar="FILE", help="write everything that was found; - is standard output")
+    parser.add_argument("--junit", metavar="FILE", help="write the verdicts as JUnit XML")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run a command of `twinfer numerics`; returns the exit code (see `errors`)."""
+    return int(arguments.run_numerics(arguments))
+
+
+def run_model(arguments: argparse.Namespace) -> int:
+    """`twinfer numerics model`."""
+    from .gates import MODES
+    from .junit import junit
+    from .model import compare_model
+    from .steps import default_prompts, make_steps, read_prompts
+    from .subject import open_subject, parse_target
+    from .terminal import render
+
+    modes: Any = tuple(part.strip().upper() for part in arguments.mode.split(","))
+    if not modes or set(modes) - set(MODES):
+        raise ConfigError(f"mode: got {arguments.mode!r}, allowed are {', '.join(MODES)}, separated by commas")
+    if arguments.tokens < 8:
+        raise ConfigError(f"tokens: got {arguments.tokens}, allowed is at least 8")
+    targets = [parse_target(arguments.a), parse_target(arguments.b)]
+    subject = open_subject(
+        arguments.model,
+        dtype=arguments.dtype,
+        load_format=arguments.load_format,
+        seed=arguments.seed,
+        tokens=arguments.tokens,
+    )
+    given = arguments.prompts
+    prompts = read_prompts(given, subject) if given else default_prompts(subject, arguments.seed)
+    layers = parse_layers(arguments.layers, subject.model.num_layers) if arguments.layers else None
+    diff = compare_model(
+        subject, targets, make_steps(subject, prompts), modes=modes, layers=layers,
+        progress=lambda text: print(text, file=sys.stderr),
+    )  # fmt: skip
+    if arguments.json != "-":
+        print(render(diff))
+    _write(arguments.json, diff.dumps)
+    _write(arguments.junit, lambda: junit(diff))
+    return diff.exit_code
+
+
+def run_ops(arguments: argparse.Namespace) -> int:
+    """`twinfer numerics ops`."""
+    from .junit import suite_xml
+    from .ops_check import check_ops, render
+    from .subject import parse_target
+
+    targets = [parse_target(arguments.a), parse_target(arguments.b)]
+    report = check_ops(targets, arguments.op, progress=lambda text: print(text, file=sys.stderr))
+    if arguments.json != "-":
+        print(render(report))
+    _write(arguments.json, report.dumps)
+    _write(arguments.junit, lambda: suite_xml(report.cases(), report.missing))
+    return report.exit_code
+
+
+def parse_layers(text: str, count: int) -> list[int]:
+    """Layers from `0-3,last`. Raises ConfigError."""
+    layers: set[int] = set()
+    for part in text.split(","):
+        first, sign, last = (word.strip() for word in part.partition("-"))
+        ends = [
+            count - 1 if word == "last" else int(word) if word.isdecimal() else -1 for word in (first, last or first)
+        ]
+        if min(ends) < 0 or max(ends) >= count or ends[0] > ends[1] or (sign and not last):
+            raise ConfigError(f"layers: got {part!r}, allowed is such as 0-3,last below {count}")
+        layers.update(range(ends[0], ends[1] + 1))
+    return sorted(layers)
+
+
+def _write(path: str | None, text: Any) -> None:
+    if path == "-":
+        print(text())
+    elif path:
+        try:
+            Path(path).write_text(text(), encoding="utf-8")
+        except OSError as error:
+            raise InfrastructureError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,78 @@
+"""Judges taps: an op's outputs against both references on that op's own inputs, and its contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..ops.testing import TESTING, Judge
+from .gates import Gate, Mode, precision, semantics
+from .metrics import Metrics, measure
+from .reference import evaluate
+from .taps import Call, Declared
+
+
+def gate_for(mode: Mode, scope: Any, m: Metrics, reduction: int, depth: int = 1) -> Gate:
+    """The gate of a mode and scope."""
+    return precision(scope, m) if mode == "P" else semantics(scope, reduction, depth)
+
+
+class OpJudge:
+    """Judges the calls of one program of one side. `calls` are the reference's, by key, on the layer's true inputs."""
+
+    def __init__(self, mode: Mode, calls: Sequence[Call], real: int, reduction: int) -> None:
+        self.mode = mode
+        self._calls = {call.key: call for call in calls}
+        self._real = real
+        self._reduction = reduction
+
+    def __call__(
+        self, declared: Declared, kept: Mapping[str, np.ndarray], outputs: Sequence[np.ndarray]
+    ) -> list[tuple[str, Metrics, float | None, tuple[str, ...]]]:
+        """For each floating output: (its name, metrics, error over the contract's bound, complaints).
+
+        The activations are the side's own; weights, tables, page tables and scalars are the reference's, so an op that
+        is called with wrong ones is wrong.
+        """
+        call = self._calls[declared.key]
+        arguments = {**call.arguments, **kept}
+        exact = evaluate(call.op, arguments, exact=True)
+        faithful = evaluate(call.op, arguments, exact=False)
+        verdict = self._contract(call.op, arguments, outputs)
+        found = []
+        for index, (got, right, noisy) in enumerate(zip(outputs, exact, faithful, strict=True)):
+            name = declared.key if len(outputs) == 1 else f"{declared.key}#{index}"
+            if got.shape != right.shape:
+                raise ValueError(f"{name}: shape {got.shape}, the reference has {right.shape}")
+            got, right, noisy = (self._rows(x, call) for x in (got, right, noisy))
+            metrics = measure(got, right, noisy)
+            complaints = list(self._complaints(metrics, got, noisy))
+            if verdict is not None and not verdict.passed:
+                worst = max(verdict.error, verdict.gain)
+                complaints.append(f"contract exceeded {worst:.3g} times at {verdict.where}")
+            bound = None if verdict is None else max(verdict.error, verdict.gain)
+            found.append((name, metrics, bound, tuple(complaints)))
+        return found
+
+    def _rows(self, x: np.ndarray, call: Call) -> np.ndarray:
+        """Rows of real tokens; of a cache, the slots but for the scratch one."""
+        if x.ndim == 4:
+            return x.reshape(-1, *x.shape[2:])[:-1]
+        return x[: self._real]
+
+    def _complaints(self, m: Metrics, got: np.ndarray, noisy: np.ndarray) -> Any:
+        if not m.rel_noise:
+            # Nothing is rounded: what comes out was put in.
+            return [] if not m.max_abs and not m.special else [f"off by {m.max_abs:.3g}, nothing may be rounded here"]
+        rounded = got.dtype.itemsize < 4
+        if self.mode == "P" and not rounded:
+            # A float32 result in a narrower run: only the order of a sum is open, so it is judged as in float32.
+            return gate_for("S", "op", m, self._reduction).complaints(m)
+        return gate_for(self.mode, "op", m, self._reduction).complaints(m)
+
+    def _contract(self, op: str, arguments: Mapping[str, Any], outputs: Sequence[np.ndarray]) -> Any:
+        if op not in TESTING:
+            return None
+        return Judge(op, dict(arguments))(outputs)

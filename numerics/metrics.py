@@ -1,0 +1,195 @@
+"""How far one tensor is off: against the exact reference, in units of what the faithful reference is off.
+
+Everything here takes `got` (a backend's), `exact` (float64) and `faithful` (rounded as the contracts say), equal in
+shape; rows are the first axis. Elements where the exact reference is not finite are left out, but must not be finite
+in `got` either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+BINS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Errors of one tensor.
+
+    rel_l2        |got - exact| / |exact|
+    rel_noise     the same of the faithful reference
+    sigma         their ratio: 1 is what rounding alone does
+    worst_token   the largest ratio of one row; a row's noise counts as at least the mean noise
+    excess        the same over what is allowed for the row: 1.5, or more where few large errors make up its noise
+    linf          largest error over the largest error of the faithful reference
+    bias          mean error over its root mean square
+    slope         <got - exact, exact> / <exact, exact>: a scale that is off
+    overlap       Bhattacharyya coefficient of both error histograms: 1 is the same distribution
+    max_abs       largest error, at index `worst`
+    special       elements that are finite on one side only, or infinite or NaN in different ways
+    count         elements compared
+    effective     independent numbers that the noise is made of: (sum n^2)^2 / sum n^4, one outlier counts as one
+    error_power   sum of squared errors, and `noise_power` of the faithful reference's: to pool several steps
+    """
+
+    rel_l2: float
+    rel_noise: float
+    sigma: float
+    worst_token: float
+    excess: float
+    linf: float
+    bias: float
+    slope: float
+    overlap: float
+    max_abs: float
+    worst: tuple[int, ...]
+    special: int
+    count: int
+    effective: float
+    error_power: float
+    noise_power: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object; infinities as text."""
+        return {k: jsonable(v) for k, v in asdict(self).items()}
+
+
+def jsonable(value: Any) -> Any:
+    """A number that JSON can hold, or its name."""
+    if isinstance(value, float) and not np.isfinite(value):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def measure(got: np.ndarray, exact: np.ndarray, faithful: np.ndarray) -> Metrics:
+    """The metrics of one tensor. Shapes must be equal."""
+    wide, right, noisy = (np.asarray(x).astype(np.float64) for x in (got, exact, faithful))
+    usable = np.isfinite(right)
+    both = usable & np.isfinite(wide)
+    with np.errstate(invalid="ignore", over="ignore"):
+        special = int((usable & ~np.isfinite(wide)).sum() + (~usable & np.isfinite(wide)).sum())
+        error = np.where(both, wide - right, 0.0)
+        noise = np.where(usable & np.isfinite(noisy), noisy - right, 0.0)
+    right = np.where(usable, right, 0.0)
+    count = int(usable.sum())
+    size = max(count, 1)
+    e2, n2, r2 = (float((x * x).sum()) for x in (error, noise, right))
+    index = int(np.abs(error).argmax()) if error.size else 0
+    place = tuple(int(i) for i in np.unravel_index(index, error.shape)) if error.size else ()
+    token, excess = worst_row(error, noise)
+    largest = float(np.abs(error).max(initial=0.0))
+    return Metrics(
+        rel_l2=_ratio(e2**0.5, r2**0.5),
+        rel_noise=_ratio(n2**0.5, r2**0.5),
+        sigma=_ratio(e2**0.5, n2**0.5),
+        worst_token=token,
+        excess=excess,
+        linf=_ratio(largest, float(np.abs(noise).max(initial=0.0))),
+        bias=_ratio(float(error.sum()) / size, (e2 / size) ** 0.5) if e2 else 0.0,
+        slope=float((error * right).sum()) / r2 if r2 else 0.0,
+        overlap=overlap(error[usable], noise[usable]),
+        max_abs=largest,
+        worst=place,
+        special=special,
+        count=count,
+        effective=n2 * n2 / float((noise**4).sum()) if n2 else float(size),
+        error_power=e2,
+        noise_power=n2,
+    )
+
+
+def _ratio(a: float, b: float) -> float:
+    """a / b; 1 if both are 0, infinite if only b is."""
+    if b:
+        return a / b
+    return float("inf") if a else 1.0
+
+
+TOKEN_LIMIT = 1.5
+DEVIATIONS = 4.0
+"""A root mean square of n independent errors wanders by 1 / sqrt(2 n), the ratio of two by 1 / sqrt(n): so many times
+that is left to chance, as there are thousands of rows."""
+
+
+def worst_row(error: np.ndarray, noise: np.ndarray) -> tuple[float, float]:
+    """The largest ratio of a row's error to its noise (or to the mean noise of all rows where that is more), and the
+    largest ratio of that to what is allowed for the row."""
+    if error.ndim < 2 or not error.size:
+        ratio = _ratio(float(np.abs(error).max(initial=0.0)), float(np.abs(noise).max(initial=0.0)))
+        return ratio, ratio / TOKEN_LIMIT
+    axes = tuple(range(1, error.ndim))
+    rows_e, rows_n, rows_4 = (error**2).sum(axes), (noise**2).sum(axes), (noise**4).sum(axes)
+    used = rows_n > 0
+    if not used.any():
+        ratio = float("inf") if rows_e.any() else 1.0
+        return ratio, ratio
+    ratios = np.sqrt(rows_e / np.maximum(rows_n, rows_n[used].mean()))
+    effective = np.where(used, rows_n**2 / np.where(used, rows_4, 1.0), np.inf)
+    allowed = np.maximum(TOKEN_LIMIT, 1.0 + DEVIATIONS / np.sqrt(effective))
+    return float(ratios.max()), float((ratios / allowed).max())
+
+
+def overlap(a: np.ndarray, b: np.ndarray) -> float:
+    """Bhattacharyya coefficient of the histograms of two samples over a common range."""
+    limit = max(np.abs(a).max(initial=0.0), np.abs(b).max(initial=0.0))
+    if not limit or not a.size or not b.size:
+        return 1.0 if not limit else 0.0
+    p, _ = np.histogram(a, BINS, (-limit, limit))
+    q, _ = np.histogram(b, BINS, (-limit, limit))
+    return float(np.sqrt(p / p.sum() * (q / q.sum())).sum())
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    """Natural log-probabilities of logits [row vocab], float64."""
+    x = x.astype(np.float64)
+    x = x - x.max(-1, keepdims=True)
+    out: np.ndarray = x - np.log(np.exp(x).sum(-1, keepdims=True))
+    return out
+
+
+def divergence(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """KL(a || b) in nats of logits [row vocab], by row."""
+    p, q = log_softmax(a), log_softmax(b)
+    out: np.ndarray = (np.exp(p) * (p - q)).sum(-1)
+    return out
+
+
+TIE_FACTOR = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """A row whose best token differs. `margin` is the exact reference's distance between the two, `noise` its noise."""
+
+    row: int
+    a: int
+    b: int
+    margin: float
+    noise: float
+
+    @property
+    def tie(self) -> bool:
+        """Whether rounding alone can decide it."""
+        return self.margin < TIE_FACTOR * self.noise
+
+
+def flips(a: np.ndarray, b: np.ndarray, exact: np.ndarray, faithful: np.ndarray) -> list[Flip]:
+    """Rows of logits [row vocab] whose best tokens differ, each with the margin and the noise of a difference."""
+    best_a, best_b = a.argmax(-1), b.argmax(-1)
+    found = []
+    for row in np.flatnonzero(best_a != best_b).tolist():
+        i, j = int(best_a[row]), int(best_b[row])
+        margin = abs(float(exact[row, i] - exact[row, j]))
+        noise = float(np.sqrt(((faithful[row].astype(np.float64) - exact[row]) ** 2).mean()))
+        found.append(Flip(row, i, j, margin, noise))
+    return found
+
+
+def agreement(a: np.ndarray, b: np.ndarray, k: int = 5) -> float:
+    """Mean share of the k best tokens that both sides have in common."""
+    k = min(k, a.shape[-1])
+    top = [np.argpartition(-x, k - 1, axis=-1)[:, :k] for x in (a, b)]
+    return float(np.mean([len(set(x) & set(y)) / k for x, y in zip(*(t.tolist() for t in top), strict=True)]))

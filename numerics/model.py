@@ -1,0 +1,307 @@
+"""The comparison of whole models, layer by layer: every side runs the same steps in lockstep with both references.
+
+At each layer a side runs twice: on the exact reference's inputs, rounded to the run dtype (*local*: what this layer
+does wrong by itself), and on its own (*inherited*: what it has become by now). Within the local run each op is judged
+on its own inputs. Nothing is kept but the findings, so memory does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..shared.models import decoder
+from ..shared.step import StepInput
+from .diff import Diff, Finding, pooled_problems
+from .environment import describe
+from .errors import NotComparable
+from .gates import Mode
+from .judging import OpJudge, gate_for
+from .logits_metrics import compare_logits
+from .metrics import measure
+from .reference import Reference, State, storage_dtype
+from .runners import Fault, Runner, create_runner
+from .steps import pages_of, real_tokens, where
+from .subject import HostWeights, Subject, Target
+from .taps import Declared, declare
+
+Progress = Callable[[str], None]
+PROGRAMS = "embed", "layer", "finish", "head"
+
+
+@dataclass(slots=True)
+class _Side:
+    """One backend under comparison, its carried state, and the taps of each program."""
+
+    runner: Runner
+    name: str
+    kv: list[Any]
+    hidden: Any = None
+    residual: Any = None
+    rows: Any = None
+    logits: Any = None
+
+
+class Comparison:
+    """Compares runners on one subject. Use `compare_model`."""
+
+    def __init__(
+        self, subject: Subject, runners: Mapping[str, Runner], mode: Mode, *,
+        layers: Sequence[int] | None = None, taps: Sequence[str] = ("*",),
+    ) -> None:  # fmt: skip
+        self.subject, self.mode, self.taps = subject, mode, tuple(taps)
+        self.dtype = storage_dtype(subject.dtype)
+        self.model = subject.model
+        self.layers = set(range(self.model.num_layers) if layers is None else layers)
+        self.weights = HostWeights(subject)
+        tables = decoder.rotary_tables(self.model, subject.max_model_len)
+        self.exact = Reference(self.model, tables, exact=True)
+        self.faithful = Reference(self.model, tables, exact=False)
+        self.local = Reference(self.model, tables, exact=True)
+        self.local_faithful = Reference(self.model, tables, exact=False)
+        self.sides = [_Side(runner, name, []) for name, runner in runners.items()]
+        self.diff = Diff(tuple(runners))
+        self.reduction = max(self.model.hidden_size, self.model.intermediate_size)
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def check_weights(self) -> None:
+        """Every side's weights must be those of the checkpoint, bit for bit."""
+        for side in self.sides:
+            for layer in range(-1, self.model.num_layers):
+                wanted = self.weights.top() if layer < 0 else self.weights.layer(layer)
+                found = side.runner.weights(layer)
+                for name, value in wanted.items():
+                    if name not in found or found[name].shape != value.shape:
+                        self.diff.missing.append(f"{side.name}: weight {name} of layer {layer}")
+                    elif not np.array_equal(_bits(found[name]), _bits(value)):
+                        where_ = f"layer.{layer}.{name}" if layer >= 0 else name
+                        share = float((_bits(found[name]) != _bits(value)).mean())
+                        self.diff.problems.append(
+                            f"{side.name}: weights {where_} differ in {share:.1%} of the elements"
+                        )
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def run(self, steps: Sequence[StepInput], progress: Progress = lambda text: None) -> Diff:
+        """Compare all steps. Raises NotComparable if there are none, or a program calls other ops."""
+        if not steps:
+            raise NotComparable("there are no steps to compare")
+        started = time.perf_counter()
+        pages, c = pages_of(steps), self.model
+        shape = (pages, self.subject.page_size, 2 * c.num_kv_heads, c.head_dim)
+        # Slots that nobody wrote hold NaN: whoever reads one shows it.
+        self._kv = {True: [np.full(shape, np.nan)] * c.num_layers}
+        self._kv[False] = [np.full(shape, np.nan, self.dtype)] * c.num_layers
+        for side in self.sides:
+            side.runner.allocate(pages)
+            side.kv = [side.runner.upload(self._kv[False][0]) for _ in range(c.num_layers)]
+        self.check_weights()
+        for number, step in enumerate(steps):
+            progress(f"step {number + 1} of {len(steps)}, {step.descriptor}")
+            self._step(number, step)
+        self.diff.environment = describe(self.subject, {s.name: s.runner for s in self.sides}, steps)
+        self.diff.problems += pooled_problems(self.diff) if self.mode == "P" else []
+        self.diff.seconds = time.perf_counter() - started
+        return self.diff
+
+    def _step(self, number: int, step: StepInput) -> None:
+        self.number, self.step, self.real = number, step, real_tokens(step)
+        for reference in (self.exact, self.faithful, self.local, self.local_faithful):
+            reference.begin(step)
+        declared = self._declare(step)
+        for side in self.sides:
+            side.runner.prepare(step, declared[side.name])
+            side.runner.begin(step)
+        self._declared = declared
+        self._embed()
+        for index in range(self.model.num_layers):
+            self._layer(index)
+        self._end()
+
+    def _declare(self, step: StepInput) -> dict[str, dict[str, tuple[Declared, ...]]]:
+        """The taps of each side's programs, from a dry run of the reference on nothing but padding and NaN."""
+        reference, top = self.local, self.weights.top()
+        calls = {}
+        hidden = reference.embed(top)
+        calls["embed"] = reference.calls
+        kv = self._kv[True][0]
+        reference.layer(0, self.weights.layer(0), (hidden, hidden, kv))
+        calls["layer"] = reference.calls
+        rows = reference.finish(top, hidden, hidden)
+        calls["finish"] = reference.calls
+        reference.head(top, rows)
+        calls["head"] = reference.calls
+        declared = {}
+        for side in self.sides:
+            kind, sample = side.runner.plans[step.descriptor.kind], side.runner.plans["sample"]
+            declared[side.name] = {
+                program: declare(found, sample if program == "head" else kind, self.taps)
+                for program, found in calls.items()
+            }
+        return declared
+
+    def _embed(self) -> None:
+        top = self.weights.top()
+        self._hidden = {True: self.exact.embed(top), False: self.faithful.embed(top)}
+        self._residual = {k: np.zeros_like(x) for k, x in self._hidden.items()}
+        for side in self.sides:
+            side.hidden, taps = side.runner.embed()
+            side.residual = side.runner.upload(np.zeros(self._hidden[False].shape, self.dtype))
+            self._ops(side, "embed", -1, self.exact.calls, taps)
+
+    def _layer(self, index: int) -> None:
+        weights = self.weights.layer(index)
+        given: State = tuple(  # type: ignore[assignment]
+            x.astype(self.dtype) for x in (self._hidden[True], self._residual[True], self._kv[True][index])
+        )
+        for exact, reference in ((True, self.exact), (False, self.faithful)):
+            state = reference.layer(
+                index, weights, (self._hidden[exact], self._residual[exact], self._kv[exact][index])
+            )
+            self._hidden[exact], self._residual[exact], self._kv[exact][index] = state
+        judged = index in self.layers
+        if judged:
+            right = _sum(self.local.layer(index, weights, given))
+            noisy = _sum(self.local_faithful.layer(index, weights, given))
+            calls = self.local.calls
+        for side in self.sides:
+            runner = side.runner
+            if judged:
+                out, taps = runner.layer(index, *(runner.upload(x) for x in given))
+                self._ops(side, "layer", index, calls, taps)
+                got = _sum(tuple(runner.download(x) for x in out[:2]))
+                self._find(side, "layer", index, "output", got, right, noisy)
+            (side.hidden, side.residual, side.kv[index]), _ = runner.layer(
+                index, side.hidden, side.residual, side.kv[index]
+            )
+            if judged:
+                own = _sum(tuple(runner.download(x) for x in (side.hidden, side.residual)))
+                right_, noisy_ = (_sum((self._hidden[e], self._residual[e])) for e in (True, False))
+                self._find(side, "inherited", index, "output", own, right_, noisy_)
+
+    def _end(self) -> None:
+        top = self.weights.top()
+        given = [x.astype(self.dtype) for x in (self._hidden[True], self._residual[True])]
+        rows = {
+            exact: reference.finish(top, self._hidden[exact], self._residual[exact])
+            for exact, reference in ((True, self.exact), (False, self.faithful))
+        }
+        self.local.finish(top, *given)
+        calls = self.local.calls
+        for side in self.sides:
+            runner = side.runner
+            _out, taps = runner.finish(*(runner.upload(x) for x in given))
+            self._ops(side, "finish", -1, calls, taps)
+            side.rows, _ = runner.finish(side.hidden, side.residual)
+        logits = {True: self.exact.head(top, rows[True]), False: self.faithful.head(top, rows[False])}
+        rounded = rows[True].astype(self.dtype)
+        self.local.head(top, rounded)
+        for side in self.sides:
+            runner = side.runner
+            _, taps = runner.head(runner.upload(rounded))
+            self._ops(side, "head", -1, self.local.calls, taps)
+            side.logits = runner.download(runner.head(side.rows)[0])
+            self._find(side, "logits", -1, "final logits", side.logits, logits[True], logits[False])
+        self._logits(logits[True], logits[False])
+
+    def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
+        real = self.real
+        if len(self.sides) == 2:
+            a, b = (side.logits[:real] for side in self.sides)
+            self.diff.logits.append(compare_logits(a, b, exact[:real], faithful[:real], self.step, self.mode))
+
+    # --- findings ----------------------------------------------------------------------------------------------------
+
+    def _ops(self, side: _Side, program: str, layer: int, calls: Any, taps: Any) -> None:
+        judge = OpJudge(self.mode, calls, self.real, self.reduction)
+        plan = side.runner.plans["sample" if program == "head" else self.step.descriptor.kind]
+        for declared, tap in zip(self._declared[side.name][program], taps, strict=True):
+            if tap is None:
+                continue
+            for name, metrics, bound, complaints in judge(declared, *tap):
+                self.diff.findings.append(
+                    Finding(
+                        side.name,
+                        self.mode,
+                        "op",
+                        self.number,
+                        layer,
+                        name,
+                        plan[declared.op].provider,
+                        metrics,
+                        complaints,
+                        bound,
+                        self._place(metrics.worst),
+                    )
+                )
+
+    def _find(self, side: _Side, scope: Any, layer: int, tap: str, got: Any, right: Any, noisy: Any) -> None:
+        got, right, noisy = (x[: self.real] for x in (got, right, noisy))
+        metrics = measure(got, right, noisy)
+        gate = gate_for(self.mode, scope, metrics, self.reduction, self.model.num_layers)
+        place = self._place(metrics.worst)
+        self.diff.findings.append(
+            Finding(
+                side.name,
+                self.mode,
+                scope,
+                self.number,
+                layer,
+                tap,
+                "",
+                metrics,
+                tuple(gate.complaints(metrics)),
+                None,
+                place,
+            )
+        )
+
+    def _place(self, worst: tuple[int, ...]) -> str:
+        return where(self.step, worst[0]) if worst and worst[0] < self.real else ""
+
+
+def _sum(state: Sequence[np.ndarray]) -> np.ndarray:
+    """hidden + residual in float64: the state of the model at a layer's end."""
+    total: np.ndarray = state[0].astype(np.float64) + state[1].astype(np.float64)
+    return total
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).view(np.uint8)
+
+
+def compare_model(
+    subject: Subject,
+    targets: Sequence[Target],
+    steps: Sequence[StepInput],
+    *,
+    modes: Sequence[Mode] = ("S", "P"),
+    layers: Sequence[int] | None = None,
+    taps: Sequence[str] = ("*",),
+    faults: Mapping[str, Fault] | None = None,
+    progress: Progress = lambda text: None,
+) -> Diff:
+    """Compare `targets` on `subject` in the given modes. `faults` plants faults by side (`a`, `b`, ...): for tests."""
+
+    names = [f"{chr(ord('a') + i)} {target}" for i, target in enumerate(targets)]
+    whole = Diff(tuple(names))
+    for mode in modes:
+        where_ = subject if mode != "S" else subject.with_dtype("float32")
+        progress(f"mode {mode}: loading")
+        runners: dict[str, Runner] = {}
+        try:
+            for name, target in zip(names, targets, strict=True):
+                runners[name] = create_runner(where_, target, (faults or {}).get(name[0]))
+            comparison = Comparison(where_, runners, mode, layers=layers, taps=taps)
+            found = comparison.run(steps, lambda text, mode=mode: progress(f"mode {mode}: {text}"))
+        finally:
+            for runner in runners.values():
+                runner.close()
+        whole.extend(found)
+        whole.environment |= {k: v for k, v in found.environment.items() if mode == "P" or k not in whole.environment}
+    return whole

@@ -1,0 +1,324 @@
+"""The benchmark workloads: decode, prefill, time to first token, a mixed load, start, and latency by percentile.
+
+Everything runs through `LLM` on token ids; no text is made. Times are host times around a whole call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..shared.errors import ConfigError, InternalError, UserError
+from ..shared.limits import Limits, decode_bytes, prefill_flops
+from ..shared.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from .llm import LLM
+
+PARTS = ("start", "decode", "prefill", "ttft", "mixed")
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+MARGIN = 100
+"""Random token ids keep away from both ends of the vocabulary, where special tokens lie."""
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
+"""Where compilers keep what they made. `OPTIONAL_CACHES` are off unless the user names a folder."""
+OPTIONAL_CACHES = ("JAX_COMPILATION_CACHE_DIR",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is measured. The defaults are the workload that figures are compared on; `standard` says whether it is that.
+
+    decode: a batch with `input_len` tokens in, (time for `output_len` out - time for 1 out) / (`output_len` - 1).
+    prefill: `prefill_prompts` prompts of `prefill_len`, 1 out. ttft: one such prompt. mixed: `mixed_requests` with
+    lengths in and out from `random.Random(1)` within [low, high). Medians of `repeats`; ttft of `ttft_repeats`.
+    """
+
+    only: tuple[str, ...] = PARTS
+    batch_sizes: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
+    input_len: int = 128
+    output_len: int = 129
+    prefill_prompts: int = 32
+    prefill_len: int = 1024
+    mixed_requests: int = 512
+    mixed_input: tuple[int, ...] = (64, 1024)
+    mixed_output: tuple[int, ...] = (32, 256)
+    repeats: int = 3
+    ttft_repeats: int = 5
+
+    def __post_init__(self) -> None:
+        unknown = [part for part in self.only if part not in PARTS]
+        if unknown or not self.only:
+            raise ConfigError(f"only: got {', '.join(unknown) or 'nothing'}, allowed are {', '.join(PARTS)}")
+        if not self.batch_sizes or any(size < 1 for size in self.batch_sizes):
+            raise ConfigError(f"batch_sizes: got {self.batch_sizes}, must be positive integers")
+        for name in ("input_len", "prefill_prompts", "prefill_len", "mixed_requests", "repeats", "ttft_repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: got {getattr(self, name)}, must be a positive integer")
+        if self.output_len < 2:
+            raise ConfigError(f"output_len: got {self.output_len}, must be at least 2: a step is a difference")
+        for name in ("mixed_input", "mixed_output"):
+            low_high = getattr(self, name)
+            if len(low_high) != 2 or not 1 <= low_high[0] < low_high[1]:
+                raise ConfigError(f"{name}: got {low_high}, must be low,high with 1 <= low < high")
+
+    @property
+    def standard(self) -> bool:
+        """Whether sizes and repeats are the defaults (the parts and the batch sizes may be a selection)."""
+        default = Workload()
+        return all(
+            getattr(self, f.name) == getattr(default, f.name)
+            for f in fields(self)
+            if f.name not in ("only", "batch_sizes")
+        )
+
+    def check(self, max_model_len: int, max_num_seqs: int) -> None:
+        """Raise ConfigError for what an engine of these limits cannot run as one batch."""
+        needs = {
+            "decode": self.input_len + self.output_len,
+            "prefill": self.prefill_len + 1,
+            "ttft": self.prefill_len + 1,
+            "mixed": self.mixed_input[1] + self.mixed_output[1] - 2,
+        }
+        for part in set(self.only) & set(needs):
+            if needs[part] > max_model_len:
+                raise ConfigError(f"max_model_len: got {max_model_len}, {part} needs {needs[part]} tokens")
+        if "decode" in self.only and max(self.batch_sizes) > max_num_seqs:
+            raise ConfigError(f"batch_sizes: got {max(self.batch_sizes)}, max_num_seqs is {max_num_seqs}")
+
+
+class Runner:
+    """Completes random prompts on one engine and takes the time."""
+
+    def __init__(self, llm: LLM) -> None:
+        llm.tokenizer = None  # token ids only, also for a folder that has a tokenizer
+        self.llm = llm
+        self.model = llm.engine.model
+        self._rng = random.Random(0)
+
+    def prompts(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Random token ids."""
+        low, high = (MARGIN, self.model.vocab_size - MARGIN)
+        if low >= high:
+            low, high = 0, self.model.vocab_size
+        return [[self._rng.randrange(low, high) for _ in range(length)] for length in lengths]
+
+    def seconds(self, lengths: Sequence[int], outputs: Sequence[int]) -> float:
+        """Time to complete a prompt of each length with as many tokens as `outputs` says."""
+        prompts: Any = self.prompts(lengths)
+        params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in outputs]
+        start = time.perf_counter()
+        done = self.llm.generate(prompts, params, progress=False)
+        elapsed = time.perf_counter() - start
+        made = [len(output.outputs[0].token_ids) for output in done]
+        if made != list(outputs):
+            raise InternalError(f"bench: asked for {sum(outputs)} tokens, got {sum(made)}")
+        return elapsed
+
+
+def run_workload(llm: LLM, workload: Workload, limits: Limits) -> dict[str, Any]:
+    """The figures of every part but start, by part."""
+    config = llm.engine.config
+    workload.check(config.max_model_len, config.max_num_seqs)
+    runner = Runner(llm)
+    warm = min(8, config.max_num_seqs)
+    runner.seconds([min(128, workload.input_len)] * warm, [min(16, workload.output_len)] * warm)
+    figures: dict[str, Any] = {}
+    if "decode" in workload.only:
+        sizes = workload.batch_sizes
+        figures["decode"] = {str(size): decode(runner, workload, size, limits) for size in sizes}
+    if "prefill" in workload.only:
+        figures["prefill"] = prefill(runner, workload, limits)
+    if "ttft" in workload.only:
+        figures["ttft"] = ttft(runner, workload, limits)
+    if "mixed" in workload.only:
+        figures["mixed"] = mixed(runner, workload)
+    return figures
+
+
+def decode(runner: Runner, workload: Workload, batch: int, limits: Limits) -> dict[str, Any]:
+    """One decode step of a batch."""
+    steps = workload.output_len - 1
+    lengths = [workload.input_len] * batch
+    runs = []
+    for _ in range(workload.repeats):
+        first = runner.seconds(lengths, [1] * batch)
+        runs.append((runner.seconds(lengths, [workload.output_len] * batch) - first) / steps)
+    step = statistics.median(runs)
+    # In step i of 1..steps a request attends to its prompt and i tokens.
+    length = workload.input_len + (steps + 1) / 2
+    moved = decode_bytes(runner.model, batch, length, ITEMSIZE[runner.llm.engine.config.dtype])
+    return {
+        "ms_per_step": step * 1e3,
+        "tok_s": batch / step,
+        "runs_ms": [run * 1e3 for run in runs],
+        "bytes_per_step": moved,
+        "share_of_limit": share(moved, step, limits.copy_bytes_per_s),
+    }
+
+
+def prefill(runner: Runner, workload: Workload, limits: Limits) -> dict[str, Any]:
+    """Prompt tokens per second."""
+    count, length = workload.prefill_prompts, workload.prefill_len
+    runs = [runner.seconds([length] * count, [1] * count) for _ in range(workload.repeats)]
+    work = prefill_flops(runner.model, [length] * count)
+    return {
+        "tok_s": count * length / statistics.median(runs),
+        "runs_tok_s": [count * length / run for run in runs],
+        "flops": work,
+        "share_of_limit": share(work, statistics.median(runs), limits.matmul_flops_per_s),
+    }
+
+
+def ttft(runner: Runner, workload: Workload, limits: Limits) -> dict[str, Any]:
+    """Time from one prompt to its first token."""
+    runs = [runner.seconds([workload.prefill_len], [1]) for _ in range(workload.ttft_repeats)]
+    work = prefill_flops(runner.model, [workload.prefill_len])
+    return {
+        "ms": statistics.median(runs) * 1e3,
+        "runs_ms": [run * 1e3 for run in runs],
+        "flops": work,
+        "share_of_limit": share(work, statistics.median(runs), limits.matmul_flops_per_s),
+    }
+
+
+def mixed(runner: Runner, workload: Workload) -> dict[str, Any]:
+    """Requests of random lengths, all at once."""
+    rng = random.Random(1)
+    lengths = [rng.randrange(*workload.mixed_input) for _ in range(workload.mixed_requests)]
+    outputs = [rng.randrange(*workload.mixed_output) for _ in range(workload.mixed_requests)]
+    elapsed = runner.seconds(lengths, outputs)
+    return {
+        "seconds": elapsed,
+        "requests_s": len(lengths) / elapsed,
+        "out_tok_s": sum(outputs) / elapsed,
+        "total_tok_s": (sum(lengths) + sum(outputs)) / elapsed,
+        "in_tokens": sum(lengths),
+        "out_tokens": sum(outputs),
+    }
+
+
+def share(work: float, seconds: float, rate: float | None) -> float | None:
+    """Part of a measured rate that `work` in `seconds` makes use of; None where no rate was measured."""
+    return None if rate is None else work / seconds / rate
+
+
+def run_latency(llm: LLM, batch: int, input_len: int, output_len: int, iterations: int) -> dict[str, Any]:
+    """One batch, several times: milliseconds to the first token, between tokens, and of whole requests."""
+    config = llm.engine.config
+    if not 1 <= batch <= config.max_num_seqs:
+        raise ConfigError(f"batch_size: got {batch}, must be from 1 to max_num_seqs, which is {config.max_num_seqs}")
+    for name, value, low in (("input_len", input_len, 1), ("output_len", output_len, 2), ("iterations", iterations, 1)):
+        if value < low:
+            raise ConfigError(f"{name}: got {value}, must be at least {low}")
+    if input_len + output_len > config.max_model_len:
+        raise ConfigError(f"max_model_len: got {config.max_model_len}, the run needs {input_len + output_len} tokens")
+    runner = Runner(llm)
+    runner.seconds([input_len] * batch, [2] * batch)
+    first: list[float] = []
+    between: list[float] = []
+    whole: list[float] = []
+    for iteration in range(iterations):
+        for arrivals in _arrivals(runner, [input_len] * batch, output_len, iteration):
+            first.append(arrivals[0])
+            between += [after - before for before, after in pairwise(arrivals)]
+            whole.append(arrivals[-1])
+    return {
+        "ttft_ms": percentiles(first),
+        "per_token_ms": percentiles(between),
+        "request_ms": percentiles(whole),
+        "tok_s": batch * output_len / statistics.median(whole),
+    }
+
+
+def _arrivals(runner: Runner, lengths: Sequence[int], output_len: int, iteration: int) -> list[list[float]]:
+    """Seconds from the start to each token, by request."""
+    engine = runner.llm.engine
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    prompts = runner.prompts(lengths)
+    start = time.perf_counter()
+    arrivals: dict[str, list[float]] = {}
+    for index, prompt in enumerate(prompts):
+        arrivals[engine.add(f"bench-{iteration}-{index}", prompt, params).request_id] = []
+    while engine.has_work:
+        updates = engine.step()
+        now = time.perf_counter() - start
+        for update in updates:
+            arrivals[update.request.request_id].append(now)
+    return list(arrivals.values())
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """p50, p90 and p99 in milliseconds, and how many there were."""
+    p50, p90, p99 = (float(value) * 1e3 for value in np.percentile(seconds, (50, 90, 99)))
+    return {"p50": p50, "p90": p90, "p99": p99, "count": len(seconds)}
+
+
+def measure_start(model: str, backend: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Seconds from starting a process to a ready engine, by phase: with empty compile caches, then with what that left.
+
+    Two processes, one after the other, before this one touches the device.
+    """
+    with TemporaryDirectory(prefix="twinfer-start-") as folder:
+        compilation = options.get("compilation_config") or {}
+        if compilation.get("cache_dir"):
+            options = options | {"compilation_config": compilation | {"cache_dir": os.path.join(folder, "cache")}}
+        names = [*CACHES, *(name for name in OPTIONAL_CACHES if name in os.environ)]
+        environment = os.environ | {name: os.path.join(folder, name.lower()) for name in names}
+        request = json.dumps({"model": model, "backend": backend, "options": options})
+        return {name: _start(request, environment) for name in ("cold", "warm")}
+
+
+def _start(request: str, environment: dict[str, str]) -> dict[str, Any]:
+    module = f"{__package__}.bench_start"
+    spawned = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", module], input=request, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        if done.returncode == UserError.exit_code:
+            raise ConfigError(last)
+        raise InternalError(f"start: the process ended with {done.returncode}: {last}")
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    entered, ready = answer.pop("entered_at"), answer.pop("ready_at")
+    return {"ready_s": ready - spawned, "interpreter_s": entered - spawned, **answer}
+
+
+def describe(llm: LLM, model: str) -> dict[str, Any]:
+    """What a figure needs to be understood later: versions, device, plan, configuration, programs."""
+    engine = llm.engine
+    packages = {"torch": ("torch", "triton"), "jax": ("jax", "jaxlib", "libtpu")}[engine.config.backend]
+    return {
+        "model": model,
+        "model_hash": engine.model.raw_hash,
+        "backend": engine.config.backend,
+        "device": asdict(engine.device),
+        "host": {"machine": platform.machine(), "cpus": os.cpu_count(), "python": platform.python_version()},
+        "versions": {name: _version(name) for name in ("twinfer", "numpy", *packages)},
+        "plan_hash": engine.worker.plans().hash,
+        "config": {f.name: getattr(engine.config, f.name) for f in fields(engine.config)},
+        "programs": [{"name": p.name, "seconds": p.seconds} for p in engine.report.programs],
+        "num_pages": engine.report.num_pages,
+        "init_seconds": engine.report.seconds,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

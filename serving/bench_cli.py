@@ -1,0 +1,210 @@
+"""`twinfer bench offline | latency`: flags, tables, and the JSON that a figure is kept as."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from ..shared.config import EngineConfig
+from ..shared.errors import ConfigError
+from ..shared.limits import Limits
+from ..shared.models.config import load_config
+from ..shared.models.locate import model_folder
+from ..shared.models.shapes import SHAPES, shape_or_folder
+from ..shared.worker import backend_module
+from .bench import PARTS, Workload, describe, measure_start, run_latency, run_workload
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FILE_WIDTH = 120
+"""Characters of a table that does not go to a terminal."""
+ENGINE_DEFAULTS: dict[str, Any] = {
+    "max_model_len": 4096,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 8192,
+    "enable_prefix_caching": False,
+}
+
+
+def add_parsers(bench: argparse.ArgumentParser, engine_flags: Callable[[argparse.ArgumentParser], None]) -> None:
+    """The flags of both benchmarks."""
+    kinds = bench.add_subparsers(dest="bench", metavar="WORKLOAD", required=True, parser_class=type(bench))
+    default = Workload()
+    offline = kinds.add_parser("offline", help="decode, prefill, first token, mixed load, cold and warm start")
+    latency = kinds.add_parser("latency", help="one batch: percentiles per token, to the first token, per request")
+    for parser in (offline, latency):
+        engine_flags(parser)
+        parser.set_defaults(**ENGINE_DEFAULTS)
+        parser.add_argument("--json", metavar="FILE", help="write the result there as well")
+    w = offline.add_argument_group("workload (the defaults are the one that figures are compared on)")
+    w.add_argument("--only", type=_words, default=PARTS, metavar="PART,...", help=f"of {', '.join(PARTS)}")
+    w.add_argument("--batch-sizes", type=_numbers, default=default.batch_sizes, metavar="1,8,...")
+    for name, text in {
+        "input-len": "decode: tokens in",
+        "output-len": "decode: tokens out",
+        "prefill-prompts": "prefill: prompts",
+        "prefill-len": "prefill and ttft: tokens in",
+        "mixed-requests": "mixed: requests",
+        "repeats": "runs of decode and prefill; the median counts",
+        "ttft-repeats": "runs of ttft",
+    }.items():
+        w.add_argument(f"--{name}", type=int, default=getattr(default, name.replace("-", "_")), help=text)
+    for name in ("mixed-input", "mixed-output"):
+        value = getattr(default, name.replace("-", "_"))
+        w.add_argument(f"--{name}", type=_numbers, default=value, metavar="LOW,HIGH", help="tokens, HIGH excluded")
+    b = latency.add_argument_group("workload")
+    b.add_argument("--batch-size", type=int, default=1)
+    b.add_argument("--input-len", type=int, default=default.input_len)
+    b.add_argument("--output-len", type=int, default=default.output_len)
+    b.add_argument("--iterations", type=int, default=10)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 1,8,64") from None
+
+
+def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Run a benchmark with the engine options `options`; prints a table and writes the JSON. Returns the exit code."""
+    model, backend = arguments.model, arguments.backend
+    EngineConfig(**options, model=model, backend=backend)  # a wrong option shows before a minute of work
+    if model in SHAPES and options["load_format"] != "dummy":
+        raise ConfigError(f"load_format: got {options['load_format']}, {model} is a shape without weights: use dummy")
+    if arguments.json:
+        _check_writable(arguments.json)
+    with shape_or_folder(model) as folder:
+        result = (_latency if arguments.bench == "latency" else _offline)(arguments, folder, options)
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    console.print(make_table(result))
+    if note := result.get("limits", {}).get("note"):
+        console.print(f"limit: {note}")
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1, default=_plain)
+    late = result["compilations_after_ready"]
+    if late:
+        console.print(f"{late} compilations after ready: the figures are not those of a warm engine")
+    return 1 if late else 0
+
+
+def _check_writable(path: str) -> None:
+    try:
+        open(path, "a", encoding="utf-8").close()
+    except OSError as error:
+        raise ConfigError(f"json: cannot write {path}: {error.strerror or error}") from error
+
+
+def _offline(arguments: argparse.Namespace, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    workload = Workload(**{name: getattr(arguments, name) for name in Workload.__dataclass_fields__})
+    workload.check(options["max_model_len"], options["max_num_seqs"])
+    result: dict[str, Any] = {"benchmark": "offline", "model": arguments.model, "backend": arguments.backend}
+    result |= {"workload": asdict(workload) | {"standard": workload.standard}, "compilations_after_ready": 0}
+    figures: dict[str, Any] = {}
+    if "start" in workload.only:
+        # First: its processes need the device to themselves.
+        figures["start"] = measure_start(folder, arguments.backend, json.loads(json.dumps(options, default=_plain)))
+    if set(workload.only) != {"start"}:
+        from .llm import LLM
+
+        limits = _limits(folder, arguments.backend, options)
+        start = time.perf_counter()
+        with LLM(folder, backend=arguments.backend, **options) as llm:
+            result |= describe(llm, arguments.model) | {"limits": asdict(limits)}
+            result["init_s"] = time.perf_counter() - start
+            figures |= run_workload(llm, workload, limits)
+            result["compilations_after_ready"] = llm.engine.worker.compilations_after_ready()
+    return result | {"figures": figures}
+
+
+def _limits(folder: str, backend: str, options: dict[str, Any]) -> Limits:
+    """Measured before the engine takes the device's memory."""
+    model = load_config(model_folder(folder))
+    device = backend_module(backend).find_device(options["device"])
+    dtype = model.dtype if options["dtype"] == "auto" else options["dtype"]
+    limits: Limits = backend_module(backend, "limits").measure_limits(device, dtype)
+    return limits
+
+
+def _latency(arguments: argparse.Namespace, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    from .llm import LLM
+
+    sizes = {name: getattr(arguments, name) for name in ("batch_size", "input_len", "output_len", "iterations")}
+    with LLM(folder, backend=arguments.backend, **options) as llm:
+        figures = run_latency(llm, *sizes.values())
+        result = {"benchmark": "latency", **describe(llm, arguments.model), "workload": sizes, "figures": figures}
+        return result | {"compilations_after_ready": llm.engine.worker.compilations_after_ready()}
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, Mapping):
+        return dict(value)
+    return str(value)
+
+
+def make_table(result: dict[str, Any]) -> Table:
+    """The figures with their units; the last column is the share of what the device was measured to do."""
+    from rich.table import Table
+
+    where = result["device"]["name"] if "device" in result else "-"
+    title = f"{result['model']}, {result['backend']} on {where}, plan {result.get('plan_hash', '-')}"
+    if not result["workload"].get("standard", True):
+        title += " (not the standard sizes)"
+    table = Table(title=title)
+    for name in ("what", "figure", "also", "share of the limit"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    for row in _latency_rows(result) if result["benchmark"] == "latency" else _offline_rows(result):
+        table.add_row(*row)
+    return table
+
+
+def _offline_rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    figures, sizes = result["figures"], result["workload"]
+    for name, start in figures.get("start", {}).items():
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in start["phases"].items())
+        also = f"interpreter and imports {start['interpreter_s'] + start['import_s']:.1f}, {phases}"
+        yield f"{name} start", f"{start['ready_s']:.1f} s", also, "-"
+    for batch, row in figures.get("decode", {}).items():
+        step, rate = f"{row['ms_per_step']:.3f} ms a step", f"{row['tok_s']:.0f} tok/s"
+        yield f"decode b={batch}", step, rate, _percent(row, "a copy")
+    if row := figures.get("prefill"):
+        what = f"prefill {sizes['prefill_prompts']} x {sizes['prefill_len']}"
+        yield what, f"{row['tok_s']:.0f} tok/s", "", _percent(row, "a product")
+    if row := figures.get("ttft"):
+        yield f"ttft {sizes['prefill_len']}", f"{row['ms']:.1f} ms", "", _percent(row, "a product")
+    if row := figures.get("mixed"):
+        what = f"mixed, {sizes['mixed_requests']} requests"
+        yield what, f"{row['requests_s']:.2f} requests/s", f"out {row['out_tok_s']:.0f} tok/s", "-"
+
+
+def _latency_rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    sizes, names = result["workload"], {"ttft_ms": "first token", "per_token_ms": "per token", "request_ms": "request"}
+    for key, name in names.items():
+        row = result["figures"][key]
+        what = f"{name}, b={sizes['batch_size']}, {sizes['input_len']} in, {sizes['output_len']} out"
+        yield what, f"p50 {row['p50']:.3f} ms", f"p90 {row['p90']:.3f}, p99 {row['p99']:.3f} ms", "-"
+
+
+def _percent(row: dict[str, Any], of: str) -> str:
+    value = row["share_of_limit"]
+    return "-" if value is None else f"{value:.1%} of {of}"

@@ -1,0 +1,86 @@
+"""`twinfer bench` on the bundled model, with small sizes."""
+
+import json
+
+import pytest
+
+from twinfer.serving.cli import main
+
+ENGINE = "--model demo --backend torch --dtype float32 --max-model-len 64 --max-num-seqs 2 --max-num-batched-tokens 16"
+SIZES = """--batch-sizes 1,2 --input-len 8 --output-len 5 --prefill-prompts 2 --prefill-len 16 --mixed-requests 3
+    --mixed-input 4,12 --mixed-output 2,6 --repeats 1 --ttft-repeats 1"""
+OFFLINE = ["bench", "offline", *ENGINE.split(), *SIZES.split()]
+
+
+def bench(argv, tmp_path, device):
+    file = tmp_path / "result.json"
+    assert main([*argv, "--device", device, "--json", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+def test_offline_figures(tmp_path, device, capsys):
+    result = bench([*OFFLINE, "--only", "decode,prefill,ttft,mixed"], tmp_path, device)
+    assert len(result["plan_hash"]) == 16
+    assert result["versions"]["torch"]
+    assert result["device"]["platform"] == device
+    assert result["config"]["enable_prefix_caching"] is False
+    assert not result["workload"]["standard"]
+    assert result["compilations_after_ready"] == 0
+    figures = result["figures"]
+    assert list(figures) == ["decode", "prefill", "ttft", "mixed"]
+    assert list(figures["decode"]) == ["1", "2"]
+    for size, row in figures["decode"].items():
+        assert row["tok_s"] == pytest.approx(int(size) / row["ms_per_step"] * 1e3)
+        assert (row["share_of_limit"] is None) == (device == "cpu")
+    assert figures["mixed"]["out_tokens"] >= 6
+    out = capsys.readouterr().out
+    for words in ("decode b=2", "prefill 2 x 16", "ttft 16", "requests/s", result["plan_hash"], "not the standard"):
+        assert words in out
+    if device == "cpu":
+        assert result["limits"]["note"].startswith("not measured on a CPU")
+
+
+def test_start_is_measured_in_processes_of_their_own(tmp_path, device):
+    start = bench([*OFFLINE, "--only", "start"], tmp_path, device)["figures"]["start"]
+    for row in start.values():
+        assert set(row["phases"]) >= {"load", "programs"}
+        parts = row["interpreter_s"] + row["import_s"] + row["init_s"]
+        assert row["ready_s"] == pytest.approx(parts)
+        assert sum(row["phases"].values()) <= row["init_s"]
+    assert list(start) == ["cold", "warm"]
+
+
+def test_latency_percentiles(tmp_path, device, capsys):
+    argv = ["bench", "latency", *ENGINE.split(), *"--batch-size 2 --input-len 8 --output-len 5 --iterations 2".split()]
+    figures = bench(argv, tmp_path, device)["figures"]
+    assert figures["ttft_ms"]["count"] == figures["request_ms"]["count"] == 4
+    assert figures["per_token_ms"]["count"] == 4 * 4
+    assert figures["ttft_ms"]["p50"] < figures["request_ms"]["p50"]
+    assert figures["per_token_ms"]["p50"] <= figures["per_token_ms"]["p99"]
+    assert "p99" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ([*OFFLINE, "--only", "decode,speed"], "speed"),
+        ([*OFFLINE, "--batch-sizes", "1,4"], "max_num_seqs"),
+        ([*OFFLINE, "--batch-sizes", "one"], "one"),
+        ([*OFFLINE, "--prefill-len", "64"], "max_model_len"),
+        ([*OFFLINE, "--json", "/no/such/folder/file.json"], "/no/such/folder"),
+        ([*OFFLINE, "--model", "qwen3-0.6b"], "load_format"),
+        ([*OFFLINE, "--only", "start", "--op-priority", "rms_norm=cutlass"], "cutlass"),
+        (["bench", "latency", *ENGINE.split(), "--batch-size", "3"], "batch_size"),
+        (["bench", "offline"], "--model"),
+        (["bench"], "WORKLOAD"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(argv, named, capsys):
+    try:
+        code = main(argv)
+    except SystemExit as left:
+        code = left.code
+    assert code == 2
+    captured = capsys.readouterr()
+    assert named in captured.err.splitlines()[-1]
+    assert "Traceback" not in captured.err

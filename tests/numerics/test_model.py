@@ -1,0 +1,160 @@
+"""`twinfer numerics model`: equal backends pass, planted faults are found where they are."""
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from twinfer.numerics.diff import Diff, layer_sigmas
+from twinfer.numerics.junit import junit
+from twinfer.numerics.model import Comparison
+from twinfer.numerics.runners import Fault, create_runner
+from twinfer.numerics.steps import default_prompts, make_steps
+from twinfer.numerics.subject import open_subject, parse_target
+from twinfer.numerics.terminal import LINES, render
+from twinfer.shared.errors import ConfigError
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64,
+    "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 256, "dtype": "bfloat16", "tie_word_embeddings": True,
+}  # fmt: skip
+LLAMA = QWEN3 | {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False, "head_dim": 16,
+}  # fmt: skip
+
+
+SMALL = QWEN3 | {"num_hidden_layers": 2}
+"""For planted faults, in layer 1: they need neither depth nor many steps."""
+
+
+def subject(folder: Any, config: dict[str, Any] = QWEN3, seed: int = 0) -> Any:
+    (folder / "config.json").write_text(json.dumps(config))
+    return open_subject(str(folder), load_format="dummy", seed=seed)
+
+
+def compare(where: Any, backend: str, mode: str, fault: Fault | None = None) -> Diff:
+    """All steps; with a fault the first one only, which is a ragged batch of prompts: one program less to compile."""
+    run = where.with_dtype("float32") if mode == "S" else where
+    runner = create_runner(run, parse_target(f"{backend}:cpu"), fault)
+    steps = make_steps(run, default_prompts(run, seed=1))[: None if fault is None else 1]
+    return Comparison(run, {backend: runner}, mode).run(steps)  # type: ignore[arg-type]
+
+
+def jax_slow(values: Iterable[Any], quick: tuple[str, ...]) -> list[Any]:
+    """(backend, value) for all; compiling for JAX takes seconds, so there only `quick` ones are in every test run."""
+    return [
+        pytest.param(backend, value, marks=[pytest.mark.slow] if backend == "jax" and name not in quick else [])
+        for backend in ("jax", "torch")
+        for name, value in values
+    ]
+
+
+@pytest.mark.parametrize(("backend", "config"), jax_slow([("qwen3", QWEN3), ("llama", LLAMA)], ("qwen3",)))
+def test_a_correct_backend_passes(tmp_path, backend, config):
+    diff = compare(subject(tmp_path, config), backend, "P")
+    diff.assert_ok()
+    sigmas = layer_sigmas(diff, backend)
+    assert len(sigmas) == 3
+    assert all(0.9 < sigma <= 1.05 for sigma in sigmas.values()), sigmas
+    assert {f.layer for f in diff.findings if f.scope == "op"} == {-1, 0, 1, 2}
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_a_correct_backend_passes_in_float32(tmp_path, backend):
+    compare(subject(tmp_path), backend, "S").assert_ok()
+
+
+def arguments(**change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A fault that changes arguments of an op by name."""
+
+    def make(xp: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            return function(
+                *(change[i](xp, x) if i in change else x for i, x in zip(NAMES[len(args)], args, strict=True))
+            )
+
+        return call
+
+    return make
+
+
+NAMES = {
+    3: ("x", "weight", "eps"),
+    10: ("q", "kv", "page_table", "query_start", "kv_lens", "counts", "scale", "window", "soft_cap", "max_query_len"),
+}
+
+
+ATTENTION = "paged_attention"
+FAULTS = {
+    "attention scale off by 0.1 %": ("S", {ATTENTION: arguments(scale=lambda xp, x: x * 1.001)}, ATTENTION),
+    "window of 8": ("P", {ATTENTION: arguments(window=lambda xp, x: 8)}, ATTENTION),
+    "eps of 1e-5": ("S", {"rms_norm": arguments(eps=lambda xp, x: 1e-5)}, "rms_norm"),
+    "page table rolled": ("P", {ATTENTION: arguments(page_table=lambda xp, x: xp.roll(x, 1, axis=0))}, ATTENTION),
+}
+
+
+@pytest.mark.parametrize(("backend", "name"), jax_slow(zip(FAULTS, FAULTS, strict=True), ("page table rolled",)))
+def test_a_planted_fault_is_found_in_its_op_and_layer(tmp_path, backend, name):
+    mode, ops, op = FAULTS[name]
+    diff = compare(subject(tmp_path, SMALL), backend, mode, Fault(name, ops=ops, layer=1))
+    assert diff.exit_code == 1
+    first = diff.first_divergence()
+    assert first.layer == 1
+    assert op in first.tap
+    assert {f.layer for f in diff.failures if f.scope in ("op", "layer")} == {1}
+    with pytest.raises(AssertionError, match=r"layer\.1"):
+        diff.assert_ok()
+
+
+def swapped(weights: dict[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:
+    gate, up = np.split(weights["gate_up"], 2)
+    return weights | {"gate_up": np.concatenate([up, gate])}
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_swapped_weights_are_named_and_found(tmp_path, backend):
+    diff = compare(subject(tmp_path, SMALL), backend, "P", Fault("gate and up swapped", weights=swapped, layer=1))
+    assert [p for p in diff.problems if "weights layer.1.gate_up differ" in p]
+    assert diff.first_divergence().name.startswith("layer.1.gated_mlp[gate_up]")
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_a_rope_table_in_bfloat16_is_found(tmp_path, backend):
+    def narrow(*tables: np.ndarray) -> tuple[np.ndarray, ...]:
+        return tuple(table.astype(ml_dtypes.bfloat16).astype(np.float32) for table in tables)
+
+    diff = compare(subject(tmp_path, SMALL), backend, "S", Fault("rope in bf16", tables=narrow, layer=0))
+    assert "norm_rope_write_kv" in diff.first_divergence().tap
+    assert diff.first_divergence().layer == 0
+
+
+def test_views_say_the_same(tmp_path):
+    fault = Fault("window", ops={"paged_attention": arguments(window=lambda xp, x: 8)}, layer=1)
+    diff = compare(subject(tmp_path, SMALL), "torch", "P", fault)
+    text = render(diff)
+    assert text.startswith("DIFFERENT")
+    assert "layer.1.paged_attention" in text
+    assert len(text.splitlines()) <= LINES
+    record = json.loads(diff.dumps())
+    assert record["exit_code"] == 1
+    assert record["first_divergence"]["layer"] == 1
+    assert "<failure" in junit(diff)
+
+
+def test_nothing_compared_is_not_a_pass():
+    assert Diff(("a", "b")).exit_code == 3
+
+
+@pytest.mark.parametrize("text", ["cuda", "torch:disk", "torch:cpu:window=3", "jax:cpu:compile_level=x", "jax:cpu:a"])
+def test_targets_are_checked(text):
+    with pytest.raises(ConfigError, match="target"):
+        parse_target(text)
+
+
+def test_target_names_itself():
+    text = "torch:cuda:compile_level=0,rms_norm=triton+native"
+    assert str(parse_target(text)) == text

@@ -1,0 +1,130 @@
+"""The benchmark's arithmetic: what is run, how a figure is made of times, and what a device's limit is held against."""
+
+import random
+
+import pytest
+
+from twinfer.serving import bench
+from twinfer.serving.bench import Workload
+from twinfer.shared.errors import ConfigError
+from twinfer.shared.limits import Limits, decode_bytes, prefill_flops
+from twinfer.shared.models.config import load_config, parse_config
+from twinfer.shared.models.shapes import SHAPES, shape_or_folder
+
+NO_LIMITS = Limits(None, None, "")
+
+
+class FakeRunner:
+    """Takes 1 s a call, 1 ms a prompt token, and 0.25 s a step; keeps what it was asked for."""
+
+    def __init__(self):
+        self.calls = []
+        self.model = parse_config(SHAPES["qwen3-0.6b"])
+
+        class Llm:
+            class engine:
+                class config:
+                    dtype = "bfloat16"
+
+        self.llm = Llm
+
+    def seconds(self, lengths, outputs):
+        self.calls.append((list(lengths), list(outputs)))
+        return 1.0 + 1e-3 * sum(lengths) + 0.25 * (max(outputs) - 1)
+
+
+def test_the_decode_figure_is_a_difference():
+    runner = FakeRunner()
+    row = bench.decode(runner, Workload(), 8, Limits(1e9, None, ""))
+    assert row["ms_per_step"] == pytest.approx(250)
+    assert row["tok_s"] == pytest.approx(32)
+    assert runner.calls == 3 * [([128] * 8, [1] * 8), ([128] * 8, [129] * 8)]
+    assert row["share_of_limit"] == pytest.approx(row["bytes_per_step"] / 0.25 / 1e9)
+    assert bench.decode(runner, Workload(), 8, NO_LIMITS)["share_of_limit"] is None
+
+
+def test_the_other_figures():
+    runner = FakeRunner()
+    assert bench.prefill(runner, Workload(), NO_LIMITS)["tok_s"] == pytest.approx(32 * 1024 / (1 + 32.768))
+    assert bench.ttft(runner, Workload(), NO_LIMITS)["ms"] == pytest.approx(2024)
+    assert runner.calls == 3 * [([1024] * 32, [1] * 32)] + 5 * [([1024], [1])]
+    runner.calls.clear()
+    row = bench.mixed(runner, Workload())
+    rng = random.Random(1)
+    lengths = [rng.randrange(64, 1024) for _ in range(512)]
+    outputs = [rng.randrange(32, 256) for _ in range(512)]
+    assert runner.calls == [(lengths, outputs)]
+    assert row["requests_s"] * row["seconds"] == pytest.approx(512)
+    assert row["out_tok_s"] / row["requests_s"] == pytest.approx(sum(outputs) / 512)
+
+
+def test_a_changed_size_is_not_the_standard_workload():
+    assert Workload(only=("decode",), batch_sizes=(1,)).standard
+    assert not Workload(output_len=65).standard
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"only": ("decode", "speed")}, "speed"),
+        ({"only": ()}, "nothing"),
+        ({"batch_sizes": (1, 0)}, "batch_sizes"),
+        ({"output_len": 1}, "at least 2"),
+        ({"prefill_len": 0}, "prefill_len"),
+        ({"mixed_input": (64, 64)}, "mixed_input"),
+        ({"mixed_output": (64,)}, "mixed_output"),
+    ],
+)
+def test_a_wrong_workload_is_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        Workload(**changes)
+
+
+def test_what_an_engine_cannot_run_is_refused():
+    Workload().check(max_model_len=1278, max_num_seqs=256)
+    with pytest.raises(ConfigError, match="mixed needs 1278"):
+        Workload().check(max_model_len=1277, max_num_seqs=256)
+    with pytest.raises(ConfigError, match="got 256, max_num_seqs is 128"):
+        Workload().check(max_model_len=4096, max_num_seqs=128)
+    Workload(only=("ttft",)).check(max_model_len=1025, max_num_seqs=1)
+
+
+@pytest.mark.parametrize(("shape", "weights"), [("llama3-8b", 7_504_924_672), ("qwen3-0.6b", 596_049_920)])
+def test_bytes_of_a_decode_step(shape, weights):
+    # Weights that a step reads, counted by hand from the shapes: all but a separate embedding table.
+    model = parse_config(SHAPES[shape])
+    rows = 0 if model.tie_embeddings else 8 * model.hidden_size
+    cache = 8 * 192 * model.num_layers * 2 * 8 * 128
+    assert decode_bytes(model, 8, 192, 2) == 2 * (weights + rows + cache)
+
+
+def test_a_window_limits_what_is_read_and_computed():
+    raw = dict(SHAPES["llama3-8b"]) | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    for name in ("attention_bias", "mlp_bias"):
+        raw.pop(name)
+    whole, windowed = (parse_config(raw | {"sliding_window": window}) for window in (None, 5))
+    assert decode_bytes(whole, 1, 9, 2) - decode_bytes(windowed, 1, 9, 2) == 2 * 4 * 32 * 2 * 8 * 128
+    pairs = sum(min(position, 4) + 1 for position in range(9))
+    less = sum(range(1, 10)) - pairs
+    assert prefill_flops(whole, [9, 3]) - prefill_flops(windowed, [9, 3]) == 4 * 32 * 128 * less * 32
+
+
+def test_flops_of_a_prompt():
+    model = parse_config(SHAPES["qwen3-0.6b"])
+    layer = 1024 * (16 + 2 * 8) * 128 + 16 * 128 * 1024 + 3 * 1024 * 3072
+    attention = 4 * 16 * 128 * sum(range(1, 101))
+    assert prefill_flops(model, [100]) == 28 * (2 * 100 * layer + attention) + 2 * 1024 * 151936
+
+
+def test_percentiles_are_milliseconds():
+    assert bench.percentiles([0.001 * i for i in range(101)]) == {
+        "p50": pytest.approx(50), "p90": pytest.approx(90), "p99": pytest.approx(99), "count": 101
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_is_a_folder_while_it_is_used(name):
+    with shape_or_folder(name) as folder:
+        assert load_config(folder).dtype == "bfloat16"
+    with shape_or_folder("demo") as same:
+        assert same == "demo"
