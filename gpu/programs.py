@@ -56,7 +56,12 @@ class Programs:
         self._backbones: dict[Descriptor, Callable[[], Any]] = {}
         self._samplers: dict[tuple[int, str], tuple[Callable[[], Any], Any]] = {}
         self._kv: tuple[torch.Tensor, ...] = ()
+        self._whole: Callable[..., torch.Tensor] | None = None
         self.marking = True
+
+    def run_whole(self, build: Callable[[], Callable[..., torch.Tensor]]) -> None:
+        """Run the model as one program (token_ids, kv, batch, kind, max_query_len) -> hidden, made once by `build`."""
+        self._whole = self._whole or build()
 
     def use_cache(self, kv: torch.Tensor) -> None:
         """Run on this cache [layer page slot 2*kvhead hdim]. What was captured on another is dropped."""
@@ -86,6 +91,8 @@ class Programs:
 
     def hidden(self, d: Descriptor) -> torch.Tensor:
         """Run the model without a graph; finished hidden states [T dim] of all tokens."""
+        if self._whole is not None:
+            return self._run_whole(self._whole, d)
         return self._finish(d, *self._forward(d))
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
@@ -126,15 +133,30 @@ class Programs:
         return CAPTURED_SAMPLERS if self._by_requests[d.requests] == d else ()
 
     def _rows(self, d: Descriptor) -> None:
-        hidden, residual = self._forward(d)
-        if d.kind == "mixed":
-            index = self._inputs.fields(d)["sample_index"]
-            hidden, residual = hidden[index], residual[index]
         # In a decode program the token of request i is token i.
-        self.rows[: d.requests].copy_(self._finish(d, hidden, residual))
+        index = self._inputs.fields(d)["sample_index"] if d.kind == "mixed" else slice(None)
+        if self._whole is not None:
+            finished = self._run_whole(self._whole, d)[index]
+        else:
+            hidden, residual = self._forward(d)
+            finished = self._finish(d, hidden[index], residual[index])
+        self.rows[: d.requests].copy_(finished)
 
     def _finish(self, d: Descriptor, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return self._module.finish(d.kind, hidden, residual)
+
+    def _run_whole(self, whole: Callable[..., torch.Tensor], d: Descriptor) -> torch.Tensor:
+        f = self._inputs.fields(d)
+        self._inputs.apply_page_changes(f)
+        given = f["token_ids"], f["positions"], f["rows"], self.last_tokens, self._cos, self._sin, self._inputs.pages
+        ids, cos, sin, pages = select(*given)
+        return whole(ids, self._kv, self._batch(d, cos, sin, pages), d.kind, d.max_query_len)
+
+    def _batch(self, d: Descriptor, cos: torch.Tensor, sin: torch.Tensor, pages: torch.Tensor) -> decoder.Batch:
+        f = self._inputs.fields(d)
+        lengths = self._inputs.host_fields(d) if self.host_metadata[d.kind] else f
+        metadata = {name: lengths[name] for name in ("query_start", "kv_lens", "counts")}
+        return decoder.Batch(cos, sin, f["slots"], pages, **metadata)
 
     def _forward(self, d: Descriptor) -> tuple[torch.Tensor, torch.Tensor]:
         f = self._inputs.fields(d)
@@ -149,9 +171,7 @@ class Programs:
         hidden, residual, cos, sin, pages = start(
             *given, self.last_tokens, self._cos, self._sin, self._inputs.pages, self._module.top_weights
         )
-        lengths = self._inputs.host_fields(d) if self.host_metadata[d.kind] else f
-        metadata = {name: lengths[name] for name in ("query_start", "kv_lens", "counts")}
-        batch = decoder.Batch(cos, sin, f["slots"], pages, **metadata)
+        batch = self._batch(d, cos, sin, pages)
         if self.marking:
             self._layers.mark(d, self._kv, batch)
         for layer, weights, kv in zip(self._layers.layers(d), self._module.layer_weights, self._kv, strict=True):
@@ -173,6 +193,24 @@ class Programs:
         return logits
 
 
+def select(
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    rows: torch.Tensor,
+    last_tokens: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pages: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids [T], cos and sin [T r], page table [R P] of a step.
+
+    A token id of -1 at index i stands for the last token of request i.
+    """
+    index = torch.arange(token_ids.shape[0], device=token_ids.device).clamp(max=rows.shape[0] - 1)
+    ids = torch.where(token_ids < 0, last_tokens[rows[index]], token_ids)
+    return ids, cos[positions], sin[positions], pages[rows]
+
+
 def start_of(ops: Any) -> Any:
     """What makes the layers' inputs from a step's, with a plan's ops."""
 
@@ -186,11 +224,9 @@ def start_of(ops: Any) -> Any:
         pages: torch.Tensor,
         weights: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        # hidden and (zero) residual [T dim], cos and sin [T r], page table [R P]. A token id of -1 at index i stands
-        # for the last token of request i.
-        index = torch.arange(token_ids.shape[0], device=token_ids.device).clamp(max=rows.shape[0] - 1)
-        ids = torch.where(token_ids < 0, last_tokens[rows[index]], token_ids)
+        # hidden and (zero) residual [T dim], cos and sin [T r], page table [R P]
+        ids, *rest = select(token_ids, positions, rows, last_tokens, cos, sin, pages)
         hidden = decoder.embed(ops, weights, ids)
-        return hidden, torch.zeros_like(hidden), cos[positions], sin[positions], pages[rows]
+        return hidden, torch.zeros_like(hidden), *rest
 
     return start

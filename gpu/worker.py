@@ -213,6 +213,8 @@ class TorchWorker:
         captured = self._compilation.cudagraph_mode is not CUDAGraphMode.NONE
         recorder = GraphRecorder() if captured else None
         programs, total = self._programs, len(table) * (2 if captured else 1)
+        if self._compilation.road == "piecewise":
+            programs.run_whole(lambda: self._whole(table, progress))
         with code_kept_in(self._kept_in), recorder.recording() if recorder else nullcontext():
             for done, d in enumerate(programs.order()):
                 start = time.perf_counter()
@@ -228,6 +230,11 @@ class TorchWorker:
                     seconds[d] += time.perf_counter() - start
                     progress("programs", len(table) + done + 1, total)
         return [ProgramReport(str(d), seconds[d]) for d in table]
+
+    def _whole(self, table: Table, progress: Progress) -> Callable[..., torch.Tensor]:
+        from .piecewise import build  # what only this road needs takes a second to import
+
+        return build(self._module, self._config, self._plans, table, self._kv, progress=progress)
 
     def _padding(self, descriptor: Descriptor) -> StepInput:
         batch = batch_layout(descriptor, self._shape).allocate()

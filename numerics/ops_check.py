@@ -28,6 +28,8 @@ from .subject import Target
 from .terminal import LINES, WORDS
 
 Progress = Callable[[str], None]
+INTERPRETED = "_interpret"
+"""Implementations whose name ends so run another chip's kernel in an interpreter: only where a target names them."""
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ class OpResult:
 
 @dataclass(slots=True)
 class OpsReport:
-    """All results. `absent` are implementations that cannot run on this machine, `missing` what had to be compared."""
+    """All results. `absent` are implementations that were not judged and why, `missing` what had to be compared."""
 
     sides: tuple[str, ...]
     devices: dict[str, str]
@@ -168,7 +170,9 @@ def _runnable(op: str, target: Target, side: str, report: OpsReport) -> Iterator
         if provider not in available:
             raise ConfigError(f"target {target}: {op} has no provider {provider!r}, known are {', '.join(available)}")
         implementation = available[provider]
-        if implementation is None or implementation.supported():
+        if not wanted and provider.endswith(INTERPRETED):
+            report.absent.append(f"{side}: {op}={provider} is interpreted; name it in the target to judge it")
+        elif implementation is None or implementation.supported():
             yield provider, implementation
         else:
             # Who asks for it by name must not get a pass without it.
@@ -237,9 +241,9 @@ def render(report: OpsReport) -> str:
             f"{sum(r.compared for r in mine)} cases compared, {refused} not taken, {bad} rows fail"
         )
     if report.absent:
-        shown = ", ".join(entry.split()[-6] for entry in report.absent[:4])
-        more = f" and {len(report.absent) - 4} more" if len(report.absent) > 4 else ""
-        lines.append(f"not judged, cannot run on this machine: {shown}{more}")
+        lines += [f"not judged: {entry}" for entry in report.absent[:3]]
+        more = len(report.absent) - 3
+        lines += [f"not judged: {more} more implementations (--json names them)"] if more > 0 else []
     lines += [f"not compared: {entry[:150]}" for entry in report.missing[:4]]
     if len(report.missing) > 4:
         lines.append(f"not compared: {len(report.missing) - 4} more")

@@ -211,11 +211,6 @@ def limits(dtype: Any) -> Limits:
     return Limits(float(info.eps) / 2, float(info.tiny), float(info.max))
 
 
-def half_ulp(dtype: Any) -> float:
-    """Half a unit in the last place of numbers in [1, 2)."""
-    return limits(dtype).half_ulp
-
-
 class Judge:
     """Judges outputs for one set of arguments; the oracle runs once. `testing`: another one than the op's own."""
 

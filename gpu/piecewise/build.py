@@ -124,7 +124,7 @@ class Piecewise:
         self.counts: dict[str, int] = {}
         self.notes: list[str] = []
         self.pieces: dict[str, int] = {}
-        self._caches: tuple[int, tuple[torch.Tensor, ...]] = (0, ())
+        self._caches: tuple[Any, tuple[torch.Tensor, ...]] = (None, ())
         self._places = [("kv", index) for index in range(layers)]
 
     def __call__(
@@ -137,8 +137,8 @@ class Piecewise:
             raise OutsideTable(
                 f"no pieces for {kind}[{tokens}], queries of {max_query_len}: the table was frozen at start"
             )
-        if self._caches[0] != id(kv):
-            self._caches = (id(kv), tuple(kv))
+        if self._caches[0] is not kv:
+            self._caches = (kv, tuple(kv))
         tensors: dict[Place, torch.Tensor] = dict(zip(self._places, self._caches[1], strict=True))
         tensors["token_ids", None] = token_ids
         for name, value in zip(batch._fields, batch, strict=True):

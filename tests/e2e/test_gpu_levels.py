@@ -35,6 +35,14 @@ def test_traced_layers_give_the_tokens_of_eager_ones(device, eager, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("use_inductor", [False, True])
+def test_the_piecewise_road_gives_the_tokens_of_eager_steps(device, eager, use_inductor, tmp_path):
+    """On a GPU with the graphs of level 3, each step captured around all its pieces or at its attention."""
+    config = {"level": 3, "road": "piecewise", "use_inductor": use_inductor, "cache_dir": str(tmp_path)}
+    assert tokens(device, tmp_path, compilation_config=config) == eager
+
+
+@pytest.mark.slow
 def test_compiled_layers_give_the_tokens_of_eager_ones(device, eager, tmp_path):
     dump = tmp_path / "dump"
     config = {"cache_dir": str(tmp_path / "code"), "debug_dump_path": str(dump)}

@@ -1,0 +1,151 @@
+"""The Pallas attention kernels, tier 2: TPU interpret mode, which simulates memories, copies and semaphores.
+
+It sees what neither the generic interpreter nor the compiler does: a copy that is not waited for, a buffer that is
+written while it is read, an address outside of an array, memory that nobody wrote (here NaN). It does not see tiling or
+how large memories are (`test_tpu_kernels_compile.py` does). The planted faults show that each is seen.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from twinfer.ops.cases.attention import paged
+from twinfer.ops.testing import Judge
+from twinfer.tpu.kernels import attention, cache
+from twinfer.tpu.kernels.blocks import BlockSizes
+
+# Blocks of two pages, so that requests have several and both halves of the buffer are used and used again.
+BLOCKS = BlockSizes(decode_kv=16, decode_requests=2, mixed_kv=16, mixed_tokens=8, vmem_mib=None)
+
+
+def arguments(kind, dtype):
+    rng = np.random.default_rng(5)
+    if kind == "decode":
+        return paged(rng, dtype, [37, 5, 16], [1, 1, 1], (4, 2), 16, 8, requests=4, tokens=4)
+    return paged(rng, dtype, [20, 19, 9], [1, 11, 9], (4, 2), 16, 8, requests=4, tokens=24)
+
+
+@pytest.fixture
+def interpret(capfd):
+    """interpret(arguments, mode) -> (output, what it printed about races). Raises what the interpreter raises."""
+
+    def run(given, mode):
+        params = pltpu.InterpretParams(
+            dma_execution_mode=mode, detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
+        )
+        arrays = {n: jnp.asarray(v) if hasattr(v, "shape") else v for n, v in given.items()}
+        capfd.readouterr()
+        try:
+            out = attention.attend(
+                **{"k_scale": 1.0, "v_scale": 1.0} | arrays, interpret=params, blocks=BLOCKS
+            )  # fmt: skip
+            jax.block_until_ready(out)
+        finally:
+            pltpu.reset_tpu_interpret_mode_state()
+        return out, capfd.readouterr().out
+
+    return run
+
+
+def races(interpret, given, mode):
+    """Whether a race is reported.
+
+    The detector cannot compare a strided read with a write: it fails in its own file when it has found the two
+    unordered and in the same half of the buffer, which sound kernels never are (`test_clean` would fail likewise).
+    """
+    try:
+        _, printed = interpret(given, mode)
+    except jax.errors.JaxRuntimeError as error:
+        return "race_detection_state.py" in str(error) and "_slices_overlap" in str(error)
+    return "RACE DETECTED" in printed
+
+
+def passes(given, out):
+    return Judge("paged_attention", given)([out]).passed
+
+
+CLEAN = [("decode", "bfloat16", "on_wait"), ("mixed", "float32", "eager")]
+MORE = [
+    (kind, dtype, mode)
+    for kind in ("decode", "mixed")
+    for dtype in ("float32", "bfloat16")
+    for mode in ("on_wait", "eager")
+    if (kind, dtype, mode) not in CLEAN
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "mode"), CLEAN + [pytest.param(*x, marks=pytest.mark.slow) for x in MORE])
+def test_clean(interpret, kind, dtype, mode):
+    given = arguments(kind, dtype)
+    out, printed = interpret(given, mode)
+    assert "RACE" not in printed
+    assert passes(given, out)
+
+
+KINDS = ["decode", pytest.param("mixed", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_wait_is_seen(interpret, monkeypatch, kind):
+    """As a race where copies are done at once, as memory that nobody wrote where they are done when waited for."""
+    monkeypatch.setattr(cache.Pages, "wait", lambda *_: None)
+    given = arguments(kind, "float32")
+    assert races(interpret, given, "eager")
+    out, _ = interpret(given, "on_wait")
+    assert np.isnan(np.asarray(out[: given["query_start"][-1]])).any()
+
+
+class OneHalf:
+    """The buffer of pages, in which every copy goes to the first half."""
+
+    def __init__(self, ref):
+        self.ref = ref
+
+    @property
+    def at(self):
+        return self
+
+    def __getitem__(self, index):
+        return self.ref.at[(0, *index[1:])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_race_is_seen(interpret, monkeypatch, kind):
+    """With one buffer, the next block overwrites what is being read, though every copy is waited for."""
+    real = {name: getattr(cache.Pages, name) for name in ("_each", "head", "clear")}
+
+    def each(self, *rest):
+        real["_each"](replace(self, buffer=OneHalf(self.buffer)), *rest)
+
+    monkeypatch.setattr(cache.Pages, "_each", each)
+    monkeypatch.setattr(cache.Pages, "head", lambda self, half, *rest: real["head"](self, 0, *rest))
+    monkeypatch.setattr(cache.Pages, "clear", lambda self, half, *rest: real["clear"](self, 0, *rest))
+    assert races(interpret, arguments(kind, "float32"), "on_wait")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_outside_of_the_cache_is_seen(interpret, kind):
+    given = arguments(kind, "float32")
+    given["page_table"] = given["page_table"].copy()
+    given["page_table"][1, 0] = len(given["kv"])
+    with pytest.raises(Exception, match=r"(?i)out.of.bounds"):
+        interpret(given, "on_wait")
+
+
+@pytest.mark.slow
+def test_an_entry_outside_of_the_page_table_is_seen(interpret, monkeypatch):
+    real = cache.Pages.start
+    monkeypatch.setattr(cache.Pages, "start", lambda self, request, *rest: real(self, request + 4, *rest))
+    with pytest.raises(Exception, match=r"(?i)out.of.bounds"):
+        interpret(arguments("decode", "float32"), "on_wait")
+
+
+def test_memory_that_nobody_wrote_is_seen(interpret, monkeypatch):
+    monkeypatch.setattr(cache.Pages, "clear", lambda *_: None)
+    given = arguments("decode", "float32")
+    out, _ = interpret(given, "on_wait")
+    assert not passes(given, out)
