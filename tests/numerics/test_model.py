@@ -1,7 +1,7 @@
 """`twinfer numerics model`: equal backends pass, planted faults are found where they are."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -44,7 +44,7 @@ def compare(where: Any, backend: str, mode: str, fault: Fault | None = None) -> 
     return Comparison(run, {backend: runner}, mode).run(steps)  # type: ignore[arg-type]
 
 
-def jax_slow(values: Iterable[Any], quick: tuple[str, ...]) -> list[Any]:
+def jax_slow(values: list[tuple[str, Any]], quick: tuple[str, ...]) -> list[Any]:
     """(backend, value) for all; compiling for JAX takes seconds, so there only `quick` ones are in every test run."""
     return [
         pytest.param(backend, value, marks=[pytest.mark.slow] if backend == "jax" and name not in quick else [])
@@ -97,7 +97,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("backend", "name"), jax_slow(zip(FAULTS, FAULTS, strict=True), ("page table rolled",)))
+@pytest.mark.parametrize(("backend", "name"), jax_slow([(n, n) for n in FAULTS], ("page table rolled",)))
 def test_a_planted_fault_is_found_in_its_op_and_layer(tmp_path, backend, name):
     mode, ops, op = FAULTS[name]
     diff = compare(subject(tmp_path, SMALL), backend, mode, Fault(name, ops=ops, layer=1))

@@ -161,7 +161,7 @@ def check(found, names):
         shape = SHAPES[name]
         assert found[name]["kernels"] == (1 if shape.queries == 1 else 2), name
         # The queries may be copied, to bring heads together, but not the cache. Heads of less than 128
-        # lanes are left out: their cache is copied, into full lanes (docs/measurements.md).
+        # lanes are left out: they have temporaries as large as the cache (docs/measurements.md).
         if shape.hdim % 128 == 0:
             queries = shape.tokens * shape.heads * shape.hdim * (4 if shape.dtype == "float32" else 2)
             assert found[name]["temporaries"] < queries + (1 << 20), f"{name}: {found[name]}"
