@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..ops.cases import load_all
 from ..ops.testing import TESTING, Judge
 from .gates import Gate, Mode, precision, semantics
 from .metrics import Metrics, measure
@@ -73,6 +74,7 @@ class OpJudge:
         return gate_for(self.mode, "op", m, self._reduction).complaints(m)
 
     def _contract(self, op: str, arguments: Mapping[str, Any], outputs: Sequence[np.ndarray]) -> Any:
+        load_all()  # the bounds: an op that has none is from another package
         if op not in TESTING:
             return None
         return Judge(op, dict(arguments))(outputs)

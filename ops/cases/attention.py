@@ -126,8 +126,8 @@ def _fused_arguments(
 ) -> Arguments:  # fmt: skip
     """A step of `tokens` rows, the second of which has no slot; pages: (how many, slots in each)."""
     kv = normal(rng, dtype, *pages, 2 * heads[1], hdim)
-    kv[0, 0] = np.nan
-    slots = rng.permutation(np.arange(1, pages[0] * pages[1] - 1))[:tokens].astype(np.int32)
+    kv[0] = np.nan  # what lies in a slot is copied or overwritten, not read
+    slots = rng.permutation(pages[0] * pages[1] - 1)[:tokens].astype(np.int32)
     slots[1:2] = -1
     qkv = normal(rng, dtype, tokens, (heads[0] + 2 * heads[1]) * hdim)
     qkv[: tokens // 2] *= qkv.dtype.type(20.0)
@@ -208,6 +208,7 @@ def _fused_sizes(a: Arguments) -> Any:
     cache = np.abs(a["kv"]).reshape(-1, 2 * kv_heads, size).astype(np.float64)
     real = a["slots"] >= 0
     cache[a["slots"][real], 0::2] = size_[real, heads : heads + kv_heads]
+    cache[a["slots"][real], 1::2] = size_[real, heads + kv_heads :]
     return size_[:, :heads], cache.reshape(a["kv"].shape)
 
 
