@@ -37,7 +37,7 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/pytest -m slow $(PYTEST_ARGS)
 
-# What is proven about TPUs without one: needs libtpu (`pip install libtpu==0.0.42.*`), and no TPU.
+# What is proven about TPUs without one, by interpreters and by libtpu's compiler: needs no TPU.
 test-tpu: $(STAMP)
 	$(BIN)/pytest tests/unit/test_tpu_*.py tests/e2e/test_tpu_*.py $(PYTEST_ARGS)
 

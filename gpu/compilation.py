@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from ..bucketing import Descriptor
+from ..ops import REGISTRY, Plan, Plans
+from ..ops.plan import COMPOSITION
 from ..shared.compilation_config import ResolvedCompilation
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
@@ -68,6 +70,32 @@ def compile_order(chosen: Mapping[Descriptor, Variant]) -> list[Descriptor]:
     return first + [d for d in chosen if d not in first]
 
 
+def compiled_kinds(model: ModelConfig, plans: Plans, compilation: ResolvedCompilation) -> frozenset[str]:
+    """The kinds of steps whose layers go to the compiler. With `skip_kernels`, those made of kernels alone do not: each
+    would be an opaque call, so there is nothing to generate, and tracing them is most of a start.
+    """
+    if compilation.level == 0:
+        return frozenset()
+    # What a replaced layer calls is not known.
+    skips = compilation.skip_kernels and decoder.layer_function(model) is decoder.layer
+    return frozenset(kind for kind in ("decode", "mixed") if not (skips and _only_kernels(plans[kind], LAYER_OPS)))
+
+
+LAYER_OPS = tuple(op.name for op in REGISTRY if op.name in decoder.layer.__code__.co_names)
+"""The ops that a layer calls."""
+
+
+def _only_kernels(plan: Plan, ops: Iterable[str]) -> bool:
+    for name in ops:
+        choice = plan[name]
+        if choice.provider == COMPOSITION:
+            if not _only_kernels(plan, REGISTRY[name].composition):
+                return False
+        elif not choice.implementation.opaque:
+            return False
+    return True
+
+
 class RegionCompiler:
     """Compiles functions of a step: a copy of the function for each version, so that versions do not see each other."""
 
@@ -107,8 +135,10 @@ class LayerCompiler:
         ops: Mapping[str, Any],
         compiler: RegionCompiler,
         chosen: Mapping[Descriptor, Variant],
+        compiled: frozenset[str],
     ) -> None:
         self._config, self._ops, self._compiler, self._chosen = config, ops, compiler, chosen
+        self.compiled = compiled
         self._made: dict[tuple[Variant, int], Layer] = {}
 
     def layers(self, descriptor: Descriptor) -> list[Layer]:
@@ -120,13 +150,12 @@ class LayerCompiler:
         if (variant, window) not in self._made:
             plain = layer_of(self._config, self._ops[variant.kind], window, decode=variant.kind == "decode")
             name = f"layer_window_{window}" if window else "layer"
-            self._made[variant, window] = self._compiler.compile(plain, variant, name)
+            made = self._compiler.compile(plain, variant, name) if variant.kind in self.compiled else plain
+            self._made[variant, window] = made
         return self._made[variant, window]
 
     def mark(self, d: Descriptor, kv: Sequence[torch.Tensor], batch: decoder.Batch) -> None:
         """Name the open dimensions before the first call for a descriptor: pages, and tokens of a version for many."""
-        if not self._compiler.enabled:
-            return
         for cache in kv:
             torch._dynamo.mark_dynamic(cache, 0)
         per_request = (batch.page_table, batch.query_start, batch.kv_lens) if d.kind == "decode" else ()

@@ -1,7 +1,8 @@
 """Captures programs as CUDA graphs: each in one graph, or in pieces between calls that run eagerly.
 
 All graphs of a recorder share one memory pool: replays run one after the other on one stream, and what outlives a
-replay is copied to buffers outside of the pool (`tests/e2e/test_gpu_levels.py` interleaves sizes to show it).
+replay is copied to buffers outside of the pool (`tests/e2e/test_gpu_levels.py` poisons the pool between replays to show
+it).
 """
 
 from __future__ import annotations
@@ -25,15 +26,20 @@ WORDS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
 class _Memory:
     """What `torch.as_tensor` needs to know of memory that it shall not own."""
 
-    def __init__(self, x: torch.Tensor) -> None:
-        size = x.element_size()
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, word: str) -> None:
         self.__cuda_array_interface__ = {
-            "shape": tuple(x.shape),
-            "typestr": WORDS[size],
-            "data": (x.data_ptr(), False),
-            "strides": tuple(stride * size for stride in x.stride()),
+            "shape": shape,
+            "typestr": word,
+            "data": (address, False),
+            "strides": strides,
             "version": 3,
         }
+
+
+def alias_of(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
+    """A contiguous tensor over memory of a CUDA device that it does not own."""
+    memory = _Memory(address, shape, None, WORDS[dtype.itemsize])
+    return torch.as_tensor(memory, device=torch.device("cuda", device)).view(dtype)
 
 
 def alias(x: Any) -> Any:
@@ -41,7 +47,9 @@ def alias(x: Any) -> Any:
     and whoever owned them would keep later graphs from using them again. Other values are themselves."""
     if not isinstance(x, torch.Tensor) or not x.is_cuda or x.numel() == 0:
         return x
-    return torch.as_tensor(_Memory(x), device=x.device).view(x.dtype)
+    size = x.element_size()
+    memory = _Memory(x.data_ptr(), tuple(x.shape), tuple(stride * size for stride in x.stride()), WORDS[size])
+    return torch.as_tensor(memory, device=x.device).view(x.dtype)
 
 
 class GraphRecorder:
@@ -49,7 +57,7 @@ class GraphRecorder:
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
-        self._pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -66,7 +74,7 @@ class GraphRecorder:
 
     def capture(self, descriptor: Descriptor, mode: CUDAGraphMode, run: Callable[[], Any]) -> tuple[Replay, Any]:
         """Capture `run`, which was run before, and return what replays it and aliases of its result's tensors."""
-        segments = _Segments(self._pool)
+        segments = _Segments(self.pool)
         splitter = segments if mode is CUDAGraphMode.PIECEWISE else None
         with forward_context(ForwardContext(descriptor, mode, splitter)):
             segments.begin()

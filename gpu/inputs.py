@@ -6,14 +6,14 @@ device, one permanent row per request: a step sends only the entries that change
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from ..bucketing import Descriptor, Table
 from ..shared.errors import OutsideTable
-from ..shared.step import StepInput, StepShape, batch_layout, sampling_layout
+from ..shared.step import StepInput, StepShape, batch_layout, processor_layout, sampling_layout
 
 ALIGNMENT = 16
 """int32 entries between the starts of fields: 64 bytes, so that vectorised loads are aligned in every program."""
@@ -26,24 +26,45 @@ ON_HOST = ("query_start", "kv_lens", "counts")
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
-    """One field: where it lies in a buffer of the step, and in the static buffer."""
+class _Run:
+    """Fields of equal size, one behind the other in a buffer of the step, and where their first one goes."""
 
     from_sampling: bool
     source: slice
-    target: slice
+    shape: tuple[int, int]
+    target: int
+    stride: int
+
+    def of(self, buffer: np.ndarray) -> np.ndarray:
+        """Their places in the static buffer: [field entry]."""
+        fields, entries = self.shape
+        return buffer[self.target : self.target + fields * self.stride].reshape(fields, self.stride)[:, :entries]
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """The fields of one program in the static buffer."""
+    """The fields of one program in the static buffer, and what of the batch says which pages changed."""
 
     size: int
-    copies: tuple[_Copy, ...]
+    runs: tuple[_Run, ...]
     fields: dict[str, tuple[int, tuple[int, ...], bool]]
-    page_table: slice
     page_index: slice
     page_value: slice
+    page_table: slice
+    kv_lens: slice
+    rows: slice
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """One program's part of one pinned buffer: all views that a step needs, made once."""
+
+    runs: tuple[np.ndarray, ...]
+    page_index: np.ndarray
+    page_value: np.ndarray
+    host: torch.Tensor
+    device: torch.Tensor
 
 
 class _Slot:
@@ -53,13 +74,24 @@ class _Slot:
         self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
         self.array = self.tensor.numpy()
         self.read = torch.cuda.Event() if pinned else None
+        self.targets: dict[Descriptor, _Target] = {}
+
+    def target(self, d: Descriptor, places: _Places, device: torch.Tensor) -> _Target:
+        """The program's views, of this buffer and of the static one."""
+        made = self.targets.get(d)
+        if made is None:
+            runs = tuple(run.of(self.array) for run in places.runs)
+            index, value = self.array[places.page_index], self.array[places.page_value]
+            made = _Target(runs, index, value, self.tensor[: places.size], device[: places.size])
+            self.targets[d] = made
+        return made
 
 
 class StepInputs:
     """Fills the static buffer from `StepInput`s, in order; hands out views of it by program."""
 
     def __init__(self, table: Table, shape: StepShape, page_size: int, device: torch.device) -> None:
-        self._shape, self._page_size = shape, page_size
+        self._shape, self.page_size = shape, page_size
         self._cuda = device.type == "cuda"
         self._places = {d: _places(d, shape, page_size) for d in table}
         size = max(places.size for places in self._places.values())
@@ -71,6 +103,8 @@ class StepInputs:
         self._next = 0
         # For implementations that read lengths on the host; a copy, as a call that was captured keeps its arguments.
         self._on_host = torch.zeros(size, dtype=torch.int32)
+        layout = processor_layout(table.max_requests, shape)
+        self._processors = torch.zeros(layout.size, dtype=torch.int32, device=device)
         self._views: dict[Descriptor, dict[str, torch.Tensor]] = {}
         self._host_views: dict[Descriptor, dict[str, torch.Tensor]] = {}
 
@@ -86,6 +120,15 @@ class StepInputs:
             views = self._cut(self._on_host, descriptor)
             self._host_views[descriptor] = {name: views[name] for name in ON_HOST}
         return self._host_views[descriptor]
+
+    def processors(self, requests: int) -> dict[str, torch.Tensor]:
+        """The fields of `processor_layout` for a number of requests, on the device."""
+        layout = processor_layout(requests, self._shape)
+        return layout.unpack(self._processors, lambda bits: bits.view(torch.float32))
+
+    def fill_processors(self, fields: np.ndarray) -> None:
+        """Bring what the `processed` sampler reads to the device without waiting for it."""
+        self._processors[: fields.size].copy_(self._pinned(fields), non_blocking=True)
 
     def _cut(self, buffer: torch.Tensor, descriptor: Descriptor) -> dict[str, torch.Tensor]:
         views = {}
@@ -106,53 +149,55 @@ class StepInputs:
         self._next = (self._next + 1) % len(self._slots)
         if slot.read is not None:
             slot.read.synchronize()  # long done: at most two steps are in flight
-        for copy in places.copies:
-            slot.array[copy.target] = (step.sampling if copy.from_sampling else step.batch)[copy.source]
-        self._stage_pages(step, places, slot.array)
+        target = slot.target(step.descriptor, places, self.buffer)
+        for run, view in zip(places.runs, target.runs, strict=True):
+            view[:] = (step.sampling if run.from_sampling else step.batch)[run.source].reshape(run.shape)
+        self._stage_pages(step.batch, places, target, step.loop.steps - 1 if step.loop else 0)
         if host:
             self._on_host.numpy()[: places.size] = slot.array[: places.size]
-        self.buffer[: places.size].copy_(slot.tensor[: places.size], non_blocking=True)
+        target.device.copy_(target.host, non_blocking=True)
         if slot.read is not None:
             slot.read.record()
 
-    def _stage_pages(self, step: StepInput, places: _Places, target: np.ndarray) -> None:
-        """Write the changed entries of the page table, flat index and value, into the step's fields."""
+    def _stage_pages(self, batch: np.ndarray, places: _Places, target: _Target, later: int) -> None:
+        """Write the changed entries of the page table, flat index and value, into the step's fields.
+
+        `later`: tokens that a loop writes behind those of its first step.
+        """
         width = self._shape.pages_per_request
-        index, value = target[places.page_index], target[places.page_value]
-        index[:] = self._mirror.size - 1  # scratch, read by nobody
-        value[:] = 0
-        count = int(step.field("counts")[1])
+        target.page_index[:] = self._mirror.size - 1  # scratch, read by nobody
+        count = int(batch[places.count])
         if count == 0:
             return
-        rows = step.field("rows")[:count]
-        used = -(-int(step.field("kv_lens")[:count].max()) // self._page_size)
-        table = step.batch[places.page_table].reshape(-1, width)[:count, :used]
-        request, column = np.nonzero(table != self._mirror[rows, :used])
+        rows = batch[places.rows][:count]
+        used = -(-(int(batch[places.kv_lens].max()) + later) // self.page_size)
+        table = batch[places.page_table].reshape(-1, width)[:count, :used]
+        request, column = (table != self._mirror[rows, :used]).nonzero()
         if not request.size:
             return
         pages, flat = table[request, column], rows[request] * width + column
         self._mirror.reshape(-1)[flat] = pages
-        if request.size <= index.size:
-            index[: request.size] = flat
-            value[: request.size] = pages
+        if request.size <= target.page_index.size:
+            target.page_index[: request.size] = flat
+            target.page_value[: request.size] = pages
         else:
             self._flat_pages.index_put_((self._send(flat),), self._send(pages))
 
     def _send(self, x: np.ndarray) -> torch.Tensor:
-        """A copy on the device: through pinned memory, which torch keeps until it was read."""
+        return self._pinned(x).to(self.buffer.device, non_blocking=True)
+
+    def _pinned(self, x: np.ndarray) -> torch.Tensor:
+        """A copy in pinned memory, which torch keeps until the device has read it."""
         host = torch.empty(x.shape, dtype=torch.int32, pin_memory=self._cuda)
         host.numpy()[...] = x
-        return host.to(self.buffer.device, non_blocking=True)
-
-    def apply_page_changes(self, fields: dict[str, torch.Tensor]) -> None:
-        """Scatter the changed entries: part of every program."""
-        self._flat_pages.index_put_((fields["page_index"],), fields["page_value"])
+        return host
 
 
 def _places(d: Descriptor, shape: StepShape, page_size: int) -> _Places:
     """What depends on the number of requests stands first, so that it lies alike in all programs of that number."""
     batch, sampling = batch_layout(d, shape), sampling_layout(d.requests)
-    copies, fields = [], {}
+    runs: list[_Run] = []
+    fields: dict[str, tuple[int, tuple[int, ...], bool]] = {}
     offset = 0
 
     def place(name: str, field_shape: tuple[int, ...], floating: bool = False) -> slice:
@@ -164,17 +209,30 @@ def _places(d: Descriptor, shape: StepShape, page_size: int) -> _Places:
 
     for layout, names in ((sampling, tuple(sampling.fields)), (batch, OF_REQUESTS), (batch, OF_TOKENS)):
         for name in names:
-            field = layout.fields[name]
-            target = place(name, field.shape, field.floating)
+            field, start = layout.fields[name], offset
+            place(name, field.shape, field.floating)
             source = slice(field.offset, field.offset + field.size)
-            copies.append(_Copy(layout is sampling, source, target))
+            last = runs[-1] if runs and name != names[0] else None
+            if last and last.shape[1] == field.size and last.source.stop == field.offset:
+                runs[-1] = replace(
+                    last, source=slice(last.source.start, source.stop), shape=(last.shape[0] + 1, field.size)
+                )
+            else:
+                runs.append(_Run(layout is sampling, source, (1, field.size), start, offset - start))
     changes = (2 * d.requests + -(-d.tokens // page_size),)
-    table = batch.fields["page_table"]
+
+    def source_of(name: str) -> slice:
+        field = batch.fields[name]
+        return slice(field.offset, field.offset + field.size)
+
     return _Places(
-        page_table=slice(table.offset, table.offset + table.size),
         page_index=place("page_index", changes),
         page_value=place("page_value", changes),
         size=offset,
-        copies=tuple(copies),
+        runs=tuple(runs),
         fields=fields,
+        page_table=source_of("page_table"),
+        kv_lens=source_of("kv_lens"),
+        rows=source_of("rows"),
+        count=batch.fields["counts"].offset + 1,
     )

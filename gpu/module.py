@@ -70,7 +70,7 @@ class Decoder(torch.nn.Module):
         ops, config = self.ops[kind], self.config
         layer = layer or decoder.layer_function(config)
         hidden = decoder.embed(ops, self._top, token_ids)
-        residual = torch.zeros_like(hidden)
+        residual = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         for index, weights in enumerate(self._layers):
             window = config.layer_windows[index]
             hidden, residual, _ = layer(ops, config, weights, hidden, residual, kv[index], batch, window, max_query_len)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Mapping
 from typing import Any
-
-from torch._dynamo.utils import counters
 
 _lock = threading.Lock()
 _triton_kernels = 0
@@ -35,12 +35,14 @@ def watch_triton() -> None:
 
 def compilations() -> dict[str, int]:
     """How much was compiled so far in this process, by what."""
-    inductor = counters["inductor"]
+    # Importing Dynamo takes seconds; where nobody has, it has compiled nothing.
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    counters: Mapping[str, Mapping[str, int]] = dynamo.counters if dynamo is not None else {}
+    inductor = counters.get("inductor", {})
+    caches = ("fxgraph_cache_miss", "fxgraph_cache_hit", "fxgraph_cache_bypass")
     return {
-        "dynamo": int(counters["stats"]["unique_graphs"]),
-        "inductor": int(
-            inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_hit"] + inductor["fxgraph_cache_bypass"]
-        ),
+        "dynamo": int(counters.get("stats", {}).get("unique_graphs", 0)),
+        "inductor": sum(int(inductor.get(name, 0)) for name in caches),
         "triton": _triton_kernels,
-        "autotune": int(inductor["select_algorithm_autotune"]),
+        "autotune": int(inductor.get("select_algorithm_autotune", 0)),
     }

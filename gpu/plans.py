@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..ops import Op, Plan, Plans, Recorder, resolve
+from ..ops.reference.sampling import TOP
 from ..shared.config import ResolvedConfig
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
@@ -16,6 +17,7 @@ from .kernels import preferred
 from .module import Decoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CACHE_DTYPES = DTYPES | {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 HISTORY = 64
 
 
@@ -55,7 +57,9 @@ def record(plan: Plan, model: ModelConfig, config: ResolvedConfig, kind: str) ->
     d = max((d for d in config.table() if d.kind == kind), key=lambda d: d.tokens)
     half = decoder.rotary_tables(model, 1)[0].shape[1]
     kv = torch.empty(
-        (model.num_layers, 2, config.page_size, 2 * model.num_kv_heads, model.head_dim), dtype=dtype, device=device
+        (model.num_layers, 2, config.page_size, 2 * model.num_kv_heads, model.head_dim),
+        dtype=CACHE_DTYPES[config.kv_cache_dtype],
+        device=device,
     )
     metadata = ints(d.requests, config.pages_per_request), ints(d.requests + 1), ints(d.requests), ints(2)
     batch = decoder.Batch(floats(d.tokens, half), floats(d.tokens, half), ints(d.tokens), *metadata)
@@ -64,7 +68,43 @@ def record(plan: Plan, model: ModelConfig, config: ResolvedConfig, kind: str) ->
 
 
 def _without_data(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, or its shape where it reads or writes data that the meta device does not have."""
-    return {"paged_attention": lambda q, *rest: torch.empty_like(q), "write_kv": lambda kv, *rest: kv}.get(
-        op.name, function
-    )
+    """The function, or its results' shapes: where there is no entry it runs on the meta device, where torch's own
+    shape functions are in Python and import Dynamo, which takes seconds."""
+    return RESULTS.get(op.name, function)
+
+
+def _like(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _scores(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    return logits.new_empty(logits.shape, dtype=torch.int32)
+
+
+def _tokens(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int32)
+
+
+def _top(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    rows, best = logits.shape[0], (min(TOP, logits.shape[1]),)
+    shapes = (), (), best, best
+    dtypes = (torch.float32, torch.int32, torch.int32, torch.float32)
+    return tuple(logits.new_empty((rows, *rest), dtype=dtype) for rest, dtype in zip(shapes, dtypes, strict=True))
+
+
+RESULTS: dict[str, Callable[..., Any]] = {
+    "embedding": lambda ids, table: table.new_empty((ids.shape[0], table.shape[1])),
+    "add": _like,
+    "linear": lambda x, weight, _: x.new_empty((*x.shape[:-1], weight.shape[0])),
+    "logits": lambda x, weight: x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32),
+    "rms_norm": _like,
+    "rotary_embedding": lambda q, k, *_: (_like(q), _like(k)),
+    "silu_and_mul": lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
+    "write_kv": lambda kv, *_: kv,
+    "paged_attention": _like,
+    "quantize_logits": _scores,
+    "penalties": _scores,
+    "sample": _tokens,
+    "greedy_sample": _tokens,
+    "top_logprobs": _top,
+}

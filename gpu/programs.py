@@ -6,7 +6,7 @@ sampler of its number of requests, which reads them. Each is a plain function un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,15 @@ from ..bucketing import Descriptor, Table
 from ..ops import Plans
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from ..shared.models import decoder
+from ..shared.packer import PENDING
+from ..shared.step import SAMPLERS
+from . import plumbing
 from .compilation import LayerCompiler, RegionCompiler, Variant, compile_order, variants
 from .graphs import GraphRecorder
 from .inputs import StepInputs
 from .module import Decoder
 
-CAPTURED_SAMPLERS = ("greedy", "random", "filtered")
+TOP = "top"
 SETTINGS = ("position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p")
 
 
@@ -38,6 +41,8 @@ class Programs:
         rotary: tuple[torch.Tensor, torch.Tensor],
         device: torch.device,
         dtype: torch.dtype,
+        compiled: frozenset[str],
+        loops: bool,
     ) -> None:
         self._module, self._ops, self._compilation, self._table = module, ops, compilation, table
         self._inputs, self._cos, self._sin = inputs, *rotary
@@ -50,28 +55,43 @@ class Programs:
         }
         self._variants = variants(table, compilation)
         self._compiler = RegionCompiler(compilation)
-        self._layers = LayerCompiler(module.config, ops, self._compiler, self._variants)
+        self._layers = LayerCompiler(module.config, ops, self._compiler, self._variants, compiled)
+        self._plumbing = plumbing.plumbing(device)
+        self._loops = loops
+        self._sample_is_kernel = plans["sample"]["sample"].implementation.opaque
         self._starts: dict[Variant, Callable[..., Any]] = {}
         self._by_requests = {d.requests: d for d in table}
         self._backbones: dict[Descriptor, Callable[[], Any]] = {}
         self._samplers: dict[tuple[int, str], tuple[Callable[[], Any], Any]] = {}
         self._kv: tuple[torch.Tensor, ...] = ()
         self._whole: Callable[..., torch.Tensor] | None = None
-        self.marking = True
+        self._marking = True
+
+    def freeze(self) -> None:
+        """Nothing is compiled from now on."""
+        self._marking = False
+
+    def forget(self) -> None:
+        """Drop what steps that did not really run have left behind."""
+        self.last_tokens.zero_()
 
     def run_whole(self, build: Callable[[], Callable[..., torch.Tensor]]) -> None:
         """Run the model as one program (token_ids, kv, batch, kind, max_query_len) -> hidden, made once by `build`."""
         self._whole = self._whole or build()
 
-    def use_cache(self, kv: torch.Tensor) -> None:
-        """Run on this cache [layer page slot 2*kvhead hdim]. What was captured on another is dropped."""
+    def use_cache(self, kv: Sequence[torch.Tensor]) -> None:
+        """Run on this cache: [page slot 2*kvhead hdim] of each layer. What was captured on another is dropped."""
         self._backbones.clear()
         self._samplers.clear()
-        self._kv = kv.unbind(0)
+        self._kv = tuple(kv)
 
-    def order(self) -> list[Descriptor]:
-        """The descriptors, those whose size code is tuned for first."""
-        return compile_order(self._variants)
+    def order(self) -> list[tuple[Descriptor, bool]]:
+        """The descriptors, those whose size code is tuned for first, and whether each must be run whole: those, and the
+        largest, which needs the most memory.
+        """
+        order = compile_order(self._variants)
+        whole = {*order[: len(set(self._variants.values()))], max(order, key=lambda d: d.tokens)}
+        return [(d, d in whole) for d in order]
 
     def backbone(self, d: Descriptor) -> None:
         """Run the model and leave the finished rows of the requests in `rows`."""
@@ -81,8 +101,12 @@ class Programs:
         else:
             self._rows(d)
 
-    def sample(self, requests: int, sampler: str) -> torch.Tensor:
-        """Sample from `rows` into `tokens` and `last_tokens`; returns the logits [R vocab], valid until the next."""
+    def sample(self, requests: int, sampler: str) -> Any:
+        """Sample from `rows` into `tokens` and `last_tokens`.
+
+        The sampler `top` gives the log-probabilities of what was just sampled instead: the results of `top_logprobs`,
+        valid until the next call.
+        """
         made = self._samplers.get((requests, sampler))
         if made is None:
             return self._sample(requests, sampler)
@@ -99,17 +123,24 @@ class Programs:
         """Logits of finished rows."""
         return self._module.logits(rows)
 
-    def keep(self, requests: int, tokens: torch.Tensor) -> None:
-        """Store sampled tokens [R] where the next step and the host find them."""
-        f = self._inputs.fields(self._by_requests[requests])
-        self.last_tokens[f["sample_rows"]] = tokens
-        self.tokens[:requests].copy_(tokens)
+    def advance(self, d: Descriptor) -> None:
+        """Turn the inputs of a decode step into those of the next one, whose tokens are those just sampled."""
+        self._plumbing.advance(self._inputs.fields(d), self._inputs.pages, self._inputs.page_size)
+        if self.host_metadata[d.kind]:
+            lengths = self._inputs.host_fields(d)
+            lengths["kv_lens"][: int(lengths["counts"][1])] += 1
 
-    def run_eagerly(self, d: Descriptor) -> None:
-        """Run both programs without graphs: compiles them."""
-        self._rows(d)
+    def run_eagerly(self, d: Descriptor, whole: bool) -> None:
+        """Run both programs without graphs, which compiles what they call.
+
+        Not `whole`: only one of the layers that share a function, and only samplers whose kernels depend on the size.
+        """
+        self._rows(d, whole)
+        if self._loops and d.kind == "decode":
+            self.advance(d)
         for sampler in self._samplers_of(d):
-            self._sample(d.requests, sampler)
+            if whole or sampler == "greedy" or (self._sample_is_kernel and sampler != TOP):
+                self._sample(d.requests, sampler)
 
     def capture(self, recorder: GraphRecorder, d: Descriptor) -> None:
         """Capture what the graph mode asks for; `run_eagerly` went before."""
@@ -130,15 +161,15 @@ class Programs:
         return d.tokens <= self._compilation.cudagraph_mixed_limit
 
     def _samplers_of(self, d: Descriptor) -> tuple[str, ...]:
-        return CAPTURED_SAMPLERS if self._by_requests[d.requests] == d else ()
+        return (*SAMPLERS, TOP) if self._by_requests[d.requests] == d else ()
 
-    def _rows(self, d: Descriptor) -> None:
+    def _rows(self, d: Descriptor, whole: bool = True) -> None:
         # In a decode program the token of request i is token i.
         index = self._inputs.fields(d)["sample_index"] if d.kind == "mixed" else slice(None)
         if self._whole is not None:
             finished = self._run_whole(self._whole, d)[index]
         else:
-            hidden, residual = self._forward(d)
+            hidden, residual = self._forward(d, whole)
             finished = self._finish(d, hidden[index], residual[index])
         self.rows[: d.requests].copy_(finished)
 
@@ -147,9 +178,9 @@ class Programs:
 
     def _run_whole(self, whole: Callable[..., torch.Tensor], d: Descriptor) -> torch.Tensor:
         f = self._inputs.fields(d)
-        self._inputs.apply_page_changes(f)
+        self._put_pages(f)
         given = f["token_ids"], f["positions"], f["rows"], self.last_tokens, self._cos, self._sin, self._inputs.pages
-        ids, cos, sin, pages = select(*given)
+        ids, cos, sin, pages = self._plumbing.select(*given)
         return whole(ids, self._kv, self._batch(d, cos, sin, pages), d.kind, d.max_query_len)
 
     def _batch(self, d: Descriptor, cos: torch.Tensor, sin: torch.Tensor, pages: torch.Tensor) -> decoder.Batch:
@@ -158,60 +189,68 @@ class Programs:
         metadata = {name: lengths[name] for name in ("query_start", "kv_lens", "counts")}
         return decoder.Batch(cos, sin, f["slots"], pages, **metadata)
 
-    def _forward(self, d: Descriptor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _make_start(self, variant: Variant) -> Callable[..., Any]:
+        ops = self._ops[variant.kind]
+        if variant.kind in self._layers.compiled:
+            return self._compiler.compile(start_of(ops, plumbing.select), variant, "start")
+        return start_of(ops, self._plumbing.select)
+
+    @staticmethod
+    def _different(layers: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """One of the layers that share a function."""
+        return list({id(layer[0]): layer for layer in layers}.values())
+
+    def _put_pages(self, fields: Mapping[str, torch.Tensor]) -> None:
+        self._plumbing.put_pages(self._inputs.pages, fields["page_index"], fields["page_value"])
+
+    def _forward(self, d: Descriptor, whole: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         f = self._inputs.fields(d)
-        self._inputs.apply_page_changes(f)
+        self._put_pages(f)
         variant = self._variants[d]
+        marking = self._marking and d.kind in self._layers.compiled
         if variant not in self._starts:
-            self._starts[variant] = self._compiler.compile(start_of(self._ops[d.kind]), variant, "start")
+            self._starts[variant] = self._make_start(variant)
         given = f["token_ids"], f["positions"], f["rows"]
-        if self.marking:
+        if marking:
             self._compiler.mark(variant, given if d.kind == "decode" else given[:2])
         start = self._starts[variant]
         hidden, residual, cos, sin, pages = start(
             *given, self.last_tokens, self._cos, self._sin, self._inputs.pages, self._module.top_weights
         )
         batch = self._batch(d, cos, sin, pages)
-        if self.marking:
+        if marking:
             self._layers.mark(d, self._kv, batch)
-        for layer, weights, kv in zip(self._layers.layers(d), self._module.layer_weights, self._kv, strict=True):
-            if self.marking:
+        layers = list(zip(self._layers.layers(d), self._module.layer_weights, self._kv, strict=True))
+        for layer, weights, kv in layers if whole else self._different(layers):
+            if marking:
                 self._compiler.mark(variant, (hidden, residual))
             hidden, residual = layer(weights, hidden, residual, kv, batch)
         return hidden, residual
 
-    def _sample(self, requests: int, sampler: str) -> torch.Tensor:
+    def _sample(self, requests: int, sampler: str) -> Any:
         ops = self._ops["sample"]
+        f = self._inputs.fields(self._by_requests[requests])
         logits = self._module.logits(self.rows[:requests])
+        if sampler == TOP:
+            return ops.top_logprobs(logits, self.tokens[:requests])
         if sampler == "greedy":
             tokens = ops.greedy_sample(logits)
         else:
-            f = self._inputs.fields(self._by_requests[requests])
-            scores = ops.quantize_logits(logits)
+            scores = self._processed(logits) if sampler == "processed" else ops.quantize_logits(logits)
             tokens = ops.sample(logits, scores, *(f[name] for name in SETTINGS), sampler != "random")
-        self.keep(requests, tokens)
-        return logits
+        self._plumbing.keep(tokens, f["sample_rows"], self.last_tokens, self.tokens[:requests])
+        return None
+
+    def _processed(self, logits: torch.Tensor) -> torch.Tensor:
+        p = self._inputs.processors(logits.shape[0])
+        last = self.last_tokens[p["rows"]][:, None]
+        given = {name: value for name, value in p.items() if name not in ("rows", "history")}
+        history = torch.where(p["history"] == PENDING, last, p["history"])
+        scores: torch.Tensor = self._ops["sample"].penalties(logits, history=history, **given)
+        return scores
 
 
-def select(
-    token_ids: torch.Tensor,
-    positions: torch.Tensor,
-    rows: torch.Tensor,
-    last_tokens: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pages: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids [T], cos and sin [T r], page table [R P] of a step.
-
-    A token id of -1 at index i stands for the last token of request i.
-    """
-    index = torch.arange(token_ids.shape[0], device=token_ids.device).clamp(max=rows.shape[0] - 1)
-    ids = torch.where(token_ids < 0, last_tokens[rows[index]], token_ids)
-    return ids, cos[positions], sin[positions], pages[rows]
-
-
-def start_of(ops: Any) -> Any:
+def start_of(ops: Any, select: Callable[..., Any]) -> Any:
     """What makes the layers' inputs from a step's, with a plan's ops."""
 
     def start(

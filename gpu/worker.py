@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from ..bucketing import Descriptor, Table
 from ..ops import OpError, Plans
 from ..ops.bindings.torch import bind
+from ..ops.namespaces.torch_ import to_numpy
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from ..shared.config import DeviceInfo, ResolvedConfig, host_memory
 from ..shared.errors import BackendUnavailable, ConfigError, InternalError
@@ -28,23 +29,29 @@ from ..shared.step import (
     StepShape,
     TopLogprobs,
     batch_layout,
-    processor_layout,
     sampling_layout,
 )
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, kv_page_bytes
-from .backend import check_options, code_kept_in, key_factors, open_cache
+from .backend import check_options, code_kept_in, key_factors, open_cache, write_atomically
+from .compilation import compiled_kinds
 from .forward_context import splittable
 from .graphs import GraphRecorder
 from .inputs import StepInputs
 from .module import Decoder
 from .monitor import compilations, watch_triton
-from .plans import DTYPES, make_plans
-from .programs import SETTINGS, Programs
+from .plans import CACHE_DTYPES, DTYPES, make_plans
+from .precision import pin_precision
+from .precompile import compile_together, kernels_noted
+from .programs import TOP, Programs
+from .reserved import ReservedCache
+from .start_plan import read_start_plan, start_factors, write_start_plan
 from .weights import load_weights
 
 SMALL_MODEL = 64_000_000
 """Weights below which a CPU runs on one thread: more gain nothing there, and wait for cores that others hold (measured:
 5 instead of 330 tokens/s with one of two cores busy)."""
+BUILT = "built"
+"""A file in the cache's folder that says that a start has left all its code there."""
 PROMPT_ROWS = 64
 """Rows of logits made at a time for the log-probabilities of prompts."""
 
@@ -73,6 +80,7 @@ class Download:
         self._rows = rows
         self._stream = torch.cuda.Stream() if cuda else None
         self._free: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self._made = torch.cuda.Event() if cuda else None
         self._last: torch.cuda.Event | None = None
 
     def wait_for_last(self) -> None:
@@ -81,22 +89,24 @@ class Download:
             self._last.wait()
 
     def start(self, tokens: torch.Tensor) -> Callable[[], np.ndarray]:
-        """Copy tokens [R] and return what waits for them."""
-        if self._stream is None:
+        """Copy tokens [R], or [steps R] of a loop, and return what waits for them."""
+        if self._stream is None or self._made is None:
             kept = tokens.numpy().copy()
             return lambda: kept
         if not self._free:
             self._free.append((torch.empty(self._rows, dtype=torch.int32, pin_memory=True), torch.cuda.Event()))
         host, done = self._free.pop()
-        self._stream.wait_stream(torch.cuda.current_stream())
+        target = host[: tokens.numel()].view(tokens.shape)
+        self._made.record()
+        self._stream.wait_event(self._made)
         with torch.cuda.stream(self._stream):
-            host[: len(tokens)].copy_(tokens, non_blocking=True)
+            target.copy_(tokens, non_blocking=True)
             done.record()
         self._last = done
 
         def wait() -> np.ndarray:
             done.synchronize()
-            array = host[: len(tokens)].numpy().copy()
+            array = target.numpy().copy()
             self._free.append((host, done))
             return array
 
@@ -127,13 +137,15 @@ class Handle:
 class TorchWorker:
     """Runs steps through torch. See `shared/worker.py` for the contract of each method."""
 
+    multi_step = True
+
     def __init__(self, model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> None:
         self.device = device
         self._folder = folder
         self._config = config
         self._where = torch.device(device.platform)
         self._table = decoder.abstract(model)
-        _pin_precision()
+        pin_precision()
         if device.platform == "cpu" and parameter_count(self._table, model.num_layers) < SMALL_MODEL:
             torch.set_num_threads(1)
         try:
@@ -143,20 +155,30 @@ class TorchWorker:
         self._compilation = config.compilation
         check_options(self._compilation.inductor_compile_config)
         check_modes(self._compilation, self._plans)
-        self._ops = bind_plans(self._plans, self._compilation)
+        self._compiled = compiled_kinds(model, self._plans, self._compilation)
+        self._ops = bind_plans(self._plans, self._compilation, self._compiled)
         self._shape = StepShape(config.pages_per_request, config.max_num_seqs, config.max_model_len, model.vocab_size)
         self._dtype = DTYPES[config.dtype]
+        self._cache_dtype = CACHE_DTYPES[config.kv_cache_dtype]
         self._module = Decoder(model, self._table, self._ops, self._dtype, self._where)
         self._kept_in: Path | None = None
         if self._compilation.level > 1:
-            factors = key_factors(self._plans.hash, self._compilation, {"dtype": config.dtype, **asdict(model)})
+            factors = key_factors(
+                self._plans.hash,
+                self._compilation,
+                {"dtype": config.dtype, "kv": config.kv_cache_dtype, **asdict(model)},
+            )
             self._kept_in = open_cache(self._compilation.cache_dir, factors)
         self._at_ready: int | None = None
+        self._reserved: ReservedCache | None = None
+        self._recorder: GraphRecorder | None = None
+        self._reports: list[ProgramReport] = []
         watch_triton()
 
     def load(self, progress: Progress) -> None:
         """Read or make the weights."""
         config = self._config
+        self._progress = progress
         load_weights(self._module, self._folder, config.load_format, self._table, config.seed, progress)
         tables = decoder.rotary_tables(self._module.config, config.max_model_len)
         rotary = tuple(torch.from_numpy(table).to(self._where) for table in tables)
@@ -172,69 +194,138 @@ class TorchWorker:
             rotary,
             self._where,
             self._dtype,
+            self._compiled,
+            loops=config.decode_steps > 1,
         )
-        self._download = Download(config.max_num_seqs, self.device.platform == "cuda")
+        steps = config.decode_steps
+        self._loop = torch.empty(steps * config.max_num_seqs, dtype=torch.int32, device=self._where)
+        self._download = Download(self._loop.numel(), self.device.platform == "cuda")
 
     def measure(self) -> int:
-        """Bytes for the KV cache: what is left once all programs have run and were captured on a tiny cache."""
+        """Bytes for the KV cache: what is left once all programs run, captured on a cache that has addresses only.
+
+        A start with the fingerprint of an earlier one takes what that one measured (`start_plan.py`).
+        """
         if self.device.platform == "cpu":
             return HOST_MEMORY_FOR_KV
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        self.allocate_kv(2)
-        self._build(self._config.table(), lambda *_: None)
-        torch.cuda.synchronize()
-        self._programs.use_cache(self._kv)  # drops the graphs, not their pool
         free, total = torch.cuda.mem_get_info()
+        kept_free = int(total * (1 - self._config.memory_utilization))
+        root = self._compilation.cache_dir
+        factors = start_factors(self._module.config, self._config, self._plans.hash, self.device, free)
+        known = read_start_plan(root, factors, free - kept_free)
+        if known is not None:
+            return known
+        self._reserved = self._reserve(free)
+        if self._reserved is None:
+            self.allocate_kv(2)
+        else:
+            self._use_cache(self._reserved.layers)
+        self._reports = self._build(self._config.table())
+        torch.cuda.synchronize()
         # What torch has reserved by now, it uses again for the same steps.
-        return free - int(total * (1 - self._config.memory_utilization))
+        free, most = torch.cuda.mem_get_info()[0], self._config.max_num_seqs * self._config.pages_per_request
+        if self._reserved is not None:
+            granules = self._module.config.num_layers * self._reserved.granule
+            free, most = free + self._reserved.bytes - granules, self._reserved.max_pages
+        size = min(free - kept_free, most * self.page_bytes())
+        if size > 0:
+            write_start_plan(root, factors, size)
+        return size
+
+    def _reserve(self, free: int) -> ReservedCache | None:
+        """Addresses of the largest cache that may be asked for; None where the driver has no virtual memory."""
+        most = min(self._config.max_num_seqs * self._config.pages_per_request, free // self.page_bytes())
+        layers, page = self._module.config.num_layers, self._page_shape()
+        try:
+            return ReservedCache(layers, most, page, self._cache_dtype, torch.cuda.current_device())
+        except (InternalError, OSError) as error:
+            warnings.warn(f"programs are built twice: no addresses could be reserved ({error})", stacklevel=2)
+            return None
 
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        return kv_page_bytes(self._module.config, self._config, self._dtype.itemsize)
+        return kv_page_bytes(self._module.config, self._config, self._cache_dtype.itemsize)
+
+    def _page_shape(self) -> tuple[int, int, int]:
+        """One page of one layer."""
+        c = self._module.config
+        return self._config.page_size, 2 * c.num_kv_heads, c.head_dim
 
     def allocate_kv(self, num_pages: int) -> None:
-        """Allocate the cache: one view of one buffer per layer."""
-        c = self._module.config
-        shape = (c.num_layers, num_pages + 1, self._config.page_size, 2 * c.num_kv_heads, c.head_dim)
-        self._kv = torch.zeros(shape, dtype=self._dtype, device=self._where)
-        self._programs.use_cache(self._kv)
+        """Allocate the cache, or put memory behind the addresses that `measure` built programs on.
+
+        Programs that were built on another cache are built again by `warm_up`.
+        """
+        if self._reserved is not None and num_pages <= self._reserved.max_pages:
+            self._reserved.back(num_pages)
+            return
+        self._reports = []
+        self._use_cache(())
+        self._release()
+        shape = (self._module.config.num_layers, num_pages + 1, *self._page_shape())
+        self._use_cache(torch.zeros(shape, dtype=self._cache_dtype, device=self._where))
+
+    def _use_cache(self, kv: Sequence[torch.Tensor]) -> None:
+        self._kv = kv
+        self._programs.use_cache(kv)
 
     def warm_up(self, table: Table, progress: Progress) -> list[ProgramReport]:
         """Run each program on padding, which compiles it, and capture those that are replayed as graphs."""
-        reports = self._build(table, progress)
-        self._programs.marking = False
+        self._progress = progress
+        reports = self._reports or self._build(table)
+        self._programs.freeze()
         self._at_ready = sum(compilations().values())
         return reports
 
     @torch.inference_mode()
-    def _build(self, table: Table, progress: Progress) -> list[ProgramReport]:
+    def _build(self, table: Table) -> list[ProgramReport]:
         seconds: dict[Descriptor, float] = dict.fromkeys(table, 0.0)
         captured = self._compilation.cudagraph_mode is not CUDAGraphMode.NONE
-        recorder = GraphRecorder() if captured else None
-        programs, total = self._programs, len(table) * (2 if captured else 1)
+        recorder = self._recorder = GraphRecorder() if captured else None
+        programs = self._programs
         if self._compilation.road == "piecewise":
-            programs.run_whole(lambda: self._whole(table, progress))
-        with code_kept_in(self._kept_in), recorder.recording() if recorder else nullcontext():
-            for done, d in enumerate(programs.order()):
+            programs.run_whole(lambda: self._whole(table))
+
+        def built(what: str, order: Sequence[Descriptor], build: Callable[[Descriptor], None]) -> None:
+            for done, d in enumerate(order):
                 start = time.perf_counter()
-                self._inputs.fill(self._padding(d), host=programs.host_metadata[d.kind])
-                programs.run_eagerly(d)
+                build(d)
                 seconds[d] += time.perf_counter() - start
-                progress("programs", done + 1, total)
+                self._progress(f"{what}; {_free_memory()}", done + 1, len(order))
+
+        whole = dict(programs.order())
+
+        def run(d: Descriptor, dry: bool = False) -> None:
+            self._inputs.fill(self._padding(d), host=programs.host_metadata[d.kind])
+            programs.run_eagerly(d, whole[d] and not dry)
+
+        with code_kept_in(self._kept_in), recorder.recording() if recorder else nullcontext():
+            if self._kernels_missing():
+                with kernels_noted() as noted:
+                    for d in table:
+                        run(d, dry=True)
+                programs.forget()
+                compile_together(noted, lambda done: self._progress("kernels", done, len(noted)))
+            built("programs", list(whole), run)
             if recorder is not None:
                 # The largest first: the smaller ones find their memory in the pool.
-                for done, d in enumerate(sorted(table, key=lambda d: -d.tokens)):
-                    start = time.perf_counter()
-                    programs.capture(recorder, d)
-                    seconds[d] += time.perf_counter() - start
-                    progress("programs", len(table) + done + 1, total)
+                order = sorted(table, key=lambda d: -d.tokens)
+                built("graphs", order, lambda d: programs.capture(recorder, d))
+        if self._kept_in is not None:
+            write_atomically(self._kept_in / BUILT, "")
         return [ProgramReport(str(d), seconds[d]) for d in table]
 
-    def _whole(self, table: Table, progress: Progress) -> Callable[..., torch.Tensor]:
+    def _kernels_missing(self) -> bool:
+        """Whether it pays to look for kernels first: nothing else is compiled, and they are not in the cache yet."""
+        if self._where.type != "cuda" or self._compiled or self._compilation.road == "piecewise":
+            return False
+        return self._kept_in is None or not (self._kept_in / BUILT).exists()
+
+    def _whole(self, table: Table) -> Callable[..., torch.Tensor]:
         from .piecewise import build  # what only this road needs takes a second to import
 
-        return build(self._module, self._config, self._plans, table, self._kv, progress=progress)
+        return build(self._module, self._config, self._plans, table, self._kv, progress=self._progress)
 
     def _padding(self, descriptor: Descriptor) -> StepInput:
         batch = batch_layout(descriptor, self._shape).allocate()
@@ -255,34 +346,37 @@ class TorchWorker:
             prompt = self._prompt_logprobs(step.prompt_targets, programs.hidden(d))
         programs.backbone(d)
         self._download.wait_for_last()
-        if step.sampler == "processed":
-            logits = self._sample_processed(step)
-        else:
-            logits = programs.sample(d.requests, step.sampler)
+        if step.loop is not None:
+            return Handle(step, self._download.start(self._decode(step, step.loop.steps)), None, None, None)
+        if step.processors is not None:
+            self._inputs.fill_processors(step.processors)
+        programs.sample(d.requests, step.sampler)
         tokens = programs.tokens[: d.requests]
         ready = None
         if step.logprobs:
-            top = self._to_host(self._ops["sample"].top_logprobs(logits, tokens))
+            top = self._to_host(programs.sample(d.requests, TOP))
         if (top is not None or prompt is not None) and self._where.type == "cuda":
             ready = torch.cuda.Event()
             ready.record()
         return Handle(step, self._download.start(tokens), top, prompt, ready)
+
+    def _decode(self, step: StepInput, steps: int) -> torch.Tensor:
+        """The tokens [steps R] of a loop, whose first backbone has run: all steps, as graphs cannot stop."""
+        programs, d = self._programs, step.descriptor
+        made = self._loop[: steps * d.requests].view(steps, d.requests)
+        for index in range(steps):
+            if index:
+                programs.advance(d)
+                programs.backbone(d)
+            programs.sample(d.requests, step.sampler)
+            made[index].copy_(programs.tokens[: d.requests])
+        return made
 
     @torch.inference_mode()
     def logits(self, step: StepInput) -> np.ndarray:
         """Run a step and return its logits at every token: [T, vocab] float32. For comparisons only."""
         self._inputs.fill(step, host=self._programs.host_metadata[step.descriptor.kind])
         logits: np.ndarray = self._programs.logits(self._programs.hidden(step.descriptor)).cpu().numpy()
-        return logits
-
-    def _sample_processed(self, step: StepInput) -> torch.Tensor:
-        ops, d, programs = self._ops["sample"], step.descriptor, self._programs
-        f = sampling_layout(d.requests).unpack(self._upload(step.sampling), _bits_to_float)
-        p = processor_layout(d.requests, self._shape).unpack(self._upload(step.processors), _bits_to_float)
-        last = programs.last_tokens[p.pop("rows")][:, None]
-        logits = programs.logits(programs.rows[: d.requests])
-        scores = ops.penalties(logits, **(p | {"history": torch.where(p["history"] == -2, last, p["history"])}))
-        programs.keep(d.requests, ops.sample(logits, scores, *(f[name] for name in SETTINGS), True))
         return logits
 
     def _prompt_logprobs(self, targets: np.ndarray, hidden: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
@@ -304,6 +398,12 @@ class TorchWorker:
         pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
         return tuple(host.copy_(x, non_blocking=True) for host, x in zip(pinned, tensors, strict=True))
 
+    @torch.inference_mode()
+    def read_pages(self, pages: Sequence[int]) -> np.ndarray:
+        """What pages hold in all layers; waits for the steps in flight."""
+        index = torch.as_tensor(np.asarray(pages), device=self._where)
+        return to_numpy(torch.stack([layer[index] for layer in self._kv]))
+
     def plans(self) -> Plans:
         """The implementation of each op."""
         return self._plans
@@ -314,11 +414,22 @@ class TorchWorker:
             raise InternalError("the worker is not warmed up yet")
         return sum(compilations().values()) - self._at_ready
 
+    def _release(self) -> None:
+        """Give the reserved addresses and what lies behind them back."""
+        if self._reserved is not None:
+            self._reserved.free()
+            self._reserved = None
+
     def close(self) -> None:
         """Drop weights, cache and graphs."""
-        self._module = self._kv = self._programs = self._inputs = None
+        self._module = self._kv = self._programs = self._inputs = self._recorder = None
+        self._release()
         if self._where.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _free_memory() -> str:
+    return f"{torch.cuda.mem_get_info()[0] / 1e9:.1f} GB free" if torch.cuda.is_available() else ""
 
 
 def check_modes(compilation: ResolvedCompilation, plans: Plans) -> None:
@@ -336,25 +447,11 @@ def check_modes(compilation: ResolvedCompilation, plans: Plans) -> None:
         )
 
 
-def bind_plans(plans: Plans, compilation: ResolvedCompilation) -> dict[str, Any]:
+def bind_plans(plans: Plans, compilation: ResolvedCompilation, compiled: frozenset[str]) -> dict[str, Any]:
     """The ops of each kind of program, opaque to a compiler where they must be."""
     bound = {}
     for kind, plan in plans.by_kind.items():
         split = kind != "sample" and compilation.cudagraph_mode.has_mode(CUDAGraphMode.PIECEWISE)
         chosen = splittable(plan, compilation.splitting_ops) if split else plan
-        bound[kind] = bind(chosen, compiling=compilation.level > 0)
+        bound[kind] = bind(chosen, compiling=kind in compiled or compilation.road == "piecewise")
     return bound
-
-
-def _bits_to_float(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.float32)
-
-
-def _pin_precision() -> None:
-    """No framework defaults: float32 products in float32, bfloat16 products accumulated in float32."""
-    # Inductor advises what we refuse on purpose.
-    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

@@ -12,6 +12,13 @@ from .declare import REGISTRY, OpError
 Framework = Literal["numpy", "jax", "torch"]
 
 
+class Refusal(str):
+    """What a predicate returns instead of False to say why: the arithmetic, and what to change."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
 def always() -> bool:
     """The default static predicate."""
     return True
@@ -22,10 +29,10 @@ class Implementation:
     """One way to run an op in one framework.
 
     `supported` says whether it can run here at all (library, chip); `supports_args`, with exactly the op's parameters,
-    whether it takes these shapes and dtypes. `host_metadata`: it reads the ragged lengths on the host, so they are
-    passed as CPU tensors and no graph can capture it. `opaque`: it launches what no compiler can look into (a raw
-    kernel), so that it is an operator of its own in compiled code. `row_invariant`: a row's result does not depend on
-    the batch.
+    whether it takes these shapes and dtypes (False, or a Refusal that says why not). `host_metadata`: it reads the
+    ragged lengths on the host, so they are passed as CPU tensors and no graph can capture it. `opaque`: it launches
+    what no compiler can look into (a raw kernel), so that it is an operator of its own in compiled code.
+    `row_invariant`: a row's result does not depend on the batch.
     """
 
     op: str
@@ -33,7 +40,7 @@ class Implementation:
     framework: Framework
     function: Callable[..., Any]
     supported: Callable[[], bool] = always
-    supports_args: Callable[..., bool] | None = None
+    supports_args: Callable[..., bool | Refusal] | None = None
     inplace: bool = False
     deterministic: bool = True
     row_invariant: bool = False

@@ -16,11 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from .declare import REGISTRY, Op, OpError
-from .implement import IMPLEMENTATIONS, Framework, Implementation, always
+from .implement import IMPLEMENTATIONS, Framework, Implementation, Refusal, always
 from .source_hash import source_hash
 
 COMPOSITION = "composition"
 NATIVE = "native"
+DISABLED = "the op is disabled"
 
 Calls = Mapping[str, Sequence[Mapping[str, Any]]]
 """By op, the arguments of each of its calls in a model: arrays (or their shapes and dtypes) and Python values."""
@@ -190,7 +191,7 @@ def _choose(
             raise OpError(f"op {op.name!r} has no provider {provider!r} for {framework}; known are {known}")
     passed_over: list[tuple[str, str]] = []
     for provider in dict.fromkeys(order):
-        why = "the op is disabled" if not enabled else _refusal(available[provider], calls)
+        why = DISABLED if not enabled else _refusal(available[provider], calls)
         if provider == last.provider or why is None:
             return Choice(op.name, available[provider], tuple(passed_over))
         passed_over.append((provider, why))
@@ -228,7 +229,10 @@ def _refusal(implementation: Implementation, calls: Sequence[Mapping[str, Any]])
         return "not supported on this machine"
     if implementation.supports_args is not None:
         for arguments in calls:
-            if not implementation.supports_args(**arguments):
+            answer = implementation.supports_args(**arguments)
+            if not answer:
+                if isinstance(answer, Refusal):
+                    return str(answer)
                 shapes = {name: getattr(value, "shape", value) for name, value in arguments.items()}
                 return f"does not take {', '.join(f'{name}={shape}' for name, shape in shapes.items())}"
     return None

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec, resolve_name
+from importlib.util import resolve_name
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -93,15 +93,17 @@ def _imports(path: Path, package: str) -> list[str]:
 
 
 def _file(name: str) -> Path | None:
-    module = sys.modules.get(name)
-    origin = getattr(module, "__file__", None)
-    if origin is None and module is None:
-        try:
-            spec = find_spec(name)
-        except (ImportError, ValueError, AttributeError):
-            return None
-        origin = spec.origin if spec else None
-    return Path(origin) if origin and origin.endswith(".py") else None
+    """The source of a module, found without importing it or its packages: they may be those of another framework."""
+    origin = getattr(sys.modules.get(name), "__file__", None)
+    if origin is not None:
+        return Path(origin) if origin.endswith(".py") else None
+    first, _, rest = name.partition(".")
+    for root in getattr(sys.modules.get(first), "__path__", ()):
+        path = Path(root, *rest.split("."))
+        for file in (path / "__init__.py", path.with_name(path.name + ".py")):
+            if file.is_file():
+                return file
+    return None
 
 
 def _version(name: str) -> str:

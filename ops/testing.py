@@ -3,16 +3,17 @@
 The oracle is the reference under numpy in float64, on exactly the inputs that the implementation gets; between the
 finer ops of a coarse one it rounds to the storage dtype, as their contracts do. An output element may be off by
 
-    roundings * u |want|  +  inner * u * rounded  +  accumulated * 2^-24 * magnitude
+    roundings * u |want|  +  (inner + ties) * u * rounded  +  accumulated * 2^-24 * magnitude
 
 u is half a unit in the last place of the output's dtype (2^-24 float32, 2^-11 float16, 2^-8 bfloat16, 2^-4 e4m3);
 `roundings` is how often the contract rounds the result to the storage dtype; `accumulated` counts float32 operations in
 a chain (with headroom for any order), each off by 2^-24 of `magnitude`: what was added up, in absolute values, |want|
 unless the op says otherwise; `inner` is how often the contract rounds values to the storage dtype on the way, and
-`rounded` what a relative error of 1 in those would do. On top of it the *gain* of each row, sum(got want) /
-sum(want^2), must be 1 to what independent roundings allow: a scale that is off by half a percent hides inside the
-rounding of every bfloat16 element, but not in their sum. Integers, and every output of an op that is judged `bitwise`,
-must be equal.
+`rounded` what a relative error of 1 in those would do. Where the oracle rounds on the way too, a value beside a tie may
+fall to its other side, which is 2 u and not u: `ties` is 1. Few do, so what follows leaves it out. On top of it the
+*gain* of each row, sum(got want) / sum(want^2), must be 1 to what independent roundings allow: a scale that is off by
+half a percent hides inside the rounding of every bfloat16 element, but not in their sum. Integers, and every output of
+an op that is judged `bitwise`, must be equal.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Bound:
     roundings: float = 1.0
     accumulated: float = 8.0
     inner: float = 0.0
+    ties: float = 0.0
     gain: bool = True
     reason: str = ""
 
@@ -270,26 +272,36 @@ def _judge_one(got: np.ndarray, want: np.ndarray, magnitude: Any, rounded: Any, 
     overflows = ~special & (np.abs(want) > largest * (1 - u))
     same_overflow = overflows & (np.sign(wide) == np.sign(want)) & (np.abs(wide) >= largest * (1 - 4 * u))
     with np.errstate(invalid="ignore", over="ignore"):
-        allowed = bound.roundings * u * np.maximum(np.abs(want), tiny) + before
+        allowed = bound.roundings * u * np.maximum(np.abs(want), tiny) + before + bound.ties * u * inner
         error = np.abs(wide - want) / np.maximum(allowed, tiny * u)
     error = np.where(special, np.where(same, 0.0, np.inf), np.where(same_overflow, 0.0, error))
     error = np.where(np.isnan(error), np.inf, error)
     if not error.size:
         return Verdict(0.0, 0.0, "")
     out = special | overflows
-    gain = _gain(np.where(out, 0.0, wide), np.where(out, 0.0, want), before, u, bound) if bound.gain else 0.0
+    gain = 0.0
+    if bound.gain:
+        inside = np.where(out, 0.0, want)
+        gain = _gain(np.where(out, 0.0, wide), inside, inside.astype(got.dtype).astype(np.float64), before, u, bound)
     return Verdict(float(error.max()), gain, _place(int(error.argmax()), want.shape))
 
 
-def _gain(got: np.ndarray, want: np.ndarray, before: np.ndarray, u: float, bound: Bound) -> float:
-    """The worst row's |gain - 1| over what independent roundings and float32 sums allow."""
+def _gain(
+    got: np.ndarray, want: np.ndarray, nearest: np.ndarray, before: np.ndarray, u: float, bound: Bound
+) -> float:  # fmt: skip
+    """The worst row's |gain - 1| over what independent roundings and float32 sums allow.
+
+    Roundings are not independent where a row of few bits is scaled by almost a power of two: all go the same way. So
+    the gain may also be that of `nearest`, which is `want` rounded.
+    """
     if want.ndim == 0 or want.shape[-1] < 16:
         return 0.0
     power = (want**2).sum(-1)
     used = power > 0
     power = np.where(used, power, 1.0)
     with np.errstate(invalid="ignore", over="ignore"):
-        slope = np.abs(((got - want) * want).sum(-1) / power)
+        slope = ((got - want) * want).sum(-1) / power
+        slope = np.minimum(np.abs(slope), np.abs(slope - ((nearest - want) * want).sum(-1) / power))
         # Roundings are independent: their share of the slope is a random walk, six standard deviations of it are
         # allowed, and never more than each of them can give.
         walk = 6.0 / np.sqrt(3.0) * np.sqrt((want**4).sum(-1)) / power
@@ -398,10 +410,15 @@ def bound_function(op: str, framework: Framework, provider: str | None) -> Calla
 
 
 def run(
-    op: str, framework: Framework, provider: str | None, arguments: Arguments, device: str = "cpu"
-) -> tuple[np.ndarray, ...]:
-    """The outputs of one implementation as numpy arrays. Arguments are copied; strides survive where torch has them."""
+    op: str, framework: Framework, provider: str | None, arguments: Arguments, device: str = "cpu",
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> tuple[np.ndarray, ...]:  # fmt: skip
+    """The outputs of one implementation as numpy arrays. Arguments are copied; strides survive where torch has them.
+
+    `wrap` wraps the implementation: to plant a fault.
+    """
     function = bound_function(op, framework, provider)
+    function = wrap(function) if wrap is not None else function
     if framework == "numpy":
         with np.errstate(all="ignore"):
             copies = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in arguments.items()}
@@ -415,7 +432,9 @@ def run(
     implementation = IMPLEMENTATIONS.get((op, framework), {}).get(provider or NATIVE)
     host = HOST_METADATA if implementation is not None and implementation.host_metadata else ()
     moved = {n: _to_torch(v, "cpu" if n in host else device) for n, v in arguments.items()}
-    return tuple(_from_torch(out) for out in _tuple(function(**moved)))
+    from .namespaces.torch_ import to_numpy
+
+    return tuple(to_numpy(out) for out in _tuple(function(**moved)))
 
 
 def _to_torch(value: Any, device: str) -> Any:
@@ -431,14 +450,3 @@ def _to_torch(value: Any, device: str) -> Any:
         return tensor.to(device)
     strides: Sequence[int] = [stride // value.itemsize for stride in value.strides]
     return torch.empty_strided(value.shape, strides, dtype=tensor.dtype, device=device).copy_(tensor)
-
-
-def _from_torch(tensor: Any) -> np.ndarray:
-    import torch
-
-    x = tensor.detach().cpu().contiguous()
-    if x.dtype == torch.bfloat16:
-        return np.asarray(x.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
-    if x.dtype == torch.float8_e4m3fn:
-        return np.asarray(x.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn))
-    return np.asarray(x.numpy())

@@ -38,8 +38,10 @@ class Device:
         if framework == "jax":
             import jax
 
+            from twinfer.tpu.platforms import devices
+
             self.jax = jax
-            self.where = jax.devices({"cuda": "gpu"}.get(device, device))[0]
+            self.where = devices(device)[0]
         else:
             import torch
 

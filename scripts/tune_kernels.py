@@ -1,10 +1,11 @@
 """Time the Triton kernels on this GPU against what they stand in for, and find their best launch configurations.
 
-    python scripts/tune_kernels.py [--kernels decode,prefill,gemv,skinny,rows] [--sweep] [--json best.json]
+    python scripts/tune_kernels.py [--kernels decode,prefill,gemv,skinny,rows,sample,step] [--sweep] [--json best.json]
 
 Each figure is the time of one call inside a CUDA graph of many, over so many copies of the arguments that the L2 cache
-holds none of them; "share" is the bytes that must be read over that time, against a copy on the same GPU. With --sweep
-the configurations below are tried; the best of each kernel belongs into `gpu/kernels/configs.json` under the chip.
+holds none of them; "share" is the bytes that must be read over that time, against a copy on the same GPU. `step` is all
+layers of a decode step in a row, which is where kernels overlap: what counts for those of one token. With --sweep the
+configurations below are tried; the best of each kernel belongs into `gpu/kernels/configs.json` under the chip.
 """
 
 from __future__ import annotations
@@ -21,15 +22,27 @@ import torch
 
 from twinfer.gpu.kernels import launch
 from twinfer.ops import resolve
+from twinfer.shared.models import decoder
+from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.shapes import SHAPES as SHAPE_FILES
 
 SHAPES = {"0.6B": (16, 8, 128, 1024, 3072, 151936), "8B": (32, 8, 128, 4096, 14336, 128256)}
 """Query heads, KV heads, head size, width, MLP width, words."""
 SWEEPS = {
-    "decode": {"block_n": (64, 128), "chunk": (64, 128), "programs": (4, 8), "warps": (4, 8), "stages": (2, 3)},
+    "decode": {
+        "block_n": (32, 64),
+        "chunk": (32, 64),
+        "parts": (32,),
+        "programs": (4, 8),
+        "warps": (2, 4),
+        "stages": (1, 3),
+    },
     "prefill": {"block_m": (64, 128), "block_n": (64, 128), "warps": (4, 8), "stages": (2, 3)},
-    "gemv": {"block_k": (2048,), "entries": (8192, 16384), "programs": (2, 4), "warps": (4, 8)},
+    "gemv": {"block_k": (2048, 4096), "entries": (8192, 16384), "programs": (2, 4), "warps": (4, 8)},
     "skinny": {"block_n": (32, 64), "block_k": (128, 256), "programs": (2,), "stages": (3,), "warps": (4,)},
 }
+CONFIGS = {"decode": ("decode", "bfloat16"), "prefill": ("prefill_own",)}
+"""The configuration that a sweep is about, where it is not that of the kernel's name."""
 Work = tuple[str, float, dict[str, Callable[[int], Any]]]
 """A name, bytes or operations of a call, and by provider a call on the i-th copy of its arguments."""
 
@@ -183,13 +196,63 @@ def row_work(ops: Any, native: Any, all_of_it: bool) -> Iterator[Work]:
                 }  # fmt: skip
 
 
+def sample_work(ops: Any, native: Any, all_of_it: bool) -> Iterator[Work]:
+    """Drawn tokens; beside them the native ops, in a graph like all the rest."""
+    for rows in (1, 8, 64, 256):
+        logits = normal(rows, 151936, dtype=torch.float32) * 60
+        scores = native.quantize_logits(logits)
+        ints = torch.arange(5 * rows, dtype=torch.int32, device="cuda").view(5, rows)
+        given = ints[0], ints[1], ints[2], ints[3] * 0, torch.ones(rows, device="cuda"), ints[4] * 0 + 50
+        given += ints[0] * 0 + 60000, ints[0] * 0 + (1 << 22)  # the 50 best, 0.92 of the mass
+        for filtered in (False, True):
+            yield f"sample of 151936, {rows} rows, {'filtered' if filtered else 'all'}", 4.0 * scores.numel(), {
+                "triton": lambda i, g=given, x=logits, s=scores, f=filtered: ops.sample(x, s, *g, f),
+                "native": lambda i, g=given, x=logits, s=scores, f=filtered: native.sample(x, s, *g, f),
+            }  # fmt: skip
+
+
+def step_work(ops: Any, native: Any, all_of_it: bool) -> Iterator[Work]:
+    """All layers of a decode step, without what is before and after them."""
+    for name in ("qwen3-0.6b", "llama3-8b"):
+        config = parse_config(SHAPE_FILES[name])
+        table = [p for p in decoder.abstract(config).values() if p.layered]
+        layers = [{p.name: normal(*p.shape) for p in table} for _ in range(config.num_layers)]
+        weights = float(config.num_layers * sum(2 * math.prod(p.shape) for p in table))
+        for batch in (1, 8, 64):
+            length = 200
+            pages = batch * -(-length // 16)
+            kv = [normal(pages + 1, 16, 2 * config.num_kv_heads, config.head_dim) for _ in layers]
+            angles, ints = torch.rand(batch, config.head_dim // 2, device="cuda"), torch.arange(batch + 1)
+            start, lens, counts = ints, torch.full((batch,), length), torch.tensor([batch, batch])
+            pages_of = torch.zeros(batch, 256, dtype=torch.int32)
+            pages_of[:, : pages // batch] = torch.randperm(pages).view(batch, -1)
+            slots = pages_of[:, (length - 1) // 16] * 16 + (length - 1) % 16
+            rest = (x.to(torch.int32).cuda() for x in (slots, pages_of, start, lens, counts))
+            inputs = decoder.Batch(angles, angles, *rest)
+            first = normal(batch, config.hidden_size)
+
+            def step(
+                i: int, config: Any = config, layers: Any = layers, kv: Any = kv, x: Any = first, b: Any = inputs
+            ) -> Any:
+                hidden, residual = x.clone(), torch.zeros_like(x)
+                for layer, cache in zip(layers, kv, strict=True):
+                    hidden, residual, _ = decoder.layer(ops, config, layer, hidden, residual, cache, b, 0, 1)
+
+            read = 4.0 * config.num_layers * batch * length * config.num_kv_heads * config.head_dim
+            yield f"step {name}, {batch} of {length}, {config.num_layers} layers", weights + read, {"triton": step}
+
+
 WORK: dict[str, Callable[[Any, Any, bool], Iterator[Work]]] = {
     "decode": decode_work,
     "prefill": prefill_work,
     "gemv": lambda ops, native, all_of_it: product_work(ops, native, (1, 2), all_of_it),
     "skinny": lambda ops, native, all_of_it: product_work(ops, native, (4, 8, 16), all_of_it),
     "rows": row_work,
+    "sample": sample_work,
+    "step": step_work,
 }
+CALLS = {"step": 1, "sample": 4}
+"""Calls in a graph, where it is not 32."""
 
 
 def copy_rate() -> float:
@@ -202,7 +265,7 @@ def copy_rate() -> float:
 def sweep(kernel: str, ops: Any, native: Any) -> dict[str, int]:
     """The configuration with the smallest mean of the times, each over the best time of its work."""
     works = [(name, calls["triton"]) for name, _, calls in WORK[kernel](ops, native, False)]
-    setting, tried = launch.config(kernel, "bfloat16"), []
+    setting, tried = launch.config(*CONFIGS.get(kernel, (kernel,))), []
     for values in itertools.product(*SWEEPS[kernel].values()):
         setting.update(zip(SWEEPS[kernel], values, strict=True))
         try:
@@ -245,7 +308,7 @@ def main() -> None:
             best[kernel] = sweep(kernel, ops, native)
             print(f"{kernel}: {json.dumps(best[kernel])}", flush=True)
         for name, work, calls in WORK[kernel](ops, native, True):
-            times = {provider: seconds(call) for provider, call in calls.items()}
+            times = {provider: seconds(call, CALLS.get(kernel, 32)) for provider, call in calls.items()}
             rows.append({"name": name, "work": work, **times})
             rates = {
                 p: f"{work / t / 1e12:6.1f} TFLOP/s" if kernel == "prefill" else f"{work / t / rate:6.1%}"

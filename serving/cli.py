@@ -16,6 +16,7 @@ from ..numerics.cli import add_parsers as add_numerics_parsers
 from ..shared.compilation_config import MODES
 from ..shared.config import BACKENDS, COMPILE_LEVELS, DEVICES, DTYPES, LOAD_FORMATS, POLICIES
 from ..shared.errors import ConfigError, RequestError, TwinferError
+from ..shared.kv_config import KV_DTYPES
 from ..shared.sampling_params import SamplingParams
 from .aot import add_flags as add_aot_flags
 from .bench_cli import add_parsers as add_bench_parsers
@@ -65,6 +66,14 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(size(part) for part in words(text))
 
 
+def scales(text: str) -> tuple[float, ...]:
+    """Numbers with fractions, separated by commas."""
+    try:
+        return tuple(float(part) for part in words(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not numbers such as 0.05,0.02") from None
+
+
 def words(text: str) -> tuple[str, ...]:
     """Words separated by commas."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
@@ -102,6 +111,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
+        if arguments.coordinator is not None:
+            from ..shared.worker import backend_module
+
+            backend_module("jax", "hosts").join(arguments.coordinator, arguments.hosts, arguments.host_index)
+        elif arguments.hosts > 1:
+            raise ConfigError(f"hosts: got {arguments.hosts}, needs --coordinator")
         return int(arguments.run(arguments))
     except TwinferError as error:
         print(f"twinfer: error: {_one_line(error)}", file=sys.stderr)
@@ -124,6 +139,10 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     from .. import __version__
 
     parser.add_argument("--version", action="version", version=f"twinfer {__version__}")
+    g = parser.add_argument_group("several hosts", "the same command on each; the first has the results")
+    g.add_argument("--coordinator", metavar="HOST:PORT", help="JAX: the first host; the next port is used too")
+    g.add_argument("--hosts", type=size, default=1)
+    g.add_argument("--host-index", type=size, default=0)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
     generate = commands.add_parser("generate", help="complete prompts and leave")
     generate.set_defaults(run=run_generate)
@@ -164,6 +183,11 @@ def _engine_flags(parser: argparse.ArgumentParser, need_model: bool = True) -> N
     g.add_argument("--page-size", "--block-size", type=size, default=16, help="tokens of a KV page")
     g.add_argument("--kv-cache-memory", type=size, help="bytes of KV cache, such as 4G")
     g.add_argument("--num-pages", type=size, help="pages of KV cache, instead of bytes")
+    g.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="narrow ones hold x / scale in a byte")
+    g.add_argument(
+        "--kv-cache-scales", type=scales, metavar="K,V", help="of a narrow cache: what K and V are divided by"
+    )
+    g.add_argument("--decode-steps", type=size, default=1, help="tokens to decode while the host does not look")
     g.add_argument("--scheduling-policy", choices=POLICIES, default="fcfs")
     g.add_argument("--compile-level", type=int, choices=COMPILE_LEVELS, help="torch: 0 eager, 3 compiled and captured")
     g.add_argument("--cudagraph-mode", type=str.upper, choices=MODES, help="torch: which steps are CUDA graphs")
@@ -181,6 +205,7 @@ def _engine_flags(parser: argparse.ArgumentParser, need_model: bool = True) -> N
     g.add_argument("--mixed-sizes", type=sizes, metavar="16,32,...", help="JAX: tokens of the mixed programs")
     g.add_argument("--compilation-cache-dir", metavar="FOLDER", help="JAX: keep compiled programs there")
     g.add_argument("--aot-folder", metavar="FOLDER", help="JAX: programs that `twinfer aot` compiled")
+    g.add_argument("--capture", metavar="DIR,...", help="keep steps as bundles: DIR,request=ID,step=N,nan,mismatch=T:D")
 
 
 ENGINE_OPTIONS = (
@@ -188,6 +213,7 @@ ENGINE_OPTIONS = (
     "page_size", "kv_cache_memory", "num_pages", "scheduling_policy", "compile_level", "enable_prefix_caching",
     "enable_chunked_prefill", "async_scheduling", "scan_layers", "tensor_parallel_size", "decode_sizes", "mixed_sizes",
     "compilation_cache_dir", "aot_folder", "cudagraph_mode", "enforce_eager", "compilation_config",
+    "decode_steps", "kv_cache_dtype", "kv_cache_scales", "capture",
 )  # fmt: skip
 
 

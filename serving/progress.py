@@ -24,10 +24,12 @@ class StartBar:
         self._progress.stop()
 
     def update(self, what: str, done: int, total: int) -> None:
-        """Show that `done` of `total` are done of `what`."""
-        if what not in self._tasks:
-            self._tasks[what] = self._progress.add_task(f"{self._title} ({what})", total=total)
-        self._progress.update(self._tasks[what], completed=done)  # type: ignore[arg-type]
+        """Show that `done` of `total` are done of `what`, which may end in a changing note: `graphs; 90 GB free`."""
+        name, _, note = what.partition("; ")
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task("", total=total)
+        description = f"{self._title} ({name})" + (f" {note}" if note else "")
+        self._progress.update(self._tasks[name], completed=done, description=description)  # type: ignore[arg-type]
 
 
 class GenerationBar:

@@ -74,12 +74,13 @@ class CompilationConfig:
     cudagraph_capture_sizes  decode batch sizes that are captured, and the sizes that steps are padded to
     cuda_graph_sizes         the same by one number n (1 2 4 8 16 32 48 ... n), or as a list
     cudagraph_mixed_limit    the most tokens of a mixed step that is captured
-    cudagraph_copy_inputs    copy each step's inputs into the graphs' own buffers; the piecewise road may leave it
-                             off if its caller always passes the same ones
+    cudagraph_copy_inputs    True: each step's inputs are copied into the buffer that the graphs read. They come from
+                             the host, so that there is no other way, and False is refused
     splitting_ops            ops between the pieces of a piecewise graph; they run eagerly
     compile_sizes            numbers of tokens compiled with static shapes, or the word cudagraph_capture_sizes
     compile_ranges           ranges (first, last) of numbers of tokens, each compiled once with a dynamic shape
-    use_inductor             False: no code generation, traced graphs run as they are
+    use_inductor             False: no code generation, traced graphs run as they are; True: all regions are compiled,
+                             also those that are made of kernels alone, which level 3 runs as they are
     inductor_compile_config  options for Inductor, such as {"max_autotune": true}
     debug_dump_path          folder for traced graphs and generated code
     cache_dir                folder that keeps compiled code between starts
@@ -172,6 +173,7 @@ class CompilationConfig:
 class ResolvedCompilation:
     """What the torch worker compiles and captures; the fields are those of `CompilationConfig`, nothing is left open.
 
+    `skip_kernels`: a region made of kernels alone is not compiled, as the compiler would find nothing to generate.
     `mode_given`: the user chose the graph mode, so that it is an error if the chosen kernels cannot be captured so.
     """
 
@@ -181,18 +183,18 @@ class ResolvedCompilation:
     mode_given: bool = False
     cudagraph_capture_sizes: tuple[int, ...] = ()
     cudagraph_mixed_limit: int = 0
-    cudagraph_copy_inputs: bool = True
     splitting_ops: tuple[str, ...] = ("paged_attention",)
     compile_sizes: tuple[int, ...] = ()
     compile_ranges: tuple[tuple[int, int], ...] = ()
     use_inductor: bool = False
+    skip_kernels: bool = False
     inductor_compile_config: Mapping[str, Any] = field(default_factory=dict)
     debug_dump_path: str | None = None
     cache_dir: str | None = None
 
     def factors(self) -> dict[str, Any]:
         """The fields that change what is generated, as JSON values: part of the key of a compile cache."""
-        names = ("level", "road", "splitting_ops", "compile_sizes", "compile_ranges", "use_inductor")
+        names = ("level", "road", "splitting_ops", "compile_sizes", "compile_ranges", "use_inductor", "skip_kernels")
         values = {name: getattr(self, name) for name in names}
         return values | {"inductor_compile_config": dict(sorted(self.inductor_compile_config.items()))}
 
@@ -256,8 +258,11 @@ def resolve_compilation(
     road = fill("road", "regional", "starts faster") if level > 0 else config.road or "regional"
     if road == "piecewise" and level < 2:
         raise ConfigError(f"road: got 'piecewise', which compiles; level {level} does not")
-    if config.cudagraph_copy_inputs is False and road == "regional":
-        raise ConfigError("cudagraph_copy_inputs: got False, which is for the road 'piecewise'")
+    if config.cudagraph_copy_inputs is False:
+        raise ConfigError(
+            "cudagraph_copy_inputs: got False, allowed is True: a step's inputs come from the host, and one copy "
+            "brings them to the buffer that the graphs read"
+        )
     static: list[int] = []
     for size in fill("compile_sizes", (1,) if level >= 2 else (), "a step of one token has code of its own"):
         static += sizes if size == CAPTURE_SIZES else [int(size)]
@@ -267,12 +272,15 @@ def resolve_compilation(
         cudagraph_mode=mode,
         mode_given=config.cudagraph_mode is not None,
         cudagraph_capture_sizes=sizes,
-        cudagraph_mixed_limit=_or(config.cudagraph_mixed_limit, 2048),
-        cudagraph_copy_inputs=_or(config.cudagraph_copy_inputs, True),
+        cudagraph_mixed_limit=_or(config.cudagraph_mixed_limit, 8192),
         splitting_ops=_or(config.splitting_ops, ("paged_attention",)),
         compile_sizes=tuple(sorted(set(static))),
         compile_ranges=_or(config.compile_ranges, ()),
         use_inductor=level >= 2 and _or(config.use_inductor, True),
+        skip_kernels=level == 3
+        and road == "regional"
+        and config.use_inductor is None
+        and not (config.inductor_compile_config or config.debug_dump_path),
         inductor_compile_config=config.inductor_compile_config,
         debug_dump_path=config.debug_dump_path,
         cache_dir=config.cache_dir,

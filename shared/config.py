@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from ..bucketing import Table, decode_ladder, mixed_ladder
+from . import kv_config
 from .compilation_config import (
     LEVELS,
     NOT_TORCH,
@@ -32,6 +33,7 @@ POLICIES = ("fcfs", "priority")
 COMPILE_LEVELS = tuple(LEVELS)
 MAX_VOCAB = 1 << 18
 MAX_NUM_SEQS = 4096
+MAX_DECODE_STEPS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +41,17 @@ class EngineConfig:
     """Options of an engine, with the names that users of vLLM know. None means: chosen by `resolve()`.
 
     `page_size` (tokens of a KV page) is vLLM's block size. `kv_cache_memory` (bytes) or `num_pages` set the size of the
-    KV cache. `compile_level`, `cudagraph_mode`, `enforce_eager` (torch) are fields of `compilation_config` too, which
-    has more (`shared/compilation_config.py`). `scan_layers` (JAX): one loop over stacked weights, or layers unrolled.
-    `async_scheduling`: two steps in flight. `op_priority` maps ops to providers in order of preference; `enable_ops` is
-    `all` or `none`, then +op and -op: a disabled op runs natively.
+    KV cache. `kv_cache_dtype`: auto is the model's own; int8 and fp8_e4m3 hold x / scale, `kv_cache_scales` being those
+    of K and V in all layers. `compile_level`, `cudagraph_mode`, `enforce_eager` (torch) are fields of
+    `compilation_config` too, which has more (`shared/compilation_config.py`). `scan_layers` (JAX): one loop over
+    stacked weights, or layers unrolled. `async_scheduling`: two steps in flight. `decode_steps`: tokens that requests
+    may be decoded for while the host does not look (docs/adr/0005). `op_priority` maps ops to providers in order of
+    preference; `enable_ops` is `all` or `none`, then +op and -op: a disabled op runs natively.
 
     JAX: `decode_sizes` and `mixed_sizes` replace the ladders of programs; `compilation_cache_dir` keeps what was
     compiled; `aot_folder` holds programs that `twinfer aot` compiled for this machine (docs/tpu.md).
+
+    `capture`: steps to keep as bundles that replay on the other backend, such as `DIR,step=12,nan` (docs/numerics.md).
     """
 
     model: str
@@ -60,11 +66,14 @@ class EngineConfig:
     page_size: int = 16
     kv_cache_memory: int | None = None
     num_pages: int | None = None
+    kv_cache_dtype: str = "auto"
+    kv_cache_scales: tuple[float, float] | None = None
     memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
     async_scheduling: bool = True
+    decode_steps: int = 1
     compile_level: int | None = None
     cudagraph_mode: str | None = None
     enforce_eager: bool | None = None
@@ -77,6 +86,7 @@ class EngineConfig:
     mixed_sizes: tuple[int, ...] | None = None
     compilation_cache_dir: str | None = None
     aot_folder: str | None = None
+    capture: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -88,12 +98,15 @@ class EngineConfig:
         _choice("scheduling_policy", self.scheduling_policy, POLICIES)
         self.compilation()
         check_fields(self)
+        kv_config.check_fields(self)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "num_pages"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}: got {value!r}, must be a positive integer")
         if isinstance(self.page_size, bool) or self.page_size not in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             raise ConfigError(f"page_size: got {self.page_size!r}, must be a power of two from 1 to 256")
+        if isinstance(self.decode_steps, bool) or self.decode_steps not in range(1, MAX_DECODE_STEPS + 1):
+            raise ConfigError(f"decode_steps: got {self.decode_steps!r}, allowed is 1 to {MAX_DECODE_STEPS}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed: got {self.seed!r}, must be an integer")
         if isinstance(self.memory_utilization, bool) or not isinstance(self.memory_utilization, (int, float)):
@@ -187,11 +200,14 @@ class ResolvedConfig:
     page_size: int
     kv_cache_memory: int | None
     num_pages: int | None
+    kv_cache_dtype: str
+    kv_cache_scales: tuple[float, float]
     memory_utilization: float
     enable_prefix_caching: bool
     enable_chunked_prefill: bool
     scheduling_policy: str
     async_scheduling: bool
+    decode_steps: int
     compilation: ResolvedCompilation
     scan_layers: bool
     op_priority: Mapping[str, tuple[str, ...]]
@@ -214,7 +230,7 @@ class ResolvedConfig:
 
     def table(self) -> Table:
         """All programs of the engine. Sizes that are captured as CUDA graphs are the sizes of decode programs."""
-        sizes = self.decode_sizes or default_decode_sizes(self.backend, self.max_num_seqs)
+        sizes = self.decode_sizes or default_decode_sizes(self.backend, self.max_num_seqs, self.platform)
         captured = self.compilation.cudagraph_capture_sizes
         if captured:
             sizes = (*captured, *(size for size in sizes if size > captured[-1]))
@@ -224,8 +240,13 @@ class ResolvedConfig:
         return Table(tuple(sizes), tuple(mixed), self.max_num_seqs)
 
 
-def default_decode_sizes(backend: Backend, max_num_seqs: int) -> tuple[int, ...]:
-    """The ladder of decode programs. The torch backend gets small sizes too: latency at batch 1."""
+def default_decode_sizes(backend: Backend, max_num_seqs: int, platform: str) -> tuple[int, ...]:
+    """The ladder of decode programs. The torch backend gets small sizes too: latency at batch 1.
+
+    JAX on GPUs gets powers of two: with its layers unrolled, a program takes seconds to compile.
+    """
+    if backend == "jax" and platform == "cuda":
+        return mixed_ladder(max_num_seqs, smallest=1)
     return decode_ladder(max_num_seqs, small=(1, 2, 4) if backend == "torch" else ())
 
 
@@ -260,6 +281,11 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tup
         changes.append(Change("max_num_batched_tokens", tokens, length, "without chunked prefill a prompt runs whole"))
         tokens = length
     dtype = fill("dtype", model.dtype, "the checkpoint's dtype")
+    cache, scales = kv_config.resolve_cache(config, dtype)
+    if config.capture is not None:
+        for name, value, kept in (("decode_steps", config.decode_steps, 1), ("kv_cache_dtype", cache, dtype)):
+            if value != kept:
+                raise ConfigError(f"capture: keeps steps with {name} {kept}, got {value}")
     compilation, scan = NOT_TORCH, False
     check_ladders(config, sequences, tokens)
     if config.backend == "torch":
@@ -268,7 +294,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tup
             raise ConfigError(f"tensor_parallel_size: got {config.tensor_parallel_size}, the torch backend allows 1")
         if config.scan_layers is not None:
             raise ConfigError(f"scan_layers: got {config.scan_layers}, which is for the jax backend")
-        ladder = default_decode_sizes(config.backend, sequences)
+        ladder = default_decode_sizes(config.backend, sequences, device.platform)
         compilation, filled = resolve_compilation(config.compilation(), device.platform, ladder, sequences)
         changes += [Change(_FLAGS.get(entry[0], entry[0]), *entry[1:]) for entry in filled]
     else:
@@ -277,14 +303,19 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tup
                 raise ConfigError(f"{name}: got {getattr(config, name)}, which is for the torch backend")
         if config.compilation() != CompilationConfig():
             raise ConfigError("compilation_config: is for the torch backend")
-        on_gpu = device.platform == "cuda"
-        why = "a scan on a GPU copies each layer's weights" if on_gpu else "one loop compiles faster than all layers"
-        scan = fill("scan_layers", not on_gpu, why)
+        if device.platform == "cuda":
+            scan = fill("scan_layers", False, "a scan on a GPU copies each layer's weights")
+        elif device.name == "TPU7x":
+            scan = fill("scan_layers", False, "its compiler lays the weights of a loop out anew in each step")
+        else:
+            scan = fill("scan_layers", True, "one loop compiles faster than all layers")
     same = {f.name for f in fields(ResolvedConfig)} - {"platform", "compilation"}
     values = {name: getattr(config, name) for name in same}
     values |= {
         "platform": device.platform,
         "dtype": dtype,
+        "kv_cache_dtype": cache,
+        "kv_cache_scales": scales,
         "max_model_len": length,
         "max_num_seqs": sequences,
         "max_num_batched_tokens": tokens,

@@ -11,7 +11,8 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from .request_table import ScheduledStep
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerConfig, SchedulerMetrics
 from .step import StepInput, StepOutput, StepShape, TopLogprobs
-from .worker import ProgramReport, Progress, StepHandle, backend_module, create_worker
+from .worker import ProgramReport, Progress, StepHandle, attach_camera, backend_module, create_worker
 
 MAX_PRIORITY = 1000
 MAX_SALT_LENGTH = 256
@@ -82,15 +83,17 @@ class Engine:
         """Loads the model and builds all programs. Raises ConfigError, ModelError, BackendUnavailable."""
         self.device = backend_module(config.backend).find_device(config.device)
         self.config, changes = resolve(config, model, self.device)
-        self.model = model
+        self.model = model = replace(model, kv_scales=self.config.kv_cache_scales)
         self.report = StartReport(changes)
         self.table = self.config.table()
         self.shape = StepShape(
             self.config.pages_per_request, self.config.max_num_seqs, self.config.max_model_len, model.vocab_size
         )
         self.worker = create_worker(model, self.config, self.device, folder)
+        if self.config.decode_steps > 1 and not self.worker.multi_step:
+            raise ConfigError(f"decode_steps: got {self.config.decode_steps}, the {config.backend} worker allows 1")
         self._timed("load", lambda: self.worker.load(progress))
-        self.report.num_pages = self._num_pages()
+        self.report.num_pages = self._timed("measure", self._num_pages)
         self.report.page_bytes = self.worker.page_bytes()
         # Before anything is compiled: the scheduler's own checks of the configuration.
         self.scheduler = Scheduler(scheduler_config(self.config, self.report.num_pages), self.table)
@@ -102,11 +105,14 @@ class Engine:
         self._num_requests = 0
         self._closed = False
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        if config.capture is not None:
+            attach_camera(self, config, folder)
 
-    def _timed(self, phase: str, work: Callable[[], None]) -> None:
+    def _timed(self, phase: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
-        work()
+        result = work()
         self.report.seconds[phase] = time.perf_counter() - start
+        return result
 
     def _num_pages(self) -> int:
         config, page = self.config, self.worker.page_bytes()
@@ -225,14 +231,16 @@ class Engine:
         finished = {request.request_id for request in events.finished}
         updates = []
         tokens, indices = events.tokens.tolist(), events.indices.tolist()
-        for request, token, index in zip(events.requests, tokens, indices, strict=True):
+        for i, (request, token, index) in enumerate(zip(events.requests, tokens, indices, strict=True)):
             logprobs = None
             if request.params.logprobs is not None and output.logprobs is not None:
                 logprobs = _row(output.logprobs, index, token, request.params.logprobs)
             prompt = None
             if self._prompt_logprobs:
                 prompt = self._prompt_logprobs.pop(request.request_id, None)
-            updates.append(Update(request, token, request.request_id in finished, logprobs, prompt))
+            # Of a loop, a request's tokens follow one another.
+            last = i + 1 == len(tokens) or events.requests[i + 1] is not request
+            updates.append(Update(request, token, last and request.request_id in finished, logprobs, prompt))
         return updates
 
     def _keep_prompt_logprobs(self, step: _InFlight, top: TopLogprobs) -> None:
@@ -276,6 +284,7 @@ def scheduler_config(config: ResolvedConfig, num_pages: int) -> SchedulerConfig:
         enable_chunked_prefill=config.enable_chunked_prefill,
         policy="priority" if config.scheduling_policy == "priority" else "fcfs",
         pipeline_depth=2 if config.async_scheduling else 1,
+        decode_steps=config.decode_steps,
     )
 
 

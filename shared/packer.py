@@ -10,7 +10,7 @@ from ..bucketing import Descriptor
 from .errors import InternalError
 from .request_table import POSITION, PROCESSED, PROCESSOR_FIELDS, SAMPLE_ROWS, RequestTable, ScheduledStep
 from .sampling_encoding import encode_mask
-from .step import SAMPLERS, StepInput, StepShape, batch_layout, processor_layout
+from .step import SAMPLERS, STOP_SLOTS, DecodeLoop, StepInput, StepShape, batch_layout, processor_layout
 
 PENDING = -2
 """Stands in the history for the token that the device has and the host has not."""
@@ -42,7 +42,18 @@ def pack(step: ScheduledStep, table: RequestTable, shape: StepShape, step_id: in
         processors=_processors(step, table, shape) if level == PROCESSED else None,
         logprobs=bool(table.logprobs[sampled].any()),
         prompt_targets=None if step.decode_only else _prompt_targets(step, table),
+        loop=DecodeLoop(step.steps, step.chained, _stop_ids(step, table)) if step.steps else None,
     )
+
+
+def _stop_ids(step: ScheduledStep, table: RequestTable) -> np.ndarray:
+    """`[R, STOP_SLOTS]` stop ids; none for a request that has more."""
+    ids = np.full((step.descriptor.requests, STOP_SLOTS), -1, np.int32)
+    held = table.stop_ids[step.rows]
+    few = (held[:, STOP_SLOTS:] < 0).all(axis=1)
+    width = min(STOP_SLOTS, held.shape[1])
+    ids[: len(held), :width] = np.where(few[:, None], held[:, :width], -1)
+    return ids
 
 
 def _level(step: ScheduledStep, table: RequestTable, sampled: np.ndarray) -> int:

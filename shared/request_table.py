@@ -53,11 +53,16 @@ class ScheduledStep:
     num_tokens: int
     decode_only: bool
     """Every request is a decode: one token each, and each samples."""
+    steps: int = 0
+    """Of a loop, how many decode steps it does; what is said above is its first one. 0: a plain step."""
+    chained: bool = False
+    """This loop counts on all steps of the loop before it, which was not read yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """What a step brought. `requests[i]` got the token `tokens[i]`, entry `indices[i]` of the step's output.
+    """What a step brought. `requests[i]` got the token `tokens[i]`, entry `indices[i]` of the step's output. In a loop
+    a request appears once for each of its tokens, which follow one another.
 
     `finished` are those of `requests` that ended with it; their `finish_reason` is set and `output` complete.
     Requests that ended or were preempted while the step was in flight do not appear.
@@ -88,6 +93,7 @@ class RequestTable:
     stop_ids    [row, any] int32  -1 where there is none
     level       [row]  index in SAMPLERS of the first program that serves the request, min_tokens aside
     logprobs, prompt_logprobs [row] bool  whether they are wanted
+    alone       [row] bool  the host need not look between two tokens: no stop strings, log-probabilities, processors
     sampling    [field, row + 1] int32, processors [field, row + 1] int32  encoded parameters; the last row is padding
     """
 
@@ -104,7 +110,7 @@ class RequestTable:
         self.known, self.total, self.computed = _columns(3, max_rows)
         self.prompt_len, self.max_total, self.min_total = _columns(3, max_rows)
         self.num_pages, self.capacity, self.epoch, self.level = _columns(4, max_rows)
-        self.logprobs, self.prompt_logprobs = np.zeros((2, max_rows), np.bool_)
+        self.logprobs, self.prompt_logprobs, self.alone = np.zeros((3, max_rows), np.bool_)
         self.stop_ids = np.full((max_rows, _STOP_COLUMNS), _NO_STOP, np.int32)
         self.sampling = np.zeros((len(SAMPLING_FIELDS), max_rows + 1), np.int32)
         self.processors = np.zeros((len(PROCESSOR_FIELDS), max_rows + 1), np.int32)
@@ -150,6 +156,7 @@ class RequestTable:
         self._set_stop_ids(row, request.stop_ids)
         self._encode(row, params, request.seed)
         self.level[row] = self._level(row, params)
+        self.alone[row] = not params.stop and params.logprobs is None and self.level[row] != PROCESSED
         if params.logit_bias:
             self.biases[row] = encode_bias(params)
         if params.allowed_token_ids is not None or params.banned_token_ids:
@@ -224,7 +231,9 @@ class RequestTable:
         return SAMPLERS.index("filtered" if top_k or top_p != ONE or min_p != FAR else "random")
 
     def check_integrity(self, in_flight: int) -> None:
-        """Raise InternalError, naming the fault, unless the rows are consistent. `in_flight`: steps not read back."""
+        """Raise InternalError, naming the fault, unless the rows are consistent. `in_flight`: steps not read back, of a
+        loop all that it was to do.
+        """
         free = set(self._free)
         if len(free) != len(self._free) or free != {row for row, held in enumerate(self.requests) if held is None}:
             raise InternalError("the free rows are not those without a request")

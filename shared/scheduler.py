@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal, NamedTuple
 
@@ -44,6 +44,7 @@ class SchedulerConfig:
     pipeline_depth          steps scheduled and not read back: 1, or 2 to schedule while the device computes
     watermark               share of the pages kept free, when others run, for their next tokens: starting a request
                             that is soon preempted costs more than starting it later
+    decode_steps            decode steps that one step may hold (a loop) while no request needs the host between tokens
     """
 
     max_num_seqs: int
@@ -57,9 +58,11 @@ class SchedulerConfig:
     priority_window: int = 1000
     pipeline_depth: int = 2
     watermark: float = 0.01
+    decode_steps: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "page_size", "num_pages"):
+        least_1 = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "page_size", "num_pages", "decode_steps")
+        for name in least_1:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, allowed is at least 1")
         # A step must hold the decodes of all running requests, and a whole prompt where prompts are not split.
@@ -150,6 +153,8 @@ class Scheduler:
         # Rebuilt from `_decoding` when that changed: in a steady state steps share it.
         self._group: _Group | None = None
         self._in_flight: deque[ScheduledStep] = deque()
+        # A loop stopped early, and the loop chained to it, which does nothing, was not read yet.
+        self._halted = False
         self._reserve = int(config.watermark * config.num_pages)
         # (arrival of the head of the queue that lacked pages, `kv.num_releases` then): it is not worth another look
         # before the next release. The hit that a registration might bring meanwhile is not worth one either.
@@ -230,20 +235,37 @@ class Scheduler:
         """
         if len(self._in_flight) >= self.config.pipeline_depth:
             return None
-        group, starts = self._schedule_decodes()
-        chunks = self._schedule_prefills(self.config.max_num_batched_tokens - len(group.rows))
+        looping = self._may_loop()
+        chained = bool(self._in_flight and self._in_flight[-1].steps and not self._halted)
+        if chained and not looping:
+            return None  # where its requests will be is not known before the loop is read
+        group, starts, steps = self._schedule_decodes(self.config.decode_steps if looping else 1)
+        loop = chained or steps > 1
+        chunks = [] if loop else self._schedule_prefills(self.config.max_num_batched_tokens - len(group.rows))
         if chunks:
             step = self._mixed_step(group, starts, chunks)
         elif group.requests:
             step = self._step(group, starts, starts + 1)
+            if loop:
+                step = replace(step, steps=steps, chained=chained)
         else:
             return None
         self._in_flight.append(step)
         return step
 
-    def _schedule_decodes(self) -> tuple[_Group, np.ndarray]:
-        """Advance all decodes that may go on by one token: (group, position that each computes)."""
-        table = self.table
+    def _may_loop(self) -> bool:
+        """Whether the running requests may be decoded for several steps while the host does not look."""
+        if self.config.decode_steps == 1 or len(self._waiting) or self._prefilling:
+            return False
+        table, rows = self.table, self._decode_group().rows
+        return bool(table.alone[rows].all() and (table.computed[rows] + 1 >= table.min_total[rows]).all())
+
+    def _schedule_decodes(self, most: int) -> tuple[_Group, np.ndarray, int]:
+        """Advance all decodes that may go on by `most` tokens, or by one: (group, position that each computes, steps).
+
+        Fewer where one reaches its last token; one where there are not enough free pages for all.
+        """
+        table, page_size = self.table, self.config.page_size
         while True:
             group = self._decode_group()
             starts = table.computed[group.rows]
@@ -251,17 +273,24 @@ class Scheduler:
             if not going.all():
                 # The last token of the others is sampled by a step in flight.
                 group, starts = group.select(going), starts[going]
-            needy = starts >= table.capacity[group.rows]
+            steps = most
+            if most > 1 and len(starts):
+                steps = min(most, int((table.max_total[group.rows] - starts).min()) - 1)
+            missing = starts + steps - table.capacity[group.rows]
+            needy = missing > 0
             if not needy.any():
                 break
-            rows = group.rows[needy]
-            if len(rows) <= self.kv.available:
-                self._grow(rows, starts[needy])
+            if (-(-missing[needy] // page_size)).sum() <= self.kv.available:
+                while (needy := starts + steps > table.capacity[group.rows]).any():
+                    self._grow(group.rows[needy], starts[needy])
                 break
-            self._preempt(max(chain(self._decoding.values(), self._prefilling), key=lambda request: request.order))
-        table.computed[group.rows] = starts + 1
-        table.total[group.rows] = starts + 2
-        return group, starts
+            if steps > 1:
+                most = 1
+            else:
+                self._preempt(max(chain(self._decoding.values(), self._prefilling), key=lambda request: request.order))
+        table.computed[group.rows] = starts + steps
+        table.total[group.rows] = starts + steps + 1
+        return group, starts, steps
 
     def _decode_group(self) -> _Group:
         if self._group is None:
@@ -273,8 +302,9 @@ class Scheduler:
     def _grow(self, rows: np.ndarray, starts: np.ndarray) -> None:
         """One more page for each of `rows`, whose pages are full of the tokens before `starts`."""
         if self.config.enable_prefix_caching:
-            # All those tokens are known: one step at most is in flight here, which samples the token at `starts`.
-            for row, count in zip(rows.tolist(), (starts // self.config.page_size).tolist(), strict=True):
+            # Steps in flight compute them all, and a loop always does its first step; not all ids are known, maybe.
+            counts = np.minimum(starts, self.table.known[rows]) // self.config.page_size
+            for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
                 self._register(self._decoding[row], row, count)
         self.table.append_page_each(rows, self.kv.allocate(len(rows)))
 
@@ -412,10 +442,14 @@ class Scheduler:
     def update(self, step: ScheduledStep, tokens: np.ndarray) -> StepEvents:
         """Take the tokens `[at least R]` that the oldest step in flight sampled; requests that are done end here.
 
+        A loop brings `[m, at least R]` for m steps, fewer than it was to do if it stopped early.
+
         Raises InternalError, and changes nothing, if it is another step or tokens are missing.
         """
         if not self._in_flight or self._in_flight[0] is not step:
             raise InternalError("a step was updated that is not the oldest one in flight")
+        if step.steps:
+            return self._update_loop(step, np.asarray(tokens))
         if len(tokens) < len(step.rows):
             raise InternalError(f"a step of {len(step.rows)} requests came back with {len(tokens)} tokens")
         self._in_flight.popleft()
@@ -435,6 +469,36 @@ class Scheduler:
         for request, reason in finished:
             self._end(request, reason)
         return StepEvents(requests, taken, indices, [request for request, _ in finished])
+
+    def _update_loop(self, step: ScheduledStep, tokens: np.ndarray) -> StepEvents:
+        done, count = (*tokens.shape, 0)[:2]
+        void = step.chained and self._halted
+        if tokens.ndim != 2 or count < len(step.rows) or not (done == 0 if void else 1 <= done <= step.steps):
+            raise InternalError(f"a loop of {step.steps} steps came back with tokens of shape {tokens.shape}")
+        self._in_flight.popleft()
+        self._halted = done < step.steps and not void and bool(self._in_flight)
+        table = self.table
+        live = np.flatnonzero(table.epoch[step.rows] == step.epochs) if done else np.zeros(0, np.int64)
+        rows, ends, taken = step.rows[live], step.ends[live], tokens[:, live]
+        requests = [step.requests[index] for index in live.tolist()]
+        if done < step.steps:
+            # Neither the steps that were left out nor a loop chained to this one happened.
+            table.computed[rows] = ends - 1 + done
+            table.total[rows] = ends + done
+        # Of each request: its tokens up to the first that ends it.
+        hits = (table.stop_ids[rows] == taken[:, :, None]).any(axis=2)
+        counts = np.where(hits.any(axis=0), hits.argmax(axis=0) + 1, done) if done else np.zeros(0, np.int64)
+        owner = np.arange(len(rows)).repeat(counts)
+        iteration = np.arange(len(owner)) - (np.cumsum(counts) - counts).repeat(counts)
+        made = taken[iteration, owner]
+        table.tokens_flat[rows[owner] * table.max_model_len + ends[owner] + iteration] = made
+        table.known[rows] = ends + counts
+        finished = self._find_finished(rows, ends + counts, taken[counts - 1, np.arange(len(rows))], requests)
+        for request, reason in finished:
+            self._end(request, reason)
+        return StepEvents(
+            [requests[i] for i in owner.tolist()], made, live[owner], [request for request, _ in finished]
+        )
 
     def _find_finished(
         self, rows: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, requests: Sequence[Request]
@@ -477,12 +541,13 @@ class Scheduler:
         for request in list(self._requests.values()):
             self._end(request, FinishReason.ERROR)
         self._in_flight.clear()
+        self._halted = False
         self.kv.reset()
 
     def check_integrity(self) -> None:
         """Raise InternalError, naming the fault, unless all books agree. Changes nothing; slow, for tests."""
         table = self.table
-        table.check_integrity(len(self._in_flight))
+        table.check_integrity(sum(max(1, step.steps) for step in self._in_flight))
         held = [request for request in table.requests if request is not None]
         self.kv.check_integrity([table.pages_of(request.row) for request in held])
         if sorted(map(id, chain(self._decoding.values(), self._prefilling))) != sorted(map(id, held)):

@@ -160,12 +160,29 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
+STOP_SLOTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLoop:
+    """Up to `steps` decode steps of the same requests in one `StepInput`; docs/adr/0005 says what each of them does.
+
+    `stop_ids` [R, STOP_SLOTS] int32, -1 unused: a worker may stop after an iteration that sampled one of them.
+    `chained`: the loop before this one was not read yet, and if it stopped early, this one does nothing.
+    """
+
+    steps: int
+    chained: bool
+    stop_ids: np.ndarray
+
+
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """One step, padded to `descriptor`. The buffers are never written again after packing.
 
     `processors` is there only for the `processed` sampler, `prompt_targets` ([T], the prompt token that follows each
-    position, -1 where there is none) only if a request of the step wants the log-probabilities of its prompt.
+    position, -1 where there is none) only if a request of the step wants the log-probabilities of its prompt. `loop`
+    makes several steps of one; only a worker with `multi_step` gets that.
     """
 
     step_id: int
@@ -177,6 +194,7 @@ class StepInput:
     processors: np.ndarray | None = None
     logprobs: bool = False
     prompt_targets: np.ndarray | None = None
+    loop: DecodeLoop | None = None
 
     def field(self, name: str) -> np.ndarray:
         """A numpy view of a field of the batch."""
@@ -198,7 +216,10 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What came back: `tokens [R]` by request (meaningless where nothing was sampled), log-probabilities if asked."""
+    """What came back: `tokens [R]` by request (meaningless where nothing was sampled), log-probabilities if asked.
+
+    Of a loop that did m iterations, `tokens [m, R]`.
+    """
 
     step_id: int
     tokens: np.ndarray

@@ -44,7 +44,7 @@ def dummy_parameter(xp: Any, parameter: Parameter, layer: int, seed: int, index:
         return xp.astype(index * 0 + 1, xp.float32)
     digest = hashlib.blake2b(parameter.name.encode(), digest_size=4).digest()
     name = int.from_bytes(digest, "little", signed=True)
-    zero = index * 0
+    zero = index[:1] * 0  # what is the same for all elements is hashed once
     bits = hash_tokens(xp, index, zero + layer, zero + name, zero + seed_word(seed))
     centred = xp.astype((bits >> 7) - (1 << 23), xp.float32)
     return centred * float(np.float32(DUMMY_STD * 3**0.5 / (1 << 23)))

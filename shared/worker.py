@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
@@ -57,6 +57,8 @@ class Worker(Protocol):
     """Runs steps on one device. Calls come in the order load, measure, allocate_kv, warm_up, execute..., close."""
 
     device: DeviceInfo
+    multi_step: bool
+    """Whether steps may be loops (docs/adr/0005)."""
 
     def load(self, progress: Progress) -> None:
         """Read or make the weights. Raises ModelError."""
@@ -84,6 +86,12 @@ class Worker(Protocol):
 
     def logits(self, step: StepInput) -> np.ndarray:
         """Run a step and return its logits at every token, [T, vocab] float32. Slow; for comparing backends."""
+        ...
+
+    def read_pages(self, pages: Sequence[int]) -> np.ndarray:
+        """What pages hold in all layers, [layer page slot 2*kvhead hdim], after the steps that were started. Slow; for
+        comparing backends.
+        """
         ...
 
     def plans(self) -> Plans:
@@ -115,6 +123,12 @@ def backend_module(backend: str, name: str = "worker") -> Any:
         return import_module(f"{package}.{ROOMS[backend]}.{name}")
     except ImportError as error:
         raise BackendUnavailable(f"backend {backend}: {error}") from error
+
+
+def attach_camera(engine: Any, config: Any, folder: str) -> None:
+    """Let an engine keep the steps that its option `capture` names. Raises ConfigError."""
+    # By name: comparing backends is a room above this one, which nothing needs that does not ask for it.
+    import_module(f"{__package__.rpartition('.')[0]}.numerics.live").attach(engine, config, folder)
 
 
 def create_worker(model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> Worker:

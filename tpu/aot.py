@@ -21,12 +21,13 @@ from ..shared.config import EngineConfig, ResolvedConfig, resolve
 from ..shared.errors import ConfigError
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
-from ..shared.worker import Progress, kv_page_bytes, step_temporaries
+from ..shared.worker import Progress, step_temporaries
 from . import compilation, executables
+from .kv_buffer import page_bytes
 from .ladder import bytes_per_device, describe, jobs, program_model
 from .plans import make_plans
 from .platforms import Topology, topology
-from .sharding import local_config, make_mesh
+from .sharding import make_mesh
 
 COLLECTIVE = re.compile(
     r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(?:-start)?\("
@@ -92,7 +93,9 @@ def build(
     start = time.perf_counter()
     mesh = make_mesh(target.devices, config.tensor_parallel_size)
     try:
-        plans = make_plans(model, config)
+        # Kernels ask the abstract mesh which TPU they are chosen for.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            plans = make_plans(model, config)
         tools = program_model(model, config, plans, mesh)
     except OpError as error:
         raise ConfigError(f"op_priority, enable_ops: {error}") from error
@@ -118,7 +121,7 @@ def _fit(
 ) -> AotReport:
     shards, itemsize = config.tensor_parallel_size, jnp.dtype(config.dtype).itemsize
     weights = bytes_per_device(shapes.weights)
-    page = kv_page_bytes(local_config(model, shards), config, itemsize)
+    page = page_bytes(model, config, jnp.dtype(config.kv_cache_dtype))
     leave = step_temporaries(model, config) // shards
     room = int(target.chip.hbm * config.memory_utilization) - weights - bytes_per_device(shapes.tables) - leave
     pages = min(config.max_num_seqs * config.pages_per_request, max(0, room // page))
@@ -178,6 +181,8 @@ def _cost(name: str, compiled: Any, seconds: float, segments: int) -> ProgramCos
     inside, outside = collectives(compiled.as_text() or "")
     if segments:
         inside = Counter({kind: count / segments for kind, count in inside.items()})
+    else:  # no loop over layers: what is called from the entry computation is a part of it
+        inside, outside = Counter(), inside + outside
     return ProgramCost(
         name,
         round(seconds, 2),

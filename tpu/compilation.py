@@ -19,8 +19,15 @@ from . import programs
 from .executables import Reader
 from .ladder import Job
 
-OPTIONS = {"xla_allow_excess_precision": False}
+OPTIONS: dict[str, bool | str] = {"xla_allow_excess_precision": False}
 """A rounding that an op's contract states must happen: XLA may otherwise keep float32 between two ops."""
+
+GRAPHS = {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"  # the last two are ours
+    )
+}
+"""On NVIDIA GPUs: loops belong into the CUDA graphs too, or the host looks after each decode step of a loop."""
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 STACK = 64 << 20
@@ -85,7 +92,8 @@ def compile_one(job: Job, mesh: Mesh, label: str, stored: Reader | None = None) 
     # The abstract mesh tells kernels which TPU they are lowered for, also where there is none.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(function, donate_argnums=job.donate, out_shardings=job.results).lower(*job.arguments)
-    compiled = lowered.compile(compiler_options=OPTIONS)
+    options = OPTIONS | (GRAPHS if mesh.devices.flat[0].platform == "gpu" else {})
+    compiled = lowered.compile(compiler_options=options)
     seconds = time.perf_counter() - start
     return Program(job.name, compiled), report(job.name, compiled, seconds)
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import stat
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,12 @@ from . import ladder
 from .ladder import Job
 
 MANIFEST = "manifest.json"
-SHAPING = (
-    "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "scan_layers",
-    "tensor_parallel_size", "decode_sizes", "mixed_sizes",
-)  # fmt: skip
-"""The options of an engine that change its programs."""
+NOT_SHAPING = {
+    "backend", "load_format", "seed", "num_pages", "kv_cache_memory", "memory_utilization", "enable_prefix_caching",
+    "enable_chunked_prefill", "scheduling_policy", "async_scheduling", "compilation", "op_priority", "enable_ops",
+    "compilation_cache_dir", "aot_folder",
+}  # fmt: skip
+"""The options that change no program, or that something else in the key stands for. Every other one counts."""
 
 
 def key(model: ModelConfig, config: ResolvedConfig, plan_hash: str, mesh: Mesh, num_pages: int) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def key(model: ModelConfig, config: ResolvedConfig, plan_hash: str, mesh: Mesh, 
         "devices": [device.device_kind for device in mesh.devices.flat],
         "places": [list(getattr(device, "coords", ())) for device in mesh.devices.flat],
         "num_pages": num_pages,
-        "config": {name: getattr(config, name) for name in SHAPING},
+        "config": {f.name: getattr(config, f.name) for f in fields(config) if f.name not in NOT_SHAPING},
         "model": hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest(),
     }
 

@@ -19,10 +19,11 @@ from ..ops import Plans
 from ..shared.config import ResolvedConfig
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
-from ..shared.step import SAMPLERS, StepShape, batch_layout, processor_layout, sampling_layout
-from . import programs
+from ..shared.step import SAMPLERS, StepShape, processor_layout
+from . import kv_buffer, programs
 from .binding import bind_on
-from .sharding import CACHE, REPLICATED, on, physical_config, place
+from .sharding import REPLICATED, on, physical_config, place
+from .state import State, diff_layout, state_shapes, update, update_layout
 from .weights import Segments
 
 
@@ -47,6 +48,7 @@ class Shapes(NamedTuple):
     head: Any
     tables: Any
     kv: Any
+    state: Any
     last_tokens: Any
 
 
@@ -59,7 +61,7 @@ def program_model(model: ModelConfig, config: ResolvedConfig, plans: Plans, mesh
     """What the programs of a model are made of."""
     ops = {kind: bind_on(plan, mesh) for kind, plan in plans.by_kind.items()}
     physical = physical_config(model, config.tensor_parallel_size)
-    return programs.Model(physical, ops, step_shape(model, config), config.scan_layers)
+    return programs.Model(physical, ops, step_shape(model, config), config.scan_layers, config.decode_steps)
 
 
 def describe(model: ModelConfig, config: ResolvedConfig, segments: Segments, num_pages: int, mesh: Mesh) -> Shapes:
@@ -81,13 +83,12 @@ def describe(model: ModelConfig, config: ResolvedConfig, segments: Segments, num
     head = "embed" if model.tie_embeddings else "head"
     rotated = decoder.rotary_tables(model, 1)[0].shape[1]
     angles = array((config.max_model_len, rotated), jnp.float32)
-    physical = physical_config(model, shards)
-    kv = (model.num_layers * (num_pages + 1), config.page_size, 2 * physical.num_kv_heads, model.head_dim)
     return Shapes(
         weights,
         {head: weights[head]},
         (angles, angles),
-        array(kv, dtype, CACHE),
+        kv_buffer.buffer(model, config, num_pages, jnp.dtype(config.kv_cache_dtype), mesh),
+        State(*(array(x.shape, x.dtype) for x in state_shapes(step_shape(model, config)))),
         array((config.max_num_seqs + 1,), jnp.int32),
     )
 
@@ -112,21 +113,44 @@ def jobs(model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: 
         return jax.ShapeDtypeStruct(dims, kind, sharding=whole)
 
     width, shape = model.config.hidden_size, model.shape
-    weights, head, tables, kv, last = shapes
+    weights, head, tables, kv, state, last = shapes
+    whole_state = State(whole, whole)
     found: dict[Any, Job] = {}
+
+    def picked(requests: int) -> dict[str, Any]:
+        return {name: array(requests) for name in programs.PICKED}
+
     for d in table:
-        # last_tokens is read here and written by the sampler: only the cache is donated.
-        arguments: tuple[Any, ...] = (weights, tables, kv, last, array(batch_layout(d, shape).size))
+        # last_tokens is read here and written by the sampler: only the cache and the state are donated.
+        arguments: tuple[Any, ...] = (weights, tables, kv, state, last, array(diff_layout(d, shape).size))
         function = partial(programs.backbone, model, d)
-        found[d] = Job(f"backbone_{d.kind}_{d.tokens}", function, (2,), arguments, (kv.sharding, whole, whole))
+        results: Any = (kv.format, whole_state, whole, whole, {name: whole for name in programs.PICKED})
+        found[d] = Job(f"backbone_{d.kind}_{d.tokens}", function, (2, 3), arguments, results)
         if d.kind == "mixed":
             take = partial(programs.take_rows, table.max_requests)
             arguments = (array(d.tokens, width, kind=dtype), array())
             found["take", d.tokens] = Job(f"take_rows_{d.tokens}", take, (), arguments, whole)
+        elif model.decode_steps > 1:
+            arguments = (
+                weights,
+                tables,
+                kv,
+                state,
+                last,
+                array(kind=jnp.bool_),
+                array(diff_layout(d, shape, True).size),
+            )
+            results = (kv.format, whole_state, whole, whole, whole)
+            for variant in programs.LOOP_SAMPLERS:
+                function = partial(programs.loop, model, variant, d)
+                name = f"loop_{variant}_{d.tokens}"
+                found["loop", variant, d.requests] = Job(name, function, (2, 3, 4, 5), arguments, results)
+    arguments = (state, array(update_layout().size))
+    found["update"] = Job("update", partial(update, shape), (0,), arguments, whole_state)
     for requests in sorted({d.requests for d in table}):
-        rows, buffer = array(requests, width, kind=dtype), array(sampling_layout(requests).size)
+        rows = array(requests, width, kind=dtype)
         for variant in SAMPLERS:
-            arguments = (head, last, rows, buffer)
+            arguments = (head, last, state.parameters, rows, picked(requests))
             if variant == "processed":
                 arguments += (array(processor_layout(requests, shape).size),)
             function = partial(programs.sampler, model, variant, requests)

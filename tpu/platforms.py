@@ -21,7 +21,7 @@ GOOGLE = "0x1ae0"
 
 def find_device(device: str) -> DeviceInfo:
     """The JAX device that `device` (auto, cpu, cuda, tpu) names. Raises BackendUnavailable."""
-    found = devices(device)[0]
+    found = next(found for found in devices(device) if found.process_index == jax.process_index())
     platform = "cuda" if found.platform in ("gpu", "cuda") else found.platform
     if platform == "cpu":
         return DeviceInfo(platform, found.device_kind, host_memory())

@@ -13,9 +13,14 @@ import jax.numpy as jnp
 from ..bucketing import Descriptor
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
-from ..shared.step import Sampler, StepShape, batch_layout, processor_layout, sampling_layout
+from ..shared.step import Sampler, StepShape, processor_layout
+from .state import State, diff_layout, sampling_fields, updated
 
 Weights = Mapping[str, Any]
+PICKED = ("rows", "sample_rows", "position")
+"""Fields of a step's difference that a sampler reads, each [R]."""
+LOOP_SAMPLERS: tuple[Sampler, ...] = ("greedy", "filtered")
+"""The samplers that loops are built with. `filtered` does what `random` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +29,14 @@ class Model:
     stacked layers, else they are unrolled.
 
     Weights come as {"embed", "norm", ["head"], "segments": one dict of stacked weights [n, ...] per run of layers that
-    share a window (or per layer, unrolled)}.
+    share a window (or per layer, unrolled)}. `decode_steps`: the most steps that a loop does.
     """
 
     config: ModelConfig
     ops: Mapping[str, Any]
     shape: StepShape
     scan: bool
+    decode_steps: int = 1
 
     @property
     def segments(self) -> list[tuple[int, int, int]]:
@@ -51,13 +57,32 @@ def backbone(
     weights: Weights,
     tables: tuple[jax.Array, jax.Array],
     kv: jax.Array,
+    state: State,
     last_tokens: jax.Array,
     buffer: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(kv, rows to sample [R dim], all hidden states [T dim]). kv is one buffer [L * P, page, 2 kvhead, hdim]."""
-    f = batch_layout(descriptor, model.shape).unpack(buffer, bits_to_float)
+) -> tuple[jax.Array, State, jax.Array, jax.Array, dict[str, jax.Array]]:
+    """(kv, state, rows to sample [R dim], all hidden states [T dim], what the sampler has to know of them).
+
+    kv is one buffer (kv_buffer.py), `buffer` the step's difference (state.py).
+    """
+    f = diff_layout(descriptor, model.shape).unpack(buffer, bits_to_float)
+    state = updated(state, f)
     rows = _fit(f["rows"], descriptor.tokens, model.shape.max_rows)
     ids = jnp.where(f["token_ids"] < 0, last_tokens[rows], f["token_ids"])
+    kv, hidden = _hidden(model, descriptor, weights, tables, kv, ids, f | {"page_table": state.pages[f["rows"]]})
+    return kv, state, hidden[f["sample_index"]], hidden, {name: f[name] for name in PICKED}
+
+
+def _hidden(
+    model: Model,
+    descriptor: Descriptor,
+    weights: Weights,
+    tables: tuple[jax.Array, jax.Array],
+    kv: jax.Array,
+    ids: jax.Array,
+    f: Mapping[str, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """(kv, finished hidden states [T dim]) of tokens `ids` [T]."""
     pages = kv.shape[0] // model.config.num_layers
     batch = decoder.Batch(
         tables[0][f["positions"]],
@@ -78,21 +103,23 @@ def backbone(
         else:
             state, _ = body(state, (jax.tree.map(lambda x: x[0], stacked), first))
     hidden, residual, kv = state
-    hidden = decoder.finish(ops, model.config, weights, hidden, residual)
-    return kv, hidden[f["sample_index"]], hidden
+    return kv, decoder.finish(ops, model.config, weights, hidden, residual)
 
 
 def _layer(
     model: Model, descriptor: Descriptor, batch: decoder.Batch, pages: int, window: int, state: Any, layer: Any
 ) -> tuple[Any, None]:
     weights, index = layer
-    hidden, residual, kv = state
+    hidden, residual, buffer = state
+    # A slot is held as rows of lanes (kv_buffer.py); to the ops it is heads: the same entries in the same order.
+    kv = buffer.reshape(*buffer.shape[:2], -1, model.config.head_dim)
     # Layer l owns the pages [l * P, (l + 1) * P) of the one buffer: no slice of it is ever taken or put back.
     slots = jnp.where(batch.slots < 0, -1, batch.slots + index * pages * kv.shape[1])
     here = batch._replace(page_table=batch.page_table + index * pages, slots=slots)
     ops, query_len = model.ops[descriptor.kind], descriptor.max_query_len
     function = decoder.layer_function(model.config)
-    return function(ops, model.config, weights, hidden, residual, kv, here, window, query_len), None
+    hidden, residual, kv = function(ops, model.config, weights, hidden, residual, kv, here, window, query_len)
+    return (hidden, residual, kv.reshape(buffer.shape)), None
 
 
 def _fit(rows: jax.Array, tokens: int, scratch: int) -> jax.Array:
@@ -107,14 +134,15 @@ def sampler(
     requests: int,
     weights: Weights,
     last_tokens: jax.Array,
-    rows: jax.Array,
-    buffer: jax.Array,
+    parameters: jax.Array,
+    hidden: jax.Array,
+    picked: Mapping[str, jax.Array],
     processors: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(last_tokens, tokens [R]) for finished hidden states `rows` [R dim]."""
+    """(last_tokens, tokens [R]) for finished hidden states [R dim] of the rows `picked`; `parameters` of all rows."""
     ops = model.ops["sample"]
-    f = sampling_layout(requests).unpack(buffer, bits_to_float)
-    logits = decoder.head(ops, weights, rows)
+    f = sampling_fields(parameters, picked["rows"], picked["position"], bits_to_float)
+    logits = decoder.head(ops, weights, hidden)
     if variant == "greedy":
         tokens = ops.greedy_sample(logits)
     else:
@@ -126,7 +154,63 @@ def sampler(
             scores = ops.penalties(logits, **(p | {"history": history}))
         names = ("position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p")
         tokens = ops.sample(logits, scores, *(f[name] for name in names), variant != "random")
-    return last_tokens.at[f["sample_rows"]].set(tokens), tokens
+    return last_tokens.at[picked["sample_rows"]].set(tokens), tokens
+
+
+def loop(
+    model: Model,
+    variant: Sampler,
+    descriptor: Descriptor,
+    weights: Weights,
+    tables: tuple[jax.Array, jax.Array],
+    kv: jax.Array,
+    state: State,
+    last_tokens: jax.Array,
+    halted: jax.Array,
+    buffer: jax.Array,
+) -> tuple[jax.Array, State, jax.Array, jax.Array, jax.Array]:
+    """Decode steps of the same requests until one samples a stop id.
+
+    Returns (kv, state, last_tokens, halted, tokens [N + 1, R]).
+    `halted` says whether the last loop stopped early; a loop chained to it does nothing. The last row of `tokens` holds
+    how many of the others are filled.
+    """
+    f = diff_layout(descriptor, model.shape, True).unpack(buffer, bits_to_float)
+    state = updated(state, f)
+    table, page = state.pages[f["rows"]], kv.shape[1]
+    live = jnp.arange(descriptor.requests, dtype=jnp.int32) < f["counts"][1]
+    steps = jnp.where((f["limits"][1] > 0) & halted, 0, f["limits"][0])
+
+    def going(carry: Any) -> jax.Array:
+        done, stopped = carry[:2]
+        return (done < steps) & ~stopped
+
+    def step(carry: Any) -> Any:
+        k, _, kv, last_tokens, made = carry
+        positions = jnp.where(live, f["positions"] + k, 0)
+        column = jnp.take_along_axis(table, (positions // page)[:, None], axis=1)[:, 0]
+        here = f | {
+            "page_table": table,
+            "positions": positions,
+            "slots": jnp.where(live, column * page + positions % page, -1),
+            "kv_lens": jnp.where(live, f["kv_lens"] + k, 0),
+            "position": f["position"] + k,
+        }
+        # In the first step the batch says which token; later ones follow from the step before.
+        ids = jnp.where((k > 0) | (f["token_ids"] < 0), last_tokens[f["rows"]], f["token_ids"])
+        kv, hidden = _hidden(model, descriptor, weights, tables, kv, ids, here)
+        picked = {name: here[name] for name in PICKED}
+        last_tokens, tokens = sampler(
+            model, variant, descriptor.requests, weights, last_tokens, state.parameters, hidden, picked
+        )
+        stopped = ((f["stop_ids"] == tokens[:, None]).any(1) & live).any()
+        return k + 1, stopped, kv, last_tokens, jax.lax.dynamic_update_index_in_dim(made, tokens, k, 0)
+
+    made = jnp.zeros((model.decode_steps + 1, descriptor.requests), jnp.int32)
+    done, _, kv, last_tokens, made = jax.lax.while_loop(
+        going, step, (jnp.int32(0), jnp.bool_(False), kv, last_tokens, made)
+    )
+    return kv, state, last_tokens, done < f["limits"][0], made.at[-1].set(done)
 
 
 def logprobs(model: Model, weights: Weights, rows: jax.Array, chosen: jax.Array) -> tuple[jax.Array, ...]:

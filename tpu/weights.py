@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -39,25 +41,26 @@ def load_weights(
         check_checkpoint(checkpoint, table, model.num_layers)
     shards = mesh.shape["tp"]
 
-    def make(parameter: Parameter, first: int, last: int) -> jax.Array:
+    def maker(parameter: Parameter) -> Callable[[int, int], jax.Array]:
         placement = place(parameter, model, shards)
         if checkpoint is None:
-            return _dummy(parameter, placement, first, last, seed, dtype, mesh)
-        return _read(checkpoint, parameter, placement, first, last, dtype, mesh)
+            return _dummy(parameter, placement, seed, dtype, mesh)
+        return partial(_read, checkpoint, parameter, placement, dtype, mesh)
 
     weights: dict[str, Any] = {"segments": [{} for _ in segments]}
     for done, parameter in enumerate(table.values()):
+        make = maker(parameter)
         if parameter.layered:
             for (first, last, _), segment in zip(segments, weights["segments"], strict=True):
-                segment[parameter.name] = make(parameter, first, last)
+                segment[parameter.name] = make(first, last)
         else:
-            weights[parameter.name] = make(parameter, 0, 1)
+            weights[parameter.name] = make(0, 1)
         progress("weights", done + 1, len(table))
     return weights
 
 
 def _read(
-    checkpoint: Checkpoint, parameter: Parameter, placement: Placement, first: int, last: int, dtype: Any, mesh: Mesh
+    checkpoint: Checkpoint, parameter: Parameter, placement: Placement, dtype: Any, mesh: Mesh, first: int, last: int
 ) -> jax.Array:
     """One parameter of some layers. The host never holds more of it than one device does."""
     stacked = (last - first,) if parameter.layered else ()
@@ -109,9 +112,12 @@ def _gather(checkpoint: Checkpoint, key: str, axis: int, wanted: np.ndarray, siz
 
 
 def _dummy(
-    parameter: Parameter, placement: Placement, first: int, last: int, seed: int, dtype: Any, mesh: Mesh
-) -> jax.Array:
-    """Random weights, computed where they lie: the same numbers on any number of shards."""
+    parameter: Parameter, placement: Placement, seed: int, dtype: Any, mesh: Mesh
+) -> Callable[[int, int], jax.Array]:
+    """Makes random weights of a range of layers where they lie: the same numbers on any number of shards.
+
+    One program for all ranges of a length: with unrolled layers, for all layers.
+    """
     dims, axis, source = placement.shape, placement.axis, placement.source
 
     def one(layer: jax.Array) -> jax.Array:
@@ -125,9 +131,10 @@ def _dummy(
         values = dummy_parameter(namespace("jax"), parameter, layer, seed, index)
         return jnp.where(real, values, jnp.float32(0)).astype(dtype)
 
-    def stack() -> jax.Array:
+    def stack(first: jax.Array, count: int) -> jax.Array:
         if not parameter.layered:
-            return one(jnp.int32(0))
-        return jax.lax.map(one, jnp.arange(first, last, dtype=jnp.int32))
+            return one(first)
+        return jax.lax.map(one, first + jnp.arange(count, dtype=jnp.int32))
 
-    return jax.jit(stack, out_shardings=on(mesh, placement.spec(parameter.layered)))()
+    program = jax.jit(stack, static_argnames="count", out_shardings=on(mesh, placement.spec(parameter.layered)))
+    return lambda first, last: program(np.int32(first), count=last - first)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,21 +17,34 @@ from ..shared.config import DeviceInfo, ResolvedConfig
 from ..shared.errors import ConfigError, InternalError, OutsideTable
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
-from ..shared.step import SAMPLERS, StepInput, StepOutput, TopLogprobs, batch_layout, sampling_layout
-from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, kv_page_bytes, step_temporaries
+from ..shared.step import (
+    SAMPLERS,
+    STOP_SLOTS,
+    DecodeLoop,
+    StepInput,
+    StepOutput,
+    TopLogprobs,
+    batch_layout,
+    sampling_layout,
+)
+from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, Worker, step_temporaries
 from . import compilation, executables
+from .hosts import on_all_hosts
+from .kv_buffer import page_bytes
 from .ladder import describe, jobs, program_model
 from .plans import make_plans
 from .platforms import devices, find_device
-from .sharding import local_config, make_mesh, on
+from .programs import LOOP_SAMPLERS
+from .sharding import make_mesh, on
+from .state import Mirror, State
 from .weights import load_weights
 
 __all__ = ["JaxWorker", "find_device", "make_plans", "make_worker"]
 
 
-def make_worker(model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> JaxWorker:
-    """A worker on `device` for the model in `folder`."""
-    return JaxWorker(model, config, device, folder)
+def make_worker(model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> Worker:
+    """A worker on `device` for the model in `folder`, on all hosts if there are several."""
+    return on_all_hosts(JaxWorker(model, config, device, folder), config.tensor_parallel_size)
 
 
 @dataclass(slots=True)
@@ -40,6 +53,7 @@ class Handle:
 
     step: StepInput
     tokens: jax.Array
+    """[R], or of a loop [N + 1, R], the last row saying how many of the others there are."""
     top: tuple[jax.Array, ...] | None
     prompt: list[tuple[jax.Array, ...]] | None
 
@@ -51,11 +65,16 @@ class Handle:
             count = self.step.descriptor.tokens
             prompt = TopLogprobs(*(np.concatenate(column)[:count] for column in zip(*parts, strict=True)))
         top = None if self.top is None else TopLogprobs(*(np.asarray(x) for x in self.top))
-        return StepOutput(self.step.step_id, np.asarray(self.tokens), top, prompt)
+        tokens = np.asarray(self.tokens)
+        if self.step.loop is not None:
+            tokens = tokens[: tokens[-1, 0]]
+        return StepOutput(self.step.step_id, tokens, top, prompt)
 
 
 class JaxWorker:
     """Runs steps through XLA executables. See `shared/worker.py` for the contract of each method."""
+
+    multi_step = True
 
     def __init__(self, model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> None:
         self.device = device
@@ -75,6 +94,7 @@ class JaxWorker:
         self._compiled_at_ready: int | None = None
         self._weights: dict[str, Any] = {}
         self._head: dict[str, Any] = {}
+        self._logits = jax.jit(partial(decoder.head, self._model.ops["sample"]))
 
     def load(self, progress: Progress) -> None:
         """Read or make the weights."""
@@ -112,15 +132,17 @@ class JaxWorker:
 
     def page_bytes(self) -> int:
         """Bytes of one page over all layers, on each device."""
-        shard = local_config(self._loaded, self._config.tensor_parallel_size)
-        return kv_page_bytes(shard, self._config, self._dtype.itemsize)
+        return page_bytes(self._loaded, self._config, jnp.dtype(self._config.kv_cache_dtype))
 
     def allocate_kv(self, num_pages: int) -> None:
         """Allocate the one KV buffer of all layers."""
         self._shapes = describe(self._loaded, self._config, self._model.segments, num_pages, self._mesh)
         self._num_pages = num_pages
+        self._mirror = Mirror(self._model.shape)
+        self._state = State(*(self._put(np.zeros(x.shape, x.dtype)) for x in self._shapes.state))
+        self._halted = self._put(np.zeros((), np.bool_))
         kv = self._shapes.kv
-        self._kv = jax.jit(lambda: jnp.zeros(kv.shape, kv.dtype), out_shardings=kv.sharding)()
+        self._kv = jax.jit(lambda: jnp.zeros(kv.shape, kv.dtype), out_shardings=kv.format)()
 
     def warm_up(self, table: Table, progress: Progress) -> list[ProgramReport]:
         """Compile every program in a thread pool."""
@@ -131,6 +153,7 @@ class JaxWorker:
         for key, program, report in built:
             self._programs[key] = program
             reports.append(report)
+        self._state = self._program("update")(self._state, self._mirror.nothing())
         for descriptor in table:
             self._run_once(descriptor)
         self._compiled_at_ready = compilation.compilations()
@@ -157,13 +180,18 @@ class JaxWorker:
         sampling_layout(descriptor.requests).view(sampling, "sample_rows")[:] = shape.max_rows
         for variant in SAMPLERS[:3]:
             self.execute(StepInput(0, descriptor, shape, variant, batch, sampling, logprobs=True)).result()
+        if self._model.decode_steps > 1 and descriptor.kind == "decode":
+            loop = DecodeLoop(1, False, np.full((descriptor.requests, STOP_SLOTS), -1, np.int32))
+            for variant in LOOP_SAMPLERS:
+                self.execute(StepInput(0, descriptor, shape, variant, batch, sampling, loop=loop)).result()
 
     def execute(self, step: StepInput) -> Handle:
         """Start a step."""
         d = step.descriptor
-        kv, rows, hidden = self._program(d)(self._weights, self._tables, self._kv, self._last_tokens, step.batch)
-        self._kv = kv
-        arguments = (self._head, self._last_tokens, rows, step.sampling)
+        if step.loop is not None:
+            return self._execute_loop(step)
+        rows, hidden, picked = self._backbone(step)
+        arguments = (self._head, self._last_tokens, self._state.parameters, rows, picked)
         if step.processors is not None:
             arguments += (step.processors,)
         self._last_tokens, tokens = self._program((step.sampler, d.requests))(*arguments)
@@ -176,11 +204,40 @@ class JaxWorker:
             prompt = self._prompt_logprobs(step.prompt_targets, hidden)
         return Handle(step, tokens, top, prompt)
 
+    def _backbone(self, step: StepInput) -> tuple[Any, ...]:
+        """(rows to sample, all hidden states, what the sampler has to know of them)."""
+        buffer = self._difference(step)
+        arguments = (self._weights, self._tables, self._kv, self._state, self._last_tokens, buffer)
+        self._kv, self._state, *rest = self._program(step.descriptor)(*arguments)
+        return tuple(rest)
+
+    def _difference(self, step: StepInput) -> np.ndarray:
+        """What the step sends; what is too much for one buffer is sent before."""
+        spilled, buffer = self._mirror.pack(step)
+        for part in spilled:
+            self._state = self._program("update")(self._state, part)
+        return buffer
+
+    def _execute_loop(self, step: StepInput) -> Handle:
+        variant = "greedy" if step.sampler == "greedy" else "filtered"
+        program = self._program(("loop", variant, step.descriptor.requests))
+        buffer = self._difference(step)
+        arguments = (self._weights, self._tables, self._kv, self._state, self._last_tokens, self._halted, buffer)
+        self._kv, self._state, self._last_tokens, self._halted, tokens = program(*arguments)
+        tokens.copy_to_host_async()
+        return Handle(step, tokens, None, None)
+
     def logits(self, step: StepInput) -> np.ndarray:
         """Run a step and return its logits at every token: [T, vocab] float32. Compiles; for comparisons only."""
-        program = self._program(step.descriptor)
-        self._kv, _, hidden = program(self._weights, self._tables, self._kv, self._last_tokens, step.batch)
-        return np.asarray(jax.jit(partial(decoder.head, self._model.ops["sample"]))(self._head, hidden))
+        _, hidden, _ = self._backbone(step)
+        return np.asarray(self._logits(self._head, hidden))
+
+    def read_pages(self, pages: Sequence[int]) -> np.ndarray:
+        """What pages hold in all layers; waits for the steps in flight, and compiles. One shard only."""
+        c = self._loaded
+        index = np.arange(c.num_layers)[:, None] * (self._num_pages + 1) + np.asarray(pages)
+        shape = (*index.shape, self._config.page_size, 2 * c.num_kv_heads, c.head_dim)
+        return np.asarray(self._kv[index.reshape(-1)]).reshape(shape)
 
     def _prompt_logprobs(self, targets: np.ndarray, hidden: jax.Array) -> list[tuple[jax.Array, ...]]:
         size = self._model.shape.max_rows
@@ -210,5 +267,5 @@ class JaxWorker:
         """Drop weights, cache and programs."""
         self._programs.clear()
         self._weights = self._head = {}
-        self._kv = self._last_tokens = None
+        self._kv = self._state = self._last_tokens = self._halted = None
         self._tables = None

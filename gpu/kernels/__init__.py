@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.util import find_spec
 
+from ...ops.declare import REGISTRY
+
 PROVIDER = "triton"
 PREFERRED: tuple[str, ...] = ()
 """The ops whose kernels plans for a CUDA device try first."""
@@ -16,16 +18,20 @@ if find_spec("triton") is not None:
         from .interpreter import repair
 
         repair()
-    from . import attention, cache, gemv, rows  # noqa: F401
+    from . import attention, cache, gemv, rows, sampling  # noqa: F401
 
     PREFERRED = (
         *("paged_attention", "norm_rope_write_kv", "write_kv", "rms_norm", "fused_add_rms_norm", "silu_and_mul"),
-        *("linear", "logits", "greedy_sample"),
+        *("linear", "logits", "gated_mlp", "greedy_sample", "quantize_logits", "penalties", "sample"),
     )
 
 
 def preferred(priorities: Mapping[str, tuple[str, ...]], platform: str) -> Mapping[str, tuple[str, ...]]:
-    """The user's priorities and, for a CUDA device, the kernels after them."""
+    """The user's priorities and, for a CUDA device, the kernels after them.
+
+    Not that of a coarse op one of whose finer ops the user has chosen: it would not run.
+    """
     if platform != "cuda":
         return priorities
-    return {**priorities, **{op: (*priorities.get(op, ()), PROVIDER) for op in PREFERRED}}
+    ours = [op for op in PREFERRED if not priorities.keys() & set(REGISTRY[op].composition)]
+    return {**priorities, **{op: (*priorities.get(op, ()), PROVIDER) for op in ours}}

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...ops.declare import Array, OpError
 from ...ops.implement import implement
 from .decode_kernel import decode_kernel
-from .launch import COUNTERS, FLOATS, config, counters, dtype_name, power_of_2, processors, supported
-from .prefill_kernel import prefill_kernel
+from .launch import (
+    COUNTERS,
+    FLOATS,
+    config,
+    copy_engine,
+    counters,
+    dtype_name,
+    overlap,
+    power_of_2,
+    processors,
+    supported,
+)
+from .prefill_kernel import gather_kernel, prefill_kernel
 
 MAX_HEAD_SIZE = 256
 MAX_GROUP = 32
@@ -58,8 +70,8 @@ def paged_attention(
         raise OpError(f"paged_attention: kv of shape {tuple(kv.shape)} must be contiguous")
     if q.stride(2) != 1:
         q = q.contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     numbers = float(scale * k_scale), float(soft_cap), float(v_scale)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tensors = q, kv, page_table, query_start, kv_lens, counts, out
     mixed = max_query_len > 1
     _decode(*tensors, *numbers, window, mixed)
@@ -98,15 +110,16 @@ def _decode(
     block_g = power_of_2(shape["GROUP"], 16)
     sums = marks = arrived = out
     if parts > 1:
-        each = tokens * shape["HEADS"] * parts * block_g
+        each = tokens * q.shape[1] * parts
         sums = torch.empty(each * shape["BLOCK_D"], dtype=torch.float32, device=q.device)
         marks = torch.empty(each * 2, dtype=torch.float32, device=q.device)
         arrived = counters(q.device)
     decode_kernel[(tokens, shape["HEADS"], parts)](
         q, kv, page_table, kv_lens, counts, out, sums, marks, arrived, scale, soft_cap, v_scale,
         q.stride(0), q.stride(1), page_table.stride(0), parts, kv_lens.shape[0],
-        MIXED=mixed, SPLIT=parts > 1, WINDOW=window, CAPPED=soft_cap > 0, CHUNK=setting["chunk"],
-        BLOCK_G=block_g, BLOCK_N=setting["block_n"], STAGES=setting["stages"], num_warps=setting["warps"], **shape,
+        MIXED=mixed, WINDOW=window, CAPPED=soft_cap > 0, CHUNK=setting["chunk"], BLOCK_G=block_g,
+        BLOCK_N=setting["block_n"], STAGES=setting["stages"], SPLIT=parts > 1, num_warps=setting["warps"],
+        **shape, **overlap(),
     )  # fmt: skip
 
 
@@ -114,15 +127,29 @@ def _prefill(
     q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor, kv_lens: torch.Tensor,
     counts: torch.Tensor, out: torch.Tensor, scale: float, soft_cap: float, v_scale: float, window: int,
 ) -> None:  # fmt: skip
-    setting, shape = config("prefill", dtype_name(q)), _shape(q, kv)
+    shape, tokens, requests = _shape(q, kv), q.shape[0], kv_lens.shape[0]
+    block_r = power_of_2(requests + 1)
+    setting = config("prefill", dtype_name(q))
+    # The copy engine takes whole heads, and what is gathered has to pay for a launch.
+    gathers = kv.dtype == q.dtype and q.itemsize == 2 and window <= 0 and shape["SIZE"] == shape["BLOCK_D"] >= 64
+    gathers = gathers and tokens >= setting["gather"] and copy_engine()
+    own = own_blocks = kv
+    if gathers:
+        setting = config("prefill_own")
+        width = kv.shape[2] * kv.shape[3]
+        own = torch.empty((tokens, width), dtype=kv.dtype, device=kv.device)
+        own_blocks = TensorDescriptor.from_tensor(own, [setting["block_n"], shape["SIZE"]])
+        gather_kernel[(triton.cdiv(tokens, setting["gather_t"]), triton.cdiv(width, setting["gather_w"]))](
+            kv, page_table, query_start, kv_lens, counts, own, requests, page_table.stride(0), WIDTH=width,
+            PAGE=shape["PAGE"], BLOCK_T=setting["gather_t"], BLOCK_R=block_r, BLOCK_W=setting["gather_w"], **overlap(),
+        )  # fmt: skip
     # Small blocks where large ones would not fill the GPU.
-    many = q.shape[0] * q.shape[1] // setting["block_m"] >= setting["blocks"]
+    many = tokens * q.shape[1] // setting["block_m"] >= setting["blocks"]
     block_m = max(setting["block_m" if many else "few_m"], power_of_2(shape["GROUP"]))
-    block_q = block_m // shape["GROUP"]
-    blocks = triton.cdiv(q.shape[0], block_q) + kv_lens.shape[0]
+    blocks = triton.cdiv(tokens, block_m // shape["GROUP"]) + requests
     prefill_kernel[(shape["HEADS"], blocks)](
-        q, kv, page_table, query_start, kv_lens, counts, out, scale, soft_cap, v_scale, q.shape[0],
-        q.stride(0), q.stride(1), page_table.stride(0),
-        WINDOW=window, CAPPED=soft_cap > 0, BLOCK_M=block_m, BLOCK_N=setting["block_n"], STAGES=setting["stages"],
-        num_warps=setting["warps"], **shape,
+        q, kv, own, own_blocks, page_table, query_start, kv_lens, counts, out, scale, soft_cap, v_scale, tokens,
+        requests, q.stride(0), q.stride(1), page_table.stride(0),
+        WINDOW=window, CAPPED=soft_cap > 0, OWN=gathers, BLOCK_M=block_m, BLOCK_N=setting["block_n"], BLOCK_R=block_r,
+        STAGES=setting["stages"], num_warps=setting["warps"], **shape, **overlap(),
     )  # fmt: skip

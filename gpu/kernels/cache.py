@@ -9,7 +9,7 @@ import triton
 from ...ops.declare import Array, OpError
 from ...ops.implement import implement
 from .cache_kernels import norm_rope_write_kernel, write_kernel
-from .launch import FLOATS, config, dtype_name, power_of_2, supported
+from .launch import FLOATS, config, dtype_name, overlap, power_of_2, supported
 
 KINDS = {"int8": "int8", "float8_e4m3fn": "fp8"}
 """What the kernels call a cache that is narrower than the model's dtype."""
@@ -32,7 +32,7 @@ def write_kv(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, 
     write_kernel[(k.shape[0], triton.cdiv(heads, block))](
         kv, k, v, slots, _inverse(k_scale), _inverse(v_scale), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         HEADS=heads, SIZE=size, KIND=KINDS.get(dtype_name(kv), ""), BLOCK_H=block, BLOCK_D=power_of_2(size),
-        num_warps=setting["warps"],
+        num_warps=setting["warps"], **overlap(),
     )  # fmt: skip
     return kv
 
@@ -83,7 +83,7 @@ def norm_rope_write_kv(
         eps, _inverse(k_scale), _inverse(v_scale), qkv.stride(0), cos.stride(0), sin.stride(0),
         HAS_Q=q_weight is not None, HAS_K=k_weight is not None, HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=half,
         KIND=KINDS.get(dtype_name(kv), ""), BLOCK_H=setting["block_h"], BLOCK_R=power_of_2(half),
-        BLOCK_REST=power_of_2(max(1, size - 2 * half)), num_warps=setting["warps"],
+        BLOCK_REST=power_of_2(max(1, size - 2 * half)), num_warps=setting["warps"], **overlap(),
     )  # fmt: skip
     return q, kv
 

@@ -4,14 +4,17 @@ import triton
 import triton.language as tl
 
 from .arithmetic import stored
+from .overlap import wait
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def write_kernel(
     kv, k, v, slots, k_inverse, v_inverse, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
     HEADS: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (token, block of KV heads). Tokens with slot -1 write nothing."""
+    wait(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + t)
     if slot < 0:
@@ -68,6 +71,7 @@ def norm_rope_write_kernel(
     qkv, kv, q_weight, k_weight, cos, sin, slots, q, eps, k_inverse, v_inverse, qkv_stride, cos_stride, sin_stride,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
     HALF: tl.constexpr, KIND: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (token, block of heads of q, k and v). HALF of the rotated entries are in each half, then the rest."""
     dtype: tl.constexpr = qkv.dtype.element_ty
@@ -75,25 +79,26 @@ def norm_rope_write_kernel(
     head, r = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_R)
     real, is_q, is_k = head < HEADS + 2 * KV_HEADS, head < HEADS, (head >= HEADS) & (head < HEADS + KV_HEADS)
     normed = (is_q & HAS_Q) | (is_k & HAS_K)
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    first_weight = _weights(q_weight, k_weight, is_q, r, r < HALF, HAS_Q, HAS_K)
+    second_weight = _weights(q_weight + HALF, k_weight + HALF, is_q, r, r < HALF, HAS_Q, HAS_K)
+    rest_weight = _weights(q_weight, k_weight, is_q, rest, rest < SIZE, HAS_Q, HAS_K)
+    wait(OVERLAP)
     slot = tl.load(slots + t)
-    mask = real[:, None] & (r < HALF)[None, :]
+    mask, rest_mask = real[:, None] & (r < HALF)[None, :], real[:, None] & (rest < SIZE)[None, :]
     source = qkv + t * qkv_stride + head[:, None] * SIZE
     a = tl.load(source + r[None, :], mask=mask, other=0.0).to(tl.float32)
     b = tl.load(source + HALF + r[None, :], mask=mask, other=0.0).to(tl.float32)
-    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-    rest_mask = real[:, None] & (rest < SIZE)[None, :]
     c = tl.zeros([BLOCK_H, BLOCK_REST], tl.float32)
     if 2 * HALF < SIZE:
         c = tl.load(source + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
     if HAS_Q or HAS_K:
         square = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)
         scale = tl.rsqrt(square / SIZE + eps)
-        a = _normed(a, _weights(q_weight, k_weight, is_q, r, r < HALF, HAS_Q, HAS_K), scale, normed, dtype)
-        b = _normed(
-            b, _weights(q_weight + HALF, k_weight + HALF, is_q, r, r < HALF, HAS_Q, HAS_K), scale, normed, dtype
-        )
+        a = _normed(a, first_weight, scale, normed, dtype)
+        b = _normed(b, second_weight, scale, normed, dtype)
         if 2 * HALF < SIZE:
-            c = _normed(c, _weights(q_weight, k_weight, is_q, rest, rest < SIZE, HAS_Q, HAS_K), scale, normed, dtype)
+            c = _normed(c, rest_weight, scale, normed, dtype)
     turned = (is_q | is_k)[:, None]
     x = tl.load(cos + t * cos_stride + r, mask=r < HALF, other=0.0)[None, :]
     y = tl.load(sin + t * sin_stride + r, mask=r < HALF, other=0.0)[None, :]

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .arithmetic import LOG2_E, dot, squash
+from .overlap import wait
 
 
 @triton.jit
@@ -42,21 +43,37 @@ def _attend(
 
 
 @triton.jit
-def _merge(sums, marks, parts, g, d, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The sums of all programs, added up in order; `sums` [split BLOCK_G BLOCK_D], `marks` [split 2 BLOCK_G]."""
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    for part in range(parts):
-        other = tl.load(marks + part * 2 * BLOCK_G + g, cache_modifier=".cg")
-        other_total = tl.load(marks + (part * 2 + 1) * BLOCK_G + g, cache_modifier=".cg")
-        other_acc = tl.load(sums + part * BLOCK_G * BLOCK_D + g[:, None] * BLOCK_D + d[None, :], cache_modifier=".cg")
-        best = tl.maximum(top, other)
-        mine, its = tl.exp2(top - best), tl.exp2(other - best)
-        acc = acc * mine[:, None] + other_acc * its[:, None]
-        total = total * mine + other_total * its
-        top = best
-    return acc, total
+def _merge(
+    sums, marks, out, parts, v_scale, GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write the mean of all parts, added up in their order: `sums` [part GROUP BLOCK_D], `marks` [part 2 GROUP].
+
+    The loads of PARTS parts of ROWS heads are in flight at once.
+    """
+    d, row = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
+    for first in tl.static_range(0, GROUP, ROWS):
+        g = first + row
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for start in range(0, parts, PARTS):
+            p = start + tl.arange(0, PARTS)
+            real = (p < parts)[:, None] & (g < GROUP)[None, :]
+            mark = marks + p[:, None] * (2 * GROUP) + g[None, :]
+            tops = tl.load(mark, mask=real, other=float("-inf"), cache_modifier=".cg")
+            totals = tl.load(mark + GROUP, mask=real, other=0.0, cache_modifier=".cg")
+            place = sums + (p[:, None] * GROUP + g[None, :])[:, :, None] * BLOCK_D + d[None, None, :]
+            each = tl.load(place, mask=real[:, :, None], other=0.0, cache_modifier=".cg")
+            best = tl.maximum(top, tl.max(tops, 0))
+            base = tl.where(best == float("-inf"), 0.0, best)  # heads beyond the group have no maximum
+            share, shrink = tl.exp2(tops - base[None, :]), tl.exp2(top - base)
+            acc = acc * shrink[:, None] + tl.sum(each * share[:, :, None], 0)
+            total = total * shrink + tl.sum(totals * share, 0)
+            top = best
+        mask = (g < GROUP)[:, None] & (d < SIZE)[None, :]
+        mean = acc / total[:, None] * v_scale
+        tl.store(out + g[:, None] * SIZE + d[None, :], mean.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
@@ -65,9 +82,10 @@ def _merge(sums, marks, parts, g, d, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexp
 def decode_kernel(
     q, kv, page_table, kv_lens, counts, out, sums, marks, arrived, scale, soft_cap, v_scale,
     q_token_stride, q_head_stride, table_stride, splits, requests,
-    MIXED: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    MIXED: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (token, KV head, split). In a mixed step only the first counts[0] tokens are taken, else counts[1]."""
     t, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -75,6 +93,7 @@ def decode_kernel(
     head = h * GROUP + g
     rows = (g < GROUP)[:, None] & (d < SIZE)[None, :]
     result = out + t.to(tl.int64) * (HEADS * GROUP * SIZE) + head[:, None] * SIZE + d[None, :]
+    wait(OVERLAP)
     # All that the first loads need is known at once: none of them waits for another.
     live = tl.load(counts + (0 if MIXED else 1))
     length = tl.load(kv_lens + tl.minimum(t, requests - 1))
@@ -106,13 +125,13 @@ def decode_kernel(
         tl.store(result, (acc / total[:, None] * v_scale).to(out.dtype.element_ty), mask=rows)
     else:
         own = t * HEADS + h
-        sums += own.to(tl.int64) * (splits * BLOCK_G * BLOCK_D)
-        marks += own * (splits * 2 * BLOCK_G)
-        tl.store(sums + split * BLOCK_G * BLOCK_D + g[:, None] * BLOCK_D + d[None, :], acc)
-        tl.store(marks + split * 2 * BLOCK_G + g, top)
-        tl.store(marks + (split * 2 + 1) * BLOCK_G + g, total)
+        sums += own.to(tl.int64) * (splits * GROUP * BLOCK_D)
+        marks += own * (splits * 2 * GROUP)
+        tl.store(sums + (split * GROUP + g[:, None]) * BLOCK_D + d[None, :], acc, mask=(g < GROUP)[:, None])
+        tl.store(marks + split * 2 * GROUP + g, top, mask=g < GROUP)
+        tl.store(marks + (split * 2 + 1) * GROUP + g, total, mask=g < GROUP)
         tl.debug_barrier()  # all threads have written before one of them says so
         if tl.atomic_add(arrived + own, 1, sem="acq_rel") == parts - 1:
             tl.store(arrived + own, 0)
-            acc, total = _merge(sums, marks, parts, g, d, BLOCK_G, BLOCK_D)
-            tl.store(result, (acc / total[:, None] * v_scale).to(out.dtype.element_ty), mask=rows)
+            out += (t.to(tl.int64) * HEADS + h) * (GROUP * SIZE)
+            _merge(sums, marks, out, parts, v_scale, GROUP, SIZE, 4 if GROUP > 2 else GROUP, 16, BLOCK_D)

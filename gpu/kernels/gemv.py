@@ -1,4 +1,4 @@
-"""linear and logits: kernels for a few rows, whose time is that of reading the weight, and cuBLAS for all others.
+"""linear, logits, gated_mlp: kernels for a few rows, whose time is that of reading the weight, else cuBLAS.
 
 Which rows go where is fixed by shapes: `configs.json` says up to how many rows each kernel was faster.
 """
@@ -12,7 +12,8 @@ import triton
 from ...ops.declare import Array
 from ...ops.implement import implement
 from .gemv_kernels import gemv_kernel, skinny_kernel
-from .launch import COUNTERS, config, counters, dtype_name, power_of_2, processors, supported
+from .launch import COUNTERS, config, counters, dtype_name, overlap, power_of_2, processors, supported
+from .rows import silu_and_mul
 
 HALVES = ("bfloat16", "float16")
 MAX_ROWS = 16
@@ -49,6 +50,22 @@ def logits(x: Array, weight: Array) -> Array:
     return _product(x, weight) if few is None else few
 
 
+def _takes_mlp(x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None) -> bool:
+    return _takes_linear(x, gate_up, gate_up_bias) and _takes_linear(x, down, down_bias)
+
+
+@implement(
+    "gated_mlp", provider="triton", framework="torch", supported=supported, supports_args=_takes_mlp, opaque=True
+)
+def gated_mlp(x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None) -> Array:
+    """See the op. For one or two rows gate and up are not rounded; else it is the composition of the ops here."""
+    if 0 < x.shape[0] <= _limits(gate_up)[0]:
+        y = _gemv(x, gate_up, gate_up_bias, x.dtype, gated=True)
+    else:
+        y = silu_and_mul(linear(x, gate_up, gate_up_bias))
+    return linear(y, down, down_bias)
+
+
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The product in float32, not rounded."""
     if not x.is_cuda:
@@ -56,25 +73,48 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
+def _limits(weight: torch.Tensor) -> tuple[int, int]:
+    """Up to how many rows `gemv_kernel` is faster, and up to how many `skinny_kernel`."""
+    n, k = weight.shape
+    limit = config("linear", f"{n}x{k}")
+    return min(2, limit["gemv_rows"]), min(MAX_ROWS, limit["skinny_rows"])
+
+
 def _few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """The product by a kernel, or None for more rows than they are good for."""
+    few, several = _limits(weight)
+    if 0 < x.shape[0] <= few:
+        return _gemv(x, weight, bias, dtype)
+    if 0 < x.shape[0] <= several:
+        return _skinny(x, weight, bias, dtype)
+    return None
+
+
+def _gemv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
+) -> torch.Tensor:
+    """The product; `gated` by silu, weight and bias being those of gate and up."""
     rows, (n, k) = x.shape[0], weight.shape
-    limit = config("linear", f"{n}x{k}")
-    if rows > min(MAX_ROWS, limit["skinny_rows"]) or rows == 0:
-        return None
+    setting = config("gemv")
+    x, weight = (y if y.stride(1) == 1 else y.contiguous() for y in (x, weight))
+    n = n // 2 if gated else n
+    out = torch.empty((rows, n), dtype=dtype, device=x.device)
+    sums = 2 * rows if gated else rows
+    block_n = block_rows(n, max(2, setting["entries"] // k) // sums, setting["programs"] * processors())
+    block_k = block_columns(k, min(setting["block_k"], setting["entries"] // (block_n * sums)))
+    gemv_kernel[(triton.cdiv(n, block_n),)](
+        x, weight, out if bias is None else bias.contiguous(), out, x.stride(0), weight.stride(0),
+        N=n, K=k, ROWS=rows, HAS_BIAS=bias is not None, GATED=gated, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip
+    return out
+
+
+def _skinny(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    rows, (n, k) = x.shape[0], weight.shape
+    setting = config("skinny")
     x, weight = (y if y.stride(1) == 1 else y.contiguous() for y in (x, weight))
     out = torch.empty((rows, n), dtype=dtype, device=x.device)
-    given = x, weight, out if bias is None else bias.contiguous(), out
-    if rows <= min(2, limit["gemv_rows"]):
-        setting = config("gemv")
-        block_k = min(setting["block_k"], power_of_2(k))
-        block_n = block_rows(n, setting["entries"] // block_k // rows, setting["programs"] * processors())
-        gemv_kernel[(triton.cdiv(n, block_n),)](
-            *given, x.stride(0), weight.stride(0), N=n, K=k, ROWS=rows, HAS_BIAS=bias is not None, BLOCK_N=block_n,
-            BLOCK_K=block_k, num_warps=setting["warps"],
-        )  # fmt: skip
-        return out
-    setting = config("skinny")
     block_n, block_k = setting["block_n"], setting["block_k"]
     blocks = triton.cdiv(n, block_n)
     parts = max(1, min(setting["programs"] * processors() // blocks, triton.cdiv(k, block_k * setting["steps"])))
@@ -86,12 +126,22 @@ def _few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype
         arrived = counters(x.device)
     else:
         part = triton.cdiv(k, block_k) * block_k
+    # Measured: what comes up behind it slows the reading of a large weight by more than it gains.
+    overlapping = overlap(early=True) if n * k <= setting["overlap"] else {"OVERLAP": 0}
     skinny_kernel[(blocks, parts)](
-        *given, sums, arrived, x.stride(0), weight.stride(0), rows, N=n, K=k, HAS_BIAS=bias is not None,
-        PARTS=parts, PART=part, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=setting["stages"],
-        num_warps=setting["warps"],
+        x, weight, out if bias is None else bias.contiguous(), out, sums, arrived, x.stride(0), weight.stride(0), rows,
+        N=n, K=k, HAS_BIAS=bias is not None, PARTS=parts, PART=part, BLOCK_N=block_n, BLOCK_K=block_k,
+        STAGES=setting["stages"], num_warps=setting["warps"], **overlapping,
     )  # fmt: skip
     return out
+
+
+def block_columns(k: int, most: int) -> int:
+    """Entries of k that a program takes at a time: at most `most`, fewer if those divide k."""
+    block = min(power_of_2(k), 1 << (most.bit_length() - 1))
+    while k % block and block > 1024:
+        block //= 2
+    return block
 
 
 def block_rows(n: int, most: int, programs: int) -> int:

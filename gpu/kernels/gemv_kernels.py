@@ -1,68 +1,94 @@
 """Products of few rows with a weight matrix [n k], bound by the time that its bytes take.
 
 Two shapes of program, each for one block of the n results. `gemv_kernel`: multiply and add in float32, for one or two
-rows; the loads of a whole block of k are in flight at once. `skinny_kernel`: the tensor cores, up to 16 rows; k may be
-split among programs, the last of which to arrive adds the parts in their order.
+rows; the first weights are read before the inputs are there, the next block of k while one is multiplied, and they
+leave the L2 to what is read again. `skinny_kernel`: the tensor cores, up to 16 rows; k may be split among programs, the
+last of which to arrive adds the parts in their order.
 """
 
 import triton
 import triton.language as tl
 
-from .arithmetic import dot
+from .arithmetic import dot, gated
+from .overlap import wait
+
+
+@triton.jit
+def _block(weight, n, at, stride, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr):
+    """A block of the weight: rows n, columns at."""
+    place = weight + n.to(tl.int64)[:, None] * stride + at[None, :]
+    if EVEN:
+        return tl.load(place, eviction_policy="evict_first")
+    else:
+        return tl.load(place, mask=(n < N)[:, None] & (at < K)[None, :], other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
 def gemv_kernel(
     x, weight, bias, out, x_stride, weight_stride, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (block of results). ROWS is 1 or 2."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    first = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    second = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        at = start + k
-        if K % BLOCK_K == 0 and N % BLOCK_N == 0:
-            w = tl.load(weight + n.to(tl.int64)[:, None] * weight_stride + at[None, :]).to(tl.float32)
-        else:
-            mask = (n < N)[:, None] & (at < K)[None, :]
-            w = tl.load(weight + n.to(tl.int64)[:, None] * weight_stride + at[None, :], mask=mask, other=0.0)
-            w = w.to(tl.float32)
-        first += w * tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)[None, :]
-        if ROWS > 1:
-            second += w * tl.load(x + x_stride + at, mask=at < K, other=0.0).to(tl.float32)[None, :]
-    added = tl.zeros([BLOCK_N], tl.float32)
+    """Grid (block of results). ROWS is 1 or 2. GATED: silu(result n) * result N + n, of a weight [2N k]."""
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    even: tl.constexpr = (K % BLOCK_K == 0) & (N % BLOCK_N == 0)
+    up = weight + tl.cast(weight_stride, tl.int64) * N if GATED else weight
+    added, added_up = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
     if HAS_BIAS:
         added = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out + n, (tl.sum(first, 1) + added).to(out.dtype.element_ty), mask=n < N)
+        if GATED:
+            added_up = tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)
+    w = _block(weight, n, k, weight_stride, N, K, even)
+    u = _block(up, n, k, weight_stride, N, K, even) if GATED else w
+    wait(OVERLAP)
+    a, b = tl.zeros([BLOCK_N, BLOCK_K], tl.float32), tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    c, d = tl.zeros([BLOCK_N, BLOCK_K], tl.float32), tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        at = start + k
+        now, now_up = w.to(tl.float32), u.to(tl.float32)
+        if start + BLOCK_K < K:
+            w = _block(weight, n, at + BLOCK_K, weight_stride, N, K, even)
+            u = _block(up, n, at + BLOCK_K, weight_stride, N, K, even) if GATED else w
+        y = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)[None, :]
+        a += now * y
+        if GATED:
+            c += now_up * y
+        if ROWS > 1:
+            y = tl.load(x + x_stride + at, mask=at < K, other=0.0).to(tl.float32)[None, :]
+            b += now * y
+            if GATED:
+                d += now_up * y
+    _put(out + n, n < N, tl.sum(a, 1) + added, tl.sum(c, 1) + added_up, GATED)
     if ROWS > 1:
-        tl.store(out + N + n, (tl.sum(second, 1) + added).to(out.dtype.element_ty), mask=n < N)
+        _put(out + N + n, n < N, tl.sum(b, 1) + added, tl.sum(d, 1) + added_up, GATED)
+
+
+@triton.jit
+def _put(place, mask, y, up, GATED: tl.constexpr):
+    if GATED:
+        y = gated(y, up)
+    tl.store(place, y.to(place.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def skinny_kernel(
     x, weight, bias, out, sums, arrived, x_stride, weight_stride, rows, N: tl.constexpr, K: tl.constexpr,
     HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of results, part of k). PART is a multiple of BLOCK_K."""
     block, part = tl.program_id(0), tl.program_id(1)
     m, n, k = tl.arange(0, 16), block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    even: tl.constexpr = (K % BLOCK_K == 0) & (N % BLOCK_N == 0)
     acc = tl.zeros([16, BLOCK_N], tl.float32)
-    for start in tl.range(part * PART, min(part * PART + PART, K), BLOCK_K, num_stages=STAGES):
-        at = start + k
-        a = tl.load(x + m[:, None] * x_stride + at[None, :], mask=(m < rows)[:, None] & (at < K)[None, :], other=0.0)
-        if K % BLOCK_K == 0 and N % BLOCK_N == 0:
-            w = tl.load(weight + n.to(tl.int64)[:, None] * weight_stride + at[None, :])
-        else:
-            mask = (n < N)[:, None] & (at < K)[None, :]
-            w = tl.load(weight + n.to(tl.int64)[:, None] * weight_stride + at[None, :], mask=mask, other=0.0)
-        acc = dot(a, tl.trans(w), acc)
-    real = (m < rows)[:, None] & (n < N)[None, :]
     added = tl.zeros([BLOCK_N], tl.float32)
     if HAS_BIAS:
         added = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    wait(OVERLAP)
+    for start in tl.range(part * PART, min(part * PART + PART, K), BLOCK_K, num_stages=STAGES):
+        at = start + k
+        a = tl.load(x + m[:, None] * x_stride + at[None, :], mask=(m < rows)[:, None] & (at < K)[None, :], other=0.0)
+        acc = dot(a, tl.trans(_block(weight, n, at, weight_stride, N, K, even)), acc)
+    real = (m < rows)[:, None] & (n < N)[None, :]
     place = m[:, None] * N + n[None, :]
     if PARTS == 1:
         tl.store(out + place, (acc + added[None, :]).to(out.dtype.element_ty), mask=real)

@@ -15,6 +15,7 @@ import torch
 import triton
 
 from ...ops.declare import OpError
+from .overlap import EARLY, LATE
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 COUNTERS = 1 << 14
@@ -50,6 +51,20 @@ def processors() -> int:
     if INTERPRETED:
         return INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+
+
+@cache
+def copy_engine() -> bool:
+    """Whether blocks of a tensor are copied by their descriptor (TMA: from Hopper on; the interpreter plays it)."""
+    return INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0))
+
+
+@cache
+def overlap(early: bool = False) -> dict[str, int | bool]:
+    """The options of a launch by which kernels overlap (see `overlap.py`), where the chip can: from Hopper on."""
+    can = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    mode = EARLY if early else LATE
+    return {"OVERLAP": mode.value if can else 0, "launch_pdl": can}
 
 
 _counters: dict[torch.device, torch.Tensor] = {}

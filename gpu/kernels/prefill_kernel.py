@@ -3,61 +3,27 @@
 All lengths are read on the device and the grid depends on shapes alone, so a graph can capture a launch: with blocks
 of B tokens, request i begins at block query_start[i] // B + i, which never overlaps and needs at most tokens / B +
 requests blocks. A block holds the query heads of one KV head side by side, so its K and V are read once for them all.
+
+K and V lie in pages, which cost an address for each slot. Those of this step's own tokens can be gathered first, in the
+order of the tokens (`gather_kernel`): then the copy engine brings a block at a time.
 """
 
 import triton
 import triton.language as tl
 
 from .arithmetic import LOG2_E, dot, squash
+from .overlap import wait
 
 
 @triton.jit
-def _request_of(query_start, block, live, BLOCK_Q: tl.constexpr):
-    """The last request that begins at or before `block`; `live`, the number of requests, stands for the padding."""
-    low, high = 0, live
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(query_start + middle) // BLOCK_Q + middle <= block:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@triton.jit
-def _attend(
-    acc, top, total, q, kv, page_table, start, position, first, end, d, scale, soft_cap,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _attend(acc, top, total, q, k, v, seen, scale, soft_cap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
     """(acc, top, total) after one block of slots. Not MASKED: every row sees all of them."""
-    slot = start + tl.arange(0, BLOCK_N)
-    if MASKED:
-        used = (slot >= first) & (slot < end)
-        page = tl.load(page_table + slot // PAGE, mask=used, other=0)
-    else:
-        page = tl.load(page_table + slot // PAGE)
-    row = (page.to(tl.int64) * PAGE + slot % PAGE) * (2 * HEADS * SIZE)
-    place = row[:, None] + d[None, :]
-    if MASKED:
-        mask = used[:, None] & (d < SIZE)[None, :]
-        k = tl.load(kv + place, mask=mask, other=0.0).to(q.dtype)
-        v = tl.load(kv + SIZE + place, mask=mask, other=0.0).to(q.dtype)
-    elif d.shape[0] != SIZE:
-        k = tl.load(kv + place, mask=(d < SIZE)[None, :], other=0.0).to(q.dtype)
-        v = tl.load(kv + SIZE + place, mask=(d < SIZE)[None, :], other=0.0).to(q.dtype)
-    else:
-        k = tl.load(kv + place).to(q.dtype)
-        v = tl.load(kv + SIZE + place).to(q.dtype)
-    scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
+    scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
     if CAPPED:
         scores = squash(scores * scale, soft_cap)
     else:
         scores = scores * scale
     if MASKED:
-        seen = slot[None, :] <= position[:, None]
-        if WINDOW > 0:
-            seen = seen & (slot[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
     best = tl.maximum(top, tl.max(scores, 1))
     # A row that has seen no slot yet (before its window) has no maximum.
@@ -68,25 +34,82 @@ def _attend(
     return acc, best, total * shrink + tl.sum(weight, 1)
 
 
+@triton.jit
+def _paged(
+    kv, page_table, slot, used, d, dtype: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """K and V in some slots of a request; `kv` points to the K of the head in slot 0. MASKED: 0 in those not used."""
+    if MASKED:
+        page = tl.load(page_table + slot // PAGE, mask=used, other=0)
+    else:
+        page = tl.load(page_table + slot // PAGE)
+    place = kv + ((page.to(tl.int64) * PAGE + slot % PAGE) * (2 * HEADS * SIZE))[:, None] + d[None, :]
+    if MASKED:
+        mask = used[:, None] & (d < SIZE)[None, :]
+        return tl.load(place, mask=mask, other=0.0).to(dtype), tl.load(place + SIZE, mask=mask, other=0.0).to(dtype)
+    elif d.shape[0] != SIZE:
+        mask = (d < SIZE)[None, :]
+        return tl.load(place, mask=mask, other=0.0).to(dtype), tl.load(place + SIZE, mask=mask, other=0.0).to(dtype)
+    else:
+        return tl.load(place).to(dtype), tl.load(place + SIZE).to(dtype)
+
+
 @triton.jit(
-    do_not_specialize=["tokens"], do_not_specialize_on_alignment=["page_table", "query_start", "kv_lens", "counts"]
+    do_not_specialize=["requests"],
+    do_not_specialize_on_alignment=["page_table", "query_start", "kv_lens", "counts"],
+)
+def gather_kernel(
+    kv, page_table, query_start, kv_lens, counts, own, requests, table_stride,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (block of tokens, block of a slot's WIDTH entries): `own` [tok 2*kvhead*hdim] is what the cache holds of the
+    step's tokens. Tokens of no request and the first counts[0] have none."""
+    wait(OVERLAP)
+    t, i = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
+    live = tl.load(counts + 1)
+    starts = tl.load(query_start + i, mask=i <= requests, other=0)
+    request = tl.sum(((starts[None, :] <= t[:, None]) & (i < live)[None, :]).to(tl.int32), 1) - 1
+    stop = tl.load(query_start + request + 1, mask=request >= 0, other=0)
+    real = (t < stop) & (request >= tl.load(counts))
+    slot = tl.load(kv_lens + request, mask=real, other=0) - stop + t
+    page = tl.load(page_table + request.to(tl.int64) * table_stride + slot // PAGE, mask=real, other=0)
+    w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    mask = real[:, None] & (w < WIDTH)[None, :]
+    row = tl.load(kv + ((page.to(tl.int64) * PAGE + slot % PAGE) * WIDTH)[:, None] + w[None, :], mask=mask)
+    tl.store(own + t.to(tl.int64)[:, None] * WIDTH + w[None, :], row, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "requests"],
+    do_not_specialize_on_alignment=["page_table", "query_start", "kv_lens", "counts"],
 )
 def prefill_kernel(
-    q, kv, page_table, query_start, kv_lens, counts, out, scale, soft_cap, v_scale, tokens,
+    q, kv, own, own_blocks, page_table, query_start, kv_lens, counts, out, scale, soft_cap, v_scale, tokens, requests,
     q_token_stride, q_head_stride, table_stride,
     GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    CAPPED: tl.constexpr, OWN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KV head, block). Leaves the first counts[0] tokens to the decode kernel; rows of no request become 0."""
+    """Grid (KV head, block). Leaves the first counts[0] tokens to the decode kernel; rows of no request become 0.
+
+    OWN: the step's own K and V are read from `own`, by its descriptor `own_blocks` where a block is one request's.
+    """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     h = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # late positions, which see most, first
+    i, n = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
+    wait(OVERLAP)
     live = tl.load(counts + 1)
-    request = _request_of(query_start, block, live, BLOCK_Q)
-    begin = tl.load(query_start + request)
+    starts = tl.load(query_start + i, mask=i <= requests, other=0)
+    lens = tl.load(kv_lens + i, mask=i < requests, other=0)
+    # The last request that begins at or before the block; number `live` stands for the padding.
+    request = tl.sum(((starts // BLOCK_Q + i <= block) & (i <= live)).to(tl.int32), 0) - 1
+    begin = tl.sum(tl.where(i == request, starts, 0), 0)
     stop = tokens
     if request < live:
-        stop = tl.load(query_start + request + 1)
+        stop = tl.sum(tl.where(i == request + 1, starts, 0), 0)
     token = begin + (block - begin // BLOCK_Q - request) * BLOCK_Q
     if (request < tl.load(counts)) | (token >= stop):
         return
@@ -97,30 +120,52 @@ def prefill_kernel(
     if request == live:
         tl.store(result, tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty), mask=rows)
         return
-    past = tl.load(kv_lens + request) - stop  # position - token
-    position = past + mine
-    end = past + tl.minimum(token + BLOCK_Q, stop)
-    place = mine.to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride + d[None, :]
-    query = tl.load(q + place, mask=rows, other=0.0)
+    past = tl.sum(tl.where(i == request, lens, 0), 0) - stop  # position - token
+    q += mine.to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride + d[None, :]
+    query = tl.load(q, mask=rows, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     kv += h * 2 * SIZE
     page_table += request.to(tl.int64) * table_stride
-    first = 0
+    position, last = past + mine, tl.minimum(token + BLOCK_Q, stop)
+    # By pages: all slots, or with OWN those before this step.
+    first, end = 0, past + last
     edge = (past + token + 1) // BLOCK_N * BLOCK_N
     if WINDOW > 0:
         first = tl.maximum(past + token - WINDOW + 1, 0)
         edge = first // BLOCK_N * BLOCK_N
-    else:
+    elif OWN:
+        end = past + begin
+        edge = end // BLOCK_N * BLOCK_N
+    if WINDOW <= 0:
         for start in tl.range(0, edge, BLOCK_N, num_stages=STAGES):
-            acc, top, total = _attend(
-                acc, top, total, query, kv, page_table, start, position, first, end, d, scale * LOG2_E, soft_cap,
-                HEADS, SIZE, PAGE, WINDOW, CAPPED, False, BLOCK_N,
-            )  # fmt: skip
+            k, v = _paged(kv, page_table, start + n, True, d, query.dtype, HEADS, SIZE, PAGE, False)
+            acc, top, total = _attend(acc, top, total, query, k, v, True, scale * LOG2_E, soft_cap, CAPPED, False)
     for start in tl.range(edge, end, BLOCK_N, num_stages=STAGES):
-        acc, top, total = _attend(
-            acc, top, total, query, kv, page_table, start, position, first, end, d, scale * LOG2_E, soft_cap,
-            HEADS, SIZE, PAGE, WINDOW, CAPPED, True, BLOCK_N,
-        )  # fmt: skip
+        slot = start + n
+        used = (slot >= first) & (slot < end)
+        k, v = _paged(kv, page_table, slot, used, d, query.dtype, HEADS, SIZE, PAGE, True)
+        seen = used[None, :] & (slot[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (slot[None, :] > position[:, None] - WINDOW)
+        acc, top, total = _attend(acc, top, total, query, k, v, seen, scale * LOG2_E, soft_cap, CAPPED, True)
+    if OWN:
+        edge = begin + (token - begin + 1) // BLOCK_N * BLOCK_N
+        whole = begin + (stop - begin) // BLOCK_N * BLOCK_N  # up to here blocks hold nothing of the next request
+        for start in tl.range(begin, edge, BLOCK_N, num_stages=STAGES):
+            k, v = own_blocks.load([start, h * 2 * SIZE]), own_blocks.load([start, h * 2 * SIZE + SIZE])
+            acc, top, total = _attend(acc, top, total, query, k, v, True, scale * LOG2_E, soft_cap, CAPPED, False)
+        for start in tl.range(edge, tl.minimum(last, whole), BLOCK_N, num_stages=1):
+            k, v = own_blocks.load([start, h * 2 * SIZE]), own_blocks.load([start, h * 2 * SIZE + SIZE])
+            seen = (start + n)[None, :] <= mine[:, None]
+            acc, top, total = _attend(acc, top, total, query, k, v, seen, scale * LOG2_E, soft_cap, CAPPED, True)
+        own += h * 2 * SIZE
+        for start in tl.range(tl.maximum(edge, whole), last, BLOCK_N, num_stages=1):
+            other = start + n
+            place = own + other.to(tl.int64)[:, None] * (2 * HEADS * SIZE) + d[None, :]
+            used = (other < last)[:, None]
+            k, v = tl.load(place, mask=used, other=0.0), tl.load(place + SIZE, mask=used, other=0.0)
+            seen = other[None, :] <= mine[:, None]
+            acc, top, total = _attend(acc, top, total, query, k, v, seen, scale * LOG2_E, soft_cap, CAPPED, True)
     tl.store(result, (acc / total[:, None] * v_scale).to(out.dtype.element_ty), mask=rows)

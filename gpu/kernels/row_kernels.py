@@ -3,21 +3,23 @@
 import triton
 import triton.language as tl
 
-from .arithmetic import exp
+from .arithmetic import gated
+from .overlap import wait
 
 
 @triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
     x, weight, out, rows, eps, outer_stride, inner_stride, INNER: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of ROWS rows); row i lies at (i // INNER) outer_stride + (i % INNER) inner_stride."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, BLOCK_N)
     mask = (row < rows)[:, None] & (n < N)[None, :]
     place = (row // INNER)[:, None] * outer_stride + (row % INNER)[:, None] * inner_stride + n[None, :]
-    y = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
+    wait(OVERLAP)
+    y = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(y * y, 1) / N + eps)
     y = y * scale[:, None] * w[None, :]
     tl.store(out + row[:, None] * N + n[None, :], y.to(out.dtype.element_ty), mask=mask)
@@ -26,51 +28,51 @@ def rms_norm_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def add_rms_norm_kernel(
     x, residual, weight, rows, eps, x_stride, residual_stride, N: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of ROWS rows). x becomes the norm of x + residual as it was rounded, residual the sum."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, BLOCK_N)
     mask = (row < rows)[:, None] & (n < N)[None, :]
     at_x, at_residual = x + row[:, None] * x_stride + n[None, :], residual + row[:, None] * residual_stride + n[None, :]
-    total = tl.load(at_x, mask=mask, other=0.0).to(tl.float32) + tl.load(at_residual, mask=mask, other=0.0).to(
-        tl.float32
-    )
+    w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
+    wait(OVERLAP)
+    total = tl.load(at_x, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(at_residual, mask=mask, other=0.0).to(tl.float32)
     rounded = total.to(residual.dtype.element_ty)
     tl.store(at_residual, rounded, mask=mask)
     y = rounded.to(tl.float32)
-    w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(y * y, 1) / N + eps)
     tl.store(at_x, (y * scale[:, None] * w[None, :]).to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def silu_and_mul_kernel(x, out, x_stride, INTER: tl.constexpr, BLOCK: tl.constexpr):
+def silu_and_mul_kernel(x, out, x_stride, INTER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Grid (token, block of entries)."""
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = n < INTER
+    wait(OVERLAP)
     gate = tl.load(x + t * x_stride + n, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + t * x_stride + INTER + n, mask=mask, other=0.0).to(tl.float32)
-    # e^gate in two halves: where it is below the smallest number, its product with `up` need not be.
-    half = exp(tl.abs(gate) * -0.5)
-    y = tl.where(gate < 0, gate * half * up * half, gate * up) / (1.0 + half * half)
-    tl.store(out + t * INTER + n, y.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + t * INTER + n, gated(gate, up).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["parts", "size"])
 def greedy_kernel(
     logits, out, values, ids, arrived, row_stride, parts, size, VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row, part of the words): the last program of a row to arrive takes the best of all parts."""
     row, part = tl.program_id(0), tl.program_id(1)
     n = tl.arange(0, BLOCK)
+    wait(OVERLAP)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = tl.full([BLOCK], VOCAB, tl.int32)
     for start in tl.range(part * size, tl.minimum(part * size + size, VOCAB), BLOCK):
         word = start + n
         x = tl.load(logits + row.to(tl.int64) * row_stride + word, mask=word < VOCAB, other=float("-inf"))
+        x = tl.where(x == x, x, float("-inf"))  # a row of NaN still has to name a word
         larger = (x > best) | ((best_id == VOCAB) & (word < VOCAB))
         best, best_id = tl.where(larger, x, best), tl.where(larger, word, best_id)
     top = tl.max(best, 0)

@@ -7,7 +7,7 @@ import triton
 
 from ...ops.declare import Array
 from ...ops.implement import implement
-from .launch import COUNTERS, FLOATS, config, counters, dtype_name, power_of_2, processors, supported
+from .launch import COUNTERS, FLOATS, config, counters, dtype_name, overlap, power_of_2, processors, supported
 from .row_kernels import add_rms_norm_kernel, greedy_kernel, rms_norm_kernel, silu_and_mul_kernel
 
 MAX_WIDTH = 16384
@@ -42,6 +42,7 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     rms_norm_kernel[(triton.cdiv(rows, several),)](
         x, weight, out, rows, eps, x.stride(0), x.stride(1) if x.ndim == 3 else 0,
         INNER=inner, N=n, ROWS=several, BLOCK_N=width, num_warps=_warps(several * width),
+        **overlap(early=True),
     )  # fmt: skip
     return out
 
@@ -64,6 +65,7 @@ def fused_add_rms_norm(x: Array, residual: Array, weight: Array, eps: float) -> 
     add_rms_norm_kernel[(triton.cdiv(rows, several),)](
         x, residual, weight.contiguous(), rows, eps, x.stride(0), residual.stride(0),
         N=n, ROWS=several, BLOCK_N=width, num_warps=_warps(several * width),
+        **overlap(early=True),
     )  # fmt: skip
     return x, residual
 
@@ -82,7 +84,7 @@ def silu_and_mul(x: Array) -> Array:
     inter, setting = x.shape[1] // 2, config("silu_and_mul")
     out = torch.empty((x.shape[0], inter), dtype=x.dtype, device=x.device)
     silu_and_mul_kernel[(x.shape[0], triton.cdiv(inter, setting["block"]))](
-        x, out, x.stride(0), INTER=inter, BLOCK=setting["block"], num_warps=setting["warps"]
+        x, out, x.stride(0), INTER=inter, BLOCK=setting["block"], num_warps=setting["warps"], **overlap(early=True)
     )
     return out
 
@@ -108,6 +110,6 @@ def greedy_sample(logits: Array) -> Array:
     ids = torch.empty(rows * parts, dtype=torch.int32, device=logits.device)
     greedy_kernel[(rows, parts)](
         logits, out, values, ids, counters(logits.device), logits.stride(0), parts, size, VOCAB=vocab,
-        BLOCK=setting["block"], BLOCK_PARTS=power_of_2(most), num_warps=setting["warps"],
+        BLOCK=setting["block"], BLOCK_PARTS=power_of_2(most), num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
     return out

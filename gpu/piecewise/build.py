@@ -151,7 +151,7 @@ def build(
     config: ResolvedConfig,
     plans: Plans,
     table: Table,
-    kv: torch.Tensor,
+    kv: Sequence[torch.Tensor],
     *,
     compilation: ResolvedCompilation | None = None,
     wrap_piece: WrapPiece | None = None,
@@ -165,7 +165,7 @@ def build(
     """
     chosen = compilation or config.compilation
     built = Piecewise(module.config.num_layers)
-    factors = key_factors(plans.hash, chosen, {"dtype": config.dtype})
+    factors = key_factors(plans.hash, chosen, {"dtype": config.dtype, "kv": config.kv_cache_dtype})
     adaptor = InductorStandaloneAdaptor() if chosen.use_inductor else EagerAdaptor()
     options = chosen.inductor_compile_config
     manager = CompilerManager(adaptor, factors, options, chosen.cache_dir, keep, chosen.debug_dump_path)
@@ -193,7 +193,7 @@ class _Group:
     module: Any
     config: ResolvedConfig
     plans: Plans
-    kv: torch.Tensor
+    kv: Sequence[torch.Tensor]
     chosen: ResolvedCompilation
     manager: CompilerManager
     wrap_piece: WrapPiece | None
@@ -284,7 +284,7 @@ class _Group:
 
     def arguments(self, d: Descriptor) -> dict[str, Any]:
         """Padding for a descriptor: nothing is written but the scratch slot."""
-        model, where = self.module.config, self.kv.device
+        model, where = self.module.config, self.kv[0].device
         on_host = self.plans[d.kind]["paged_attention"].implementation.host_metadata
         half = decoder.rotary_tables(model, 1)[0].shape[1]
 
@@ -294,7 +294,7 @@ class _Group:
         lengths = torch.device("cpu") if on_host else where
         return {
             "token_ids": ints(d.tokens),
-            "kv": self.kv.unbind(0),
+            "kv": tuple(self.kv),
             "cos": torch.zeros(d.tokens, half, device=where),
             "sin": torch.zeros(d.tokens, half, device=where),
             "slots": ints(d.tokens) - 1,

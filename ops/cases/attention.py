@@ -224,6 +224,7 @@ judged_by(
         _fused_cases,
         Bound(
             inner=1.0,
+            ties=1.0,
             reason="the norm, which it is composed of, rounds before the rotation; the oracle rounds there too, so "
             "that only what rounds differently, or not at all, is left",
         ),
@@ -501,7 +502,7 @@ judged_by(
         _attention_cases,
         Bound(
             inner=1.0,
-            reason="the contract rounds the softmax weights, normalised or not, before the product with V",
+            reason="the contract rounds the softmax weights before the product with V",
         ),
         magnitude=partial(_sizes, which="sums"),
         rounded=partial(_sizes, which="weights"),

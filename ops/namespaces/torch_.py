@@ -23,6 +23,16 @@ def from_numpy(x: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(x)
 
 
+def to_numpy(x: torch.Tensor) -> np.ndarray:
+    """An array of the same values on the host; bfloat16 and float8 are those of ml_dtypes."""
+    x = x.detach().cpu().contiguous()
+    if x.dtype == torch.bfloat16:
+        return np.asarray(x.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
+    if x.dtype == torch.float8_e4m3fn:
+        return np.asarray(x.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn))
+    return np.asarray(x.numpy())
+
+
 class TorchNamespace(EagerLoop):
     """Array API functions of torch and the extra words of this package.
 

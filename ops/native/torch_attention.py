@@ -47,7 +47,7 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Array:
-    """See the op. Scores and softmax in float32, weights rounded to the storage dtype, one rounding at the end."""
+    """See the op. Scores and softmax in float32, weights not normalised and rounded to q's dtype, one rounding."""
     single, requests = counts.tolist()
     starts, lengths = query_start.tolist(), kv_lens.tolist()
     out = torch.zeros_like(q)
@@ -94,10 +94,13 @@ def _attend(
     scores = torch.matmul(queries, keys.transpose(-1, -2)) * scale
     if soft_cap > 0:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1).to(q.dtype).to(torch.float32)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    total = weights.sum(-1, keepdim=True)
+    weights = weights.to(q.dtype).to(torch.float32)
     # A slot that no query sees can hold anything, NaN included, and 0 * NaN is NaN.
     used = slot[None, :] <= positions.amax(1)[:, None]
     if window > 0:
         used &= slot[None, :] > positions.amin(1)[:, None] - window
-    product = torch.matmul(weights, values.masked_fill(~used[:, None, None, :, None], 0.0)) * v_scale
+    product = torch.matmul(weights, values.masked_fill(~used[:, None, None, :, None], 0.0)) / total * v_scale
     return product.permute(0, 3, 1, 2, 4).reshape(requests, n, heads, size).to(q.dtype)

@@ -54,6 +54,7 @@ class ModelConfig:
     """A dense decoder. `layer_windows[i]` w > 0 lets position p of layer i see positions above p - w; 0 is all of them.
 
     `eos_token_ids` joins config.json and generation_config.json. `raw_hash` is the SHA-256 of config.json's content.
+    `kv_scales` are what K and V are divided by in a narrow cache: the engine's choice, not config.json's.
     """
 
     architecture: str
@@ -78,6 +79,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     raw_hash: str = ""
+    kv_scales: tuple[float, float] = (1.0, 1.0)
 
 
 MODEL_TYPES = {

@@ -100,10 +100,11 @@ def layer(
     hidden, residual = ops.fused_add_rms_norm(hidden, residual, w["input_norm"], c.rms_norm_eps)
     qkv = ops.linear(hidden, w["qkv"], w.get("qkv_bias"))
     norms = w.get("q_norm"), w.get("k_norm")
-    q, kv = ops.norm_rope_write_kv(qkv, kv, *norms, batch.cos, batch.sin, batch.slots, c.rms_norm_eps)
+    scales = () if c.kv_scales == (1.0, 1.0) else c.kv_scales
+    q, kv = ops.norm_rope_write_kv(qkv, kv, *norms, batch.cos, batch.sin, batch.slots, c.rms_norm_eps, *scales)
     attention = ops.paged_attention(
         q, kv, batch.page_table, batch.query_start, batch.kv_lens, batch.counts,
-        c.head_dim**-0.5, window, 0.0, max_query_len,
+        c.head_dim**-0.5, window, 0.0, max_query_len, *scales,
     )  # fmt: skip
     hidden = ops.linear(attention.reshape(attention.shape[0], c.num_heads * c.head_dim), w["o"], w.get("o_bias"))
     hidden, residual = ops.fused_add_rms_norm(hidden, residual, w["post_norm"], c.rms_norm_eps)

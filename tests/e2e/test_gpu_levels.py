@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 
 from twinfer.serving.llm import LLM
-from twinfer.shared.errors import ConfigError
+from twinfer.shared.errors import ConfigError, InternalError
 from twinfer.shared.sampling_params import SamplingParams
 
 PROMPTS = ["Once upon a time", "The cat sat on the mat and then", "A"]
 SMALL = dict(backend="torch", dtype="float32", max_num_seqs=2, max_num_batched_tokens=32, num_pages=64)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+ON_A_GPU = SMALL | {"dtype": "bfloat16", "device": "cuda"}
+"""In half precision every op of the layers is a kernel, as it is in service."""
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
 
@@ -19,7 +22,7 @@ def tokens(device, folder, **options):
     """Greedy tokens and drawn ones, of an engine that compiles nothing after ready."""
     options = {"compilation_config": {"cache_dir": str(folder)}} | SMALL | {"device": device} | options
     with LLM("demo", **options) as llm:
-        greedy = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=12))
+        greedy = llm.generate(PROMPTS, GREEDY)
         drawn = llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_k=9, seed=5, max_tokens=12))
         assert llm.engine.worker.compilations_after_ready() == 0
         return [output.outputs[0].token_ids for output in (*greedy, *drawn)]
@@ -99,32 +102,204 @@ def padded_steps(worker, table, vocab):
         yield dataclasses.replace(step, batch=batch)
 
 
+def poison(pool):
+    """Overwrite all memory of a graph pool, used and free, with NaNs (as integers: -1)."""
+    import torch
+
+    from twinfer.gpu.graphs import alias_of
+
+    torch.cuda.synchronize()
+    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool)]
+    assert segments, "the graphs have no memory of their own"
+    for segment in segments:
+        alias_of(segment["address"], (segment["total_size"] // 4,), torch.int32, segment["device"]).fill_(-1)
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL", "PIECEWISE"])
 def test_interleaved_graphs_equal_eager_bit_for_bit(device, mode, tmp_path):
-    """Replays of all sizes in several orders; free memory outside of the graphs' pool is overwritten in between."""
+    """Replays of all sizes in several orders; all memory that graphs share is overwritten before each."""
     if device != "cuda":
         pytest.skip("CUDA graphs need a cuda device")
     import torch
 
-    config = {"cache_dir": str(tmp_path)}
-    with LLM("demo", device=device, compile_level=3, cudagraph_mode=mode, compilation_config=config, **SMALL) as llm:
+    with LLM("demo", **ON_A_GPU, compilation_config={"cache_dir": str(tmp_path), "cudagraph_mode": mode}) as llm:
         worker = llm.engine.worker
         programs, steps = worker._programs, list(padded_steps(worker, llm.engine.table, llm.engine.model.vocab_size))
 
-        def rows(step, captured):
+        def run(step, captured):
+            """Finished rows and greedy tokens."""
+            count, d = int(step.field("counts")[1]), step.descriptor
             with torch.inference_mode():
                 worker._inputs.fill(step)
-                (programs.backbone if captured else programs._rows)(step.descriptor)
+                poison(worker._recorder.pool)
+                (programs.backbone if captured else programs._rows)(d)
                 torch.cuda.synchronize()
-                found = programs.rows[: int(step.field("counts")[1])].clone()
-                poison = [torch.full((1 << 18,), -1, dtype=torch.int32, device="cuda") for _ in range(16)]
+                rows = programs.rows[:count].clone()
+                poison(worker._recorder.pool)
+                (programs.sample if captured else programs._sample)(d.requests, "greedy")
                 torch.cuda.synchronize()
-                del poison
-            return found
+            return torch.cat([rows.flatten(), programs.tokens[:count].to(rows.dtype)])
 
         assert any(step.descriptor in programs._backbones for step in steps)
-        want = [rows(step, captured=False) for step in steps]
+        want = [run(step, captured=False) for step in steps]
         for order in (range(len(steps)), reversed(range(len(steps))), [0, len(steps) - 1] * 3):
             for index in order:
-                assert torch.equal(rows(steps[index], captured=True), want[index]), steps[index].descriptor
-        assert not any(torch.equal(want[0][:1], other[:1]) for other in want[1:])
+                assert torch.equal(run(steps[index], captured=True), want[index]), steps[index].descriptor
+        assert not any(torch.equal(want[0][:64], other[:64]) for other in want[1:])
+
+
+@pytest.mark.parametrize("shared_wrongly", [False, True])
+def test_the_canary_sees_a_result_that_was_left_in_the_pool(device, shared_wrongly):
+    """Two graphs of one pool: the second reads what the first left outside of the pool, or (the fault) inside."""
+    if device != "cuda":
+        pytest.skip("CUDA graphs need a cuda device")
+    import torch
+
+    from twinfer.bucketing import Descriptor
+    from twinfer.gpu.graphs import GraphRecorder, alias
+    from twinfer.shared.compilation_config import CUDAGraphMode
+
+    x, outside, result = (torch.arange(64.0, device="cuda") + i for i in range(3))
+    recorder, d = GraphRecorder(), Descriptor("decode", 1, 1, 1)
+    with recorder.recording():
+        first, inside = recorder.capture(d, CUDAGraphMode.FULL, lambda: x * 2)
+        source = alias(inside) if shared_wrongly else outside
+        copy, _ = recorder.capture(d, CUDAGraphMode.FULL, lambda: outside.copy_(x * 2))
+        second, _ = recorder.capture(d, CUDAGraphMode.FULL, lambda: result.copy_(source + 1))
+    first()
+    copy()
+    poison(recorder.pool)
+    second()
+    torch.cuda.synchronize()
+    assert torch.equal(result, x * 2 + 1) is not shared_wrongly
+
+
+def test_the_step_loop_waits_for_nothing_but_its_results(device, tmp_path):
+    """With torch's check for synchronising calls on, over every sampler, log-probabilities and prompts."""
+    if device != "cuda":
+        pytest.skip("only a GPU runs beside the host")
+    import torch
+
+    config = {"cache_dir": str(tmp_path), "cudagraph_mixed_limit": 16}  # larger steps run without a graph
+    kinds = (
+        {"temperature": 0.0},
+        {"temperature": 0.8, "seed": 1},
+        {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "seed": 1},
+        {"temperature": 0.8, "presence_penalty": 0.5, "seed": 1},
+        {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
+    )
+    with LLM("demo", **ON_A_GPU, compilation_config=config) as llm:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                torch.ones(1, device="cuda").item()
+            for kind in kinds:
+                llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True, **kind))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert llm.engine.worker.compilations_after_ready() == 0
+
+
+def test_a_measured_start_is_reused_only_where_it_fits(device, tmp_path, monkeypatch):
+    """The first start reserves addresses and measures; the next takes its plan; another configuration does not."""
+    if device != "cuda":
+        pytest.skip("a host's memory is not measured")
+    import torch
+
+    free = torch.cuda.mem_get_info()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: free)  # others may use this GPU meanwhile
+
+    def start(**changes):
+        options = ON_A_GPU | {"num_pages": None, "compilation_config": {"cache_dir": str(tmp_path)}} | changes
+        with LLM("demo", **options) as llm:
+            made = llm.generate(PROMPTS, GREEDY)
+            worker = llm.engine.worker
+            assert worker.compilations_after_ready() == 0
+            return [o.outputs[0].token_ids for o in made], worker._reserved is not None, llm.engine.report.num_pages
+
+    first = start()
+    assert first[1] is True
+    assert len(list(tmp_path.glob("*/start.json"))) == 1
+    assert start() == (first[0], False, first[2])
+    assert start(max_num_batched_tokens=48)[:2] == (first[0], True)
+
+
+def refuse(*_):
+    raise InternalError("no virtual memory")
+
+
+def test_without_virtual_memory_programs_are_built_twice(device, tmp_path, monkeypatch):
+    if device != "cuda":
+        pytest.skip("a host's memory is not measured")
+    from twinfer.gpu import worker as module
+
+    options = ON_A_GPU | {"num_pages": None, "compilation_config": {"cache_dir": str(tmp_path)}}
+    monkeypatch.setattr(module, "ReservedCache", refuse)
+    with pytest.warns(UserWarning, match="built twice"):
+        llm = LLM("demo", **options)
+    with llm:
+        assert llm.engine.worker._reserved is None
+        assert llm.engine.worker.compilations_after_ready() == 0
+        assert llm.generate(PROMPTS, GREEDY)[0].outputs[0].token_ids
+
+
+def test_loops_on_the_device_give_the_tokens_of_single_steps(device, tmp_path):
+    options = {"dtype": "bfloat16"} if device == "cuda" else {}
+    single = tokens(device, tmp_path, **options)
+    assert tokens(device, tmp_path, decode_steps=8, **options) == single
+    assert tokens(device, tmp_path, decode_steps=3, async_scheduling=False, **options) == single
+
+
+def test_regions_made_of_kernels_alone_are_not_compiled(device, tmp_path):
+    """Unless the user asks for Inductor: then all are, and the tokens are the same."""
+    if device != "cuda":
+        pytest.skip("the kernels are for GPUs")
+    made = {}
+    for forced in (None, True):
+        config = {"cache_dir": str(tmp_path), "use_inductor": forced}
+        with LLM("demo", **ON_A_GPU, compilation_config=config) as llm:
+            made[forced] = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
+            assert bool(llm.engine.worker._compiled) is bool(forced)
+    assert made[None] == made[True]
+
+
+def step_logits(device, folder, **options):
+    """Logits of the sampled rows of a step of each program, by whatever road the engine takes: [row vocab] float32."""
+    import torch
+
+    options = {"compilation_config": {"cache_dir": str(folder)}} | SMALL | {"device": device} | options
+    with LLM("demo", **options) as llm:
+        worker, found = llm.engine.worker, []
+        for step in padded_steps(worker, llm.engine.table, llm.engine.model.vocab_size):
+            with torch.inference_mode():
+                worker._inputs.fill(step, host=worker._programs.host_metadata[step.descriptor.kind])
+                worker._programs.backbone(step.descriptor)
+                rows = worker._programs.rows[: int(step.field("counts")[1])]
+                found.append(worker._programs.logits(rows).float().cpu())
+        return torch.cat(found)
+
+
+@pytest.mark.slow
+def test_no_level_or_mode_is_farther_from_float32_than_eager_steps(device, tmp_path):
+    """sigma: the root mean square error of bfloat16 logits, as a ratio to that of eager steps of the same plan.
+
+    Tracing alone changes no bit. Inductor keeps float32 between ops that it fuses, so it may be nearer.
+    """
+    import torch
+
+    options = [{"compile_level": 1}, {"compile_level": 2}, {"compilation_config": {"level": 2, "road": "piecewise"}}]
+    if device == "cuda":
+        options += [{"compile_level": 3, "cudagraph_mode": mode} for mode in MODES]
+        options += [{"compilation_config": {"level": 3, "use_inductor": True}}]
+        options += [{"compilation_config": {"level": 3, "road": "piecewise"}}]
+    exact = step_logits(device, tmp_path, compile_level=0)
+    want = step_logits(device, tmp_path, compile_level=0, dtype="bfloat16")
+    sigma = float((want - exact).square().mean().sqrt())
+    assert sigma > 1e-3
+    for option in options:
+        found = step_logits(device, tmp_path, dtype="bfloat16", **option)
+        ratio = float((found - exact).square().mean().sqrt()) / sigma
+        print(option, f"sigma {ratio:.4f}, equal {float((found == want).float().mean()):.4f}")
+        assert ratio < 1.03, option
+        assert option != {"compile_level": 1} or torch.equal(found, want)

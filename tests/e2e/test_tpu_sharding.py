@@ -31,7 +31,7 @@ for shards in sizes:
     config = EngineConfig(
         model=folder, device="cpu", dtype="float32", load_format=load_format, max_model_len=64, max_num_seqs=8,
         max_num_batched_tokens=32, page_size=8, num_pages=30, tensor_parallel_size=shards,
-        decode_sizes=(8,), mixed_sizes=(16, 32),
+        decode_sizes=(8,), mixed_sizes=(16, 32), decode_steps=int(sys.argv[4]),
     )
     engine = Engine(config, model, folder)
     made = [engine.add(str(i), p, kinds[i % len(kinds)]) for i, p in enumerate(prompts)]
@@ -41,9 +41,13 @@ for shards in sizes:
     made += [engine.add(f"late{i}", prompts[i], kinds[(i + 2) % len(kinds)]) for i in range(3)]
     while engine.has_work:
         engine.step()
+    # Two that need the host for nothing.
+    made += [engine.add(f"last{i}", prompts[i], kinds[i]) for i in range(2)]
+    while engine.has_work:
+        engine.step()
     engine.scheduler.check_integrity()
     print(json.dumps({
-        "shards": shards, "outputs": [r.output for r in made],
+        "shards": shards, "steps": engine._step_id, "outputs": [r.output for r in made],
         "compilations": engine.worker.compilations_after_ready(),
         "kv": [list(s.data.shape) for s in engine.worker._kv.addressable_shards],
         "weights": sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(engine.worker._weights)),
@@ -52,10 +56,10 @@ for shards in sizes:
 """
 
 
-def run(folder, sizes, load_format="auto"):
+def run(folder, sizes, load_format="auto", decode_steps=1):
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, folder, load_format, json.dumps(sizes)],
+        [sys.executable, "-c", SCRIPT, folder, load_format, json.dumps(sizes), str(decode_steps)],
         env=environment, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -87,3 +91,12 @@ def test_dummy_weights_do_not_depend_on_the_shards(checkpoints):
     folder, _ = checkpoints("mistral-mqa")
     one, two, four = run(folder, [1, 2, 4], "dummy")
     assert one["outputs"] == two["outputs"] == four["outputs"]
+
+
+@pytest.mark.slow
+def test_loops_of_decode_steps_on_shards(checkpoints):
+    folder, _ = checkpoints("llama-biases-head96")
+    (single,), (several,) = run(folder, [1]), run(folder, [4], decode_steps=4)
+    assert several["outputs"] == single["outputs"]
+    assert several["steps"] < single["steps"]
+    assert several["compilations"] == 0

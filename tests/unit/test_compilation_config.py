@@ -102,7 +102,8 @@ REFUSED = {
     "sizes twice": ("cuda", {"cudagraph_capture_sizes": [1], "cuda_graph_sizes": [4]}, "one is allowed"),
     "sizes too large": ("cuda", {"cudagraph_capture_sizes": [16]}, "max_num_seqs"),
     "piecewise at level 0": ("cuda", {"level": 0, "road": "piecewise"}, "does not"),
-    "no copies": ("cuda", {"cudagraph_copy_inputs": False}, "piecewise"),
+    "no copies": ("cuda", {"cudagraph_copy_inputs": False}, "come from the host"),
+    "no copies on the other road": ("cuda", {"cudagraph_copy_inputs": False, "road": "piecewise"}, "allowed is True"),
     "options without inductor": ("cpu", {"level": 1, "inductor_compile_config": {"max_autotune": True}}, "not used"),
 }
 

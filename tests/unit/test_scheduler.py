@@ -684,3 +684,98 @@ def test_the_queue_refuses_to_give_what_it_does_not_have() -> None:
         queue.remove(second)
     queue.remove(first)
     assert len(queue) == 0
+
+
+def loop_tokens(step: ScheduledStep, rows: list[list[int]]) -> np.ndarray:
+    """What a worker brings back: `rows` of tokens, each for the requests of the step, and padding."""
+    made = np.full((len(rows), step.descriptor.requests), 99, np.int32)
+    for into, tokens in zip(made, rows, strict=True):
+        into[: len(tokens)] = tokens
+    return made
+
+
+class TestLoops:
+    def start(self, *names: str, **options: Any) -> Scheduler:
+        scheduler = make_scheduler(decode_steps=4, max_model_len=64, **options)
+        for name in names:
+            add(scheduler, name, 5, max_tokens=20, stop_ids=(3,))
+        turn(scheduler)
+        return scheduler
+
+    def test_what_comes_after_an_early_stop_starts_where_it_stopped(self) -> None:
+        scheduler = self.start("a", "b")
+        first, second = schedule(scheduler), schedule(scheduler)
+        assert [(s.steps, s.chained, s.starts.tolist()) for s in (first, second)] == [
+            (4, False, [5, 5]),
+            (4, True, [9, 9]),
+        ]
+        a, b = first.requests
+        events = scheduler.update(first, loop_tokens(first, [[8, 9], [3, 10]]))
+        scheduler.check_integrity()
+        assert [r.request_id for r in events.requests] == ["a", "a", "b", "b"]
+        assert events.tokens.tolist() == [8, 3, 9, 10]
+        assert events.indices.tolist() == [0, 0, 1, 1]
+        assert [r.request_id for r in events.finished] == ["a"]
+        assert (a.output, a.finish_reason, b.output) == ([7, 8, 3], FinishReason.STOP, [7, 9, 10])
+        third = schedule(scheduler)
+        assert (third.chained, parts(third)) == (False, {"b": (7, 8)})
+        with pytest.raises(InternalError, match="came back with tokens of shape"):
+            scheduler.update(second, loop_tokens(second, [[1, 2]]))
+        assert not scheduler.update(second, loop_tokens(second, [])).requests
+        fourth = schedule(scheduler)
+        assert (fourth.chained, parts(fourth)) == (True, {"b": (11, 12)})
+        with pytest.raises(InternalError, match="came back with tokens of shape"):
+            scheduler.update(third, loop_tokens(third, []))
+        scheduler.update(third, loop_tokens(third, [[11], [12], [13], [14]]))
+        scheduler.check_integrity()
+        assert b.output == [7, 9, 10, 11, 12, 13, 14]
+
+    def test_a_worker_may_run_on_behind_a_stop(self) -> None:
+        scheduler = self.start("a", "b")
+        first, second = schedule(scheduler), schedule(scheduler)
+        a, b = first.requests
+        scheduler.update(first, loop_tokens(first, [[8, 9], [3, 10], [4, 11], [3, 12]]))
+        events = scheduler.update(second, loop_tokens(second, [[5, 13], [5, 14], [5, 15], [5, 16]]))
+        scheduler.check_integrity()
+        assert (a.output, b.output) == ([7, 8, 3], [7, 9, 10, 11, 12, 13, 14, 15, 16])
+        assert events.indices.tolist() == [1, 1, 1, 1]
+
+    def test_a_request_that_waits_gets_the_next_step_but_those_in_flight(self) -> None:
+        scheduler = self.start("a")
+        first = schedule(scheduler)
+        add(scheduler, "c", 3)
+        assert scheduler.schedule() is None
+        scheduler.update(first, loop_tokens(first, [[1]] * 4))
+        assert parts(schedule(scheduler)) == {"a": (9, 10), "c": (0, 3)}
+
+    def test_no_request_passes_its_length(self) -> None:
+        scheduler = self.start("a")
+        add(scheduler, "short", 5, max_tokens=4)
+        turn(scheduler)
+        step = schedule(scheduler)
+        assert step.steps == 3
+        scheduler.update(step, loop_tokens(step, [[1, 2]] * 3))
+        assert scheduler.metrics().running == 1
+
+    @pytest.mark.parametrize("options", [{"stop": ("x",)}, {"logprobs": 1}, {"frequency_penalty": 1.0}])
+    def test_what_the_host_must_see_is_decoded_step_by_step(self, options: dict[str, Any]) -> None:
+        scheduler = self.start("a")
+        add(scheduler, "watched", 5, **options)
+        turn(scheduler)
+        assert turn(scheduler).steps == 0
+
+    def test_min_tokens_are_decoded_step_by_step_and_the_rest_in_loops(self) -> None:
+        scheduler = make_scheduler(decode_steps=4)
+        add(scheduler, "a", 5, max_tokens=12, min_tokens=3, stop_ids=(3,))
+        turn(scheduler)
+        assert [turn(scheduler).steps, turn(scheduler).steps, schedule(scheduler).steps] == [0, 0, 4]
+
+    def test_few_pages_make_single_steps_and_preempt_nobody(self) -> None:
+        scheduler = self.start("a", "b", num_pages=16)
+        taken = scheduler.kv.allocate(scheduler.kv.available - 1)
+        step = scheduler.schedule()
+        assert step is not None
+        assert (step.steps, len(step.rows)) == (0, 2)
+        scheduler.kv.release(taken)
+        read(scheduler, step)
+        assert schedule(scheduler).steps == 4

@@ -21,7 +21,7 @@ from twinfer.shared.request import FinishReason, Request, RequestState
 from twinfer.shared.sampling_encoding import FAR, ONE, encode_sampling
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.scheduler import Scheduler, SchedulerConfig
-from twinfer.shared.step import StepInput, StepShape, processor_layout, sampling_layout
+from twinfer.shared.step import StepInput, StepShape, batch_layout, processor_layout, sampling_layout
 
 VOCABULARY = 50
 LAYERS = 2
@@ -84,15 +84,51 @@ def as_bits(fields: dict[str, int | float]) -> dict[str, int]:
 
 
 class MockWorker:
-    """Executes packed steps in order, at once. Knows nothing but the steps and its own memory."""
+    """Executes packed steps in order, at once. Knows nothing but the steps and its own memory.
 
-    def __init__(self, num_pages: int, page_size: int, max_rows: int) -> None:
+    It runs loops to their end, or `stops_early`, when one request has sampled a stop id.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, max_rows: int, stops_early: bool) -> None:
         garbage = np.random.default_rng(0).integers(1, 2**63, (LAYERS, num_pages * page_size))
         self.page_size = page_size
         self.memory = garbage.astype(U64)
         self.last_tokens = np.full(max_rows + 1, 10**6)
+        self.stops_early = stops_early
+        self.halted = False
 
     def execute(self, step: StepInput) -> np.ndarray:
+        if step.loop is None:
+            return self.one(step)
+        assert step.descriptor.kind == "decode"
+        assert step.sampler != "processed"
+        assert not step.logprobs
+        made = np.zeros((0, step.descriptor.requests), np.int64)
+        if self.stops_early and self.halted and step.loop.chained:
+            return made
+        live = slice(0, step.field("counts")[1])
+        while len(made) < step.loop.steps:
+            made = np.vstack((made, self.one(self.later(step, len(made)))))
+            if self.stops_early and (step.loop.stop_ids[live] == made[-1, live, None]).any():
+                break
+        self.halted = len(made) < step.loop.steps
+        return made
+
+    def later(self, step: StepInput, k: int) -> StepInput:
+        """Iteration k of a loop as a plain step, as docs/adr/0005 says."""
+        moved = replace(step, batch=step.batch.copy(), sampling=step.sampling.copy(), loop=None)
+        f = batch_layout(step.descriptor, step.shape).views(moved.batch)
+        live = np.arange(f["counts"][1])
+        f["positions"][live] += k
+        f["kv_lens"][live] += k
+        page, offset = np.divmod(f["positions"][live], self.page_size)
+        f["slots"][live] = f["page_table"][live, page] * self.page_size + offset
+        if k:
+            f["token_ids"][live] = -1
+        sampling_layout(step.descriptor.requests).view(moved.sampling, "position")[live] += k
+        return moved
+
+    def one(self, step: StepInput) -> np.ndarray:
         singles, count = step.field("counts").tolist()
         start = step.field("query_start").astype(int)
         rows, lens = step.field("rows"), step.field("kv_lens")
@@ -165,6 +201,7 @@ class Run:
     plans: list[Plan]
     eager: list[bool]
     """By turn, over and over: whether to read a step back before the pipeline is full."""
+    stops_early: bool = False
     in_flight: deque[tuple[object, np.ndarray]] = field(default_factory=deque)
     cancelled: set[str] = field(default_factory=set)
 
@@ -172,7 +209,8 @@ class Run:
         config = self.config
         table = Table(decode_ladder(config.max_num_seqs, 4), mixed_ladder(config.max_num_batched_tokens, 4), 8)
         self.scheduler = Scheduler(config, table)
-        self.worker = MockWorker(config.num_pages, config.page_size, config.max_num_seqs)
+        self.worker = MockWorker(config.num_pages, config.page_size, config.max_num_seqs, self.stops_early)
+        self.loops = 0
         pages = -(-config.max_model_len // config.page_size)
         self.shape = StepShape(pages + 1, config.max_num_seqs, config.max_model_len, VOCABULARY)
 
@@ -221,6 +259,7 @@ class Run:
         packed = pack(step, self.scheduler.table, self.shape, turn)
         frozen = [buffer.copy() for buffer in (packed.batch, packed.sampling)]
         self.in_flight.append((step, self.worker.execute(packed)))
+        self.loops += step.steps > 0
         assert all(map(np.array_equal, frozen, (packed.batch, packed.sampling)))
         return True
 
@@ -230,8 +269,11 @@ class Run:
         self.scheduler.check_integrity()
         assert len(events.requests) == len(events.tokens) == len(events.indices)
         assert not self.cancelled & {request.request_id for request in events.requests}
+        made: dict[Request, list[int]] = {}
         for request, token in zip(events.requests, events.tokens.tolist(), strict=True):
-            assert request.output[-1] == token
+            made.setdefault(request, []).append(token)
+        for request, new in made.items():
+            assert request.output[-len(new) :] == new
             assert (request in events.finished) == (request.state is RequestState.FINISHED)
 
     def check(self) -> None:
@@ -284,6 +326,7 @@ def configs(draw_: st.DrawFn) -> SchedulerConfig:
         priority_window=draw_(st.integers(1, 4)),
         pipeline_depth=draw_(st.sampled_from([1, 2, 2])),
         watermark=draw_(st.sampled_from([0.0, 0.1])),
+        decode_steps=draw_(st.sampled_from([1, 2, 7])),
     )
 
 
@@ -319,9 +362,11 @@ def plans(draw_: st.DrawFn, model_len: int) -> list[Plan]:
 @settings(max_examples=2000)
 def test_random_schedules_give_each_request_the_tokens_it_gets_alone(data: st.DataObject) -> None:
     config = data.draw(configs(), "config")
-    run = Run(config, data.draw(plans(config.max_model_len), "plans"), data.draw(st.lists(st.booleans(), min_size=1)))
+    turns, stops_early = data.draw(st.lists(st.booleans(), min_size=1)), data.draw(st.booleans())
+    run = Run(config, data.draw(plans(config.max_model_len), "plans"), turns, stops_early)
     run.go()
     run.check()
     metrics = run.scheduler.metrics()
     event(f"preemptions: {min(metrics.preemptions, 3)}")
     event(f"prefix hits: {metrics.prefix_hits > 0}")
+    event(f"loops: {run.loops > 0}")

@@ -1,74 +1,198 @@
-"""The Pallas attention kernels, tier 1: the generic interpreter against the float64 oracle, within the op's bounds.
+"""The Pallas kernels, tier 1: the generic interpreter against the float64 oracle, within the ops' bounds.
 
-A normal run samples: one decode and one mixed case in bfloat16. `-m slow` runs every case in both dtypes.
+A normal run samples attention: one decode and one mixed case in bfloat16, and one with K and V in a row. `-m slow` runs
+every case in both dtypes, and in every form in which a slot may be held.
 """
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from twinfer.ops.cases import load_all
 from twinfer.ops.testing import TESTING, Judge, ci_cases, run
+from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
+from twinfer.shared.errors import ConfigError
+from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.shapes import SHAPES
+from twinfer.tpu import plans
+from twinfer.tpu.kernels import attention, cache, target, write
 
 load_all()
 DTYPES = ("float32", "bfloat16")
 SAMPLED = ("decode, window", "mixed, window and soft cap")
+FORMS = {
+    "K and V in a row": lambda kv_heads, hdim, dtype: (kv_heads, 2 * hdim),
+    "a head in two rows": lambda kv_heads, hdim, dtype: (4 * kv_heads, hdim // 2),
+}
 
 
-def judged(dtype, case):
-    import twinfer.tpu.kernels  # noqa: F401
-
-    return Judge("paged_attention", case.arguments)(
-        run("paged_attention", "jax", "pallas_interpret", case.arguments)
-    ), f"{dtype}, {case.name}"
+def cases(op, dtype):
+    return ci_cases(TESTING[op], dtype)
 
 
-def cases(dtype):
-    return ci_cases(TESTING["paged_attention"], dtype)
+def failures(op, dtype):
+    found = {}
+    for case in cases(op, dtype):
+        verdict = Judge(op, case.arguments)(run(op, "jax", "pallas_interpret", case.arguments))
+        found |= {} if verdict.passed else {case.name: str(verdict)}
+    return found
+
+
+def attend(arguments):
+    """The kernels without the op's binding, which would keep what it traced."""
+    arrays = {name: jnp.asarray(value) if hasattr(value, "shape") else value for name, value in arguments.items()}
+    return Judge("paged_attention", arguments)(
+        [attention.attend(**{"k_scale": 1.0, "v_scale": 1.0} | arrays, interpret=True)]
+    )
+
+
+def attention_case(dtype, name):
+    return next(case.arguments for case in cases("paged_attention", dtype) if case.name == name)
 
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_sample_of_the_cases(name):
-    (case,) = (case for case in cases("bfloat16") if case.name == name)
-    verdict, where = judged("bfloat16", case)
-    assert verdict.passed, f"{where}: {verdict}"
+    verdict = attend(attention_case("bfloat16", name))
+    assert verdict.passed, verdict
+
+
+def test_a_case_with_k_and_v_in_a_row(monkeypatch):
+    """As heads of 64 lanes are held. Queries that are not 0 where V lies are seen."""
+    monkeypatch.setattr(attention, "slot_form", FORMS["K and V in a row"])
+    arguments = attention_case("bfloat16", "decode, padded")
+    assert attend(arguments).passed
+    pad = jnp.pad
+    monkeypatch.setattr(attention.jnp, "pad", lambda x, widths: pad(x, widths, constant_values=0.1))
+    assert not attend(arguments).passed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_case(dtype):
-    results = [judged(dtype, case) for case in cases(dtype)]
-    assert results
-    assert not [f"{where}: {verdict}" for verdict, where in results if not verdict.passed]
+    assert not failures("paged_attention", dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_case_in_another_form(form, dtype, monkeypatch):
+    monkeypatch.setattr(attention, "slot_form", FORMS[form])
+    even = [case for case in cases("paged_attention", dtype) if case.arguments["q"].shape[2] % 2 == 0]
+    results = {case.name: attend(case.arguments) for case in even}
+    assert len(results) > 10
+    assert not {name: str(verdict) for name, verdict in results.items() if not verdict.passed}
 
 
 def test_a_wrong_kernel_is_rejected(monkeypatch):
     """The judge sees a kernel whose buffer is not cleared of what lies outside a request."""
-    from twinfer.tpu.kernels import attention, cache
-
     monkeypatch.setattr(cache.Pages, "clear", lambda *_: None)
-    case = next(case for case in cases("bfloat16") if case.name == "decode, padded")
-    given = {name: value for name, value in case.arguments.items() if name not in ("k_scale", "v_scale")}
-    import jax.numpy as jnp
-
-    arrays = {n: jnp.asarray(v) if hasattr(v, "shape") else v for n, v in given.items()}
-    out = attention.attend(**arrays, k_scale=1.0, v_scale=1.0, interpret=True)
-    assert not Judge("paged_attention", case.arguments)([out]).passed
+    assert not attend(attention_case("bfloat16", "decode, padded")).passed
 
 
-def test_what_does_not_fit_is_refused():
-    import jax
-    import jax.numpy as jnp
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_case_of_the_write(dtype):
+    assert not failures("write_kv", dtype)
 
-    from twinfer.tpu.kernels import attention
 
-    def takes(pages=512, requests=256, page=16, hdim=128, dtype=jnp.bfloat16):
-        q = jax.ShapeDtypeStruct((256, 8, hdim), jnp.bfloat16)
-        kv = jax.ShapeDtypeStruct((1024, page, 4, hdim), dtype)
-        return attention.compiles(
-            q, kv, jax.ShapeDtypeStruct((requests, pages), jnp.int32), None, None, None, 1.0, 0, 0.0, 1
-        )
+def written():
+    """Whether the write is right for prompts that begin and end within runs and blocks, decodes, and padding."""
+    slots = np.array([77, *range(100, 200), *[-1] * 5, 3, 90, *range(202, 300), *[-1] * 90, 95, 96], np.int32)
+    rng = np.random.default_rng(3)
+    k, v = (rng.normal(size=(len(slots), 2, 8)).astype(np.float32) for _ in range(2))
+    given = {"kv": rng.normal(size=(20, 16, 4, 8)).astype(np.float32), "k": k, "v": v, "slots": slots}
+    arrays = [jnp.asarray(value) for value in given.values()]
+    return Judge("write_kv", given)([np.asarray(write.write(*arrays, 1.0, 1.0, True))]).passed
 
-    assert takes()
-    assert not takes(pages=513)  # the page table's 512 KiB of scalar memory
-    assert not takes(hdim=48)
-    assert not takes(page=8)
-    assert not takes(dtype=jnp.float16)
+
+def test_a_wrong_write_is_rejected(monkeypatch):
+    assert written()
+    place = write.pl.ds
+    with monkeypatch.context() as planted:
+        planted.setattr(write.pl, "ds", lambda start, size: place(start + int(size > 1), size))
+        assert not written()  # runs begin one token too late
+    with monkeypatch.context() as planted:
+        planted.setattr(write.pl, "program_id", lambda axis: 0)
+        assert not written()  # the second block is the first again
+
+
+def test_what_does_not_fit_is_refused_with_the_arithmetic(monkeypatch):
+    monkeypatch.setattr(attention, "target_kind", lambda: "TPU v4")
+
+    def attends(pages=512, requests=256, page=16, heads=2, hdim=128, dtype=jnp.bfloat16):
+        q = jax.ShapeDtypeStruct((256, 8 * heads, hdim), jnp.bfloat16)
+        kv = jax.ShapeDtypeStruct((1024, page, 2 * heads, hdim), dtype)
+        table = jax.ShapeDtypeStruct((requests, pages), jnp.int32)
+        return attention.compiles(q, kv, table, None, None, None, 1.0, 0, 0.0, 1)
+
+    def writes(heads, dtype):
+        kv = jax.ShapeDtypeStruct((1024, 16, 2 * heads, 128), dtype)
+        rows = jax.ShapeDtypeStruct((64, heads, 128), jnp.bfloat16)
+        return write.compiles(kv, rows, rows, jax.ShapeDtypeStruct((64,), jnp.int32))
+
+    assert attends()
+    assert "256 * 513 * 4 B = 525312 B of scalar memory, allowed are 524288 B" in attends(pages=513)
+    assert "heads of 48" in attends(hdim=48)
+    assert "pages of 8" in attends(page=8)
+    assert "cache is float16" in attends(dtype=jnp.float16)
+    assert "16777216 B (two blocks of pages)" in attends(heads=16, hdim=256)
+    assert "> 16777216 B" in attends(heads=16, hdim=256)
+    assert writes(1, jnp.bfloat16)
+    assert writes(2, jnp.int8)
+    assert "a slot is 2 rows of 1 B (1 KV heads of 128), no whole number of 4 B words" in writes(1, jnp.int8)
+    assert not any([attends(pages=513), writes(1, jnp.int8)])
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "hdim", "dtype", "form"),
+    [
+        (8, 128, "bfloat16", (16, 128)),
+        (1, 256, "bfloat16", (4, 128)),
+        (8, 64, "bfloat16", (8, 128)),
+        (1, 64, "bfloat16", (2, 64)),  # a slot of one row would be half a word
+        (1, 64, "float32", (1, 128)),
+        (2, 64, "int8", (4, 64)),
+        (3, 64, "bfloat16", (6, 64)),
+        (10, 128, "bfloat16", (20, 128)),
+        (8, 96, "bfloat16", (16, 96)),
+    ],
+)
+def test_how_slots_are_held(kv_heads, hdim, dtype, form):
+    assert cache.slot_form(kv_heads, hdim, dtype) == form
+    words, rows, lanes = cache.slot_dims(kv_heads, hdim, dtype)
+    assert (words * rows, lanes) == form
+    assert rows * jnp.dtype(dtype).itemsize == 4
+    assert target.refused_words(jax.ShapeDtypeStruct((1, 16, 2 * kv_heads, hdim), dtype), 1, "a slot") is None
+
+
+def plans_on(platform, kind, **options):
+    """The plans of the 8B shape on 4 devices of a kind that is only named."""
+    model = parse_config(SHAPES["llama3-8b"])
+    sizes = {"max_num_seqs": 256, "max_model_len": 8192, "max_num_batched_tokens": 512, "tensor_parallel_size": 4}
+    config, _ = resolve(EngineConfig(model="x", **sizes | options), model, DeviceInfo(platform, kind, 1 << 36))
+    device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        return plans.make_plans(model, config)
+
+
+def test_kernels_are_what_a_tpu_runs_and_a_cpu_does_not():
+    for kind in ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"):
+        chosen = plans_on("tpu", kind, page_size=128)
+        assert {chosen[k][op].provider for k in ("decode", "mixed") for op in ("paged_attention", "write_kv")} == {
+            "pallas"
+        }
+    chosen = plans_on("cpu", "cpu", page_size=128)
+    assert {chosen["mixed"][op].provider for op in ("paged_attention", "write_kv")} == {"native"}
+
+
+def test_a_config_that_the_kernels_refuse_is_an_error_with_the_arithmetic():
+    table = r"paged_attention in decode programs: pallas: the page table takes 512 \* 512 \* 4 B = 1048576 B"
+    with pytest.raises(ConfigError, match=table):
+        plans_on("tpu", "TPU v6 lite", page_size=16, max_num_seqs=512)
+    chosen = plans_on(
+        "tpu", "TPU v6 lite", page_size=8, op_priority={"paged_attention": ("native",), "write_kv": ("native",)}
+    )
+    assert chosen["decode"]["paged_attention"].provider == "native"
+    chosen = plans_on("tpu", "TPU v6 lite", page_size=8, enable_ops=("-paged_attention", "-write_kv"))
+    assert chosen["decode"]["paged_attention"].provider == "native"

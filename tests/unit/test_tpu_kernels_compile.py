@@ -1,4 +1,7 @@
-"""The Pallas attention kernels, tier 3: libtpu compiles them for five chips that nobody has to own; none runs here.
+"""The Pallas kernels, tier 3: libtpu compiles them for five chips that nobody has to own; none runs here.
+
+What is compiled is a loop over two layers, which writes its buffer and attends over it: so it is also seen that nothing
+lays the cache out anew.
 
 This is what sees tiling, VMEM, SMEM and the instructions that a generation lacks; races and bounds it does not see
 (`test_tpu_kernels_interpret.py` does). Each chip's programs are compiled in a process of its own, which is this file
@@ -17,12 +20,13 @@ from importlib.util import find_spec
 
 import pytest
 
+PAGES = 1024
 CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A call of the op. `queries`: 1 compiles the decode kernel, more compiles both.
+    """A step. `queries`: 1 compiles write and decode, more compiles the mixed kernel too.
 
     `blocks`: fields of BlockSizes. `halves`: of the buffer of pages, of which the kernels use two.
     """
@@ -49,10 +53,17 @@ SHAPES = {
     "8b, pages of 16": Shape(page=16),
     "8b, a shard of 8": Shape(heads=4, kv_heads=1),
     "no groups": Shape(heads=8, kv_heads=8),
+    "groups of 7": Shape(heads=28, kv_heads=4),
+    "groups of 7, 64 lanes": Shape(heads=14, kv_heads=2, hdim=64),
+    "10 KV heads": Shape(heads=40, kv_heads=10),
+    "3 KV heads, 64 lanes": Shape(heads=9, kv_heads=3, hdim=64),
+    "12 KV heads": Shape(heads=12, kv_heads=12),
     "float32": Shape(cache="float32", dtype="float32"),
     "int8": Shape(cache="int8"),
     "fp8": Shape(cache="float8_e4m3fn"),
     "64 lanes": Shape(hdim=64),
+    "64 lanes, a shard of 8": Shape(hdim=64, heads=4, kv_heads=1),
+    "64 lanes, int8": Shape(hdim=64, cache="int8"),
     "80 lanes": Shape(hdim=80),
     "96 lanes": Shape(hdim=96),
     "256 lanes, window, soft cap": Shape(heads=16, hdim=256, window=4096, soft_cap=50.0),
@@ -60,14 +71,18 @@ SHAPES = {
     "mixed, 8b, smallest": Shape(tokens=16, requests=16, queries=16),
     "mixed, 8b, pages of 16": replace(MIXED, page=16),
     "mixed, 8b, a shard of 8": replace(MIXED, heads=4, kv_heads=1),
+    "mixed, groups of 7": replace(MIXED, heads=28, kv_heads=4),
     "mixed, float32": replace(MIXED, cache="float32", dtype="float32"),
     "mixed, int8": replace(MIXED, cache="int8"),
+    "mixed, int8, a shard of 4": replace(MIXED, heads=8, kv_heads=2, cache="int8"),
     "mixed, fp8": replace(MIXED, cache="float8_e4m3fn"),
     "mixed, 64 lanes": replace(MIXED, hdim=64),
+    "mixed, 80 lanes, a shard of 4": replace(MIXED, hdim=80, heads=8, kv_heads=2),
     "mixed, 96 lanes": replace(MIXED, hdim=96),
     "mixed, 256 lanes, window, soft cap": replace(MIXED, heads=16, hdim=256, window=4096, soft_cap=50.0),
+    "mixed, 256 lanes, a shard of 8": replace(MIXED, heads=2, kv_heads=1, hdim=256),
 }
-SAMPLED = "mixed, 8b, smallest"  # which has both kernels in it
+SAMPLED = "mixed, 8b, smallest"  # which has all kernels in it
 
 # 128 x 512 tokens x 16 heads x 128 lanes x 2 bytes = 256 MiB, more than any chip's VMEM.
 OVERFLOW = Shape(halves=128)
@@ -77,47 +92,67 @@ REJECTED = {"planted VMEM overflow": (OVERFLOW, "vmem"), "planted bad tiling": (
 
 
 def compile_shape(shape, device):
-    """Compile the op for a device of a topology -> {seconds, temporaries}, or {error} as the compiler words it."""
+    """Compile two layers for a device of a topology -> {seconds, temporaries, kernels}, or {error} as it is worded."""
     import jax
     import jax.numpy as jnp
     import numpy as np
+    from jax.experimental.layout import Format
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from twinfer.tpu.kernels import attention, cache
+    from twinfer.tpu.kernels import attention, cache, write
     from twinfer.tpu.kernels.blocks import block_sizes
+    from twinfer.tpu.kv_buffer import ROW_MAJOR
 
     mesh = Mesh(np.array([device]), ("x",))
     place = NamedSharding(mesh, PartitionSpec())
 
-    def array(dtype, *dims):
-        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=place)
+    def array(dtype, *dims, where=place):
+        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=where)
 
-    width = 4096 // shape.page
+    form = cache.slot_dims(shape.kv_heads, shape.hdim, shape.cache)
+    kv = array(shape.cache, PAGES, shape.page, *form, where=Format(ROW_MAJOR, place))
+    rows = array(shape.dtype, shape.tokens, shape.kv_heads, shape.hdim)
     arguments = (
         array(shape.dtype, shape.tokens, shape.heads, shape.hdim),
-        array(shape.cache, 1024, shape.page, 2 * shape.kv_heads, shape.hdim),
-        array("int32", shape.requests, width),
+        array(shape.cache, PAGES, shape.page, 2 * shape.kv_heads, shape.hdim),
+        array("int32", shape.requests, 4096 // shape.page),
         array("int32", shape.requests + 1),
         array("int32", shape.requests),
         array("int32", 2),
     )
     rest = (shape.hdim**-0.5, shape.window, shape.soft_cap, shape.queries, 0.5, 0.25)
+
+    def layers(kv, k, v, slots, q, table, start, lens, counts):
+        def layer(state, index):
+            kv, q = state
+            kv = kv.reshape(arguments[1].shape)
+            kv = write.write(kv, k, v, slots + index, 0.5, 0.25, False)
+            out = attention.attend(q, kv, table + index, start, lens, counts, *rest, False, blocks)
+            return (kv.reshape(PAGES, shape.page, *form), out), None
+
+        return jax.lax.scan(layer, (kv, q), jnp.arange(2, dtype=jnp.int32))[0]
+
     start = time.perf_counter()
+    slots = array("int32", shape.tokens)
     # The kernels' lowering asks the abstract mesh for the generation.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        if not attention.on_tpu() or not attention.compiles(*arguments, *rest):
-            return {"error": "the provider does not take this"}
+        taken = attention.compiles(*arguments, *rest), write.compiles(arguments[1], rows, rows, slots, 0.5, 0.25)
+        if not attention.on_tpu() or not all(taken):
+            return {"error": f"the providers do not take this: {taken}"}
         blocks = replace(block_sizes(attention.target_kind()), **dict(shape.blocks))
         try:
             with planted(cache.CacheShape, shape.halves):
-                lowered = jax.jit(lambda *given: attention.attend(*given, *rest, False, blocks)).lower(*arguments)
+                program = jax.jit(layers, donate_argnums=0, out_shardings=(kv.format, place))
+                lowered = program.lower(kv, rows, rows, slots, arguments[0], *arguments[2:])
             compiled = lowered.compile()
         except Exception as error:  # the compiler raises several kinds
             return {"error": f"{type(error).__name__}: {error}"[:4000]}
     kernels = compiled.as_text().count('custom_call_target="tpu_custom_call"')
-    seconds = time.perf_counter() - start
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
-    return {"seconds": seconds, "temporaries": temporaries, "kernels": kernels}
+    memory = compiled.memory_analysis()
+    return {
+        "seconds": time.perf_counter() - start, "kernels": kernels, "temporaries": memory.temp_size_in_bytes,
+        "cache": memory.alias_size_in_bytes,
+    }  # fmt: skip
 
 
 @contextmanager
@@ -159,12 +194,14 @@ def check(found, names):
     assert {name: found[name]["error"] for name in names if "error" in found[name]} == {}
     for name in names:
         shape = SHAPES[name]
-        assert found[name]["kernels"] == (1 if shape.queries == 1 else 2), name
-        # The queries may be copied, to bring heads together, but not the cache. Heads of less than 128
-        # lanes are left out: they have temporaries as large as the cache (docs/measurements.md).
-        if shape.hdim % 128 == 0:
-            queries = shape.tokens * shape.heads * shape.hdim * (4 if shape.dtype == "float32" else 2)
-            assert found[name]["temporaries"] < queries + (1 << 20), f"{name}: {found[name]}"
+        assert found[name]["kernels"] == (2 if shape.queries == 1 else 3), name
+        # Queries and results may be copied, to bring heads together, but not the cache, which is written in place.
+        queries = shape.tokens * shape.heads * max(128, shape.hdim) * (4 if shape.dtype == "float32" else 2)
+        assert found[name]["temporaries"] < 4 * queries + (1 << 20), f"{name}: {found[name]}"
+        bytes_each = {"float32": 4, "bfloat16": 2}.get(shape.cache, 1)
+        joint = shape.hdim == 64 and shape.kv_heads * bytes_each % 4 == 0
+        lanes = 64 if joint else -(-shape.hdim // 128) * 128
+        assert found[name]["cache"] == PAGES * shape.page * 2 * shape.kv_heads * lanes * bytes_each, name
 
 
 pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")

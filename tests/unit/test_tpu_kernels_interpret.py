@@ -1,4 +1,4 @@
-"""The Pallas attention kernels, tier 2: TPU interpret mode, which simulates memories, copies and semaphores.
+"""The Pallas kernels, tier 2: TPU interpret mode, which simulates memories, copies and semaphores.
 
 It sees what neither the generic interpreter nor the compiler does: a copy that is not waited for, a buffer that is
 written while it is read, an address outside of an array, memory that nobody wrote (here NaN). It does not see tiling or
@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from twinfer.ops.cases.attention import paged
 from twinfer.ops.testing import Judge
-from twinfer.tpu.kernels import attention, cache
+from twinfer.tpu.kernels import attention, cache, write
 from twinfer.tpu.kernels.blocks import BlockSizes
 
 # Blocks of two pages, so that requests have several and both halves of the buffer are used and used again.
@@ -29,21 +29,26 @@ def arguments(kind, dtype):
     return paged(rng, dtype, [20, 19, 9], [1, 11, 9], (4, 2), 16, 8, requests=4, tokens=24)
 
 
+def attend(**given):
+    return attention.attend(**given, blocks=BLOCKS)
+
+
 @pytest.fixture
 def interpret(capfd):
-    """interpret(arguments, mode) -> (output, what it printed about races). Raises what the interpreter raises."""
+    """interpret(arguments, mode, function=attend) -> (output, what it printed about races). Raises what the interpreter
+    raises."""
 
-    def run(given, mode):
+    def run(given, mode, function=attend):
+        # Copies draw one of the places in the clock at random; those that draw the same one count as ordered.
+        np.random.seed(0)
         params = pltpu.InterpretParams(
-            dma_execution_mode=mode, detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
-        )
+            dma_execution_mode=mode, detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan",
+            vector_clock_size=64,
+        )  # fmt: skip
         arrays = {n: jnp.asarray(v) if hasattr(v, "shape") else v for n, v in given.items()}
         capfd.readouterr()
         try:
-            out = attention.attend(
-                **{"k_scale": 1.0, "v_scale": 1.0} | arrays, interpret=params, blocks=BLOCKS
-            )  # fmt: skip
-            jax.block_until_ready(out)
+            out = jax.block_until_ready(function(**{"k_scale": 1.0, "v_scale": 1.0} | arrays, interpret=params))
         finally:
             pltpu.reset_tpu_interpret_mode_state()
         return out, capfd.readouterr().out
@@ -149,3 +154,61 @@ def test_memory_that_nobody_wrote_is_seen(interpret, monkeypatch):
     given = arguments("decode", "float32")
     out, _ = interpret(given, "on_wait")
     assert not passes(given, out)
+
+
+# --- the KV write ----------------------------------------------------------------------------------------------------
+
+
+def rows(dtype):
+    """A prompt of 20 tokens (a run of 16, then single ones), padding, and decodes."""
+    rng = np.random.default_rng(6)
+    slots = np.array([*range(21, 41), -1, 3, 50, -1], np.int32)
+    made = {name: jnp.asarray(rng.normal(size=(len(slots), 2, 8)), dtype) for name in ("k", "v")}
+    return made | {"kv": jnp.asarray(rng.normal(size=(8, 8, 4, 8)), dtype), "slots": slots}
+
+
+def wrote(given, out):
+    return Judge("write_kv", {name: np.asarray(value) for name, value in given.items()})([np.asarray(out)]).passed
+
+
+@pytest.mark.parametrize(("dtype", "mode"), [("float32", "on_wait"), ("bfloat16", "eager")])
+def test_the_write_is_clean(interpret, dtype, mode):
+    given = rows(dtype)
+    out, printed = interpret(given, mode, write.write)
+    assert "RACE" not in printed
+    assert wrote(given, out)
+
+
+class Unwaited:
+    """A copy for which nobody waits."""
+
+    def __init__(self, copy):
+        self.start = copy.start
+
+    def wait(self):
+        pass
+
+
+def test_a_missing_wait_in_the_write_is_seen(interpret, monkeypatch):
+    """As a write that has not happened."""
+    real = write.pltpu.make_async_copy
+    monkeypatch.setattr(write.pltpu, "make_async_copy", lambda *refs: Unwaited(real(*refs)))
+    given = rows("float32")
+    out, _ = interpret(given, "on_wait", write.write)
+    assert not wrote(given, out)
+
+
+def test_two_rows_for_one_slot_are_a_race(interpret):
+    given = rows("float32")
+    given["slots"][21] = 50
+    _, printed = interpret(given, "on_wait", write.write)
+    assert "RACE DETECTED" in printed
+
+
+@pytest.mark.parametrize("slot", [64, 60])
+def test_a_slot_outside_of_the_cache_is_seen(interpret, slot):
+    """64 is one slot too far; a run of 16 from 60 on begins within the cache."""
+    given = rows("float32")
+    given["slots"][:20] = range(slot, slot + 20)
+    with pytest.raises(Exception, match=r"(?i)out.of.bounds"):
+        interpret(given, "on_wait", write.write)

@@ -9,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from twinfer.shared.config import EngineConfig
+from twinfer.bucketing import Descriptor
+from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.models import decoder
 from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.step import STOP_SLOTS, DecodeLoop, StepInput, StepShape, batch_layout, sampling_layout
 from twinfer.tpu import compilation, executables, platforms, sharding
+from twinfer.tpu import state as tables
 from twinfer.tpu.aot import collectives
 from twinfer.tpu.ladder import Job
 
@@ -159,3 +162,69 @@ def test_what_others_can_write_is_never_read(stored, what):
     os.chmod(path, os.stat(path).st_mode | 0o002)
     with pytest.raises(ConfigError, match="writable by no other"):
         executables.Reader(folder).load(job, devices)
+
+
+SHAPE = StepShape(pages_per_request=32, max_rows=12, max_model_len=512, vocab_size=50)
+PAGE = 16
+
+
+def random_step(rng, descriptor, held, loop=None):
+    """A step of some rows; `held` is what each row has: (pages, sampling parameters), new ones for some of them."""
+    count = int(rng.integers(1, descriptor.requests + 1))
+    rows = rng.permutation(SHAPE.max_rows)[:count]
+    buffer, sampling = batch_layout(descriptor, SHAPE).allocate(), sampling_layout(descriptor.requests).allocate()
+    f = batch_layout(descriptor, SHAPE).views(buffer)
+    kept = sampling.reshape(-1, descriptor.requests)
+    f["rows"][:] = SHAPE.max_rows
+    kept[:, count:] = np.arange(len(kept))[:, None]  # what padding has, in every step
+    kept[: len(tables.MOVING)] = rng.integers(0, 9, (len(tables.MOVING), descriptor.requests))
+    f["rows"][:count], f["counts"][:] = rows, (0, count)
+    for i, row in enumerate(rows.tolist()):
+        if row not in held or rng.random() < 0.3:
+            held[row] = rng.integers(1, 999, 32, np.int32), rng.integers(0, 999, len(tables.PARAMETERS), np.int32)
+        length = int(rng.integers(1, 400))
+        f["kv_lens"][i] = length
+        pages = -(-(length + (loop.steps if loop else 0)) // PAGE)
+        f["page_table"][i, :pages] = held[row][0][:pages]
+        kept[len(tables.MOVING) :, i] = held[row][1]
+    return StepInput(1, descriptor, SHAPE, "greedy", buffer, sampling, loop=loop)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_tables_on_the_devices_hold_what_a_step_says(seed):
+    """Also when it is too much for the buffer of a step: each row that is new brings up to 25 pages."""
+    rng, held, mirror, spills = np.random.default_rng(seed), {}, tables.Mirror(SHAPE), 0
+    state = tables.State(*(jnp.zeros(x.shape, x.dtype) for x in tables.state_shapes(SHAPE)))
+    for _ in range(6):
+        size = int(rng.choice([4, 12]))
+        loop = DecodeLoop(5, True, np.full((size, STOP_SLOTS), 3)) if rng.random() < 0.3 else None
+        step = random_step(rng, Descriptor("decode", size, size, 1), held, loop)
+        spilled, buffer = mirror.pack(step)
+        spills += len(spilled)
+        for part in spilled:
+            state = tables.update(SHAPE, state, jnp.asarray(part))
+        layout = tables.diff_layout(step.descriptor, SHAPE, loop is not None)
+        state = tables.updated(state, layout.unpack(jnp.asarray(buffer), lambda x: x))
+        count, wanted = int(step.field("counts")[1]), step.field("page_table")
+        found = np.asarray(state.pages)[step.field("rows")][:count]
+        assert (found == wanted[:count])[wanted[:count] > 0].all()
+        parameters = np.asarray(state.parameters)[:, step.field("rows")]
+        assert np.array_equal(parameters, step.sampling.reshape(-1, size)[len(tables.MOVING) :])
+        if loop is not None:
+            assert layout.view(buffer, "limits").tolist() == [5, 1]
+    assert spills
+
+
+def test_a_steady_decode_sends_no_table():
+    """The point of it: the buffer of 256 requests of up to 4096 tokens is a twentieth of what the page table takes."""
+    shape = StepShape(256, 256, 4096, 1000)
+    descriptor = Descriptor("decode", 256, 256, 1)
+    assert tables.diff_layout(descriptor, shape).size * 20 < batch_layout(descriptor, shape).size
+
+
+def test_the_ladder_of_decode_programs_by_platform():
+    """A GPU's programs have their layers unrolled and take seconds each: few of them, but one for a single request."""
+    config, bytes_ = EngineConfig(model="demo", max_num_seqs=24, max_num_batched_tokens=64), 1 << 34
+    for platform, sizes in (("cuda", (1, 2, 4, 8, 16, 24)), ("tpu", (8, 16, 24))):
+        resolved, _ = resolve(config, LLAMA, DeviceInfo(platform, platform, bytes_))
+        assert resolved.table().decode_sizes == sizes

@@ -1,9 +1,8 @@
 """How kernels read the paged cache: pages by DMA into a double buffer, then K and V of one head out of it.
 
-A page [slot 2*kvhead hdim] is copied whole, as rows [slot * 2*kvhead, hdim]. In the buffer, rows of a narrow dtype lie
-packed in 32-bit words, 2 (bfloat16) or 4 (int8, float8) rows to a word, so K and V of a head share a word and a strided
-load of words takes one head out of all. Head sizes above 128 are split into chunks of 128 lanes: a strided load takes
-no more.
+A page [slot 2*kvhead hdim] is copied whole, as rows of at most 128 lanes (`slot_form`): a head of 256 is two rows of
+128, and K and V of a head of 64 share one. In the buffer, rows of a narrow dtype lie packed in 32-bit words, 2
+(bfloat16) or 4 (int8, float8) rows to a word, and a strided load of words takes one row of each slot.
 
 The rules that let one source be interpreted, and compiled for every TPU: flat buffers, strided `pl.ds` loads, bitcasts
 of values. One view is not a value: the cache in HBM is read as words (`words_of`). The generic interpreter follows that
@@ -26,15 +25,50 @@ from jax.experimental.pallas import tpu as pltpu
 LANES = 128
 
 
+def slot_form(kv_heads: int, hdim: int, dtype: Any) -> tuple[int, int]:
+    """(rows, lanes) in which a slot's 2*kvhead*hdim entries are held, in their order.
+
+    Lanes of a TPU come by 128: other rows take that space too. Heads of 64 are held two to a row (K and V of a head),
+    if a slot is then still made of whole 32-bit words, without which it could not be written alone.
+    """
+    if hdim % LANES == 0:
+        return 2 * kv_heads * hdim // LANES, LANES
+    if 2 * hdim == LANES and kv_heads * jnp.dtype(dtype).itemsize % 4 == 0:
+        return kv_heads, LANES
+    return 2 * kv_heads, hdim
+
+
+def slot_dims(kv_heads: int, hdim: int, dtype: Any) -> tuple[int, int, int]:
+    """(words, rows in a word, lanes) of a slot: the last two are a tile of a TPU's memory: no padding."""
+    rows, lanes = slot_form(kv_heads, hdim, dtype)
+    packing = math.gcd(rows, 4 // jnp.dtype(dtype).itemsize)
+    return rows // packing, packing, lanes
+
+
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a kernel knows of the cache when it is traced. `block_pages`: pages that are read and computed at once."""
+    """What a kernel knows of the cache when it is traced. `block_pages`: pages that are read and computed at once.
+
+    `rows` and `lanes` are a slot's, `hdim` what a kernel takes for the size of a head: where K and V share a row, it
+    multiplies both with queries that are 0 in V's lanes, and both with the weights.
+    """
 
     page: int
     kv_heads: int
-    hdim: int
+    rows: int
+    lanes: int
     dtype: Any
     block_pages: int
+
+    @property
+    def joint(self) -> bool:
+        """Whether K and V of a head share a row."""
+        return self.rows == self.kv_heads
+
+    @property
+    def hdim(self) -> int:
+        """Lanes of a head's queries and results."""
+        return self.lanes if self.joint else self.rows // (2 * self.kv_heads) * self.lanes
 
     @property
     def block(self) -> int:
@@ -49,23 +83,25 @@ class CacheShape:
     @property
     def page_words(self) -> int:
         """Words of a page in each lane."""
-        return self.page * 2 * self.kv_heads // self.packing
+        return self.page * self.rows // self.packing
 
     @property
     def period(self) -> int:
         """Tokens after which rows stand at the same place in a word: 2 for an odd number of heads in 8 bits."""
-        return self.packing // math.gcd(2 * self.kv_heads, self.packing)
+        return self.packing // math.gcd(self.rows, self.packing)
 
     @property
-    def chunks(self) -> list[tuple[int, int]]:
-        """(first lane, lanes) of each chunk of a head."""
-        return [(i, min(LANES, self.hdim - i)) for i in range(0, self.hdim, LANES)]
+    def chunks(self) -> list[int]:
+        """The first lane of each of a head's rows."""
+        return list(range(0, self.hdim, self.lanes))
+
+    def row(self, h: int, chunk: int, which: int) -> int:
+        """The row of a slot with a chunk of K (`which` 0) or V (1) of head h."""
+        return h if self.joint else (2 * h + which) * len(self.chunks) + chunk
 
     def scratch(self) -> tuple[Any, ...]:
-        """The double buffer [2 chunk word lane] and a DMA semaphore for each half of it."""
-        width = min(LANES, self.hdim)
-        words = self.block_pages * self.page_words
-        buffer = pltpu.VMEM((2, len(self.chunks), words, width), self.word_dtype)
+        """The double buffer [2 word lane] and a DMA semaphore for each half of it."""
+        buffer = pltpu.VMEM((2, self.block_pages * self.page_words, self.lanes), self.word_dtype)
         return buffer, pltpu.SemaphoreType.DMA((2,))
 
     @property
@@ -74,21 +110,15 @@ class CacheShape:
         return jnp.dtype(jnp.uint32) if self.packing > 1 else jnp.dtype(self.dtype)
 
 
-def flat_pages(kv: jax.Array) -> jax.Array:
-    """kv [page slot 2*kvhead hdim] as [page row hdim]: a view where XLA keeps the cache in that order."""
-    pages, page, heads, hdim = kv.shape
-    return kv.reshape(pages, page * heads, hdim)
-
-
 def pack_words(rows: jax.Array) -> jax.Array:
-    """rows [page row hdim] of 8 or 16 bits as words [page row/packing hdim] uint32: what a TPU's memory holds."""
+    """rows [page row lane] of 8 or 16 bits as words [page row/packing lane] uint32: what a TPU's memory holds."""
     bits = jnp.dtype(rows.dtype).itemsize * 8
     if bits == 32:
         return rows
     packing = 32 // bits
-    pages, count, hdim = rows.shape
+    pages, count, lanes = rows.shape
     raw = lax.bitcast_convert_type(rows, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
-    raw = raw.reshape(pages, count // packing, packing, hdim)
+    raw = raw.reshape(pages, count // packing, packing, lanes)
     shifts = jnp.arange(packing, dtype=jnp.uint32)[None, None, :, None] * jnp.uint32(bits)
     return jnp.bitwise_or.reduce(raw << shifts, axis=2)
 
@@ -128,51 +158,53 @@ class Pages:
         high = jnp.minimum(lax.div(length + cache.page - 1, cache.page) - j * cache.block_pages, cache.block_pages)
 
         def one(i: Any, carry: None) -> None:
-            page = page_of(i)
-            for c, (lane, width) in enumerate(cache.chunks):
-                whole = len(cache.chunks) == 1
-                source = self.kv.at[page] if whole else self.kv.at[page, :, pl.ds(lane, width)]
-                rows = pl.ds(pl.multiple_of(i * size, size), size)
-                target = self.buffer.at[half, c, rows, :] if whole else self.buffer.at[half, c, rows, pl.ds(0, width)]
-                act(pltpu.make_async_copy(source, target, self.sems.at[half]))
+            target = self.buffer.at[half, pl.ds(pl.multiple_of(i * size, size), size), :]
+            act(pltpu.make_async_copy(self.kv.at[page_of(i)], target, self.sems.at[half]))
 
         lax.fori_loop(low, high, one, None)
 
     def clear(self, half: Any, low: Any, high: Any) -> None:
         """Zero what is outside tokens low..high of a block: it may hold NaN, and 0 * NaN is NaN."""
         cache, words = self.cache, self.cache.block_pages * self.cache.page_words
-        rows = 2 * cache.kv_heads
+        rows = cache.rows
         tile = math.gcd(words, 8)
 
         def clean(k: Any, carry: None) -> None:
             place = pl.ds(pl.multiple_of(k * tile, tile), tile)
-            for c in range(len(cache.chunks)):
-                old = self.buffer[half, c, place, :]
-                word = k * tile + lax.broadcasted_iota(jnp.int32, old.shape, 0)
-                self.buffer[half, c, place, :] = _keep(old, word, low * rows, high * rows, cache.packing)
+            old = self.buffer[half, place, :]
+            word = k * tile + lax.broadcasted_iota(jnp.int32, old.shape, 0)
+            self.buffer[half, place, :] = _keep(old, word, low * rows, high * rows, cache.packing)
 
         inside = lax.div(low * rows, tile * cache.packing)
         outside = lax.div(high * rows, tile * cache.packing)
         lax.fori_loop(0, jnp.where(low > 0, inside + 1, 0), clean, None)
         lax.fori_loop(outside, words // tile, clean, None)
 
-    def head(self, half: Any, h: int, chunk: int, tokens: tuple[int, int], which: int, dtype: Any) -> jax.Array:
-        """K (`which` 0) or V (1) of head h, lanes of one chunk, of tokens (start, stop) of the buffer -> [token lane].
+    def head(self, half: Any, h: int, tokens: tuple[int, int], dtype: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        """K and V of head h, of tokens (start, stop) of the buffer: each its chunks [token lane].
 
-        Tokens come in the order of `token_order`.
+        Words that hold both are loaded once, which is what the kernels do most. Tokens come in the order of
+        `token_order`.
         """
         cache = self.cache
         start, stop = tokens
-        period, rows, packing = cache.period, 2 * cache.kv_heads, cache.packing
-        stride, width = period * rows // packing, cache.chunks[chunk][1]
-        lanes = slice(None) if len(cache.chunks) == 1 else pl.ds(0, width)
-        parts = []
-        for phase in range(period):
-            row = phase * rows + 2 * h + which
-            first = start // period * stride + row // packing
-            place = pl.ds(first, (stop - start) // period, stride=stride)
-            parts.append(_unpack(self.buffer.at[half, chunk][place, lanes], row % packing, cache.dtype, dtype))
-        return parts[0] if period == 1 else jnp.concatenate(parts, axis=0)
+        period, packing = cache.period, cache.packing
+        stride = period * cache.rows // packing
+        words: dict[int, jax.Array] = {}
+
+        def load(chunk: int, which: int) -> jax.Array:
+            parts = []
+            for phase in range(period):
+                row = phase * cache.rows + cache.row(h, chunk, which)
+                first = start // period * stride + row // packing
+                if first not in words:
+                    place = pl.ds(first, (stop - start) // period, stride=stride)
+                    words[first] = self.buffer.at[half][place, :]
+                parts.append(_unpack(words[first], row % packing, cache.dtype, dtype))
+            return parts[0] if period == 1 else jnp.concatenate(parts, axis=0)
+
+        chunks = range(len(cache.chunks))
+        return [load(c, 0) for c in chunks], [load(c, 1) for c in chunks]
 
 
 def token_order(cache: CacheShape, shape: tuple[int, int], tokens: tuple[int, int]) -> jax.Array:

@@ -40,12 +40,13 @@ def decode_attention(
     soft_cap: float,
     v_scale: float,
     block_requests: int,
+    step: int,
     vmem: int | None,
     interpret: Any,
 ) -> jax.Array:
-    """q [req head hdim] over kv [page row hdim] -> [req head hdim]; lengths [req] is 0 where there is no request.
+    """q [req head hdim] over kv [page row lane] -> [req head hdim]; lengths [req] is 0 where there is no request.
 
-    Requests with a length stand first. table [req page].
+    Requests with a length stand first. table [req page]. `step`: tokens of a block whose K and V are held at a time.
     """
     requests, heads, hdim = q.shape
     padded = -(-requests // block_requests) * block_requests
@@ -55,11 +56,12 @@ def decode_attention(
     groups = len(head_groups(cache.kv_heads, group))
     rows = -(-group // SUBLANES) * SUBLANES
     kernel = partial(
-        _kernel, cache=cache, width=table.shape[1], scale=scale, window=window, soft_cap=soft_cap, v_scale=v_scale
-    )
+        _kernel, cache=cache, width=table.shape[1], scale=scale, window=window, soft_cap=soft_cap, v_scale=v_scale,
+        step=step,
+    )  # fmt: skip
     spec = pl.BlockSpec((block_requests, heads, hdim), lambda i, *_: (i, 0, 0))
     seen = requests * table.shape[1] * cache.page
-    read = seen * 2 * cache.kv_heads * hdim * jnp.dtype(cache.dtype).itemsize
+    read = seen * cache.rows * cache.lanes * jnp.dtype(cache.dtype).itemsize
     out = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -71,7 +73,7 @@ def decode_attention(
                 *cache.scratch(),
                 pltpu.VMEM((groups, rows, LANES), jnp.float32),
                 pltpu.VMEM((groups, rows, LANES), jnp.float32),
-                pltpu.VMEM((groups, rows, hdim), jnp.float32),
+                pltpu.VMEM((groups, len(cache.chunks), rows, cache.lanes), jnp.float32),
                 pltpu.SMEM((1,), jnp.int32),
             ],
         ),
@@ -107,6 +109,7 @@ def _kernel(
     window: int,
     soft_cap: float,
     v_scale: float,
+    step: int,
 ) -> None:
     pages = Pages(cache, table, width, words_of(kv_hbm, cache), buffer, sems)
     block_requests, heads, _ = q_ref.shape
@@ -146,9 +149,11 @@ def _kernel(
 
             for n, (h, stop) in enumerate(head_groups(cache.kv_heads, group)):
                 rows = (stop - h) * group
-                state = (m_ref.at[n, pl.ds(0, rows)], l_ref.at[n, pl.ds(0, rows)], acc_ref.at[n, pl.ds(0, rows)])
+                state = (m_ref.at[n, pl.ds(0, rows)], l_ref.at[n, pl.ds(0, rows)], acc_ref.at[n, :, pl.ds(0, rows)])
                 q = q_ref[r, pl.ds(h * group, rows), :]
-                _attend(pages, half, q, range(h, stop), low, high, scale, soft_cap, *state)
+                for t in range(0, cache.block, step):
+                    tokens = t, min(t + step, cache.block)
+                    _attend(pages, half, q, range(h, stop), tokens, low, high, scale, soft_cap, *state)
             return 1 - half
 
         half = lax.fori_loop(lax.div(first, cache.block), last, block, half)
@@ -156,7 +161,8 @@ def _kernel(
             rows = (stop - h) * group
             total = l_ref[n, :rows, :]
             factor = v_scale / jnp.where(total == 0.0, 1.0, total)
-            out = acc_ref[n, :rows, :] * repeat(factor, cache.hdim)
+            parts = [acc_ref[n, c, :rows, :] * repeat(factor, cache.lanes) for c in range(len(cache.chunks))]
+            out = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
             o_ref[r, pl.ds(h * group, rows), :] = out.astype(o_ref.dtype)
         return half
 
@@ -164,12 +170,12 @@ def _kernel(
 
 
 def _attend(
-    pages: Pages, half: Any, q: jax.Array, heads: range, low: Any, high: Any, scale: float, soft_cap: float,
-    m_ref: Any, l_ref: Any, acc_ref: Any,
+    pages: Pages, half: Any, q: jax.Array, heads: range, tokens: tuple[int, int], low: Any, high: Any, scale: float,
+    soft_cap: float, m_ref: Any, l_ref: Any, acc_ref: Any,
 ) -> None:  # fmt: skip
-    """Take tokens low..high of a block into the state of some heads, whose queries are q [row hdim]."""
+    """Take those of some tokens of a block that are in low..high into the state of heads with queries q [row hdim]."""
     cache, rows = pages.cache, q.shape[0]
-    tokens, chunks = (0, cache.block), range(len(cache.chunks))
+    pairs = [pages.head(half, h, tokens, q.dtype) for h in heads]
 
     def own(parts: list[jax.Array]) -> jax.Array:
         """Of each head's result for all rows, the rows of that head."""
@@ -179,19 +185,16 @@ def _attend(
             out = jnp.where(head == n, part, out)
         return out
 
-    def scores(h: int) -> jax.Array:
-        parts = [
-            dot(q[:, lane : lane + width], pages.head(half, h, c, tokens, 0, q.dtype), (1, 1))
-            for c, (lane, width) in enumerate(cache.chunks)
-        ]
+    def scores(keys: list[jax.Array]) -> jax.Array:
+        places = zip(cache.chunks, keys, strict=True)
+        parts = [dot(q[:, lane : lane + cache.lanes], k, (1, 1)) for lane, k in places]
         return sum(parts[1:], parts[0])
 
-    s = capped(own([scores(h) for h in heads]) * scale, soft_cap)
+    s, factor = capped(own([scores(k) for k, _ in pairs]), scale, soft_cap)
     token = token_order(cache, s.shape, tokens)
     s = jnp.where((token >= low) & (token < high), s, MASKED)
-    weights, decay = update(s, m_ref, l_ref)
+    weights, decay = update(s, factor, m_ref, l_ref)
     weights = weights.astype(q.dtype)
-    for c in chunks:
-        lane, width = cache.chunks[c]
-        new = own([dot(weights, pages.head(half, h, c, tokens, 1, q.dtype), (1, 0)) for h in heads])
-        acc_ref[:, lane : lane + width] = acc_ref[:, lane : lane + width] * repeat(decay, width) + new
+    for c in range(len(cache.chunks)):
+        new = own([dot(weights, v[c], (1, 0)) for _, v in pairs])
+        acc_ref[c] = acc_ref[c] * repeat(decay, cache.lanes) + new

@@ -34,12 +34,13 @@ def mixed_attention(
     soft_cap: float,
     v_scale: float,
     block_tokens: int,
+    step: int,
     vmem: int | None,
     interpret: Any,
 ) -> jax.Array:
-    """q [tok head hdim] over kv [page row hdim] -> [tok head hdim]; 0 but for requests counts[0] <= i < counts[1].
+    """q [tok head hdim] over kv [page row lane] -> [tok head hdim]; 0 but for requests counts[0] <= i < counts[1].
 
-    table [req page]; query_start [req+1]; kv_lens [req].
+    table [req page]; query_start [req+1]; kv_lens [req]. `step`: tokens of a block whose K and V are held at a time.
     """
     tokens, heads, hdim = q.shape
     group, kv_heads = heads // cache.kv_heads, cache.kv_heads
@@ -54,7 +55,7 @@ def mixed_attention(
     rows = block_tokens * group
     kernel = partial(
         _kernel, cache=cache, width=table.shape[1], scale=scale, window=window, soft_cap=soft_cap, v_scale=v_scale,
-        block_tokens=block_tokens,
+        block_tokens=block_tokens, held=step,
     )  # fmt: skip
     spec = pl.BlockSpec((kv_heads, rows, hdim), lambda i, *_: (0, i, 0))
     longest = table.shape[1] * cache.page
@@ -91,6 +92,7 @@ def _kernel(
     query_start: Any, kv_lens: Any, first_request: Any, counts: Any, table: Any, q_ref: Any, kv_hbm: Any, o_ref: Any,
     buffer: Any, sems: Any, m_ref: Any, l_ref: Any, acc_ref: Any, state_ref: Any, *,
     cache: CacheShape, width: int, scale: float, window: int, soft_cap: float, v_scale: float, block_tokens: int,
+    held: int,
 ) -> None:  # fmt: skip
     pages = Pages(cache, table, width, words_of(kv_hbm, cache), buffer, sems)
     kv_heads, rows, _ = q_ref.shape
@@ -140,15 +142,12 @@ def _kernel(
             here = valid(i + 1, step)
             next_step = jnp.where(here, step, step + 1)
             next_i = jnp.where(here, i + 1, first_request[jnp.minimum(step + 1, steps - 1)])
-
-            @pl.when(~end)
-            def _() -> None:
-                pages.start(i, j + 1, first, length, 1 - half)
-
-            @pl.when(end & valid(next_i, next_step))
-            def _() -> None:
-                begin(next_i, next_step, 1 - half)
-
+            following = end & valid(next_i, next_step)
+            next_i = jnp.where(following, next_i, i)
+            next_first, next_length = span(next_i, jnp.where(following, next_step, step))
+            next_j = jnp.where(following, lax.div(next_first, cache.block), j + 1)
+            # At the very end nothing follows, and a length of 0 starts nothing.
+            pages.start(next_i, next_j, next_first, jnp.where(end & ~following, 0, next_length), 1 - half)
             pages.wait(j, first, length, half)
             low = jnp.maximum(first - j * cache.block, 0)
             high = jnp.minimum(length - j * cache.block, cache.block)
@@ -163,7 +162,9 @@ def _kernel(
             position = jnp.where(mine, token + (kv_lens[i] - query_start[i + 1] - j * cache.block), -1)
             for h in range(kv_heads):
                 state = (m_ref.at[h], l_ref.at[h], acc_ref.at[h])
-                _attend(pages, half, h, q_ref[h], position, scale, window, soft_cap, *state)
+                for t in range(0, cache.block, held):
+                    tokens = t, min(t + held, cache.block)
+                    _attend(pages, half, h, q_ref[h], tokens, position, scale, window, soft_cap, *state)
             return 1 - half
 
         return i + 1, lax.fori_loop(lax.div(first, cache.block), last, block, half)
@@ -177,24 +178,24 @@ def _kernel(
 
 
 def _attend(
-    pages: Pages, half: Any, h: int, q: jax.Array, position: jax.Array, scale: float, window: int, soft_cap: float,
-    m_ref: Any, l_ref: Any, acc_ref: Any,
+    pages: Pages, half: Any, h: int, q: jax.Array, tokens: tuple[int, int], position: jax.Array, scale: float,
+    window: int, soft_cap: float, m_ref: Any, l_ref: Any, acc_ref: Any,
 ) -> None:  # fmt: skip
-    """Take a block of the cache into the state of KV head h, whose queries are q [row hdim] at position [row 1]."""
-    cache, tokens = pages.cache, (0, pages.cache.block)
-    parts = [
-        dot(q[:, lane : lane + width], pages.head(half, h, c, tokens, 0, q.dtype), (1, 1))
-        for c, (lane, width) in enumerate(cache.chunks)
-    ]
-    s = capped(sum(parts[1:], parts[0]) * scale, soft_cap)
+    """Take tokens of a block into the state of KV head h, whose queries are q [row hdim] at position [row 1]."""
+    cache = pages.cache
+    keys, values = pages.head(half, h, tokens, q.dtype)
+    places = zip(cache.chunks, keys, strict=True)
+    parts = [dot(q[:, lane : lane + cache.lanes], k, (1, 1)) for lane, k in places]
+    s, factor = capped(sum(parts[1:], parts[0]), scale, soft_cap)
     slot = token_order(cache, s.shape, tokens)
     seen = slot <= position
     if window > 0:
         seen = seen & (slot > position - window)
-    weights, decay = update(jnp.where(seen, s, MASKED), m_ref, l_ref)
+    weights, decay = update(jnp.where(seen, s, MASKED), factor, m_ref, l_ref)
     weights = weights.astype(q.dtype)
-    for c, (lane, width) in enumerate(cache.chunks):
-        new = dot(weights, pages.head(half, h, c, tokens, 1, q.dtype), (1, 0))
+    for c, lane in enumerate(cache.chunks):
+        new = dot(weights, values[c], (1, 0))
         # A slot may hold NaN, which a weight of 0 does not keep from the rows of another request.
         new = jnp.where(position >= 0, new, 0.0)
-        acc_ref[:, lane : lane + width] = acc_ref[:, lane : lane + width] * repeat(decay, width) + new
+        place = slice(lane, lane + cache.lanes)
+        acc_ref[:, place] = acc_ref[:, place] * repeat(decay, cache.lanes) + new

@@ -13,6 +13,7 @@ from .cache import LANES
 # Masked scores lie so far below the initial maximum that their weight is 0 even in a row that has seen nothing.
 START = -1e30
 MASKED = -2e30
+LOG2_E = 1.4426950408889634
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
@@ -30,17 +31,22 @@ def repeat(x: jax.Array, width: int) -> jax.Array:
     return jnp.concatenate([x] * whole + ([x[:, :rest]] if rest else []), axis=1)
 
 
-def capped(scores: jax.Array, soft_cap: float) -> jax.Array:
-    """c tanh(s / c) for c > 0."""
-    return soft_cap * jnp.tanh(scores * (1.0 / soft_cap)) if soft_cap > 0 else scores
+def capped(products: jax.Array, scale: float, soft_cap: float) -> tuple[jax.Array, float]:
+    """Scores and the factor that they lack, to powers of 2: s = scale * products, or c tanh(s / c) for c > 0."""
+    if soft_cap > 0:
+        return soft_cap * jnp.tanh(products * (scale / soft_cap)), LOG2_E
+    return products, scale * LOG2_E
 
 
-def update(scores: jax.Array, m_ref: Any, l_ref: Any) -> tuple[jax.Array, jax.Array]:
-    """Take scores [row token] into maximum and sum [row 128] -> (weights [row token], decay [row 128]), float32."""
+def update(scores: jax.Array, factor: float, m_ref: Any, l_ref: Any) -> tuple[jax.Array, jax.Array]:
+    """Take scores [row token] into maximum and sum [row 128] -> (weights [row token], decay [row 128]), float32.
+
+    A weight is 2^(factor * score): one product for each score does for the scale and for the base of the power.
+    """
     before = m_ref[...]
     maximum = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-    weights = jnp.exp(scores - repeat(maximum, scores.shape[1]))
-    decay = jnp.exp(before - maximum)
+    weights = jnp.exp2((scores - repeat(maximum, scores.shape[1])) * factor)
+    decay = jnp.exp2((before - maximum) * factor)
     l_ref[...] = l_ref[...] * decay + jnp.sum(weights, axis=1, keepdims=True)
     m_ref[...] = maximum
     return weights, decay

@@ -1,0 +1,172 @@
+"""quantize_logits, penalties and sample by Triton kernels: some launches, whatever the rows ask for."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from ...ops.declare import Array
+from ...ops.implement import implement
+from .launch import COUNTERS, config, counters, dtype_name, overlap, power_of_2, processors, supported
+from .sample_kernels import (
+    COLUMNS,
+    LEVELS,
+    best_kernel,
+    bias_kernel,
+    count_kernel,
+    draw_kernel,
+    narrow_kernel,
+    penalty_kernel,
+    quantize_kernel,
+)
+
+
+def _takes_logits(logits: Array) -> bool:
+    return dtype_name(logits) == "float32"
+
+
+@implement(
+    "quantize_logits", provider="triton", framework="torch", supported=supported, supports_args=_takes_logits,
+    opaque=True, row_invariant=True,
+)  # fmt: skip
+def quantize_logits(logits: Array) -> Array:
+    """See the op."""
+    logits, setting = _dense(logits), config("words")
+    (rows, vocab), block = logits.shape, setting["block"]
+    scores = torch.empty((rows, vocab), dtype=torch.int32, device=logits.device)
+    quantize_kernel[(rows, triton.cdiv(vocab, block))](
+        logits, scores, logits.stride(0), VOCAB=vocab, BLOCK=block, num_warps=setting["warps"], **overlap()
+    )
+    return scores
+
+
+def _takes_penalties(
+    logits: Array,
+    history: Array,
+    prompt_len: Array,
+    presence: Array,
+    frequency: Array,
+    repetition: Array,
+    repetition_inverse: Array,
+    bias_ids: Array,
+    bias: Array,
+    mask: Array,
+) -> bool:
+    return dtype_name(logits) == "float32"
+
+
+@implement(
+    "penalties", provider="triton", framework="torch", supported=supported, supports_args=_takes_penalties,
+    opaque=True, row_invariant=True,
+)  # fmt: skip
+def penalties(
+    logits: Array,
+    history: Array,
+    prompt_len: Array,
+    presence: Array,
+    frequency: Array,
+    repetition: Array,
+    repetition_inverse: Array,
+    bias_ids: Array,
+    bias: Array,
+    mask: Array,
+) -> Array:
+    """See the op: the words of the history are counted, then all words, then those of the bias."""
+    setting = config("words")
+    logits, history, bias_ids, bias, mask = (_dense(x) for x in (logits, history, bias_ids, bias, mask))
+    per_row = presence, frequency, repetition, repetition_inverse
+    per_row = tuple(x.contiguous() for x in per_row)
+    (rows, vocab), block, warps = logits.shape, setting["block"], setting["warps"]
+    counts = torch.zeros((rows, vocab), dtype=torch.int32, device=logits.device)
+    scores = torch.empty((rows, vocab), dtype=torch.int32, device=logits.device)
+    length = history.shape[1]
+    count_kernel[(rows, max(1, triton.cdiv(length, block)))](
+        history, prompt_len.contiguous(), counts, length, history.stride(0), VOCAB=vocab, BLOCK=block, num_warps=warps,
+        **overlap(),
+    )  # fmt: skip
+    penalty_kernel[(rows, triton.cdiv(vocab, block))](
+        logits, counts, *per_row, mask, scores, logits.stride(0), mask.stride(0),
+        VOCAB=vocab, BLOCK=block, num_warps=warps, **overlap(),
+    )  # fmt: skip
+    length = bias_ids.shape[1]
+    bias_kernel[(rows, max(1, triton.cdiv(length, block)))](
+        logits, bias_ids, bias, mask, scores, length, logits.stride(0), bias_ids.stride(0), bias.stride(0),
+        mask.stride(0), VOCAB=vocab, BLOCK=block, num_warps=warps, **overlap(),
+    )  # fmt: skip
+    return scores
+
+
+def _takes_sample(
+    logits: Array,
+    scores: Array,
+    position: Array,
+    seed_lo: Array,
+    seed_hi: Array,
+    greedy: Array,
+    scale: Array,
+    top_k: Array,
+    top_p: Array,
+    min_p: Array,
+    filtered: bool,
+) -> bool:
+    return dtype_name(logits) == "float32" and dtype_name(scores) == "int32"
+
+
+@implement(
+    "sample", provider="triton", framework="torch", supported=supported, supports_args=_takes_sample, opaque=True,
+    row_invariant=True,
+)  # fmt: skip
+def sample(
+    logits: Array,
+    scores: Array,
+    position: Array,
+    seed_lo: Array,
+    seed_hi: Array,
+    greedy: Array,
+    scale: Array,
+    top_k: Array,
+    top_p: Array,
+    min_p: Array,
+    filtered: bool,
+) -> Array:
+    """See the op. Limits are found 4 bits a launch; rows that ask for none do nothing there."""
+    setting, device = config("sample"), logits.device
+    logits, scores = _dense(logits), _dense(scores)
+    position, seed_lo, seed_hi, greedy, scale, top_k, top_p, min_p = (
+        x.contiguous() for x in (position, seed_lo, seed_hi, greedy, scale, top_k, top_p, min_p)
+    )
+    rows, vocab = logits.shape
+    most = triton.cdiv(vocab, setting["least"])
+    parts = max(1, min(setting["programs"] * processors() // rows, most)) if rows <= COUNTERS else 1
+    size = triton.cdiv(triton.cdiv(vocab, parts), setting["block"]) * setting["block"]
+    parts = triton.cdiv(vocab, size)
+    grid, warps = (rows, parts), setting["warps"]
+    split = {"VOCAB": vocab, "BLOCK_PARTS": power_of_2(most), "num_warps": warps, **overlap()}
+    bests, keys, ids = torch.empty((3, rows, parts), dtype=torch.int32, device=device)
+    out = torch.empty(rows, dtype=torch.int32, device=device)
+    best_kernel[grid](
+        scores, bests, scores.stride(0), parts, size, VOCAB=vocab, BLOCK=setting["block"], num_warps=warps,
+        **overlap(),
+    )  # fmt: skip
+    sums = torch.empty(
+        (2, rows, LEVELS.value, parts, COLUMNS.value) if filtered else (2,), dtype=torch.int64, device=device
+    )
+    found = torch.empty((2, rows, LEVELS.value) if filtered else (2,), dtype=torch.int32, device=device)
+    limits = sums[0], found[0], sums[1], found[1]
+    if filtered:
+        for mass in (False, True):
+            for level in range(LEVELS.value):
+                narrow_kernel[grid](
+                    scores, bests, *limits, greedy, scale, top_k, top_p, min_p, scores.stride(0), parts, size, level,
+                    MASS=mass, BLOCK=setting["narrow"], **split,
+                )  # fmt: skip
+    draw_kernel[grid](
+        logits, scores, bests, *limits, position, seed_lo, seed_hi, greedy, scale, top_k, top_p, min_p, keys, ids,
+        counters(device), out, logits.stride(0), scores.stride(0), parts, size, FILTERED=filtered,
+        BLOCK=setting["block"], **split,
+    )  # fmt: skip
+    return out
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()

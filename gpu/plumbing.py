@@ -1,0 +1,69 @@
+"""What a step does around the model: page changes, gathers by row and position, tokens kept, the next step of a loop.
+
+Here in torch; `step_kernels.py` has the same functions as one kernel each, for GPUs.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def plumbing(device: torch.device) -> Any:
+    """The module to use on a device: this one, or the kernels."""
+    if device.type == "cuda":
+        kernels = _kernels()
+        if kernels is not None:
+            return kernels
+    from . import plumbing as here
+
+    return here
+
+
+def _kernels() -> ModuleType | None:
+    try:
+        from . import step_kernels
+    except ImportError:  # no Triton
+        return None
+    return step_kernels if step_kernels.supported() else None
+
+
+def put_pages(pages: Tensor, index: Tensor, value: Tensor) -> None:
+    """Write `value` [n] at the flat indices `index` [n] of the page table `pages` [row P]."""
+    pages.view(-1)[index] = value
+
+
+def select(
+    token_ids: Tensor, positions: Tensor, rows: Tensor, last_tokens: Tensor, cos: Tensor, sin: Tensor, pages: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Token ids [T], cos and sin [T r], page table [R P] of a step.
+
+    A token id of -1 at index i stands for the last token of request i; it may be replaced in place.
+    """
+    index = torch.arange(token_ids.shape[0], device=token_ids.device).clamp(max=rows.shape[0] - 1)
+    ids = torch.where(token_ids < 0, last_tokens[rows[index]], token_ids)
+    return ids, cos[positions], sin[positions], pages[rows]
+
+
+def keep(sampled: Tensor, sample_rows: Tensor, last_tokens: Tensor, tokens: Tensor) -> None:
+    """Put `sampled` [R] where the next step finds it (`last_tokens` at `sample_rows` [R]), and into `tokens` [R]."""
+    last_tokens[sample_rows] = sampled
+    tokens.copy_(sampled)
+
+
+def advance(fields: dict[str, Tensor], pages: Tensor, page_size: int) -> None:
+    """Turn the inputs of a decode step into those of the step after it, whose tokens are the ones just sampled.
+
+    `pages` [row P] is the page table of all rows; entries behind counts[1] are padding and stay as they are.
+    """
+    live = torch.arange(fields["rows"].shape[0], device=pages.device) < fields["counts"][1]
+    for name in ("positions", "kv_lens", "position"):
+        fields[name] += live
+    place = fields["positions"]
+    page = pages[fields["rows"], place // page_size]
+    fields["slots"].copy_(torch.where(live, page * page_size + place % page_size, fields["slots"]))
+    fields["token_ids"].copy_(torch.where(live, -1, fields["token_ids"]))

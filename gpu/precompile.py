@@ -1,0 +1,52 @@
+"""Compiles Triton kernels side by side: a first pass over all programs notes them, threads compile them into the cache.
+
+Launched one after the other, the kernels of a model take ten seconds to compile on one core.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import Any
+
+Noted = dict[tuple[int, str], Any]
+"""Kernels by (id of the kernel, what to compile it for)."""
+THREADS = 16
+
+
+@contextmanager
+def kernels_noted() -> Iterator[Noted]:
+    """Within the block, a launch of a kernel that is not compiled yet is noted and skipped: its results are undefined.
+
+    Without Triton, or with one older than 3.4, nothing is noted.
+    """
+    noted: Noted = {}
+    try:
+        from triton import knobs
+    except ImportError:
+        yield noted
+        return
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:  # the hook's own names
+        kernel = fn.jit_function
+        noted[id(kernel), compile["specialization_data"]] = kernel
+        return True
+
+    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
+    try:
+        yield noted
+    finally:
+        knobs.runtime.jit_cache_hook = before
+
+
+def compile_together(noted: Noted, progress: Callable[[int], None]) -> None:
+    """Compile what was noted on all cores; the first launch of each then finds it in Triton's cache.
+
+    What fails here is compiled at its first launch, or fails for good there, where its error belongs.
+    """
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        work = [pool.submit(kernel.preload, data) for (_, data), kernel in noted.items()]
+        for done, _ in enumerate(as_completed(work)):
+            progress(done + 1)

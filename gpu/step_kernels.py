@@ -1,0 +1,107 @@
+"""`plumbing.py` as Triton kernels: one launch for each function."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .kernels.launch import power_of_2, supported
+
+__all__ = ["advance", "keep", "put_pages", "select", "supported"]
+
+Tensor = torch.Tensor
+BLOCK = 128
+
+
+@triton.jit(do_not_specialize=["count"])
+def _put_pages_kernel(pages, index, value, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(index + i, mask=i < count, other=0)
+    tl.store(pages + place, tl.load(value + i, mask=i < count), mask=i < count)
+
+
+def put_pages(pages: Tensor, index: Tensor, value: Tensor) -> None:
+    """See `plumbing.put_pages`."""
+    count = index.shape[0]
+    _put_pages_kernel[(triton.cdiv(count, BLOCK),)](pages, index, value, count, BLOCK=BLOCK)
+
+
+@triton.jit(do_not_specialize=["tokens", "requests"])
+def _select_kernel(
+    token_ids, positions, rows, last_tokens, cos, sin, pages, cos_out, sin_out, pages_out, tokens, requests,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Grid: a program for each token, then one for each request."""
+    t = tl.program_id(0)
+    if t < tokens:
+        if tl.load(token_ids + t) < 0:
+            tl.store(token_ids + t, tl.load(last_tokens + tl.load(rows + tl.minimum(t, requests - 1))))
+        h = tl.arange(0, BLOCK_H)
+        source = tl.load(positions + t).to(tl.int64) * HALF + h
+        target = t.to(tl.int64) * HALF + h
+        tl.store(cos_out + target, tl.load(cos + source, mask=h < HALF), mask=h < HALF)
+        tl.store(sin_out + target, tl.load(sin + source, mask=h < HALF), mask=h < HALF)
+    else:
+        request = t - tokens
+        row = tl.load(rows + request).to(tl.int64)
+        for start in range(0, WIDTH, BLOCK_W):
+            p = start + tl.arange(0, BLOCK_W)
+            tl.store(
+                pages_out + request.to(tl.int64) * WIDTH + p,
+                tl.load(pages + row * WIDTH + p, mask=p < WIDTH),
+                mask=p < WIDTH,
+            )
+
+
+def select(
+    token_ids: Tensor, positions: Tensor, rows: Tensor, last_tokens: Tensor, cos: Tensor, sin: Tensor, pages: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `plumbing.select`. The ids are written into `token_ids`, so that they are valid ones at any time."""
+    tokens, requests, half, width = token_ids.shape[0], rows.shape[0], cos.shape[1], pages.shape[1]
+    cos_out, sin_out = (torch.empty((tokens, half), dtype=x.dtype, device=x.device) for x in (cos, sin))
+    table = torch.empty((requests, width), dtype=pages.dtype, device=pages.device)
+    _select_kernel[(tokens + requests,)](
+        token_ids, positions, rows, last_tokens, cos, sin, pages, cos_out, sin_out, table, tokens, requests,
+        HALF=half, BLOCK_H=power_of_2(half), WIDTH=width, BLOCK_W=min(1024, power_of_2(width)), num_warps=1,
+    )  # fmt: skip
+    return token_ids, cos_out, sin_out, table
+
+
+@triton.jit(do_not_specialize=["count"])
+def _keep_kernel(sampled, sample_rows, last_tokens, tokens, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(sampled + i, mask=i < count)
+    tl.store(last_tokens + tl.load(sample_rows + i, mask=i < count, other=0), token, mask=i < count)
+    tl.store(tokens + i, token, mask=i < count)
+
+
+def keep(sampled: Tensor, sample_rows: Tensor, last_tokens: Tensor, tokens: Tensor) -> None:
+    """See `plumbing.keep`."""
+    count = sampled.shape[0]
+    _keep_kernel[(triton.cdiv(count, BLOCK),)](sampled, sample_rows, last_tokens, tokens, count, BLOCK=BLOCK)
+
+
+@triton.jit
+def _advance_kernel(
+    counts, rows, token_ids, positions, kv_lens, position, slots, pages, page_size, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < tl.load(counts + 1)
+    place = tl.load(positions + i, mask=live, other=0) + 1
+    tl.store(positions + i, place, mask=live)
+    tl.store(kv_lens + i, tl.load(kv_lens + i, mask=live) + 1, mask=live)
+    tl.store(position + i, tl.load(position + i, mask=live) + 1, mask=live)
+    row = tl.load(rows + i, mask=live, other=0).to(tl.int64)
+    page = tl.load(pages + row * WIDTH + place // page_size, mask=live, other=0)
+    tl.store(slots + i, page * page_size + place % page_size, mask=live)
+    tl.store(token_ids + i, tl.full([BLOCK], -1, tl.int32), mask=live)
+
+
+def advance(fields: dict[str, Tensor], pages: Tensor, page_size: int) -> None:
+    """See `plumbing.advance`."""
+    names = ("counts", "rows", "token_ids", "positions", "kv_lens", "position", "slots")
+    _advance_kernel[(triton.cdiv(fields["rows"].shape[0], BLOCK),)](
+        *(fields[name] for name in names), pages, page_size, WIDTH=pages.shape[1], BLOCK=BLOCK
+    )

@@ -1,0 +1,39 @@
+"""Checks of the options that say what the KV cache holds: its dtype, and the scales of a narrow one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .errors import ConfigError
+
+NARROW = {"int8": "int8", "fp8_e4m3": "float8_e4m3fn"}
+"""Caches that hold x / scale in a byte an entry, and numpy's names of their dtypes."""
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", *NARROW)
+
+
+def check_fields(config: Any) -> None:
+    """Raise ConfigError unless the fields are well formed; what they mean together is checked by `resolve_cache`."""
+    if config.kv_cache_dtype not in KV_DTYPES:
+        raise ConfigError(f"kv_cache_dtype: got {config.kv_cache_dtype!r}, allowed are {', '.join(KV_DTYPES)}")
+    scales = config.kv_cache_scales
+    if scales is None:
+        return
+    numbers = isinstance(scales, (tuple, list)) and len(scales) == 2 and all(type(x) in (int, float) for x in scales)
+    if not numbers or not all(math.isfinite(x) and x > 0 for x in scales):
+        raise ConfigError(f"kv_cache_scales: got {scales!r}, must be two positive numbers: of K and of V")
+
+
+def resolve_cache(config: Any, dtype: str) -> tuple[str, tuple[float, float]]:
+    """(numpy's name of the cache's dtype, scales of K and V) for a model that runs in `dtype`. Raises ConfigError."""
+    kind, scales = config.kv_cache_dtype, config.kv_cache_scales
+    if kind in NARROW:
+        if scales is None and kind == "int8":
+            raise ConfigError("kv_cache_scales: int8 holds x / scale from -127 to 127 and needs scales of K and V")
+        return NARROW[kind], (1.0, 1.0) if scales is None else (float(scales[0]), float(scales[1]))
+    if kind not in ("auto", dtype):
+        allowed = ", ".join(("auto", dtype, *NARROW))
+        raise ConfigError(f"kv_cache_dtype: got {kind}, allowed are {allowed} for a model that runs in {dtype}")
+    if scales is not None:
+        raise ConfigError(f"kv_cache_scales: got {scales}, a cache of {dtype} has none")
+    return dtype, (1.0, 1.0)

@@ -1,0 +1,137 @@
+"""Programs that a start finds: stored executables (`aot_folder`), and JAX's cache (`compilation_cache_dir`), on a CPU.
+
+In processes of their own: JAX's cache is for a whole process, and that of the tests of this folder must not be found.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import json, os, sys
+import jax
+from twinfer.shared.config import EngineConfig
+from twinfer.shared.engine import Engine
+from twinfer.shared.errors import ConfigError
+from twinfer.shared.models.config import load_config
+from twinfer.shared.models.locate import model_folder
+from twinfer.shared.sampling_params import SamplingParams
+from twinfer.tpu import compilation, executables
+
+demo = model_folder("demo")
+model = load_config(demo)
+cache = {"cache_hits": 0, "cache_misses": 0}
+
+
+def count(name, **_):
+    kind = name.rpartition("/")[2]
+    if kind in cache:
+        cache[kind] += 1
+
+
+jax.monitoring.register_event_listener(count)
+
+
+def start(**options):
+    base = dict(
+        model="demo", device="cpu", dtype="float32", max_model_len=32, max_num_seqs=8, max_num_batched_tokens=16,
+        page_size=8, num_pages=16, decode_sizes=(8,), mixed_sizes=(16,),
+    )
+    before = compilation.compilations()
+    cache.update(cache_hits=0, cache_misses=0)
+    engine = Engine(EngineConfig(**base | options), model, demo)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    made = [engine.add(str(i), list(range(2 + i, 8 + 2 * i)), params) for i in (0, 1)]
+    while engine.has_work:
+        engine.step()
+    report = [program.name for program in engine.report.programs]
+    late, count = engine.worker.compilations_after_ready(), compilation.compilations() - before
+    return engine, {"tokens": [r.output for r in made], "programs": report, "count": count, "late": late} | cache
+
+
+def refused(**options):
+    try:
+        return start(**options)[1]
+    except ConfigError as error:
+        return str(error)
+
+
+def stored(folder):
+    engine, first = start()
+    worker = engine.worker
+    key = executables.key(model, engine.config, worker.plans().hash, worker._mesh, engine.report.num_pages)
+    writer = executables.Writer(folder, key)
+    for program in worker._programs.values():
+        writer.add(program.name, program.compiled)
+    writer.finish()
+    out = {"first": first, "second": start(aot_folder=folder)[1]}
+    out["length"] = refused(aot_folder=folder, max_model_len=24)
+    out["pages"] = refused(aot_folder=folder, num_pages=17)
+    for name in ("", "manifest.json"):
+        path = os.path.join(folder, name)
+        mode = os.stat(path).st_mode
+        os.chmod(path, mode | 0o020)
+        out["writable " + name] = refused(aot_folder=folder)
+        os.chmod(path, mode)
+    with open(os.path.join(folder, first["programs"][0] + ".bin"), "r+b") as file:
+        file.seek(100)
+        file.write(b"changed")
+    out["changed"] = refused(aot_folder=folder)
+    return out
+
+
+what, folder = sys.argv[1:]
+print(json.dumps(stored(folder) if what == "aot" else start(compilation_cache_dir=folder)[1]))
+"""
+
+
+def run(what, folder):
+    """What the script found, in a process that uses JAX's cache only if it is told to."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))}
+    environment |= {"JAX_ENABLE_COMPILATION_CACHE": str(what == "cache").lower()}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, what, folder], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def aot(tmp_path_factory):
+    """What starts with a folder of stored programs say, and the start that compiled them."""
+    return run("aot", str(tmp_path_factory.mktemp("aot") / "programs"))
+
+
+def test_an_engine_starts_from_stored_programs_and_compiles_none(aot):
+    first, second = aot["first"], aot["second"]
+    assert second["tokens"] == first["tokens"]
+    assert second["programs"] == first["programs"]
+    # What is left makes arrays: no program of the table is among it.
+    assert second["count"] <= first["count"] - len(first["programs"])
+    assert second["late"] == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("length", "was compiled for another config"),
+        ("pages", "was compiled for another num_pages"),
+        ("writable ", "writable by no other"),
+        ("writable manifest.json", "manifest.json must belong to this user or root"),
+        ("changed", "is not the file that the manifest names"),
+    ],
+)
+def test_what_does_not_fit_or_is_not_trusted_is_refused(aot, what, why):
+    assert why in aot[what]
+
+
+@pytest.mark.slow
+def test_the_second_start_finds_every_program_in_the_cache(tmp_path):
+    first, second = (run("cache", str(tmp_path / "cache")) for _ in range(2))
+    assert first["tokens"] == second["tokens"]
+    assert first["cache_misses"] >= len(first["programs"])
+    assert second["cache_misses"] == 0
+    assert second["cache_hits"] >= len(second["programs"])

@@ -1,0 +1,188 @@
+"""What the torch worker's start and step loop rest on: start plans, static inputs, plumbing, shapes without data."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from twinfer.bucketing import Table
+from twinfer.gpu import plans, start_plan
+from twinfer.gpu.compilation import LAYER_OPS, compiled_kinds
+from twinfer.gpu.inputs import StepInputs
+from twinfer.gpu.plumbing import plumbing, put_pages
+from twinfer.ops import resolve as resolve_plan
+from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
+from twinfer.shared.errors import ConfigError
+from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.step import DecodeLoop, StepInput, StepShape, batch_layout, sampling_layout
+
+MODEL = parse_config(SHAPES["qwen3-0.6b"])
+GPU = DeviceInfo("cuda", "a GPU", 80 << 30)
+FREE = 60 << 30
+
+
+def factors(free=FREE, device=GPU, plan="plan", model=MODEL, **options):
+    config, _ = resolve(EngineConfig(model="m", backend="torch", **options), model, device)
+    return start_plan.start_factors(model, config, plan, device, free)
+
+
+def test_a_start_plan_is_reused_only_if_everything_matches(tmp_path, monkeypatch):
+    root = str(tmp_path)
+    kept = start_plan.write_start_plan(root, factors(), 50 << 30)
+    assert start_plan.read_start_plan(root, factors(), FREE) == 50 << 30
+    assert start_plan.read_start_plan(root, factors(FREE + 1000), FREE) == 50 << 30, "of the same class of memory"
+    others = {
+        "free memory": factors(free=FREE - start_plan.CLASS),
+        "device": factors(device=DeviceInfo("cuda", "a GPU", 40 << 30)),
+        "plan": factors(plan="other"),
+        "model": factors(model=dataclasses.replace(MODEL, num_layers=3)),
+        "requests": factors(max_num_seqs=8),
+        "utilization": factors(memory_utilization=0.5),
+        "graphs": factors(compilation_config={"cudagraph_mode": "FULL"}),
+        "sizes": factors(compilation_config={"cudagraph_capture_sizes": [1, 2]}),
+    }
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    others["versions"] = factors()
+    for name, changed in others.items():
+        assert start_plan.read_start_plan(root, changed, FREE) is None, name
+    monkeypatch.undo()
+    assert start_plan.read_start_plan(root, factors(), 49 << 30) is None, "more than is free now"
+    for wrong in ("{", "{}", '{"kv_bytes": "many"}', '{"kv_bytes": true}', '{"kv_bytes": -1}', "[]"):
+        kept.write_text(wrong)
+        assert start_plan.read_start_plan(root, factors(), FREE) is None, wrong
+
+
+def test_a_start_plan_that_others_may_write_is_refused(tmp_path):
+    kept = start_plan.write_start_plan(str(tmp_path), factors(), 1 << 30)
+    kept.parent.chmod(0o777)
+    with pytest.raises(ConfigError, match="others may write"):
+        start_plan.read_start_plan(str(tmp_path), factors(), FREE)
+
+
+TABLE = Table((1, 2, 8, 40), (16, 64), 40)
+SHAPE = StepShape(pages_per_request=12, max_rows=40, max_model_len=48, vocab_size=100)
+PAGE = 4
+
+
+def random_step(d, rng, count, longest, loop=None):
+    layout, sampling = batch_layout(d, SHAPE), sampling_layout(d.requests)
+    batch = rng.integers(0, 99, layout.size, dtype=np.int32)
+    f = layout.views(batch)
+    f["counts"][:] = count, count
+    f["rows"][:] = SHAPE.max_rows
+    f["rows"][:count] = rng.permutation(SHAPE.max_rows)[:count]
+    f["kv_lens"][:] = 0
+    f["kv_lens"][:count] = rng.integers(1, longest + 1, count)
+    return StepInput(0, d, SHAPE, "greedy", batch, rng.integers(0, 99, sampling.size, dtype=np.int32), loop=loop)
+
+
+def test_static_inputs_hold_what_the_steps_say():
+    """Every field of every program, over steps of all kinds in turn, and the page table kept by changes alone."""
+    inputs, rng = StepInputs(TABLE, SHAPE, PAGE, torch.device("cpu")), np.random.default_rng(0)
+    for _ in range(20):
+        for d in TABLE:
+            loop = DecodeLoop(3, False, np.zeros((d.requests, 8), np.int32)) if d.kind == "decode" else None
+            step = random_step(d, rng, int(rng.integers(1, d.requests + 1)), 40, loop)
+            inputs.fill(step, host=True)
+            fields = inputs.fields(d)
+            for layout, buffer in ((batch_layout(d, SHAPE), step.batch), (sampling_layout(d.requests), step.sampling)):
+                for name, value in layout.views(buffer).items():
+                    if name != "page_table":
+                        assert fields[name].numpy().tobytes() == value.tobytes(), (d, name)
+            assert inputs.host_fields(d)["kv_lens"].tolist() == step.field("kv_lens").tolist()
+            put_pages(inputs.pages, fields["page_index"], fields["page_value"])
+            for i in range(int(step.field("counts")[1])):
+                used = -(-int(step.field("kv_lens")[i] + (2 if loop else 0)) // PAGE)
+                row = inputs.pages[step.field("rows")[i]]
+                assert row[:used].tolist() == step.field("page_table")[i, :used].tolist(), d
+
+
+def test_plumbing_follows_its_contract(device):
+    """Gathers, kept tokens, and the inputs of the second step of a loop; on a GPU, of the kernels."""
+    where = torch.device(device)
+    inputs, rng, does = StepInputs(TABLE, SHAPE, PAGE, where), np.random.default_rng(1), plumbing(where)
+    assert (does.__name__.rpartition(".")[2] == "step_kernels") == (device == "cuda")
+    d = next(d for d in TABLE if d.requests == 8 and d.kind == "decode")
+    step = random_step(d, rng, 5, 30)
+    step.field("token_ids")[:] = -1
+    step.field("token_ids")[3] = 7
+    step.field("positions")[5:] = 0
+    step.field("positions")[:5] = step.field("kv_lens")[:5] - 1
+    inputs.fill(step)
+    f = inputs.fields(d)
+    does.put_pages(inputs.pages, f["page_index"], f["page_value"])
+    last = torch.arange(41, dtype=torch.int32, device=where) + 50
+    cos = torch.arange(96.0, device=where).view(48, 2)
+    ids, cosines, sines, table = does.select(f["token_ids"], f["positions"], f["rows"], last, cos, -cos, inputs.pages)
+    rows = torch.from_numpy(step.field("rows")).long()
+    assert ids.tolist() == [7 if i == 3 else 50 + int(row) for i, row in enumerate(rows)]
+    assert cosines.tolist() == cos.cpu()[step.field("positions")].tolist()
+    assert torch.equal(sines, -cosines)
+    assert torch.equal(table.cpu(), inputs.pages.cpu()[rows])
+    for i in range(5):
+        used = -(-int(step.field("kv_lens")[i]) // PAGE)
+        assert table[i, :used].tolist() == step.field("page_table")[i, :used].tolist()
+    sampled, kept = (torch.zeros(8, dtype=torch.int32, device=where) + i for i in (3, 0))
+    does.keep(sampled, f["rows"], last, kept)
+    assert last[rows[:5].to(where)].tolist() == [3] * 5
+    assert torch.equal(kept, sampled)
+    before = {name: value.clone() for name, value in f.items()}
+    does.advance(f, inputs.pages, PAGE)
+    for name in ("positions", "kv_lens", "position"):
+        assert (f[name] - before[name]).tolist() == [1] * 5 + [0] * 3, name
+    for i in range(5):
+        place = int(step.field("positions")[i]) + 1
+        page = int(inputs.pages[step.field("rows")[i], place // PAGE])
+        assert int(f["slots"][i]) == page * PAGE + place % PAGE
+    assert f["slots"][5:].tolist() == step.field("slots")[5:].tolist()
+    assert f["token_ids"].tolist() == [-1] * 5 + before["token_ids"][5:].tolist()
+
+
+def test_shapes_without_data_are_those_of_the_ops(monkeypatch):
+    """What `plans.RESULTS` says of an op is what the op itself returns on the meta device."""
+    config, _ = resolve(EngineConfig(model="m", backend="torch", max_model_len=64), MODEL, GPU)
+    model = dataclasses.replace(MODEL, num_layers=1, layer_windows=(0,))
+    base = resolve_plan("torch", enable=("none",))
+
+    def outputs():
+        found = []
+        for kind in ("decode", "sample"):
+            for call in plans.record(base, model, config, kind).calls:
+                found.append((call.op, [(x.shape, x.dtype) for x in call.outputs]))
+        return found
+
+    quick = outputs()
+    assert {op for op, _ in quick} >= set(plans.RESULTS)
+    impossible = {"write_kv", "paged_attention"}
+    monkeypatch.setattr(plans, "RESULTS", {op: f for op, f in plans.RESULTS.items() if op in impossible})
+    assert outputs() == quick
+
+
+def test_only_layers_made_of_kernels_stay_uncompiled():
+    assert {"paged_attention", "linear", "gated_mlp", "fused_add_rms_norm"} <= set(LAYER_OPS)
+    config, _ = resolve(EngineConfig(model="m", backend="torch"), MODEL, GPU)
+    native = resolve_plan("torch", enable=("none",))
+    opaque = dataclasses.replace(
+        native,
+        choices={
+            name: dataclasses.replace(choice, implementation=dataclasses.replace(choice.implementation, opaque=True))
+            for name, choice in native.choices.items()
+        },
+    )
+    mostly = dataclasses.replace(opaque, choices={**opaque.choices, "silu_and_mul": native.choices["silu_and_mul"]})
+    given = {"decode": opaque, "mixed": mostly}
+    assert config.compilation.skip_kernels
+    assert compiled_kinds(MODEL, given, config.compilation) == {"mixed"}
+    forced = dataclasses.replace(config.compilation, skip_kernels=False)
+    assert compiled_kinds(MODEL, given, forced) == {"decode", "mixed"}
+    assert compiled_kinds(MODEL, given, dataclasses.replace(forced, level=0)) == frozenset()
+
+
+def test_factors_are_written_beside_the_plan(tmp_path):
+    kept = start_plan.write_start_plan(str(tmp_path), factors(), 1 << 30)
+    stored = json.loads((kept.parent / "factors.json").read_text())
+    assert stored["config"]["max_num_seqs"] == 256
+    assert stored["memory"]["total"] == GPU.memory

@@ -1,0 +1,191 @@
+"""What requests keep on the devices between steps, and the packed difference that the host sends for a step.
+
+Page tables and sampling parameters of all rows live on the devices and are donated from step to step. The host keeps a
+mirror; a step's buffer holds what is the step's own, and the entries of the tables that the mirror lacks. `StepInput`
+stays the whole truth: any step can be run on any worker, it only sends more to one that has not seen those before.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ..bucketing import Descriptor
+from ..shared.step import STOP_SLOTS, Layout, StepInput, StepShape, batch_layout, sampling_layout
+
+MOVING = ("sample_rows", "position")
+PARAMETERS = tuple(sampling_layout(1).fields)[len(MOVING) :]
+"""Fields of the sampling buffer that a request keeps; they stand behind those that change with each step."""
+OWN = ("token_ids", "positions", "slots", "query_start", "kv_lens", "rows", "sample_index", "counts")
+NEW_ROWS = 8
+"""Requests whose sampling parameters fit into the buffer of a step."""
+LEAST_PAGES = 16
+CHUNK_PAGES, CHUNK_ROWS = 2048, 256
+"""What one call of the program `update` takes, for what does not fit into the buffer of a step."""
+
+
+class State(NamedTuple):
+    """pages [row + 1, P] int32, parameters [field, row + 1] int32 (the last row is for padding)."""
+
+    pages: Any
+    parameters: Any
+
+
+def state_shapes(shape: StepShape) -> State:
+    """The shapes of the tables."""
+    rows = shape.max_rows + 1
+    return State(
+        jax.ShapeDtypeStruct((rows, shape.pages_per_request), np.int32),
+        jax.ShapeDtypeStruct((len(PARAMETERS), rows), np.int32),
+    )
+
+
+def _changes(pages: int, rows: int) -> list[tuple[str, tuple[int, ...], type]]:
+    return [
+        ("page_at", (pages,), int),
+        ("page", (pages,), int),
+        ("new_rows", (rows,), int),
+        ("new_parameters", (len(PARAMETERS), rows), int),
+    ]
+
+
+@cache
+def update_layout() -> Layout:
+    """What the program `update` reads: see `diff_layout`."""
+    return Layout(*_changes(CHUNK_PAGES, CHUNK_ROWS))
+
+
+@cache
+def diff_layout(descriptor: Descriptor, shape: StepShape, loop: bool = False) -> Layout:
+    """What a step sends: fields of the batch (see `batch_layout`), `sample_rows` and `position` of the sampling buffer,
+    and changes of the tables. Of a loop also `stop_ids`, and `limits`: steps, and whether it is chained.
+
+    page_at [D]           row * P + column of a page table entry that becomes page [D]; beyond the table: unused
+    new_rows [K]          a row that gets new_parameters [:, K]; beyond the table: unused
+    """
+    batch = batch_layout(descriptor, shape).fields
+    requests = descriptor.requests
+    pages = max(LEAST_PAGES, requests + (0 if descriptor.kind == "decode" else descriptor.tokens // 8))
+    fields = [(name, batch[name].shape, int) for name in OWN]
+    fields += [(name, (requests,), int) for name in MOVING]
+    fields += _changes(pages, NEW_ROWS)
+    if loop:
+        fields += [("stop_ids", (requests, STOP_SLOTS), int), ("limits", (2,), int)]
+    return Layout(*fields)
+
+
+def updated(state: State, f: dict[str, jax.Array]) -> State:
+    """The tables with the changes of an unpacked buffer."""
+    pages = state.pages.reshape(-1).at[f["page_at"]].set(f["page"], mode="drop").reshape(state.pages.shape)
+    return State(pages, state.parameters.at[:, f["new_rows"]].set(f["new_parameters"], mode="drop"))
+
+
+def update(shape: StepShape, state: State, buffer: jax.Array) -> State:
+    """The program `update`: changes alone."""
+    return updated(state, update_layout().unpack(buffer, lambda x: x))
+
+
+@cache
+def _places(descriptor: Descriptor, shape: StepShape, loop: bool) -> tuple[np.ndarray, slice, slice, slice, slice]:
+    """(a buffer that changes nothing, where the batch's fields before and behind the page table lie in the batch,
+    their place in the buffer, the place of the sampling buffer's).
+    """
+    layout, batch = diff_layout(descriptor, shape, loop), batch_layout(descriptor, shape).fields
+    buffer = layout.allocate()
+    _clear(layout, buffer, shape)
+    table = batch["page_table"]
+    own = batch_layout(descriptor, shape).size - table.size
+    moving = len(MOVING) * descriptor.requests
+    return (
+        buffer,
+        slice(0, table.offset),
+        slice(table.offset + table.size, None),
+        slice(0, own),
+        slice(own, own + moving),
+    )
+
+
+def _clear(layout: Layout, buffer: np.ndarray, shape: StepShape) -> None:
+    layout.view(buffer, "page_at")[:] = (shape.max_rows + 1) * shape.pages_per_request
+    layout.view(buffer, "new_rows")[:] = shape.max_rows + 1
+
+
+class Mirror:
+    """What the tables on the devices hold once all steps packed so far have run."""
+
+    def __init__(self, shape: StepShape) -> None:
+        self._shape = shape
+        self._pages, self._parameters = (np.zeros(x.shape, np.int32) for x in state_shapes(shape))
+
+    def pack(self, step: StepInput) -> tuple[list[np.ndarray], np.ndarray]:
+        """(buffers for the program `update`, to be run first, as a rule none; the buffer of the step)."""
+        d, loop = step.descriptor, step.loop
+        layout = diff_layout(d, self._shape, loop is not None)
+        empty, before, behind, own, moving = _places(d, self._shape, loop is not None)
+        buffer = empty.copy()
+        buffer[own] = np.concatenate((step.batch[before], step.batch[behind]))
+        buffer[moving] = step.sampling[: len(MOVING) * d.requests]
+        if loop is not None:
+            layout.view(buffer, "stop_ids")[:] = loop.stop_ids
+            layout.view(buffer, "limits")[:] = loop.steps, loop.chained
+        at, page = self._new_pages(step, 1 if loop is None else loop.steps)
+        rows, parameters = self._new_parameters(step)
+        spilled = []
+        while len(at) > layout.fields["page_at"].size or len(rows) > NEW_ROWS:
+            chunk = self.nothing()
+            _fill(update_layout(), chunk, at[:CHUNK_PAGES], page, rows[:CHUNK_ROWS], parameters)
+            spilled.append(chunk)
+            at, page = at[CHUNK_PAGES:], page[CHUNK_PAGES:]
+            rows, parameters = rows[CHUNK_ROWS:], parameters[:, CHUNK_ROWS:]
+        _fill(layout, buffer, at, page, rows, parameters)
+        return spilled, buffer
+
+    def nothing(self) -> np.ndarray:
+        """A buffer for `update` that changes nothing."""
+        buffer = update_layout().allocate()
+        _clear(update_layout(), buffer, self._shape)
+        return buffer
+
+    def _new_pages(self, step: StepInput, steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """(place, page) of the entries that this step reads and the devices lack."""
+        width, count = self._shape.pages_per_request, int(step.field("counts")[1])
+        page_size = -(-self._shape.max_model_len // width)
+        # Columns behind the longest request are not read, and few are in use as a rule.
+        used = min(width, -(-(int(step.field("kv_lens").max()) + steps) // page_size))
+        rows, wanted = step.field("rows")[:count], step.field("page_table")[:count, :used]
+        request, column = np.nonzero(wanted != self._pages[rows, :used])
+        row, page = rows[request], wanted[request, column]
+        self._pages[row, column] = page
+        return row * width + column, page
+
+    def _new_parameters(self, step: StepInput) -> tuple[np.ndarray, np.ndarray]:
+        """(rows, their parameters) that the devices lack; padding stands in many places of the batch, all alike."""
+        rows, wanted = step.field("rows"), step.sampling.reshape(-1, step.descriptor.requests)[len(MOVING) :]
+        changed = np.flatnonzero((wanted != self._parameters[:, rows]).any(axis=0))
+        if not len(changed):
+            return changed, wanted[:, changed]
+        found, first = np.unique(rows[changed], return_index=True)
+        parameters = wanted[:, changed[first]]
+        self._parameters[:, found] = parameters
+        return found, parameters
+
+
+def _fill(
+    layout: Layout, buffer: np.ndarray, at: np.ndarray, page: np.ndarray, rows: np.ndarray, parameters: np.ndarray
+) -> None:
+    """Put changes into a buffer that had none; of `page` and `parameters` as many as there are places and rows."""
+    if len(at):
+        layout.view(buffer, "page_at")[: len(at)] = at
+        layout.view(buffer, "page")[: len(at)] = page[: len(at)]
+    if len(rows):
+        layout.view(buffer, "new_rows")[: len(rows)] = rows
+        layout.view(buffer, "new_parameters")[:, : len(rows)] = parameters[:, : len(rows)]
+
+
+def sampling_fields(parameters: jax.Array, rows: jax.Array, position: jax.Array, as_float: Any) -> dict[str, jax.Array]:
+    """The arguments of the samplers that a request keeps, and the position: by name, each [R]."""
+    fields = dict(zip(PARAMETERS, parameters[:, rows], strict=True))
+    return fields | {"scale": as_float(fields["scale"]), "position": position}
