@@ -9,14 +9,33 @@ from typing import Any
 
 _PUBLIC = {
     "Diff": "diff",
+    "capture": "api",
+    "compare": "saved",
+    "compare_ends": "logits",
     "compare_model": "model",
+    "compare_targets": "api",
     "default_prompts": "steps",
     "make_steps": "steps",
     "open_subject": "subject",
     "parse_target": "subject",
+    "read": "bundle",
+    "write_report": "api",
 }
 
-__all__ = ["Diff", "compare_model", "default_prompts", "make_steps", "open_subject", "parse_target"]
+__all__ = [
+    "Diff",
+    "capture",
+    "compare",
+    "compare_ends",
+    "compare_model",
+    "compare_targets",
+    "default_prompts",
+    "make_steps",
+    "open_subject",
+    "parse_target",
+    "read",
+    "write_report",
+]
 
 
 def __getattr__(name: str) -> Any:

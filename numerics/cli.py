@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from ..shared.config import LOAD_FORMATS
 from ..shared.errors import ConfigError
-from .errors import InfrastructureError
+from .cli_compare import add_parsers as add_compare_parsers
+from .cli_compare import command
+from .cli_runs import add_parsers as add_run_parsers
+from .cli_runs import write as _write
+from .cli_selftest import add_parsers as add_selftest_parsers
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -22,7 +26,7 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", required=True, help="a Hugging Face checkpoint folder, or the word demo")
     _common_flags(model)
     model.add_argument("--dtype", choices=DTYPES, default="auto", help="of mode P; mode S is in float32")
-    model.add_argument("--mode", default="S,P", metavar="S,P", help="S: semantics, P: precision")
+    model.add_argument("--mode", default="S,P", metavar="S,X,P", help="S: semantics, X: exact probes, P: precision")
     model.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: seeded random weights")
     model.add_argument("--seed", type=int, default=0, help="of dummy weights; other than 0 also of the prompts")
     model.add_argument("--tokens", type=int, default=64, help="tokens of a step at most")
@@ -32,6 +36,10 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
     ops.set_defaults(run_numerics=run_ops)
     _common_flags(ops)
     ops.add_argument("--op", nargs="+", default=[], metavar="NAME", help="these ops only")
+    ops.add_argument("--mode", default="S,X,P", metavar="S,X,P", help="S: float32, X: exact probes, P: narrower dtypes")
+    add_run_parsers(commands)
+    add_compare_parsers(commands)
+    add_selftest_parsers(commands)
 
 
 def _common_flags(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +47,10 @@ def _common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--b", default="torch:cpu", metavar="TARGET", help="such as torch:cuda:rms_norm=native")
     parser.add_argument("--json", metavar="FILE", help="write everything that was found; - is standard output")
     parser.add_argument("--junit", metavar="FILE", help="write the verdicts as JUnit XML")
+    parser.add_argument(
+        "--plant", action="append", default=[], metavar="[a=|b=]FAULT[@LAYER]",
+        help="plant a fault on one side (b if none is named): to see what is found; `numerics selftest --list` has all",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,16 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_model(arguments: argparse.Namespace) -> int:
     """`twinfer numerics model`."""
-    from .gates import MODES
+    from .faults import plant_by_side
     from .junit import junit
     from .model import compare_model
     from .steps import default_prompts, make_steps, read_prompts
     from .subject import open_subject, parse_target
     from .terminal import render
 
-    modes: Any = tuple(part.strip().upper() for part in arguments.mode.split(","))
-    if not modes or set(modes) - set(MODES):
-        raise ConfigError(f"mode: got {arguments.mode!r}, allowed are {', '.join(MODES)}, separated by commas")
+    modes = parse_modes(arguments.mode)
     if arguments.tokens < 8:
         raise ConfigError(f"tokens: got {arguments.tokens}, allowed is at least 8")
     targets = [parse_target(arguments.a), parse_target(arguments.b)]
@@ -73,8 +83,10 @@ def run_model(arguments: argparse.Namespace) -> int:
     layers = parse_layers(arguments.layers, subject.model.num_layers) if arguments.layers else None
     diff = compare_model(
         subject, targets, make_steps(subject, prompts), modes=modes, layers=layers,
+        faults=plant_by_side(arguments.plant, subject.model),
         progress=lambda text: print(text, file=sys.stderr),
     )  # fmt: skip
+    diff.environment["command"] = command(arguments)
     if arguments.json != "-":
         print(render(diff))
     _write(arguments.json, diff.dumps)
@@ -84,17 +96,29 @@ def run_model(arguments: argparse.Namespace) -> int:
 
 def run_ops(arguments: argparse.Namespace) -> int:
     """`twinfer numerics ops`."""
+    from .faults import plant_by_side
     from .junit import suite_xml
     from .ops_check import check_ops, render
     from .subject import parse_target
 
     targets = [parse_target(arguments.a), parse_target(arguments.b)]
-    report = check_ops(targets, arguments.op, progress=lambda text: print(text, file=sys.stderr))
+    faults = plant_by_side(arguments.plant)
+    report = check_ops(
+        targets, arguments.op, faults, parse_modes(arguments.mode), lambda text: print(text, file=sys.stderr)
+    )
     if arguments.json != "-":
         print(render(report))
     _write(arguments.json, report.dumps)
     _write(arguments.junit, lambda: suite_xml(report.cases(), report.missing))
     return report.exit_code
+
+
+def parse_modes(text: str, allowed: Sequence[str] = ("S", "X", "P")) -> tuple[Any, ...]:
+    """Modes from `S,P`. Raises ConfigError."""
+    modes = tuple(part.strip().upper() for part in text.split(","))
+    if set(modes) - set(allowed):
+        raise ConfigError(f"mode: got {text!r}, allowed are {', '.join(allowed)}, separated by commas")
+    return modes
 
 
 def parse_layers(text: str, count: int) -> list[int]:
@@ -109,13 +133,3 @@ def parse_layers(text: str, count: int) -> list[int]:
             raise ConfigError(f"layers: got {part!r}, allowed is such as 0-3,last below {count}")
         layers.update(range(ends[0], ends[1] + 1))
     return sorted(layers)
-
-
-def _write(path: str | None, text: Any) -> None:
-    if path == "-":
-        print(text())
-    elif path:
-        try:
-            Path(path).write_text(text(), encoding="utf-8")
-        except OSError as error:
-            raise InfrastructureError(f"cannot write {path}: {error.strerror}") from error

@@ -19,7 +19,8 @@ class Finding:
     """One tensor of one side, compared. `layer` is -1 outside of layers.
 
     `scope`: `op`, judged on that op's own inputs; `layer`, on the reference's inputs of the layer; `inherited`, in the
-    run as a whole; `logits`, its end. `contract` is the error in units of what the op's contract allows.
+    run as a whole; `logits`, its end. `contract` is the error in units of what the op's contract allows, `shares` are
+    metrics in units of their gates, `place` says where the largest error is.
     """
 
     side: str
@@ -33,6 +34,7 @@ class Finding:
     complaints: tuple[str, ...] = ()
     contract: float | None = None
     place: str = ""
+    shares: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -50,12 +52,16 @@ class Finding:
             "side": self.side, "mode": self.mode, "scope": self.scope, "step": self.step, "layer": self.layer,
             "tap": self.tap, "implementation": self.implementation, "metrics": self.metrics.to_json(),
             "complaints": list(self.complaints), "contract": jsonable(self.contract), "place": self.place,
+            "shares": {name: jsonable(share) for name, share in self.shares.items()},
         }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsFinding:
-    """The ends of two runs: KL in nats both ways and of the noise, flips, and agreement of the 5 best tokens."""
+    """The ends of two runs: KL in nats both ways and of the noise, flips, and agreement of the 5 best tokens.
+
+    `step` is the step's number, -1 for rows of several steps.
+    """
 
     rows: int
     kl_ab: float
@@ -69,6 +75,8 @@ class LogitsFinding:
     real: int
     flips: tuple[Mapping[str, Any], ...] = ()
     complaints: tuple[str, ...] = ()
+    mode: str = ""
+    step: int = -1
 
 
 @dataclass(slots=True)
@@ -153,6 +161,41 @@ class Diff:
     def dumps(self) -> str:
         """JSON text."""
         return json.dumps(self.to_json(), allow_nan=False)
+
+
+def load(record: Mapping[str, Any]) -> Diff:
+    """The comparison that `to_json` wrote. Raises NotComparable if something is missing."""
+    try:
+        findings = [
+            Finding(**{
+                **{name: raw[name] for name in Finding.__dataclass_fields__},
+                "metrics": Metrics(**{
+                    name: tuple(value) if isinstance(value, list) else _number(value)
+                    for name, value in raw["metrics"].items()
+                }),
+                "complaints": tuple(raw["complaints"]),
+                "contract": _number(raw["contract"]),
+                "shares": {name: _number(value) for name, value in raw["shares"].items()},
+            })
+            for raw in record["findings"]
+        ]  # fmt: skip
+        logits = [
+            LogitsFinding(**{
+                name: tuple(raw[name]) if isinstance(raw[name], list) else _number(raw[name], name)
+                for name in LogitsFinding.__dataclass_fields__
+            })
+            for raw in record["logits"]
+        ]  # fmt: skip
+        lists = {name: list(record[name]) for name in ("problems", "missing", "notes")}
+        environment, seconds = dict(record["environment"]), float(record["seconds"])
+        return Diff(tuple(record["sides"]), findings, logits, environment=environment, seconds=seconds, **lists)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise NotComparable(f"the result is damaged or of another version: {type(error).__name__} {error}") from None
+
+
+def _number(value: Any, name: str = "") -> Any:
+    """A number from JSON, where infinities and NaN are text."""
+    return float(value) if isinstance(value, str) and name != "mode" else value
 
 
 def _severity(f: Finding) -> float:

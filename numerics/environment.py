@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from ..shared.config import DeviceInfo
 from ..shared.step import StepInput
 from .runners import Runner
 from .subject import Subject
@@ -52,16 +53,17 @@ def describe(subject: Subject, runners: Mapping[str, Runner], steps: Sequence[St
         "tokens": sum(int(step.field("query_start")[int(step.field("counts")[1])]) for step in steps),
         "machine": platform.machine(),
         "versions": versions(),
-        "sides": {
-            name: {
-                "target": str(runner.target),
-                "device": f"{runner.device.platform} {runner.device.name}",
-                "plan": runner.plans.hash,
-                "implementations": {
-                    kind: {op: choice.provider for op, choice in plan.choices.items()}
-                    for kind, plan in runner.plans.by_kind.items()
-                },
-            }
-            for name, runner in runners.items()
+        "sides": {name: describe_side(r.target, r.device, r.plans) for name, r in runners.items()},
+    }
+
+
+def describe_side(target: Any, device: DeviceInfo, plans: Any) -> dict[str, Any]:
+    """What ran where, fit for JSON."""
+    return {
+        "target": str(target),
+        "device": f"{device.platform} {device.name}",
+        "plan": plans.hash,
+        "implementations": {
+            kind: {op: choice.provider for op, choice in plan.choices.items()} for kind, plan in plans.by_kind.items()
         },
     }

@@ -1,7 +1,7 @@
 """What is allowed. The numbers are defaults for a mode and a dtype; the reasons stand beside them.
 
-Two modes: S, semantics, in float32, where a wrong epsilon or a scale off by 0.1 % cannot hide behind rounding; P,
-precision, in the run dtype, against the noise of a faithful reference.
+Modes with gates: S, semantics, in float32, where a wrong epsilon or a scale off by 0.1 % cannot hide behind rounding;
+P, precision, in the run dtype, against the noise of a faithful reference. Mode X needs none: its probes are exact.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Literal
 
 from .metrics import BINS, DEVIATIONS, Metrics
 
-Mode = Literal["S", "P"]
+Mode = Literal["S", "X", "P"]
 MODES: tuple[Mode, ...] = ("S", "P")
+"""What a comparison runs if nobody says; X is asked for."""
+ALL_MODES: tuple[Mode, ...] = ("S", "X", "P")
 Scope = Literal["op", "layer", "inherited", "logits"]
 
 HALF_ULP32 = 2.0**-24
@@ -36,7 +38,22 @@ class Gate:
         """What is wrong with these metrics, in words."""
         if m.special:
             yield f"{m.special} elements are finite on one side only"
-        limits = {
+        for name, (value, limit) in self._limited(m).items():
+            if not value <= limit:
+                yield f"{name} {value:.3g} > {limit:.3g}"
+        if self.overlap is not None and not m.overlap >= self.overlap:
+            yield f"overlap of error distributions {m.overlap:.3f} < {self.overlap:.3f}"
+
+    def shares(self, m: Metrics) -> dict[str, float]:
+        """Each limited metric as a share of its limit: above 1 fails."""
+        shares = {name: value / limit for name, (value, limit) in self._limited(m).items()}
+        if self.overlap is not None:
+            shares["overlap"] = (1.0 - m.overlap) / (1.0 - self.overlap)
+        return shares
+
+    def _limited(self, m: Metrics) -> dict[str, tuple[float, float]]:
+        """(value, upper limit) by name."""
+        pairs = {
             "sigma": (m.sigma, self.sigma),
             "worst token": (m.excess, self.excess),
             "largest error": (m.linf, self.linf),
@@ -44,11 +61,7 @@ class Gate:
             "|slope|": (abs(m.slope), self.slope),
             "relative error": (m.rel_l2, self.rel_l2),
         }
-        for name, (value, limit) in limits.items():
-            if limit is not None and not value <= limit:
-                yield f"{name} {value:.3g} > {limit:.3g}"
-        if self.overlap is not None and not m.overlap >= self.overlap:
-            yield f"overlap of error distributions {m.overlap:.3f} < {self.overlap:.3f}"
+        return {name: (value, limit) for name, (value, limit) in pairs.items() if limit is not None}
 
 
 def precision(scope: Scope, m: Metrics) -> Gate:
@@ -60,6 +73,27 @@ def precision(scope: Scope, m: Metrics) -> Gate:
     # overlap by about 1 - bins / (4 n) if they are of one distribution.
     overlap = 0.97 - BINS / (4.0 * max(m.count, 1))
     return Gate(sigma=1.15 + chance, excess=2.0, overlap=overlap, reason="errors carried through the model")
+
+
+def accumulated(reduction: int) -> Gate:
+    """Mode P, for a float32 result of narrower numbers: only the order of a sum is open, and how it is carried.
+
+    Tensor cores cut partial sums off instead of rounding them, which scales results by about K / 32 halves of 2^-24:
+    0.8e-6 for K = 1024 on an H200. Four times that is allowed.
+    """
+    return Gate(rel_l2=2.0 * HALF_ULP32 * reduction**0.5, slope=max(1e-6, reduction * HALF_ULP32 / 16), reason="a sum")
+
+
+FOREIGN = 2.0
+"""Sigma that is allowed to what is not made of our ops: it keeps no contract and rounds at more places. transformers
+rounds rotary tables and normed values, and reaches 1.3 in bfloat16; in float32 the gates of mode S hold for it too."""
+
+
+def foreign(mode: Mode, m: Metrics, reduction: int, depth: int) -> Gate:
+    """Logits of a program that is not ours."""
+    if mode == "S":
+        return semantics("logits", reduction, depth)
+    return Gate(sigma=FOREIGN + DEVIATIONS / max(m.effective, 1.0) ** 0.5, reason="roundings that no contract states")
 
 
 def semantics(scope: Scope, reduction: int, depth: int = 1) -> Gate:

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..ops import Plans
+from ..ops import Op, Plan, Plans
 from ..ops.namespaces import namespace
+from ..ops.plan import COMPOSITION
 from ..shared.config import DeviceInfo, ResolvedConfig
 from ..shared.models import decoder
 from ..shared.step import StepInput
@@ -39,7 +40,6 @@ class JaxRunner:
         fault: Fault | None,
     ) -> None:  # fmt: skip
         self.target, self.config, self.device, self.plans = target, config, device, plans
-        self._fault = fault or Fault("none")
         self._model = subject.model
         self._where = jax.devices(PLATFORMS[device.platform])[0]
         windows = subject.model.layer_windows
@@ -48,21 +48,33 @@ class JaxRunner:
             subject.folder, config.load_format, subject.model, decoder.abstract(subject.model), segments,
             jnp.dtype(config.dtype), config.seed, make_mesh([self._where], 1), no_progress,
         )  # fmt: skip
-        self._layers = [
+        self._true_layers = [
             {name: jax.device_put(x[0], self._where) for name, x in segment.items()}
             for segment in weights.pop("segments")
         ]
         self._top = {name: jax.device_put(x, self._where) for name, x in weights.items()}
-        if self._fault.weights is not None:
-            for index in range(len(windows)):
-                if self._fault.at(index):
-                    changed = self._fault.weights(dict(self.weights(index)), index)
-                    self._layers[index] = {name: self.upload(x) for name, x in changed.items()}
-        tables = decoder.rotary_tables(subject.model, config.max_model_len)
-        self._tables = self._fault.tables(*tables) if self._fault.tables is not None else tables
-        self._true_tables = tables
+        self._true_tables = decoder.rotary_tables(subject.model, config.max_model_len)
         self._programs: dict[Any, Any] = {}
+        self._single: dict[Any, Any] = {}
         self._taps: Mapping[str, Sequence[Declared]] = {}
+        self.plant(fault)
+
+    def plant(self, fault: Fault | None) -> None:
+        """Have this fault from now on. Programs without a fault stay compiled."""
+        self.fault = fault = fault or Fault("none")
+        self._top_faulty = fault.at(-1) and bool(fault.ops)
+        self._layers = list(self._true_layers)
+        if fault.weights is not None:
+            for index in range(len(self._layers)):
+                if fault.at(index):
+                    changed = fault.weights(dict(self.weights(index)), index)
+                    self._layers[index] = {name: self.upload(x) for name, x in changed.items()}
+        self._tables = fault.tables(*self._true_tables) if fault.tables is not None else self._true_tables
+        self.share(self)
+
+    def share(self, other: JaxRunner) -> None:
+        """Take over the programs without a fault of a runner of the same model, sizes and plan."""
+        self._programs = {key: program for key, program in other._programs.items() if not key[-1][-1]}
 
     def upload(self, x: np.ndarray) -> jax.Array:
         """An array on the device."""
@@ -83,13 +95,13 @@ class JaxRunner:
         self._taps = taps
         hidden = jax.ShapeDtypeStruct((step.descriptor.tokens, self._model.hidden_size), jnp.dtype(self.config.dtype))
         jobs: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-            "embed": (self._embed, (self._top, self._ids)),
-            "finish": (self._finish, (self._top, hidden, hidden)),
-            "head": (self._head, (self._top, hidden)),
+            ("embed", self._top_faulty): (self._embed, (self._top, self._ids)),
+            ("finish", self._top_faulty): (self._finish, (self._top, hidden, hidden)),
+            ("head", self._top_faulty): (self._head, (self._top, hidden)),
         }
         kv = jax.ShapeDtypeStruct(self.kv_shape(step), jnp.dtype(self.config.dtype))
         for index, window in enumerate(self._model.layer_windows):
-            faulty = self._fault.at(index) and bool(self._fault.ops)
+            faulty = self.fault.at(index) and bool(self.fault.ops)
             arguments = (self._layers[index], hidden, hidden, kv, self._batch[False])
             jobs["layer", window, faulty] = (partial(self._layer, window, faulty), arguments)
         for name, (function, arguments) in jobs.items():
@@ -112,14 +124,14 @@ class JaxRunner:
         self._step = step
         self._ids = self.upload(np.array(step.field("token_ids")))
         self._batch = {False: self._fields(step, faulty=False)}
-        changes = self._fault.batch is not None or self._fault.tables is not None
+        changes = self.fault.batch is not None or self.fault.tables is not None
         self._batch[True] = self._fields(step, faulty=True) if changes else self._batch[False]
 
     def _fields(self, step: StepInput, *, faulty: bool) -> decoder.Batch:
         names = ("positions", "slots", "page_table", "query_start", "kv_lens", "counts")
         fields = {name: np.array(step.field(name)) for name in names}
-        if faulty and self._fault.batch is not None:
-            fields = self._fault.batch(fields)
+        if faulty and self.fault.batch is not None:
+            fields = self.fault.batch(fields)
         positions = fields.pop("positions")
         cos, sin = (table[positions] for table in (self._tables if faulty else self._true_tables))
         return decoder.Batch(self.upload(cos), self.upload(sin), **{n: self.upload(x) for n, x in fields.items()})
@@ -127,16 +139,18 @@ class JaxRunner:
     def _bound(self, tapped: Tapped) -> Any:
         return self.plans[self._step.descriptor.kind].bind(tapped.wrap)
 
-    def _tapped(self, program: str, faulty: bool = False) -> Tapped:
+    def _tapped(self, program: str, faulty: bool = False, replaced: Mapping[str, Any] | None = None) -> Tapped:
         xp = namespace("jax")
-        faults = {name: partial(make, xp) for name, make in self._fault.ops.items()} if faulty else {}
-        return Tapped(self._taps[program], faults=faults)
+        faults = {name: partial(make, xp) for name, make in self.fault.ops.items()} if faulty else {}
+        return Tapped(self._taps[program], faults=faults, replaced=replaced or {})
 
     def _embed(self, top: Any, ids: jax.Array) -> Any:
-        tapped = self._tapped("embed")
+        tapped = self._tapped("embed", self._top_faulty)
         return decoder.embed(self._bound(tapped), top, ids), tapped.values
 
-    def _layer(self, window: int, faulty: bool, weights: Any, hidden: Any, residual: Any, kv: Any, batch: Any) -> Any:
+    def _layer(
+        self, window: int, faulty: bool, weights: Any, hidden: Any, residual: Any, kv: Any, batch: Any,
+    ) -> Any:  # fmt: skip
         tapped = self._tapped("layer", faulty)
         function, model = decoder.layer_function(self._model), self._model
         query_len = self._step.descriptor.max_query_len
@@ -144,11 +158,11 @@ class JaxRunner:
         return out, tapped.values
 
     def _finish(self, top: Any, hidden: jax.Array, residual: jax.Array) -> Any:
-        tapped = self._tapped("finish")
+        tapped = self._tapped("finish", self._top_faulty)
         return decoder.finish(self._bound(tapped), self._model, top, hidden, residual), tapped.values
 
     def _head(self, top: Any, rows: jax.Array) -> Any:
-        tapped = self._tapped("head")
+        tapped = self._tapped("head", self._top_faulty)
         return decoder.head(self.plans["sample"].bind(tapped.wrap), top, rows), tapped.values
 
     def _run(self, name: Any, *arguments: Any) -> tuple[Any, TapValues]:
@@ -162,25 +176,58 @@ class JaxRunner:
         kept, outputs = tap
         return {name: np.asarray(x) for name, x in kept.items()}, tuple(np.asarray(x) for x in outputs)
 
+    def inputs(self, layer: int) -> Mapping[str, np.ndarray]:
+        """What a layer is given of the step."""
+        return {name: self.download(x) for name, x in self._batch[self.fault.at(layer)]._asdict().items()}
+
     def embed(self) -> tuple[jax.Array, TapValues]:
         """Hidden states."""
-        return self._run("embed", self._top, self._ids)
+        return self._run(("embed", self._top_faulty), self._top, self._ids)
 
     def layer(self, index: int, hidden: Any, residual: Any, kv: Any) -> tuple[Any, TapValues]:
         """One layer."""
-        here = self._fault.at(index)
-        name = ("layer", self._model.layer_windows[index], here and bool(self._fault.ops))
+        here = self.fault.at(index)
+        name = ("layer", self._model.layer_windows[index], here and bool(self.fault.ops))
         return self._run(name, self._layers[index], hidden, residual, kv, self._batch[here])
+
+    def by_op(
+        self, index: int, hidden: Any, residual: Any, kv: Any, replaced: Mapping[str, Callable[..., Any]]
+    ) -> tuple[Any, TapValues]:
+        """One layer, each op compiled for itself."""
+        here, model, plan = self.fault.at(index), self._model, self.plans[self._step.descriptor.kind]
+        tapped = self._tapped("layer", here and bool(self.fault.ops), replaced)
+        ops = plan.bind(lambda op, f: tapped.wrap(op, self._alone(plan, op, f)))
+        given = self._layers[index], hidden, residual, kv, self._batch[here], model.layer_windows[index]
+        out = decoder.layer_function(model)(ops, model, *given, self._step.descriptor.max_query_len)
+        return out, [self._host(tap) for tap in tapped.values]
+
+    def _alone(self, plan: Plan, op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
+        """An op as a program; what is composed of ops stays as it is."""
+        key = plan.hash, op.name
+        if plan[op.name].provider == COMPOSITION:
+            return function
+        if key not in self._single:
+            self._single[key] = jax.jit(
+                lambda *args, **kwargs: function(*args, **kwargs),
+                static_argnums=[i for i, n in enumerate(op.signature.parameters) if n in op.static_parameters],
+                static_argnames=op.static_parameters,
+                compiler_options={"xla_allow_excess_precision": False},
+            )
+        return self._single[key]
+
+    def fields(self, index: int) -> Mapping[str, np.ndarray]:
+        """What a layer reads of the step."""
+        return {name: np.asarray(x) for name, x in self._batch[self.fault.at(index)]._asdict().items()}
 
     def finish(self, hidden: Any, residual: Any) -> tuple[jax.Array, TapValues]:
         """Finished hidden states."""
-        return self._run("finish", self._top, hidden, residual)
+        return self._run(("finish", self._top_faulty), self._top, hidden, residual)
 
     def head(self, rows: Any) -> tuple[jax.Array, TapValues]:
         """Logits."""
-        return self._run("head", self._top, rows)
+        return self._run(("head", self._top_faulty), self._top, rows)
 
     def close(self) -> None:
         """Drop weights and programs."""
         self._programs.clear()
-        self._layers, self._top = [], {}
+        self._layers, self._true_layers, self._top = [], [], {}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..ops.cases import load_all
 from ..ops.testing import TESTING, Judge
-from .gates import Gate, Mode, precision, semantics
+from .gates import Gate, Mode, accumulated, precision, semantics
 from .metrics import Metrics, measure
 from .reference import evaluate
 from .taps import Call, Declared
@@ -18,6 +18,16 @@ from .taps import Call, Declared
 def gate_for(mode: Mode, scope: Any, m: Metrics, reduction: int, depth: int = 1) -> Gate:
     """The gate of a mode and scope."""
     return precision(scope, m) if mode == "P" else semantics(scope, reduction, depth)
+
+
+class Judged(NamedTuple):
+    """One output: `bound` is the error over the contract's, None without one; `shares` are those of its gate."""
+
+    name: str
+    metrics: Metrics
+    bound: float | None
+    complaints: tuple[str, ...]
+    shares: Mapping[str, float]
 
 
 class OpJudge:
@@ -31,8 +41,8 @@ class OpJudge:
 
     def __call__(
         self, declared: Declared, kept: Mapping[str, np.ndarray], outputs: Sequence[np.ndarray]
-    ) -> list[tuple[str, Metrics, float | None, tuple[str, ...]]]:
-        """For each floating output: (its name, metrics, error over the contract's bound, complaints).
+    ) -> list[Judged]:
+        """The verdict on each output.
 
         The activations are the side's own; weights, tables, page tables and scalars are the reference's, so an op that
         is called with wrong ones is wrong.
@@ -49,12 +59,13 @@ class OpJudge:
                 raise ValueError(f"{name}: shape {got.shape}, the reference has {right.shape}")
             got, right, noisy = (self._rows(x, call) for x in (got, right, noisy))
             metrics = measure(got, right, noisy)
-            complaints = list(self._complaints(metrics, got, noisy))
+            gate = self._gate(metrics, got)
+            complaints = list(gate.complaints(metrics)) if gate else self._equal(metrics)
             if verdict is not None and not verdict.passed:
                 worst = max(verdict.error, verdict.gain)
                 complaints.append(f"contract exceeded {worst:.3g} times at {verdict.where}")
             bound = None if verdict is None else max(verdict.error, verdict.gain)
-            found.append((name, metrics, bound, tuple(complaints)))
+            found.append(Judged(name, metrics, bound, tuple(complaints), gate.shares(metrics) if gate else {}))
         return found
 
     def _rows(self, x: np.ndarray, call: Call) -> np.ndarray:
@@ -63,15 +74,17 @@ class OpJudge:
             return x.reshape(-1, *x.shape[2:])[:-1]
         return x[: self._real]
 
-    def _complaints(self, m: Metrics, got: np.ndarray, noisy: np.ndarray) -> Any:
+    def _gate(self, m: Metrics, got: np.ndarray) -> Gate | None:
+        """None where nothing is rounded: what comes out was put in."""
         if not m.rel_noise:
-            # Nothing is rounded: what comes out was put in.
-            return [] if not m.max_abs and not m.special else [f"off by {m.max_abs:.3g}, nothing may be rounded here"]
-        rounded = got.dtype.itemsize < 4
-        if self.mode == "P" and not rounded:
-            # A float32 result in a narrower run: only the order of a sum is open, so it is judged as in float32.
-            return gate_for("S", "op", m, self._reduction).complaints(m)
-        return gate_for(self.mode, "op", m, self._reduction).complaints(m)
+            return None
+        if self.mode == "P" and got.dtype.itemsize == 4:
+            return accumulated(self._reduction)
+        return gate_for(self.mode, "op", m, self._reduction)
+
+    @staticmethod
+    def _equal(m: Metrics) -> list[str]:
+        return [f"off by {m.max_abs:.3g}, nothing may be rounded here"] if m.max_abs or m.special else []
 
     def _contract(self, op: str, arguments: Mapping[str, Any], outputs: Sequence[np.ndarray]) -> Any:
         load_all()  # the bounds: an op that has none is from another package

@@ -19,15 +19,17 @@ from ..shared.step import StepInput
 from .diff import Diff, Finding, pooled_problems
 from .environment import describe
 from .errors import NotComparable
+from .exact import ExactComparison
 from .gates import Mode
 from .judging import OpJudge, gate_for
 from .logits_metrics import compare_logits
 from .metrics import measure
 from .reference import Reference, State, storage_dtype
 from .runners import Fault, Runner, create_runner
-from .steps import pages_of, real_tokens, where
+from .steps import pages_of, place, real_tokens
 from .subject import HostWeights, Subject, Target
-from .taps import Declared, declare
+from .taps import Call, Declared, declare
+from .weights import check_weights
 
 Progress = Callable[[str], None]
 PROGRAMS = "embed", "layer", "finish", "head"
@@ -72,18 +74,26 @@ class Comparison:
     def check_weights(self) -> None:
         """Every side's weights must be those of the checkpoint, bit for bit."""
         for side in self.sides:
-            for layer in range(-1, self.model.num_layers):
-                wanted = self.weights.top() if layer < 0 else self.weights.layer(layer)
-                found = side.runner.weights(layer)
-                for name, value in wanted.items():
-                    if name not in found or found[name].shape != value.shape:
-                        self.diff.missing.append(f"{side.name}: weight {name} of layer {layer}")
-                    elif not np.array_equal(_bits(found[name]), _bits(value)):
-                        where_ = f"layer.{layer}.{name}" if layer >= 0 else name
-                        share = float((_bits(found[name]) != _bits(value)).mean())
-                        self.diff.problems.append(
-                            f"{side.name}: weights {where_} differ in {share:.1%} of the elements"
-                        )
+            check_weights(self.diff, side.name, side.runner, self.weights, self.model.num_layers)
+
+    # --- what layers are given; a replay gives what was recorded -----------------------------------------------------
+
+    def start(self, shape: tuple[int, ...]) -> list[np.ndarray]:
+        """The cache of each layer before the first step."""
+        return [np.full(shape, np.nan, self.dtype)] * self.model.num_layers
+
+    def given(self, index: int) -> State:
+        """What a layer is given in a local run."""
+        state = self._hidden[True], self._residual[True], self._kv[True][index]
+        return state[0].astype(self.dtype), state[1].astype(self.dtype), state[2].astype(self.dtype)
+
+    def given_end(self) -> tuple[np.ndarray, np.ndarray]:
+        """What the final norm is given."""
+        return self._hidden[True].astype(self.dtype), self._residual[True].astype(self.dtype)
+
+    def given_rows(self, exact: np.ndarray) -> np.ndarray:
+        """What the head is given, where the exact reference has `exact`."""
+        return exact.astype(self.dtype)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -95,11 +105,11 @@ class Comparison:
         pages, c = pages_of(steps), self.model
         shape = (pages, self.subject.page_size, 2 * c.num_kv_heads, c.head_dim)
         # Slots that nobody wrote hold NaN: whoever reads one shows it.
-        self._kv = {True: [np.full(shape, np.nan)] * c.num_layers}
-        self._kv[False] = [np.full(shape, np.nan, self.dtype)] * c.num_layers
+        start = self.start(shape)
+        self._kv = {True: [x.astype(np.float64) for x in start], False: list(start)}
         for side in self.sides:
             side.runner.allocate(pages)
-            side.kv = [side.runner.upload(self._kv[False][0]) for _ in range(c.num_layers)]
+            side.kv = [side.runner.upload(x) for x in start]
         self.check_weights()
         for number, step in enumerate(steps):
             progress(f"step {number + 1} of {len(steps)}, {step.descriptor}")
@@ -113,7 +123,7 @@ class Comparison:
         self.number, self.step, self.real = number, step, real_tokens(step)
         for reference in (self.exact, self.faithful, self.local, self.local_faithful):
             reference.begin(step)
-        declared = self._declare(step)
+        declared = self._declare()
         for side in self.sides:
             side.runner.prepare(step, declared[side.name])
             side.runner.begin(step)
@@ -123,27 +133,13 @@ class Comparison:
             self._layer(index)
         self._end()
 
-    def _declare(self, step: StepInput) -> dict[str, dict[str, tuple[Declared, ...]]]:
-        """The taps of each side's programs, from a dry run of the reference on nothing but padding and NaN."""
-        reference, top = self.local, self.weights.top()
-        calls = {}
-        hidden = reference.embed(top)
-        calls["embed"] = reference.calls
-        kv = self._kv[True][0]
-        reference.layer(0, self.weights.layer(0), (hidden, hidden, kv))
-        calls["layer"] = reference.calls
-        rows = reference.finish(top, hidden, hidden)
-        calls["finish"] = reference.calls
-        reference.head(top, rows)
-        calls["head"] = reference.calls
-        declared = {}
-        for side in self.sides:
-            kind, sample = side.runner.plans[step.descriptor.kind], side.runner.plans["sample"]
-            declared[side.name] = {
-                program: declare(found, sample if program == "head" else kind, self.taps)
-                for program, found in calls.items()
-            }
-        return declared
+    def _declare(self) -> dict[str, dict[str, tuple[Declared, ...]]]:
+        """The taps of each side's programs."""
+        calls = traced(self.local, self.weights, self._kv[True][0])
+        return {
+            side.name: declare_programs(calls, side.runner.plans, self.step.descriptor.kind, self.taps)
+            for side in self.sides
+        }
 
     def _embed(self) -> None:
         top = self.weights.top()
@@ -156,9 +152,7 @@ class Comparison:
 
     def _layer(self, index: int) -> None:
         weights = self.weights.layer(index)
-        given: State = tuple(  # type: ignore[assignment]
-            x.astype(self.dtype) for x in (self._hidden[True], self._residual[True], self._kv[True][index])
-        )
+        given = self.given(index)
         for exact, reference in ((True, self.exact), (False, self.faithful)):
             state = reference.layer(
                 index, weights, (self._hidden[exact], self._residual[exact], self._kv[exact][index])
@@ -186,7 +180,7 @@ class Comparison:
 
     def _end(self) -> None:
         top = self.weights.top()
-        given = [x.astype(self.dtype) for x in (self._hidden[True], self._residual[True])]
+        given = self.given_end()
         rows = {
             exact: reference.finish(top, self._hidden[exact], self._residual[exact])
             for exact, reference in ((True, self.exact), (False, self.faithful))
@@ -199,7 +193,7 @@ class Comparison:
             self._ops(side, "finish", -1, calls, taps)
             side.rows, _ = runner.finish(side.hidden, side.residual)
         logits = {True: self.exact.head(top, rows[True]), False: self.faithful.head(top, rows[False])}
-        rounded = rows[True].astype(self.dtype)
+        rounded = self.given_rows(rows[True])
         self.local.head(top, rounded)
         for side in self.sides:
             runner = side.runner
@@ -211,8 +205,8 @@ class Comparison:
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         real = self.real
-        if len(self.sides) == 2:
-            a, b = (side.logits[:real] for side in self.sides)
+        for other in self.sides[1:]:
+            a, b = (side.logits[:real] for side in (self.sides[0], other))
             self.diff.logits.append(compare_logits(a, b, exact[:real], faithful[:real], self.step, self.mode))
 
     # --- findings ----------------------------------------------------------------------------------------------------
@@ -223,7 +217,7 @@ class Comparison:
         for declared, tap in zip(self._declared[side.name][program], taps, strict=True):
             if tap is None:
                 continue
-            for name, metrics, bound, complaints in judge(declared, *tap):
+            for found, output in zip(judge(declared, *tap), tap[1], strict=True):
                 self.diff.findings.append(
                     Finding(
                         side.name,
@@ -231,12 +225,13 @@ class Comparison:
                         "op",
                         self.number,
                         layer,
-                        name,
+                        found.name,
                         plan[declared.op].provider,
-                        metrics,
-                        complaints,
-                        bound,
-                        self._place(metrics.worst),
+                        found.metrics,
+                        found.complaints,
+                        found.bound,
+                        place(self.step, found.metrics.worst, output.ndim, self.subject.page_size),
+                        found.shares,
                     )
                 )
 
@@ -244,7 +239,6 @@ class Comparison:
         got, right, noisy = (x[: self.real] for x in (got, right, noisy))
         metrics = measure(got, right, noisy)
         gate = gate_for(self.mode, scope, metrics, self.reduction, self.model.num_layers)
-        place = self._place(metrics.worst)
         self.diff.findings.append(
             Finding(
                 side.name,
@@ -257,22 +251,40 @@ class Comparison:
                 metrics,
                 tuple(gate.complaints(metrics)),
                 None,
-                place,
+                place(self.step, metrics.worst, got.ndim, self.subject.page_size),
+                gate.shares(metrics),
             )
         )
 
-    def _place(self, worst: tuple[int, ...]) -> str:
-        return where(self.step, worst[0]) if worst and worst[0] < self.real else ""
+
+def traced(reference: Reference, weights: HostWeights, kv: np.ndarray) -> dict[str, list[Call]]:
+    """The calls of each program, from a dry run of the reference on the step that it was given."""
+    top, calls = weights.top(), {}
+    hidden = reference.embed(top)
+    calls["embed"] = reference.calls
+    reference.layer(0, weights.layer(0), (hidden, hidden, kv))
+    calls["layer"] = reference.calls
+    rows = reference.finish(top, hidden, hidden)
+    calls["finish"] = reference.calls
+    reference.head(top, rows)
+    calls["head"] = reference.calls
+    return calls
+
+
+def declare_programs(
+    calls: Mapping[str, list[Call]], plans: Any, kind: str, patterns: Sequence[str]
+) -> dict[str, tuple[Declared, ...]]:
+    """The taps of each program of a backend for steps of a kind, from the reference's calls."""
+    return {
+        program: declare(found, plans["sample" if program == "head" else kind], patterns)
+        for program, found in calls.items()
+    }
 
 
 def _sum(state: Sequence[np.ndarray]) -> np.ndarray:
     """hidden + residual in float64: the state of the model at a layer's end."""
     total: np.ndarray = state[0].astype(np.float64) + state[1].astype(np.float64)
     return total
-
-
-def _bits(x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x).view(np.uint8)
 
 
 def compare_model(
@@ -297,8 +309,14 @@ def compare_model(
         try:
             for name, target in zip(names, targets, strict=True):
                 runners[name] = create_runner(where_, target, (faults or {}).get(name[0]))
-            comparison = Comparison(where_, runners, mode, layers=layers, taps=taps)
-            found = comparison.run(steps, lambda text, mode=mode: progress(f"mode {mode}: {text}"))
+
+            def tell(text: str, mode: str = mode) -> None:
+                progress(f"mode {mode}: {text}")
+
+            if mode == "X":
+                found = ExactComparison(where_, runners).run(steps, layers, tell)
+            else:
+                found = Comparison(where_, runners, mode, layers=layers, taps=taps).run(steps, tell)
         finally:
             for runner in runners.values():
                 runner.close()

@@ -1,15 +1,17 @@
 """`twinfer numerics ops`: every implementation of every op against the oracle, over the op's own cases.
 
-An op that is judged bitwise, and every integer output, is an exact probe (mode X). The others keep their contract's
-bound (`ops/testing.py`): in float32 that is mode S, in the narrower dtypes mode P. No model and no weights are needed.
+In float32 an op keeps its contract's bound (`ops/testing.py`): mode S; in the narrower dtypes that is mode P. Mode X
+asks for equal bits: of ops that are judged bitwise on their own cases, of the others on exact probes of the same shapes
+(`numerics/exact_probes.py`). No model and no weights are needed.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,17 @@ from ..ops import REGISTRY
 from ..ops.cases import load_all
 from ..ops.implement import Implementation
 from ..ops.plan import COMPOSITION, NATIVE
-from ..ops.testing import TESTING, Case, Judge, ci_cases, providers, run
+from ..ops.testing import TESTING, Arguments, Case, Judge, ci_cases, providers, run
 from ..shared.errors import ConfigError
 from ..shared.worker import backend_module
 from .environment import versions
 from .errors import EQUAL, FAILED, NOT_COMPARED
+from .exact import ExactJudge
+from .exact_probes import probes
+from .faults import faulty
+from .gates import ALL_MODES, Mode
 from .metrics import jsonable
+from .runners import Fault
 from .subject import Target
 from .terminal import LINES, WORDS
 
@@ -109,9 +116,13 @@ class OpsReport:
 
 
 def check_ops(
-    targets: Sequence[Target], names: Sequence[str] = (), progress: Progress = lambda text: None
-) -> OpsReport:
-    """Judge all implementations of `names` (none: all ops) on `targets`. Raises ConfigError, BackendUnavailable."""
+    targets: Sequence[Target], names: Sequence[str] = (), faults: Mapping[str, Fault] | None = None,
+    modes: Sequence[Mode] = ALL_MODES, progress: Progress = lambda text: None,
+) -> OpsReport:  # fmt: skip
+    """Judge all implementations of `names` (none: all ops) on `targets`. `faults` plants faults by side (`a`, `b`).
+
+    Raises ConfigError, BackendUnavailable.
+    """
     load_all()
     known = sorted(op.name for op in REGISTRY)
     for name in names:
@@ -131,12 +142,33 @@ def check_ops(
         if name not in TESTING:
             report.missing.append(f"{name} has no cases")
             continue
-        probes = _probes(name)
+        cases = _probes(name, modes)
+        if not cases:
+            report.absent.append(f"{name} has no case in mode {', '.join(modes)}")
+            continue
         for side, target, device in zip(sides, targets, devices, strict=True):
             for provider, implementation in _runnable(name, target, side, report):
-                _check(report, side, (target.backend, device.platform), provider, implementation, probes)
+                where = Where(target.backend, device.platform, (faults or {}).get(side[0]))
+                _check(report, side, where, provider, implementation, cases)
     report.seconds = time.perf_counter() - started
     return report
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A backend on a device, with a fault or none."""
+
+    backend: str
+    device: str
+    fault: Fault | None = None
+
+    def run(self, op: str, provider: str | None, arguments: Arguments) -> tuple[np.ndarray, ...]:
+        """The outputs of one provider of an op; None: the fallback."""
+        fault = self.fault
+        if fault is None or op not in fault.ops:
+            return run(op, self.backend, provider, arguments, self.device)  # type: ignore[arg-type]
+        wrap = partial(faulty, fault, self.backend, op)
+        return run(op, self.backend, provider, arguments, self.device, wrap)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,18 +176,29 @@ class _Probe:
     """A case with its judge, and the dtypes that outputs must have."""
 
     op: str
+    mode: Mode
     dtype: str
     case: Case
-    judge: Judge
+    judge: Judge | ExactJudge
     like: tuple[Any, ...]
 
 
-def _probes(op: str) -> list[_Probe]:
-    return [
-        _Probe(op, dtype, case, Judge(op, case.arguments), _dtypes(run(op, "numpy", None, case.arguments)))
-        for dtype in TESTING[op].dtypes
-        for case in ci_cases(TESTING[op], dtype)
-    ]
+def _probes(op: str, modes: Sequence[Mode]) -> list[_Probe]:
+    made: list[_Probe] = []
+    for dtype in TESTING[op].dtypes:
+        mode: Mode = "X" if TESTING[op].bitwise else "S" if dtype == "float32" else "P"
+        for case in ci_cases(TESTING[op], dtype):
+            if mode in modes:
+                made.append(_Probe(op, mode, dtype, case, Judge(op, case.arguments), _like(op, case)))
+            if mode != "X" and "X" in modes:
+                for exact in probes(op, case.arguments):
+                    named = Case(f"{case.name}, {exact.name}", exact.arguments)
+                    made.append(_Probe(op, "X", dtype, named, ExactJudge(op, exact.arguments), _like(op, exact)))
+    return made
+
+
+def _like(op: str, case: Case) -> tuple[Any, ...]:
+    return _dtypes(run(op, "numpy", None, case.arguments))
 
 
 def _dtypes(outputs: Sequence[np.ndarray]) -> tuple[Any, ...]:
@@ -180,15 +223,15 @@ def _runnable(op: str, target: Target, side: str, report: OpsReport) -> Iterator
 
 
 def _check(
-    report: OpsReport, side: str, where: tuple[str, str], provider: str, implementation: Implementation | None,
-    probes: Sequence[_Probe],
+    report: OpsReport, side: str, where: Where, provider: str, implementation: Implementation | None,
+    cases: Sequence[_Probe],
 ) -> None:  # fmt: skip
     """Judge one implementation in all dtypes."""
     takes = implementation.supports_args if implementation is not None else None
-    results: dict[str, OpResult] = {}
-    for probe in probes:
-        mode = "X" if TESTING[probe.op].bitwise else "S" if probe.dtype == "float32" else "P"
-        result = results.setdefault(probe.dtype, OpResult(side, probe.op, provider, probe.dtype, mode))
+    results: dict[tuple[str, str], OpResult] = {}
+    for probe in cases:
+        key = probe.dtype, probe.mode
+        result = results.setdefault(key, OpResult(side, probe.op, provider, probe.dtype, probe.mode))
         if takes is not None and not takes(**probe.case.arguments):
             result.refused += 1
         else:
@@ -196,15 +239,14 @@ def _check(
     report.results.extend(results.values())
     report.missing += [f"{side}: {r.name}, {r.dtype}, {entry}" for r in results.values() for entry in r.raised]
     if not any(r.compared or r.raised for r in results.values()):
-        report.missing.append(f"{side}: {probes[0].op}={provider} takes no case" if probes else f"{side}: no cases")
+        report.missing.append(f"{side}: {cases[0].op}={provider} takes no case")
 
 
-def _judge(result: OpResult, probe: _Probe, where: tuple[str, str]) -> None:
+def _judge(result: OpResult, probe: _Probe, where: Where) -> None:
     """Run one case. An implementation may raise anything; what it could not compute was not compared."""
-    backend, device = where
     name = None if result.provider in (NATIVE, COMPOSITION) else result.provider
     try:
-        outputs = run(probe.op, backend, name, probe.case.arguments, device)  # type: ignore[arg-type]
+        outputs = where.run(probe.op, name, probe.case.arguments)
     except Exception as error:
         line = next(iter(str(error).splitlines()), "")
         result.raised.append(f"case {probe.case.name} raised {type(error).__name__}: {line[:120]}")

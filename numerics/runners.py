@@ -26,7 +26,7 @@ OpFault = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something wrong on purpose, in layer `layer` (None: all layers).
+    """Something wrong on purpose, in layer `layer` (None: in all layers, and before and after them).
 
     `ops` wrap the functions of some ops; they get the framework's array namespace `xp` first. `weights` changes the
     weights of a layer, `tables` those of the rotary embedding, `batch` the fields of a step.
@@ -55,6 +55,7 @@ class Runner(Protocol):
     config: ResolvedConfig
     device: DeviceInfo
     plans: Plans
+    fault: Fault
 
     def prepare(self, step: StepInput, taps: Mapping[str, Sequence[Declared]]) -> None:
         """Compile the programs of the step's descriptor with these taps, by program."""
@@ -68,12 +69,24 @@ class Runner(Protocol):
         """Take the step that the next programs belong to."""
         ...
 
+    def plant(self, fault: Fault | None) -> None:
+        """Have this fault, or none, from now on: for tests of the comparison itself."""
+        ...
+
+    def share(self, other: Any) -> None:
+        """Take over the programs without a fault of a runner of the same model, sizes and plan."""
+        ...
+
     def upload(self, x: np.ndarray) -> Device:
         """An array on the device."""
         ...
 
     def download(self, x: Device) -> np.ndarray:
         """An array on the host, in its own dtype."""
+        ...
+
+    def inputs(self, layer: int) -> Mapping[str, np.ndarray]:
+        """What a layer is given of the step besides weights and activations, as the device holds it."""
         ...
 
     def embed(self) -> tuple[Device, TapValues]:
@@ -84,6 +97,16 @@ class Runner(Protocol):
         self, index: int, hidden: Device, residual: Device, kv: Device
     ) -> tuple[tuple[Device, Device, Device], TapValues]:
         """One layer. The arrays that are given stay as they are."""
+        ...
+
+    def by_op(
+        self, index: int, hidden: Device, residual: Device, kv: Device, replaced: Mapping[str, Callable[..., Any]]
+    ) -> tuple[tuple[Device, Device, Device], TapValues]:
+        """One layer as its ops one by one, nothing compiled together, with other functions at some taps."""
+        ...
+
+    def fields(self, index: int) -> Mapping[str, np.ndarray]:
+        """What a layer reads of the step, as the device holds it: the fields of `decoder.Batch`."""
         ...
 
     def finish(self, hidden: Device, residual: Device) -> tuple[Device, TapValues]:

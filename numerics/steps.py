@@ -76,10 +76,13 @@ def make_steps(subject: Subject, prompts: Sequence[np.ndarray], new_tokens: int 
 
     Raises RequestError for a prompt that is too short, too long, or outside of the vocabulary.
     """
-    return list(_drive(subject, prompts, new_tokens))
+    return [step for step, _ in make_owned_steps(subject, prompts, new_tokens)]
 
 
-def _drive(subject: Subject, prompts: Sequence[np.ndarray], new_tokens: int) -> Iterator[StepInput]:
+def make_owned_steps(
+    subject: Subject, prompts: Sequence[np.ndarray], new_tokens: int = NEW_TOKENS
+) -> Iterator[tuple[StepInput, list[int]]]:
+    """The same, each with the prompts that its requests are of, by number."""
     table = Table((subject.max_num_seqs,), (max(subject.tokens, subject.max_num_seqs),), subject.max_num_seqs)
     config = SchedulerConfig(
         max_num_seqs=subject.max_num_seqs,
@@ -93,27 +96,26 @@ def _drive(subject: Subject, prompts: Sequence[np.ndarray], new_tokens: int) -> 
     pages = -(-subject.max_model_len // subject.page_size)
     shape = StepShape(pages, subject.max_num_seqs, subject.max_model_len, subject.model.vocab_size)
     scheduler = Scheduler(config, table)
-    known: dict[str, np.ndarray] = {}
     for index, ids in enumerate(prompts):
-        known[f"request-{index}"] = _checked(ids, index, subject, new_tokens)
+        _check(ids, index, subject, new_tokens)
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
-        scheduler.add(Request(f"request-{index}", ids[: len(ids) - new_tokens], params, seed=index))
+        scheduler.add(Request(str(index), ids[: len(ids) - new_tokens], params, seed=index))
     step_id = 0
     while (scheduled := scheduler.schedule()) is not None:
         step_id += 1
-        yield pack(scheduled, scheduler.table, shape, step_id)
-        following = [known[r.request_id] for r in scheduled.requests]
+        owners = [int(request.request_id) for request in scheduled.requests]
+        yield pack(scheduled, scheduler.table, shape, step_id), owners
+        following = [prompts[owner] for owner in owners]
         tokens = [ids[min(end, len(ids) - 1)] for ids, end in zip(following, scheduled.ends.tolist(), strict=True)]
         scheduler.update(scheduled, np.asarray(tokens, np.int32))
 
 
-def _checked(ids: np.ndarray, index: int, subject: Subject, new_tokens: int) -> np.ndarray:
+def _check(ids: np.ndarray, index: int, subject: Subject, new_tokens: int) -> None:
     if not new_tokens < len(ids) <= subject.max_model_len:
         allowed = f"{new_tokens + 1} to {subject.max_model_len}"
         raise RequestError("prompts", f"prompt {index} has {len(ids)} tokens, allowed are {allowed}")
     if ids.min() < 0 or ids.max() >= subject.model.vocab_size:
         raise RequestError("prompts", f"prompt {index} has a token outside of the vocabulary")
-    return ids
 
 
 def real_tokens(step: StepInput) -> int:
@@ -133,3 +135,24 @@ def where(step: StepInput, token: int) -> str:
     if request >= count:
         return "padding"
     return f"request {int(step.field('rows')[request])}, position {int(step.field('positions')[token])}"
+
+
+def place(step: StepInput, worst: tuple[int, ...], ndim: int, page_size: int) -> str:
+    """Where an element of an output is: index `worst` of its rows [tok ...], or slots [slot 2*kvhead hdim] of a cache,
+    which has 4 dimensions. Names request, position, page, and the head where there is one.
+    """
+    if not worst:
+        return ""
+    parts = []
+    if ndim == 4:
+        page, offset = divmod(worst[0], page_size)
+        written = np.flatnonzero(step.field("slots")[: real_tokens(step)] == worst[0])
+        parts = [where(step, int(written[0])) if len(written) else "not written in this step"]
+        parts += [f"page {page}, slot {offset}", f"{'KV'[worst[1] % 2]} head {worst[1] // 2}"]
+    elif worst[0] < real_tokens(step):
+        starts, count = step.field("query_start"), int(step.field("counts")[1])
+        request = int(np.searchsorted(starts[1 : count + 1], worst[0], side="right"))
+        position = int(step.field("positions")[worst[0]])
+        page = int(step.field("page_table")[request, position // page_size])
+        parts = [where(step, worst[0]), f"page {page}"] + ([f"head {worst[1]}"] if ndim == 3 else [])
+    return ", ".join(parts)

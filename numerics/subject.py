@@ -154,6 +154,10 @@ def open_subject(
     )
 
 
+KEPT_BYTES = 4 << 30
+"""Of layers' weights that are kept on the host between steps: making dummy ones anew takes longer than using them."""
+
+
 class HostWeights:
     """A model's weights as numpy arrays in the run dtype, read on demand: what every side's weights must equal."""
 
@@ -167,6 +171,12 @@ class HostWeights:
             self._checkpoint = Checkpoint(subject.folder)
             check_checkpoint(self._checkpoint, self._table, subject.model.num_layers)
         self._top = {p.name: self._read(p, 0) for p in self._table.values() if not p.layered}
+        self._kept: dict[int, dict[str, np.ndarray]] = {}
+        self._left = KEPT_BYTES
+
+    def parameter(self, name: str) -> Parameter:
+        """What a name stands for."""
+        return self._table[name]
 
     def top(self) -> dict[str, np.ndarray]:
         """Weights outside of layers, by name."""
@@ -174,7 +184,14 @@ class HostWeights:
 
     def layer(self, index: int) -> dict[str, np.ndarray]:
         """Weights of one layer, by name."""
-        return {p.name: self._read(p, index) for p in self._table.values() if p.layered}
+        if index in self._kept:
+            return self._kept[index]
+        found = {p.name: self._read(p, index) for p in self._table.values() if p.layered}
+        size = sum(x.nbytes for x in found.values())
+        if size <= self._left:
+            self._kept[index] = found
+            self._left -= size
+        return found
 
     def _read(self, parameter: Parameter, layer: int) -> np.ndarray:
         if self._checkpoint is not None:

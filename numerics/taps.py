@@ -118,13 +118,15 @@ def declare(calls: Sequence[Call], plan: Plan, patterns: Iterable[str] = ("*",))
 class Tapped:
     """Wraps a backend's ops while a program is traced. `values` are the program's extra outputs, one per declared tap.
 
-    `copy` keeps a value as it is now, where ops write in place. `faults` replace the function at some keys: for tests.
+    `copy` keeps a value as it is now, where ops write in place. `faults` wrap the functions of some ops, `replaced` are
+    other functions for the calls with some keys; what these would call inside is not called then, and has no value.
     """
 
     declared: Sequence[Declared]
     copy: Callable[[Any], Any] = lambda value: value
     faults: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = field(default_factory=dict)
     values: list[Any] = field(default_factory=list)
+    replaced: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     def wrap(self, op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, tapped."""
@@ -135,6 +137,7 @@ class Tapped:
             self.values,
             self.copy,
         )
+        replaced = self.replaced
         fault = self.faults.get(name)
         faulty = fault(function) if fault is not None else function
 
@@ -147,7 +150,10 @@ class Tapped:
             tap = declared[number]
             values.append(())
             kept = {argument: copy(given[argument]) for argument in tap.arguments} if tap.kept else {}
-            result = faulty(*args, **kwargs)
+            other = replaced.get(tap.key)
+            result = faulty(*args, **kwargs) if other is None else other(*args, **kwargs)
+            if other is not None:
+                values.extend(() for inner in declared if inner.key.startswith(f"{tap.key}/"))
             if tap.kept:
                 outputs = result if isinstance(result, tuple) else (result,)
                 values[number] = (kept, tuple(copy(value) for value in outputs))

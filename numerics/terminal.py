@@ -35,6 +35,14 @@ def _lines(diff: Diff) -> Iterator[str]:
     if rows:
         equal, ties, real = (sum(getattr(x, n) for x in diff.logits) for n in ("argmax_equal", "ties", "real"))
         yield f"best tokens equal: {equal}/{rows}, ties {ties}, real differences {real}"
+        for mode in dict.fromkeys(entry.mode for entry in diff.logits):
+            here = [entry for entry in diff.logits if entry.mode == mode]
+            count = sum(entry.rows for entry in here)
+            a, b, noise, between = (
+                sum(getattr(entry, name) * entry.rows for entry in here) / count
+                for name in ("kl_a", "kl_b", "kl_noise", "kl_ab")
+            )
+            yield f"KL in nats, mode {mode}: a {a:.2g}, b {b:.2g}, noise {noise:.2g}; between a and b {between:.2g}"
     first = diff.first_divergence()
     if first is not None:
         yield f"first wrong: {first.side}, mode {first.mode}, {first.name} [{first.implementation or first.scope}]"

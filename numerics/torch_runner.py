@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from ..gpu.module import Decoder
+from ..gpu.precision import pin_precision
 from ..gpu.weights import load_weights
 from ..ops import Op, Plan, Plans
 from ..ops.bindings.torch import activation_positions, opaque
 from ..ops.namespaces import namespace
-from ..ops.namespaces.torch_ import from_numpy
-from ..ops.testing import _from_torch as to_numpy
+from ..ops.namespaces.torch_ import from_numpy, to_numpy
 from ..shared.config import DeviceInfo, ResolvedConfig
 from ..shared.models import decoder
 from ..shared.step import StepInput
@@ -38,9 +38,8 @@ class TorchRunner:
         self, subject: Subject, target: Target, config: ResolvedConfig, device: DeviceInfo, plans: Plans,
         fault: Fault | None,
     ) -> None:  # fmt: skip
-        _pin_precision()
+        pin_precision()
         self.target, self.config, self.device, self.plans = target, config, device, plans
-        self._fault = fault or Fault("none")
         self._model = subject.model
         self._where = torch.device(device.platform)
         self._compiling = config.compile_level > 0
@@ -48,18 +47,29 @@ class TorchRunner:
         dtype = getattr(torch, config.dtype)
         module = Decoder(subject.model, table, {}, dtype, self._where)
         load_weights(module, subject.folder, config.load_format, table, config.seed, no_progress)
-        self._layers = [{n: p.detach() for n, p in layer.named_parameters()} for layer in module.layers]
+        self._true_layers = [{n: p.detach() for n, p in layer.named_parameters()} for layer in module.layers]
         self._top = {n: p.detach() for n, p in module.named_parameters(recurse=False)}
-        if self._fault.weights is not None:
-            for index in range(subject.model.num_layers):
-                if self._fault.at(index):
-                    changed = self._fault.weights(dict(self.weights(index)), index)
-                    self._layers[index] = {name: self.upload(x) for name, x in changed.items()}
-        tables = decoder.rotary_tables(subject.model, config.max_model_len)
-        self._tables = self._fault.tables(*tables) if self._fault.tables is not None else tables
-        self._true_tables = tables
+        self._true_tables = decoder.rotary_tables(subject.model, config.max_model_len)
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._taps: Mapping[str, Sequence[Declared]] = {}
+        self.plant(fault)
+
+    def plant(self, fault: Fault | None) -> None:
+        """Have this fault from now on. Programs without a fault stay compiled."""
+        self.fault = fault = fault or Fault("none")
+        self._top_faulty = fault.at(-1) and bool(fault.ops)
+        self._layers = list(self._true_layers)
+        if fault.weights is not None:
+            for index in range(len(self._layers)):
+                if fault.at(index):
+                    changed = fault.weights(dict(self.weights(index)), index)
+                    self._layers[index] = {name: self.upload(x) for name, x in changed.items()}
+        self._tables = fault.tables(*self._true_tables) if fault.tables is not None else self._true_tables
+        self.share(self)
+
+    def share(self, other: TorchRunner) -> None:
+        """Take over the programs without a fault of a runner of the same model, sizes and plan."""
+        self._programs = {key: program for key, program in other._programs.items() if not key[-1]}
 
     def upload(self, x: np.ndarray) -> torch.Tensor:
         """A tensor on the device."""
@@ -81,21 +91,24 @@ class TorchRunner:
     def prepare(self, step: StepInput, taps: Mapping[str, Sequence[Declared]]) -> None:
         """Make the programs of the step's descriptor; a compiled one is run once on padding."""
         self._taps = taps
-        d = step.descriptor
-        if (d, "embed") not in self._programs:
+        d, top_faulty = step.descriptor, self._top_faulty
+        if (d, "embed", top_faulty) not in self._programs:
             plan, sample = self.plans[d.kind], self.plans["sample"]
-            self._programs[d, "embed"] = self._program(
-                "embed", plan, lambda ops, top, ids: decoder.embed(ops, top, ids)
+            self._programs[d, "embed", top_faulty] = self._program(
+                "embed", plan, lambda ops, top, ids: decoder.embed(ops, top, ids), top_faulty
             )
-            self._programs[d, "finish"] = self._program(
+            self._programs[d, "finish", top_faulty] = self._program(
                 "finish",
                 plan,
                 lambda ops, top, hidden, residual: decoder.finish(ops, self._model, top, hidden, residual),
+                top_faulty,
             )
-            self._programs[d, "head"] = self._program("head", sample, lambda ops, top, x: decoder.head(ops, top, x))
+            self._programs[d, "head", top_faulty] = self._program(
+                "head", sample, lambda ops, top, x: decoder.head(ops, top, x), top_faulty
+            )
         model, function = self._model, decoder.layer_function(self._model)
         for index, window in enumerate(model.layer_windows):
-            faulty = self._fault.at(index) and bool(self._fault.ops)
+            faulty = self.fault.at(index) and bool(self.fault.ops)
             if (d, "layer", window, faulty) in self._programs:
                 continue
 
@@ -113,7 +126,7 @@ class TorchRunner:
     def _program(self, name: str, plan: Plan, function: Callable[..., Any], faulty: bool = False) -> Callable[..., Any]:
         declared = self._taps[name]
         xp = namespace("torch")
-        faults = {op: partial(make, xp) for op, make in self._fault.ops.items()} if faulty else {}
+        faults = {op: partial(make, xp) for op, make in self.fault.ops.items()} if faulty else {}
         compiled = self._compiling and name == "layer"
 
         def run(*arguments: Any) -> Any:
@@ -153,14 +166,14 @@ class TorchRunner:
         self._step = step
         self._ids = self.upload(step.field("token_ids"))
         self._batch = {False: self._fields(step, faulty=False)}
-        changes = self._fault.batch is not None or self._fault.tables is not None
+        changes = self.fault.batch is not None or self.fault.tables is not None
         self._batch[True] = self._fields(step, faulty=True) if changes else self._batch[False]
 
     def _fields(self, step: StepInput, *, faulty: bool) -> decoder.Batch:
         names = ("positions", "slots", "page_table", "query_start", "kv_lens", "counts")
         fields = {name: np.array(step.field(name)) for name in names}
-        if faulty and self._fault.batch is not None:
-            fields = self._fault.batch(fields)
+        if faulty and self.fault.batch is not None:
+            fields = self.fault.batch(fields)
         positions = fields.pop("positions")
         cos, sin = (table[positions] for table in (self._tables if faulty else self._true_tables))
         on_host = ("query_start", "kv_lens", "counts")
@@ -180,35 +193,49 @@ class TorchRunner:
         kept, outputs = tap
         return {name: to_numpy(x) for name, x in kept.items()}, tuple(to_numpy(x) for x in outputs)
 
+    def inputs(self, layer: int) -> Mapping[str, np.ndarray]:
+        """What a layer is given of the step."""
+        return {name: self.download(x) for name, x in self._batch[self.fault.at(layer)]._asdict().items()}
+
     def embed(self) -> tuple[torch.Tensor, TapValues]:
         """Hidden states."""
-        return self._run(("embed",), self._top, self._ids)
+        return self._run(("embed", self._top_faulty), self._top, self._ids)
 
     def layer(self, index: int, hidden: Any, residual: Any, kv: Any) -> tuple[Any, TapValues]:
         """One layer."""
-        here = self._fault.at(index)
-        name = ("layer", self._model.layer_windows[index], here and bool(self._fault.ops))
+        here = self.fault.at(index)
+        name = ("layer", self._model.layer_windows[index], here and bool(self.fault.ops))
         return self._run(name, self._layers[index], hidden, residual, kv.clone(), self._batch[here])
+
+    @torch.inference_mode()
+    def by_op(
+        self, index: int, hidden: Any, residual: Any, kv: Any, replaced: Mapping[str, Callable[..., Any]]
+    ) -> tuple[Any, TapValues]:
+        """One layer, not compiled."""
+        here, d, model = self.fault.at(index), self._step.descriptor, self._model
+        xp, plan = namespace("torch"), self.plans[d.kind]
+        faults = {op: partial(make, xp) for op, make in self.fault.ops.items()} if here else {}
+        tapped = Tapped(self._taps["layer"], torch.clone, faults, replaced=replaced)
+        ops = plan.bind(lambda op, f: tapped.wrap(op, self._chosen(plan, op, f, False)))
+        given = self._layers[index], hidden, residual, kv.clone(), self._batch[here]
+        out = decoder.layer_function(model)(ops, model, *given, model.layer_windows[index], d.max_query_len)
+        return out, [self._host(tap) for tap in tapped.values]
+
+    def fields(self, index: int) -> Mapping[str, np.ndarray]:
+        """What a layer reads of the step."""
+        return {name: to_numpy(x) for name, x in self._batch[self.fault.at(index)]._asdict().items()}
 
     def finish(self, hidden: Any, residual: Any) -> tuple[torch.Tensor, TapValues]:
         """Finished hidden states."""
-        return self._run(("finish",), self._top, hidden, residual)
+        return self._run(("finish", self._top_faulty), self._top, hidden, residual)
 
     def head(self, rows: Any) -> tuple[torch.Tensor, TapValues]:
         """Logits."""
-        return self._run(("head",), self._top, rows)
+        return self._run(("head", self._top_faulty), self._top, rows)
 
     def close(self) -> None:
         """Drop weights and programs."""
         self._programs.clear()
-        self._layers, self._top = [], {}
+        self._layers, self._true_layers, self._top = [], [], {}
         if self._where.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _pin_precision() -> None:
-    """No framework defaults: float32 products in float32, bfloat16 products accumulated in float32."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

@@ -59,7 +59,7 @@ def test_a_correct_backend_passes(tmp_path, backend, config):
     diff.assert_ok()
     sigmas = layer_sigmas(diff, backend)
     assert len(sigmas) == 3
-    assert all(0.9 < sigma <= 1.05 for sigma in sigmas.values()), sigmas
+    assert all(0.95 < sigma <= 1.05 for sigma in sigmas.values()), sigmas
     assert {f.layer for f in diff.findings if f.scope == "op"} == {-1, 0, 1, 2}
 
 

@@ -1,0 +1,74 @@
+"""What Python programs and tests call: whole runs by name, without the steps in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import bundle
+from .bundle import Bundle
+from .diff import Diff
+from .errors import InfrastructureError
+from .faults import plant_by_side
+from .gates import MODES, Mode
+from .model import compare_model
+from .report import page
+from .steps import default_prompts, encode, make_steps
+from .subject import Subject, open_subject, parse_target
+
+Prompts = Sequence[str | Sequence[int] | np.ndarray] | None
+
+
+def capture(
+    model: str, target: str = "jax:cpu", *, prompts: Prompts = None, taps: Sequence[str] = ("*",),
+    out: str | Path | None = None, **options: Any,
+) -> Bundle:  # fmt: skip
+    """Run a model on `target` and keep what each layer and each op call that `taps` match gave; written to `out`.
+
+    `options` are those of `open_subject`: dtype, load_format, seed, tokens. `prompts` are texts or token ids.
+    """
+    from .capturing import capture_model
+
+    if out is not None:
+        bundle.check_free(str(out))
+    subject = open_subject(model, **options)
+    made = capture_model(subject, parse_target(target), make_steps(subject, _ids(subject, prompts)), taps=taps)
+    if out is not None:
+        bundle.write(made, str(out))
+    return made
+
+
+def compare_targets(
+    model: str, a: str = "jax:cpu", b: str = "torch:cpu", *, modes: Sequence[Mode] = MODES, prompts: Prompts = None,
+    layers: Sequence[int] | None = None, plant: Sequence[str] = (), **options: Any,
+) -> Diff:  # fmt: skip
+    """`twinfer numerics model`: two targets on the same steps, layer by layer and op by op.
+
+    `options` are those of `open_subject`; `plant` names faults as `--plant` does.
+    """
+    subject = open_subject(model, **options)
+    return compare_model(
+        subject, [parse_target(a), parse_target(b)], make_steps(subject, _ids(subject, prompts)), modes=modes,
+        layers=layers, faults=plant_by_side(list(plant), subject.model),
+    )  # fmt: skip
+
+
+def write_report(diff: Diff, path: str | Path) -> Path:
+    """Write a comparison as one HTML file. Raises InfrastructureError."""
+    import json
+
+    target = Path(path)
+    try:
+        target.write_text(page(json.loads(diff.dumps())), encoding="utf-8")
+    except OSError as error:
+        raise InfrastructureError(f"cannot write {path}: {error.strerror}") from error
+    return target
+
+
+def _ids(subject: Subject, prompts: Prompts) -> list[np.ndarray]:
+    if prompts is None:
+        return default_prompts(subject, subject.seed)
+    return [np.asarray(encode(p, subject) if isinstance(p, str) else p, np.int32) for p in prompts]

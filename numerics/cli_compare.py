@@ -1,0 +1,106 @@
+"""The commands of `twinfer numerics` about ends and results: `logits`, `compare`, `report`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..shared.errors import ConfigError
+from .cli_runs import model_flags, output_flags, prompts_of, subject_of, tell, write
+
+
+def add_parsers(commands: Any) -> None:
+    """Add the commands to the sub-commands of `twinfer numerics`."""
+    logits = commands.add_parser("logits", help="the ends of two runs: against a backend, transformers, or a server")
+    logits.set_defaults(run_numerics=run_logits)
+    model_flags(logits)
+    logits.add_argument("--a", default="jax:cpu", metavar="SIDE", help="BACKEND:DEVICE[:KEY=VALUE,...]")
+    logits.add_argument(
+        "--b", default="torch:cpu", metavar="SIDE", help="the same, transformers, or http://HOST:PORT of a server"
+    )
+    logits.add_argument("--positions", type=int, default=8, metavar="N", help="places of a prompt to ask a server at")
+    logits.add_argument("--plant", action="append", default=[], metavar="[a=|b=]FAULT[@LAYER]", help="plant a fault")
+    output_flags(logits)
+    compare = commands.add_parser("compare", help="results or bundles of several runs, side by side")
+    compare.set_defaults(run_numerics=run_compare)
+    compare.add_argument("items", nargs="+", metavar="RESULT", help="a file of --json, or a folder of capture")
+    compare.add_argument("--model", help="the model's folder, if it is not where a bundle was made")
+    output_flags(compare)
+    report = commands.add_parser("report", help="a result as one HTML file")
+    report.set_defaults(run_numerics=run_report)
+    report.add_argument("result", metavar="RESULT", help="a file of --json")
+    report.add_argument("--out", metavar="FILE", help="the HTML file; RESULT with .html if not given")
+
+
+def run_logits(arguments: argparse.Namespace) -> int:
+    """`twinfer numerics logits`."""
+    from .faults import plant_by_side
+    from .logits import compare_ends, parse_side
+
+    if arguments.positions < 1:
+        raise ConfigError(f"positions: got {arguments.positions}, allowed is at least 1")
+    sides = [parse_side(arguments.a), parse_side(arguments.b)]
+    if isinstance(sides[0], str):
+        raise ConfigError(f"a: got {arguments.a!r}, must be a backend; name {arguments.a} with --b")
+    subject = subject_of(arguments)
+    faults = plant_by_side(arguments.plant, subject.model)
+    diff = compare_ends(
+        subject, sides, prompts_of(arguments, subject), positions=arguments.positions, faults=faults, progress=tell
+    )
+    diff.environment["command"] = command(arguments)
+    return finish(diff, arguments)
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    """`twinfer numerics compare`."""
+    from .saved import compare
+
+    if len(arguments.items) < 2:
+        raise ConfigError("compare: got one result, needs two or more")
+    diff = compare(*arguments.items, model=arguments.model, progress=tell)
+    diff.environment["command"] = command(arguments)
+    return finish(diff, arguments)
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    """`twinfer numerics report`. Its exit code is 0 whatever the verdict is: the file was written."""
+    from pathlib import Path
+
+    from .report import page, read_record
+
+    text = page(read_record(arguments.result))
+    out = arguments.out or str(Path(arguments.result).with_suffix(".html"))
+    write(out, lambda: text)
+    if out != "-":
+        print(f"{out}: {len(text.encode()) / 1e3:.0f} kB")
+    return 0
+
+
+def finish(diff: Any, arguments: argparse.Namespace) -> int:
+    """Show a comparison, write what was asked for, and give the exit code."""
+    from .junit import junit
+    from .terminal import render
+
+    if arguments.json != "-":
+        print(render(diff))
+    write(arguments.json, diff.dumps)
+    write(arguments.junit, lambda: junit(diff))
+    return int(diff.exit_code)
+
+
+DEFAULTS = {"dtype": "auto", "load_format": "auto", "seed": 0, "tokens": 64, "positions": 8, "mode": "S,P"}
+ASKED = "model", "a", "b", "mode", "dtype", "load_format", "seed", "tokens", "layers", "prompts", "positions", "plant"
+
+
+def command(arguments: argparse.Namespace) -> str:
+    """The command that asks for the same again; what only says where results go is left out."""
+    import shlex
+
+    words = ["twinfer", "numerics", arguments.numerics_command, *getattr(arguments, "items", [])]
+    for name in ASKED:
+        value = getattr(arguments, name, None)
+        if value in (None, []) or DEFAULTS.get(name) == value:
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            words += [f"--{name.replace('_', '-')}", str(one)]
+    return shlex.join(words)

@@ -1,0 +1,74 @@
+"""The commands capture, replay, invariants and bisect from the command line: exit codes, JSON, JUnit."""
+
+import json
+
+import pytest
+
+from twinfer.serving.cli import main
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64,
+    "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 128, "dtype": "bfloat16", "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return ["--model", str(folder), "--load-format", "dummy"]
+
+
+def run(*words):
+    return main(["numerics", *map(str, words)])
+
+
+def test_capture_and_replay(model, tmp_path, capsys):
+    folder, result = tmp_path / "bundle", tmp_path / "result.json"
+    assert run("capture", *model, "--on", "torch:cpu", "--steps", 1, "--out", folder) == 0
+    assert "twinfer numerics replay" in capsys.readouterr().out
+    assert run("replay", folder, "--on", "torch:cpu", "--json", result, "--junit", tmp_path / "x.xml") == 0
+    assert json.loads(result.read_text())["environment"]["bundle"]["steps"] == 1
+    assert run("replay", folder, "--on", "torch:cpu", "--plant", "rope-sign@1") == 1
+    assert "layer.1" in capsys.readouterr().out
+    assert run("capture", *model, "--on", "torch:cpu", "--out", folder) == 2
+    steps = folder / "steps.jsonl"
+    steps.write_bytes(steps.read_bytes()[:-1])
+    assert run("replay", folder) == 3
+    assert "truncated" in capsys.readouterr().err
+
+
+def test_invariants(model, tmp_path, capsys):
+    result = tmp_path / "result.json"
+    words = ["invariants", *model, "--on", "torch:cpu", "--mode", "S", "--relation", "repeat", "page-permutation"]
+    assert run(*words, "--json", result) == 0
+    assert {r["relation"] for r in json.loads(result.read_text())["results"]} == {"repeat", "page-permutation"}
+    assert run(*words, "--break", "page-permutation") == 1
+    assert "page-permutation bitwise  BROKEN" in capsys.readouterr().out
+    assert run("invariants", *model, "--on", "torch:cpu", "--mode", "S", "--relation", "graphs") == 3
+    assert run("invariants", *model, "--on", "torch:cpu", "--relation", "nope") == 2
+    assert run("invariants", *model, "--on", "torch:cpu", "--mode", "Q") == 2
+    assert run("invariants", *model, "--on", "torch:tpu") == 4
+
+
+def test_bisect(model, tmp_path, capsys):
+    result, words = tmp_path / "result.json", ["bisect", *model, "--on", "torch:cpu", "--mode", "S", "--steps", 1]
+    assert run(*words) == 0
+    assert run(*words, "--plant", "rope-sign@1", "--json", result, "--junit", tmp_path / "x.xml") == 1
+    record = json.loads(result.read_text())
+    assert record["culprits"][0]["name"] == "layer.1.norm_rope_write_kv[q_norm]"
+    assert record["runs"] <= record["bound"]
+    assert "--plant b=rope-sign@1" in record["commands"][0]
+    assert "<failure" in (tmp_path / "x.xml").read_text()
+    assert run(*words[:-1], 0) == 2
+    assert run(*words, "--json", tmp_path / "no" / "such" / "folder") == 5
+    capsys.readouterr()
+
+
+def test_bisect_takes_the_steps_of_a_bundle(model, tmp_path, capsys):
+    folder = tmp_path / "bundle"
+    words = ["--on", "torch:cpu", "--steps", 2]
+    assert run("capture", *model, *words, "--dtype", "float32", "--taps", "none", "--out", folder) == 0
+    assert run("bisect", *model, *words, "--bundle", folder, "--mode", "S", "--plant", "kv-row-lost@0") == 1
+    assert "layer.0.norm_rope_write_kv" in capsys.readouterr().out

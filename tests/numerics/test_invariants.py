@@ -1,0 +1,158 @@
+"""`twinfer numerics invariants`: every relation holds as declared; one that is broken on purpose is named."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from twinfer.numerics.bench import Bench, Schedule
+from twinfer.numerics.faults import plant
+from twinfer.numerics.invariants import RELATIONS, Judge, check_invariants, render
+from twinfer.numerics.junit import suite_xml
+from twinfer.numerics.steps import default_prompts
+from twinfer.numerics.subject import open_subject, parse_target
+from twinfer.numerics.terminal import LINES
+from twinfer.shared.errors import ConfigError
+from twinfer.shared.step import batch_layout
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64,
+    "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 128, "dtype": "bfloat16", "tie_word_embeddings": True,
+    "use_sliding_window": False,
+}  # fmt: skip
+TORCH, JAX = parse_target("torch:cpu"), parse_target("jax:cpu")
+BITWISE = {"repeat", "company", "page-permutation", "overlap"}
+HERE = BITWISE | {"batch", "chunks", "prefix-cache", "preemption", "padding", "decode-prefill"}
+"""What applies to every target."""
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return open_subject(str(folder), load_format="dummy")
+
+
+def check(subject, target, **options):
+    return check_invariants(subject, target, default_prompts(subject, seed=1), **options)
+
+
+def test_all_hold_on_torch(subject):
+    report = check(subject, TORCH, names=sorted(HERE))
+    assert report.exit_code == 0, [r.complaints for r in report.failures] + report.missing
+    assert {(r.relation, r.mode) for r in report.results} == {(n, m) for n in HERE for m in "SP"}
+    assert {r.relation for r in report.results if r.promise == "bitwise"} == BITWISE
+    assert all(r.compared > 20 for r in report.results)
+    text = render(report)
+    assert text.startswith("ALL HOLD")
+    assert len(text.splitlines()) <= LINES
+    assert json.loads(report.dumps())["exit_code"] == 0
+
+
+@pytest.mark.slow
+def test_all_hold_on_jax(subject):
+    report = check(subject, JAX, names=[*sorted(HERE), "scan"])
+    assert report.exit_code == 0, [r.complaints for r in report.failures] + report.missing
+    assert {(r.relation, r.mode) for r in report.results} == {(n, m) for n in HERE | {"scan"} for m in "SP"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("relation", ["traced", "compiled"])
+def test_torch_levels_agree(subject, relation):
+    """Few shapes: Inductor takes half a minute for each."""
+    few = replace(subject, tokens=16, max_num_seqs=2)
+    report = check(few, TORCH, names=[relation], modes=("P",))
+    assert report.exit_code == 0, [r.complaints for r in report.failures] + report.missing
+
+
+@pytest.mark.parametrize("target", [TORCH, pytest.param(JAX, marks=pytest.mark.slow)], ids=str)
+def test_a_page_that_is_moved_without_its_table_is_named(subject, target):
+    names = ["repeat", "page-permutation", "batch"]
+    report = check(subject, target, names=names, modes=("S",), breaks=["page-permutation"])
+    assert report.exit_code == 1
+    assert [r.relation for r in report.failures] == ["page-permutation"]
+    assert "request" in report.failures[0].complaints[0]
+    assert "page-permutation bitwise  BROKEN" in render(report)
+    assert "<failure" in suite_xml(report.cases(), report.missing)
+
+
+def wrong_tables(step):
+    """The second page of each request is read as its first."""
+    batch = step.batch.copy()
+    table = batch_layout(step.descriptor, step.shape).views(batch)["page_table"]
+    table[:, 1] = table[:, 0]
+    return replace(step, batch=batch)
+
+
+@pytest.mark.parametrize("relation", sorted(HERE - {"overlap"}))
+def test_each_relation_can_fail(subject, relation, monkeypatch):
+    """A stale page in the run that is compared, and in that one only."""
+    import twinfer.numerics.invariants as module
+
+    monkeypatch.setitem(module.BREAKS, relation, lambda lab: wrong_tables)
+    report = check(subject, TORCH, names=[relation, "repeat"], modes=("S",), breaks=[relation])
+    assert [r.relation for r in report.failures] == [relation]
+
+
+def test_an_overlap_that_loses_a_token_is_seen(subject):
+    bench = Bench(subject.with_dtype("float32"), TORCH, 24)
+    execute = bench.worker.execute
+    prompts = default_prompts(subject, seed=1)
+    one = bench.generate(prompts, 1)
+    pending = []
+
+    def late(step):
+        """What is sampled reaches the next step one step too late."""
+        handle = execute(step)
+        tokens = bench.worker._programs.last_tokens
+        kept = tokens.clone()
+        if pending:
+            tokens.copy_(pending.pop())
+        pending.append(kept)
+        return handle
+
+    bench.worker.execute = late
+    two = bench.generate(prompts, 2)
+    result = Judge(subject, "S", one)(RELATIONS["overlap"], (one, two))
+    bench.close()
+    assert result.complaints
+
+
+def test_a_fault_that_depends_on_the_batch_is_caught(subject):
+    """Each request reads the page table of the one before it."""
+    report = check(subject, TORCH, modes=("S",), names=["batch"], fault=plant("page-table-row"))
+    assert [r.relation for r in report.failures] == ["batch"]
+
+
+def test_a_run_that_is_not_what_it_says_is_no_pass(subject):
+    """One prompt that needs all pages is never preempted."""
+    prompts = default_prompts(subject, seed=1)[:1]
+    report = check_invariants(subject, TORCH, prompts, names=["preemption"], modes=("S",))
+    assert report.exit_code == 3
+    assert "preempted" in report.missing[0]
+
+
+@pytest.mark.parametrize(("target", "relation"), [(TORCH, "tensor-parallel"), (TORCH, "graphs"), (TORCH, "scan")])
+def test_what_does_not_apply_is_missed_only_if_it_was_named(subject, target, relation):
+    assert check(subject, target, names=[relation], modes=("S",)).exit_code == 3
+    report = check(subject, target, names=["repeat", relation], modes=("S",))
+    assert report.exit_code == 3
+    assert relation in report.missing[0]
+
+
+def test_names_are_checked(subject):
+    with pytest.raises(ConfigError, match="relation"):
+        check(subject, TORCH, names=["nope"])
+    with pytest.raises(ConfigError, match="break"):
+        check(subject, TORCH, breaks=["chunks"])
+
+
+def test_rows_are_told_by_request_and_position(subject):
+    bench = Bench(subject, TORCH, 24)
+    prompts = default_prompts(subject, seed=1)
+    rows = bench.logits(Schedule(budget=8), prompts)
+    bench.close()
+    assert sorted(rows.keys) == sorted((i, p) for i, prompt in enumerate(prompts) for p in range(len(prompt) - 1))
+    assert all(np.isfinite(value).all() and value.shape == (CONFIG["vocab_size"],) for value in rows.values)

@@ -1,0 +1,99 @@
+"""`twinfer numerics selftest`: faults are seen where they are, and what is missed or alarms for nothing fails."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from twinfer.numerics import selftest as room
+from twinfer.numerics.engine_faults import ENGINE_FAULTS
+from twinfer.numerics.fault_catalogue import CATALOGUE
+from twinfer.numerics.fault_making import Entry, changed
+from twinfer.numerics.faults import plant
+from twinfer.numerics.junit import suite_xml
+from twinfer.numerics.selftest import render, selftest
+from twinfer.numerics.subject import parse_target
+from twinfer.serving.cli import main
+from twinfer.shared.errors import ConfigError
+
+TORCH, JAX = parse_target("torch:cpu"), parse_target("jax:cpu")
+SAMPLE = "attention-scale-1e-3", "rope-base", "split-k-rounded", "logits-rounded", "int8-wrapped"
+
+
+def test_a_sample_is_seen_on_torch_and_clean_runs_do_not_alarm():
+    report = selftest([TORCH], names=[*SAMPLE, "lengths-stale"], seeds=1)
+    assert report.exit_code == 0, render(report)
+    seen = {fault.name: "".join(fault.modes("a torch:cpu")) for fault in report.faults}
+    assert seen == {
+        "attention-scale-1e-3": "S", "rope-base": "SXP", "split-k-rounded": "XP", "logits-rounded": "SXP",
+        "int8-wrapped": "X", "lengths-stale": "I",
+    }  # fmt: skip
+    assert report.clean == 4
+    record = json.loads(report.dumps())
+    assert record["exit_code"] == 0
+    assert record["faults"][0]["seen"] == {"a torch:cpu": ["S"]}
+    assert "<failure" not in suite_xml(report.cases(), [])
+
+
+def test_a_sample_is_seen_on_jax():
+    """Of single ops: JAX takes long to compile a model (`test_model.py` has one fault there, the slow test all)."""
+    report = selftest([JAX], names=["token-off-by-one", "adapter-off-by-one"], seeds=0)
+    assert report.exit_code == 0, render(report)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_everything_is_seen_on_both_backends():
+    report = selftest([JAX, TORCH])
+    assert report.exit_code == 0, render(report)
+    assert len(report.faults) == len(CATALOGUE) + len(ENGINE_FAULTS)
+    assert report.clean == 20 * 4 * 2
+
+
+def test_a_fault_that_nothing_sees_fails(monkeypatch):
+    same = dict([changed("linear", bias=lambda xp, a: a["bias"])])
+    monkeypatch.setitem(CATALOGUE, "nothing", Entry("nothing", "nothing is wrong", "layer", same))
+    report = selftest([TORCH], names=["nothing"], modes=("S",), seeds=0)
+    assert report.exit_code == 1
+    assert report.missed == ["a torch:cpu: nothing"]
+    assert "MISSED a torch:cpu: nothing" in render(report)
+    assert "<failure" in suite_xml(report.cases(), [])
+
+
+def test_a_fault_that_is_blamed_on_another_op_fails(monkeypatch):
+    loaded = CATALOGUE["gate-up-loaded-swapped"].weights  # shows in the MLP
+    entry = Entry("elsewhere", "not where it says", "layer", {"add": lambda xp, f: f}, loaded)
+    monkeypatch.setitem(CATALOGUE, "elsewhere", entry)
+    report = selftest([TORCH], names=["elsewhere"], modes=("S",), seeds=0)
+    assert report.exit_code == 1
+    assert report.misplaced[0].startswith("a torch:cpu: elsewhere in mode S at layer.1.gated_mlp")
+    assert "<failure" in suite_xml(report.cases(), [])
+
+
+def test_a_false_alarm_fails(monkeypatch):
+    create = room.create_runner
+    monkeypatch.setattr(room, "create_runner", lambda subject, target: create(subject, target, plant("norm-eps@1")))
+    report = selftest([TORCH], names=["vocab-tail-lost"], modes=("S",), seeds=1)
+    assert report.exit_code == 1
+    assert any("seed 1" in alarm for alarm in report.alarms)
+    assert "FALSE ALARM" in render(report)
+
+
+@pytest.mark.parametrize("arguments", [{"names": ["nope"]}, {"seeds": -1}])
+def test_arguments_are_checked(arguments):
+    with pytest.raises(ConfigError, match=r"nope|seeds"):
+        selftest([TORCH], **arguments)
+
+
+def test_the_command_lists_the_catalogue(capsys):
+    assert main(["numerics", "selftest", "--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(CATALOGUE) + len(ENGINE_FAULTS)
+
+
+def test_a_fault_that_no_mode_looks_for_is_no_pass():
+    assert selftest([TORCH], names=["lengths-stale"], modes=("S",), seeds=0).exit_code == 3
+
+
+def test_the_docs_name_every_fault():
+    text = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text(encoding="utf-8")
+    assert [name for name in (*CATALOGUE, *ENGINE_FAULTS) if f"| `{name}` |" not in text] == []
