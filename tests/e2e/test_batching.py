@@ -105,8 +105,16 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("variant", VARIANTS)
+# The JAX worker, whose programs take half a minute of compiling for each, is given all of them in `make test-slow`.
+ON_JAX = ["plain", "neither", "small pages", "tiny cache"]
+CASES = [
+    pytest.param(variant, backend, marks=[pytest.mark.slow] if backend == "jax" and variant not in ON_JAX else [])
+    for variant in VARIANTS
+    for backend in BACKENDS
+]
+
+
+@pytest.mark.parametrize(("variant", "backend"), CASES)
 def test_company_changes_nothing(checkpoints, alone, backend, variant, device):
     folder, _ = checkpoints("qwen3")
     want = alone(backend)

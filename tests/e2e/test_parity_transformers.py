@@ -62,8 +62,16 @@ def logits_of(engine, tokens):
     return np.concatenate(rows)
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])
-@pytest.mark.parametrize("name", NAMES)
+# The JAX worker, whose programs take half a minute of compiling for each, is given all of them in `make test-slow`.
+ON_JAX = ["llama3-scaled-tied", "llama-biases-head96", "mistral-window", "qwen2-windows", "qwen3"]
+CASES = [
+    pytest.param(name, backend, marks=[pytest.mark.slow] if backend == "jax" and name not in ON_JAX else [])
+    for name in NAMES
+    for backend in ["jax", "torch"]
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), CASES)
 def test_logits_and_greedy_tokens(checkpoints, oracle, prompts, name, backend, device):
     folder, model = checkpoints(name)
     engine = start(folder, backend, device)
