@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 from ..shared.config import LOAD_FORMATS
 from ..shared.errors import ConfigError
@@ -14,6 +12,7 @@ from .cli_compare import command
 from .cli_runs import add_parsers as add_run_parsers
 from .cli_runs import write as _write
 from .cli_selftest import add_parsers as add_selftest_parsers
+from .gates import parse_modes
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -111,14 +110,6 @@ def run_ops(arguments: argparse.Namespace) -> int:
     _write(arguments.json, report.dumps)
     _write(arguments.junit, lambda: suite_xml(report.cases(), report.missing))
     return report.exit_code
-
-
-def parse_modes(text: str, allowed: Sequence[str] = ("S", "X", "P")) -> tuple[Any, ...]:
-    """Modes from `S,P`. Raises ConfigError."""
-    modes = tuple(part.strip().upper() for part in text.split(","))
-    if set(modes) - set(allowed):
-        raise ConfigError(f"mode: got {text!r}, allowed are {', '.join(allowed)}, separated by commas")
-    return modes
 
 
 def parse_layers(text: str, count: int) -> list[int]:

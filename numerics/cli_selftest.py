@@ -26,9 +26,9 @@ def add_parsers(commands: Any) -> None:
 
 def run_selftest(arguments: argparse.Namespace) -> int:
     """`twinfer numerics selftest`."""
-    from .cli import parse_modes
     from .engine_faults import ENGINE_FAULTS
     from .faults import describe
+    from .gates import parse_modes
     from .junit import suite_xml
     from .selftest import MODES, render, selftest
     from .subject import parse_target

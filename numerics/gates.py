@@ -6,10 +6,11 @@ P, precision, in the run dtype, against the noise of a faithful reference. Mode 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from ..shared.errors import ConfigError
 from .metrics import BINS, DEVIATIONS, Metrics
 
 Mode = Literal["S", "X", "P"]
@@ -102,3 +103,11 @@ def semantics(scope: Scope, reduction: int, depth: int = 1) -> Gate:
     if scope in ("op", "layer"):
         return Gate(rel_l2=allowed, slope=1e-6, reason="2 * 2^-24 * sqrt(K), K terms in the longest sum")
     return Gate(rel_l2=allowed * 2.0 * (1 + depth), slope=1e-5, reason="as a layer, added up over the layers")
+
+
+def parse_modes(text: str, allowed: Sequence[str] = ALL_MODES) -> tuple[Any, ...]:
+    """Modes from `S,P`. Raises ConfigError."""
+    modes = tuple(part.strip().upper() for part in text.split(","))
+    if set(modes) - set(allowed):
+        raise ConfigError(f"mode: got {text!r}, allowed are {', '.join(allowed)}, separated by commas")
+    return modes
