@@ -74,7 +74,7 @@ def splittable(plan: Plan, names: tuple[str, ...]) -> Plan:
 
 def _splitting(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        context = _current.get()
+        context = get_forward_context()
         if context is None or context.splitter is None:
             return function(*args)
         return context.splitter.split(function, args)

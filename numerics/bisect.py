@@ -334,7 +334,7 @@ class Suspect:
             names = ("slots", "page_table", "query_start", "kv_lens", "counts")
             positions = step.field("positions")
             wanted = {name: step.field(name) for name in names} | {"cos": cos[positions], "sin": sin[positions]}
-            found = self.runner.fields(layer)
+            found = self.runner.inputs(layer)
             wrong += [name for name in wanted if not _equal(found[name], wanted[name])]
         return list(dict.fromkeys(wrong))
 

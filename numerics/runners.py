@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..ops import OpError, Plans
+from ..ops.namespaces import namespace
 from ..shared.config import DeviceInfo, ResolvedConfig
 from ..shared.errors import BackendUnavailable, ConfigError
+from ..shared.models import decoder
 from ..shared.step import StepInput
 from ..shared.worker import backend_module
 from .subject import Subject, Target
@@ -44,89 +48,150 @@ class Fault:
         return self.layer is None or self.layer == layer
 
 
-class Runner(Protocol):
+class Runner(ABC):
     """One backend on one device. Arrays stay there; `download` brings one to the host.
 
     `embed`, `layer`, `finish` and `head` run compiled programs in which the taps are extra outputs. `prepare` says
     which taps each program has, and compiles it; nothing is compiled afterwards.
     """
 
-    target: Target
-    config: ResolvedConfig
-    device: DeviceInfo
-    plans: Plans
-    fault: Fault
+    framework: str
 
+    def __init__(
+        self, subject: Subject, target: Target, config: ResolvedConfig, device: DeviceInfo, plans: Plans,
+        fault: Fault | None,
+    ) -> None:  # fmt: skip
+        self.target, self.config, self.device, self.plans = target, config, device, plans
+        self._model = subject.model
+        self._top, self._true_layers = self._load(subject)
+        self._true_tables = decoder.rotary_tables(subject.model, config.max_model_len)
+        # By descriptor, pages and name, which ends with whether the program has a fault.
+        self._programs: dict[tuple[Any, int, tuple[Any, ...]], Callable[..., Any]] = {}
+        self._taps: Mapping[str, Sequence[Declared]] = {}
+        self.plant(fault)
+
+    @abstractmethod
+    def _load(self, subject: Subject) -> tuple[dict[str, Device], list[dict[str, Device]]]:
+        """The weights on the device: those outside of layers, and those of each layer."""
+
+    @abstractmethod
     def prepare(self, step: StepInput, taps: Mapping[str, Sequence[Declared]]) -> None:
         """Compile the programs of the step's descriptor with these taps, by program."""
-        ...
+
+    @abstractmethod
+    def upload(self, x: np.ndarray) -> Device:
+        """An array on the device."""
+
+    @abstractmethod
+    def download(self, x: Device) -> np.ndarray:
+        """An array on the host, in its own dtype."""
+
+    @abstractmethod
+    def by_op(
+        self, index: int, hidden: Device, residual: Device, kv: Device, replaced: Mapping[str, Callable[..., Any]]
+    ) -> tuple[tuple[Device, Device, Device], TapValues]:
+        """One layer as its ops one by one, nothing compiled together, with other functions at some taps."""
+
+    def plant(self, fault: Fault | None) -> None:
+        """Have this fault, or none, from now on: for tests of the comparison itself. Programs without one are kept."""
+        self.fault = fault = fault or Fault("none")
+        self._top_faulty = fault.at(-1) and bool(fault.ops)
+        self._layers = list(self._true_layers)
+        if fault.weights is not None:
+            for index in range(len(self._layers)):
+                if fault.at(index):
+                    changed = fault.weights(dict(self.weights(index)), index)
+                    self._layers[index] = {name: self.upload(x) for name, x in changed.items()}
+        self._tables = fault.tables(*self._true_tables) if fault.tables is not None else self._true_tables
+        self.share(self)
+
+    def share(self, other: Runner) -> None:
+        """Take over the programs without a fault of a runner of the same model, sizes and plan."""
+        self._programs = {key: program for key, program in other._programs.items() if not key[-1][-1]}
+
+    def weights(self, layer: int) -> Mapping[str, np.ndarray]:
+        """The weights of a layer as the device holds them; -1: those outside of layers."""
+        found = self._top if layer < 0 else self._layers[layer]
+        return {name: self.download(x) for name, x in found.items()}
 
     def allocate(self, pages: int) -> None:
         """Say how many pages, the scratch page included, a layer's cache has. Comes before `prepare`."""
-        ...
+        self._pages = pages
+
+    def kv_shape(self) -> tuple[int, ...]:
+        """The cache of a layer."""
+        return (self._pages, self.config.page_size, 2 * self._model.num_kv_heads, self._model.head_dim)
 
     def begin(self, step: StepInput) -> None:
         """Take the step that the next programs belong to."""
-        ...
+        self._step = step
+        self._ids = self.upload(np.array(step.field("token_ids")))
+        self._batch = {False: self._fields(step, faulty=False)}
+        changes = self.fault.batch is not None or self.fault.tables is not None
+        self._batch[True] = self._fields(step, faulty=True) if changes else self._batch[False]
 
-    def plant(self, fault: Fault | None) -> None:
-        """Have this fault, or none, from now on: for tests of the comparison itself."""
-        ...
+    def _fields(self, step: StepInput, *, faulty: bool) -> decoder.Batch:
+        names = ("positions", "slots", "page_table", "query_start", "kv_lens", "counts")
+        fields = {name: np.array(step.field(name)) for name in names}
+        if faulty and self.fault.batch is not None:
+            fields = self.fault.batch(fields)
+        positions = fields.pop("positions")
+        cos, sin = (table[positions] for table in (self._tables if faulty else self._true_tables))
+        return decoder.Batch(self.upload(cos), self.upload(sin), **self._placed(step, fields))
 
-    def share(self, other: Any) -> None:
-        """Take over the programs without a fault of a runner of the same model, sizes and plan."""
-        ...
+    def _placed(self, step: StepInput, fields: Mapping[str, np.ndarray]) -> dict[str, Device]:
+        """A step's metadata where the programs read it."""
+        return {name: self.upload(x) for name, x in fields.items()}
 
-    def upload(self, x: np.ndarray) -> Device:
-        """An array on the device."""
-        ...
-
-    def download(self, x: Device) -> np.ndarray:
-        """An array on the host, in its own dtype."""
-        ...
+    def _faults(self, faulty: bool) -> dict[str, OpFault]:
+        """The fault's ops for this framework."""
+        xp = namespace(self.framework)
+        return {name: partial(make, xp) for name, make in self.fault.ops.items()} if faulty else {}
 
     def inputs(self, layer: int) -> Mapping[str, np.ndarray]:
-        """What a layer is given of the step besides weights and activations, as the device holds it."""
-        ...
+        """What a layer is given of the step besides weights and activations, as the device holds it: the fields of
+        `decoder.Batch`."""
+        return {name: self.download(x) for name, x in self._batch[self.fault.at(layer)]._asdict().items()}
+
+    def _run(self, name: tuple[Any, ...], *arguments: Any) -> tuple[Any, TapValues]:
+        out, values = self._programs[self._step.descriptor, self._pages, name](*arguments)
+        return out, self._host(values)
+
+    def _host(self, values: Sequence[Any]) -> TapValues:
+        return [
+            ({name: self.download(x) for name, x in tap[0].items()}, tuple(self.download(x) for x in tap[1]))
+            if tap
+            else None
+            for tap in values
+        ]
 
     def embed(self) -> tuple[Device, TapValues]:
         """Hidden states [tok dim]."""
-        ...
+        return self._run(("embed", self._top_faulty), self._top, self._ids)
 
     def layer(
         self, index: int, hidden: Device, residual: Device, kv: Device
     ) -> tuple[tuple[Device, Device, Device], TapValues]:
         """One layer. The arrays that are given stay as they are."""
-        ...
-
-    def by_op(
-        self, index: int, hidden: Device, residual: Device, kv: Device, replaced: Mapping[str, Callable[..., Any]]
-    ) -> tuple[tuple[Device, Device, Device], TapValues]:
-        """One layer as its ops one by one, nothing compiled together, with other functions at some taps."""
-        ...
-
-    def fields(self, index: int) -> Mapping[str, np.ndarray]:
-        """What a layer reads of the step, as the device holds it: the fields of `decoder.Batch`."""
-        ...
+        here = self.fault.at(index)
+        name = ("layer", self._model.layer_windows[index], here and bool(self.fault.ops))
+        return self._run(name, self._layers[index], hidden, residual, kv, self._batch[here])
 
     def finish(self, hidden: Device, residual: Device) -> tuple[Device, TapValues]:
         """Finished hidden states [tok dim]."""
-        ...
+        return self._run(("finish", self._top_faulty), self._top, hidden, residual)
 
     def head(self, rows: Device) -> tuple[Device, TapValues]:
         """Logits [tok vocab]."""
-        ...
-
-    def weights(self, layer: int) -> Mapping[str, np.ndarray]:
-        """The weights of a layer as the device holds them; -1: those outside of layers."""
-        ...
+        return self._run(("head", self._top_faulty), self._top, rows)
 
     def close(self) -> None:
-        """Free the device."""
-        ...
+        """Free the device of weights and programs."""
+        self._programs.clear()
+        self._layers, self._true_layers, self._top = [], [], {}
 
 
-ROOMS = {"jax": "jax_runner", "torch": "torch_runner"}
+RUNNERS = {"jax": ("jax_runner", "JaxRunner"), "torch": ("torch_runner", "TorchRunner")}
 
 
 def create_runner(subject: Subject, target: Target, fault: Fault | None = None) -> Runner:
@@ -139,10 +204,11 @@ def create_runner(subject: Subject, target: Target, fault: Fault | None = None) 
         raise ConfigError(f"target {target}: {' '.join(str(error).split())}") from error
     try:
         # Loaded by name: whoever imports this package must not get both frameworks with it.
-        room = import_module(f".{ROOMS[target.backend]}", __package__)
+        room, name = RUNNERS[target.backend]
+        kind = getattr(import_module(f".{room}", __package__), name)
     except ImportError as error:
         raise BackendUnavailable(f"backend {target.backend}: {error}") from error
-    runner: Runner = room.make_runner(subject, target, config, device, plans, fault)
+    runner: Runner = kind(subject, target, config, device, plans, fault)
     return runner
 
 
