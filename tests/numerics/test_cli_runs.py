@@ -6,18 +6,10 @@ import pytest
 
 from twinfer.serving.cli import main
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64,
-    "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 32, "max_position_embeddings": 128, "dtype": "bfloat16", "tie_word_embeddings": True,
-}  # fmt: skip
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return ["--model", str(folder), "--load-format", "dummy"]
+@pytest.fixture
+def model(small_model):
+    return ["--model", small_model, "--load-format", "dummy"]
 
 
 def run(*words):
