@@ -22,7 +22,7 @@ from ..shared.models.config import ModelConfig
 from .backend import make_backend
 
 Layer = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""(weights, hidden, residual [tok dim], kv, batch) -> hidden, residual."""
+"""(weights, hidden, residual [tok dim], kv, batch) -> hidden, residual. One more argument: see `decoder.layer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +173,10 @@ def layer_of(config: ModelConfig, ops: Any, window: int, *, decode: bool) -> Fun
         residual: torch.Tensor,
         kv: torch.Tensor,
         batch: decoder.Batch,
+        *rows: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # A mixed program may hold one request whose queries fill it.
         max_query_len = 1 if decode else hidden.shape[0]
-        return function(ops, config, weights, hidden, residual, kv, batch, window, max_query_len)[:2]
+        return function(ops, config, weights, hidden, residual, kv, batch, window, max_query_len, *rows)[:2]
 
     return layer

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any
 
 Noted = dict[tuple[int, str], Any]
@@ -41,12 +42,26 @@ def kernels_noted() -> Iterator[Noted]:
         knobs.runtime.jit_cache_hook = before
 
 
+def hash_compiler() -> None:
+    """Begin what Triton does before its first kernel: a digest of its own files, a third of a second."""
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:
+        return
+    Thread(target=triton_key, daemon=True).start()
+
+
 def compile_together(noted: Noted, progress: Callable[[int], None]) -> None:
-    """Compile what was noted on all cores; the first launch of each then finds it in Triton's cache.
+    """Compile what was noted on all cores, and load it; the first launch of each then finds it.
 
     What fails here is compiled at its first launch, or fails for good there, where its error belongs.
     """
+
+    def make(kernel: Any, data: str) -> None:
+        # What launches it, C code for each signature, is compiled when it is first asked for: a quarter of a second.
+        kernel.preload(data).run  # noqa: B018
+
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-        work = [pool.submit(kernel.preload, data) for (_, data), kernel in noted.items()]
+        work = [pool.submit(make, kernel, data) for (_, data), kernel in noted.items()]
         for done, _ in enumerate(as_completed(work)):
             progress(done + 1)

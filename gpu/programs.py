@@ -168,6 +168,8 @@ class Programs:
         index = self._inputs.fields(d)["sample_index"] if d.kind == "mixed" else slice(None)
         if self._whole is not None:
             finished = self._run_whole(self._whole, d)[index]
+        elif self._drops_rows(d):
+            finished = self._finish(d, *self._forward(d, whole, index))
         else:
             hidden, residual = self._forward(d, whole)
             finished = self._finish(d, hidden[index], residual[index])
@@ -203,7 +205,15 @@ class Programs:
     def _put_pages(self, fields: Mapping[str, torch.Tensor]) -> None:
         self._plumbing.put_pages(self._inputs.pages, fields["page_index"], fields["page_value"])
 
-    def _forward(self, d: Descriptor, whole: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    def _drops_rows(self, d: Descriptor) -> bool:
+        """Whether the last layer drops the tokens that nothing is sampled from, behind attention: most of its work in a
+        prompt. Compiled layers do not, as it would be one more function to compile.
+        """
+        plain = decoder.layer_function(self._module.config) is decoder.layer
+        return plain and d.kind == "mixed" and d.kind not in self._layers.compiled and 2 * d.requests <= d.tokens
+
+    def _forward(self, d: Descriptor, whole: bool = True, *rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden and residual of all tokens, or of the tokens `rows`."""
         f = self._inputs.fields(d)
         self._put_pages(f)
         variant = self._variants[d]
@@ -221,10 +231,13 @@ class Programs:
         if marking:
             self._layers.mark(d, self._kv, batch)
         layers = list(zip(self._layers.layers(d), self._module.layer_weights, self._kv, strict=True))
-        for layer, weights, kv in layers if whole else self._different(layers):
+        if not whole:
+            layers = [*self._different(layers), *layers[-1:]]
+        for number, (layer, weights, kv) in enumerate(layers, 1):
             if marking:
                 self._compiler.mark(variant, (hidden, residual))
-            hidden, residual = layer(weights, hidden, residual, kv, batch)
+            wanted = rows if number == len(layers) else ()
+            hidden, residual = layer(weights, hidden, residual, kv, batch, *wanted)
         return hidden, residual
 
     def _sample(self, requests: int, sampler: str) -> Any:

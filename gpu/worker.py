@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from .module import Decoder
 from .monitor import compilations, watch_triton
 from .plans import CACHE_DTYPES, DTYPES, make_plans
 from .precision import pin_precision
-from .precompile import compile_together, kernels_noted
+from .precompile import compile_together, hash_compiler, kernels_noted
 from .programs import TOP, Programs
 from .reserved import ReservedCache
 from .start_plan import read_start_plan, start_factors, write_start_plan
@@ -142,19 +142,20 @@ class TorchWorker:
     def __init__(self, model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> None:
         self.device = device
         self._folder = folder
-        self._config = config
         self._where = torch.device(device.platform)
         self._table = decoder.abstract(model)
         pin_precision()
+        if device.platform == "cuda":
+            hash_compiler()
         if device.platform == "cpu" and parameter_count(self._table, model.num_layers) < SMALL_MODEL:
             torch.set_num_threads(1)
         try:
             self._plans = make_plans(model, config)
         except OpError as error:
             raise ConfigError(f"op_priority, enable_ops: {error}") from error
+        self._config = config = replace(config, compilation=fit_mode(config.compilation, self._plans))
         self._compilation = config.compilation
         check_options(self._compilation.inductor_compile_config)
-        check_modes(self._compilation, self._plans)
         self._compiled = compiled_kinds(model, self._plans, self._compilation)
         self._ops = bind_plans(self._plans, self._compilation, self._compiled)
         self._shape = StepShape(config.pages_per_request, config.max_num_seqs, config.max_model_len, model.vocab_size)
@@ -292,7 +293,7 @@ class TorchWorker:
                 start = time.perf_counter()
                 build(d)
                 seconds[d] += time.perf_counter() - start
-                self._progress(f"{what}; {_free_memory()}", done + 1, len(order))
+                self._progress(f"{what}{self._free_memory()}", done + 1, len(order))
 
         whole = dict(programs.order())
 
@@ -315,6 +316,9 @@ class TorchWorker:
         if self._kept_in is not None:
             write_atomically(self._kept_in / BUILT, "")
         return [ProgramReport(str(d), seconds[d]) for d in table]
+
+    def _free_memory(self) -> str:
+        return f"; {torch.cuda.mem_get_info()[0] / 1e9:.1f} GB free" if self._where.type == "cuda" else ""
 
     def _kernels_missing(self) -> bool:
         """Whether it pays to look for kernels first: nothing else is compiled, and they are not in the cache yet."""
@@ -428,23 +432,26 @@ class TorchWorker:
             torch.cuda.empty_cache()
 
 
-def _free_memory() -> str:
-    return f"{torch.cuda.mem_get_info()[0] / 1e9:.1f} GB free" if torch.cuda.is_available() else ""
+def fit_mode(compilation: ResolvedCompilation, plans: Plans) -> ResolvedCompilation:
+    """The options, with a graph mode that the chosen attention can be captured in: PIECEWISE where it reads the host.
 
-
-def check_modes(compilation: ResolvedCompilation, plans: Plans) -> None:
-    """Raise ConfigError for a graph mode that the chosen attention cannot be captured in."""
+    Raises ConfigError if the user chose a mode that cannot be had, or to split elsewhere than such a graph is split.
+    """
     for kind in ("decode", "mixed"):
-        choice = plans[kind]["paged_attention"]
-        if compilation.cudagraph_mode.step_mode(kind) is CUDAGraphMode.FULL and choice.implementation.host_metadata:
-            raise ConfigError(
-                f"cudagraph_mode: got {compilation.cudagraph_mode.name}, allowed are PIECEWISE and NONE: in {kind} "
-                f"steps paged_attention is {choice.provider!r}, which reads lengths on the host and cannot be captured"
-            )
+        choice, mode = plans[kind]["paged_attention"], compilation.cudagraph_mode
+        if mode.step_mode(kind) is CUDAGraphMode.FULL and choice.implementation.host_metadata:
+            if compilation.mode_given:
+                raise ConfigError(
+                    f"cudagraph_mode: got {mode.name}, allowed are PIECEWISE and NONE: in {kind} steps "
+                    f"paged_attention is {choice.provider!r}, which reads lengths on the host and cannot be captured"
+                )
+            fitted = CUDAGraphMode.FULL_AND_PIECEWISE if kind == "mixed" else CUDAGraphMode.PIECEWISE
+            compilation = replace(compilation, cudagraph_mode=fitted)
     if compilation.road == "regional" and set(compilation.splitting_ops) - {"paged_attention"}:
         raise ConfigError(
             f"splitting_ops: got {compilation.splitting_ops}, the road 'regional' splits at paged_attention only"
         )
+    return compilation
 
 
 def bind_plans(plans: Plans, compilation: ResolvedCompilation, compiled: frozenset[str]) -> dict[str, Any]:

@@ -75,15 +75,16 @@ def closure(modules: frozenset[str]) -> list[Path]:
             continue
         found[name] = path
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        todo += [other for other in _imports(path, package) if other.split(".")[0] == name.split(".")[0]]
+        todo += [other for other in _imports(path.read_bytes(), package) if other.split(".")[0] == name.split(".")[0]]
     kernels = {file for path in found.values() for file in path.parent.iterdir() if file.suffix in KERNEL_SUFFIXES}
     return sorted({*found.values(), *kernels})
 
 
-def _imports(path: Path, package: str) -> list[str]:
+@cache
+def _imports(source: bytes, package: str) -> list[str]:
     """Names of modules that a file imports anywhere in it; `from x import y` names both x and x.y."""
     names = []
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -136,12 +136,13 @@ class LLM:
             token_ids = self._tokenizer("text").encode(text or "")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop", "stop strings need a tokenizer, and the model folder has no tokenizer.json")
-        output.prompt_token_ids = token_array(token_ids).tolist()
+        tokens = token_array(token_ids)
+        output.prompt_token_ids = tokens.tolist()
         made: dict[str, tuple[RequestOutput, Completion]] = {}
         try:
             for index in range(params.n):
                 own = params if index == 0 or params.seed is None else params.with_seed(derive_seed(params.seed, index))
-                request = self.engine.add(f"{output.request_id}/{index}", output.prompt_token_ids, own, **options)
+                request = self.engine.add(f"{output.request_id}/{index}", tokens, own, **options)
                 completion = Completion(index, request, self.tokenizer)
                 output.outputs.append(completion.output)
                 made[request.request_id] = output, completion

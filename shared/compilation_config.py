@@ -174,7 +174,8 @@ class ResolvedCompilation:
     """What the torch worker compiles and captures; the fields are those of `CompilationConfig`, nothing is left open.
 
     `skip_kernels`: a region made of kernels alone is not compiled, as the compiler would find nothing to generate.
-    `mode_given`: the user chose the graph mode, so that it is an error if the chosen kernels cannot be captured so.
+    `mode_given`: the user chose the graph mode, so that it is an error if the chosen kernels cannot be captured so; the
+    default gives way instead.
     """
 
     level: int = 0
@@ -317,7 +318,7 @@ def _mode(config: CompilationConfig, platform: str, level: int, fill: Any) -> CU
             raise ConfigError(f"cudagraph_mode: got {asked.name}, allowed is NONE: {why}")
         return asked
     if level == 3 and platform == "cuda":
-        default, why = CUDAGraphMode.FULL_AND_PIECEWISE, "default at level 3"
+        default, why = CUDAGraphMode.FULL, "default at level 3, PIECEWISE for kernels that read the host"
     else:
         default, why = CUDAGraphMode.NONE, f"no graphs on {platform}" if level == 3 else f"no graphs at level {level}"
     mode: CUDAGraphMode = fill("cudagraph_mode", default, why)

@@ -295,15 +295,17 @@ def token_array(prompt: Sequence[int] | np.ndarray) -> np.ndarray:
             raise RequestError("prompt", f"got an array of {prompt.dtype} {prompt.shape}, must be integers [n]")
     elif isinstance(prompt, (str, bytes, bytearray)) or not isinstance(prompt, Sequence):
         raise RequestError("prompt", f"got {type(prompt).__name__}, must be a list of integer token ids")
-    else:
+    elif set(map(type, prompt)) != {int}:  # one pass that does not leave C, where all is as it mostly is
         for item in prompt:
             if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
                 raise RequestError("prompt", f"got {str(item)[:80]!r}, token ids must be integers")
-            if not -(2**31) <= item < 2**31:
-                raise RequestError("prompt", f"token id {str(item)[:80]} is out of range")
     if len(prompt) == 0:
         raise RequestError("prompt", "is empty: at least one token is needed")
-    return np.asarray(prompt, np.int64)
+    try:
+        return np.asarray(prompt, np.int64)
+    except OverflowError as error:
+        token = next(item for item in prompt if not -(2**63) <= item < 2**63)
+        raise RequestError("prompt", f"token id {str(token)[:80]} is out of range") from error
 
 
 def _is_any_left(params: SamplingParams, stop: set[int], vocab_size: int) -> bool:

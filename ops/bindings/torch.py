@@ -279,6 +279,7 @@ def opaque(op: Op, implementation: Implementation) -> Callable[..., Any]:
         _opaque[key] = (implementation, _opaque[key][1])
         return _opaque[key][1]
     positions = activation_positions(op) if implementation.inplace else ()
+    names = tuple(op.signature.parameters)[: max(positions, default=-1) + 1]
     count = result_count(op)
     fresh = (count or 1) - len(positions)
     if positions and fresh and not op.state:
@@ -306,10 +307,11 @@ def opaque(op: Op, implementation: Implementation) -> Callable[..., Any]:
     torch.library.register_fake(f"{IMPLEMENTATIONS}::{name}", fake, lib=library)
     operator = getattr(torch.ops.twinfer_impl, name).default
 
-    def call(*args: Any) -> Any:
-        result = operator(*args)
+    def call(*args: Any, **named: Any) -> Any:
+        result = operator(*args, **named)
         if not positions:
             return result
+        args = (*args, *(named[name] for name in names[len(args) :]))
         parts = (*(_as_tuple(result) if fresh else ()), *(args[position] for position in positions))
         return parts[0] if count is None else parts
 

@@ -94,8 +94,12 @@ def layer(
     batch: Batch,
     window: int,
     max_query_len: int,
+    rows: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """One decoder layer: (hidden, residual [tok dim], its cache) -> the same. The sum of both is the layer's state."""
+    """One decoder layer: (hidden, residual [tok dim], its cache) -> the same. The sum of both is the layer's state.
+
+    `rows` [row]: the only tokens whose state is wanted, in the last layer; results are then [row dim].
+    """
     c, w = config, weights
     hidden, residual = ops.fused_add_rms_norm(hidden, residual, w["input_norm"], c.rms_norm_eps)
     qkv = ops.linear(hidden, w["qkv"], w.get("qkv_bias"))
@@ -106,6 +110,8 @@ def layer(
         q, kv, batch.page_table, batch.query_start, batch.kv_lens, batch.counts,
         c.head_dim**-0.5, window, 0.0, max_query_len, *scales,
     )  # fmt: skip
+    if rows is not None:  # from here on tokens do not see each other
+        attention, residual = attention[rows], residual[rows]
     hidden = ops.linear(attention.reshape(attention.shape[0], c.num_heads * c.head_dim), w["o"], w.get("o_bias"))
     hidden, residual = ops.fused_add_rms_norm(hidden, residual, w["post_norm"], c.rms_norm_eps)
     hidden = ops.gated_mlp(hidden, w["gate_up"], w.get("gate_up_bias"), w["down"], w.get("down_bias"))

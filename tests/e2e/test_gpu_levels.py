@@ -303,3 +303,22 @@ def test_no_level_or_mode_is_farther_from_float32_than_eager_steps(device, tmp_p
         print(option, f"sigma {ratio:.4f}, equal {float((found == want).float().mean()):.4f}")
         assert ratio < 1.03, option
         assert option != {"compile_level": 1} or torch.equal(found, want)
+
+
+def test_the_last_layer_drops_the_tokens_that_nothing_is_sampled_from(device, tmp_path):
+    options = SMALL | {"device": device, "compile_level": 0, "compilation_config": {"cache_dir": str(tmp_path)}}
+    with LLM("demo", **options) as llm:
+        worker, dropped = llm.engine.worker, 0
+        programs = worker._programs
+        for step in padded_steps(worker, llm.engine.table, llm.engine.model.vocab_size):
+            d = step.descriptor
+            if not programs._drops_rows(d):
+                continue
+            worker.execute(step).result()
+            made = programs.rows[: d.requests].clone()
+            index = worker._inputs.fields(d)["sample_index"]
+            wanted = programs.hidden(d)[index]
+            real = slice(0, int(step.field("counts")[1]))
+            assert float((made[real] - wanted[real]).norm() / wanted[real].norm()) < 1e-6
+            dropped += 1
+        assert dropped >= 1

@@ -117,7 +117,7 @@ def test_contradictions_are_refused_with_the_reason(name):
 
 def test_defaults_on_a_gpu_and_on_a_cpu():
     made, filled = resolve_compilation(CompilationConfig(), "cuda", LADDER, 8)
-    assert (made.level, made.cudagraph_mode, made.mode_given) == (3, CUDAGraphMode.FULL_AND_PIECEWISE, False)
+    assert (made.level, made.cudagraph_mode, made.mode_given) == (3, CUDAGraphMode.FULL, False)
     assert made.cudagraph_capture_sizes == LADDER
     assert {entry[0] for entry in filled} == {"level", "cudagraph_mode", "road", "compile_sizes"}
     made, _ = resolve_compilation(CompilationConfig(), "cpu", LADDER, 8)

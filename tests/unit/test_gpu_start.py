@@ -12,6 +12,7 @@ from twinfer.gpu import plans, start_plan
 from twinfer.gpu.compilation import LAYER_OPS, compiled_kinds
 from twinfer.gpu.inputs import StepInputs
 from twinfer.gpu.plumbing import plumbing, put_pages
+from twinfer.gpu.worker import fit_mode
 from twinfer.ops import resolve as resolve_plan
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError
@@ -41,7 +42,7 @@ def test_a_start_plan_is_reused_only_if_everything_matches(tmp_path, monkeypatch
         "model": factors(model=dataclasses.replace(MODEL, num_layers=3)),
         "requests": factors(max_num_seqs=8),
         "utilization": factors(memory_utilization=0.5),
-        "graphs": factors(compilation_config={"cudagraph_mode": "FULL"}),
+        "graphs": factors(compilation_config={"cudagraph_mode": "PIECEWISE"}),
         "sizes": factors(compilation_config={"cudagraph_capture_sizes": [1, 2]}),
     }
     monkeypatch.setattr(torch, "__version__", "0.0")
@@ -179,6 +180,30 @@ def test_only_layers_made_of_kernels_stay_uncompiled():
     forced = dataclasses.replace(config.compilation, skip_kernels=False)
     assert compiled_kinds(MODEL, given, forced) == {"decode", "mixed"}
     assert compiled_kinds(MODEL, given, dataclasses.replace(forced, level=0)) == frozenset()
+
+
+def with_attention(reads_host):
+    """A native plan whose attention reads lengths on the host, or not."""
+    native = resolve_plan("torch", enable=("none",))
+    choice = native["paged_attention"]
+    made = dataclasses.replace(choice.implementation, host_metadata=reads_host)
+    return dataclasses.replace(
+        native, choices={**native.choices, "paged_attention": dataclasses.replace(choice, implementation=made)}
+    )
+
+
+def test_the_default_graph_mode_gives_way_to_attention_that_reads_the_host():
+    config, _ = resolve(EngineConfig(model="m", backend="torch"), MODEL, GPU)
+    whole, reads = with_attention(False), with_attention(True)
+    assert config.compilation.cudagraph_mode.name == "FULL"
+    fitted = [
+        fit_mode(config.compilation, {"decode": decode, "mixed": mixed}).cudagraph_mode.name
+        for decode, mixed in ((whole, whole), (whole, reads), (reads, whole), (reads, reads))
+    ]
+    assert fitted == ["FULL", "FULL_AND_PIECEWISE", "PIECEWISE", "PIECEWISE"]
+    given = dataclasses.replace(config.compilation, mode_given=True)
+    with pytest.raises(ConfigError, match=r"in mixed steps.*reads lengths on the host"):
+        fit_mode(given, {"decode": whole, "mixed": reads})
 
 
 def test_factors_are_written_beside_the_plan(tmp_path):
