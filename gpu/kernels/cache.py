@@ -78,11 +78,13 @@ def norm_rope_write_kv(
     qkv, cos, sin = (x if x.stride(1) == 1 else x.contiguous() for x in (qkv, cos, sin))
     q_weight, k_weight = (x if x is None or x.stride(0) == 1 else x.contiguous() for x in (q_weight, k_weight))
     q = torch.empty((qkv.shape[0], heads, size), dtype=qkv.dtype, device=qkv.device)
-    norm_rope_write_kernel[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, setting["block_h"]))](
+    # Few tokens need many programs, many tokens large ones.
+    block_h = setting["block_h" if qkv.shape[0] < setting["many"] else "many_h"]
+    norm_rope_write_kernel[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, block_h))](
         qkv, kv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos, sin, slots, q,
         eps, _inverse(k_scale), _inverse(v_scale), qkv.stride(0), cos.stride(0), sin.stride(0),
         HAS_Q=q_weight is not None, HAS_K=k_weight is not None, HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=half,
-        KIND=KINDS.get(dtype_name(kv), ""), BLOCK_H=setting["block_h"], BLOCK_R=power_of_2(half),
+        KIND=KINDS.get(dtype_name(kv), ""), BLOCK_H=block_h, BLOCK_R=power_of_2(half),
         BLOCK_REST=power_of_2(max(1, size - 2 * half)), num_warps=setting["warps"], **overlap(),
     )  # fmt: skip
     return q, kv

@@ -103,13 +103,11 @@ def prefill_kernel(
     wait(OVERLAP)
     live = tl.load(counts + 1)
     starts = tl.load(query_start + i, mask=i <= requests, other=0)
-    lens = tl.load(kv_lens + i, mask=i < requests, other=0)
     # The last request that begins at or before the block; number `live` stands for the padding.
     request = tl.sum(((starts // BLOCK_Q + i <= block) & (i <= live)).to(tl.int32), 0) - 1
-    begin = tl.sum(tl.where(i == request, starts, 0), 0)
-    stop = tokens
-    if request < live:
-        stop = tl.sum(tl.where(i == request + 1, starts, 0), 0)
+    begin = tl.load(query_start + request)
+    stop = tl.load(query_start + request + 1, mask=request < live, other=tokens)
+    length = tl.load(kv_lens + request, mask=request < live, other=0)
     token = begin + (block - begin // BLOCK_Q - request) * BLOCK_Q
     if (request < tl.load(counts)) | (token >= stop):
         return
@@ -120,7 +118,7 @@ def prefill_kernel(
     if request == live:
         tl.store(result, tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty), mask=rows)
         return
-    past = tl.sum(tl.where(i == request, lens, 0), 0) - stop  # position - token
+    past = length - stop  # position - token
     q += mine.to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride + d[None, :]
     query = tl.load(q, mask=rows, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
