@@ -139,20 +139,21 @@ class LayerCompiler:
     ) -> None:
         self._config, self._ops, self._compiler, self._chosen = config, ops, compiler, chosen
         self.compiled = compiled
-        self._made: dict[tuple[Variant, int], Layer] = {}
+        self._made: dict[tuple[Variant, int, bool], Layer] = {}
 
-    def layers(self, descriptor: Descriptor) -> list[Layer]:
-        """One function for each layer; layers of the same window share theirs."""
-        variant = self._chosen[descriptor]
-        return [self._layer(variant, window) for window in self._config.layer_windows]
+    def layers(self, descriptor: Descriptor, drops: bool) -> list[Layer]:
+        """One function for each layer; layers of the same window share theirs, but for a last one that drops rows."""
+        variant, windows = self._chosen[descriptor], self._config.layer_windows
+        last = len(windows) - 1
+        return [self._layer(variant, window, drops and i == last) for i, window in enumerate(windows)]
 
-    def _layer(self, variant: Variant, window: int) -> Layer:
-        if (variant, window) not in self._made:
+    def _layer(self, variant: Variant, window: int, drops: bool) -> Layer:
+        if (variant, window, drops) not in self._made:
             plain = layer_of(self._config, self._ops[variant.kind], window, decode=variant.kind == "decode")
-            name = f"layer_window_{window}" if window else "layer"
+            name = ("last_layer" if drops else "layer") + (f"_window_{window}" if window else "")
             made = self._compiler.compile(plain, variant, name) if variant.kind in self.compiled else plain
-            self._made[variant, window] = made
-        return self._made[variant, window]
+            self._made[variant, window, drops] = made
+        return self._made[variant, window, drops]
 
     def mark(self, d: Descriptor, kv: Sequence[torch.Tensor], batch: decoder.Batch) -> None:
         """Name the open dimensions before the first call for a descriptor: pages, and tokens of a version for many."""

@@ -207,10 +207,10 @@ class Programs:
 
     def _drops_rows(self, d: Descriptor) -> bool:
         """Whether the last layer drops the tokens that nothing is sampled from, behind attention: most of its work in a
-        prompt. Compiled layers do not, as it would be one more function to compile.
+        prompt.
         """
         plain = decoder.layer_function(self._module.config) is decoder.layer
-        return plain and d.kind == "mixed" and d.kind not in self._layers.compiled and 2 * d.requests <= d.tokens
+        return plain and d.kind == "mixed" and 2 * d.requests <= d.tokens
 
     def _forward(self, d: Descriptor, whole: bool = True, *rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden and residual of all tokens, or of the tokens `rows`."""
@@ -230,9 +230,9 @@ class Programs:
         batch = self._batch(d, cos, sin, pages)
         if marking:
             self._layers.mark(d, self._kv, batch)
-        layers = list(zip(self._layers.layers(d), self._module.layer_weights, self._kv, strict=True))
+        layers = list(zip(self._layers.layers(d, bool(rows)), self._module.layer_weights, self._kv, strict=True))
         if not whole:
-            layers = [*self._different(layers), *layers[-1:]]
+            layers = self._different(layers)
         for number, (layer, weights, kv) in enumerate(layers, 1):
             if marking:
                 self._compiler.mark(variant, (hidden, residual))

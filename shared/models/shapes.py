@@ -12,6 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ..errors import ModelNotFound
+
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama3-8b": {
         "architectures": ["LlamaForCausalLM"],
@@ -64,7 +66,10 @@ def shape_or_folder(model: str) -> Iterator[str]:
     The folder of a shape lives as long as the block; its weights can only be dummies.
     """
     if model not in SHAPES:
-        yield model
+        try:
+            yield model
+        except ModelNotFound as error:
+            raise ModelNotFound(f"{error}; known by name: {', '.join(SHAPES)}") from None
         return
     with TemporaryDirectory(prefix=f"twinfer-{model}-") as folder:
         write_config(model, folder)
