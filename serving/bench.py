@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .llm import LLM
 
 PARTS = ("start", "decode", "prefill", "ttft", "mixed")
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3": 1}
 MARGIN = 100
 """Random token ids keep away from both ends of the vocabulary, where special tokens lie."""
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
@@ -160,7 +160,8 @@ def decode(runner: Runner, workload: Workload, batch: int, limits: Limits) -> di
     step = statistics.median(runs)
     # In step i of 1..steps a request attends to its prompt and i tokens.
     length = workload.input_len + (steps + 1) / 2
-    moved = decode_bytes(runner.model, batch, length, ITEMSIZE[runner.llm.engine.config.dtype])
+    config = runner.llm.engine.config
+    moved = decode_bytes(runner.model, batch, length, ITEMSIZE[config.dtype], ITEMSIZE[config.kv_cache_dtype])
     return {
         "ms_per_step": step * 1e3,
         "tok_s": batch / step,

@@ -22,10 +22,11 @@ class Limits:
     note: str
 
 
-def decode_bytes(model: ModelConfig, batch: int, length: float, itemsize: int) -> float:
+def decode_bytes(model: ModelConfig, batch: int, length: float, itemsize: int, cache_itemsize: int) -> float:
     """Bytes that one decode step reads: every weight once, and the cache of `batch` requests of `length` tokens each.
 
-    Of an embedding table that is not the head too, only the rows of the batch are read.
+    Entries of weights and of the cache have `itemsize` and `cache_itemsize` bytes. Of an embedding table that is not
+    the head too, only the rows of the batch are read.
     """
     table = decoder.abstract(model)
     weights = parameter_count(table, model.num_layers)
@@ -33,19 +34,24 @@ def decode_bytes(model: ModelConfig, batch: int, length: float, itemsize: int) -
         weights += batch * model.hidden_size - prod(table["embed"].shape)
     per_token = 2 * model.num_kv_heads * model.head_dim
     seen = sum(min(length, window) if window else length for window in model.layer_windows)
-    return itemsize * (weights + batch * per_token * seen)
+    return itemsize * weights + cache_itemsize * batch * per_token * seen
 
 
 def prefill_flops(model: ModelConfig, lengths: Sequence[int]) -> float:
     """Floating-point operations to compute whole prompts and the logits of each one's last token.
 
-    Two per weight of a matrix and token, and four per head entry and (query, key) pair of causal attention.
+    Two per weight of a matrix and token, and four per head entry and (query, key) pair of causal attention. In the last
+    layer only K and V are wanted of every token, all else of the last one.
     """
     table = decoder.abstract(model)
     matrices = {p.name: p for p in table.values() if p.layered and len(p.shape) == 2}
-    dense = 2.0 * parameter_count(matrices, model.num_layers) * sum(lengths)
-    head = 2.0 * model.vocab_size * model.hidden_size * len(lengths)
-    pairs = sum(_pairs(length, window) for length in lengths for window in model.layer_windows)
+    layer, tokens, prompts = parameter_count(matrices, 1), sum(lengths), len(lengths)
+    keys = 2 * model.num_kv_heads * model.head_dim * model.hidden_size
+    dense = 2.0 * (((model.num_layers - 1) * layer + keys) * tokens + (layer - keys) * prompts)
+    head = 2.0 * model.vocab_size * model.hidden_size * prompts
+    *windows, last = model.layer_windows
+    pairs = sum(_pairs(length, window) for length in lengths for window in windows)
+    pairs += sum(min(length, last or length) for length in lengths)
     return dense + head + 4.0 * model.num_heads * model.head_dim * pairs
 
 

@@ -25,6 +25,7 @@ class FakeRunner:
             class engine:
                 class config:
                     dtype = "bfloat16"
+                    kv_cache_dtype = "bfloat16"
 
         self.llm = Llm
 
@@ -95,7 +96,8 @@ def test_bytes_of_a_decode_step(shape, weights):
     model = parse_config(SHAPES[shape])
     rows = 0 if model.tie_embeddings else 8 * model.hidden_size
     cache = 8 * 192 * model.num_layers * 2 * 8 * 128
-    assert decode_bytes(model, 8, 192, 2) == 2 * (weights + rows + cache)
+    assert decode_bytes(model, 8, 192, 2, 2) == 2 * (weights + rows + cache)
+    assert decode_bytes(model, 8, 192, 2, 1) == 2 * (weights + rows) + cache
 
 
 def test_a_window_limits_what_is_read_and_computed():
@@ -103,17 +105,19 @@ def test_a_window_limits_what_is_read_and_computed():
     for name in ("attention_bias", "mlp_bias"):
         raw.pop(name)
     whole, windowed = (parse_config(raw | {"sliding_window": window}) for window in (None, 5))
-    assert decode_bytes(whole, 1, 9, 2) - decode_bytes(windowed, 1, 9, 2) == 2 * 4 * 32 * 2 * 8 * 128
+    assert decode_bytes(whole, 1, 9, 2, 2) - decode_bytes(windowed, 1, 9, 2, 2) == 2 * 4 * 32 * 2 * 8 * 128
     pairs = sum(min(position, 4) + 1 for position in range(9))
     less = sum(range(1, 10)) - pairs
-    assert prefill_flops(whole, [9, 3]) - prefill_flops(windowed, [9, 3]) == 4 * 32 * 128 * less * 32
+    assert prefill_flops(whole, [9, 3]) - prefill_flops(windowed, [9, 3]) == 4 * 32 * 128 * (less * 31 + 4)
 
 
 def test_flops_of_a_prompt():
     model = parse_config(SHAPES["qwen3-0.6b"])
-    layer = 1024 * (16 + 2 * 8) * 128 + 16 * 128 * 1024 + 3 * 1024 * 3072
+    keys, rest = 1024 * 2 * 8 * 128, 1024 * 16 * 128 + 16 * 128 * 1024 + 3 * 1024 * 3072
     attention = 4 * 16 * 128 * sum(range(1, 101))
-    assert prefill_flops(model, [100]) == 28 * (2 * 100 * layer + attention) + 2 * 1024 * 151936
+    whole = 27 * (2 * 100 * (keys + rest) + attention)
+    last = 2 * 100 * keys + 2 * rest + 4 * 16 * 128 * 100
+    assert prefill_flops(model, [100]) == whole + last + 2 * 1024 * 151936
 
 
 def test_percentiles_are_milliseconds():
