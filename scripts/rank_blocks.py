@@ -28,9 +28,9 @@ from twinfer.tpu.platforms import leave_out_libtpu, topology
 LENGTHS = (256, 1024, 4096)
 PROMPT = 1024
 IN_FLIGHT = 64 << 10
-DECODE = [(256, 256), (512, 256), (1024, 256), (512, 512), (1024, 512), (256, 128)]
+DECODE = [(256, 256), (512, 256), (1024, 256), (512, 512), (1024, 512), (256, 128), (1024, 1024)]
 """Tokens of a block and of a step of it."""
-MIXED = [(256, 256, 32), (512, 256, 32), (512, 512, 32), (512, 512, 16), (256, 256, 64), (512, 256, 64)]
+MIXED = [(256, 256, 32), (512, 256, 32), (512, 512, 32), (512, 512, 16), (256, 256, 64), (512, 256, 64), (512, 512, 64)]
 """The same, and query tokens. Pairs of both lists share a compilation."""
 
 

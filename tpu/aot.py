@@ -92,6 +92,11 @@ def build(
     config, _ = resolve(EngineConfig(**options, model=name), model, target.info)
     start = time.perf_counter()
     mesh = make_mesh(target.devices, config.tensor_parallel_size)
+    if target.hosts > 1 and config.tensor_parallel_size < len(target.devices):  # no worker would run it (hosts.py)
+        raise ConfigError(
+            f"tensor_parallel_size: got {config.tensor_parallel_size}; the {target.hosts} hosts of {where} have "
+            f"{len(target.devices)} devices, and all take part"
+        )
     try:
         # Kernels ask the abstract mesh which TPU they are chosen for.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -101,6 +106,7 @@ def build(
         raise ConfigError(f"op_priority, enable_ops: {error}") from error
     report = _fit(name, model, config, target, plans.hash, describe(model, config, tools.segments, 1, mesh))
     if not report.fits:
+        report.seconds = time.perf_counter() - start
         return report
     shapes = describe(model, config, tools.segments, report.num_pages, mesh)
     work = jobs(tools, config.table(), shapes, jnp.dtype(config.dtype), mesh)
@@ -120,31 +126,35 @@ def _fit(
     name: str, model: ModelConfig, config: ResolvedConfig, target: Topology, plan_hash: str, shapes: Any
 ) -> AotReport:
     shards, itemsize = config.tensor_parallel_size, jnp.dtype(config.dtype).itemsize
-    weights = bytes_per_device(shapes.weights)
+    weights, angles = bytes_per_device(shapes.weights), bytes_per_device(shapes.tables)
     page = page_bytes(model, config, jnp.dtype(config.kv_cache_dtype))
     leave = step_temporaries(model, config) // shards
-    room = int(target.chip.hbm * config.memory_utilization) - weights - bytes_per_device(shapes.tables) - leave
-    pages = min(config.max_num_seqs * config.pages_per_request, max(0, room // page))
+    allowed = int(target.chip.hbm * config.memory_utilization)
+    room = max(0, allowed - weights - angles - leave) // page
+    pages = min(config.max_num_seqs * config.pages_per_request, room)
     if config.num_pages is not None:
         pages = config.num_pages
     elif config.kv_cache_memory is not None:
         pages = config.kv_cache_memory // page
+    fits, wanted = config.pages_per_request <= pages <= room, max(pages, config.pages_per_request)
+    pages = min(pages, room)
     report = AotReport(
         name, target.name, len(target.devices), target.hosts, shards, plan_hash, target.chip.hbm, weights, page,
-        pages, pages * config.page_size, config.pages_per_request <= pages and pages * page <= room,
+        pages, pages * config.page_size, fits,
     )  # fmt: skip
-    if not report.fits:
-        sizes = [
-            {"what": f"weights: {p.name}", "bytes": prod(p.shape) * itemsize * (model.num_layers if p.layered else 1)}
+    if not fits:
+        cache = f"KV cache for {wanted * config.page_size} tokens ({wanted} pages)"
+        if wanted == config.pages_per_request:
+            cache += f": one request of {config.max_model_len}"
+        each = {"weights": weights, "rotary tables": angles, "left for the largest step": leave, cache: wanted * page}
+        each |= {"all of these": sum(each.values()), f"allowed: {config.memory_utilization:.0%} of its memory": allowed}
+        report.too_large = [{"what": f"each device: {what}", "bytes": size} for what, size in each.items()]
+        parts = {
+            p.name: prod(p.shape) * itemsize * (model.num_layers if p.layered else 1)
             for p in decoder.abstract(model).values()
-        ]
-        report.too_large = sorted(sizes, key=lambda row: -row["bytes"])[:5]
-        report.too_large += [
-            {"what": "weights on each device", "bytes": weights},
-            {"what": "left for the largest step", "bytes": leave},
-            {"what": f"cache of one request of {config.max_model_len}", "bytes": config.pages_per_request * page},
-            {"what": f"memory of each device, {config.memory_utilization:.0%}", "bytes": room + weights + leave},
-        ]
+        }
+        largest = sorted(parts.items(), key=lambda part: -part[1])[:5]
+        report.too_large += [{"what": f"whole model: {what}", "bytes": size} for what, size in largest]
     return report
 
 

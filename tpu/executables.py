@@ -62,8 +62,11 @@ class Writer:
 
     def __init__(self, folder: str, key: dict[str, Any]) -> None:
         self._folder = Path(folder)
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_owner(self._folder)
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"out: cannot make the folder {folder}: {error.strerror}") from None
+        _check_owner("out", self._folder)
         (self._folder / MANIFEST).unlink(missing_ok=True)
         self._key = key
         self._files: dict[str, str] = {}
@@ -94,7 +97,7 @@ class Reader:
         self._folder = Path(folder)
         if not self._folder.is_dir():
             raise ConfigError(f"aot_folder: got {folder}, which is not a folder")
-        _check_owner(self._folder)
+        _check_owner("aot_folder", self._folder)
         try:
             manifest = json.loads(self._read(MANIFEST))
             self._key, self._files = dict(manifest["key"]), dict(manifest["sha256"])
@@ -120,16 +123,14 @@ class Reader:
     def _read(self, name: str) -> bytes:
         path = self._folder / name
         try:
-            _check_owner(path)
+            _check_owner("aot_folder", path)
             return path.read_bytes()
         except OSError as error:
             raise ConfigError(f"aot_folder: cannot read {path}: {error.strerror}") from None
 
 
-def _check_owner(path: Path) -> None:
+def _check_owner(option: str, path: Path) -> None:
     status = path.lstat()
     foreign = status.st_uid not in (0, os.getuid())
     if stat.S_ISLNK(status.st_mode) or foreign or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(
-            f"aot_folder: {path} must belong to this user or root, be no link, and be writable by no other"
-        )
+        raise ConfigError(f"{option}: {path} must belong to this user or root, be no link, and be writable by no other")

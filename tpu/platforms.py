@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ from ..shared.errors import BackendUnavailable, ConfigError
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
 GOOGLE = "0x1ae0"
 """PCI vendor of TPU chips."""
+
+FIBERS = "--fibers_default_thread_stack_size"
+FIBER_STACK = 1 << 20
+"""Bytes. To generate code for SparseCores (scatters of the penalties), libtpu 0.0.42.1 needs a frame of 86 KiB; now and
+then it does so on a thread with a stack of 64 KiB, and the process ends."""
 
 
 def find_device(device: str) -> DeviceInfo:
@@ -32,6 +38,7 @@ def devices(device: str) -> list[jax.Device]:
     """All JAX devices of the kind that `device` names, of all processes. Raises BackendUnavailable."""
     if device != "tpu":
         leave_out_libtpu()
+    deepen_fibers()
     try:
         return jax.devices(PLATFORMS[device] if device != "auto" else None)
     except RuntimeError as error:
@@ -47,6 +54,14 @@ def leave_out_libtpu(pci: Path = Path("/sys/bus/pci/devices")) -> None:
         return
     nvidia = any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)) and Path("/dev/nvidiactl").exists()
     jax.config.update("jax_platforms", "cuda,cpu" if nvidia else "cpu")
+
+
+def deepen_fibers() -> None:
+    """Have libtpu's fibers run on stacks that its own compiler fits in. Call it before libtpu starts."""
+    given = os.environ.get("LIBTPU_INIT_ARGS", "")
+    # Of releases that do not know the flag, it would end the process.
+    if FIBERS not in given and find_spec("libtpu") is not None and version("libtpu").startswith("0.0.42."):
+        os.environ["LIBTPU_INIT_ARGS"] = f"{given} {FIBERS}={FIBER_STACK}".strip()
 
 
 def has_tpu(pci: Path) -> bool:
@@ -119,6 +134,7 @@ def topology(name: str) -> Topology:
     described |= {"TPU_WORKER_ID": "0", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     for variable, value in described.items():
         os.environ.setdefault(variable, value)
+    deepen_fibers()
     options: dict[str, Any] = {"chip_config_name": "megacore"} if generation == "v4" else {}
     chips = [int(side) for side in sides]
     if flat and chips in ([1, 1], [2, 4]):

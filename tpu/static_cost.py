@@ -26,6 +26,8 @@ BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +([A-Z]{2})? *: *(>*) *\{(.*)", re.MUL
 ALLOCATION = re.compile(r"^ *#allocation\d+ \[.*space=vmem, size = (0x[0-9a-f]+)", re.MULTILINE)
 KERNEL = re.compile(r"%([\w.-]+) = [^\n]*custom_call_target=\"tpu_custom_call\"")
 COPY = ("dma.hbm_to_vmem", "dma.done.wait")
+PRODUCT = "vmat"
+"""In the names of the matrix unit's instructions. That it is at work would not do: it is so for some bundles after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def cost_of(name: str, bundles: str, units: str, memory: str) -> KernelCost:
     if len(marked) != len(used):
         raise ValueError(f"{name}: {len(marked)} bundles, and the units of {len(used)}")
     loops = _loops(marked)
-    products = [i for i, row in enumerate(used) if row["MXU"]]
+    products = [i for i, bundle in enumerate(marked) if PRODUCT in bundle[2]]
     depth = min((len(loops[i]) for i in products), default=0)
     block = [i for i, path in enumerate(loops) if products and path[:depth] == loops[products[0]][:depth]]
     inside: dict[int, list[int]] = {}

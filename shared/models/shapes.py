@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..errors import ModelNotFound
+from .locate import model_folder
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama3-8b": {
@@ -63,13 +64,14 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 def shape_or_folder(model: str) -> Iterator[str]:
     """What `LLM` takes for `model`: for the name of a shape a folder with nothing but config.json, else `model` itself.
 
-    The folder of a shape lives as long as the block; its weights can only be dummies.
+    The folder of a shape lives as long as the block; its weights can only be dummies. Raises ModelNotFound.
     """
     if model not in SHAPES:
         try:
-            yield model
+            model_folder(model)
         except ModelNotFound as error:
             raise ModelNotFound(f"{error}; known by name: {', '.join(SHAPES)}") from None
+        yield model
         return
     with TemporaryDirectory(prefix=f"twinfer-{model}-") as folder:
         write_config(model, folder)

@@ -2,11 +2,12 @@
 
 Every figure is the compiler's; nothing runs on a TPU. The normal suite compiles a decode and a mixed step of Qwen3-0.6B
 for one chip; `make test-tpu` compiles the 8B shape's ladder of six for v6e, and samples the rest: without samplers, a
-decode program of 16 requests and a mixed one of 512 tokens for each chip, a slice of two hosts, and both shapes.
+decode program of 16 requests and a mixed one of 512 tokens for each chip, a slice of four hosts, and both shapes.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is n
 
 SMALL = ["--max-num-seqs", "16", "--max-num-batched-tokens", "512", "--decode-sizes", "16", "--mixed-sizes", "512"]
 SMALL += ["--max-model-len", "2048", "--page-size", "128"]
-CHIPS = {"v4:2x2x1": 4, "v5e:2x2": 4, "v5p:2x2x1": 4, "v6e:2x2": 4, "tpu7x:2x2x1": 8, "v5e:4x4": 8}
+CHIPS = {"v4:2x2x1": 4, "v5e:2x2": 4, "v5p:2x2x1": 4, "v6e:2x2": 4, "tpu7x:2x2x1": 8, "v5e:4x4": 16}
 
 
 BACKBONES = """
@@ -29,6 +30,14 @@ aot.jobs = lambda *given: {key: job for key, job in every(*given).items() if job
 sys.exit(main(sys.argv[1:]))
 """
 """The command without the samplers, which take most of its time and are nearly the same for every chip."""
+
+
+REFUSED = """
+import json, sys
+from twinfer.serving.cli import main
+for arguments in json.loads(sys.argv[1]):
+    print("code", main(arguments), file=sys.stderr)
+"""
 
 
 def aot(*arguments, program=("-m", "twinfer")):
@@ -63,7 +72,44 @@ def test_a_model_that_does_not_fit_says_what_is_too_large():
     assert code == 3
     assert not report["fits"]
     assert report["programs"] == []
-    assert any("gate_up" in row["what"] for row in report["too_large"])
+    assert report["kv_tokens"] == 0
+    sizes = {row["what"]: row["bytes"] for row in report["too_large"]}
+    assert sizes["whole model: gate_up"] == 32 * 4096 * 2 * 14336 * 2
+    each = [size for what, size in sizes.items() if what.startswith("each device: ")]
+    *parts, together, allowed = each
+    assert sum(parts) == together > allowed
+    assert "each device: KV cache for 2048 tokens (16 pages): one request of 2048" in sizes
+
+
+def test_a_cache_that_does_not_fit_says_how_much_would():
+    options = ["--topology", "v6e:2x2", "--tp", "4", "--num-pages", "100000", *SMALL]
+    code, report = aot("llama3-8b", *options)
+    assert code == 3
+    assert 0 < report["num_pages"] < 100000
+    assert report["kv_tokens"] == report["num_pages"] * 128
+    assert any("KV cache for 12800000 tokens (100000 pages)" in row["what"] for row in report["too_large"])
+
+
+def test_what_is_refused_before_anything_is_compiled(tmp_path):
+    shared, file = tmp_path / "shared", tmp_path / "file"
+    shared.mkdir()
+    shared.chmod(0o777)
+    file.write_text("")
+    expected = {
+        "llama3-8c --topology v6e:1x1": "no such folder: llama3-8c .*; known by name: llama3-8b, qwen3-0.6b",
+        "qwen3-0.6b --topology v6e:3x5": "topology: got 'v6e:3x5', libtpu knows no such slice",
+        "qwen3-0.6b --topology v6e:2x2 --tp 5": "tensor_parallel_size: got 5, there are 4 devices",
+        "qwen3-0.6b --topology v5e:4x4 --tp 8": "got 8; the 4 hosts of v5e:4x4 have 16 devices, and all take part",
+        f"qwen3-0.6b --topology v6e:1x1 --out {shared}": "out: .*shared must belong .* writable by no other",
+        f"qwen3-0.6b --topology v6e:1x1 --out {file}": "out: cannot make the folder .*file: File exists",
+    }
+    commands = json.dumps([["aot", *arguments.split(), *SMALL] for arguments in expected])
+    command = [sys.executable, "-c", REFUSED, commands]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd="/")
+    lines = done.stderr.splitlines()
+    assert lines[1::2] == ["code 2"] * len(expected), done.stderr
+    for line, why in zip(lines[::2], expected.values(), strict=True):
+        assert re.search(why, line), line
 
 
 def test_the_step_of_qwen3_for_v6e(tmp_path):

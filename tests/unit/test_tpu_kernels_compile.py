@@ -195,10 +195,12 @@ def check(found, names):
     for name in names:
         shape = SHAPES[name]
         assert found[name]["kernels"] == (2 if shape.queries == 1 else 3), name
-        # Queries and results may be copied, to bring heads together, but not the cache, which is written in place.
+        # Queries and results may be copied, to bring heads together, as may the step's own K and V, to be laid out as
+        # slots; but not the cache, which is written in place.
         queries = shape.tokens * shape.heads * max(128, shape.hdim) * (4 if shape.dtype == "float32" else 2)
-        assert found[name]["temporaries"] < 4 * queries + (1 << 20), f"{name}: {found[name]}"
         bytes_each = {"float32": 4, "bfloat16": 2}.get(shape.cache, 1)
+        slots = shape.tokens * 2 * shape.kv_heads * max(128, shape.hdim) * bytes_each
+        assert found[name]["temporaries"] < 4 * queries + slots + (1 << 20), f"{name}: {found[name]}"
         joint = shape.hdim == 64 and shape.kv_heads * bytes_each % 4 == 0
         lanes = 64 if joint else -(-shape.hdim // 128) * 128
         assert found[name]["cache"] == PAGES * shape.page * 2 * shape.kv_heads * lanes * bytes_each, name

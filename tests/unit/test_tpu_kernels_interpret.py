@@ -91,6 +91,15 @@ def test_clean(interpret, kind, dtype, mode):
     assert passes(given, out)
 
 
+def test_copies_that_are_started_in_a_loop_are_clean(interpret, monkeypatch):
+    """As those of blocks of many pages are."""
+    monkeypatch.setattr(cache, "UNROLLED", 1)
+    given = arguments("decode", "float32")
+    out, printed = interpret(given, "on_wait")
+    assert "RACE" not in printed
+    assert passes(given, out)
+
+
 KINDS = ["decode", pytest.param("mixed", marks=pytest.mark.slow)]
 
 
@@ -102,6 +111,15 @@ def test_a_missing_wait_is_seen(interpret, monkeypatch, kind):
     assert races(interpret, given, "eager")
     out, _ = interpret(given, "on_wait")
     assert np.isnan(np.asarray(out[: given["query_start"][-1]])).any()
+
+
+def test_a_wait_for_too_few_pages_is_seen(interpret, monkeypatch):
+    """What is waited for is a number of bytes: one page less leaves a page that nobody wrote."""
+    real = cache.Pages.wait
+    monkeypatch.setattr(cache.Pages, "wait", lambda self, j, wanted, half: real(self, j, (0, wanted[1] - 1), half))
+    given = arguments("decode", "float32")
+    out, _ = interpret(given, "on_wait")
+    assert not passes(given, out)
 
 
 class OneHalf:
@@ -121,12 +139,12 @@ class OneHalf:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_race_is_seen(interpret, monkeypatch, kind):
     """With one buffer, the next block overwrites what is being read, though every copy is waited for."""
-    real = {name: getattr(cache.Pages, name) for name in ("_each", "head", "clear")}
+    real = {name: getattr(cache.Pages, name) for name in ("start", "head", "clear")}
 
-    def each(self, *rest):
-        real["_each"](replace(self, buffer=OneHalf(self.buffer)), *rest)
+    def start(self, *rest, **how):
+        real["start"](replace(self, buffer=OneHalf(self.buffer)), *rest, **how)
 
-    monkeypatch.setattr(cache.Pages, "_each", each)
+    monkeypatch.setattr(cache.Pages, "start", start)
     monkeypatch.setattr(cache.Pages, "head", lambda self, half, *rest: real["head"](self, 0, *rest))
     monkeypatch.setattr(cache.Pages, "clear", lambda self, half, *rest: real["clear"](self, 0, *rest))
     assert races(interpret, arguments(kind, "float32"), "on_wait")
@@ -144,7 +162,7 @@ def test_a_page_outside_of_the_cache_is_seen(interpret, kind):
 @pytest.mark.slow
 def test_an_entry_outside_of_the_page_table_is_seen(interpret, monkeypatch):
     real = cache.Pages.start
-    monkeypatch.setattr(cache.Pages, "start", lambda self, request, *rest: real(self, request + 4, *rest))
+    monkeypatch.setattr(cache.Pages, "start", lambda self, request, *rest, **how: real(self, request + 4, *rest, **how))
     with pytest.raises(Exception, match=r"(?i)out.of.bounds"):
         interpret(arguments("decode", "float32"), "on_wait")
 

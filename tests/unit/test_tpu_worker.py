@@ -94,6 +94,24 @@ def test_a_tpu_is_found_by_its_vendor(tmp_path, monkeypatch):
     assert len(chosen) == 1
 
 
+def test_the_stacks_of_libtpus_fibers(monkeypatch):
+    """Set beside what the user gives, for the release that is known to need it: another may not know the flag."""
+    monkeypatch.setattr(platforms, "find_spec", lambda name: True)
+    monkeypatch.setattr(platforms, "version", lambda name: "0.0.42.1")
+    for given, wanted in {
+        "": "--fibers_default_thread_stack_size=1048576",
+        "--other=1": "--other=1 --fibers_default_thread_stack_size=1048576",
+        "--fibers_default_thread_stack_size=5": "--fibers_default_thread_stack_size=5",
+    }.items():
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
+        platforms.deepen_fibers()
+        assert os.environ["LIBTPU_INIT_ARGS"] == wanted
+    monkeypatch.setattr(platforms, "version", lambda name: "0.0.43")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    platforms.deepen_fibers()
+    assert os.environ["LIBTPU_INIT_ARGS"] == ""
+
+
 @pytest.mark.parametrize("name", ["v6e", "v7x:2x2", "v6e:2x", "v6e:2x2x1", "v5p:2x2", "v6e:0x2", "cpu:1x1"])
 def test_topologies_are_checked(name):
     with pytest.raises(ConfigError, match="topology"):

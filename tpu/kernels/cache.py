@@ -12,8 +12,8 @@ bitcast; TPU interpret mode does not, and gets a cache that is words already (`p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
+UNROLLED = 8
+"""Pages of a block whose copies stand one by one in a kernel's text: more are a loop, which takes longer a page."""
 
 
 def slot_form(kv_heads: int, hdim: int, dtype: Any) -> tuple[int, int]:
@@ -110,6 +112,22 @@ class CacheShape:
         return jnp.dtype(jnp.uint32) if self.packing > 1 else jnp.dtype(self.dtype)
 
 
+def quotient(x: Any, n: int) -> Any:
+    """x // n for x >= 0: a shift where n is a power of two, and not the five instructions of a signed division."""
+    return x >> (n.bit_length() - 1) if n & (n - 1) == 0 else lax.div(x, n)
+
+
+def since(first: Any, before: Any) -> Any:
+    """max(first - before, 0); without a window `first` is the number 0, and nothing is computed."""
+    return 0 if isinstance(first, int) else jnp.maximum(first - before, 0)
+
+
+def either(which: Any, this: tuple[Any, Any], that: tuple[Any, Any]) -> tuple[Any, Any]:
+    """One of two ranges that begin at a traced number, or both at the number 0."""
+    first = 0 if isinstance(this[0], int) else jnp.where(which, this[0], that[0])
+    return first, jnp.where(which, this[1], that[1])
+
+
 def pack_words(rows: jax.Array) -> jax.Array:
     """rows [page row lane] of 8 or 16 bits as words [page row/packing lane] uint32: what a TPU's memory holds."""
     bits = jnp.dtype(rows.dtype).itemsize * 8
@@ -132,8 +150,8 @@ def words_of(kv_hbm: Any, cache: CacheShape) -> Any:
 class Pages:
     """Reads blocks of one cache. `table` is the page table, flat in SMEM, with `width` entries for a request.
 
-    Of block j of a request, the pages are read that hold a slot from `first` up to `length`; the rest of the buffer
-    keeps what it held. What is started must be waited for with the same numbers.
+    Of block j of a request, the pages are read that hold a slot that is `wanted`; the rest of the buffer keeps
+    what it held. What is started must be waited for with the same numbers.
     """
 
     cache: CacheShape
@@ -143,25 +161,45 @@ class Pages:
     buffer: Any
     sems: Any
 
-    def start(self, request: Any, j: Any, first: Any, length: Any, half: Any) -> None:
-        """Start the copies of block j of a request into a half of the buffer. A `length` of 0 starts none."""
-        base = request * self.width + j * self.cache.block_pages
-        self._each(j, first, length, half, lambda i: self.table[base + i], lambda copy: copy.start())
+    def wanted(self, first: Any, length: Any) -> tuple[Any, Any]:
+        """The pages, counted from a request's first, that hold a slot from `first` up to `length`: first, last + 1."""
+        page = self.cache.page
+        return quotient(first, page), quotient(length + page - 1, page)
 
-    def wait(self, j: Any, first: Any, length: Any, half: Any) -> None:
-        """Wait for them."""
-        self._each(j, first, length, half, lambda i: 0, lambda copy: copy.wait())
+    def start(self, request: Any, j: Any, wanted: tuple[Any, Any], half: Any, *, once: bool = False) -> None:
+        """Start the copies of block j of a request into a half of the buffer: those of its pages that are `wanted`.
 
-    def _each(self, j: Any, first: Any, length: Any, half: Any, page_of: Callable[..., Any], act: Any) -> None:
+        `once`: as a loop, which takes longer a page and has less text.
+        """
         cache, size = self.cache, self.cache.page_words
-        low = jnp.maximum(lax.div(first, cache.page) - j * cache.block_pages, 0)
-        high = jnp.minimum(lax.div(length + cache.page - 1, cache.page) - j * cache.block_pages, cache.block_pages)
+        base = request * self.width + j * cache.block_pages
+        low, high = self._inside(j, wanted)
 
         def one(i: Any, carry: None) -> None:
             target = self.buffer.at[half, pl.ds(pl.multiple_of(i * size, size), size), :]
-            act(pltpu.make_async_copy(self.kv.at[page_of(i)], target, self.sems.at[half]))
+            pltpu.make_async_copy(self.kv.at[self.table[base + i]], target, self.sems.at[half]).start()
 
-        lax.fori_loop(low, high, one, None)
+        if once or cache.block_pages > UNROLLED:
+            lax.fori_loop(low, high, one, None)
+            return
+        for i in range(cache.block_pages):
+            pl.when((low <= i) & (i < high))(partial(one, i, None))
+
+    def wait(self, j: Any, wanted: tuple[Any, Any], half: Any) -> None:
+        """Wait for them, one page at least: for as many bytes, which a semaphore counts, in powers of two of pages."""
+        cache = self.cache
+        low, high = self._inside(j, wanted)
+        for bit in range(cache.block_pages.bit_length()):
+
+            @pl.when((high - low) & (1 << bit) != 0)
+            def _(count: int = 1 << bit) -> None:
+                some = self.buffer.at[half, pl.ds(0, count * cache.page_words), :]
+                pltpu.make_async_copy(some, some, self.sems.at[half]).wait()
+
+    def _inside(self, j: Any, wanted: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Which of block j's pages are wanted: first, last + 1; none if the last is not greater."""
+        before, count = j * self.cache.block_pages, self.cache.block_pages
+        return since(wanted[0], before), jnp.minimum(wanted[1] - before, count)
 
     def clear(self, half: Any, low: Any, high: Any) -> None:
         """Zero what is outside tokens low..high of a block: it may hold NaN, and 0 * NaN is NaN."""
@@ -173,12 +211,12 @@ class Pages:
             place = pl.ds(pl.multiple_of(k * tile, tile), tile)
             old = self.buffer[half, place, :]
             word = k * tile + lax.broadcasted_iota(jnp.int32, old.shape, 0)
-            self.buffer[half, place, :] = _keep(old, word, low * rows, high * rows, cache.packing)
+            self.buffer[half, place, :] = _keep(old, word, low * rows, high * rows, cache.packing, cache.period == 1)
 
-        inside = lax.div(low * rows, tile * cache.packing)
-        outside = lax.div(high * rows, tile * cache.packing)
-        lax.fori_loop(0, jnp.where(low > 0, inside + 1, 0), clean, None)
-        lax.fori_loop(outside, words // tile, clean, None)
+        if not isinstance(low, int):
+            inside = quotient(low * rows, tile * cache.packing)
+            lax.fori_loop(0, jnp.where(low > 0, inside + 1, 0), clean, None)
+        lax.fori_loop(quotient(high * rows, tile * cache.packing), words // tile, clean, None)
 
     def head(self, half: Any, h: int, tokens: tuple[int, int], dtype: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         """K and V of head h, of tokens (start, stop) of the buffer: each its chunks [token lane].
@@ -217,10 +255,13 @@ def token_order(cache: CacheShape, shape: tuple[int, int], tokens: tuple[int, in
     return start + lax.rem(column, part) * cache.period + lax.div(column, part)
 
 
-def _keep(old: jax.Array, word: jax.Array, low: Any, high: Any, packing: int) -> jax.Array:
-    """`old` with zeros where a word's rows are not in low..high."""
-    if packing == 1:
-        return jnp.where((word >= low) & (word < high), old, jnp.zeros((), old.dtype))
+def _keep(old: jax.Array, word: jax.Array, low: Any, high: Any, packing: int, whole: bool) -> jax.Array:
+    """`old` with zeros where a word's rows are not in low..high; `whole`: no word is partly in it."""
+    if whole:
+        inside = word < quotient(high, packing)
+        if not isinstance(low, int):
+            inside = inside & (word >= quotient(low, packing))
+        return jnp.where(inside, old, jnp.zeros((), old.dtype))
     bits, row = 32 // packing, word * packing
     mask = _below(high - row, packing, bits) & ~_below(low - row, packing, bits)
     return old & mask

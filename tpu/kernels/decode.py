@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .cache import LANES, CacheShape, Pages, token_order, words_of
+from .cache import LANES, CacheShape, Pages, either, quotient, since, token_order, words_of
 from .softmax import MASKED, START, capped, dot, repeat, update
 
 SUBLANES = 8
@@ -117,30 +117,31 @@ def _kernel(
     begin = pl.program_id(0) * block_requests
 
     def oldest(length: Any) -> Any:
-        return jnp.maximum(length - window, 0) if window > 0 else jnp.zeros_like(length)
+        return jnp.maximum(length - window, 0) if window > 0 else 0
 
     @pl.when(begin == 0)
     def _() -> None:
         half_ref[0] = 0
         first = oldest(lengths[0])
-        pages.start(0, lax.div(first, cache.block), first, lengths[0], 0)
+        pages.start(0, quotient(first, cache.block), pages.wanted(first, lengths[0]), 0, once=True)
 
     def request(r: Any, half: Any) -> Any:
         length = lengths[begin + r]
-        first, last = oldest(length), lax.div(length + cache.block - 1, cache.block)
+        first, last = oldest(length), quotient(length + cache.block - 1, cache.block)
+        wanted = pages.wanted(first, length)
         following = lengths[begin + r + 1]
+        next_first = oldest(following)
+        next_wanted = pages.wanted(next_first, following)
         m_ref[...] = jnp.full_like(m_ref, START)
         l_ref[...] = jnp.zeros_like(l_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
         def block(j: Any, half: Any) -> Any:
             end = j + 1 == last
-            next_length = jnp.where(end, following, length)
-            next_first = oldest(next_length)
-            next_j = jnp.where(end, lax.div(next_first, cache.block), j + 1)
-            pages.start(begin + r + end.astype(jnp.int32), next_j, next_first, next_length, 1 - half)
-            pages.wait(j, first, length, half)
-            low = jnp.maximum(first - j * cache.block, 0)
+            next_j = jnp.where(end, quotient(next_first, cache.block), j + 1)
+            pages.start(begin + r + end.astype(jnp.int32), next_j, either(end, next_wanted, wanted), 1 - half)
+            pages.wait(j, wanted, half)
+            low = since(first, j * cache.block)
             high = jnp.minimum(length - j * cache.block, cache.block)
 
             @pl.when((low > 0) | (high < cache.block))
@@ -156,7 +157,7 @@ def _kernel(
                     _attend(pages, half, q, range(h, stop), tokens, low, high, scale, soft_cap, *state)
             return 1 - half
 
-        half = lax.fori_loop(lax.div(first, cache.block), last, block, half)
+        half = lax.fori_loop(quotient(first, cache.block), last, block, half)
         for n, (h, stop) in enumerate(head_groups(cache.kv_heads, group)):
             rows = (stop - h) * group
             total = l_ref[n, :rows, :]

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .cache import LANES, CacheShape, Pages, token_order, words_of
+from .cache import LANES, CacheShape, Pages, either, quotient, since, token_order, words_of
 from .softmax import MASKED, START, capped, dot, repeat, update
 
 
@@ -110,12 +110,12 @@ def _kernel(
         base = kv_lens[i] - stop
         low = jnp.maximum(start, block * block_tokens) + base
         high = jnp.minimum(stop, (block + 1) * block_tokens) + base
-        return (jnp.maximum(low - window + 1, 0) if window > 0 else jnp.zeros_like(low)), high
+        return (jnp.maximum(low - window + 1, 0) if window > 0 else 0), high
 
     def begin(i: Any, block: Any, half: Any) -> None:
         """Start the first block of pages of an item."""
         first, length = span(i, block)
-        pages.start(i, lax.div(first, cache.block), first, length, half)
+        pages.start(i, quotient(first, cache.block), pages.wanted(first, length), half, once=True)
 
     @pl.when(step == 0)
     def _() -> None:
@@ -126,30 +126,34 @@ def _kernel(
     l_ref[...] = jnp.zeros_like(l_ref)
     acc_ref[...] = jnp.zeros_like(acc_ref)
     head_request = first_request[step]
+    any_request = valid(head_request, step)
 
-    @pl.when(valid(head_request, step) & (state_ref[1] == 0))
+    @pl.when(any_request & (state_ref[1] == 0))
     def _() -> None:
         begin(head_request, step, state_ref[0])
         state_ref[1] = 1
 
     def request(carry: Any) -> Any:
-        i, half = carry
+        _, i, half = carry
         first, length = span(i, step)
-        last = lax.div(length + cache.block - 1, cache.block)
+        last = quotient(length + cache.block - 1, cache.block)
+        wanted = pages.wanted(first, length)
+        # What follows this request: the next one in this block of tokens, or the first one of the next block.
+        here = valid(i + 1, step)
+        next_step = jnp.where(here, step, step + 1)
+        next_i = jnp.where(here, i + 1, first_request[jnp.minimum(step + 1, steps - 1)])
+        following = valid(next_i, next_step)
+        next_i = jnp.where(following, next_i, i)
+        next_first, next_length = span(next_i, next_step)
+        # At the very end nothing follows, and a length of 0 starts nothing.
+        next_wanted = pages.wanted(next_first, jnp.where(following, next_length, 0))
 
         def block(j: Any, half: Any) -> Any:
             end = j + 1 == last
-            here = valid(i + 1, step)
-            next_step = jnp.where(here, step, step + 1)
-            next_i = jnp.where(here, i + 1, first_request[jnp.minimum(step + 1, steps - 1)])
-            following = end & valid(next_i, next_step)
-            next_i = jnp.where(following, next_i, i)
-            next_first, next_length = span(next_i, jnp.where(following, next_step, step))
-            next_j = jnp.where(following, lax.div(next_first, cache.block), j + 1)
-            # At the very end nothing follows, and a length of 0 starts nothing.
-            pages.start(next_i, next_j, next_first, jnp.where(end & ~following, 0, next_length), 1 - half)
-            pages.wait(j, first, length, half)
-            low = jnp.maximum(first - j * cache.block, 0)
+            next_j = jnp.where(end, quotient(next_first, cache.block), j + 1)
+            pages.start(jnp.where(end, next_i, i), next_j, either(end, next_wanted, wanted), 1 - half)
+            pages.wait(j, wanted, half)
+            low = since(first, j * cache.block)
             high = jnp.minimum(length - j * cache.block, cache.block)
 
             @pl.when((low > 0) | (high < cache.block))
@@ -167,10 +171,10 @@ def _kernel(
                     _attend(pages, half, h, q_ref[h], tokens, position, scale, window, soft_cap, *state)
             return 1 - half
 
-        return i + 1, lax.fori_loop(lax.div(first, cache.block), last, block, half)
+        return here, i + 1, lax.fori_loop(quotient(first, cache.block), last, block, half)
 
-    _, half = lax.while_loop(lambda carry: valid(carry[0], step), request, (head_request, state_ref[0]))
-    state_ref[0] = half
+    start = any_request, head_request, state_ref[0]
+    state_ref[0] = lax.while_loop(lambda carry: carry[0], request, start)[2]
     for h in range(kv_heads):
         total = l_ref[h]
         factor = v_scale / jnp.where(total == 0.0, 1.0, total)
