@@ -28,7 +28,7 @@ from .judging import OpJudge, gate_for
 from .metrics import measure
 from .model import declare_programs, traced
 from .ops_check import INTERPRETED
-from .reference import Reference, State, evaluate, storage_dtype
+from .reference import Reference, State, evaluate, step_batch, storage_dtype
 from .runners import Fault, Runner, create_runner
 from .steps import pages_of, real_tokens
 from .subject import HostWeights, Subject, Target
@@ -328,12 +328,9 @@ class Suspect:
     def wrong_fields(self, layer: int) -> list[str]:
         """What a layer reads of a step (rotary tables, page table, ...) and is not what the step says."""
         wrong: list[str] = []
-        cos, sin = self.oracle.tables
         for number, step in enumerate(self.oracle.steps):
             self._begin(number)
-            names = ("slots", "page_table", "query_start", "kv_lens", "counts")
-            positions = step.field("positions")
-            wanted = {name: step.field(name) for name in names} | {"cos": cos[positions], "sin": sin[positions]}
+            wanted = step_batch(step, self.oracle.tables)._asdict()
             found = self.runner.inputs(layer)
             wrong += [name for name in wanted if not _equal(found[name], wanted[name])]
         return list(dict.fromkeys(wrong))

@@ -28,7 +28,7 @@ from .errors import NotComparable
 from .exact_probes import probes
 from .faults import FaultyPlan
 from .metrics import measure
-from .reference import Reference
+from .reference import Reference, step_batch
 from .runners import Fault, Runner
 from .steps import pages_of, real_tokens
 from .subject import HostWeights, Subject
@@ -37,7 +37,6 @@ from .weights import check_weights
 
 SAMPLING = "greedy_sample", "quantize_logits", "penalties", "sample"
 """Ops behind the model: probed by their own cases, which are judged bit for bit."""
-FIELDS = "slots", "page_table", "query_start", "kv_lens", "counts"
 
 
 def expected(op: str, arguments: Arguments, like: Sequence[Any]) -> list[np.ndarray]:
@@ -153,9 +152,7 @@ class ExactComparison:
     ) -> Iterator[Finding]:
         """What layers are given besides activations and weights, as it lies on the device."""
         runner.begin(step)
-        positions, real = step.field("positions"), real_tokens(step)
-        right = {name: np.array(step.field(name)) for name in FIELDS}
-        right |= {n: table[positions] for n, table in zip(("cos", "sin"), self._tables, strict=True)}
+        real, right = real_tokens(step), step_batch(step, self._tables)._asdict()
         for layer in layers:
             given = runner.inputs(layer)
             for name, want in right.items():

@@ -6,7 +6,7 @@ Both are the model of `shared/models/decoder.py` over the ops' references, in nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,23 @@ from .taps import Call, Tracer
 
 State = tuple[np.ndarray, np.ndarray, np.ndarray]
 """hidden, residual [tok dim], and the layer's cache [page slot 2*kvhead hdim]."""
+
+
+FIELDS = "positions", "slots", "page_table", "query_start", "kv_lens", "counts"
+
+
+def step_batch(
+    step: StepInput,
+    tables: tuple[np.ndarray, np.ndarray],
+    change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None,
+) -> decoder.Batch:
+    """What a step gives every layer besides weights and activations, in numpy; `change` plants a fault."""
+    fields = {name: np.array(step.field(name)) for name in FIELDS}
+    if change is not None:
+        fields = change(fields)
+    positions = fields.pop("positions")
+    cos, sin = (table[positions] for table in tables)
+    return decoder.Batch(cos, sin, **fields)
 
 
 class Reference:
@@ -45,11 +62,7 @@ class Reference:
 
     def begin(self, step: StepInput) -> None:
         """Take the step that the next programs belong to."""
-        names = ("slots", "page_table", "query_start", "kv_lens", "counts")
-        positions = step.field("positions")
-        fields = {name: np.array(step.field(name)) for name in names}
-        cos, sin = (table[positions] for table in self._tables)
-        self._batch = decoder.Batch(cos, sin, **fields)
+        self._batch = step_batch(step, self._tables)
         self._ids = np.array(step.field("token_ids"))
         self._max_query_len = step.descriptor.max_query_len
 

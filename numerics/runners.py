@@ -18,6 +18,7 @@ from ..shared.errors import BackendUnavailable, ConfigError
 from ..shared.models import decoder
 from ..shared.step import StepInput
 from ..shared.worker import backend_module
+from .reference import step_batch
 from .subject import Subject, Target
 from .taps import Declared
 
@@ -131,12 +132,9 @@ class Runner(ABC):
         self._batch[True] = self._fields(step, faulty=True) if changes else self._batch[False]
 
     def _fields(self, step: StepInput, *, faulty: bool) -> decoder.Batch:
-        names = ("positions", "slots", "page_table", "query_start", "kv_lens", "counts")
-        fields = {name: np.array(step.field(name)) for name in names}
-        if faulty and self.fault.batch is not None:
-            fields = self.fault.batch(fields)
-        positions = fields.pop("positions")
-        cos, sin = (table[positions] for table in (self._tables if faulty else self._true_tables))
+        tables = self._tables if faulty else self._true_tables
+        cos, sin, *_ = batch = step_batch(step, tables, self.fault.batch if faulty else None)
+        fields = {name: x for name, x in batch._asdict().items() if name not in ("cos", "sin")}
         return decoder.Batch(self.upload(cos), self.upload(sin), **self._placed(step, fields))
 
     def _placed(self, step: StepInput, fields: Mapping[str, np.ndarray]) -> dict[str, Device]:
