@@ -210,7 +210,9 @@ class Programs:
         prompt.
         """
         plain = decoder.layer_function(self._module.config) is decoder.layer
-        return plain and d.kind == "mixed" and 2 * d.requests <= d.tokens
+        *windows, last = self._module.config.layer_windows
+        # `hidden` runs it for all tokens, and at start nothing but another such layer compiles it for that.
+        return plain and last in windows and d.kind == "mixed" and 2 * d.requests <= d.tokens
 
     def _forward(self, d: Descriptor, whole: bool = True, *rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden and residual of all tokens, or of the tokens `rows`."""

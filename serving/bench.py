@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..shared.errors import ConfigError, InternalError, UserError
+from ..shared.errors import BackendUnavailable, ConfigError, InternalError
 from ..shared.limits import Limits, decode_bytes, prefill_flops
 from ..shared.sampling_params import SamplingParams
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .llm import LLM
 
 PARTS = ("start", "decode", "prefill", "ttft", "mixed")
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3": 1}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 MARGIN = 100
 """Random token ids keep away from both ends of the vocabulary, where special tokens lie."""
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
@@ -291,8 +291,9 @@ def _start(request: str, environment: dict[str, str]) -> dict[str, Any]:
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        if done.returncode == UserError.exit_code:
-            raise ConfigError(last)
+        for kind in (ConfigError, BackendUnavailable):
+            if done.returncode == kind.exit_code:
+                raise kind(last)
         raise InternalError(f"start: the process ended with {done.returncode}: {last}")
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     entered, ready = answer.pop("entered_at"), answer.pop("ready_at")

@@ -188,7 +188,7 @@ def _is_single(prompts: Any) -> bool:
     if isinstance(prompts, (str, bytes, Mapping)):
         return True
     if isinstance(prompts, np.ndarray):
-        return prompts.ndim == 1
+        return prompts.ndim < 2
     if not isinstance(prompts, Sequence):
         raise RequestError("prompts", f"got {type(prompts).__name__}, must be text, token ids, or a list of those")
     return bool(prompts) and all(isinstance(item, (int, np.integer)) for item in prompts)

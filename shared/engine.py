@@ -18,7 +18,7 @@ import numpy as np
 
 from .config import Change, EngineConfig, ResolvedConfig, resolve
 from .errors import ConfigError, InternalError, RequestError
-from .models.config import ModelConfig
+from .models.config import ModelConfig, show
 from .packer import pack
 from .request import FinishReason, Request
 from .request_table import ScheduledStep
@@ -157,7 +157,7 @@ class Engine:
             )
         params.check_vocabulary(self.model.vocab_size)
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-            raise RequestError("priority", f"got {priority!r}, must be an integer within {MAX_PRIORITY} of 0")
+            raise RequestError("priority", f"got {show(priority)}, must be an integer within {MAX_PRIORITY} of 0")
         if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT_LENGTH:
             raise RequestError("cache_salt", f"must be a string of at most {MAX_SALT_LENGTH} characters")
         stop = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.model.eos_token_ids))
@@ -293,19 +293,19 @@ def token_array(prompt: Sequence[int] | np.ndarray) -> np.ndarray:
     if isinstance(prompt, np.ndarray):
         if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
             raise RequestError("prompt", f"got an array of {prompt.dtype} {prompt.shape}, must be integers [n]")
-    elif isinstance(prompt, (str, bytes, bytearray)) or not isinstance(prompt, Sequence):
+    elif isinstance(prompt, (str, bytes, bytearray, memoryview)) or not isinstance(prompt, Sequence):
         raise RequestError("prompt", f"got {type(prompt).__name__}, must be a list of integer token ids")
     elif set(map(type, prompt)) != {int}:  # one pass that does not leave C, where all is as it mostly is
         for item in prompt:
-            if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
-                raise RequestError("prompt", f"got {str(item)[:80]!r}, token ids must be integers")
+            if isinstance(item, (bool, np.timedelta64)) or not isinstance(item, (int, np.integer)):
+                raise RequestError("prompt", f"got {type(item).__name__} {show(item)}, token ids must be integers")
     if len(prompt) == 0:
         raise RequestError("prompt", "is empty: at least one token is needed")
     try:
         return np.asarray(prompt, np.int64)
     except OverflowError as error:
         token = next(item for item in prompt if not -(2**63) <= item < 2**63)
-        raise RequestError("prompt", f"token id {str(token)[:80]} is out of range") from error
+        raise RequestError("prompt", f"token id {show(token)} is out of range") from error
 
 
 def _is_any_left(params: SamplingParams, stop: set[int], vocab_size: int) -> bool:

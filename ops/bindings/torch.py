@@ -98,8 +98,9 @@ def bind(plan: Plan, *, compiling: bool = False, wrap: bool = False) -> Any:
 def _copying(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
     positions = activation_positions(op)
 
-    def call(*args: Any) -> Any:
-        return function(*(value.clone() if i in positions else value for i, value in enumerate(args)))
+    def call(*args: Any, **named: Any) -> Any:
+        copies = {name: value.clone() if name in op.activations else value for name, value in named.items()}
+        return function(*(value.clone() if i in positions else value for i, value in enumerate(args)), **copies)
 
     return call
 

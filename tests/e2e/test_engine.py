@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from twinfer.shared.config import EngineConfig
-from twinfer.shared.engine import Engine
+from twinfer.shared.engine import Engine, token_array
 from twinfer.shared.errors import InternalError, OutsideTable, RequestError
 from twinfer.shared.models.config import load_config
 from twinfer.shared.request import FinishReason
@@ -114,6 +114,8 @@ def test_prefix_cache_and_salts(engine):
 def test_options_of_a_request_are_checked(engine, options, field):
     with pytest.raises(RequestError, match=field):
         engine.add("x", [1, 2], GREEDY, **options)
+    with pytest.raises(RequestError, match="priority"):
+        engine.add("x", [1, 2], GREEDY, priority=10**5000)
     with pytest.raises(RequestError, match="integer"):
         engine.add("x", [1.5], GREEDY)
     with pytest.raises(RequestError, match="prompt"):
@@ -122,6 +124,26 @@ def test_options_of_a_request_are_checked(engine, options, field):
     with pytest.raises(RequestError, match="request_id"):
         engine.add("x", [1, 2], GREEDY)
     finish(engine)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "text", b"ab", memoryview(b"ab"), {1}, iter([1]), None, [], (), np.zeros((1, 2), int), np.ones(2),
+        [True, 2], [np.True_], [1.0], ["1"], [None], [[1]], [np.array(3)], [np.timedelta64(3, "s")],
+        [2**63], [1, 10**5000], [np.int64(1), -(10**5000)], [np.uint64(2**63)], np.array([True]),
+    ],
+    ids=lambda prompt: str(type(prompt)),
+)  # fmt: skip
+def test_what_is_no_list_of_integers_is_refused(prompt):
+    with pytest.raises(RequestError, match=r"^prompt: "):
+        token_array(prompt)
+
+
+def test_integers_of_all_kinds_are_token_ids():
+    for prompt in ([1, 2], (1, 2), range(1, 3), [np.uint8(1), 2], np.array([1, 2], np.uint64), np.array([1, 2], ">i2")):
+        made = token_array(prompt)
+        assert (made.dtype, made.tolist()) == (np.int64, [1, 2])
 
 
 def test_a_closed_engine_says_so(checkpoints, device):

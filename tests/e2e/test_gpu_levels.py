@@ -322,3 +322,19 @@ def test_the_last_layer_drops_the_tokens_that_nothing_is_sampled_from(device, tm
             assert float((made[real] - wanted[real]).norm() / wanted[real].norm()) < 1e-6
             dropped += 1
         assert dropped >= 1
+
+
+def test_a_last_layer_of_its_own_kind_compiles_nothing_late(device, tmp_path):
+    """The log-probabilities of a prompt need all tokens of the last layer, by code that the start has compiled."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64,
+        "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "max_position_embeddings": 64, "dtype": "float32", "tie_word_embeddings": True,
+        "use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = SMALL | {"device": device, "compile_level": 1, "load_format": "dummy"}
+    options |= {"max_num_seqs": 1, "max_num_batched_tokens": 16}
+    with LLM(str(tmp_path), compilation_config={"cache_dir": str(tmp_path)}, **options) as llm:
+        llm.generate([[1, 2, 3] * 6], SamplingParams(max_tokens=2, prompt_logprobs=1))
+        assert llm.engine.worker.compilations_after_ready() == 0

@@ -325,6 +325,8 @@ def test_numbers_and_arrays_of_numpy_are_taken(llm):
     assert hash(params) == hash(SamplingParams(temperature=0.0, max_tokens=5, seed=3))
     outputs = llm.generate(ids, params, progress=False) + llm.generate(list(ids), params, progress=False)
     assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    with pytest.raises(RequestError, match="must be integers"):
+        llm.generate(np.array(5), params, progress=False)
     for wrong in (None, {"n": 1}, "x"):
         if wrong is not None:
             with pytest.raises(RequestError, match="params"):

@@ -6,7 +6,8 @@ import pytest
 
 from twinfer.serving import bench
 from twinfer.serving.bench import Workload
-from twinfer.shared.errors import ConfigError
+from twinfer.shared.errors import BackendUnavailable, ConfigError, ModelNotFound
+from twinfer.shared.kv_config import NARROW
 from twinfer.shared.limits import Limits, decode_bytes, prefill_flops
 from twinfer.shared.models.config import load_config, parse_config
 from twinfer.shared.models.shapes import SHAPES, shape_or_folder
@@ -42,6 +43,20 @@ def test_the_decode_figure_is_a_difference():
     assert runner.calls == 3 * [([128] * 8, [1] * 8), ([128] * 8, [129] * 8)]
     assert row["share_of_limit"] == pytest.approx(row["bytes_per_step"] / 0.25 / 1e9)
     assert bench.decode(runner, Workload(), 8, NO_LIMITS)["share_of_limit"] is None
+
+
+@pytest.mark.parametrize("narrow", NARROW.values())
+def test_the_decode_figure_of_a_narrow_cache(narrow, monkeypatch):
+    runner = FakeRunner()
+    wide = bench.decode(runner, Workload(), 8, NO_LIMITS)["bytes_per_step"]
+    monkeypatch.setattr(runner.llm.engine.config, "kv_cache_dtype", narrow)
+    cache = 8 * (128 + 64.5) * 28 * 2 * 8 * 128
+    assert bench.decode(runner, Workload(), 8, NO_LIMITS)["bytes_per_step"] == wide - cache
+
+
+def test_a_start_that_ends_for_want_of_a_device_says_so():
+    with pytest.raises(BackendUnavailable, match="no tpu device"):
+        bench.measure_start("demo", "torch", {"device": "tpu"})
 
 
 def test_the_other_figures():
@@ -132,3 +147,5 @@ def test_a_shape_is_a_folder_while_it_is_used(name):
         assert load_config(folder).dtype == "bfloat16"
     with shape_or_folder("demo") as same:
         assert same == "demo"
+    with pytest.raises(ModelNotFound, match="known by name: llama3-8b"), shape_or_folder("llama3-9b"):
+        pytest.fail("there is no such folder")

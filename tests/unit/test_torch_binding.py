@@ -1,5 +1,7 @@
 """Each op as a `torch.library` operator: schema, fake, functional and donating overloads, several plans at once."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -174,6 +176,19 @@ def test_calls_by_keyword():
     x, weight, bias = arguments("linear")
     wrapped = bind(resolve("torch"), wrap=True)
     assert equal(wrapped.linear(x, bias=bias, weight=weight), wrapped.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("options", [{}, {"compiling": True}, {"wrap": True}], ids=str)
+def test_a_composition_may_call_by_keyword_what_writes_in_place(in_place, options, monkeypatch):
+    def by_keyword(ops, x, residual, weight, eps):
+        total = ops.add(x, residual)
+        return ops.rms_norm(x=total, eps=eps, weight=weight), total
+
+    op = REGISTRY["fused_add_rms_norm"]
+    monkeypatch.setitem(REGISTRY.ops, op.name, dataclasses.replace(op, reference=by_keyword))
+    plan, values = resolve("torch", {"rms_norm": ("overwriting",)}), arguments(op.name)
+    want = resolve("torch").bind().fused_add_rms_norm(*copies(values))
+    torch.testing.assert_close(bind(plan, **options).fused_add_rms_norm(*values), want)
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm", "write_kv"])
