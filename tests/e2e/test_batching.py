@@ -106,7 +106,7 @@ VARIANTS = {
 
 
 # The JAX worker, whose programs take half a minute of compiling for each, is given all of them in `make test-slow`.
-ON_JAX = ["plain", "neither", "small pages", "tiny cache"]
+ON_JAX = ["neither", "tiny cache"]
 CASES = [
     pytest.param(variant, backend, marks=[pytest.mark.slow] if backend == "jax" and variant not in ON_JAX else [])
     for variant in VARIANTS

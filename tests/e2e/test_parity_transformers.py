@@ -63,7 +63,7 @@ def logits_of(engine, tokens):
 
 
 # The JAX worker, whose programs take half a minute of compiling for each, is given all of them in `make test-slow`.
-ON_JAX = ["llama3-scaled-tied", "llama-biases-head96", "mistral-window", "qwen2-windows", "qwen3"]
+ON_JAX = ["llama-biases-head96", "mistral-window", "qwen3"]
 CASES = [
     pytest.param(name, backend, marks=[pytest.mark.slow] if backend == "jax" and name not in ON_JAX else [])
     for name in NAMES
