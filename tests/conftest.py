@@ -5,6 +5,8 @@ started by a test inherit them. All are defaults: set the variable outside to ov
 """
 
 import os
+import shutil
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -34,6 +36,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") != "cpu":
         os.environ.pop("JAX_PLATFORMS", None)
+    if not hasattr(config, "workerinput") and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        # XLA programs are shared by all tests of a run: the same small engines are built many times. JAX reads this
+        # when it is imported, so it is set before any test, and xdist's workers inherit it.
+        folder = tempfile.mkdtemp(prefix="xla-cache-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """Small random checkpoints of every supported architecture, written and read as transformers does it (the oracle)."""
 
-import os
-
 import numpy as np
 import pytest
 
@@ -62,15 +60,6 @@ def checkpoints(tmp_path_factory):
         return made[name]
 
     return get
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compilation_cache(tmp_path_factory):
-    """XLA programs of the session, shared by its tests: the same small engines are built many times."""
-    folder = str(tmp_path_factory.getbasetemp().parent / "xla-cache")
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def greedy(model, prompt, count):

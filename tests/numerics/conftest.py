@@ -1,18 +1,8 @@
-"""XLA programs of the session are shared by its tests: the same small models are compiled many times."""
+"""A small model for the tests of comparisons."""
 
 import json
-import os
 
 import pytest
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compilation_cache(tmp_path_factory):
-    """A cache on disk, beside the session's other files."""
-    folder = str(tmp_path_factory.getbasetemp().parent / "xla-cache")
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 @pytest.fixture(scope="session")
