@@ -18,7 +18,7 @@ from ..ops import OpError, Plans
 from ..ops.bindings.torch import bind
 from ..ops.namespaces.torch_ import to_numpy
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
-from ..shared.config import DeviceInfo, ResolvedConfig, host_memory
+from ..shared.config import Change, DeviceInfo, ResolvedConfig, host_memory
 from ..shared.errors import BackendUnavailable, ConfigError, InternalError
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
@@ -153,7 +153,8 @@ class TorchWorker:
             self._plans = make_plans(model, config)
         except OpError as error:
             raise ConfigError(f"op_priority, enable_ops: {error}") from error
-        self._config = config = replace(config, compilation=fit_mode(config.compilation, self._plans))
+        compilation, self.changes = fit_mode(config.compilation, self._plans)
+        self.config = self._config = config = replace(config, compilation=compilation)
         self._compilation = config.compilation
         check_options(self._compilation.inductor_compile_config)
         self._compiled = compiled_kinds(model, self._plans, self._compilation)
@@ -436,26 +437,28 @@ class TorchWorker:
             torch.cuda.empty_cache()
 
 
-def fit_mode(compilation: ResolvedCompilation, plans: Plans) -> ResolvedCompilation:
+def fit_mode(compilation: ResolvedCompilation, plans: Plans) -> tuple[ResolvedCompilation, list[Change]]:
     """The options, with a graph mode that the chosen attention can be captured in: PIECEWISE where it reads the host.
 
     Raises ConfigError if the user chose a mode that cannot be had, or to split elsewhere than such a graph is split.
     """
+    changes = []
     for kind in ("decode", "mixed"):
         choice, mode = plans[kind]["paged_attention"], compilation.cudagraph_mode
         if mode.step_mode(kind) is CUDAGraphMode.FULL and choice.implementation.host_metadata:
+            why = f"in {kind} steps paged_attention is {choice.provider!r}, which reads lengths on the host"
             if compilation.mode_given:
                 raise ConfigError(
-                    f"cudagraph_mode: got {mode.name}, allowed are PIECEWISE and NONE: in {kind} steps "
-                    f"paged_attention is {choice.provider!r}, which reads lengths on the host and cannot be captured"
+                    f"cudagraph_mode: got {mode.name}, allowed are PIECEWISE and NONE: {why} and cannot be captured"
                 )
             fitted = CUDAGraphMode.FULL_AND_PIECEWISE if kind == "mixed" else CUDAGraphMode.PIECEWISE
             compilation = replace(compilation, cudagraph_mode=fitted)
+            changes.append(Change("cudagraph_mode", mode.name, fitted.name, why))
     if compilation.road == "regional" and set(compilation.splitting_ops) - {"paged_attention"}:
         raise ConfigError(
             f"splitting_ops: got {compilation.splitting_ops}, the road 'regional' splits at paged_attention only"
         )
-    return compilation
+    return compilation, changes
 
 
 def bind_plans(plans: Plans, compilation: ResolvedCompilation, compiled: frozenset[str]) -> dict[str, Any]:

@@ -259,6 +259,10 @@ def resolve_compilation(
     road = fill("road", "regional", "starts faster") if level > 0 else config.road or "regional"
     if road == "piecewise" and level < 2:
         raise ConfigError(f"road: got 'piecewise', which compiles; level {level} does not")
+    if config.use_inductor and level < 2:
+        raise ConfigError(f"use_inductor: got True, allowed is False: level {level} generates no code")
+    if config.debug_dump_path and level == 0:
+        raise ConfigError(f"debug_dump_path: got {config.debug_dump_path!r}, allowed is none: level 0 traces nothing")
     if config.cudagraph_copy_inputs is False:
         raise ConfigError(
             "cudagraph_copy_inputs: got False, allowed is True: a step's inputs come from the host, and one copy "

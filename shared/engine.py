@@ -90,6 +90,8 @@ class Engine:
             self.config.pages_per_request, self.config.max_num_seqs, self.config.max_model_len, model.vocab_size
         )
         self.worker = create_worker(model, self.config, self.device, folder)
+        self.config = self.worker.config
+        self.report.changes += self.worker.changes
         if self.config.decode_steps > 1 and not self.worker.multi_step:
             raise ConfigError(f"decode_steps: got {self.config.decode_steps}, the {config.backend} worker allows 1")
         self._timed("load", lambda: self.worker.load(progress))

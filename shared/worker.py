@@ -11,7 +11,7 @@ import numpy as np
 
 from ..bucketing import Table
 from ..ops import Plans
-from .config import BACKENDS, DeviceInfo, ResolvedConfig
+from .config import BACKENDS, Change, DeviceInfo, ResolvedConfig
 from .errors import BackendUnavailable, ConfigError
 from .models.config import ModelConfig
 from .step import StepInput, StepOutput
@@ -57,6 +57,10 @@ class Worker(Protocol):
     """Runs steps on one device. Calls come in the order load, measure, allocate_kv, warm_up, execute..., close."""
 
     device: DeviceInfo
+    config: ResolvedConfig
+    """The options as this worker runs them."""
+    changes: list[Change]
+    """Which of the options it was given its plan could not have, and what it runs instead."""
     multi_step: bool
     """Whether steps may be loops (docs/adr/0005)."""
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..bucketing import Descriptor, Table
 from ..ops import OpError, Plans
-from ..shared.config import DeviceInfo, ResolvedConfig
+from ..shared.config import Change, DeviceInfo, ResolvedConfig
 from ..shared.errors import ConfigError, InternalError, OutsideTable
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
@@ -79,7 +79,8 @@ class JaxWorker:
     def __init__(self, model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> None:
         self.device = device
         self._folder = folder
-        self._config = config
+        self.config = self._config = config
+        self.changes: list[Change] = []
         self._loaded = model
         self._mesh = make_mesh(devices(device.platform), config.tensor_parallel_size)
         try:

@@ -105,6 +105,9 @@ REFUSED = {
     "no copies": ("cuda", {"cudagraph_copy_inputs": False}, "come from the host"),
     "no copies on the other road": ("cuda", {"cudagraph_copy_inputs": False, "road": "piecewise"}, "allowed is True"),
     "options without inductor": ("cpu", {"level": 1, "inductor_compile_config": {"max_autotune": True}}, "not used"),
+    "inductor at level 1": ("cuda", {"level": 1, "use_inductor": True}, "use_inductor: got True, allowed is False"),
+    "inductor on a cpu by default": ("cpu", {"use_inductor": True}, "level 0"),
+    "a dump of nothing": ("cuda", {"level": 0, "debug_dump_path": "d"}, "debug_dump_path: .*level 0 traces nothing"),
 }
 
 

@@ -197,10 +197,13 @@ def test_the_default_graph_mode_gives_way_to_attention_that_reads_the_host():
     whole, reads = with_attention(False), with_attention(True)
     assert config.compilation.cudagraph_mode.name == "FULL"
     fitted = [
-        fit_mode(config.compilation, {"decode": decode, "mixed": mixed}).cudagraph_mode.name
+        fit_mode(config.compilation, {"decode": decode, "mixed": mixed})
         for decode, mixed in ((whole, whole), (whole, reads), (reads, whole), (reads, reads))
     ]
-    assert fitted == ["FULL", "FULL_AND_PIECEWISE", "PIECEWISE", "PIECEWISE"]
+    modes = [compilation.cudagraph_mode.name for compilation, _ in fitted]
+    assert modes == ["FULL", "FULL_AND_PIECEWISE", "PIECEWISE", "PIECEWISE"]
+    told = [[change.after for change in changes] for _, changes in fitted]
+    assert told == [[], ["FULL_AND_PIECEWISE"], ["PIECEWISE"], ["PIECEWISE"]]
     given = dataclasses.replace(config.compilation, mode_given=True)
     with pytest.raises(ConfigError, match=r"in mixed steps.*reads lengths on the host"):
         fit_mode(given, {"decode": whole, "mixed": reads})
