@@ -153,9 +153,8 @@ class TorchWorker:
             self._plans = make_plans(model, config)
         except OpError as error:
             raise ConfigError(f"op_priority, enable_ops: {error}") from error
-        compilation, self.changes = fit_mode(config.compilation, self._plans)
-        self.config = self._config = config = replace(config, compilation=compilation)
-        self._compilation = config.compilation
+        self._compilation, self.changes = fit_mode(config.compilation, self._plans)
+        self.config = config = replace(config, compilation=self._compilation)
         check_options(self._compilation.inductor_compile_config)
         self._compiled = compiled_kinds(model, self._plans, self._compilation)
         self._ops = bind_plans(self._plans, self._compilation, self._compiled)
@@ -179,7 +178,7 @@ class TorchWorker:
 
     def load(self, progress: Progress) -> None:
         """Read or make the weights."""
-        config = self._config
+        config = self.config
         self._progress = progress
         load_weights(self._module, self._folder, config.load_format, self._table, config.seed, progress)
         tables = decoder.rotary_tables(self._module.config, config.max_model_len)
@@ -212,9 +211,9 @@ class TorchWorker:
             return HOST_MEMORY_FOR_KV
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
-        kept_free = int(total * (1 - self._config.memory_utilization))
+        kept_free = int(total * (1 - self.config.memory_utilization))
         root = self._compilation.cache_dir
-        factors = start_factors(self._module.config, self._config, self._plans.hash, self.device, free)
+        factors = start_factors(self._module.config, self.config, self._plans.hash, self.device, free)
         known = read_start_plan(root, factors, free - kept_free)
         if known is not None:
             return known
@@ -223,10 +222,10 @@ class TorchWorker:
             self.allocate_kv(2)
         else:
             self._use_cache(self._reserved.layers)
-        self._reports = self._build(self._config.table())
+        self._reports = self._build(self.config.table())
         torch.cuda.synchronize()
         # What torch has reserved by now, it uses again for the same steps.
-        free, most = torch.cuda.mem_get_info()[0], self._config.max_num_seqs * self._config.pages_per_request
+        free, most = torch.cuda.mem_get_info()[0], self.config.max_num_seqs * self.config.pages_per_request
         if self._reserved is not None:
             granules = self._module.config.num_layers * self._reserved.granule
             free, most = free + self._reserved.bytes - granules, self._reserved.max_pages
@@ -237,7 +236,7 @@ class TorchWorker:
 
     def _reserve(self, free: int) -> ReservedCache | None:
         """Addresses of the largest cache that may be asked for; None where the driver has no virtual memory."""
-        most = min(self._config.max_num_seqs * self._config.pages_per_request, free // self.page_bytes())
+        most = min(self.config.max_num_seqs * self.config.pages_per_request, free // self.page_bytes())
         layers, page = self._module.config.num_layers, self._page_shape()
         try:
             return ReservedCache(layers, most, page, self._cache_dtype, torch.cuda.current_device())
@@ -247,12 +246,12 @@ class TorchWorker:
 
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        return kv_page_bytes(self._module.config, self._config, self._cache_dtype.itemsize)
+        return kv_page_bytes(self._module.config, self.config, self._cache_dtype.itemsize)
 
     def _page_shape(self) -> tuple[int, int, int]:
         """One page of one layer."""
         c = self._module.config
-        return self._config.page_size, 2 * c.num_kv_heads, c.head_dim
+        return self.config.page_size, 2 * c.num_kv_heads, c.head_dim
 
     def allocate_kv(self, num_pages: int) -> None:
         """Allocate the cache, or put memory behind the addresses that `measure` built programs on.
@@ -277,9 +276,10 @@ class TorchWorker:
         """Run each program on padding, which compiles it, and capture those that are replayed as graphs."""
         self._progress = progress
         reports = self._reports or self._build(table)
-        # torch's sorts, launched outside of graphs, leave the device in a state where graphs begin each kernel late, by
-        # 0.3 to 0.6 us (2 to 6 % of a decode step of a small model), until a kernel of ours is launched that way.
-        self._run_eagerly(min(table, key=lambda d: d.tokens), whole=False)
+        if self._recorder is not None:
+            # torch's sorts, launched outside of graphs, leave the device in a state where graphs begin each kernel
+            # late, by 0.3 to 0.6 us (2 to 6 % of a decode step of a small model), until one of ours is launched so.
+            self._run_eagerly(min(table, key=lambda d: d.tokens), whole=False)
         self._programs.freeze()
         self._at_ready = sum(compilations().values())
         return reports
@@ -334,7 +334,7 @@ class TorchWorker:
     def _whole(self, table: Table) -> Callable[..., torch.Tensor]:
         from .piecewise import build  # what only this road needs takes a second to import
 
-        return build(self._module, self._config, self._plans, table, self._kv, progress=self._progress)
+        return build(self._module, self.config, self._plans, table, self._kv, progress=self._progress)
 
     def _padding(self, descriptor: Descriptor) -> StepInput:
         batch = batch_layout(descriptor, self._shape).allocate()

@@ -133,9 +133,9 @@ class Runner(ABC):
 
     def _fields(self, step: StepInput, *, faulty: bool) -> decoder.Batch:
         tables = self._tables if faulty else self._true_tables
-        cos, sin, *_ = batch = step_batch(step, tables, self.fault.batch if faulty else None)
-        fields = {name: x for name, x in batch._asdict().items() if name not in ("cos", "sin")}
-        return decoder.Batch(self.upload(cos), self.upload(sin), **self._placed(step, fields))
+        fields = step_batch(step, tables, self.fault.batch if faulty else None)._asdict()
+        angles = {name: self.upload(fields.pop(name)) for name in ("cos", "sin")}
+        return decoder.Batch(**angles, **self._placed(step, fields))
 
     def _placed(self, step: StepInput, fields: Mapping[str, np.ndarray]) -> dict[str, Device]:
         """A step's metadata where the programs read it."""

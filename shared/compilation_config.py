@@ -240,34 +240,10 @@ def resolve_compilation(
 
     level = _level(config, platform, fill)
     mode = _mode(config, platform, level, fill)
-    if config.cudagraph_capture_sizes and config.cuda_graph_sizes:
-        raise ConfigError("cudagraph_capture_sizes and cuda_graph_sizes: got both, one is allowed")
-    sizes: tuple[int, ...] = ()
-    if mode is not CUDAGraphMode.NONE:
-        asked = config.cudagraph_capture_sizes
-        if config.cuda_graph_sizes:
-            asked = capture_ladder(config.cuda_graph_sizes)
-        sizes = tuple(sorted(set(asked or decode_sizes)))
-        kept = tuple(size for size in sizes if size <= max_num_seqs)
-        if not kept:
-            raise ConfigError(f"cudagraph_capture_sizes: got {sizes}, at least one must be within max_num_seqs")
-        if asked and kept != sizes:
-            filled.append((CAPTURE_SIZES, sizes, kept, f"a step has at most max_num_seqs={max_num_seqs} requests"))
-        sizes = kept
-    elif config.cudagraph_capture_sizes or config.cuda_graph_sizes:
-        raise ConfigError("cudagraph_capture_sizes: got sizes to capture, but cudagraph_mode is NONE")
+    sizes = _capture_sizes(config, mode, decode_sizes, max_num_seqs, filled)
     road = fill("road", "regional", "starts faster") if level > 0 else config.road or "regional"
-    if road == "piecewise" and level < 2:
-        raise ConfigError(f"road: got 'piecewise', which compiles; level {level} does not")
-    if config.use_inductor and level < 2:
-        raise ConfigError(f"use_inductor: got True, allowed is False: level {level} generates no code")
-    if config.debug_dump_path and level == 0:
-        raise ConfigError(f"debug_dump_path: got {config.debug_dump_path!r}, allowed is none: level 0 traces nothing")
-    if config.cudagraph_copy_inputs is False:
-        raise ConfigError(
-            "cudagraph_copy_inputs: got False, allowed is True: a step's inputs come from the host, and one copy "
-            "brings them to the buffer that the graphs read"
-        )
+    use_inductor = level >= 2 and _or(config.use_inductor, True)
+    _check_effect(config, level, road, use_inductor)
     static: list[int] = []
     for size in fill("compile_sizes", (1,) if level >= 2 else (), "a step of one token has code of its own"):
         static += sizes if size == CAPTURE_SIZES else [int(size)]
@@ -281,7 +257,7 @@ def resolve_compilation(
         splitting_ops=_or(config.splitting_ops, ("paged_attention",)),
         compile_sizes=tuple(sorted(set(static))),
         compile_ranges=_or(config.compile_ranges, ()),
-        use_inductor=level >= 2 and _or(config.use_inductor, True),
+        use_inductor=use_inductor,
         skip_kernels=level == 3
         and road == "regional"
         and config.use_inductor is None
@@ -290,9 +266,50 @@ def resolve_compilation(
         debug_dump_path=config.debug_dump_path,
         cache_dir=config.cache_dir,
     )
-    if resolved.inductor_compile_config and not resolved.use_inductor:
-        raise ConfigError(f"inductor_compile_config: Inductor is not used at level {level}, use_inductor=False")
     return resolved, filled
+
+
+def _capture_sizes(
+    config: CompilationConfig,
+    mode: CUDAGraphMode,
+    decode_sizes: Sequence[int],
+    max_num_seqs: int,
+    filled: list[Filled],
+) -> tuple[int, ...]:
+    """The batch sizes that are captured, none without graphs."""
+    if config.cudagraph_capture_sizes and config.cuda_graph_sizes:
+        raise ConfigError("cudagraph_capture_sizes and cuda_graph_sizes: got both, one is allowed")
+    asked = config.cudagraph_capture_sizes
+    if config.cuda_graph_sizes:
+        asked = capture_ladder(config.cuda_graph_sizes)
+    if mode is CUDAGraphMode.NONE:
+        if asked:
+            raise ConfigError("cudagraph_capture_sizes: got sizes to capture, but cudagraph_mode is NONE")
+        return ()
+    sizes = tuple(sorted(set(asked or decode_sizes)))
+    kept = tuple(size for size in sizes if size <= max_num_seqs)
+    if not kept:
+        raise ConfigError(f"cudagraph_capture_sizes: got {sizes}, at least one must be within max_num_seqs")
+    if asked and kept != sizes:
+        filled.append((CAPTURE_SIZES, sizes, kept, f"a step has at most max_num_seqs={max_num_seqs} requests"))
+    return kept
+
+
+def _check_effect(config: CompilationConfig, level: int, road: str, use_inductor: bool) -> None:
+    """Raise ConfigError for an option that would have no effect."""
+    if road == "piecewise" and level < 2:
+        raise ConfigError(f"road: got 'piecewise', which compiles; level {level} does not")
+    if config.use_inductor and level < 2:
+        raise ConfigError(f"use_inductor: got True, allowed is False: level {level} generates no code")
+    if config.inductor_compile_config and not use_inductor:
+        raise ConfigError(f"inductor_compile_config: Inductor is not used at level {level}, use_inductor=False")
+    if config.debug_dump_path and level == 0:
+        raise ConfigError(f"debug_dump_path: got {config.debug_dump_path!r}, allowed is none: level 0 traces nothing")
+    if config.cudagraph_copy_inputs is False:
+        raise ConfigError(
+            "cudagraph_copy_inputs: got False, allowed is True: a step's inputs come from the host, and one copy "
+            "brings them to the buffer that the graphs read"
+        )
 
 
 def _level(config: CompilationConfig, platform: str, fill: Any) -> int:

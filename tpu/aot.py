@@ -27,7 +27,7 @@ from .kv_buffer import page_bytes
 from .ladder import bytes_per_device, describe, jobs, program_model
 from .plans import make_plans
 from .platforms import Topology, topology
-from .sharding import make_mesh
+from .sharding import check_all_take_part, make_mesh
 
 COLLECTIVE = re.compile(
     r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(?:-start)?\("
@@ -92,11 +92,9 @@ def build(
     config, _ = resolve(EngineConfig(**options, model=name), model, target.info)
     start = time.perf_counter()
     mesh = make_mesh(target.devices, config.tensor_parallel_size)
-    if target.hosts > 1 and config.tensor_parallel_size < len(target.devices):  # no worker would run it (hosts.py)
-        raise ConfigError(
-            f"tensor_parallel_size: got {config.tensor_parallel_size}; the {target.hosts} hosts of {where} have "
-            f"{len(target.devices)} devices, and all take part"
-        )
+    if target.hosts > 1:
+        whose = f"the {target.hosts} hosts of {where}"
+        check_all_take_part(config.tensor_parallel_size, whose, len(target.devices))
     try:
         # Kernels ask the abstract mesh which TPU they are chosen for.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -22,6 +22,7 @@ from ..bucketing import Table
 from ..shared.errors import BackendUnavailable, ConfigError
 from ..shared.step import StepInput
 from ..shared.worker import ProgramReport, Progress, StepHandle, Worker
+from .sharding import check_all_take_part
 
 PATIENCE = 300.0
 """Seconds to wait for the other hosts at start."""
@@ -64,10 +65,7 @@ def on_all_hosts(worker: Worker, devices: int) -> Worker:
     if _joined is None:
         return worker
     address, hosts, index = _joined
-    if devices != jax.device_count():
-        raise ConfigError(
-            f"tensor_parallel_size: got {devices}; {hosts} hosts have {jax.device_count()} devices, and all take part"
-        )
+    check_all_take_part(devices, f"{hosts} hosts", jax.device_count())
     # Not jax.process_index(): a TPU slice numbers its hosts by their place in it.
     if index > 0:
         follow(worker, address)

@@ -39,6 +39,12 @@ def make_mesh(devices: Sequence[Any], shards: int) -> Mesh:
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def check_all_take_part(shards: int, whose: str, devices: int) -> None:
+    """Raise ConfigError unless the mesh of `shards` is all the devices of several hosts: each runs every program."""
+    if shards != devices:
+        raise ConfigError(f"tensor_parallel_size: got {shards}; {whose} have {devices} devices, and all take part")
+
+
 def on(mesh: Mesh, spec: P = REPLICATED) -> NamedSharding:
     """The sharding of `spec` on `mesh`."""
     return NamedSharding(mesh, spec)

@@ -79,7 +79,7 @@ class JaxWorker:
     def __init__(self, model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> None:
         self.device = device
         self._folder = folder
-        self.config = self._config = config
+        self.config = config
         self.changes: list[Change] = []
         self._loaded = model
         self._mesh = make_mesh(devices(device.platform), config.tensor_parallel_size)
@@ -99,7 +99,7 @@ class JaxWorker:
 
     def load(self, progress: Progress) -> None:
         """Read or make the weights."""
-        model, config = self._loaded, self._config
+        model, config = self._loaded, self.config
         self._weights = load_weights(
             self._folder,
             config.load_format,
@@ -128,16 +128,16 @@ class JaxWorker:
         for device in self._mesh.local_devices:
             stats = device.memory_stats() or {}
             limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
-            free.append(int(limit * self._config.memory_utilization) - used)
-        return min(free) - step_temporaries(self._loaded, self._config)
+            free.append(int(limit * self.config.memory_utilization) - used)
+        return min(free) - step_temporaries(self._loaded, self.config)
 
     def page_bytes(self) -> int:
         """Bytes of one page over all layers, on each device."""
-        return page_bytes(self._loaded, self._config, jnp.dtype(self._config.kv_cache_dtype))
+        return page_bytes(self._loaded, self.config, jnp.dtype(self.config.kv_cache_dtype))
 
     def allocate_kv(self, num_pages: int) -> None:
         """Allocate the one KV buffer of all layers."""
-        self._shapes = describe(self._loaded, self._config, self._model.segments, num_pages, self._mesh)
+        self._shapes = describe(self._loaded, self.config, self._model.segments, num_pages, self._mesh)
         self._num_pages = num_pages
         self._mirror = Mirror(self._model.shape)
         self._state = State(*(self._put(np.zeros(x.shape, x.dtype)) for x in self._shapes.state))
@@ -162,11 +162,11 @@ class JaxWorker:
 
     def _stored(self) -> executables.Reader | None:
         """The executables of `aot_folder`. Raises ConfigError unless they are for exactly this engine and machine."""
-        folder = self._config.aot_folder
+        folder = self.config.aot_folder
         if folder is None:
             return None
         reader = executables.Reader(folder)
-        key = executables.key(self._loaded, self._config, self._plans.hash, self._mesh, self._num_pages)
+        key = executables.key(self._loaded, self.config, self._plans.hash, self._mesh, self._num_pages)
         if different := reader.differences(key):
             raise ConfigError(f"aot_folder: {folder} was compiled for another {', '.join(different)}")
         return reader
@@ -237,7 +237,7 @@ class JaxWorker:
         """What pages hold in all layers; waits for the steps in flight, and compiles. One shard only."""
         c = self._loaded
         index = np.arange(c.num_layers)[:, None] * (self._num_pages + 1) + np.asarray(pages)
-        shape = (*index.shape, self._config.page_size, 2 * c.num_kv_heads, c.head_dim)
+        shape = (*index.shape, self.config.page_size, 2 * c.num_kv_heads, c.head_dim)
         return np.asarray(self._kv[index.reshape(-1)]).reshape(shape)
 
     def _prompt_logprobs(self, targets: np.ndarray, hidden: jax.Array) -> list[tuple[jax.Array, ...]]:
