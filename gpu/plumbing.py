@@ -50,8 +50,11 @@ def select(
 
 
 def keep(sampled: Tensor, sample_rows: Tensor, last_tokens: Tensor, tokens: Tensor) -> None:
-    """Put `sampled` [R] where the next step finds it (`last_tokens` at `sample_rows` [R]), and into `tokens` [R]."""
-    last_tokens[sample_rows] = sampled
+    """Put `sampled` [R] where the next step finds it (`last_tokens` at `sample_rows` [R]), and into `tokens` [R].
+
+    The next step finds token 0 in place of -1 (no token): it may have started before the host ends such a request.
+    """
+    last_tokens[sample_rows] = sampled.clamp(min=0)
     tokens.copy_(sampled)
 
 

@@ -72,7 +72,8 @@ def select(
 def _keep_kernel(sampled, sample_rows, last_tokens, tokens, count, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(sampled + i, mask=i < count)
-    tl.store(last_tokens + tl.load(sample_rows + i, mask=i < count, other=0), token, mask=i < count)
+    row = tl.load(sample_rows + i, mask=i < count, other=0)
+    tl.store(last_tokens + row, tl.maximum(token, 0), mask=i < count)
     tl.store(tokens + i, token, mask=i < count)
 
 

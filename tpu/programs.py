@@ -139,7 +139,11 @@ def sampler(
     picked: Mapping[str, jax.Array],
     processors: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(last_tokens, tokens [R]) for finished hidden states [R dim] of the rows `picked`; `parameters` of all rows."""
+    """(last_tokens, tokens [R]) for finished hidden states [R dim] of the rows `picked`; `parameters` of all rows.
+
+    A token of -1 (a logit is not finite) stands as token 0 in `last_tokens`: the next step may have started before the
+    host ends such a request.
+    """
     ops = model.ops["sample"]
     f = sampling_fields(parameters, picked["rows"], picked["position"], bits_to_float)
     logits = decoder.head(ops, weights, hidden)
@@ -154,7 +158,7 @@ def sampler(
             scores = ops.penalties(logits, **(p | {"history": history}))
         names = ("position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p")
         tokens = ops.sample(logits, scores, *(f[name] for name in names), variant != "random")
-    return last_tokens.at[picked["sample_rows"]].set(tokens), tokens
+    return last_tokens.at[picked["sample_rows"]].set(jnp.maximum(tokens, 0)), tokens
 
 
 def loop(
@@ -203,7 +207,7 @@ def loop(
         last_tokens, tokens = sampler(
             model, variant, descriptor.requests, weights, last_tokens, state.parameters, hidden, picked
         )
-        stopped = ((f["stop_ids"] == tokens[:, None]).any(1) & live).any()
+        stopped = (((f["stop_ids"] == tokens[:, None]).any(1) | (tokens < 0)) & live).any()
         return k + 1, stopped, kv, last_tokens, jax.lax.dynamic_update_index_in_dim(made, tokens, k, 0)
 
     made = jnp.zeros((model.decode_steps + 1, descriptor.requests), jnp.int32)

@@ -72,13 +72,15 @@ def greedy_kernel(
     for start in tl.range(part * size, tl.minimum(part * size + size, VOCAB), BLOCK):
         word = start + n
         x = tl.load(logits + row.to(tl.int64) * row_stride + word, mask=word < VOCAB, other=float("-inf"))
-        x = tl.where(x == x, x, float("-inf"))  # a row of NaN still has to name a word
+        # What is not finite beats everything, so that the row's winner says whether there was one.
+        finite = (tl.abs(x) < float("inf")) | (word >= VOCAB)
+        x = tl.where(finite, x, float("inf"))
         larger = (x > best) | ((best_id == VOCAB) & (word < VOCAB))
         best, best_id = tl.where(larger, x, best), tl.where(larger, word, best_id)
     top = tl.max(best, 0)
     first = tl.min(tl.where(best == top, best_id, VOCAB), 0)
     if parts == 1:
-        tl.store(out + row, first)
+        tl.store(out + row, tl.where(top == float("inf"), -1, first))
     else:
         tl.store(values + row * parts + part, top)
         tl.store(ids + row * parts + part, first)
@@ -88,4 +90,6 @@ def greedy_kernel(
             p = tl.arange(0, BLOCK_PARTS)
             x = tl.load(values + row * parts + p, mask=p < parts, other=float("-inf"), cache_modifier=".cg")
             word = tl.load(ids + row * parts + p, mask=p < parts, other=VOCAB, cache_modifier=".cg")
-            tl.store(out + row, tl.min(tl.where(x == tl.max(x, 0), word, VOCAB), 0))
+            top = tl.max(x, 0)
+            first = tl.min(tl.where(x == top, word, VOCAB), 0)
+            tl.store(out + row, tl.where(top == float("inf"), -1, first))

@@ -18,6 +18,8 @@ MAX_SCORE = tl.constexpr(8192.0 * 65536.0)
 MAX_COUNT = tl.constexpr(4096)
 SEEN = tl.constexpr(1 << 30)
 """The bit of a count that says that the word was in the history at all."""
+NOT_FINITE = tl.constexpr(2**31 - 1)
+"""Above every key of a word: the key of a word whose logit is not finite."""
 LEVELS = tl.constexpr(6)
 """Launches that find a limit in [0, FAR], each by 15 thresholds: 19 low bits are left to find, then 15, 11, 7, 3, 0."""
 COLUMNS = tl.constexpr(16)
@@ -309,22 +311,24 @@ def draw_kernel(
         word = start + tl.arange(0, BLOCK)
         real = word < VOCAB
         score = tl.load(scores + row * row_stride + word, mask=real, other=MASKED)
+        x = tl.load(logits + row * logits_stride + word, mask=real, other=0.0)
+        finite = tl.abs(x) < float("inf")
         if first_wins:
-            x = tl.load(logits + row * logits_stride + word, mask=real, other=0.0)
-            x = tl.where((score == best) & (x == x), x, float("-inf"))
+            x = tl.where(score == best, x, float("-inf"))
             bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
             value = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # ordered as the numbers are
         else:
             far = _far(score, best, factor)
             noise = gumbel_log2(_shifted(_mix(_mix(word * -0x61C8864F + key) ^ other), 1))
             value = tl.where((score > MASKED) & (far <= most), noise - far, MASKED)
+        value = tl.where(finite, value, NOT_FINITE)
         value = tl.where(real, value, LEAST)
         larger = value > top
         top, top_word = tl.where(larger, value, top), tl.where(larger, word, top_word)
     most_of_all = tl.max(top, 0)
     first = tl.min(tl.where(top == most_of_all, top_word, VOCAB), 0)
     if parts == 1:
-        tl.store(out + row, first)
+        tl.store(out + row, tl.where(most_of_all == NOT_FINITE, -1, first))
     else:
         tl.store(keys + row * parts + part, most_of_all)
         tl.store(ids + row * parts + part, first)
@@ -334,4 +338,6 @@ def draw_kernel(
             p = tl.arange(0, BLOCK_PARTS)
             value = tl.load(keys + row * parts + p, mask=p < parts, other=LEAST, cache_modifier=".cg")
             word = tl.load(ids + row * parts + p, mask=p < parts, other=VOCAB, cache_modifier=".cg")
-            tl.store(out + row, tl.min(tl.where(value == tl.max(value, 0), word, VOCAB), 0))
+            most_of_all = tl.max(value, 0)
+            first = tl.min(tl.where(value == most_of_all, word, VOCAB), 0)
+            tl.store(out + row, tl.where(most_of_all == NOT_FINITE, -1, first))

@@ -41,11 +41,27 @@ def _greedy_cases(dtype: str) -> Iterator[Case]:
     x[5, 3] = 9e3
     x[7] = -1.0
     x[7, [2, 5]] = -0.0, 0.0  # equal
-    x[6] = -np.inf
+    x[6] = -3e38
     x[6, 99] = -1e30
     yield Case("ties", {"logits": x})
     yield Case("strided", {"logits": strided(x)})
+    yield Case("not finite", {"logits": _with_not_finite(x)})
     yield Case("64 rows of 151936", _big_logits, ("bench",))
+
+
+def _with_not_finite(logits: np.ndarray, first: int = 0) -> np.ndarray:
+    """A copy with one entry that is no number in each of five rows from `first` on: the last row all of them."""
+    x = logits.copy()
+    column = x.shape[1] // 2
+    for row, value in enumerate((np.nan, np.inf, -np.inf, -np.nan), first):
+        x[row, column] = value
+    x[first + 4] = np.nan
+    return x
+
+
+def _without_not_finite(logits: np.ndarray) -> np.ndarray:
+    """A copy in which what is no number is small: what a sampler sees that takes it as masked."""
+    return np.where(np.isfinite(logits), logits, np.float32(-3e38))
 
 
 judged_by(
@@ -64,6 +80,10 @@ judged_by(
             "bfloat16": lambda xp, logits: np.argmax(_to_bfloat16(logits), axis=-1).astype(np.int32),
             "Q16 only": lambda xp, logits: np.argmax(sampling.quantize_logits(xp, logits), axis=-1).astype(np.int32),
             "magnitudes": lambda xp, logits: np.argmax(np.abs(logits), axis=-1).astype(np.int32),
+            "not finite as masked": lambda xp, logits: np.argmax(_without_not_finite(logits), axis=-1).astype(np.int32),
+            "minus infinity as masked": lambda xp, logits: sampling.greedy_sample(
+                xp, np.where(logits == -np.inf, np.float32(-3e38), logits)
+            ),
         },
     ),
 )
@@ -241,9 +261,10 @@ judged_by(
 
 def _sample_arguments(rng: np.random.Generator, rows: int, vocab: int, filtered: bool) -> Arguments:
     logits = _logits(rng, rows, vocab)
-    logits[4, : vocab // 2] = np.nan
     logits[7, 10:13] = 8500.0, 9000.0, 8600.0  # equal scores: the logits decide in a greedy row
+    logits = _with_not_finite(logits, 11)  # the last of them is a greedy row
     scores = sampling.quantize_logits(_numpy(), logits)
+    scores[4, : vocab // 2] = MASKED
     temperature = rng.choice([0.3, 0.7, 1.0, 2.0], rows)
     top_k, top_p = rng.choice([0, 1, 2, 3, 20], rows), rng.choice([0.05, 0.3, 0.6, 0.9, 1.0], rows)
     min_p = rng.choice([0.0, 0.01, 0.1, 0.3], rows)
@@ -314,6 +335,7 @@ class _Sample:
             "temperature inverted": lambda: {"scale": np.float32(LOG2_E**2) / a["scale"]},
             "temperature off by two percent": lambda: {"scale": a["scale"] * np.float32(1.02)},
             "filters off": lambda: {"filtered": False},
+            "not finite as masked": lambda: {"logits": _without_not_finite(a["logits"])},
         }
         if self.fault in change:
             return sampling.sample(xp, **{**a, **change[self.fault]()})
@@ -341,7 +363,8 @@ class _Sample:
             first = logits.shape[1] - 1 - np.argmax(at_top[:, ::-1], axis=-1)
         if self.fault == "masked tokens drawn":
             drawn = np.argmax(noise - np.where(scores == MASKED, 0, far), axis=-1)
-        return np.where(a["greedy"] > 0, first, drawn).astype(np.int32)
+        finite = np.isfinite(logits).all(axis=-1)
+        return np.where(finite, np.where(a["greedy"] > 0, first, drawn), -1).astype(np.int32)
 
     def _filter(self, xp: Any, a: Arguments, far: Any, keep: Any) -> Any:
         if self.fault == "top-p before top-k":
@@ -382,6 +405,7 @@ SAMPLE_FAULTS = (
     *("top-p ignored", "greedy ignored", "greedy by scores only", "temperature ignored", "temperature inverted"),
     *("temperature off by two percent", "filters off", "noise of the next token", "noise in natural units"),
     *("greedy ties to the higher id", "masked tokens drawn", "top-p before top-k", "min-p last"),
+    "not finite as masked",
     *("top-p one token short", "top-p one token more", "top-p passed, not reached"),
 )
 

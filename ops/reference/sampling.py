@@ -9,6 +9,9 @@ A draw takes the token with the largest `log2 p + noise`, noise = -log2(-log2 u)
 (up to a constant that moves no maximum). u is a hash of (seed, position, token id), so a token does not depend on the
 batch, on preemption or on the backend.
 
+A row with a logit that is not finite (NaN or an infinity) names no token: the result is -1, and whoever reads it ends
+the request. A token of such a row would be an accident of the comparison.
+
 What is lost: logits are kept to 2^-16 and within +-8192, the noise to 1.4e-4 in log2 units; gaps to the best token are
 cut at 256 in logits and at 64 in log2 units (a token 2^-38 as probable as the best can never win), and probabilities
 below 2^-26 of the best count as 0 in top-p.
@@ -18,6 +21,7 @@ Shapes: `row` sampled requests, `vocab` at most 2^18.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..declare import Array, Contract, define
@@ -34,12 +38,21 @@ INTEGER = Contract(
     accumulate="int32, exact",
     nan="counts as masked",
 )
+NO_TOKEN = -1
+"""What a row with a logit that is not finite gets instead of a token."""
+NO_TOKEN_FOR_NAN = "a row with a NaN or an infinity gives -1"
 
 
-@define(contract=Contract(rounds="nowhere", accumulate="none", nan="unspecified"))
+@define(contract=Contract(rounds="nowhere", accumulate="none", nan=NO_TOKEN_FOR_NAN))
 def greedy_sample(xp: Any, logits: Array) -> Array:
-    """The first of the largest logits: [row vocab] float32 -> [row] int32."""
-    return xp.astype(xp.argmax(logits, axis=-1), xp.int32)
+    """The first of the largest logits, -1 if one is not finite: [row vocab] float32 -> [row] int32."""
+    return _if_finite(xp, logits, xp.argmax(logits, axis=-1))
+
+
+def _if_finite(xp: Any, logits: Array, token: Array) -> Array:
+    """`token` [row] of the rows whose logits are all finite, else -1."""
+    finite = xp.all(xp.isfinite(logits), axis=-1)
+    return xp.astype(xp.where(finite, token, NO_TOKEN), xp.int32)
 
 
 @define(contract=INTEGER)
@@ -89,7 +102,7 @@ def _quantize(xp: Any, logits: Array, scaled: Array) -> Array:
     return xp.where(xp.isnan(logits), MASKED, xp.to_int(xp.clip(number, -limit, limit)))
 
 
-@define(contract=INTEGER)
+@define(contract=replace(INTEGER, nan=NO_TOKEN_FOR_NAN))
 def sample(
     xp: Any,
     logits: Array,
@@ -104,7 +117,7 @@ def sample(
     min_p: Array,
     filtered: bool,
 ) -> Array:
-    """One token a row -> [row] int32. See `shared/step.py` for the encoded parameters.
+    """One token a row, -1 if a logit is not finite -> [row] int32. See `shared/step.py` for the encoded parameters.
 
     A greedy row takes the largest score, among equal scores the largest of `logits`. `filtered` off skips min-p, top-k
     and top-p, for steps in which no row asks for them. They apply in this order, each to what the one before it left.
@@ -120,8 +133,8 @@ def sample(
     token = xp.arange(scores.shape[1], dtype=xp.int32, device=device_of(scores))
     noise = gumbel_log2(xp, hash_tokens(xp, token[None, :], position[:, None], seed_lo[:, None], seed_hi[:, None]))
     drawn = xp.argmax(xp.where(keep, noise - far, MASKED), axis=-1)
-    first = xp.argmax(xp.where((scores == best) & ~xp.isnan(logits), logits, -float("inf")), axis=-1)
-    return xp.astype(xp.where(greedy > 0, first, drawn), xp.int32)
+    first = xp.argmax(xp.where(scores == best, logits, -float("inf")), axis=-1)
+    return _if_finite(xp, logits, xp.where(greedy > 0, first, drawn))
 
 
 def _top_k_limit(xp: Any, far: Array, keep: Array, top_k: Array) -> Array:
