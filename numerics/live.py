@@ -74,6 +74,8 @@ def attach(engine: Any, config: EngineConfig, folder: str) -> Camera:
     for name, value in wanted.items():
         if getattr(engine.config, name) != value:
             raise ConfigError(f"capture: got {name} {getattr(engine.config, name)}, allowed is {value}")
+    if any(Path(policy.folder).glob("step-*")):
+        raise ConfigError(f"capture: {policy.folder} holds bundles of an earlier run; give another folder")
     engine.worker = camera = Camera(engine, policy, config.model, folder)
     return camera
 

@@ -268,12 +268,19 @@ def run_generate(arguments: argparse.Namespace) -> int:
             "device": llm.engine.device.platform,
             "dtype": llm.engine.config.dtype,
         }
+    failed = False
     for index, output in enumerate(outputs):
         if output.error is not None:
             print(f"twinfer: error: prompt {index}: {_one_line(output.error)}", file=sys.stderr)
         for completion in output.outputs:
-            print(json.dumps(_record(output, completion) | where) if arguments.json else _text(output, completion))
-    return 2 if any(output.error for output in outputs) else 0
+            record = _record(output, completion) | where
+            print(json.dumps(record, allow_nan=False) if arguments.json else _text(output, completion))
+            if completion.finish_reason == "error":
+                failed = True
+                print(f"twinfer: error: prompt {index}: {completion.stop_reason}", file=sys.stderr)
+    if any(output.error for output in outputs):
+        return 2
+    return 1 if failed else 0
 
 
 def _prompts(arguments: argparse.Namespace) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..shared.detokenizer import Detokenizer
 from ..shared.engine import Update
-from ..shared.request import FinishReason, Request, RequestState
+from ..shared.request import NOT_FINITE, FinishReason, Request, RequestState
 from ..shared.tokenizer import Tokenizer
 from .outputs import CompletionOutput
 
@@ -39,8 +39,7 @@ class Completion:
             output.logprobs.append(update.logprobs)
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + update.logprobs[update.token].logprob
         if update.finished:
-            reason = self.request.finish_reason or FinishReason.ERROR
-            output.finish_reason = reason.value
+            reason = self._take_reason()
             if reason is FinishReason.STOP:
                 output.stop_reason = update.token if update.token in params.stop_token_ids else None
         if self._text is not None:
@@ -63,7 +62,15 @@ class Completion:
         """Whether nothing more will come: it is done, or its request was ended from outside."""
         if not self.done and self.request.state is RequestState.FINISHED:
             self.done = True
-            self.output.finish_reason = (self.request.finish_reason or FinishReason.ERROR).value
+            self._take_reason()
             if self._text is not None:
                 self.output.text += self._text.finish()
         return self.done
+
+    def _take_reason(self) -> FinishReason:
+        """Say in the output why the request ended."""
+        reason = self.request.finish_reason or FinishReason.ERROR
+        self.output.finish_reason = reason.value
+        if reason is FinishReason.ERROR:
+            self.output.stop_reason = NOT_FINITE
+        return reason

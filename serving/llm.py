@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ class LLM:
         with StartBar(f"{backend}: starting", shown=progress) as bar:
             self.engine = Engine(config, model_config, folder, bar.update)
         self._next_id = 0
-        self._generating = False
+        self._generating = threading.Lock()
 
     def __enter__(self) -> LLM:
         return self
@@ -70,28 +71,36 @@ class LLM:
         """
         batch: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
         settings = _per_prompt(params, len(batch))
-        if self._generating:
+        if self._generating.locked():
             raise RequestError("prompts", "generate() is running already; on_finish and other threads cannot call it")
+        with self._generating:
+            try:
+                self.engine.abort_all()  # what an interrupt in the last call's own clean-up left behind
+                return self._generate(batch, settings, progress, return_errors, on_finish)
+            except BaseException:
+                self.engine.abort_all()
+                raise
+
+    def _generate(
+        self,
+        batch: Sequence[Any],
+        settings: Sequence[SamplingParams],
+        progress: bool,
+        return_errors: bool,
+        on_finish: Callable[[RequestOutput], None] | None,
+    ) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         live: dict[str, tuple[RequestOutput, Completion]] = {}
-        self._generating = True
-        try:
-            for prompt, setting in zip(batch, settings, strict=True):
-                outputs.append(RequestOutput(str(self._next_id), prompt if isinstance(prompt, str) else None, []))
-                self._next_id += 1
-                try:
-                    live.update(self._add(outputs[-1], prompt, setting))
-                except RequestError as error:
-                    outputs[-1].error = error
-                    if not return_errors:
-                        raise
-            self._run(live, progress, on_finish)
-        except BaseException:
-            for request_id in live:
-                self.engine.abort(request_id)
-            raise
-        finally:
-            self._generating = False
+        for prompt, setting in zip(batch, settings, strict=True):
+            outputs.append(RequestOutput(str(self._next_id), prompt if isinstance(prompt, str) else None, []))
+            self._next_id += 1
+            try:
+                live.update(self._add(outputs[-1], prompt, setting))
+            except RequestError as error:
+                outputs[-1].error = error
+                if not return_errors:
+                    raise
+        self._run(live, progress, on_finish)
         return outputs
 
     def chat(

@@ -9,7 +9,10 @@ from ..shared.engine import TokenLogprobs
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. `finish_reason` is stop, length, abort or error; `stop_reason` the stop string or token id."""
+    """One completion. `finish_reason` is stop, length, abort or error.
+
+    `stop_reason` is the stop string or token id that ended it; of an error, what went wrong.
+    """
 
     index: int
     text: str = ""

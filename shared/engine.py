@@ -10,14 +10,16 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from .config import Change, EngineConfig, ResolvedConfig, resolve
-from .errors import ConfigError, InternalError, RequestError
+from .errors import ConfigError, EngineDead, InternalError, RequestError
+from .interrupts import DeferredInterrupts
 from .models.config import ModelConfig, show
 from .packer import pack
 from .request import FinishReason, Request
@@ -29,6 +31,8 @@ from .worker import ProgramReport, Progress, StepHandle, attach_camera, backend_
 
 MAX_PRIORITY = 1000
 MAX_SALT_LENGTH = 256
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say; OpenAI's API uses the same number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,7 @@ class Engine:
         self._step_id = 0
         self._num_requests = 0
         self._closed = False
+        self._dead: str | None = None
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         if config.capture is not None:
             attach_camera(self, config, folder)
@@ -147,9 +152,8 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> Request:
-        """Queue a request. Raises RequestError; the engine and other requests are unaffected."""
-        if self._closed:
-            raise InternalError("the engine is closed")
+        """Queue a request. Raises RequestError, which leaves the engine and other requests alone, or EngineDead."""
+        self._check_usable()
         tokens = token_array(prompt)
         outside = (tokens < 0) | (tokens >= self.model.vocab_size)
         if outside.any():
@@ -174,42 +178,91 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
         )
-        self.scheduler.add(request)
-        self._num_requests += 1
-        if params.prompt_logprobs is not None:
-            self._prompt_logprobs[request_id] = [None] * len(tokens)
+        with self._changing_books():
+            self.scheduler.add(request)
+            self._num_requests += 1
+            if params.prompt_logprobs is not None:
+                self._prompt_logprobs[request_id] = [None] * len(tokens)
         return request
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is; False if it is not known (any more)."""
-        self._prompt_logprobs.pop(request_id, None)
-        return self.scheduler.abort(request_id)
+        return self.finish(request_id, FinishReason.ABORT)
 
     def finish(self, request_id: str, reason: FinishReason) -> bool:
-        """End a request because its text is complete (a stop string)."""
-        self._prompt_logprobs.pop(request_id, None)
-        return self.scheduler.finish(request_id, reason)
+        """End a request for a reason of the caller's, such as a stop string; False if it is not known (any more)."""
+        if self._dead is not None:
+            return False  # all requests ended with the engine
+        with self._changing_books():
+            self._prompt_logprobs.pop(request_id, None)
+            return self.scheduler.finish(request_id, reason)
+
+    def abort_all(self) -> None:
+        """End all requests. Whoever got an exception out of `add` or `step` and goes on calls this first."""
+        if self._dead is None and not self._closed:
+            with self._changing_books():
+                self._abort_all()
+
+    def _abort_all(self) -> None:
+        self._prompt_logprobs.clear()
+        for request_id in list(self.scheduler.requests):
+            self.scheduler.abort(request_id)
 
     @property
     def has_work(self) -> bool:
         """Whether `step()` has anything to do."""
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self._dead is None and (self.scheduler.has_work or bool(self._in_flight))
 
     def step(self) -> list[Update]:
         """Start what can be started, then read the oldest step in flight.
 
-        If that fails, or is interrupted, all requests end with the reason ERROR before the exception leaves; the engine
-        takes new ones.
+        An interrupt (SIGINT) waits for the end of the step; then all requests are aborted before KeyboardInterrupt
+        leaves, and the engine takes new ones.
+
+        Any other exception ends the engine: from then on what the device holds, what the host believes that it holds
+        and the books may disagree. All requests end with the reason ERROR, and every later call raises EngineDead.
         """
+        self._check_usable()
+        with self._changing_books():
+            return self._step()
+
+    def _check_usable(self) -> None:
+        if self._dead is not None:
+            raise EngineDead(f"the engine has ended, make a new one: {self._dead}")
         if self._closed:
             raise InternalError("the engine is closed")
+
+    @contextmanager
+    def _changing_books(self) -> Iterator[None]:
+        """Holds interrupts back; an exception in the middle ends the engine, unless it is a refused request's."""
+        with DeferredInterrupts() as interrupts:
+            try:
+                yield
+            except RequestError:
+                raise
+            except BaseException as error:
+                self._end(error)
+                raise
+            try:
+                interrupts.deliver()
+            except BaseException:
+                self._withdraw()
+                raise
+
+    def _withdraw(self) -> None:
         try:
-            return self._step()
-        except BaseException:
-            self._in_flight.clear()
-            self._prompt_logprobs.clear()
-            self.scheduler.fail()
+            self._abort_all()
+        except BaseException as error:
+            self._end(error)
             raise
+
+    def _end(self, error: BaseException) -> None:
+        """From now on the engine only says why it has ended."""
+        words = " ".join(str(error).split()) or "no message"
+        self._dead = f"step {self._step_id} failed with {type(error).__name__}: {words}"
+        self._in_flight.clear()
+        self._prompt_logprobs.clear()
+        self.scheduler.abandon()
 
     def _step(self) -> list[Update]:
         while len(self._in_flight) < self._depth:
@@ -258,6 +311,10 @@ class Engine:
             if kept is None or wanted is None or not live[i]:
                 continue
             start, end = int(scheduled.starts[i]), int(scheduled.ends[i])
+            if np.isnan(top.chosen[int(first[i]) : int(first[i]) + end - start]).any():
+                del self._prompt_logprobs[request.request_id]
+                self.scheduler.finish(request.request_id, FinishReason.ERROR)
+                continue
             for position in range(start, min(end, len(kept) - 1)):
                 row = int(first[i]) + position - start
                 kept[position + 1] = _row(top, row, int(targets[row]), wanted)
@@ -325,6 +382,8 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def _row(top: TopLogprobs, row: int, token: int, count: int) -> TokenLogprobs:
-    ids, values = top.top_ids[row, :count].tolist(), top.top[row, :count].tolist()
+    ids = top.top_ids[row, :count].tolist()
+    values = np.maximum(top.top[row, :count], LEAST_LOGPROB).tolist()
     best = {i: Logprob(value, rank + 1) for rank, (i, value) in enumerate(zip(ids, values, strict=True))}
-    return {token: Logprob(float(top.chosen[row]), int(top.rank[row]))} | best
+    chosen = max(float(top.chosen[row]), LEAST_LOGPROB)
+    return {token: Logprob(chosen, int(top.rank[row]))} | best

@@ -10,6 +10,7 @@ TwinferError                     500  exit 1
 │   └── RequestError             400  exit 2   one request is wrong; other requests go on
 ├── Overloaded                   503  exit 1   admission refused; try again later
 ├── BackendUnavailable           500  exit 4   the framework or the device is not there
+├── EngineDead                   500  exit 1   a step failed, so that nothing that the engine holds can be trusted
 └── InternalError                500  exit 1   a broken invariant: a bug of ours
     └── OutsideTable             500  exit 1   a shape that was not compiled before *ready*
 """
@@ -71,6 +72,10 @@ class BackendUnavailable(TwinferError):
     """A framework or a device is missing on this machine."""
 
     exit_code = 4
+
+
+class EngineDead(TwinferError):
+    """A step failed earlier: cache, mirrors and books may disagree. The message says what failed; make a new engine."""
 
 
 class InternalError(TwinferError):

@@ -170,6 +170,12 @@ class KVManager:
             self._digest_of[page] = digest
             self._registered[page] = True
 
+    def forget(self, pages: Iterable[int]) -> None:
+        """Let nobody find the held `pages` any more: their content is doubtful. Whoever holds one keeps it."""
+        for page in pages:
+            if page in self._digest_of:
+                self._forget(page)
+
     def reset(self) -> None:
         """Forget all content, e.g. because the weights changed. Raises InternalError if a page is held."""
         if self.num_held:

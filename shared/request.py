@@ -13,9 +13,11 @@ import numpy as np
 from .errors import InternalError, RequestError
 from .sampling_params import INT32_MAX, SamplingParams
 
+NOT_FINITE = "the model's logits were not finite (NaN or infinity)"
+
 
 class FinishReason(StrEnum):
-    """Why a request ended. `STOP` covers end-of-sequence, stop token ids and stop strings."""
+    """Why a request ended. `STOP` covers end-of-sequence, stop token ids and stop strings. `ERROR`: see NOT_FINITE."""
 
     STOP = "stop"
     LENGTH = "length"

@@ -65,7 +65,7 @@ class StepEvents:
     a request appears once for each of its tokens, which follow one another.
 
     `finished` are those of `requests` that ended with it; their `finish_reason` is set and `output` complete.
-    Requests that ended or were preempted while the step was in flight do not appear.
+    Requests that ended or were preempted while the step was in flight do not appear, nor those that it gave no token.
     """
 
     requests: Sequence[Request]

@@ -100,6 +100,8 @@ class SchedulerMetrics:
     preemptions: int
     padded_share: float
     """Tokens computed for padding, over all tokens computed."""
+    errors: int
+    """Requests that ended with ERROR: a logit was not finite."""
 
 
 class _Group(NamedTuple):
@@ -163,6 +165,7 @@ class Scheduler:
         self._prefix_queries = 0
         self._prefix_hits = 0
         self._preemptions = 0
+        self._errors = 0
 
     # Requests
 
@@ -211,15 +214,21 @@ class Scheduler:
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
         else:
-            self._stop_running(request)
+            self._stop_running(request, trusted=reason is not FinishReason.ERROR)
+        self._errors += reason is FinishReason.ERROR
         del self._requests[request.request_id]
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.page_hashes.clear()
 
-    def _stop_running(self, request: Request) -> None:
-        row = request.row
-        self._register(request, row, int(min(self.table.known[row], self.table.computed[row])) // self.config.page_size)
+    def _stop_running(self, request: Request, trusted: bool = True) -> None:
+        """Take the row and the pages from `request`; not `trusted`: nobody is to find what they hold."""
+        table, row = self.table, request.row
+        if trusted:
+            num_written = int(min(table.known[row], table.computed[row]))
+            self._register(request, row, num_written // self.config.page_size)
+        else:
+            self.kv.forget(table.pages_of(row))
         if self._decoding.pop(row, None) is None:
             self._prefilling.remove(request)
         else:
@@ -442,6 +451,8 @@ class Scheduler:
     def update(self, step: ScheduledStep, tokens: np.ndarray) -> StepEvents:
         """Take the tokens `[at least R]` that the oldest step in flight sampled; requests that are done end here.
 
+        A token of -1 says that a logit was not finite: its request ends with ERROR and without another token.
+
         A loop brings `[m, at least R]` for m steps, fewer than it was to do if it stopped early.
 
         Raises InternalError, and changes nothing, if it is another step or tokens are missing.
@@ -458,16 +469,21 @@ class Scheduler:
         live = table.epoch[rows] == step.epochs
         if not step.decode_only:
             live &= step.samples
+        broken = live & (taken < 0)
+        live &= ~broken
         indices = np.flatnonzero(live)
         if len(indices) < len(rows):
             rows, ends, taken = rows[indices], ends[indices], taken[indices]
             requests = [step.requests[index] for index in indices.tolist()]
+        failed = [step.requests[index] for index in np.flatnonzero(broken).tolist()]
         lengths = ends + 1
         table.tokens_flat[rows * table.max_model_len + ends] = taken
         table.known[rows] = lengths
         finished = self._find_finished(rows, lengths, taken, requests)
         for request, reason in finished:
             self._end(request, reason)
+        for request in failed:
+            self._end(request, FinishReason.ERROR)
         return StepEvents(requests, taken, indices, [request for request, _ in finished])
 
     def _update_loop(self, step: ScheduledStep, tokens: np.ndarray) -> StepEvents:
@@ -485,20 +501,30 @@ class Scheduler:
             # Neither the steps that were left out nor a loop chained to this one happened.
             table.computed[rows] = ends - 1 + done
             table.total[rows] = ends + done
-        # Of each request: its tokens up to the first that ends it.
-        hits = (table.stop_ids[rows] == taken[:, :, None]).any(axis=2)
+        # Of each request: its tokens up to the first that ends it, without that one if it is no token.
+        column = np.arange(len(rows))
+        hits = (table.stop_ids[rows] == taken[:, :, None]).any(axis=2) | (taken < 0)
         counts = np.where(hits.any(axis=0), hits.argmax(axis=0) + 1, done) if done else np.zeros(0, np.int64)
-        owner = np.arange(len(rows)).repeat(counts)
+        last = taken[counts - 1, column]
+        broken = last < 0
+        counts -= broken
+        owner = column.repeat(counts)
         iteration = np.arange(len(owner)) - (np.cumsum(counts) - counts).repeat(counts)
         made = taken[iteration, owner]
         table.tokens_flat[rows[owner] * table.max_model_len + ends[owner] + iteration] = made
         table.known[rows] = ends + counts
-        finished = self._find_finished(rows, ends + counts, taken[counts - 1, np.arange(len(rows))], requests)
+        whole = np.flatnonzero(~broken)
+        finished = self._find_finished(
+            rows[whole], (ends + counts)[whole], last[whole], [requests[i] for i in whole.tolist()]
+        )
         for request, reason in finished:
             self._end(request, reason)
-        return StepEvents(
-            [requests[i] for i in owner.tolist()], made, live[owner], [request for request, _ in finished]
-        )
+        failed = [requests[index] for index in np.flatnonzero(broken).tolist()]
+        for request in failed:
+            self._end(request, FinishReason.ERROR)
+        ended = [request for request, _ in finished]
+        ended += [request for request, count in zip(failed, counts[broken].tolist(), strict=True) if count]
+        return StepEvents([requests[i] for i in owner.tolist()], made, live[owner], ended)
 
     def _find_finished(
         self, rows: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, requests: Sequence[Request]
@@ -527,6 +553,7 @@ class Scheduler:
             prefix_hits=self._prefix_hits,
             preemptions=self._preemptions,
             padded_share=self.padding.padded_share,
+            errors=self._errors,
         )
 
     def reset_prefix_cache(self) -> bool:
@@ -536,13 +563,13 @@ class Scheduler:
         self.kv.reset()
         return True
 
-    def fail(self) -> None:
-        """End all requests with ERROR, forget the steps in flight and all cached pages: a step failed on the device."""
-        for request in list(self._requests.values()):
-            self._end(request, FinishReason.ERROR)
+    def abandon(self) -> None:
+        """End all requests with ERROR, and touch no books, which may disagree: nothing is scheduled ever after."""
+        for request in self._requests.values():
+            request.state = RequestState.FINISHED
+            request.finish_reason = FinishReason.ERROR
+        self._requests = {}
         self._in_flight.clear()
-        self._halted = False
-        self.kv.reset()
 
     def check_integrity(self) -> None:
         """Raise InternalError, naming the fault, unless all books agree. Changes nothing; slow, for tests."""

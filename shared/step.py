@@ -218,6 +218,8 @@ class TopLogprobs:
 class StepOutput:
     """What came back: `tokens [R]` by request (meaningless where nothing was sampled), log-probabilities if asked.
 
+    A token of -1 says that a logit of its row was not finite.
+
     Of a loop that did m iterations, `tokens [m, R]`.
     """
 

@@ -1,4 +1,4 @@
-"""The engine core: aborts at any time, failures of a step, late ends, and the counters."""
+"""The engine core: aborts at any time, late ends, and the counters. Failures: test_engine_failures.py."""
 
 import numpy as np
 import pytest
@@ -50,28 +50,6 @@ def test_an_abort_at_any_step_leaves_the_others_alone(engine):
         assert victim.finish_reason is FinishReason.ABORT
     assert not engine.abort("nobody")
     assert engine.metrics().cache_usage == 0
-
-
-def test_a_step_that_fails_ends_its_requests_and_not_the_engine(engine):
-    (prompt,) = prompts(30)
-    (want,) = finish(engine, engine.add("before", prompt, GREEDY))
-    execute, calls = engine.worker.execute, []
-
-    def fail(step):
-        calls.append(step)
-        if len(calls) == 4:
-            raise RuntimeError("the device is on fire")
-        return execute(step)
-
-    engine.worker.execute = fail
-    a, b = engine.add("a", prompt, GREEDY), engine.add("b", prompt, GREEDY)
-    with pytest.raises(RuntimeError, match="fire"):
-        finish(engine)
-    assert a.finish_reason is b.finish_reason is FinishReason.ERROR
-    assert not engine.has_work
-    engine.scheduler.check_integrity()
-    assert engine.metrics().cache_usage == 0
-    assert finish(engine, engine.add("after", prompt, GREEDY)) == [want]
 
 
 def test_an_end_of_sequence_found_late_costs_nothing_but_a_step(engine):

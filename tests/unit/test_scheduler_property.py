@@ -45,7 +45,12 @@ def attend(stored: np.ndarray) -> np.ndarray:
 
 
 def draw(hidden: int, position: int, fields: dict[str, int], history: list[int] | None, allowed: np.ndarray) -> int:
-    """The token of one request. Greedy uses no seed; filters and penalties count where they are on."""
+    """The token of one request. Greedy uses no seed; filters and penalties count where they are on.
+
+    Now and then there is none (-1), as when a logit is not finite.
+    """
+    if int(mix(hidden, 3)[0]) % 97 == 0:
+        return -1
     parts = [hidden, position]
     if not fields["greedy"]:
         parts += [fields["seed_lo"], fields["seed_hi"], fields["scale"]]
@@ -70,8 +75,11 @@ def expected_output(request: Request) -> tuple[list[int], FinishReason]:
         if len(output) < params.min_tokens:
             allowed = np.setdiff1d(allowed, request.stop_ids)
         history = tokens if params.repetition_penalty != 1.0 else None
-        output.append(draw(int(hidden[-1]), len(tokens), fields, history, allowed))
-        tokens = [*tokens, output[-1]]
+        token = draw(int(hidden[-1]), len(tokens), fields, history, allowed)
+        if token < 0:
+            return output, FinishReason.ERROR
+        output.append(token)
+        tokens = [*tokens, token]
         if output[-1] in request.stop_ids and len(output) > params.min_tokens:
             return output, FinishReason.STOP
         if len(tokens) == request.max_total:
@@ -152,7 +160,8 @@ class MockWorker:
                 after[new] = attend(self.memory[layer, readable])[positions[new]]
             hidden = mix(after, layer + 1)
         sampled = self._sample(step, hidden[step.field("sample_index")])
-        self.last_tokens[sampling_layout(len(rows)).view(step.sampling, "sample_rows")] = sampled
+        sample_rows = sampling_layout(len(rows)).view(step.sampling, "sample_rows")
+        self.last_tokens[sample_rows] = np.maximum(sampled, 0)
         return sampled
 
     def _sample(self, step: StepInput, hidden: np.ndarray) -> np.ndarray:
@@ -370,3 +379,4 @@ def test_random_schedules_give_each_request_the_tokens_it_gets_alone(data: st.Da
     event(f"preemptions: {min(metrics.preemptions, 3)}")
     event(f"prefix hits: {metrics.prefix_hits > 0}")
     event(f"loops: {run.loops > 0}")
+    event(f"errors: {min(metrics.errors, 3)}")
