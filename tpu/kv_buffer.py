@@ -4,6 +4,9 @@ The buffer is [layer * page, slot, word, row, lane]: a slot's entries in the ord
 into rows of 128 lanes where heads are 64, 128 or 256 wide, and words of as many rows as fill 32 bits
 (`kernels.cache.slot_form`). Lanes of a TPU come by 128, so heads of 80 and 96 take the space of 128 there (1.6 and 1.33
 times their bytes), and so do those of 64 where a shard has an odd number of them.
+
+On a CPU a slot is heads, as the ops see it, and narrow floats are held as the unsigned integers of their bits. XLA's
+CPU compiler computes bfloat16 in float32: to write one token it would convert the whole cache there and back.
 """
 
 from __future__ import annotations
@@ -25,13 +28,43 @@ ROW_MAJOR = Layout((0, 1, 2, 3, 4))
 
 def buffer(model: ModelConfig, config: ResolvedConfig, num_pages: int, dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """The buffer on `mesh` with a scratch page, its layout pinned where the compiler would choose another."""
-    shards = config.tensor_parallel_size
-    words, *tile = local_dims(model, shards, dtype)
-    shape = (model.num_layers * (num_pages + 1), config.page_size, shards * words, *tile)
+    shards, platform = config.tensor_parallel_size, mesh.devices.flat[0].platform
+    pages = model.num_layers * (num_pages + 1), config.page_size
     place: Any = on(mesh, CACHE)
-    if mesh.devices.flat[0].platform == "tpu":
+    if not in_words(platform):
+        local = local_config(model, shards)
+        shape = (*pages, shards * 2 * local.num_kv_heads, local.head_dim)
+        return jax.ShapeDtypeStruct(shape, bits_of(dtype), sharding=place)
+    words, *tile = local_dims(model, shards, dtype)
+    if platform == "tpu":
         place = Format(ROW_MAJOR, place)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    return jax.ShapeDtypeStruct((*pages, shards * words, *tile), dtype, sharding=place)
+
+
+def in_words(platform: str) -> bool:
+    """Whether a slot is held as words of rows of lanes; else it is heads."""
+    return platform != "cpu"
+
+
+def bits_of(dtype: Any) -> Any:
+    """The unsigned integer that holds the bits of a float of one or two bytes; other dtypes hold themselves."""
+    dtype = jnp.dtype(dtype)
+    if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):
+        return jnp.dtype(f"uint{8 * dtype.itemsize}")
+    return dtype
+
+
+def as_heads(buffer: jax.Array, head_dim: int, dtype: Any) -> jax.Array:
+    """What the ops see of the buffer: [page slot 2*kvhead hdim] of `dtype`. The same entries in the same order."""
+    heads = buffer.reshape(*buffer.shape[:2], -1, head_dim)
+    return heads if heads.dtype == dtype else jax.lax.bitcast_convert_type(heads, dtype)
+
+
+def as_buffer(heads: jax.Array, buffer: jax.Array) -> jax.Array:
+    """The inverse of `as_heads`: `heads` in the form of `buffer`."""
+    if heads.dtype != buffer.dtype:
+        heads = jax.lax.bitcast_convert_type(heads, buffer.dtype)
+    return heads.reshape(buffer.shape)
 
 
 def local_dims(model: ModelConfig, shards: int, dtype: Any) -> tuple[int, int, int]:

@@ -61,7 +61,10 @@ def program_model(model: ModelConfig, config: ResolvedConfig, plans: Plans, mesh
     """What the programs of a model are made of."""
     ops = {kind: bind_on(plan, mesh) for kind, plan in plans.by_kind.items()}
     physical = physical_config(model, config.tensor_parallel_size)
-    return programs.Model(physical, ops, step_shape(model, config), config.scan_layers, config.decode_steps)
+    cache_dtype = jnp.dtype(config.kv_cache_dtype)
+    return programs.Model(
+        physical, ops, step_shape(model, config), config.scan_layers, cache_dtype, config.decode_steps
+    )
 
 
 def describe(model: ModelConfig, config: ResolvedConfig, segments: Segments, num_pages: int, mesh: Mesh) -> Shapes:

@@ -68,7 +68,9 @@ def record(plan: Plan, model: ModelConfig, config: ResolvedConfig, kind: str) ->
         model = replace(model, num_layers=len(windows), layer_windows=windows)
     shape = StepShape(config.pages_per_request, config.max_num_seqs, config.max_model_len, model.vocab_size)
     ops = plan.bind(recorder.wrap)
-    tools = programs.Model(model, {"decode": ops, "mixed": ops, "sample": ops}, shape, scan=False)
+    tools = programs.Model(
+        model, {"decode": ops, "mixed": ops, "sample": ops}, shape, False, jnp.dtype(config.kv_cache_dtype)
+    )
     dtype = jnp.dtype(config.dtype)
 
     def array(*dims: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:

@@ -14,6 +14,7 @@ from ..bucketing import Descriptor
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
 from ..shared.step import Sampler, StepShape, processor_layout
+from .kv_buffer import as_buffer, as_heads
 from .state import State, diff_layout, sampling_fields, updated
 
 Weights = Mapping[str, Any]
@@ -29,13 +30,15 @@ class Model:
     stacked layers, else they are unrolled.
 
     Weights come as {"embed", "norm", ["head"], "segments": one dict of stacked weights [n, ...] per run of layers that
-    share a window (or per layer, unrolled)}. `decode_steps`: the most steps that a loop does.
+    share a window (or per layer, unrolled)}. `decode_steps`: the most steps that a loop does. `cache_dtype`: of the
+    keys and values that the ops see.
     """
 
     config: ModelConfig
     ops: Mapping[str, Any]
     shape: StepShape
     scan: bool
+    cache_dtype: Any
     decode_steps: int = 1
 
     @property
@@ -111,15 +114,14 @@ def _layer(
 ) -> tuple[Any, None]:
     weights, index = layer
     hidden, residual, buffer = state
-    # A slot is held as rows of lanes (kv_buffer.py); to the ops it is heads: the same entries in the same order.
-    kv = buffer.reshape(*buffer.shape[:2], -1, model.config.head_dim)
+    kv = as_heads(buffer, model.config.head_dim, model.cache_dtype)
     # Layer l owns the pages [l * P, (l + 1) * P) of the one buffer: no slice of it is ever taken or put back.
     slots = jnp.where(batch.slots < 0, -1, batch.slots + index * pages * kv.shape[1])
     here = batch._replace(page_table=batch.page_table + index * pages, slots=slots)
     ops, query_len = model.ops[descriptor.kind], descriptor.max_query_len
     function = decoder.layer_function(model.config)
     hidden, residual, kv = function(ops, model.config, weights, hidden, residual, kv, here, window, query_len)
-    return (hidden, residual, kv.reshape(buffer.shape)), None
+    return (hidden, residual, as_buffer(kv, buffer)), None
 
 
 def _fit(rows: jax.Array, tokens: int, scratch: int) -> jax.Array:

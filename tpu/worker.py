@@ -238,7 +238,8 @@ class JaxWorker:
         c = self._loaded
         index = np.arange(c.num_layers)[:, None] * (self._num_pages + 1) + np.asarray(pages)
         shape = (*index.shape, self.config.page_size, 2 * c.num_kv_heads, c.head_dim)
-        return np.asarray(self._kv[index.reshape(-1)]).reshape(shape)
+        held = np.asarray(self._kv[index.reshape(-1)])
+        return held.view(jnp.dtype(self.config.kv_cache_dtype)).reshape(shape)
 
     def _prompt_logprobs(self, targets: np.ndarray, hidden: jax.Array) -> list[tuple[jax.Array, ...]]:
         size = self._model.shape.max_rows

@@ -7,7 +7,7 @@ requests with one query token all at once, the others one after the other in blo
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,42 @@ def write_kv(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, 
     pages, page_size, heads, size = kv.shape
     xp = namespace("jax")
     rows = jnp.stack([stored(xp, k, kv, k_scale), stored(xp, v, kv, v_scale)], axis=2).reshape(k.shape[0], heads, size)
-    flat = kv.reshape(pages * page_size, heads, size)
     target = jnp.where(slots < 0, pages * page_size, slots)
-    return flat.at[target].set(rows, mode="drop").reshape(kv.shape)
+
+    def scatter(kv: jax.Array, rows: jax.Array) -> jax.Array:
+        flat = kv.reshape(pages * page_size, heads, size)
+        return flat.at[target].set(rows, mode="drop").reshape(kv.shape)
+
+    def scatter_bits(kv: jax.Array, rows: jax.Array) -> jax.Array:
+        return _from_bits(scatter(_bits(kv), _bits(rows)), kv.dtype)
+
+    return jax.lax.platform_dependent(kv, rows, cpu=scatter_bits, default=scatter)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """The bits of a float of one or two bytes as an unsigned integer, anything else as it is.
+
+    XLA's CPU compiler computes such floats in float32: to move some entries of a cache it would convert all of it.
+    """
+    if x.dtype.itemsize < 4 and jnp.issubdtype(x.dtype, jnp.floating):
+        return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return x
+
+
+def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _read_pages(kv: jax.Array, pages: jax.Array) -> jax.Array:
+    """kv [page slot 2*kvhead hdim] at `pages` of any shape."""
+
+    def gather(kv: jax.Array, pages: jax.Array) -> jax.Array:
+        return kv[pages]
+
+    def gather_bits(kv: jax.Array, pages: jax.Array) -> jax.Array:
+        return _from_bits(_bits(kv)[pages], kv.dtype)
+
+    return jax.lax.platform_dependent(kv, pages, cpu=gather_bits, default=gather)
 
 
 class _Softmax(NamedTuple):
@@ -119,7 +152,7 @@ def _attend(
 
     def step(j: jax.Array, state: _Softmax) -> _Softmax:
         pages = jax.lax.dynamic_slice_in_dim(page_table, j * block_pages, block_pages, axis=1)
-        cache = kv[pages].reshape(requests, block, kv_heads, 2, size).astype(q.dtype)
+        cache = _read_pages(kv, pages).reshape(requests, block, kv_heads, 2, size).astype(q.dtype)
         slot = j * block + jnp.arange(block, dtype=jnp.int32)
         scores = jnp.einsum("rnkgd,rskd->rkgns", q, cache[..., 0, :], **dot) * scale
         if soft_cap > 0:

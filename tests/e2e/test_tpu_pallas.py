@@ -1,14 +1,21 @@
 """Whole engines with the Pallas kernels interpreted give the greedy tokens of native attention, in float32.
 
-The demo model's heads of 64 lanes are held two to a row (`tpu/kv_buffer.py`), so that this runs the layout too.
+The demo model's heads of 64 lanes are held two to a row, as on a TPU (`tpu/kv_buffer.py`), so that this runs the layout
+too.
 """
 
 import numpy as np
 import pytest
 
 from twinfer import LLM, SamplingParams
+from twinfer.tpu import kv_buffer
 
 INTERPRETED = {"paged_attention": ("pallas_interpret",), "write_kv": ("pallas_interpret",)}
+
+
+@pytest.fixture(autouse=True)
+def layout_of_a_tpu(monkeypatch):
+    monkeypatch.setattr(kv_buffer, "in_words", lambda platform: True)
 
 
 def tokens(priority, prompts, count, **options):

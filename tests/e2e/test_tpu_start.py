@@ -5,8 +5,10 @@ In processes of their own: JAX's cache is for a whole process, and that of the t
 
 import json
 import os
+import re
 import subprocess
 import sys
+from math import prod
 
 import pytest
 
@@ -135,3 +137,39 @@ def test_the_second_start_finds_every_program_in_the_cache(tmp_path):
     assert first["cache_misses"] >= len(first["programs"])
     assert second["cache_misses"] == 0
     assert second["cache_hits"] >= len(second["programs"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scan", [True, False])
+def test_no_program_on_a_cpu_copies_the_cache(dtype, scan):
+    """The scatter of new keys and values is the only instruction as large as the cache, and it works in place."""
+    from twinfer.shared.config import EngineConfig, resolve
+    from twinfer.shared.models.config import load_config
+    from twinfer.shared.models.locate import model_folder
+    from twinfer.tpu import compilation, ladder
+    from twinfer.tpu.worker import JaxWorker, find_device
+
+    folder = model_folder("demo")
+    model, device = load_config(folder), find_device("cpu")
+    options = {"dtype": dtype, "scan_layers": scan, "num_pages": 1024, "decode_sizes": (8,), "mixed_sizes": (16,)}
+    limits = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 16}
+    config, _ = resolve(EngineConfig(model="demo", backend="jax", **options, **limits), model, device)
+    worker = JaxWorker(model, config, device, folder)
+    worker.load(lambda *progress: None)
+    worker.allocate_kv(1024)
+    jobs = ladder.jobs(worker._model, config.table(), worker._shapes, worker._dtype, worker._mesh)
+    cache = worker._kv
+    in_place = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "scatter"}
+    for descriptor in config.table():
+        program, report = compilation.compile_one(jobs[descriptor], worker._mesh, "test")
+        text = program.compiled.as_text()
+        found = re.findall(r"= \w+\[([\d,]+)\]\S* ([\w-]+)\((.*)", text)
+        large = [
+            operation
+            for sizes, operation, rest in found
+            if prod(int(size) for size in sizes.split(",")) >= cache.size and "wrapped_scatter" not in rest
+        ]
+        assert large, "the cache was not found"
+        assert set(large) <= in_place, (descriptor, set(large) - in_place)
+        assert report.temporaries < cache.nbytes
+    worker.close()
