@@ -26,7 +26,10 @@ WORDS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
 class _Memory:
     """What `torch.as_tensor` needs to know of memory that it shall not own."""
 
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, word: str) -> None:
+    def __init__(
+        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, word: str, owner: Any = None
+    ) -> None:
+        self.owner = owner
         self.__cuda_array_interface__ = {
             "shape": shape,
             "typestr": word,
@@ -36,9 +39,9 @@ class _Memory:
         }
 
 
-def alias_of(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
-    """A contiguous tensor over memory of a CUDA device that it does not own."""
-    memory = _Memory(address, shape, None, WORDS[dtype.itemsize])
+def alias_of(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: int, owner: Any = None) -> torch.Tensor:
+    """A contiguous tensor over memory of a CUDA device that torch does not manage. It keeps `owner` alive."""
+    memory = _Memory(address, shape, None, WORDS[dtype.itemsize], owner)
     return torch.as_tensor(memory, device=torch.device("cuda", device)).view(dtype)
 
 
