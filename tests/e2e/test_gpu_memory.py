@@ -5,6 +5,7 @@ them are as deadly as on a GPU. Tests that may die of them run in a process of t
 """
 
 import ctypes
+import dataclasses
 import functools
 import gc
 import mmap
@@ -12,17 +13,21 @@ import os
 import subprocess
 import sys
 import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from twinfer.gpu import reserved, worker
+from twinfer.gpu.programs import Programs
 from twinfer.gpu.reserved import ReservedCache
 from twinfer.ops import resolve
 from twinfer.serving.llm import LLM
+from twinfer.shared.compilation_config import CUDAGraphMode
 from twinfer.shared.config import DeviceInfo
-from twinfer.shared.errors import InternalError
+from twinfer.shared.errors import ConfigError, InternalError
 from twinfer.shared.sampling_params import SamplingParams
 
 GUARDED = "TWINFER_TEST_GUARDED"
@@ -353,3 +358,97 @@ def test_dropped_engines_give_their_memory_back_on_a_gpu(device, tmp_path):
         left.append(torch.cuda.mem_get_info()[0])
     assert min(left[1:]) >= left[0] - granule, left
     assert float(torch.ones(1000, device="cuda").sum()) == 1000
+
+
+class Recorder:
+    """Captures nothing: a replay runs the program again."""
+
+    def __init__(self, log):
+        self.log, self.stream = log, Stream(SimpleNamespace(calls=log), "capture stream")
+
+    @contextmanager
+    def recording(self):
+        yield
+        self.log.append("recorded")
+
+    def capture(self, descriptor, mode, run):
+        return run, run()
+
+
+@pytest.mark.parametrize("captured", [(1, 2, 3), (1,)])
+def test_memory_is_measured_once_eager_steps_have_theirs(as_on_a_gpu, monkeypatch, device, captured):
+    """The largest steps that no graph holds, on the stream of the steps, when the captures' memory has gone back."""
+    only_on(device, "cpu")
+    log = []
+
+    def mode_for_all(compilation, plans):
+        graphs = {"cudagraph_mode": CUDAGraphMode.FULL, "cudagraph_mixed_limit": 16}
+        return dataclasses.replace(compilation, **graphs, cudagraph_capture_sizes=captured), []
+
+    def logged(owner, name, text):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (log.append(text(*args)), function(*args))[1])
+
+    monkeypatch.setattr(worker, "fit_mode", mode_for_all)
+    monkeypatch.setattr(worker, "GraphRecorder", lambda: Recorder(log))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("emptied"))
+    logged(torch.cuda, "mem_get_info", lambda *_: "measured")
+    for name in ("hidden", "backbone"):
+        logged(Programs, name, lambda programs, d, name=name: f"{name} {d.kind} {d.tokens}")
+    logged(worker.TorchWorker, "_prompt_logprobs", lambda self, targets, hidden: f"logits {hidden.shape[0]}")
+    with LLM("demo", **as_on_a_gpu):
+        start = log.index("recorded")
+        end = log.index("measured", start)
+        decode = [] if captured[-1] == 3 else ["backbone decode 3"]
+        assert log[start + 1 : end] == ["emptied", "hidden mixed 16", "logits 16", *decode]
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY", "NONE"])
+def test_the_largest_eager_steps_take_no_memory_after_ready_on_a_gpu(device, tmp_path, mode):
+    """A prompt that fills a step, with log-probabilities: no graph holds those. Measured, and from the start plan."""
+    only_on(device, "cuda")
+    options = {"backend": "torch", "device": "cuda", "max_num_seqs": 8, "max_num_batched_tokens": 1024}
+    options |= {"cudagraph_mode": mode, "enable_prefix_caching": False}
+    options |= {"compilation_config": {"cache_dir": str(tmp_path)}}
+    prompt = (np.arange(1020) % 2000).tolist()
+    ask = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    for measured in (True, False):
+        with LLM("demo", **options) as llm:
+            assert (llm.engine.worker._reserved is not None) is measured
+            torch.cuda.synchronize()
+            held = torch.cuda.memory_reserved()
+            llm.generate([prompt], ask, progress=False)
+            assert torch.cuda.memory_reserved() <= held
+
+
+def no_memory(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "advice"),
+    [
+        (worker, "Decoder", "dtype: got float32.*smaller model"),
+        (worker, "load_weights", "dtype: got float32.*smaller model"),
+        (worker.TorchWorker, "_build", "max_num_batched_tokens: got 16, with max_num_seqs 3.*lower"),
+        (ReservedCache, "back", "memory_utilization: got 0.9.*lower memory_utilization"),
+    ],
+)
+def test_a_start_without_memory_says_what_to_lower(as_on_a_gpu, monkeypatch, device, owner, name, advice):
+    only_on(device, "cpu")
+    if name == "back":  # not for the first page
+        first, back = [], owner.back
+        monkeypatch.setattr(owner, name, lambda *args: no_memory() if first else first.append(back(*args)))
+    else:
+        monkeypatch.setattr(owner, name, no_memory)
+    with pytest.raises(ConfigError, match=f"^{advice}.*8.6 of 10.7 GB are free") as raised:
+        LLM("demo", **as_on_a_gpu)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_driver_without_memory_is_out_of_memory(monkeypatch, device):
+    only_on(device, "cpu")
+    driver = SimpleNamespace(cuMemCreate=lambda *_: 2)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_: driver)
+    with pytest.raises(torch.OutOfMemoryError, match="cuMemCreate"):
+        reserved._call("cuMemCreate")
