@@ -64,6 +64,7 @@ class Programs:
         self._backbones: dict[Descriptor, Callable[[], Any]] = {}
         self._samplers: dict[tuple[int, str], tuple[Callable[[], Any], Any]] = {}
         self._kv: tuple[torch.Tensor, ...] = ()
+        self._recorder: GraphRecorder | None = None
         self._whole: Callable[..., torch.Tensor] | None = None
         self._marking = True
 
@@ -83,6 +84,7 @@ class Programs:
         """Run on this cache: [page slot 2*kvhead hdim] of each layer. What was captured on another is dropped."""
         self._backbones.clear()
         self._samplers.clear()
+        self._recorder = None
         self._kv = tuple(kv)
 
     def order(self) -> list[tuple[Descriptor, bool, bool]]:
@@ -151,6 +153,7 @@ class Programs:
 
     def capture(self, recorder: GraphRecorder, d: Descriptor) -> None:
         """Capture what the graph mode asks for; `run_eagerly` went before."""
+        self._recorder = recorder
         mode = self._compilation.cudagraph_mode.step_mode(d.kind)
         if self._is_captured(d, mode):
             self._backbones[d], _ = recorder.capture(d, mode, lambda: self._rows(d))

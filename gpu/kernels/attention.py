@@ -8,13 +8,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...ops.declare import Array, OpError
 from ...ops.implement import implement
+from .counters import COUNTERS, counters
 from .decode_kernel import decode_kernel
 from .launch import (
-    COUNTERS,
     FLOATS,
     config,
     copy_engine,
-    counters,
     dtype_name,
     overlap,
     power_of_2,

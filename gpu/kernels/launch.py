@@ -1,4 +1,4 @@
-"""What all kernels share: where they run, their launch configurations, dtypes by name, counters between programs.
+"""What all kernels share: where they run, their launch configurations, dtypes by name.
 
 Nothing is tuned at run time: a configuration is looked up in `configs.json` by the chip's name, with a default for
 chips that it does not name (`scripts/tune_kernels.py` measures them).
@@ -18,7 +18,6 @@ from ...ops.declare import OpError
 from .overlap import EARLY, LATE
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-COUNTERS = 1 << 14
 FLOATS = ("float32", "bfloat16", "float16")
 INTERPRETED_PROCESSORS = 4
 
@@ -65,22 +64,6 @@ def overlap(early: bool = False) -> dict[str, int | bool]:
     can = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
     mode = EARLY if early else LATE
     return {"OVERLAP": mode.value if can else 0, "launch_pdl": can}
-
-
-_counters: dict[torch.device, torch.Tensor] = {}
-
-
-def counters(device: torch.device) -> torch.Tensor:
-    """Zeros [COUNTERS] int32 by which programs of one launch find out who is the last; it leaves zeros behind.
-
-    They are shared by all launches on a device, which must therefore follow one another, as those of a stream do. They
-    are made by the first launch, which must not be one that a graph captures. Raises OpError.
-    """
-    if device not in _counters:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise OpError("kernels with counters between programs must run once before a graph captures them")
-        _counters[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-    return _counters[device]
 
 
 def power_of_2(n: int, least: int = 1) -> int:
