@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..bucketing import Descriptor, Table
-from ..ops import OpError, Plans
+from ..ops import Choice, OpError, Plan, Plans
 from ..ops.bindings.torch import bind
 from ..ops.namespaces.torch_ import to_numpy
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
@@ -472,13 +472,15 @@ class TorchWorker:
 def fit_mode(compilation: ResolvedCompilation, plans: Plans) -> tuple[ResolvedCompilation, list[Change]]:
     """The options, with a graph mode that the chosen attention can be captured in: PIECEWISE where it reads the host.
 
-    Raises ConfigError if the user chose a mode that cannot be had, or to split elsewhere than such a graph is split.
+    Raises ConfigError if the user chose a mode that cannot be had, or to split elsewhere than such a graph is split or
+    must be.
     """
     changes = []
     for kind in ("decode", "mixed"):
-        choice, mode = plans[kind]["paged_attention"], compilation.cudagraph_mode
-        if mode.step_mode(kind) is CUDAGraphMode.FULL and choice.implementation.host_metadata:
-            why = f"in {kind} steps paged_attention is {choice.provider!r}, which reads lengths on the host"
+        mode, readers = compilation.cudagraph_mode, host_readers(plans[kind])
+        if mode.step_mode(kind) is CUDAGraphMode.FULL and readers:
+            op, provider = readers[0].op, readers[0].provider
+            why = f"in {kind} steps {op} is {provider!r}, which reads lengths on the host"
             if compilation.mode_given:
                 raise ConfigError(
                     f"cudagraph_mode: got {mode.name}, allowed are PIECEWISE and NONE: {why} and cannot be captured"
@@ -490,7 +492,27 @@ def fit_mode(compilation: ResolvedCompilation, plans: Plans) -> tuple[ResolvedCo
         raise ConfigError(
             f"splitting_ops: got {compilation.splitting_ops}, the road 'regional' splits at paged_attention only"
         )
+    for kind in ("decode", "mixed"):
+        if compilation.cudagraph_mode.step_mode(kind) is CUDAGraphMode.PIECEWISE:
+            _check_splits(compilation, kind, plans[kind])
     return compilation, changes
+
+
+def host_readers(plan: Plan) -> list[Choice]:
+    """The choices of a plan that read lengths on the host, which a graph would replay as they were at its capture."""
+    return [choice for choice in plan.choices.values() if choice.implementation.host_metadata]
+
+
+def _check_splits(compilation: ResolvedCompilation, kind: str, plan: Plan) -> None:
+    """Raise ConfigError if a graph between splits would hold an op that reads lengths on the host."""
+    for choice in host_readers(plan):
+        if choice.op not in compilation.splitting_ops:
+            raise ConfigError(
+                f"splitting_ops: got {list(compilation.splitting_ops)}, with cudagraph_mode "
+                f"{compilation.cudagraph_mode.name} it must name {choice.op}: in {kind} steps that is "
+                f"{choice.provider!r}, which reads lengths on the host, and a graph would keep those of its capture; "
+                "leave splitting_ops out, or set cudagraph_mode to NONE"
+            )
 
 
 def bind_plans(plans: Plans, compilation: ResolvedCompilation, compiled: frozenset[str]) -> dict[str, Any]:
