@@ -1,9 +1,12 @@
 """What a GPU start refuses, or leaves to another implementation, before anything wrong can run."""
 
 import dataclasses
+from importlib.util import find_spec
 
 import pytest
+import torch
 
+from twinfer.gpu.plans import make_plans
 from twinfer.gpu.worker import fit_mode
 from twinfer.ops import resolve as resolve_plan
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
@@ -60,3 +63,69 @@ def test_what_reads_nothing_on_the_host_may_be_in_a_piece():
 def test_where_there_are_no_graphs_nothing_must_be_split():
     asked = compilation(cudagraph_mode="NONE", splitting_ops=[])
     assert fit_mode(asked, {"decode": NATIVE, "mixed": NATIVE}) == (asked, [])
+
+
+@pytest.fixture
+def chip(monkeypatch):
+    """chip(capability, KiB of shared memory): the GPU that the kernels find."""
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed here")
+    from twinfer.gpu.kernels import attention, launch
+
+    def play(capability, shared):
+        monkeypatch.setattr(launch, "INTERPRETED", False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(attention, "shared_memory", lambda: shared << 10)
+
+    return play
+
+
+CACHE_OPS = ("paged_attention", "norm_rope_write_kv", "write_kv")
+A100, RTX_3090, RTX_4090, H100 = ((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((9, 0), 227)
+
+
+def plans_of(model=MODEL, **options):
+    config, _ = resolve(EngineConfig(model="m", backend="torch", **options), model, GPU)
+    return config, make_plans(model, config)
+
+
+@pytest.mark.parametrize("gpu", [A100, RTX_3090, RTX_4090, H100])
+def test_caches_of_fp8_are_left_to_native_ops_on_chips_without_it(chip, gpu):
+    chip(*gpu)
+    has_fp8 = gpu in (RTX_4090, H100)
+    for cache in ("auto", "int8", "fp8_e4m3"):
+        config, plans = plans_of(kv_cache_dtype=cache, kv_cache_scales=None if cache == "auto" else (0.1, 0.1))
+        for kind in ("decode", "mixed"):
+            for op in CACHE_OPS:
+                choice = plans[kind][op]
+                if cache != "fp8_e4m3" or has_fp8:
+                    assert choice.provider == "triton", (cache, op)
+                else:
+                    capability = ".".join(map(str, gpu[0]))
+                    why = f"a cache of float8_e4m3fn needs compute capability 8.9, this GPU has {capability}"
+                    assert choice.provider in ("native", "composition"), op
+                    assert choice.passed_over == (("triton", why),)
+        compilation, _ = fit_mode(config.compilation, plans)
+        assert compilation.cudagraph_mode.name == ("FULL" if cache != "fp8_e4m3" or has_fp8 else "PIECEWISE")
+
+
+@pytest.mark.parametrize("gpu", [A100, RTX_3090, RTX_4090, H100])
+def test_prompts_of_wide_heads_are_left_to_native_ops_on_chips_without_room(chip, gpu):
+    chip(*gpu)
+    _, plans = plans_of(dataclasses.replace(MODEL, head_dim=256))
+    assert plans["decode"]["paged_attention"].provider == "triton"
+    mixed = plans["mixed"]["paged_attention"]
+    if gpu in (A100, H100):
+        assert mixed.provider == "triton"
+    else:
+        why = "prompts with heads of 256 need 160 KiB of shared memory, this GPU has 99"
+        assert (mixed.provider, mixed.passed_over) == ("native", (("triton", why),))
+    _, plans = plans_of()
+    assert plans["mixed"]["paged_attention"].provider == "triton"
+
+
+def test_chips_before_ampere_run_native_ops(chip):
+    chip((7, 5), 64)
+    _, plans = plans_of()
+    assert all(plans["decode"][op].provider in ("native", "composition") for op in CACHE_OPS)
