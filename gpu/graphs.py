@@ -76,6 +76,10 @@ class GraphRecorder:
         self.pool = torch.cuda.graph_pool_handle()
         self._counters = make_counters(self.stream.device)
 
+    def synchronize(self) -> None:
+        """Wait for what was run or captured on the recorder's stream."""
+        self.stream.synchronize()
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Around a series of captures: warm-up runs belong inside, so that libraries get their workspaces there."""

@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -61,16 +61,24 @@ def _size(value: int) -> ctypes.c_size_t:
     return ctypes.c_size_t(value)
 
 
+class Work(Protocol):
+    """What may run on the memory: a stream, or what owns one."""
+
+    def synchronize(self) -> None:
+        """Wait until it is done."""
+        ...
+
+
 @dataclass(slots=True)
 class _Held:
-    """What the driver has to get back, and the streams whose work must end before."""
+    """What the driver has to get back, and the work that must end before."""
 
     base: int = 0
     size: int = 0
     handles: list[ctypes.c_ulonglong] = field(default_factory=list)
     mappings: list[tuple[int, int]] = field(default_factory=list)
     """(address, bytes)"""
-    streams: list[torch.cuda.Stream] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
 
 
 def _give_back(held: _Held) -> list[Exception]:
@@ -85,8 +93,9 @@ def _give_back(held: _Held) -> list[Exception]:
 
     # To unmap does not wait for programs that still run. Streams are waited for, not the device: another engine of this
     # process may be capturing, and waiting for the device would spoil its capture.
-    for stream in held.streams:
-        attempt(stream.synchronize)
+    for work in held.work:
+        attempt(work.synchronize)
+    held.work.clear()
     for address, size in held.mappings:
         attempt(_call, "cuMemUnmap", ctypes.c_ulonglong(address), _size(size))
     for handle in held.handles:
@@ -103,7 +112,7 @@ class _AddressRange:
         location = _Location(DEVICE, device)
         self._properties = _Properties(type=DEVICE, location=location)
         self._access = _Access(location, READ_WRITE)
-        self._held = _Held(size=size, streams=[torch.cuda.default_stream(device)])
+        self._held = _Held(size=size, work=[torch.cuda.default_stream(device)])
         self._finalizer = weakref.finalize(self, _give_back, self._held)
         self._finalizer.atexit = False  # the driver takes everything back when the process ends
         base = ctypes.c_ulonglong()
@@ -125,9 +134,9 @@ class _AddressRange:
         self._held.mappings.append((address, size))
         _call("cuMemSetAccess", place, _size(size), ctypes.byref(self._access), _size(1))
 
-    def wait_for(self, stream: torch.cuda.Stream) -> None:
-        """Wait for this stream too before anything is given back."""
-        self._held.streams.append(stream)
+    def wait_for(self, work: Work) -> None:
+        """Wait for this too before anything is given back."""
+        self._held.work.append(work)
 
     def free(self) -> None:
         """Give memory and addresses back, once. Raises InternalError."""
@@ -198,9 +207,9 @@ class ReservedCache:
             alias_of(address, (size,), torch.uint8, self._device).zero_()
         self._mapped += size
 
-    def wait_for(self, stream: torch.cuda.Stream) -> None:
-        """Programs run on this stream too, beside the default one: wait for it before memory is given back."""
-        self._range.wait_for(stream)
+    def wait_for(self, work: Work) -> None:
+        """Programs run there too, beside the default stream: hold it, and wait for it before memory is given back."""
+        self._range.wait_for(work)
 
     def free(self) -> None:
         """Give memory and addresses back, once. No program may run on the tensors any more."""

@@ -297,7 +297,7 @@ class TorchWorker:
         captured = self._compilation.cudagraph_mode is not CUDAGraphMode.NONE
         recorder = self._recorder = GraphRecorder() if captured else None
         if recorder is not None and self._reserved is not None:
-            self._reserved.wait_for(recorder.stream)
+            self._reserved.wait_for(recorder)
         programs = self._programs
         if self._compilation.road == "piecewise":
             programs.run_whole(lambda: self._whole(table))
