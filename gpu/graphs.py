@@ -8,6 +8,8 @@ it).
 from __future__ import annotations
 
 import gc
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +20,7 @@ import torch
 from ..bucketing import Descriptor
 from ..shared.compilation_config import CUDAGraphMode
 from .forward_context import ForwardContext, forward_context
+from .kernels.counters import counters_of_capture, make_counters
 
 Replay = Callable[[], Any]
 WORDS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
@@ -26,7 +29,10 @@ WORDS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
 class _Memory:
     """What `torch.as_tensor` needs to know of memory that it shall not own."""
 
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, word: str) -> None:
+    def __init__(
+        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, word: str, owner: Any = None
+    ) -> None:
+        self.owner = owner
         self.__cuda_array_interface__ = {
             "shape": shape,
             "typestr": word,
@@ -36,9 +42,9 @@ class _Memory:
         }
 
 
-def alias_of(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
-    """A contiguous tensor over memory of a CUDA device that it does not own."""
-    memory = _Memory(address, shape, None, WORDS[dtype.itemsize])
+def alias_of(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: int, owner: Any = None) -> torch.Tensor:
+    """A contiguous tensor over memory of a CUDA device that torch does not manage. It keeps `owner` alive."""
+    memory = _Memory(address, shape, None, WORDS[dtype.itemsize], owner)
     return torch.as_tensor(memory, device=torch.device("cuda", device)).view(dtype)
 
 
@@ -52,12 +58,27 @@ def alias(x: Any) -> Any:
     return torch.as_tensor(memory, device=x.device).view(x.dtype)
 
 
+_idle_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)
+"""By device, the streams of recorders that are gone. They are used again: torch keeps a workspace of cuBLAS for every
+stream that it has seen, 32 MiB on some chips, until the process ends."""
+
+
 class GraphRecorder:
-    """Captures programs on a stream of its own into one pool."""
+    """Captures programs on a stream of its own into one pool. It must live as long as what it has captured."""
 
     def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
+        idle = _idle_streams[torch.cuda.current_device()]
+        try:
+            self.stream = idle.pop()
+        except IndexError:
+            self.stream = torch.cuda.Stream()
+        weakref.finalize(self, idle.append, self.stream).atexit = False
         self.pool = torch.cuda.graph_pool_handle()
+        self._counters = make_counters(self.stream.device)
+
+    def synchronize(self) -> None:
+        """Wait for what was run or captured on the recorder's stream."""
+        self.stream.synchronize()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -76,7 +97,8 @@ class GraphRecorder:
         """Capture `run`, which was run before, and return what replays it and aliases of its result's tensors."""
         segments = _Segments(self.pool)
         splitter = segments if mode is CUDAGraphMode.PIECEWISE else None
-        with forward_context(ForwardContext(descriptor, mode, splitter)):
+        context = ForwardContext(descriptor, mode, splitter)
+        with forward_context(context), counters_of_capture(self._counters):
             segments.begin()
             try:
                 result = run()

@@ -64,6 +64,7 @@ class Programs:
         self._backbones: dict[Descriptor, Callable[[], Any]] = {}
         self._samplers: dict[tuple[int, str], tuple[Callable[[], Any], Any]] = {}
         self._kv: tuple[torch.Tensor, ...] = ()
+        self._recorder: GraphRecorder | None = None
         self._whole: Callable[..., torch.Tensor] | None = None
         self._marking = True
 
@@ -83,15 +84,22 @@ class Programs:
         """Run on this cache: [page slot 2*kvhead hdim] of each layer. What was captured on another is dropped."""
         self._backbones.clear()
         self._samplers.clear()
+        self._recorder = None
         self._kv = tuple(kv)
 
-    def order(self) -> list[tuple[Descriptor, bool]]:
-        """The descriptors, those whose size code is tuned for first, and whether each must be run whole: those, and the
-        largest, which needs the most memory.
+    def order(self) -> list[tuple[Descriptor, bool, bool]]:
+        """The descriptors, those whose size code is tuned for first; whether `run_eagerly` must run all layers of each,
+        and all samplers: those of the largest number of requests need the most memory.
         """
         order = compile_order(self._variants)
-        whole = {*order[: len(set(self._variants.values()))], max(order, key=lambda d: d.tokens)}
-        return [(d, d in whole) for d in order]
+        tuned = set(order[: len(set(self._variants.values()))])
+        largest = max(order, key=lambda d: d.tokens)
+        return [(d, d in tuned, d in tuned or d == largest) for d in order]
+
+    def allocates(self, d: Descriptor) -> bool:
+        """Whether the backbone takes memory when it runs: it is not one graph."""
+        mode = self._compilation.cudagraph_mode.step_mode(d.kind)
+        return d not in self._backbones or mode is CUDAGraphMode.PIECEWISE
 
     def backbone(self, d: Descriptor) -> None:
         """Run the model and leave the finished rows of the requests in `rows`."""
@@ -130,20 +138,22 @@ class Programs:
             lengths = self._inputs.host_fields(d)
             lengths["kv_lens"][: int(lengths["counts"][1])] += 1
 
-    def run_eagerly(self, d: Descriptor, whole: bool) -> None:
+    def run_eagerly(self, d: Descriptor, layers: bool, samplers: bool) -> None:
         """Run both programs without graphs, which compiles what they call.
 
-        Not `whole`: only one of the layers that share a function, and only samplers whose kernels depend on the size.
+        Without `layers`, only one of the layers that share a function; without `samplers`, only samplers whose kernels
+        depend on the size.
         """
-        self._rows(d, whole)
+        self._rows(d, layers)
         if self._loops and d.kind == "decode":
             self.advance(d)
         for sampler in self._samplers_of(d):
-            if whole or sampler == "greedy" or (self._sample_is_kernel and sampler != TOP):
+            if samplers or sampler == "greedy" or (self._sample_is_kernel and sampler != TOP):
                 self._sample(d.requests, sampler)
 
     def capture(self, recorder: GraphRecorder, d: Descriptor) -> None:
         """Capture what the graph mode asks for; `run_eagerly` went before."""
+        self._recorder = recorder
         mode = self._compilation.cudagraph_mode.step_mode(d.kind)
         if self._is_captured(d, mode):
             self._backbones[d], _ = recorder.capture(d, mode, lambda: self._rows(d))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..bucketing import Descriptor, Table
-from ..ops import OpError, Plans
+from ..ops import Choice, OpError, Plan, Plans
 from ..ops.bindings.torch import bind
 from ..ops.namespaces.torch_ import to_numpy
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
@@ -32,6 +32,8 @@ from ..shared.step import (
     sampling_layout,
 )
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, kv_page_bytes
+from . import advice
+from .advice import advise
 from .backend import check_options, code_kept_in, key_factors, open_cache, write_atomically
 from .compilation import compiled_kinds
 from .forward_context import splittable
@@ -139,6 +141,7 @@ class TorchWorker:
 
     multi_step = True
 
+    @advise(advice.weights)
     def __init__(self, model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> None:
         self.device = device
         self._folder = folder
@@ -176,6 +179,7 @@ class TorchWorker:
         self._reports: list[ProgramReport] = []
         watch_triton()
 
+    @advise(advice.weights)
     def load(self, progress: Progress) -> None:
         """Read or make the weights."""
         config = self.config
@@ -202,6 +206,7 @@ class TorchWorker:
         self._loop = torch.empty(steps * config.max_num_seqs, dtype=torch.int32, device=self._where)
         self._download = Download(self._loop.numel(), self.device.platform == "cuda")
 
+    @advise(advice.steps)
     def measure(self) -> int:
         """Bytes for the KV cache: what is left once all programs run, captured on a cache that has addresses only.
 
@@ -224,7 +229,7 @@ class TorchWorker:
             self._use_cache(self._reserved.layers)
         self._reports = self._build(self.config.table())
         torch.cuda.synchronize()
-        # What torch has reserved by now, it uses again for the same steps.
+        # What torch has reserved by now, graphs hold or eager steps use again (`_take_eager_memory`).
         free, most = torch.cuda.mem_get_info()[0], self.config.max_num_seqs * self.config.pages_per_request
         if self._reserved is not None:
             granules = self._module.config.num_layers * self._reserved.granule
@@ -253,6 +258,7 @@ class TorchWorker:
         c = self._module.config
         return self.config.page_size, 2 * c.num_kv_heads, c.head_dim
 
+    @advise(advice.cache)
     def allocate_kv(self, num_pages: int) -> None:
         """Allocate the cache, or put memory behind the addresses that `measure` built programs on.
 
@@ -271,6 +277,7 @@ class TorchWorker:
         self._kv = kv
         self._programs.use_cache(kv)
 
+    @advise(advice.steps)
     @torch.inference_mode()
     def warm_up(self, table: Table, progress: Progress) -> list[ProgramReport]:
         """Run each program on padding, which compiles it, and capture those that are replayed as graphs."""
@@ -279,7 +286,7 @@ class TorchWorker:
         if self._recorder is not None:
             # torch's sorts, launched outside of graphs, leave the device in a state where graphs begin each kernel
             # late, by 0.3 to 0.6 us (2 to 6 % of a decode step of a small model), until one of ours is launched so.
-            self._run_eagerly(min(table, key=lambda d: d.tokens), whole=False)
+            self._run_eagerly(min(table, key=lambda d: d.tokens))
         self._programs.freeze()
         self._at_ready = sum(compilations().values())
         return reports
@@ -289,6 +296,8 @@ class TorchWorker:
         seconds: dict[Descriptor, float] = dict.fromkeys(table, 0.0)
         captured = self._compilation.cudagraph_mode is not CUDAGraphMode.NONE
         recorder = self._recorder = GraphRecorder() if captured else None
+        if recorder is not None and self._reserved is not None:
+            self._reserved.wait_for(recorder)
         programs = self._programs
         if self._compilation.road == "piecewise":
             programs.run_whole(lambda: self._whole(table))
@@ -300,27 +309,50 @@ class TorchWorker:
                 seconds[d] += time.perf_counter() - start
                 self._progress(f"{what}{self._free_memory()}", done + 1, len(order))
 
-        whole = dict(programs.order())
+        extent = {d: {"layers": layers, "samplers": samplers} for d, layers, samplers in programs.order()}
 
         with code_kept_in(self._kept_in), recorder.recording() if recorder else nullcontext():
             if self._kernels_missing():
                 with kernels_noted() as noted:
                     for d in table:
-                        self._run_eagerly(d, whole=False)
+                        self._run_eagerly(d)
                 programs.forget()
                 compile_together(noted, lambda done: self._progress("kernels", done, len(noted)))
-            built("programs", list(whole), lambda d: self._run_eagerly(d, whole[d]))
+            built("programs", list(extent), lambda d: self._run_eagerly(d, **extent[d]))
             if recorder is not None:
                 # The largest first: the smaller ones find their memory in the pool.
                 order = sorted(table, key=lambda d: -d.tokens)
                 built("graphs", order, lambda d: programs.capture(recorder, d))
+        self._take_eager_memory(table)
         if self._kept_in is not None:
             write_atomically(self._kept_in / BUILT, "")
         return [ProgramReport(str(d), seconds[d]) for d in table]
 
-    def _run_eagerly(self, d: Descriptor, whole: bool) -> None:
+    def _run_eagerly(self, d: Descriptor, *, layers: bool = False, samplers: bool = False) -> None:
+        self._fill_padding(d)
+        self._programs.run_eagerly(d, layers, samplers)
+
+    def _take_eager_memory(self, table: Table) -> None:
+        """Run the largest steps as they run where no graph holds them, so that none takes memory from the device later.
+
+        torch keeps what is free by stream. What the runs before took on the stream of the captures would serve nobody:
+        it goes back, and these run on the stream of the steps. Log-probabilities of prompts never come from graphs.
+        """
+        if self._recorder is not None:
+            torch.cuda.empty_cache()
+        largest = max(table, key=lambda d: d.tokens)
+        self._fill_padding(largest)
+        hidden = self._programs.hidden(largest)[:PROMPT_ROWS]
+        self._prompt_logprobs(np.zeros(hidden.shape[0], np.int32), hidden)
+        del hidden
+        for kind in ("decode", "mixed"):
+            d = max((d for d in table if d.kind == kind), key=lambda d: d.tokens)
+            if self._programs.allocates(d):
+                self._fill_padding(d)
+                self._programs.backbone(d)
+
+    def _fill_padding(self, d: Descriptor) -> None:
         self._inputs.fill(self._padding(d), host=self._programs.host_metadata[d.kind])
-        self._programs.run_eagerly(d, whole)
 
     def _free_memory(self) -> str:
         return f"; {torch.cuda.mem_get_info()[0] / 1e9:.1f} GB free" if self._where.type == "cuda" else ""
@@ -440,13 +472,15 @@ class TorchWorker:
 def fit_mode(compilation: ResolvedCompilation, plans: Plans) -> tuple[ResolvedCompilation, list[Change]]:
     """The options, with a graph mode that the chosen attention can be captured in: PIECEWISE where it reads the host.
 
-    Raises ConfigError if the user chose a mode that cannot be had, or to split elsewhere than such a graph is split.
+    Raises ConfigError if the user chose a mode that cannot be had, or to split elsewhere than such a graph is split or
+    must be.
     """
     changes = []
     for kind in ("decode", "mixed"):
-        choice, mode = plans[kind]["paged_attention"], compilation.cudagraph_mode
-        if mode.step_mode(kind) is CUDAGraphMode.FULL and choice.implementation.host_metadata:
-            why = f"in {kind} steps paged_attention is {choice.provider!r}, which reads lengths on the host"
+        mode, readers = compilation.cudagraph_mode, host_readers(plans[kind])
+        if mode.step_mode(kind) is CUDAGraphMode.FULL and readers:
+            op, provider = readers[0].op, readers[0].provider
+            why = f"in {kind} steps {op} is {provider!r}, which reads lengths on the host"
             if compilation.mode_given:
                 raise ConfigError(
                     f"cudagraph_mode: got {mode.name}, allowed are PIECEWISE and NONE: {why} and cannot be captured"
@@ -458,7 +492,27 @@ def fit_mode(compilation: ResolvedCompilation, plans: Plans) -> tuple[ResolvedCo
         raise ConfigError(
             f"splitting_ops: got {compilation.splitting_ops}, the road 'regional' splits at paged_attention only"
         )
+    for kind in ("decode", "mixed"):
+        if compilation.cudagraph_mode.step_mode(kind) is CUDAGraphMode.PIECEWISE:
+            _check_splits(compilation, kind, plans[kind])
     return compilation, changes
+
+
+def host_readers(plan: Plan) -> list[Choice]:
+    """The choices of a plan that read lengths on the host, which a graph would replay as they were at its capture."""
+    return [choice for choice in plan.choices.values() if choice.implementation.host_metadata]
+
+
+def _check_splits(compilation: ResolvedCompilation, kind: str, plan: Plan) -> None:
+    """Raise ConfigError if a graph between splits would hold an op that reads lengths on the host."""
+    for choice in host_readers(plan):
+        if choice.op not in compilation.splitting_ops:
+            raise ConfigError(
+                f"splitting_ops: got {list(compilation.splitting_ops)}, with cudagraph_mode "
+                f"{compilation.cudagraph_mode.name} it must name {choice.op}: in {kind} steps that is "
+                f"{choice.provider!r}, which reads lengths on the host, and a graph would keep those of its capture; "
+                "leave splitting_ops out, or set cudagraph_mode to NONE"
+            )
 
 
 def bind_plans(plans: Plans, compilation: ResolvedCompilation, compiled: frozenset[str]) -> dict[str, Any]:

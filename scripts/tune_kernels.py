@@ -55,7 +55,7 @@ def seconds(call: Callable[[int], Any], calls: int = 32, repeats: int = 5) -> fl
             call(i)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):  # whose launches have run on it: counters are a stream's
         for i in range(calls):
             call(i)
     graph.replay()

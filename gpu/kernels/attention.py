@@ -7,18 +7,19 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...ops.declare import Array, OpError
-from ...ops.implement import implement
+from ...ops.implement import Refusal, implement
+from .counters import COUNTERS, counters
 from .decode_kernel import decode_kernel
 from .launch import (
-    COUNTERS,
     FLOATS,
     config,
     copy_engine,
-    counters,
     dtype_name,
     overlap,
     power_of_2,
     processors,
+    refused_cache,
+    shared_memory,
     supported,
 )
 from .prefill_kernel import gather_kernel, prefill_kernel
@@ -26,6 +27,9 @@ from .prefill_kernel import gather_kernel, prefill_kernel
 MAX_HEAD_SIZE = 256
 MAX_GROUP = 32
 CACHES = ("int8", "float8_e4m3fn")
+WIDE_HEAD, WIDE_SHARED = 128, 160 << 10
+"""Prompts of wider heads need shared memory as A100 and H100 have it: compiled for chips with less, which have 99 KiB,
+`prefill_kernel` takes 100 to 144 KiB for heads of 256."""
 
 
 def _takes(
@@ -41,11 +45,17 @@ def _takes(
     max_query_len: int,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-) -> bool:
+) -> bool | Refusal:
     heads, kv_heads = q.shape[1], kv.shape[2] // 2
     if q.shape[2] > MAX_HEAD_SIZE or heads % kv_heads or heads // kv_heads > MAX_GROUP:
         return False
-    return dtype_name(q) in FLOATS and dtype_name(kv) in (dtype_name(q), *CACHES)
+    if dtype_name(q) not in FLOATS or dtype_name(kv) not in (dtype_name(q), *CACHES):
+        return False
+    if q.shape[2] > WIDE_HEAD and max_query_len > 1 and shared_memory() < WIDE_SHARED:
+        needs, has = WIDE_SHARED >> 10, shared_memory() >> 10
+        return Refusal(f"prompts with heads of {q.shape[2]} need {needs} KiB of shared memory, this GPU has {has}")
+    refusal = refused_cache(kv)
+    return True if refusal is None else refusal
 
 
 @implement(

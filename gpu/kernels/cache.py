@@ -7,16 +7,25 @@ import torch
 import triton
 
 from ...ops.declare import Array, OpError
-from ...ops.implement import implement
+from ...ops.implement import Refusal, implement
 from .cache_kernels import norm_rope_write_kernel, write_kernel
-from .launch import FLOATS, config, dtype_name, overlap, power_of_2, supported
+from .launch import FLOATS, config, dtype_name, overlap, power_of_2, refused_cache, supported
 
 KINDS = {"int8": "int8", "float8_e4m3fn": "fp8"}
 """What the kernels call a cache that is narrower than the model's dtype."""
 
 
-def _takes_write(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0) -> bool:
-    return dtype_name(k) in FLOATS and dtype_name(kv) in (dtype_name(k), *KINDS)
+def _takes_write(
+    kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0
+) -> bool | Refusal:
+    return _takes_dtypes(k, kv)
+
+
+def _takes_dtypes(x: Array, kv: Array) -> bool | Refusal:
+    if dtype_name(x) not in FLOATS or dtype_name(kv) not in (dtype_name(x), *KINDS):
+        return False
+    refusal = refused_cache(kv)
+    return True if refusal is None else refusal
 
 
 @implement(
@@ -48,10 +57,10 @@ def _takes_all(
     eps: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-) -> bool:
+) -> bool | Refusal:
     weights = [x for x in (q_weight, k_weight) if x is not None]
     same = all(dtype_name(x) == dtype_name(qkv) for x in weights)
-    return same and dtype_name(qkv) in FLOATS and dtype_name(kv) in (dtype_name(qkv), *KINDS)
+    return same and _takes_dtypes(qkv, kv)
 
 
 @implement(

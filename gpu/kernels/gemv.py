@@ -11,8 +11,9 @@ import triton
 
 from ...ops.declare import Array
 from ...ops.implement import implement
+from .counters import COUNTERS, counters
 from .gemv_kernels import gemv_kernel, skinny_kernel
-from .launch import COUNTERS, config, counters, dtype_name, overlap, power_of_2, processors, supported
+from .launch import config, dtype_name, overlap, power_of_2, processors, supported
 from .rows import silu_and_mul
 
 HALVES = ("bfloat16", "float16")

@@ -1,4 +1,4 @@
-"""What all kernels share: where they run, their launch configurations, dtypes by name, counters between programs.
+"""What all kernels share: where they run, their launch configurations, dtypes by name.
 
 Nothing is tuned at run time: a configuration is looked up in `configs.json` by the chip's name, with a default for
 chips that it does not name (`scripts/tune_kernels.py` measures them).
@@ -15,17 +15,34 @@ import torch
 import triton
 
 from ...ops.declare import OpError
+from ...ops.implement import Refusal
 from .overlap import EARLY, LATE
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-COUNTERS = 1 << 14
 FLOATS = ("float32", "bfloat16", "float16")
 INTERPRETED_PROCESSORS = 4
 
 
+FP8_CAPABILITY = (8, 9)
+"""From Ada on there are conversions from and to float8_e4m3fn; Triton compiles none for chips before."""
+
+
+def capability() -> tuple[int, int]:
+    """The GPU's compute capability, (0, 0) without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
 def supported() -> bool:
     """Whether the kernels run here: on an NVIDIA GPU from Ampere on, or on any CPU in Triton's interpreter."""
-    return INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0))
+    return INTERPRETED or capability() >= (8, 0)
+
+
+def refused_cache(kv: Any) -> Refusal | None:
+    """Why the chip cannot hold a cache of this dtype, or None if it can."""
+    if INTERPRETED or dtype_name(kv) != "float8_e4m3fn" or capability() >= FP8_CAPABILITY:
+        return None
+    needs, has = (".".join(map(str, version)) for version in (FP8_CAPABILITY, capability()))
+    return Refusal(f"a cache of float8_e4m3fn needs compute capability {needs}, this GPU has {has}")
 
 
 def dtype_name(x: Any) -> str:
@@ -53,34 +70,26 @@ def processors() -> int:
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
 
 
+def shared_memory() -> int:
+    """Bytes of shared memory that one program may take; in the interpreter any number."""
+    if INTERPRETED:
+        return 1 << 30
+    properties = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
+    return int(properties["max_shared_mem"])
+
+
 @cache
 def copy_engine() -> bool:
     """Whether blocks of a tensor are copied by their descriptor (TMA: from Hopper on; the interpreter plays it)."""
-    return INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0))
+    return INTERPRETED or capability() >= (9, 0)
 
 
 @cache
 def overlap(early: bool = False) -> dict[str, int | bool]:
     """The options of a launch by which kernels overlap (see `overlap.py`), where the chip can: from Hopper on."""
-    can = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    can = not INTERPRETED and capability() >= (9, 0)
     mode = EARLY if early else LATE
     return {"OVERLAP": mode.value if can else 0, "launch_pdl": can}
-
-
-_counters: dict[torch.device, torch.Tensor] = {}
-
-
-def counters(device: torch.device) -> torch.Tensor:
-    """Zeros [COUNTERS] int32 by which programs of one launch find out who is the last; it leaves zeros behind.
-
-    They are shared by all launches on a device, which must therefore follow one another, as those of a stream do. They
-    are made by the first launch, which must not be one that a graph captures. Raises OpError.
-    """
-    if device not in _counters:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise OpError("kernels with counters between programs must run once before a graph captures them")
-        _counters[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-    return _counters[device]
 
 
 def power_of_2(n: int, least: int = 1) -> int:

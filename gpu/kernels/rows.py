@@ -7,7 +7,8 @@ import triton
 
 from ...ops.declare import Array
 from ...ops.implement import implement
-from .launch import COUNTERS, FLOATS, config, counters, dtype_name, overlap, power_of_2, processors, supported
+from .counters import COUNTERS, counters
+from .launch import FLOATS, config, dtype_name, overlap, power_of_2, processors, supported
 from .row_kernels import add_rms_norm_kernel, greedy_kernel, rms_norm_kernel, silu_and_mul_kernel
 
 MAX_WIDTH = 16384

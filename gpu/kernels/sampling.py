@@ -7,7 +7,8 @@ import triton
 
 from ...ops.declare import Array
 from ...ops.implement import implement
-from .launch import COUNTERS, config, counters, dtype_name, overlap, power_of_2, processors, supported
+from .counters import COUNTERS, counters
+from .launch import config, dtype_name, overlap, power_of_2, processors, supported
 from .sample_kernels import (
     COLUMNS,
     LEVELS,
