@@ -9,6 +9,7 @@ import pytest
 
 from twinfer.ops import REGISTRY, testing
 from twinfer.ops.cases import load_all
+from twinfer.ops.cases.attention import BELOW_ONE, equal_values
 from twinfer.ops.testing import TESTING, Bound, Case, Judge, ci_cases, detect, providers, run, run_mutant, undetected
 
 load_all()
@@ -167,6 +168,19 @@ def test_rows_of_no_slot_change_nothing_but_scratch(framework, device):
     (out,) = run("write_kv", framework, "native", case.arguments, device)
     flat = [x.reshape(-1, *x.shape[2:])[:-1] for x in (out, case.arguments["kv"])]
     np.testing.assert_array_equal(*flat)
+
+
+@pytest.mark.parametrize(("op", "framework", "provider"), [p for p in JUDGED if p.values[0] == "paged_attention"])
+def test_attention_rounds_its_weights_where_the_contract_says(op, framework, provider, device):
+    """The bound allows for roundings here and there, so it cannot say where they are; equal values can."""
+    if framework == "numpy":
+        pytest.skip("the oracle rounds nothing")
+    found = implementation(op, framework, provider, device)
+    for queries in (1, 17):
+        arguments = equal_values(queries)
+        assert found.supports_args is None or found.supports_args(**arguments)
+        (out,) = run(op, framework, provider, arguments, device)
+        assert set(out[-16:].astype(np.float64).ravel()) == {BELOW_ONE}
 
 
 @pytest.mark.parametrize("op", OPS)
