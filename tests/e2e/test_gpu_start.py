@@ -1,4 +1,4 @@
-"""How often the torch worker builds its programs when the size of the KV cache is measured: a CPU plays a GPU."""
+"""What the torch worker measures at a start, and how often it builds its programs: a CPU plays a GPU."""
 
 import pytest
 import torch
@@ -72,6 +72,19 @@ def test_programs_are_built_once(measured):
     again = measured(memory_utilization=0.8)
     assert again[:2] == (tokens, 1)
     assert again[2] is not None, "another configuration measures anew"
+
+
+PAGE_BYTES = 5 * 16 * 2 * 2 * 64 * 4
+"""Of the bundled model in float32: layers, slots, K and V, KV heads, head size, bytes."""
+
+
+@pytest.mark.parametrize(("utilization", "pages"), [(0.9, 6), (0.89, 5), (0.88, 4), (1.0, 8)])
+def test_the_cache_takes_the_part_of_the_memory_that_is_asked_for(measured, monkeypatch, utilization, pages):
+    """Of 100 pages 16.5 are free. What is not to be used stays free; more than 8 pages would be of no use."""
+    total, free = 100 * PAGE_BYTES, 33 * PAGE_BYTES // 2
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, total))
+    monkeypatch.setattr(FakeReserved, "granule", 0)
+    assert measured(memory_utilization=utilization)[3] == pages
 
 
 def test_a_start_without_virtual_memory_builds_twice(measured, monkeypatch):

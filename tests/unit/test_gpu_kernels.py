@@ -26,24 +26,11 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 HERE = Path(__file__)
 
 
-@pytest.fixture
-def kernels(device):
-    """The room of the kernels, where they run in this process."""
-    from twinfer.gpu.kernels import launch
-
-    if not launch.supported() or (device == "cpu") != launch.INTERPRETED:
-        pytest.skip("run by test_everything_in_the_interpreter, in a process of its own")
-    import torch
-
-    # As the worker pins it: where a kernel hands over to cuBLAS, that keeps to float32 too.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    return launch
-
-
 def test_everything_in_the_interpreter(device):
     if device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("only where there is no GPU, and not inside itself")
-    files = [str(HERE), str(HERE.with_name("test_ops_contracts.py"))]
+    names = ("test_gpu_kernels.py", "test_ops_contracts.py", "test_gpu_start.py")
+    files = [str(HERE.with_name(name)) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "twinfer.gpu.kernels", *files]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     # 384 rows of filters take the interpreter minutes: test_triton_sampling_in_parts has a few.
