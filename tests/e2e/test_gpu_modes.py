@@ -23,6 +23,7 @@ from twinfer.shared import config
 from twinfer.shared.compilation_config import MODES
 from twinfer.shared.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.gpu
 Array = Any
 SMALL = dict(
     backend="torch", dtype="float32", max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, num_pages=64
@@ -111,10 +112,9 @@ def graph_device(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     real = config.resolve_compilation
     monkeypatch.setattr(config, "resolve_compilation", lambda asked, _, *rest: real(asked, "cuda", *rest))
-    known = IMPLEMENTATIONS["paged_attention", "torch"]
     implement("paged_attention", provider="no_lengths", framework="torch")(attention_without_lengths)
     yield SMALL | {"device": "cpu", "op_priority": {"paged_attention": ("no_lengths",)}}
-    del known["no_lengths"]
+    del IMPLEMENTATIONS["paged_attention", "torch"]["no_lengths"]
 
 
 def graph_engine(options, folder, mode, **more):
@@ -273,8 +273,7 @@ def start(device, monkeypatch, tmp_path):
             assert llm.engine.worker.compilations_after_ready() == 0
             return seen, llm.engine.worker._programs._whole
 
-    yield run
-    monkeypatch.undo()
+    return run
 
 
 def regions(**variants):

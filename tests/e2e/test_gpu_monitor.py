@@ -8,6 +8,7 @@ from twinfer.serving.llm import LLM
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
+pytestmark = pytest.mark.gpu
 
 
 @triton.jit

@@ -105,6 +105,7 @@ def test_static_inputs_hold_what_the_steps_say():
                 assert row[:used].tolist() == step.field("page_table")[i, :used].tolist(), d
 
 
+@pytest.mark.gpu
 def test_a_gpu_takes_the_kernels(device):
     kernels = find_spec("triton") is not None and device == "cuda"
     assert plumbing(torch.device(device)).__name__.endswith(".step_kernels" if kernels else ".plumbing")
@@ -113,6 +114,7 @@ def test_a_gpu_takes_the_kernels(device):
 PLUMBING = {"torch": "twinfer.gpu.plumbing", "triton": "twinfer.gpu.step_kernels"}
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("requests", "count"), [(8, 5), (200, 150)])
 @pytest.mark.parametrize("by", PLUMBING)
 def test_plumbing_follows_its_contract(by, requests, count, device, request):
