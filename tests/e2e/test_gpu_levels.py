@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from twinfer.serving.llm import LLM
+from twinfer.shared.compilation_config import keeps_code
+from twinfer.shared.config import EngineConfig
 from twinfer.shared.errors import ConfigError, InternalError
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.step import processor_layout, sampling_layout
@@ -21,9 +23,18 @@ ON_A_GPU = SMALL | {"dtype": "bfloat16", "device": "cuda"}
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
 
+def with_cache(device, folder, options):
+    """Options of an engine that keeps what it compiles in a folder of the test, where anything is kept."""
+    options = SMALL | {"device": device} | options
+    config = dict(options.get("compilation_config", {}))
+    if keeps_code(EngineConfig(model="demo", **options).compilation(), device):
+        config.setdefault("cache_dir", str(folder))
+    return options | {"compilation_config": config}
+
+
 def tokens(device, folder, **options):
     """Greedy tokens and drawn ones, of an engine that compiles nothing after ready."""
-    options = {"compilation_config": {"cache_dir": str(folder)}} | SMALL | {"device": device} | options
+    options = with_cache(device, folder, options)
     with LLM("demo", **options) as llm:
         greedy = llm.generate(PROMPTS, GREEDY)
         drawn = llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_k=9, seed=5, max_tokens=12))
@@ -358,7 +369,7 @@ def step_logits(device, folder, **options):
     """Logits of the sampled rows of a step of each program, by whatever road the engine takes: [row vocab] float32."""
     import torch
 
-    options = {"compilation_config": {"cache_dir": str(folder)}} | SMALL | {"device": device} | options
+    options = with_cache(device, folder, options)
     with LLM("demo", **options) as llm:
         worker, found = llm.engine.worker, []
         for step in padded_steps(worker, llm.engine.table, llm.engine.model.vocab_size):
@@ -398,7 +409,7 @@ def test_no_level_or_mode_is_farther_from_float32_than_eager_steps(device, tmp_p
 
 @pytest.mark.gpu
 def test_the_last_layer_drops_the_tokens_that_nothing_is_sampled_from(device, tmp_path):
-    options = SMALL | {"device": device, "compile_level": 0, "compilation_config": {"cache_dir": str(tmp_path)}}
+    options = with_cache(device, tmp_path, {"compile_level": 0})
     with LLM("demo", **options) as llm:
         worker, dropped = llm.engine.worker, 0
         programs = worker._programs
@@ -426,8 +437,7 @@ def test_a_last_layer_of_its_own_kind_compiles_nothing_late(device, tmp_path):
         "use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"],
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    options = SMALL | {"device": device, "compile_level": 1, "load_format": "dummy"}
-    options |= {"max_num_seqs": 1, "max_num_batched_tokens": 16}
-    with LLM(str(tmp_path), compilation_config={"cache_dir": str(tmp_path)}, **options) as llm:
+    options = {"compile_level": 1, "load_format": "dummy", "max_num_seqs": 1, "max_num_batched_tokens": 16}
+    with LLM(str(tmp_path), **with_cache(device, tmp_path / "code", options)) as llm:
         llm.generate([[1, 2, 3] * 6], SamplingParams(max_tokens=2, prompt_logprobs=1))
         assert llm.engine.worker.compilations_after_ready() == 0

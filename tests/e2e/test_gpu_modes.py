@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from twinfer.gpu import graphs, monitor
+from twinfer.gpu import graphs, monitor, worker
 from twinfer.ops.implement import IMPLEMENTATIONS, implement
 from twinfer.serving.llm import LLM
 from twinfer.shared import config
@@ -266,7 +266,8 @@ def start(device, monkeypatch, tmp_path):
 
     def run(**options):
         seen = Seen(monkeypatch)
-        options |= {"cache_dir": str(tmp_path / "code")}
+        if device == "cuda" or options["level"] >= 2:
+            options |= {"cache_dir": str(tmp_path / "code")}
         engine = SMALL | {"device": device, "load_format": "dummy", "compilation_config": options}
         with LLM(str(tmp_path), **engine) as llm:
             assert len(llm.generate(PROMPTS, GREEDY, progress=False)[0].outputs[0].token_ids) == 6
@@ -311,6 +312,31 @@ def test_layers_of_kernels_are_not_compiled_by_default(device, start):
     """Of level 3: on a CPU the ops of a layer are no kernels."""
     seen, _ = start(level=3)
     assert sorted(seen.traced) == ([] if device == "cuda" else BY_DEFAULT)
+
+
+@pytest.fixture
+def layers_of_kernels(device, monkeypatch):
+    """Options of an engine on a GPU whose layers are made of kernels alone; a CPU plays one."""
+    if device == "cuda":
+        return SMALL | {"device": "cuda", "dtype": "bfloat16"}
+    real = config.resolve_compilation
+    monkeypatch.setattr(config, "resolve_compilation", lambda asked, _, *rest: real(asked, "cuda", *rest))
+    monkeypatch.setattr(worker, "compiled_kinds", lambda *_: frozenset())
+    return SMALL | {"device": "cpu"}
+
+
+def test_the_start_says_that_sizes_have_no_effect_on_kernels(layers_of_kernels, tmp_path):
+    asked = {"compile_sizes": [1, 2], "cudagraph_mode": "NONE", "cache_dir": str(tmp_path)}
+    with LLM("demo", **layers_of_kernels, compilation_config=asked) as llm:
+        (told,) = (change for change in llm.engine.report.changes if change.field == "compile_sizes")
+        assert str(told).startswith("compile_sizes: (1, 2) -> () (every op of a layer is a kernel")
+        assert llm.engine.config.compilation.compile_sizes == ()
+
+
+def test_the_start_claims_no_code_that_is_not_compiled(layers_of_kernels, tmp_path):
+    asked = {"cudagraph_mode": "NONE", "cache_dir": str(tmp_path)}
+    with LLM("demo", **layers_of_kernels, compilation_config=asked) as llm:
+        assert "compile_sizes" not in {change.field for change in llm.engine.report.changes}
 
 
 def test_inductor_left_out_at_level_2_traces_only(start):

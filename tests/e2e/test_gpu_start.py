@@ -5,6 +5,7 @@ import torch
 
 from twinfer.gpu import worker
 from twinfer.serving.llm import LLM
+from twinfer.shared import config
 from twinfer.shared.config import DeviceInfo
 from twinfer.shared.errors import InternalError
 from twinfer.shared.sampling_params import SamplingParams
@@ -51,11 +52,15 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setattr(worker.TorchWorker, "measure", on_a_gpu)
     monkeypatch.setattr(worker.TorchWorker, "_build", lambda self, table: (builds.append(1), build(self, table))[1])
 
+    # What was measured is kept where a GPU's code is.
+    real = config.resolve_compilation
+    monkeypatch.setattr(config, "resolve_compilation", lambda asked, _, *rest: real(asked, "cuda", *rest))
+
     def start(**options):
         builds.clear()
         small = dict(backend="torch", device="cpu", dtype="float32", max_num_seqs=2, max_num_batched_tokens=16)
-        config = {"level": 0, "cache_dir": str(tmp_path)}
-        with LLM("demo", **small, max_model_len=64, compilation_config=config, **options) as llm:
+        kept = {"level": 0, "cache_dir": str(tmp_path)}
+        with LLM("demo", **small, max_model_len=64, compilation_config=kept, **options) as llm:
             made = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=4), progress=False)
             engine = llm.engine
             return made[0].outputs[0].token_ids, len(builds), engine.worker._reserved, engine.report.num_pages

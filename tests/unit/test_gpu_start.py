@@ -12,7 +12,7 @@ import torch
 from twinfer.bucketing import Descriptor, Table
 from twinfer.gpu import plans, start_plan
 from twinfer.gpu.backend import fingerprint, key_factors
-from twinfer.gpu.compilation import LAYER_OPS, compiled_kinds
+from twinfer.gpu.compilation import LAYER_OPS, compiled_kinds, drop_unused
 from twinfer.gpu.inputs import StepInputs
 from twinfer.gpu.plumbing import plumbing, put_pages
 from twinfer.gpu.worker import fit_mode
@@ -207,6 +207,26 @@ def test_only_layers_made_of_kernels_stay_uncompiled():
     assert compiled_kinds(MODEL, given, dataclasses.replace(forced, level=0)) == frozenset()
 
 
+def test_options_that_the_plan_leaves_without_effect_are_told():
+    """What the start reports is what runs: sizes only where layers are compiled, splitting only of pieces."""
+    asked = {"compile_sizes": [1, 8], "compile_ranges": [[2, 4]], "splitting_ops": ["paged_attention"]}
+    config, filled = resolve(EngineConfig(model="m", backend="torch", compilation_config=asked), MODEL, GPU)
+    assert not {change.field for change in filled} & {"compile_sizes", "compile_ranges", "splitting_ops"}
+    kernels, told = drop_unused(config.compilation, frozenset())
+    assert [(change.field, change.before, change.after) for change in told] == [
+        ("compile_sizes", (1, 8), ()),
+        ("compile_ranges", ((2, 4),), ()),
+        ("splitting_ops", ("paged_attention",), ()),
+    ]
+    assert ["no layer is compiled" in change.why for change in told] == [True, True, False]
+    assert (kernels.compile_sizes, kernels.compile_ranges, kernels.splitting_ops) == ((), (), ())
+    in_pieces = dataclasses.replace(config.compilation, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    assert drop_unused(in_pieces, frozenset({"mixed"})) == (in_pieces, [])
+    default, filled = resolve(EngineConfig(model="m", backend="torch"), MODEL, GPU)
+    assert drop_unused(default.compilation, frozenset()) == (default.compilation, [])
+    assert "compile_sizes" not in {change.field for change in filled}
+
+
 def with_attention(reads_host):
     """A native plan whose attention reads lengths on the host, or not."""
     native = resolve_plan("torch", enable=("none",))
@@ -247,6 +267,7 @@ CHANGES_THE_CODE = {
 LEAVES_THE_CODE = {
     "cudagraph_mode": CUDAGraphMode.FULL,
     "mode_given": True,
+    "splitting_given": True,
     "cudagraph_capture_sizes": (1, 2),
     "cudagraph_mixed_limit": 16,
     "debug_dump_path": "dump",
