@@ -5,6 +5,8 @@ SHELL := bash
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n auto --dist loadfile
+# One process: the tests share one GPU. Without an environment: python -m pytest $(make -s print-gpu-args)
+GPU_ARGS := --device cuda -m gpu -p twinfer.gpu.kernels --ignore-glob=*/test_tpu_* --durations=15 tests/unit tests/e2e
 
 BIN := .venv/bin
 STAMP := .venv/.stamp
@@ -12,7 +14,7 @@ STAMP := .venv/.stamp
 # What must not be in any file: paths of somebody's own machine, and leftovers of a merge.
 FORBIDDEN := (^|[^A-Za-z0-9_.}-])/(home|root|work|Users)/|^(<{7}|>{7}) .
 
-.PHONY: setup check test test-slow test-tpu demo bench numerics docs clean
+.PHONY: setup check test test-slow test-tpu test-gpu print-gpu-args demo bench numerics docs clean
 
 setup: $(STAMP)
 
@@ -40,6 +42,13 @@ test-slow: $(STAMP)
 # What is proven about TPUs without one, by interpreters and by libtpu's compiler: needs no TPU.
 test-tpu: $(STAMP)
 	$(BIN)/pytest tests/unit/test_tpu_*.py tests/e2e/test_tpu_*.py $(PYTEST_ARGS)
+
+# What only a GPU can show. Fails where there is none.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest $(GPU_ARGS)
+
+print-gpu-args:
+	@echo '$(GPU_ARGS)'
 
 demo: $(STAMP)
 	$(BIN)/twinfer demo

@@ -35,7 +35,7 @@ from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, kv_page
 from . import advice
 from .advice import advise
 from .backend import check_options, code_kept_in, key_factors, open_cache, write_atomically
-from .compilation import compiled_kinds
+from .compilation import compiled_kinds, drop_unused
 from .forward_context import splittable
 from .graphs import GraphRecorder
 from .inputs import StepInputs
@@ -157,9 +157,11 @@ class TorchWorker:
         except OpError as error:
             raise ConfigError(f"op_priority, enable_ops: {error}") from error
         self._compilation, self.changes = fit_mode(config.compilation, self._plans)
-        self.config = config = replace(config, compilation=self._compilation)
         check_options(self._compilation.inductor_compile_config)
         self._compiled = compiled_kinds(model, self._plans, self._compilation)
+        self._compilation, unused = drop_unused(self._compilation, self._compiled)
+        self.changes += unused
+        self.config = config = replace(config, compilation=self._compilation)
         self._ops = bind_plans(self._plans, self._compilation, self._compiled)
         self._shape = StepShape(config.pages_per_request, config.max_num_seqs, config.max_model_len, model.vocab_size)
         self._dtype = DTYPES[config.dtype]

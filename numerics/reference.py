@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..ops import Op, resolve
+from ..ops import REGISTRY, Op, resolve
 from ..ops.namespaces import namespace
+from ..ops.testing import widened
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
 from ..shared.step import StepInput
@@ -116,16 +117,10 @@ def _ops(exact: bool) -> SimpleNamespace:
 
 def evaluate(op: str, arguments: Mapping[str, Any], *, exact: bool) -> tuple[np.ndarray, ...]:
     """One op: exactly, on float64 copies of its floating arguments, or faithfully, in the dtypes that they have."""
-    given = {name: _wide(value) if exact else value for name, value in arguments.items()}
+    given = widened(REGISTRY[op], dict(arguments)) if exact else arguments
     with np.errstate(all="ignore"):
         out = getattr(_ops(exact), op)(**given)
     return out if isinstance(out, tuple) else (out,)
-
-
-def _wide(value: Any) -> Any:
-    if isinstance(value, np.ndarray) and value.dtype.kind not in "iub":
-        return value.astype(np.float64)
-    return value
 
 
 def faithful_attention(

@@ -274,12 +274,10 @@ def measure_start(model: str, backend: str, options: dict[str, Any]) -> dict[str
     Two processes, one after the other, before this one touches the device.
     """
     with TemporaryDirectory(prefix="twinfer-start-") as folder:
-        if backend == "torch":
-            kept = {"cache_dir": os.path.join(folder, "cache")}
-            options = options | {"compilation_config": (options.get("compilation_config") or {}) | kept}
         names = [*CACHES, *(name for name in OPTIONAL_CACHES if name in os.environ)]
         environment = os.environ | {name: os.path.join(folder, name.lower()) for name in names}
-        request = json.dumps({"model": model, "backend": backend, "options": options})
+        cache = os.path.join(folder, "cache") if backend == "torch" else None
+        request = json.dumps({"model": model, "backend": backend, "options": options, "cache": cache})
         return {name: _start(request, environment) for name in ("cold", "warm")}
 
 

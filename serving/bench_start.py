@@ -1,6 +1,7 @@
 """One start of an engine, timed by phase: `bench.measure_start` runs it as a process of its own.
 
-Reads {"model", "backend", "options"} as JSON from standard input; its last line of output is the answer as JSON.
+Reads {"model", "backend", "options", "cache"} as JSON from standard input: `cache` is a folder for compiled code, or
+null. Its last line of output is the answer as JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +25,20 @@ def main() -> int:
     return 0
 
 
-def start(model: str, backend: str, options: dict) -> dict:
+def with_cache(model: str, backend: str, options: dict, cache: str | None) -> dict:
+    """The options, with compiled code kept in the folder `cache` where anything is kept."""
+    from ..shared.compilation_config import keeps_code
+    from ..shared.config import EngineConfig
+    from ..shared.worker import backend_module
+
+    config = EngineConfig.from_options({"model": model, "backend": backend, **options})
+    platform = backend_module(backend).find_device(config.device).platform
+    if cache is None or not keeps_code(config.compilation(), platform):
+        return options
+    return options | {"compilation_config": {**(options.get("compilation_config") or {}), "cache_dir": cache}}
+
+
+def start(model: str, backend: str, options: dict, cache: str | None = None) -> dict:
     """The times of one start, in seconds; `_at` are readings of the machine's monotonic clock."""
     from ..shared.sampling_params import SamplingParams
     from ..shared.worker import backend_module
@@ -32,6 +46,7 @@ def start(model: str, backend: str, options: dict) -> dict:
 
     backend_module(backend)
     imported = time.monotonic()
+    options = with_cache(model, backend, options, cache)
     with LLM(model, backend=backend, progress=False, **options) as llm:
         ready = time.monotonic()
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)

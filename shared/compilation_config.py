@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -175,7 +175,8 @@ class ResolvedCompilation:
 
     `skip_kernels`: a region made of kernels alone is not compiled, as the compiler would find nothing to generate.
     `mode_given`: the user chose the graph mode, so that it is an error if the chosen kernels cannot be captured so; the
-    default gives way instead.
+    default gives way instead. `splitting_given`: the user chose where pieces end, so that he is told if nothing is
+    captured in pieces.
     """
 
     level: int = 0
@@ -185,6 +186,7 @@ class ResolvedCompilation:
     cudagraph_capture_sizes: tuple[int, ...] = ()
     cudagraph_mixed_limit: int = 0
     splitting_ops: tuple[str, ...] = ("paged_attention",)
+    splitting_given: bool = False
     compile_sizes: tuple[int, ...] = ()
     compile_ranges: tuple[tuple[int, int], ...] = ()
     use_inductor: bool = False
@@ -244,8 +246,18 @@ def resolve_compilation(
     road = fill("road", "regional", "starts faster") if level > 0 else config.road or "regional"
     use_inductor = level >= 2 and _or(config.use_inductor, True)
     _check_effect(config, level, road, use_inductor)
+    _check_graph_effect(config, mode, road)
+    if config.cache_dir and not keeps_code(config, platform):
+        raise ConfigError(
+            f"cache_dir: got {config.cache_dir!r}, allowed is none: level {level} on {platform} leaves nothing to keep"
+        )
+    plain = config.use_inductor is None and not (config.inductor_compile_config or config.debug_dump_path)
+    skip_kernels = level == 3 and road == "regional" and plain
     static: list[int] = []
-    for size in fill("compile_sizes", (1,) if level >= 2 else (), "a step of one token has code of its own"):
+    asked = config.compile_sizes
+    if asked is None and level >= 2 and not skip_kernels:
+        asked = fill("compile_sizes", (1,), "a step of one token has code of its own")
+    for size in asked or ():
         static += sizes if size == CAPTURE_SIZES else [int(size)]
     resolved = ResolvedCompilation(
         level=level,
@@ -255,13 +267,11 @@ def resolve_compilation(
         cudagraph_capture_sizes=sizes,
         cudagraph_mixed_limit=_or(config.cudagraph_mixed_limit, 8192),
         splitting_ops=_or(config.splitting_ops, ("paged_attention",)),
+        splitting_given=config.splitting_ops is not None,
         compile_sizes=tuple(sorted(set(static))),
         compile_ranges=_or(config.compile_ranges, ()),
         use_inductor=use_inductor,
-        skip_kernels=level == 3
-        and road == "regional"
-        and config.use_inductor is None
-        and not (config.inductor_compile_config or config.debug_dump_path),
+        skip_kernels=skip_kernels,
         inductor_compile_config=config.inductor_compile_config,
         debug_dump_path=config.debug_dump_path,
         cache_dir=config.cache_dir,
@@ -296,11 +306,15 @@ def _capture_sizes(
 
 
 def _check_effect(config: CompilationConfig, level: int, road: str, use_inductor: bool) -> None:
-    """Raise ConfigError for an option that would have no effect."""
+    """Raise ConfigError for an option of the compiler that would have no effect."""
     if road == "piecewise" and level < 2:
         raise ConfigError(f"road: got 'piecewise', which compiles; level {level} does not")
-    if config.use_inductor and level < 2:
-        raise ConfigError(f"use_inductor: got True, allowed is False: level {level} generates no code")
+    if level == 0:
+        for name in ("road", "compile_sizes", "compile_ranges"):
+            if getattr(config, name):
+                raise ConfigError(f"{name}: got {getattr(config, name)!r}, allowed is none: level 0 compiles nothing")
+    if config.use_inductor is not None and level < 2:
+        raise ConfigError(f"use_inductor: got {config.use_inductor}, allowed is none: level {level} generates no code")
     if config.inductor_compile_config and not use_inductor:
         raise ConfigError(f"inductor_compile_config: Inductor is not used at level {level}, use_inductor=False")
     if config.debug_dump_path and level == 0:
@@ -312,6 +326,45 @@ def _check_effect(config: CompilationConfig, level: int, road: str, use_inductor
         )
 
 
+def _check_graph_effect(config: CompilationConfig, mode: CUDAGraphMode, road: str) -> None:
+    """Raise ConfigError for an option of graphs that would have no effect, whatever the plan."""
+    if config.cudagraph_mixed_limit is not None and mode.mixed_mode() is CUDAGraphMode.NONE:
+        raise ConfigError(
+            f"cudagraph_mixed_limit: got {config.cudagraph_mixed_limit}, allowed is none: cudagraph_mode {mode.name} "
+            f"captures no mixed steps"
+        )
+    # The default mode may become PIECEWISE, if the plan's attention reads lengths on the host.
+    may_split = mode.has_mode(CUDAGraphMode.PIECEWISE) or (
+        config.cudagraph_mode is None and mode is not CUDAGraphMode.NONE
+    )
+    if config.splitting_ops is not None and road == "regional" and not may_split:
+        raise ConfigError(
+            f"splitting_ops: got {list(config.splitting_ops)}, allowed is none: the road is regional and "
+            f"cudagraph_mode is {mode.name}, so nothing is split"
+        )
+
+
+def keeps_code(config: CompilationConfig, platform: str) -> bool:
+    """Whether `cache_dir` is of use: for code from level 2 on, and on a GPU for the measured size of the KV cache."""
+    level = 0 if config.enforce_eager else _or(config.level, _default_level(platform))
+    return level >= 2 or platform == "cuda"
+
+
+def _default_level(platform: str) -> int:
+    return 3 if platform == "cuda" else 0
+
+
+def check_sizes(config: CompilationConfig, sizes: Collection[int]) -> None:
+    """Raise ConfigError for a size or a range that no program has; `sizes` are their numbers of tokens."""
+    allowed = f"allowed are the numbers of tokens of programs: {', '.join(map(str, sorted(sizes)))}"
+    for size in config.compile_sizes or ():
+        if size != CAPTURE_SIZES and size not in sizes:
+            raise ConfigError(f"compile_sizes: got {size}, {allowed}")
+    for first, last in config.compile_ranges or ():
+        if not any(first <= size <= last for size in sizes):
+            raise ConfigError(f"compile_ranges: got {first} to {last}, which holds none; {allowed}")
+
+
 def _level(config: CompilationConfig, platform: str, fill: Any) -> int:
     if config.enforce_eager:
         if config.level not in (None, 0):
@@ -321,7 +374,7 @@ def _level(config: CompilationConfig, platform: str, fill: Any) -> int:
                 f"enforce_eager: got True with cudagraph_mode {config.cudagraph_mode.name}, allowed is NONE"
             )
         return 0
-    return int(fill("level", 3 if platform == "cuda" else 0, f"default on {platform}"))
+    return int(fill("level", _default_level(platform), f"default on {platform}"))
 
 
 def _mode(config: CompilationConfig, platform: str, level: int, fill: Any) -> CUDAGraphMode:

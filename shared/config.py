@@ -17,6 +17,7 @@ from .compilation_config import (
     NOT_TORCH,
     CompilationConfig,
     ResolvedCompilation,
+    check_sizes,
     parse_mode,
     resolve_compilation,
 )
@@ -322,7 +323,10 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tup
         "compilation": compilation,
         "scan_layers": scan,
     }
-    return ResolvedConfig(**values), changes
+    resolved = ResolvedConfig(**values)
+    if config.backend == "torch":
+        check_sizes(config.compilation(), {d.tokens for d in resolved.table()})
+    return resolved, changes
 
 
 _FLAGS = {"level": "compile_level"}

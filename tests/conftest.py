@@ -4,9 +4,11 @@ Settings travel as environment variables so that a test that needs no framework 
 started by a test inherit them. All are defaults: set the variable outside to override one.
 """
 
+import gc
 import os
 import shutil
 import tempfile
+import warnings
 
 import pytest
 from hypothesis import settings
@@ -36,6 +38,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") != "cpu":
         os.environ.pop("JAX_PLATFORMS", None)
+    if config.getoption("--device") == "cuda":
+        check_gpu()
+        # Both frameworks are in this process: JAX would take three quarters of the memory for itself.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if not hasattr(config, "workerinput") and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         # XLA programs are shared by all tests of a run: the same small engines are built many times. JAX reads this
         # when it is imported, so it is set before any test, and xdist's workers inherit it.
@@ -46,10 +52,78 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
+def check_gpu() -> None:
+    """Raise UsageError where torch has no GPU: a run of skipped tests would look like one that passed."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch finds no CUDA device on this machine, so nothing would be tested")
+
+
+NEED_A_GPU = {"cuda", "kernels"}
+"""Fixtures that only a GPU can fill, or fills with the real thing."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test that asks for a GPU is in the GPU's suite, so that none can be left out of it."""
+    for item in items:
+        if NEED_A_GPU & set(getattr(item, "fixturenames", ())):
+            item.add_marker("gpu")
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
     """The device of the end-to-end tests."""
     return str(request.config.getoption("--device"))
+
+
+@pytest.fixture
+def cuda(device: str) -> str:
+    """The device of a test that only a GPU can run."""
+    if device != "cuda":
+        pytest.skip("needs a GPU: --device cuda")
+    return device
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _precision_of_a_worker(device: str) -> None:
+    """On a GPU, round products as every worker does from its start: no test shall depend on which one ran before it."""
+    if device == "cuda":
+        from twinfer.gpu.precision import pin_precision
+
+        pin_precision()
+
+
+@pytest.fixture(autouse=True)
+def _gpu_left_as_found(device: str, monkeypatch: pytest.MonkeyPatch):
+    """After a test on a GPU: its engines are closed, their memory is free, and torch refuses no call."""
+    if device != "cuda":
+        yield
+        return
+    import torch
+
+    from twinfer.shared.engine import Engine
+
+    started, init = [], Engine.__init__
+
+    def note(engine, *args, **options):
+        started.append(engine)
+        init(engine, *args, **options)
+
+    monkeypatch.setattr(Engine, "__init__", note)
+    yield
+    for engine in started:
+        if not getattr(engine, "_closed", False) and hasattr(engine, "worker"):
+            engine.worker.close()
+    if started:
+        started.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+    with warnings.catch_warnings(action="ignore"):
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+    assert mode == 0, "the test left torch refusing calls that wait for the GPU"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -149,10 +149,29 @@ def _fused_cases(dtype: str) -> Iterator[Case]:
     yield Case("view of a wider array", arguments | {"qkv": strided(arguments["qkv"])})
     yield Case("odd head size, partly rotated", _fused_arguments(rng, dtype, 5, (3, 1), 23, (3, 16), rotated=10))
     yield Case("one token", _fused_arguments(rng, dtype, 1, (16, 8), 64, (2, 16)))
+    for kind, k_scale, v_scale in (("fp8", 0.9, 0.37), ("int8", 0.31, 0.05)):  # some entries of V saturate
+        yield Case(f"{kind} cache", _fused_narrow(arguments, kind, k_scale, v_scale))
     if dtype == "bfloat16":
         for tokens in (64, 2048):
             source = partial(_fused_arguments, rng, dtype, tokens, (16, 8), 128, (1024, 16))
             yield Case(f"Qwen3-0.6B, {tokens} tokens", source, ("bench",))
+
+
+def _fused_narrow(a: Arguments, kind: str, k_scale: float, v_scale: float) -> Arguments:
+    """The same step over a cache of fp8 or int8, which must be equal: so what is stored is exact until it is scaled.
+
+    K has no norm, and it is turned by quarter turns. V is never rounded on the way.
+    """
+    quarter = np.random.default_rng(4).integers(0, 4, a["cos"].shape)
+    turns = {
+        "cos": np.array([1, 0, -1, 0], np.float32)[quarter],
+        "sin": np.array([0, 1, 0, -1], np.float32)[quarter],
+    }
+    qkv = a["qkv"].copy()
+    values = a["kv"].shape[2] // 2 * a["kv"].shape[3]
+    qkv[0, -values:] *= qkv.dtype.type(200.0 * v_scale)
+    cache = {"kv": narrow(a["kv"], kind, 1.0), "k_scale": k_scale, "v_scale": v_scale}
+    return a | turns | cache | {"qkv": qkv, "k_weight": None}
 
 
 def _wrong_fused(
@@ -187,6 +206,10 @@ def _wrong_fused(
         turned = turned * 1.005
     if fault == "next slot":
         slots = np.where(slots < 0, slots, slots + 1)
+    if fault == "scales swapped":
+        k_scale, v_scale = v_scale, k_scale
+    elif fault == "scales ignored":
+        k_scale = v_scale = 1.0
     return turned, ops.write_kv(kv, keys, v, slots, k_scale, v_scale)
 
 
@@ -215,7 +238,7 @@ def _fused_sizes(a: Arguments) -> Any:
 FUSED_FAULTS = (
     *("K and V swapped", "weights of q and k swapped", "eps missing", "eps of another model", "q not normed"),
     *("k not normed", "v normed", "rotated the other way", "angles of the next token", "k not rotated", "v rotated"),
-    *("q scaled by 1.005", "next slot"),
+    *("q scaled by 1.005", "next slot", "scales swapped", "scales ignored"),
 )
 
 judged_by(
@@ -284,6 +307,38 @@ def paged(
         "kv_lens": lens, "counts": np.array([queries.count(1), len(lengths)], np.int32),
         "scale": 1.3 / math.sqrt(hdim), "window": 0, "soft_cap": 0.0, "max_query_len": max(queries),
     }  # fmt: skip
+
+
+BELOW_ONE = 1.0 - 2.0**-8
+"""The bfloat16 before 1."""
+
+
+def equal_values(queries: int) -> Arguments:
+    """Attention over values of 1, in bfloat16. Of 16 keys one has the weight 1, the others 0.5 and nearly half a unit.
+
+    The exact mean is 1. If weights are rounded for the product and not in their sum, as the contract says, the last 16
+    rows are about (3 + 45 / 2) / (3 + 45 weight) = 0.9968, which rounds to `BELOW_ONE`. No bound can tell, as it allows
+    for roundings wherever they are. The first key of every 16 has the largest score: blocks and parts change nothing.
+    """
+    length, size, page = 48, 64, 16
+    weight = 0.5 + 0.48 * 2.0**-8
+    kv = np.zeros((length // page + 1, page, 2, size))
+    kv[:, :, 1] = 1.0
+    kv[:, 1:, 0, 0] = -1.0
+    q = np.zeros((queries, 1, size))
+    q[..., 0] = 1.0
+    return {
+        "q": q.astype(DTYPES["bfloat16"]),
+        "kv": kv.astype(DTYPES["bfloat16"]),
+        "page_table": np.arange(3, dtype=np.int32)[None],
+        "query_start": np.array([0, queries], np.int32),
+        "kv_lens": np.array([length], np.int32),
+        "counts": np.array([queries == 1, 1], np.int32),
+        "scale": -math.log(weight),
+        "window": 0,
+        "soft_cap": 0.0,
+        "max_query_len": queries,
+    }
 
 
 def _attention_cases(dtype: str) -> Iterator[Case]:

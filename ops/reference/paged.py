@@ -83,7 +83,8 @@ def norm_rope_write_kv(
 @define(
     native="per framework",
     contract=Contract(
-        rounds="softmax weights, not normalised yet, to q's dtype before the product with V; the output once",
+        rounds="softmax weights, not normalised yet, to q's dtype before the product with V, but not in their own sum; "
+        "the output once",
         dot="BF16_BF16_F32 for bfloat16, F32_F32_F32 for float32; int8 and fp8 entries are exact in q's dtype",
         masked="rows of no request are 0; slots that no row of a request sees are not read into any result",
         nan="NaN in a slot reaches each row that sees it, and may reach the other rows of that request in this step",

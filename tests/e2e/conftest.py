@@ -1,5 +1,8 @@
 """Small random checkpoints of every supported architecture, written and read as transformers does it (the oracle)."""
 
+import contextlib
+import warnings
+
 import numpy as np
 import pytest
 
@@ -92,3 +95,22 @@ def prompts():
         return [rng.integers(0, vocab, n).astype(np.int32) for n in lengths]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def no_waits():
+    """no_waits(): a context in which torch refuses calls that wait for the GPU."""
+    import torch
+
+    @contextlib.contextmanager
+    def refuse():
+        try:
+            # torch says once in a process that this check is a prototype, after it has switched it on. An error made of
+            # that would leave it on for all tests that follow.
+            with warnings.catch_warnings(action="ignore"):
+                torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return refuse

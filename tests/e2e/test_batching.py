@@ -107,10 +107,10 @@ VARIANTS = {
 
 # The JAX worker, whose programs take half a minute of compiling for each, is given all of them in `make test-slow`.
 ON_JAX = ["neither", "tiny cache"]
+ON_A_GPU = ["plain", "neither", "tiny cache"]
 CASES = [
-    pytest.param(variant, backend, marks=[pytest.mark.slow] if backend == "jax" and variant not in ON_JAX else [])
-    for variant in VARIANTS
-    for backend in BACKENDS
+    *(pytest.param(name, "jax", marks=() if name in ON_JAX else pytest.mark.slow) for name in VARIANTS),
+    *(pytest.param(name, "torch", marks=pytest.mark.gpu if name in ON_A_GPU else ()) for name in VARIANTS),
 ]
 
 
@@ -141,6 +141,7 @@ def test_scanned_and_unrolled_layers_agree(checkpoints, alone, options, device):
     subject.close()
 
 
+@pytest.mark.gpu
 def test_compiled_layers_agree_with_eager_ones(checkpoints, alone, device):
     """torch level 2: every shape of a small table compiled by Inductor, then nothing more."""
     folder, _ = checkpoints("qwen3")

@@ -21,7 +21,7 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(params=["jax", "torch"])
+@pytest.fixture(params=["jax", pytest.param("torch", marks=pytest.mark.gpu)])
 def engines(request, checkpoints, device):
     """engines(decode_steps): an engine of the backend."""
     folder, _ = checkpoints("qwen3")

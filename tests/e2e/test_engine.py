@@ -13,7 +13,7 @@ from twinfer.shared.sampling_params import SamplingParams
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
 
-@pytest.fixture(params=["jax", "torch"])
+@pytest.fixture(params=["jax", pytest.param("torch", marks=pytest.mark.gpu)])
 def engine(request, checkpoints, device):
     folder, _ = checkpoints("qwen3")
     config = EngineConfig(

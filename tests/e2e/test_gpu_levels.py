@@ -1,14 +1,19 @@
 """The torch worker's compile levels and CUDA graph modes: the same tokens, the same bits, nothing compiled late."""
 
 import dataclasses
+import itertools
 import json
+import warnings
 
 import numpy as np
 import pytest
 
 from twinfer.serving.llm import LLM
+from twinfer.shared.compilation_config import keeps_code
+from twinfer.shared.config import EngineConfig
 from twinfer.shared.errors import ConfigError, InternalError
 from twinfer.shared.sampling_params import SamplingParams
+from twinfer.shared.step import processor_layout, sampling_layout
 
 PROMPTS = ["Once upon a time", "The cat sat on the mat and then", "A"]
 SMALL = dict(backend="torch", dtype="float32", max_num_seqs=2, max_num_batched_tokens=32, num_pages=64)
@@ -18,9 +23,18 @@ ON_A_GPU = SMALL | {"dtype": "bfloat16", "device": "cuda"}
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
 
+def with_cache(device, folder, options):
+    """Options of an engine that keeps what it compiles in a folder of the test, where anything is kept."""
+    options = SMALL | {"device": device} | options
+    config = dict(options.get("compilation_config", {}))
+    if keeps_code(EngineConfig(model="demo", **options).compilation(), device):
+        config.setdefault("cache_dir", str(folder))
+    return options | {"compilation_config": config}
+
+
 def tokens(device, folder, **options):
     """Greedy tokens and drawn ones, of an engine that compiles nothing after ready."""
-    options = {"compilation_config": {"cache_dir": str(folder)}} | SMALL | {"device": device} | options
+    options = with_cache(device, folder, options)
     with LLM("demo", **options) as llm:
         greedy = llm.generate(PROMPTS, GREEDY)
         drawn = llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_k=9, seed=5, max_tokens=12))
@@ -33,10 +47,12 @@ def eager(device, tmp_path_factory):
     return tokens(device, tmp_path_factory.mktemp("code"), compile_level=0)
 
 
+@pytest.mark.gpu
 def test_traced_layers_give_the_tokens_of_eager_ones(device, eager, tmp_path):
     assert tokens(device, tmp_path, compile_level=1) == eager
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("use_inductor", [False, True])
 def test_the_piecewise_road_gives_the_tokens_of_eager_steps(device, eager, use_inductor, tmp_path):
@@ -45,6 +61,7 @@ def test_the_piecewise_road_gives_the_tokens_of_eager_steps(device, eager, use_i
     assert tokens(device, tmp_path, compilation_config=config) == eager
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 def test_compiled_layers_give_the_tokens_of_eager_ones(device, eager, tmp_path):
     dump = tmp_path / "dump"
@@ -57,10 +74,8 @@ def test_compiled_layers_give_the_tokens_of_eager_ones(device, eager, tmp_path):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_graph_modes_give_the_tokens_of_eager_steps(device, eager, mode, tmp_path):
-    if device != "cuda":
-        pytest.skip("CUDA graphs need a cuda device")
-    assert tokens(device, tmp_path, compile_level=3, cudagraph_mode=mode) == eager
+def test_graph_modes_give_the_tokens_of_eager_steps(cuda, eager, mode, tmp_path):
+    assert tokens(cuda, tmp_path, compile_level=3, cudagraph_mode=mode) == eager
 
 
 def test_graphs_are_refused_on_a_cpu_with_the_reason(device):
@@ -70,11 +85,9 @@ def test_graphs_are_refused_on_a_cpu_with_the_reason(device):
         LLM("demo", cudagraph_mode="FULL", **SMALL)
 
 
-def test_attention_that_reads_the_host_cannot_be_captured_whole(device):
-    if device != "cuda":
-        pytest.skip("CUDA graphs need a cuda device")
+def test_attention_that_reads_the_host_cannot_be_captured_whole(cuda):
     with pytest.raises(ConfigError, match="reads lengths on the host"):
-        LLM("demo", cudagraph_mode="FULL", enable_ops=("all", "-paged_attention"), device=device, **SMALL)
+        LLM("demo", cudagraph_mode="FULL", enable_ops=("all", "-paged_attention"), device=cuda, **SMALL)
 
 
 def padded_steps(worker, table, vocab):
@@ -99,7 +112,36 @@ def padded_steps(worker, table, vocab):
         f["rows"][:count] = np.arange(count)
         f["counts"][:] = count if length == 1 else 0, count
         f["sample_index"][:count] = (np.arange(count) + 1) * length - 1
-        yield dataclasses.replace(step, batch=batch)
+        yield dataclasses.replace(step, batch=batch, sampling=filters(d.requests, count, length))
+
+
+def filters(requests, count, position):
+    """Sampling fields of rows that use every filter."""
+    layout = sampling_layout(requests)
+    buffer = layout.allocate()
+    f = layout.views(buffer)
+    f["sample_rows"][:] = SMALL["max_num_seqs"]
+    f["sample_rows"][:count] = np.arange(count)
+    f["position"][:], f["seed_lo"][:], f["seed_hi"][:] = position, np.arange(requests), 7
+    f["top_k"][:], f["top_p"][:], f["min_p"][:] = 20, round(0.9 * 65536), 5 * 65536
+    f["scale"][:] = 1.4426950408889634 / 3.0  # so hot that samplers differ
+    return buffer
+
+
+def penalties(requests, shape):
+    """Fields of the `processed` sampler: a history with repeated tokens, penalties, a bias, and half of all words."""
+    layout = processor_layout(requests, shape)
+    buffer = layout.allocate()
+    f = layout.views(buffer)
+    f["history"][:] = -1
+    f["history"][:, :12] = np.arange(12) % 5
+    f["prompt_len"][:], f["rows"][:] = 4, np.arange(requests) % SMALL["max_num_seqs"]
+    f["presence"][:], f["frequency"][:] = 30000, 9000
+    f["repetition"][:], f["repetition_inverse"][:] = 1.5, 1 / 1.5
+    f["bias_ids"][:] = -1
+    f["bias_ids"][:, 0], f["bias"][:, 0] = 3, 65536
+    f["mask"][:] = 0x55555555
+    return buffer
 
 
 def poison(pool):
@@ -117,43 +159,57 @@ def poison(pool):
 
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL", "PIECEWISE"])
-def test_interleaved_graphs_equal_eager_bit_for_bit(device, mode, tmp_path):
-    """Replays of all sizes in several orders; all memory that graphs share is overwritten before each."""
-    if device != "cuda":
-        pytest.skip("CUDA graphs need a cuda device")
+def test_interleaved_graphs_equal_eager_bit_for_bit(cuda, mode, tmp_path):
+    """Replays of all sizes and samplers in several orders; all memory that graphs share is overwritten before each."""
     import torch
+
+    from twinfer.gpu.programs import TOP
+    from twinfer.shared.step import SAMPLERS
 
     with LLM("demo", **ON_A_GPU, compilation_config={"cache_dir": str(tmp_path), "cudagraph_mode": mode}) as llm:
         worker = llm.engine.worker
         programs, steps = worker._programs, list(padded_steps(worker, llm.engine.table, llm.engine.model.vocab_size))
 
-        def run(step, captured):
-            """Finished rows and greedy tokens."""
-            count, d = int(step.field("counts")[1]), step.descriptor
-            with torch.inference_mode():
-                worker._inputs.fill(step)
-                poison(worker._recorder.pool)
-                (programs.backbone if captured else programs._rows)(d)
-                torch.cuda.synchronize()
-                rows = programs.rows[:count].clone()
-                poison(worker._recorder.pool)
-                (programs.sample if captured else programs._sample)(d.requests, "greedy")
-                torch.cuda.synchronize()
-            return torch.cat([rows.flatten(), programs.tokens[:count].to(rows.dtype)])
+        def poisoned(run, *args):
+            poison(worker._recorder.pool)
+            made = run(*args)
+            torch.cuda.synchronize()
+            return made if isinstance(made, tuple) else ()
 
-        assert any(step.descriptor in programs._backbones for step in steps)
+        def run(step, captured):
+            """Finished rows, and by sampler what it leaves in `tokens` and returns: of the real requests."""
+            count, d = int(step.field("counts")[1]), step.descriptor
+            backbone, sample = programs.backbone, programs.sample
+            if not captured:
+                backbone, sample = programs._rows, programs._sample
+            with torch.inference_mode():
+                worker._inputs.fill(step, host=programs.host_metadata[d.kind])
+                worker._inputs.fill_processors(penalties(d.requests, worker._shape))
+                poisoned(backbone, d)
+                found = {"rows": [programs.rows[:count].clone()]}
+                for sampler in (*SAMPLERS, TOP):
+                    results = poisoned(sample, d.requests, sampler)
+                    found[sampler] = [x[:count].clone() for x in (programs.tokens, *results)]
+            return found
+
+        assert set(programs._backbones) == {step.descriptor for step in steps}
+        samplers = {(step.descriptor.requests, sampler) for step in steps for sampler in (*SAMPLERS, TOP)}
+        assert set(programs._samplers) == samplers
         want = [run(step, captured=False) for step in steps]
         for order in (range(len(steps)), reversed(range(len(steps))), [0, len(steps) - 1] * 3):
             for index in order:
-                assert torch.equal(run(steps[index], captured=True), want[index]), steps[index].descriptor
-        assert not any(torch.equal(want[0][:64], other[:64]) for other in want[1:])
+                for name, got in run(steps[index], captured=True).items():
+                    equal = [torch.equal(x, y) for x, y in zip(got, want[index][name], strict=True)]
+                    assert all(equal), (steps[index].descriptor, name, equal)
+        first, *others = (found["rows"][0][0] for found in want)
+        assert not any(torch.equal(first, other) for other in others)
+        for a, b in itertools.combinations(SAMPLERS, 2):
+            assert any(not torch.equal(found[a][0], found[b][0]) for found in want), f"{a} gives the tokens of {b}"
 
 
 @pytest.mark.parametrize("shared_wrongly", [False, True])
-def test_the_canary_sees_a_result_that_was_left_in_the_pool(device, shared_wrongly):
+def test_the_canary_sees_a_result_that_was_left_in_the_pool(cuda, shared_wrongly):
     """Two graphs of one pool: the second reads what the first left outside of the pool, or (the fault) inside."""
-    if device != "cuda":
-        pytest.skip("CUDA graphs need a cuda device")
     import torch
 
     from twinfer.bucketing import Descriptor
@@ -175,10 +231,63 @@ def test_the_canary_sees_a_result_that_was_left_in_the_pool(device, shared_wrong
     assert torch.equal(result, x * 2 + 1) is not shared_wrongly
 
 
-def test_the_step_loop_waits_for_nothing_but_its_results(device, tmp_path):
+@pytest.mark.parametrize("pieces", [False, True])
+def test_results_of_graphs_do_not_hold_memory_of_the_pool(cuda, pieces):
+    """Four programs with results of 32 MiB, all kept: each finds the memory of the one before it free again."""
+    import torch
+
+    from twinfer.bucketing import Descriptor
+    from twinfer.gpu.forward_context import get_forward_context
+    from twinfer.gpu.graphs import GraphRecorder
+    from twinfer.shared.compilation_config import CUDAGraphMode
+
+    recorder, kept, sizes = GraphRecorder(), [], []
+    x = torch.ones(8 << 20, device="cuda")
+
+    def program():
+        y = x * 2
+        if pieces:
+            y = get_forward_context().splitter.split(lambda z: z + 1, (y,))
+        return y + 1
+
+    mode = CUDAGraphMode.PIECEWISE if pieces else CUDAGraphMode.FULL
+    with recorder.recording():
+        for number in (4, 3, 2, 1):
+            kept.append(recorder.capture(Descriptor("decode", number, number, 1), mode, program))
+            segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(recorder.pool)]
+            sizes.append(sum(segment["total_size"] for segment in segments))
+    assert sizes[0] >= 64 << 20
+    assert sizes == [sizes[0]] * 4
+    for replay, result in kept:
+        result.fill_(0)
+        replay()
+        torch.cuda.synchronize()
+        assert float(result[0]) == (4.0 if pieces else 3.0)
+
+
+def test_the_check_for_waits_is_taken_back_though_torch_warns(no_waits, monkeypatch):
+    """torch warns after it has switched the check on, and warnings are errors here."""
+    import torch
+
+    modes = []
+
+    def switch(mode):
+        modes.append(mode)
+        if len(modes) == 1:
+            warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "set_sync_debug_mode", switch)
+        with no_waits():
+            assert modes == ["error"]
+        assert modes == ["error", "default"]
+        with pytest.raises(ZeroDivisionError), no_waits():
+            raise ZeroDivisionError
+    assert modes == ["error", "default"] * 2
+
+
+def test_the_step_loop_waits_for_nothing_but_its_results(cuda, tmp_path, no_waits):
     """With torch's check for synchronising calls on, over every sampler, log-probabilities and prompts."""
-    if device != "cuda":
-        pytest.skip("only a GPU runs beside the host")
     import torch
 
     config = {"cache_dir": str(tmp_path), "cudagraph_mixed_limit": 16}  # larger steps run without a graph
@@ -190,21 +299,16 @@ def test_the_step_loop_waits_for_nothing_but_its_results(device, tmp_path):
         {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
     )
     with LLM("demo", **ON_A_GPU, compilation_config=config) as llm:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             with pytest.raises(RuntimeError, match="synchroniz"):
                 torch.ones(1, device="cuda").item()
             for kind in kinds:
                 llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True, **kind))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert llm.engine.worker.compilations_after_ready() == 0
 
 
-def test_a_measured_start_is_reused_only_where_it_fits(device, tmp_path, monkeypatch):
+def test_a_measured_start_is_reused_only_where_it_fits(cuda, tmp_path, monkeypatch):
     """The first start reserves addresses and measures; the next takes its plan; another configuration does not."""
-    if device != "cuda":
-        pytest.skip("a host's memory is not measured")
     import torch
 
     free = torch.cuda.mem_get_info()
@@ -229,9 +333,7 @@ def refuse(*_):
     raise InternalError("no virtual memory")
 
 
-def test_without_virtual_memory_programs_are_built_twice(device, tmp_path, monkeypatch):
-    if device != "cuda":
-        pytest.skip("a host's memory is not measured")
+def test_without_virtual_memory_programs_are_built_twice(cuda, tmp_path, monkeypatch):
     from twinfer.gpu import worker as module
 
     options = ON_A_GPU | {"num_pages": None, "compilation_config": {"cache_dir": str(tmp_path)}}
@@ -244,6 +346,7 @@ def test_without_virtual_memory_programs_are_built_twice(device, tmp_path, monke
         assert llm.generate(PROMPTS, GREEDY)[0].outputs[0].token_ids
 
 
+@pytest.mark.gpu
 def test_loops_on_the_device_give_the_tokens_of_single_steps(device, tmp_path):
     options = {"dtype": "bfloat16"} if device == "cuda" else {}
     single = tokens(device, tmp_path, **options)
@@ -251,10 +354,8 @@ def test_loops_on_the_device_give_the_tokens_of_single_steps(device, tmp_path):
     assert tokens(device, tmp_path, decode_steps=3, async_scheduling=False, **options) == single
 
 
-def test_regions_made_of_kernels_alone_are_not_compiled(device, tmp_path):
+def test_regions_made_of_kernels_alone_are_not_compiled(cuda, tmp_path):
     """Unless the user asks for Inductor: then all are, and the tokens are the same."""
-    if device != "cuda":
-        pytest.skip("the kernels are for GPUs")
     made = {}
     for forced in (None, True):
         config = {"cache_dir": str(tmp_path), "use_inductor": forced}
@@ -268,7 +369,7 @@ def step_logits(device, folder, **options):
     """Logits of the sampled rows of a step of each program, by whatever road the engine takes: [row vocab] float32."""
     import torch
 
-    options = {"compilation_config": {"cache_dir": str(folder)}} | SMALL | {"device": device} | options
+    options = with_cache(device, folder, options)
     with LLM("demo", **options) as llm:
         worker, found = llm.engine.worker, []
         for step in padded_steps(worker, llm.engine.table, llm.engine.model.vocab_size):
@@ -280,6 +381,7 @@ def step_logits(device, folder, **options):
         return torch.cat(found)
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 def test_no_level_or_mode_is_farther_from_float32_than_eager_steps(device, tmp_path):
     """sigma: the root mean square error of bfloat16 logits, as a ratio to that of eager steps of the same plan.
@@ -305,8 +407,9 @@ def test_no_level_or_mode_is_farther_from_float32_than_eager_steps(device, tmp_p
         assert option != {"compile_level": 1} or torch.equal(found, want)
 
 
+@pytest.mark.gpu
 def test_the_last_layer_drops_the_tokens_that_nothing_is_sampled_from(device, tmp_path):
-    options = SMALL | {"device": device, "compile_level": 0, "compilation_config": {"cache_dir": str(tmp_path)}}
+    options = with_cache(device, tmp_path, {"compile_level": 0})
     with LLM("demo", **options) as llm:
         worker, dropped = llm.engine.worker, 0
         programs = worker._programs
@@ -324,6 +427,7 @@ def test_the_last_layer_drops_the_tokens_that_nothing_is_sampled_from(device, tm
         assert dropped >= 1
 
 
+@pytest.mark.gpu
 def test_a_last_layer_of_its_own_kind_compiles_nothing_late(device, tmp_path):
     """The log-probabilities of a prompt need all tokens of the last layer, by code that the start has compiled."""
     config = {
@@ -333,8 +437,7 @@ def test_a_last_layer_of_its_own_kind_compiles_nothing_late(device, tmp_path):
         "use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"],
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    options = SMALL | {"device": device, "compile_level": 1, "load_format": "dummy"}
-    options |= {"max_num_seqs": 1, "max_num_batched_tokens": 16}
-    with LLM(str(tmp_path), compilation_config={"cache_dir": str(tmp_path)}, **options) as llm:
+    options = {"compile_level": 1, "load_format": "dummy", "max_num_seqs": 1, "max_num_batched_tokens": 16}
+    with LLM(str(tmp_path), **with_cache(device, tmp_path / "code", options)) as llm:
         llm.generate([[1, 2, 3] * 6], SamplingParams(max_tokens=2, prompt_logprobs=1))
         assert llm.engine.worker.compilations_after_ready() == 0

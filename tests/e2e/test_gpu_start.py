@@ -1,10 +1,11 @@
-"""How often the torch worker builds its programs when the size of the KV cache is measured: a CPU plays a GPU."""
+"""What the torch worker measures at a start, and how often it builds its programs: a CPU plays a GPU."""
 
 import pytest
 import torch
 
 from twinfer.gpu import worker
 from twinfer.serving.llm import LLM
+from twinfer.shared import config
 from twinfer.shared.config import DeviceInfo
 from twinfer.shared.errors import InternalError
 from twinfer.shared.sampling_params import SamplingParams
@@ -51,11 +52,15 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setattr(worker.TorchWorker, "measure", on_a_gpu)
     monkeypatch.setattr(worker.TorchWorker, "_build", lambda self, table: (builds.append(1), build(self, table))[1])
 
+    # What was measured is kept where a GPU's code is.
+    real = config.resolve_compilation
+    monkeypatch.setattr(config, "resolve_compilation", lambda asked, _, *rest: real(asked, "cuda", *rest))
+
     def start(**options):
         builds.clear()
         small = dict(backend="torch", device="cpu", dtype="float32", max_num_seqs=2, max_num_batched_tokens=16)
-        config = {"level": 0, "cache_dir": str(tmp_path)}
-        with LLM("demo", **small, max_model_len=64, compilation_config=config, **options) as llm:
+        kept = {"level": 0, "cache_dir": str(tmp_path)}
+        with LLM("demo", **small, max_model_len=64, compilation_config=kept, **options) as llm:
             made = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=4), progress=False)
             engine = llm.engine
             return made[0].outputs[0].token_ids, len(builds), engine.worker._reserved, engine.report.num_pages
@@ -72,6 +77,19 @@ def test_programs_are_built_once(measured):
     again = measured(memory_utilization=0.8)
     assert again[:2] == (tokens, 1)
     assert again[2] is not None, "another configuration measures anew"
+
+
+PAGE_BYTES = 5 * 16 * 2 * 2 * 64 * 4
+"""Of the bundled model in float32: layers, slots, K and V, KV heads, head size, bytes."""
+
+
+@pytest.mark.parametrize(("utilization", "pages"), [(0.9, 6), (0.89, 5), (0.88, 4), (1.0, 8)])
+def test_the_cache_takes_the_part_of_the_memory_that_is_asked_for(measured, monkeypatch, utilization, pages):
+    """Of 100 pages 16.5 are free. What is not to be used stays free; more than 8 pages would be of no use."""
+    total, free = 100 * PAGE_BYTES, 33 * PAGE_BYTES // 2
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, total))
+    monkeypatch.setattr(FakeReserved, "granule", 0)
+    assert measured(memory_utilization=utilization)[3] == pages
 
 
 def test_a_start_without_virtual_memory_builds_twice(measured, monkeypatch):

@@ -105,7 +105,27 @@ REFUSED = {
     "no copies": ("cuda", {"cudagraph_copy_inputs": False}, "come from the host"),
     "no copies on the other road": ("cuda", {"cudagraph_copy_inputs": False, "road": "piecewise"}, "allowed is True"),
     "options without inductor": ("cpu", {"level": 1, "inductor_compile_config": {"max_autotune": True}}, "not used"),
-    "inductor at level 1": ("cuda", {"level": 1, "use_inductor": True}, "use_inductor: got True, allowed is False"),
+    "inductor at level 1": (
+        "cuda",
+        {"level": 1, "use_inductor": True},
+        "use_inductor: got True, allowed is none: level 1",
+    ),
+    "no inductor at level 1": ("cuda", {"level": 1, "use_inductor": False}, "got False, allowed is none: level 1"),
+    "no inductor at level 0": ("cpu", {"use_inductor": False}, "got False, allowed is none: level 0"),
+    "sizes at level 0": ("cuda", {"level": 0, "compile_sizes": [1]}, "compile_sizes: got .1,., .* compiles nothing"),
+    "ranges at level 0": ("cpu", {"compile_ranges": [[1, 8]]}, "compile_ranges: got ..1, 8.,., .* compiles nothing"),
+    "the usual road at level 0": ("cpu", {"road": "regional"}, "road: got 'regional', .* level 0 compiles nothing"),
+    "a cache at level 0": ("cpu", {"cache_dir": "c"}, "cache_dir: got 'c', .* level 0 on cpu leaves nothing"),
+    "a cache at level 1": ("cpu", {"level": 1, "cache_dir": "c"}, "cache_dir: got 'c', .* level 1 on cpu"),
+    "a limit without graphs": ("cpu", {"cudagraph_mixed_limit": 16}, "cudagraph_mixed_limit: got 16, .* NONE captures"),
+    "a limit of decode graphs": (
+        "cuda",
+        {"cudagraph_mixed_limit": 16, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        "cudagraph_mixed_limit: got 16, allowed is none: cudagraph_mode FULL_DECODE_ONLY",
+    ),
+    "splitting at level 0": ("cpu", {"splitting_ops": []}, "splitting_ops: got .., allowed is none: .* NONE"),
+    "splitting at level 1": ("cuda", {"level": 1, "splitting_ops": []}, "splitting_ops: got .., .* nothing is split"),
+    "splitting whole graphs": ("cuda", {"splitting_ops": ["paged_attention"], "cudagraph_mode": "FULL"}, "is FULL, so"),
     "inductor on a cpu by default": ("cpu", {"use_inductor": True}, "level 0"),
     "a dump of nothing": ("cuda", {"level": 0, "debug_dump_path": "d"}, "debug_dump_path: .*level 0 traces nothing"),
 }
@@ -122,7 +142,10 @@ def test_defaults_on_a_gpu_and_on_a_cpu():
     made, filled = resolve_compilation(CompilationConfig(), "cuda", LADDER, 8)
     assert (made.level, made.cudagraph_mode, made.mode_given) == (3, CUDAGraphMode.FULL, False)
     assert made.cudagraph_capture_sizes == LADDER
-    assert {entry[0] for entry in filled} == {"level", "cudagraph_mode", "road", "compile_sizes"}
+    # Nothing is said of code for one token: whether layers are compiled depends on the plan.
+    assert {entry[0] for entry in filled} == {"level", "cudagraph_mode", "road"}
+    made, filled = resolve_compilation(CompilationConfig(use_inductor=True), "cuda", LADDER, 8)
+    assert ("compile_sizes", None, (1,)) in [entry[:3] for entry in filled]
     made, _ = resolve_compilation(CompilationConfig(), "cpu", LADDER, 8)
     assert (made.level, made.cudagraph_mode, made.use_inductor) == (0, NONE, False)
     made, _ = resolve_compilation(CompilationConfig(level=3), "cpu", LADDER, 8)
@@ -152,6 +175,30 @@ def test_capture_sizes_are_the_sizes_of_decode_programs():
     config, _ = _resolve(max_num_seqs=16, cudagraph_mode="full", compilation_config={"cudagraph_capture_sizes": [1, 6]})
     assert config.table().decode_sizes == (1, 6, 8, 16)
     assert config.compile_level == 3
+
+
+HAVE_AN_EFFECT = [
+    ("cuda", {"level": 0, "cache_dir": "c"}),  # the measured size of the KV cache is kept there
+    ("cpu", {"level": 2, "cache_dir": "c", "use_inductor": False, "road": "regional", "compile_sizes": [1]}),
+    ("cpu", {"level": 1, "compile_sizes": [2], "compile_ranges": [[3, 8]]}),
+    ("cuda", {"splitting_ops": ["paged_attention"]}),  # the plan decides whether the mode becomes PIECEWISE
+    ("cuda", {"splitting_ops": [], "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_mixed_limit": 16}),
+    ("cpu", {"level": 2, "splitting_ops": ["paged_attention"], "road": "piecewise"}),
+]
+
+
+@pytest.mark.parametrize(("platform", "options"), HAVE_AN_EFFECT)
+def test_options_with_an_effect_are_taken(platform, options):
+    resolve_compilation(CompilationConfig.from_options(options), platform, LADDER, 8)
+
+
+def test_sizes_that_no_program_has_are_refused():
+    for options in ({"compile_sizes": [1, "cudagraph_capture_sizes"]}, {"compile_ranges": [[9, 16], [1024, 2048]]}):
+        _resolve(max_num_seqs=16, compilation_config=options)
+    with pytest.raises(ConfigError, match=r"compile_sizes: got 99999, allowed are the numbers of tokens.* 1, 2, 4, 8"):
+        _resolve(compilation_config={"compile_sizes": [1, 99999], "level": 1})
+    with pytest.raises(ConfigError, match="compile_ranges: got 9000 to 9999, which holds none"):
+        _resolve(compilation_config={"compile_ranges": [[9000, 9999]]})
 
 
 def test_flags_and_config_must_agree():

@@ -26,29 +26,16 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 HERE = Path(__file__)
 
 
-@pytest.fixture
-def kernels(device):
-    """The room of the kernels, where they run in this process."""
-    from twinfer.gpu.kernels import launch
-
-    if not launch.supported() or (device == "cpu") != launch.INTERPRETED:
-        pytest.skip("run by test_everything_in_the_interpreter, in a process of its own")
-    import torch
-
-    # As the worker pins it: where a kernel hands over to cuBLAS, that keeps to float32 too.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    return launch
-
-
 def test_everything_in_the_interpreter(device):
     if device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("only where there is no GPU, and not inside itself")
-    files = [str(HERE), str(HERE.with_name("test_ops_contracts.py"))]
+    names = ("test_gpu_kernels.py", "test_ops_contracts.py", "test_gpu_start.py")
+    files = [str(HERE.with_name(name)) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "twinfer.gpu.kernels", *files]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     # 384 rows of filters take the interpreter minutes: test_triton_sampling_in_parts has a few.
     chosen = "triton and not [sample-torch-triton]"
-    done = subprocess.run([*command, "-k", chosen], env=environment, capture_output=True, text=True, timeout=800)
+    done = subprocess.run([*command, "-k", chosen], env=environment, capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 
@@ -58,14 +45,20 @@ def judge(op, arguments, device):
     assert verdict.passed, verdict
 
 
-@pytest.mark.parametrize(("dtype", "window"), [("bfloat16", 0), ("bfloat16", 300), ("float16", 0)])
-def test_triton_decode_in_parts(kernels, device, dtype, window):
-    """Long requests beside short ones: parts are added up, by whichever program is the last."""
+@pytest.mark.parametrize(
+    ("dtype", "window", "chunk", "parts"),
+    [("bfloat16", 0, 128, 8), ("bfloat16", 300, 128, 8), ("float16", 0, 128, 8), ("bfloat16", 0, 32, 32)],
+)
+def test_triton_decode_in_parts(kernels, device, dtype, window, chunk, parts):
+    """Long requests beside short ones: parts are added up, by whichever program is the last.
+
+    It adds up 16 parts at a time. With chunks of 32 slots the longest request has 18.
+    """
     arguments = paged(generator("parts"), dtype, [700, 3, 1100], [1, 1, 1], (4, 2), 64, 16, requests=4, tokens=4)
     setting = kernels.config("decode", dtype)
     before = dict(setting)
     try:
-        setting.update(programs=64, chunk=128, parts=8)
+        setting.update(programs=64, chunk=chunk, parts=parts)
         judge("paged_attention", arguments | {"window": window}, device)
         first, second = (run("paged_attention", "torch", "triton", arguments, device)[0] for _ in range(2))
         assert first.tobytes() == second.tobytes()
@@ -228,6 +221,24 @@ def test_triton_sampling_in_parts(kernels, device, filtered):
         assert len(set(want)) > rows // 2
     finally:
         setting.update(before)
+
+
+FILTER_FAULTS = ("top-k one larger", "top-k one smaller", "top-p one token more", "top-p one token short", "min-p last")
+
+
+def test_triton_filters_of_rows_that_tell(kernels, device):
+    """The op's own case, cut to rows that the interpreter has time for: those whose token a wrong filter changes."""
+    testing = TESTING["sample"]
+    case = next(case for case in ci_cases(testing, "float32") if case.name == "384 rows, filters")
+    (want,) = oracle("sample", case.arguments)
+    chosen = []
+    for fault in FILTER_FAULTS:
+        (wrong,) = oracle("sample", case.arguments, testing.mutants[fault])
+        rows = np.flatnonzero(wrong != want)
+        assert rows.size, fault
+        chosen += rows[:4].tolist()
+    arguments = case.arguments | {name: case.arguments[name][chosen] for name in testing.rows}
+    judge("sample", arguments, device)
 
 
 def test_triton_operators_pass_opcheck(kernels, device):

@@ -2,18 +2,22 @@
 
 import dataclasses
 import json
+from importlib import import_module
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 
-from twinfer.bucketing import Table
+from twinfer.bucketing import Descriptor, Table
 from twinfer.gpu import plans, start_plan
-from twinfer.gpu.compilation import LAYER_OPS, compiled_kinds
+from twinfer.gpu.backend import fingerprint, key_factors
+from twinfer.gpu.compilation import LAYER_OPS, compiled_kinds, drop_unused
 from twinfer.gpu.inputs import StepInputs
 from twinfer.gpu.plumbing import plumbing, put_pages
 from twinfer.gpu.worker import fit_mode
 from twinfer.ops import resolve as resolve_plan
+from twinfer.shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.models.config import parse_config
@@ -68,16 +72,16 @@ SHAPE = StepShape(pages_per_request=12, max_rows=40, max_model_len=48, vocab_siz
 PAGE = 4
 
 
-def random_step(d, rng, count, longest, loop=None):
-    layout, sampling = batch_layout(d, SHAPE), sampling_layout(d.requests)
+def random_step(d, rng, count, longest, loop=None, shape=SHAPE):
+    layout, sampling = batch_layout(d, shape), sampling_layout(d.requests)
     batch = rng.integers(0, 99, layout.size, dtype=np.int32)
     f = layout.views(batch)
     f["counts"][:] = count, count
-    f["rows"][:] = SHAPE.max_rows
-    f["rows"][:count] = rng.permutation(SHAPE.max_rows)[:count]
+    f["rows"][:] = shape.max_rows
+    f["rows"][:count] = rng.permutation(shape.max_rows)[:count]
     f["kv_lens"][:] = 0
     f["kv_lens"][:count] = rng.integers(1, longest + 1, count)
-    return StepInput(0, d, SHAPE, "greedy", batch, rng.integers(0, 99, sampling.size, dtype=np.int32), loop=loop)
+    return StepInput(0, d, shape, "greedy", batch, rng.integers(0, 99, sampling.size, dtype=np.int32), loop=loop)
 
 
 def test_static_inputs_hold_what_the_steps_say():
@@ -101,21 +105,36 @@ def test_static_inputs_hold_what_the_steps_say():
                 assert row[:used].tolist() == step.field("page_table")[i, :used].tolist(), d
 
 
-def test_plumbing_follows_its_contract(device):
-    """Gathers, kept tokens, and the inputs of the second step of a loop; on a GPU, of the kernels."""
-    where = torch.device(device)
-    inputs, rng, does = StepInputs(TABLE, SHAPE, PAGE, where), np.random.default_rng(1), plumbing(where)
-    assert (does.__name__.rpartition(".")[2] == "step_kernels") == (device == "cuda")
-    d = next(d for d in TABLE if d.requests == 8 and d.kind == "decode")
-    step = random_step(d, rng, 5, 30)
+@pytest.mark.gpu
+def test_a_gpu_takes_the_kernels(device):
+    kernels = find_spec("triton") is not None and device == "cuda"
+    assert plumbing(torch.device(device)).__name__.endswith(".step_kernels" if kernels else ".plumbing")
+
+
+PLUMBING = {"torch": "twinfer.gpu.plumbing", "triton": "twinfer.gpu.step_kernels"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("requests", "count"), [(8, 5), (200, 150)])
+@pytest.mark.parametrize("by", PLUMBING)
+def test_plumbing_follows_its_contract(by, requests, count, device, request):
+    """Gathers, tokens that are kept, and the inputs of the second step of a loop; 200 requests are several blocks."""
+    if by == "triton":
+        request.getfixturevalue("kernels")
+    does = import_module(PLUMBING[by])
+    where, rng = torch.device(device), np.random.default_rng(1)
+    shape = dataclasses.replace(SHAPE, max_rows=requests)
+    d = Descriptor("decode", requests, requests, 1)
+    inputs = StepInputs(Table((requests,), (16,), requests), shape, PAGE, where)
+    step = random_step(d, rng, count, 30, shape=shape)
     step.field("token_ids")[:] = -1
     step.field("token_ids")[3] = 7
-    step.field("positions")[5:] = 0
-    step.field("positions")[:5] = step.field("kv_lens")[:5] - 1
+    step.field("positions")[count:] = 0
+    step.field("positions")[:count] = step.field("kv_lens")[:count] - 1
     inputs.fill(step)
     f = inputs.fields(d)
     does.put_pages(inputs.pages, f["page_index"], f["page_value"])
-    last = torch.arange(41, dtype=torch.int32, device=where) + 50
+    last = torch.arange(requests + 1, dtype=torch.int32, device=where) + 50
     cos = torch.arange(96.0, device=where).view(48, 2)
     ids, cosines, sines, table = does.select(f["token_ids"], f["positions"], f["rows"], last, cos, -cos, inputs.pages)
     rows = torch.from_numpy(step.field("rows")).long()
@@ -123,23 +142,29 @@ def test_plumbing_follows_its_contract(device):
     assert cosines.tolist() == cos.cpu()[step.field("positions")].tolist()
     assert torch.equal(sines, -cosines)
     assert torch.equal(table.cpu(), inputs.pages.cpu()[rows])
-    for i in range(5):
+    for i in range(count):
         used = -(-int(step.field("kv_lens")[i]) // PAGE)
         assert table[i, :used].tolist() == step.field("page_table")[i, :used].tolist()
-    sampled, kept = (torch.zeros(8, dtype=torch.int32, device=where) + i for i in (3, 0))
-    does.keep(sampled, f["rows"], last, kept)
-    assert last[rows[:5].to(where)].tolist() == [3] * 5
-    assert torch.equal(kept, sampled)
+    before = last.clone()
+    sampled = torch.arange(requests, dtype=torch.int32, device=where) + 1000
+    tokens = torch.zeros_like(sampled)
+    does.keep(sampled, f["rows"], last, tokens)
+    assert last[rows[:count].to(where)].tolist() == sampled[:count].tolist()
+    others = sorted({*range(requests)} - {*rows.tolist()})
+    assert last[others].tolist() == before[others].tolist()
+    assert torch.equal(tokens, sampled)
     before = {name: value.clone() for name, value in f.items()}
     does.advance(f, inputs.pages, PAGE)
     for name in ("positions", "kv_lens", "position"):
-        assert (f[name] - before[name]).tolist() == [1] * 5 + [0] * 3, name
-    for i in range(5):
+        assert (f[name] - before[name]).tolist() == [1] * count + [0] * (requests - count), name
+    for i in range(count):
         place = int(step.field("positions")[i]) + 1
         page = int(inputs.pages[step.field("rows")[i], place // PAGE])
         assert int(f["slots"][i]) == page * PAGE + place % PAGE
-    assert f["slots"][5:].tolist() == step.field("slots")[5:].tolist()
-    assert f["token_ids"].tolist() == [-1] * 5 + before["token_ids"][5:].tolist()
+    assert f["slots"][count:].tolist() == step.field("slots")[count:].tolist()
+    assert f["token_ids"].tolist() == [-1] * count + before["token_ids"][count:].tolist()
+    for name in ("rows", "counts", "sample_rows"):
+        assert torch.equal(f[name], before[name]), name
 
 
 def test_shapes_without_data_are_those_of_the_ops(monkeypatch):
@@ -182,6 +207,26 @@ def test_only_layers_made_of_kernels_stay_uncompiled():
     assert compiled_kinds(MODEL, given, dataclasses.replace(forced, level=0)) == frozenset()
 
 
+def test_options_that_the_plan_leaves_without_effect_are_told():
+    """What the start reports is what runs: sizes only where layers are compiled, splitting only of pieces."""
+    asked = {"compile_sizes": [1, 8], "compile_ranges": [[2, 4]], "splitting_ops": ["paged_attention"]}
+    config, filled = resolve(EngineConfig(model="m", backend="torch", compilation_config=asked), MODEL, GPU)
+    assert not {change.field for change in filled} & {"compile_sizes", "compile_ranges", "splitting_ops"}
+    kernels, told = drop_unused(config.compilation, frozenset())
+    assert [(change.field, change.before, change.after) for change in told] == [
+        ("compile_sizes", (1, 8), ()),
+        ("compile_ranges", ((2, 4),), ()),
+        ("splitting_ops", ("paged_attention",), ()),
+    ]
+    assert ["no layer is compiled" in change.why for change in told] == [True, True, False]
+    assert (kernels.compile_sizes, kernels.compile_ranges, kernels.splitting_ops) == ((), (), ())
+    in_pieces = dataclasses.replace(config.compilation, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    assert drop_unused(in_pieces, frozenset({"mixed"})) == (in_pieces, [])
+    default, filled = resolve(EngineConfig(model="m", backend="torch"), MODEL, GPU)
+    assert drop_unused(default.compilation, frozenset()) == (default.compilation, [])
+    assert "compile_sizes" not in {change.field for change in filled}
+
+
 def with_attention(reads_host):
     """A native plan whose attention reads lengths on the host, or not."""
     native = resolve_plan("torch", enable=("none",))
@@ -207,6 +252,42 @@ def test_the_default_graph_mode_gives_way_to_attention_that_reads_the_host():
     given = dataclasses.replace(config.compilation, mode_given=True)
     with pytest.raises(ConfigError, match=r"in mixed steps.*reads lengths on the host"):
         fit_mode(given, {"decode": whole, "mixed": reads})
+
+
+CHANGES_THE_CODE = {
+    "level": 1,
+    "road": "piecewise",
+    "splitting_ops": ("linear",),
+    "compile_sizes": (1, 2),
+    "compile_ranges": ((2, 8),),
+    "use_inductor": False,
+    "skip_kernels": True,
+    "inductor_compile_config": {"epilogue_fusion": False},
+}
+LEAVES_THE_CODE = {
+    "cudagraph_mode": CUDAGraphMode.FULL,
+    "mode_given": True,
+    "splitting_given": True,
+    "cudagraph_capture_sizes": (1, 2),
+    "cudagraph_mixed_limit": 16,
+    "debug_dump_path": "dump",
+    "cache_dir": "cache",
+}
+
+
+def test_code_is_kept_under_all_that_it_depends_on():
+    """Every option of compilation is named here: a new one has to say whether it changes what is generated."""
+    base = ResolvedCompilation(level=2, use_inductor=True)
+    assert {f.name for f in dataclasses.fields(base)} == {*CHANGES_THE_CODE, *LEAVES_THE_CODE}
+
+    def key(plan="plan", model=None, **changes):
+        return fingerprint(key_factors(plan, dataclasses.replace(base, **changes), model or {"layers": 2}))
+
+    others = [key(**{name: value}) for name, value in CHANGES_THE_CODE.items()]
+    others += [key(plan="another"), key(model={"layers": 3})]
+    assert len({key(), *others}) == 1 + len(others)
+    for name, value in LEAVES_THE_CODE.items():
+        assert key(**{name: value}) == key(), name
 
 
 def test_factors_are_written_beside_the_plan(tmp_path):

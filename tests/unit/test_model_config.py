@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import string
 
@@ -21,6 +22,7 @@ from twinfer.shared.models.config import (
     parse_config,
     rope_inverse_frequencies,
 )
+from twinfer.shared.models.decoder import rotary_tables
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -288,6 +290,23 @@ def test_frequencies_are_those_of_transformers(rope, theta, head_dim):
 def test_a_part_of_a_head_may_be_rotated():
     ours, _ = rope_inverse_frequencies(RopeConfig(partial_rotary_factor=0.25), 64)
     np.testing.assert_allclose(ours, 10000.0 ** -(np.arange(8) / 8))
+
+
+@pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
+def test_rotary_tables_are_float64_until_they_are_rounded(theta):
+    """Angles in float32 are off by up to 0.004 at position 100 000. Backends share a table: comparing them is blind.
+
+    The formula is written down once more here, an entry at a time.
+    """
+    config = parse_config(LLAMA | {"rope_theta": theta, "hidden_size": 512})
+    size, positions = config.head_dim, 131072
+    cos, sin = rotary_tables(config, positions)
+    assert (cos.shape, cos.dtype, sin.dtype) == ((positions, size // 2), np.float32, np.float32)
+    for position in (0, 1, 2, 4095, 4096, 32767, 65537, 99999, 131071):
+        for i in range(size // 2):
+            angle = position * math.pow(theta, -2 * i / size)
+            assert abs(float(cos[position, i]) - math.cos(angle)) < 2.0**-24, (position, i)
+            assert abs(float(sin[position, i]) - math.sin(angle)) < 2.0**-24, (position, i)
 
 
 def test_yarn_without_a_factor_takes_the_ratio_of_lengths():

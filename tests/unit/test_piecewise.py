@@ -276,6 +276,24 @@ def test_a_forward_that_changes_the_module_is_refused(tiny):
         check_state(before, state_of(source), "written")
 
 
+class Writes(Decoder):
+    """Writes into a weight, but only where it is traced: an eager run before it leaves no sign."""
+
+    def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            torch.ops.aten.add_.Tensor(self.norm, 1.0)
+        return super().forward(*args, **kwargs)
+
+
+def test_a_trace_that_writes_into_a_weight_is_refused(tiny):
+    source = tiny.modules[True]
+    module = Writes(tiny.model, decoder.abstract(tiny.model), source.ops, torch.float32, torch.device("cpu"))
+    module.load_state_dict(source.state_dict())
+    module.freeze()
+    with pytest.raises(InternalError, match="writes into the weight"):
+        tiny.build(EAGER, module=module)
+
+
 def test_open_dimensions_come_from_annotations_or_are_named():
     assert Branches.dynamic_arg_dims == {"x": (0,)}
 

@@ -6,6 +6,7 @@ import pytest
 
 from twinfer.ops import resolve
 from twinfer.ops.cases import load_all
+from twinfer.ops.cases.attention import BELOW_ONE, equal_values
 from twinfer.ops.testing import TESTING, Judge, ci_cases
 from twinfer.tpu.gpu_kernels import attention, decode, write
 from twinfer.tpu.plans import PREFERRED
@@ -51,6 +52,12 @@ def norm_rope_write(k_scale, v_scale, **arguments):
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_interpreted_attention_keeps_the_bound(quick):
     assert failures("paged_attention", attend, attention.takes, quick) == []
+
+
+@pytest.mark.parametrize("queries", [1, 17])
+def test_interpreted_attention_rounds_its_weights_where_the_contract_says(queries):
+    out = np.asarray(attend(**on_device(equal_values(queries))))
+    assert set(out[-16:].astype(np.float64).ravel()) == {BELOW_ONE}
 
 
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
