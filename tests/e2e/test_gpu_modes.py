@@ -268,7 +268,9 @@ def start(device, monkeypatch, tmp_path):
         seen = Seen(monkeypatch)
         if device == "cuda" or options["level"] >= 2:
             options |= {"cache_dir": str(tmp_path / "code")}
-        engine = SMALL | {"device": device, "load_format": "dummy", "compilation_config": options}
+        # In half precision every op of a layer is a kernel on a GPU.
+        dtype = "bfloat16" if device == "cuda" else "float32"
+        engine = SMALL | {"device": device, "dtype": dtype, "load_format": "dummy", "compilation_config": options}
         with LLM(str(tmp_path), **engine) as llm:
             assert len(llm.generate(PROMPTS, GREEDY, progress=False)[0].outputs[0].token_ids) == 6
             assert llm.engine.worker.compilations_after_ready() == 0
