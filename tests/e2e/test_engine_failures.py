@@ -32,6 +32,7 @@ SETTINGS = {
     "loops-plain": {"decode_steps": 3, "enable_prefix_caching": False},
 }
 BOTH = pytest.mark.parametrize("backend", ["jax", "torch"])
+ON_GPUS_TOO = pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.gpu)])
 
 
 def open_llm(checkpoints, backend, device, setting, **options):
@@ -84,7 +85,7 @@ def check_interrupted(llm, want, lines):
     return interrupted
 
 
-@pytest.fixture(params=["jax-prefix", "torch-loops"])
+@pytest.fixture(params=["jax-prefix", pytest.param("torch-loops", marks=pytest.mark.gpu)])
 def quick(request, checkpoints, device):
     backend, setting = request.param.split("-")
     with open_llm(checkpoints, backend, device, setting) as llm:
@@ -294,7 +295,7 @@ def not_finite(checkpoints, tmp_path_factory):
     return make
 
 
-@BOTH
+@ON_GPUS_TOO
 @pytest.mark.parametrize("setting", ["prefix", "loops"])
 @pytest.mark.parametrize(("value", "what"), [(np.nan, "norm"), (np.inf, "head")], ids=["nan", "inf"])
 def test_logits_that_are_not_finite_end_the_request(not_finite, device, backend, setting, value, what):
@@ -315,7 +316,7 @@ def test_logits_that_are_not_finite_end_the_request(not_finite, device, backend,
         llm.engine.scheduler.check_integrity()
 
 
-@BOTH
+@ON_GPUS_TOO
 @pytest.mark.parametrize("setting", ["prefix", "loops"])
 def test_a_row_that_is_not_finite_leaves_the_others_alone(checkpoints, device, backend, setting):
     """A token whose embedding is NaN: only requests with it in the prompt, or that sample it, end."""

@@ -78,6 +78,7 @@ def test_an_engine_beside_a_kernel_of_another_changes_no_token(device):
         assert calls.count(calls[0]) > 4, "the slots were not split"
 
 
+@pytest.mark.gpu
 def test_an_engine_that_starts_beside_another_changes_no_token_on_a_gpu(device, tmp_path):
     """One generates without a pause while others start in another thread, and then beside them."""
     if device != "cuda":
@@ -101,6 +102,7 @@ def test_an_engine_that_starts_beside_another_changes_no_token_on_a_gpu(device, 
         assert rounds > 3
 
 
+@pytest.mark.gpu
 def test_launches_on_two_streams_do_not_count_together_on_a_gpu(device):
     """Products whose columns are split among programs, side by side: the bits of those that run alone."""
     if device != "cuda":

@@ -216,6 +216,7 @@ def test_padding_has_a_slot_with_memory(driver, device):
         assert driver.empty
 
 
+@pytest.mark.gpu
 @in_a_process_of_its_own("cuda")
 def test_padding_has_a_slot_with_memory_on_a_gpu(device):
     """Layers of 12.5 MiB, so that no granule of 2 MiB reaches from the pages to the last slot."""
@@ -236,6 +237,7 @@ def test_native_writes_start_and_serve_on_a_reserved_cache(as_on_a_gpu, device):
         assert tokens(llm) == want
 
 
+@pytest.mark.gpu
 @in_a_process_of_its_own("cuda")
 def test_native_writes_start_and_serve_on_a_reserved_cache_on_a_gpu(device, tmp_path):
     """A cache of which a layer is larger than a granule, with every op native; without graphs and with them."""
@@ -337,6 +339,7 @@ def test_the_end_of_a_process_leaves_its_memory_to_the_driver(device):
     assert (done.returncode, done.stdout, done.stderr) == (0, "cuMemSetAccess\n", "")
 
 
+@pytest.mark.gpu
 def test_dropped_engines_give_their_memory_back_on_a_gpu(device, tmp_path):
     """With steps in flight, by the collector alone but for torch's own cache, from the second on: the first engine
     loads libraries and kernels.
@@ -407,6 +410,7 @@ def test_memory_is_measured_once_eager_steps_have_theirs(as_on_a_gpu, monkeypatc
     assert log[-1] == "waited for"
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY", "NONE"])
 def test_the_largest_eager_steps_take_no_memory_after_ready_on_a_gpu(device, tmp_path, mode):
     """A prompt that fills a step, with log-probabilities: no graph holds those. Measured, and from the start plan."""

@@ -104,7 +104,8 @@ def attention_without_lengths(
 def graph_device(device, monkeypatch):
     """Options of an engine with CUDA graphs: on this GPU, or on a CPU whose graphs are recordings."""
     if device == "cuda":
-        return SMALL | {"device": "cuda", "dtype": "bfloat16"}
+        yield SMALL | {"device": "cuda", "dtype": "bfloat16"}
+        return
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
