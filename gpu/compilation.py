@@ -138,7 +138,8 @@ class RegionCompiler:
             function.__closure__,
         )
         backend = make_backend(self._compilation, title)
-        return torch.compile(copy, fullgraph=True, backend=backend)
+        # Not dynamic: only what `mark` names stays open, whatever sizes an earlier engine of the process had.
+        return torch.compile(copy, fullgraph=True, backend=backend, dynamic=False)
 
     def mark(self, variant: Variant, tensors: Sequence[torch.Tensor]) -> None:
         """Leave the first dimension of these open in what the next call compiles. Fails if the code fixes it."""

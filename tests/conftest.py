@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import warnings
+import weakref
 
 import pytest
 from hypothesis import settings
@@ -108,13 +109,13 @@ def _gpu_left_as_found(device: str, monkeypatch: pytest.MonkeyPatch):
     started, init = [], Engine.__init__
 
     def note(engine, *args, **options):
-        started.append(engine)
+        started.append(weakref.ref(engine))  # a test may show that an engine goes by itself
         init(engine, *args, **options)
 
     monkeypatch.setattr(Engine, "__init__", note)
     yield
-    for engine in started:
-        if not getattr(engine, "_closed", False) and hasattr(engine, "worker"):
+    for engine in (reference() for reference in started):
+        if engine is not None and not getattr(engine, "_closed", False) and hasattr(engine, "worker"):
             engine.worker.close()
     if started:
         started.clear()

@@ -167,7 +167,9 @@ def _compile(module: Any, name: str, backend: Any) -> Callable[..., Any]:
     title = f"piecewise_{name}"
     code = source.__code__.replace(co_name=title)
     copy = FunctionType(code, source.__globals__, title, source.__defaults__, source.__closure__)
-    return torch.compile(copy, fullgraph=True, backend=backend)
+    # Not dynamic: only what `_mark` names stays open. Dynamo would else remember the sizes of an earlier model that was
+    # traced under this name, and leave open what differs.
+    return torch.compile(copy, fullgraph=True, backend=backend, dynamic=False)
 
 
 def _mark(module: Any, arguments: Mapping[str, Any]) -> None:

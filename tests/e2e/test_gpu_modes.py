@@ -7,6 +7,7 @@ for by the traced graph, and CUDA's graphs by `Recording`; with `--device cuda` 
 from __future__ import annotations
 
 import dataclasses
+import types
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -107,8 +108,10 @@ def graph_device(device, monkeypatch):
         yield SMALL | {"device": "cuda", "dtype": "bfloat16"}
         return
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    stream = types.SimpleNamespace(device=torch.device("cpu"), synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     real = config.resolve_compilation
