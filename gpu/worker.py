@@ -39,7 +39,7 @@ from .graphs import GraphRecorder
 from .inputs import StepInputs
 from .module import Decoder
 from .monitor import compilations, watch_triton
-from .plans import CACHE_DTYPES, DTYPES, make_plans
+from .plans import CACHE_DTYPES, DTYPES, PROMPT_ROWS, make_plans
 from .precision import pin_precision
 from .precompile import compile_together, hash_compiler, kernels_noted
 from .programs import TOP, Programs
@@ -52,8 +52,6 @@ SMALL_MODEL = 64_000_000
 5 instead of 330 tokens/s with one of two cores busy)."""
 BUILT = "built"
 """A file in the cache's folder that says that a start has left all its code there."""
-PROMPT_ROWS = 64
-"""Rows of logits made at a time for the log-probabilities of prompts."""
 
 
 def find_device(device: str) -> DeviceInfo:
@@ -444,9 +442,11 @@ def fit_mode(compilation: ResolvedCompilation, plans: Plans) -> tuple[ResolvedCo
     """
     changes = []
     for kind in ("decode", "mixed"):
-        choice, mode = plans[kind]["paged_attention"], compilation.cudagraph_mode
-        if mode.step_mode(kind) is CUDAGraphMode.FULL and choice.implementation.host_metadata:
-            why = f"in {kind} steps paged_attention is {choice.provider!r}, which reads lengths on the host"
+        mode = compilation.cudagraph_mode
+        readers = [choice for choice in plans[kind].choices.values() if choice.implementation.host_metadata]
+        if mode.step_mode(kind) is CUDAGraphMode.FULL and readers:
+            op, provider = readers[0].op, readers[0].provider
+            why = f"in {kind} steps {op} is {provider!r}, which reads lengths on the host"
             if compilation.mode_given:
                 raise ConfigError(
                     f"cudagraph_mode: got {mode.name}, allowed are PIECEWISE and NONE: {why} and cannot be captured"
