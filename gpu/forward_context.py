@@ -65,7 +65,7 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
 def splittable(plan: Plan, names: tuple[str, ...]) -> Plan:
     """The plan with the ops `names` interrupting a piecewise capture; anywhere else they run as before."""
     choices = dict(plan.choices)
-    for name in names:
+    for name in set(names).intersection(choices):
         choice = choices[name]
         function = _splitting(choice.implementation.function)
         choices[name] = replace(choice, implementation=replace(choice.implementation, function=function, opaque=True))

@@ -3,108 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from ..bucketing import Descriptor
 from ..ops import Op, Plan, Plans, Recorder, resolve
-from ..ops.reference.sampling import TOP
+from ..ops.recording import Call
+from ..ops.shapes import results
 from ..shared.config import ResolvedConfig
 from ..shared.models import decoder
+from ..shared.models.calls import KINDS, ModelShapes, largest_first, record_layers, record_samplers
 from ..shared.models.config import ModelConfig
 from .kernels import preferred
 from .module import Decoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_DTYPES = DTYPES | {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
-HISTORY = 64
+PROMPT_ROWS = 64
+"""Rows of logits made at a time for the log-probabilities of prompts."""
+
+
+def chooser(config: ResolvedConfig) -> Callable[..., Plan]:
+    """`resolve` as it chooses here: `calls=None` gives a plan over all ops."""
+    return partial(
+        resolve, "torch", config.op_priority, platform=preferred(config.platform), enable=config.enable_ops
+    )  # fmt: skip
 
 
 def make_plans(model: ModelConfig, config: ResolvedConfig) -> Plans:
-    """Choose implementations for the calls that the largest program of each kind makes. Raises OpError."""
-    choose = partial(resolve, "torch", preferred(config.op_priority, config.platform), enable=config.enable_ops)
-    base = resolve("torch", enable=("none",))  # kernels do not run on the meta device
-    kinds = {kind: choose(calls=record(base, model, config, kind).by_op()) for kind in ("decode", "mixed", "sample")}
-    return Plans(kinds)
+    """Choose implementations for the calls of all programs. Raises OpError."""
+    choose = chooser(config)
+    return Plans({kind: choose(calls=record(model, config, kind)) for kind in KINDS})
 
 
-def record(plan: Plan, model: ModelConfig, config: ResolvedConfig, kind: str) -> Recorder:
-    """Run the largest program of a kind on the meta device and record each op's arguments, which hold no data."""
-    recorder = Recorder()
-    dtype, device = DTYPES[config.dtype], torch.device("meta")
-    ops = plan.bind(lambda op, function: recorder.wrap(op, _without_data(op, function)))
-    module = Decoder(model, decoder.abstract(model), dict.fromkeys(("decode", "mixed", "sample"), ops), dtype, device)
-    module.freeze()
-
-    def ints(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
-    def floats(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, device=device)
-
+def record(model: ModelConfig, config: ResolvedConfig, kind: str) -> list[Call]:
+    """The calls of all programs of a kind; their arguments are on the meta device."""
+    recorder, shapes = Recorder(keep=_tensor), ModelShapes(model, config)
     if kind == "sample":
-        requests, vocab = config.max_num_seqs, model.vocab_size
-        logits = module.logits(torch.empty((requests, model.hidden_size), dtype=dtype, device=device))
-        row, wide = ints(requests), ints(requests, HISTORY)
-        mask = ints(requests, -(-vocab // 32))
-        ops.quantize_logits(logits)
-        rates = floats(requests), floats(requests)
-        scores = ops.penalties(logits, wide, row, row, row, *rates, wide, wide, mask)
-        ops.sample(logits, scores, row, row, row, row, floats(requests), row, row, row, True)
-        ops.top_logprobs(logits, ops.greedy_sample(logits))
-        return recorder
-    d = max((d for d in config.table() if d.kind == kind), key=lambda d: d.tokens)
-    half = decoder.rotary_tables(model, 1)[0].shape[1]
-    kv = torch.empty(
-        (model.num_layers, 2, config.page_size, 2 * model.num_kv_heads, model.head_dim),
-        dtype=CACHE_DTYPES[config.kv_cache_dtype],
-        device=device,
-    )
-    metadata = ints(d.requests, config.pages_per_request), ints(d.requests + 1), ints(d.requests), ints(2)
-    batch = decoder.Batch(floats(d.tokens, half), floats(d.tokens, half), ints(d.tokens), *metadata)
-    module(ints(d.tokens), kv, batch, d.kind, d.max_query_len)
-    return recorder
+        tokens = {d.tokens for d in config.table() if d.kind == "mixed"}
+        parts = {min(n, PROMPT_ROWS) for n in tokens} | {n % PROMPT_ROWS for n in tokens}
+        record_samplers(recorder, shapes, sorted(parts - {0}))
+    elif decoder.layer_function(model) is decoder.layer:
+        record_layers(recorder, shapes, kind, partial(drops_rows, model))
+    else:
+        _trace(recorder, shapes, kind)
+    return recorder.calls
 
 
-def _without_data(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, or its results' shapes: where there is no entry it runs on the meta device, where torch's own
-    shape functions are in Python and import Dynamo, which takes seconds."""
-    return RESULTS.get(op.name, function)
+def drops_rows(model: ModelConfig, d: Descriptor) -> bool:
+    """Whether the last layer drops the tokens that nothing is sampled from, behind attention: most of its work in a
+    prompt.
+    """
+    plain = decoder.layer_function(model) is decoder.layer
+    *windows, last = model.layer_windows
+    # Log-probabilities of prompts run it for all tokens, and at start nothing but another such layer compiles that.
+    return plain and last in windows and d.kind == "mixed" and 2 * d.requests <= d.tokens
 
 
-def _like(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty(x.shape)
+def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
+    """Run the programs on the meta device, with whatever a layer from outside does between its ops."""
+    native = resolve("torch", enable=("none",))  # kernels do not run on the meta device
+    known = results(_empty)
+    ops = native.bind(lambda op, function: recorder.wrap(op, _without_data(op, function, known)))
+    model, dtype = shapes.layers, DTYPES[shapes.config.dtype]
+    module = Decoder(model, decoder.abstract(model), {kind: ops}, dtype, torch.device("meta"))
+    module.freeze()
+    kv = _tensor(shapes.cache())
+    for d in largest_first(shapes.config, kind):
+        recorder.program = str(d)
+        ids = torch.empty(d.tokens, dtype=torch.int32, device="meta")
+        batch = decoder.Batch(*map(_tensor, shapes.batch(d)))
+        hidden = module(ids, [kv] * model.num_layers, batch, d.kind, d.max_query_len)
+        if d.requests < d.tokens:
+            module.finish(d.kind, hidden[: d.requests], hidden[: d.requests])
 
 
-def _scores(logits: torch.Tensor, *_: Any) -> torch.Tensor:
-    return logits.new_empty(logits.shape, dtype=torch.int32)
+def _without_data(op: Op, function: Callable[..., Any], known: Any) -> Callable[..., Any]:
+    """The function, or its results' shapes where they are known: on the meta device, torch's own shape functions are in
+    Python and import Dynamo, which takes seconds."""
+    shapes: Callable[..., Any] = known.get(op.name, function)
+    return shapes
 
 
-def _tokens(logits: torch.Tensor, *_: Any) -> torch.Tensor:
-    return logits.new_empty(logits.shape[0], dtype=torch.int32)
+def _empty(like: torch.Tensor, shape: tuple[int, ...], dtype: str | None = None) -> torch.Tensor:
+    return like.new_empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype))
 
 
-def _top(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
-    rows, best = logits.shape[0], (min(TOP, logits.shape[1]),)
-    shapes = (), (), best, best
-    dtypes = (torch.float32, torch.int32, torch.int32, torch.float32)
-    return tuple(logits.new_empty((rows, *rest), dtype=dtype) for rest, dtype in zip(shapes, dtypes, strict=True))
+def _tensor(value: Any) -> Any:
+    """A tensor without data for an array without data; anything else as it is."""
+    return _meta(value.shape, value.dtype) if isinstance(value, np.ndarray) else value
 
 
-RESULTS: dict[str, Callable[..., Any]] = {
-    "embedding": lambda ids, table: table.new_empty((ids.shape[0], table.shape[1])),
-    "add": _like,
-    "linear": lambda x, weight, _: x.new_empty((*x.shape[:-1], weight.shape[0])),
-    "logits": lambda x, weight: x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32),
-    "rms_norm": _like,
-    "rotary_embedding": lambda q, k, *_: (_like(q), _like(k)),
-    "silu_and_mul": lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
-    "write_kv": lambda kv, *_: kv,
-    "paged_attention": _like,
-    "quantize_logits": _scores,
-    "penalties": _scores,
-    "sample": _tokens,
-    "greedy_sample": _tokens,
-    "top_logprobs": _top,
-}
+@cache
+def _meta(shape: tuple[int, ...], dtype: np.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype.name), device="meta")

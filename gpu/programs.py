@@ -22,6 +22,7 @@ from .compilation import LayerCompiler, RegionCompiler, Variant, compile_order, 
 from .graphs import GraphRecorder
 from .inputs import StepInputs
 from .module import Decoder
+from .plans import drops_rows
 
 TOP = "top"
 SETTINGS = ("position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p")
@@ -50,9 +51,7 @@ class Programs:
         self.rows = torch.zeros((rows, module.config.hidden_size), dtype=dtype, device=device)
         self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(table.max_requests + 1, dtype=torch.int32, device=device)
-        self.host_metadata = {
-            kind: plans[kind]["paged_attention"].implementation.host_metadata for kind in ("decode", "mixed")
-        }
+        self.host_metadata = {kind: plans[kind].host_metadata for kind in ("decode", "mixed")}
         self._variants = variants(table, compilation)
         self._compiler = RegionCompiler(compilation)
         self._layers = LayerCompiler(module.config, ops, self._compiler, self._variants, compiled)
@@ -216,13 +215,7 @@ class Programs:
         self._plumbing.put_pages(self._inputs.pages, fields["page_index"], fields["page_value"])
 
     def _drops_rows(self, d: Descriptor) -> bool:
-        """Whether the last layer drops the tokens that nothing is sampled from, behind attention: most of its work in a
-        prompt.
-        """
-        plain = decoder.layer_function(self._module.config) is decoder.layer
-        *windows, last = self._module.config.layer_windows
-        # `hidden` runs it for all tokens, and at start nothing but another such layer compiles it for that.
-        return plain and last in windows and d.kind == "mixed" and 2 * d.requests <= d.tokens
+        return drops_rows(self._module.config, d)
 
     def _forward(self, d: Descriptor, whole: bool = True, *rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden and residual of all tokens, or of the tokens `rows`."""

@@ -41,7 +41,7 @@ from .graphs import GraphRecorder
 from .inputs import StepInputs
 from .module import Decoder
 from .monitor import compilations, watch_triton
-from .plans import CACHE_DTYPES, DTYPES, make_plans
+from .plans import CACHE_DTYPES, DTYPES, PROMPT_ROWS, make_plans
 from .precision import pin_precision
 from .precompile import compile_together, hash_compiler, kernels_noted
 from .programs import TOP, Programs
@@ -54,8 +54,6 @@ SMALL_MODEL = 64_000_000
 5 instead of 330 tokens/s with one of two cores busy)."""
 BUILT = "built"
 """A file in the cache's folder that says that a start has left all its code there."""
-PROMPT_ROWS = 64
-"""Rows of logits made at a time for the log-probabilities of prompts."""
 
 
 def find_device(device: str) -> DeviceInfo:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 
 from ..shared.config import LOAD_FORMATS
-from ..shared.errors import ConfigError
+from ..shared.errors import ConfigError, TwinferError
 from .cli_compare import add_parsers as add_compare_parsers
 from .cli_compare import command
 from .cli_runs import add_parsers as add_run_parsers
 from .cli_runs import write as _write
 from .cli_selftest import add_parsers as add_selftest_parsers
+from .errors import InfrastructureError
 from .gates import parse_modes
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -53,8 +55,17 @@ def _common_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run a command of `twinfer numerics`; returns the exit code (see `errors`)."""
-    return int(arguments.run_numerics(arguments))
+    """Run a command of `twinfer numerics`; returns the exit code (see `errors`).
+
+    What nobody expected is no verdict: it must not look like a numeric failure, which Python's own exit code is.
+    """
+    try:
+        return int(arguments.run_numerics(arguments))
+    except (TwinferError, BrokenPipeError):
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise InfrastructureError(f"{type(error).__name__}: {error}") from error
 
 
 def run_model(arguments: argparse.Namespace) -> int:

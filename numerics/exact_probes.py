@@ -112,7 +112,14 @@ def _mlp_weights(rng: np.random.Generator, gate_up: np.ndarray, down: np.ndarray
     return {"gate_up": np.concatenate(both, axis=-2).astype(gate_up.dtype), "down": integers(rng, down, 3)}
 
 
+def _holds_mlp(x: np.ndarray) -> bool:
+    """Whether a dtype holds the sums of these products; float16 ends before."""
+    return x.dtype != np.float16
+
+
 def _gated_mlp(rng: np.random.Generator, a: Arguments) -> Probes:
+    if not _holds_mlp(a["x"]):
+        return
     made = _mlp_weights(rng, a["gate_up"], a["down"]) | {"x": _signs(rng, a["x"].shape).astype(a["x"].dtype)}
     if a["gate_up_bias"] is not None:
         half = (len(a["gate_up_bias"]) // 2,)
@@ -289,6 +296,13 @@ def _query_features(wanted: np.ndarray, winner: np.ndarray, base: int, digits: i
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 
+def _can_decide(like: np.ndarray) -> bool:
+    """Whether the dtype holds such logits of all experts, and no two of them alike."""
+    logits = GATE * np.arange(like.shape[1], dtype=np.float64)
+    with np.errstate(over="ignore"):
+        return bool((logits.astype(like.dtype).astype(np.float64) == logits).all())
+
+
 def _decided(rng: np.random.Generator, like: np.ndarray) -> np.ndarray:
     """Router logits so far apart that the best expert has all weight."""
     order = rng.permuted(np.tile(np.arange(like.shape[1]), (len(like), 1)), axis=1)
@@ -296,7 +310,7 @@ def _decided(rng: np.random.Generator, like: np.ndarray) -> np.ndarray:
 
 
 def _route(rng: np.random.Generator, a: Arguments) -> Probes:
-    if a["logits"].dtype == np.float32 or a["logits"].shape[1] < 256:
+    if _can_decide(a["logits"]):
         yield "decided rows", {"logits": _decided(rng, a["logits"])}
 
 
@@ -305,7 +319,7 @@ def _unpermute(rng: np.random.Generator, a: Arguments) -> Probes:
 
 
 def _moe_block(rng: np.random.Generator, a: Arguments) -> Probes:
-    if a["logits"].dtype == np.float32 or a["logits"].shape[1] < 256:
+    if _can_decide(a["logits"]) and _holds_mlp(a["x"]):
         x = _signs(rng, a["x"].shape).astype(a["x"].dtype)
         yield (
             "decided rows",

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from ..ops import REGISTRY
+from ..ops import REGISTRY, resolve
 from ..ops.cases import load_all
 from ..ops.implement import Implementation
 from ..ops.plan import COMPOSITION, NATIVE
+from ..ops.plugins import load_plugins
 from ..ops.testing import TESTING, Arguments, Case, Judge, ci_cases, providers, run
 from ..shared.errors import ConfigError
 from ..shared.worker import backend_module
@@ -124,6 +125,7 @@ def check_ops(
     Raises ConfigError, BackendUnavailable.
     """
     load_all()
+    load_plugins()  # whose ops are judged if they bring cases, or are asked for
     known = sorted(op.name for op in REGISTRY)
     for name in names:
         if name not in known:
@@ -140,7 +142,8 @@ def check_ops(
     for name in names or known:
         progress(f"op {name}")
         if name not in TESTING:
-            report.missing.append(f"{name} has no cases")
+            # Who asks for it by name must not get a pass without it.
+            (report.missing if names else report.absent).append(f"{name} has no cases")
             continue
         cases = _probes(name, modes)
         if not cases:
@@ -209,6 +212,10 @@ def _runnable(op: str, target: Target, side: str, report: OpsReport) -> Iterator
     """The implementations to judge: those that the target names, or all. Raises ConfigError for an unknown one."""
     available = providers(op, target.backend)  # type: ignore[arg-type]
     wanted = target.providers.get(op, ())
+    why = resolve(target.backend).unavailable.get(op)  # type: ignore[arg-type]
+    if why is not None and not wanted:
+        report.absent.append(f"{side}: {why}")
+        return
     for provider in wanted or available:
         if provider not in available:
             raise ConfigError(f"target {target}: {op} has no provider {provider!r}, known are {', '.join(available)}")

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..ops import REGISTRY
 from ..ops.namespaces import namespace
+from ..ops.plugins import load_plugins
 from ..ops.testing import DTYPES
 from ..shared.checkpoint import Checkpoint
 from ..shared.config import BACKENDS, DEVICES, LOAD_FORMATS, EngineConfig, ResolvedConfig, resolve
@@ -57,6 +58,7 @@ def parse_target(text: str) -> Target:
         )
     options: dict[str, Any] = {}
     providers: dict[str, tuple[str, ...]] = {}
+    load_plugins()
     for pair in filter(None, tail.split(",")):
         key, sign, value = pair.partition("=")
         if not sign or not value:

@@ -113,7 +113,7 @@ class TorchRunner(Runner):
 
     def _placed(self, step: StepInput, fields: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         on_host = ("query_start", "kv_lens", "counts")
-        stay = self.plans[step.descriptor.kind]["paged_attention"].implementation.host_metadata
+        stay = self.plans[step.descriptor.kind].host_metadata
         return {n: from_numpy(x) if stay and n in on_host else self.upload(x) for n, x in fields.items()}
 
     @torch.inference_mode()

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Array = Any
-"""An array of whichever framework runs the op."""
+from .annotations import PARAMETERS, Array, signature_in_words
+
+__all__ = ["DOT", "REGISTRY", "Array", "Contract", "Op", "OpError", "Registry", "define"]
 
 
 class OpError(Exception):
@@ -106,19 +107,32 @@ def define(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare the decorated function as the reference of an op of its name.
 
-    Its first parameter is `xp` (fine) or `ops` (coarse); the others are the op's signature. With
-    `native="per framework"` the reference serves numpy only, and each framework registers a native implementation.
+    Its first parameter is `xp` (fine) or `ops` (coarse); the others are the op's signature, each annotated as an array
+    or as a Python value (`annotations.PARAMETERS`). With `native="per framework"` the reference serves numpy only, and
+    each framework registers a native implementation. Raises OpError.
     """
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
-        first, *rest = inspect.signature(reference).parameters.values()
+        in_words = signature_in_words(reference)
+        first, *rest = in_words.parameters.values()
         wanted = "xp" if level == "fine" else "ops"
         name = reference.__name__
         if first.name != wanted:
             raise OpError(f"op {name!r}: the first parameter of a {level} reference is {wanted!r}, got {first.name!r}")
+        for parameter in rest:
+            _check_annotation(name, parameter)
         contract_ = contract or Contract()
-        signature = inspect.Signature(rest)
+        signature = in_words.replace(parameters=rest)
         registry.add(Op(name, level, reference, signature, contract_, activations, composition, state, native))
         return reference
 
     return register
+
+
+def _check_annotation(op: str, parameter: inspect.Parameter) -> None:
+    if parameter.annotation in PARAMETERS:
+        return
+    missing = parameter.annotation is inspect.Parameter.empty
+    got = "no annotation" if missing else repr(parameter.annotation)
+    known = ", ".join(PARAMETERS)
+    raise OpError(f"op {op!r}: {parameter.name} has {got}, allowed are {known}, with twinfer.ops.declare.Array")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from .annotations import signature_in_words
 from .declare import REGISTRY, OpError
 
 Framework = Literal["numpy", "jax", "torch"]
@@ -54,7 +55,11 @@ IMPLEMENTATIONS: dict[tuple[str, Framework], dict[str, Implementation]] = {}
 def implement(
     op: str, *, provider: str, framework: Framework, **properties: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as an implementation. Raises OpError if its schema is not the op's."""
+    """Register the decorated function as an implementation.
+
+    Raises OpError if its schema is not the op's, or for an unknown op or framework.
+    """
+    check_framework(framework)
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         check_schema(op, function, f"implementation {provider!r} ({framework})")
@@ -70,10 +75,17 @@ def implement(
     return register
 
 
+def check_framework(framework: str) -> None:
+    """Raise OpError for a framework that is none."""
+    known = get_args(Framework)
+    if framework not in known:
+        raise OpError(f"framework: got {framework!r}, allowed are {', '.join(known)}")
+
+
 def check_schema(op: str, function: Callable[..., Any], what: str) -> None:
     """Raise OpError, showing both schemas, unless `function` has the names, order, types and defaults of the op."""
     expected = [_schema(p) for p in REGISTRY[op].signature.parameters.values()]
-    actual = [_schema(p) for p in inspect.signature(function).parameters.values()]
+    actual = [_schema(p) for p in signature_in_words(function).parameters.values()]
     if expected != actual:
         raise OpError(
             f"{what} of op {op!r} has another schema:\n  op:   ({', '.join(expected)})\n  here: ({', '.join(actual)})"
@@ -82,6 +94,8 @@ def check_schema(op: str, function: Callable[..., Any], what: str) -> None:
 
 def _schema(parameter: inspect.Parameter) -> str:
     annotation = parameter.annotation
-    kind = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    if annotation is inspect.Parameter.empty:
+        annotation = "no annotation"
+    kind = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     default = "" if parameter.default is inspect.Parameter.empty else f" = {parameter.default!r}"
     return f"{parameter.name}: {kind}{default}"

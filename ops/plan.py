@@ -1,7 +1,8 @@
 """The plan: which implementation of each op runs, chosen once when an engine is built.
 
 Nothing is chosen at run time, and nothing depends on whether code is compiled: the plan is the arithmetic of an engine.
-Its hash belongs into every benchmark, every comparison and every key of a compile cache.
+It covers the ops that the model calls, and the finer ones of those that run as compositions. Its hash belongs into
+every benchmark, every comparison and every key of a compile cache.
 """
 
 from __future__ import annotations
@@ -11,54 +12,54 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from .choosing import COMPOSITION, DISABLED, NATIVE, Choice, Chooser, Voice, named
 from .declare import REGISTRY, Op, OpError
-from .implement import IMPLEMENTATIONS, Framework, Implementation, Refusal, always
-from .source_hash import source_hash
+from .implement import Framework, check_framework
+from .recording import Call
 
-COMPOSITION = "composition"
-NATIVE = "native"
-DISABLED = "the op is disabled"
-
-Calls = Mapping[str, Sequence[Mapping[str, Any]]]
-"""By op, the arguments of each of its calls in a model: arrays (or their shapes and dtypes) and Python values."""
+__all__ = [
+    "COMPOSITION",
+    "DISABLED",
+    "NATIVE",
+    "Choice",
+    "Plan",
+    "Plans",
+    "enabled_ops",
+    "priority",
+    "resolve",
+    "set_default",
+]
 
 _defaults: dict[tuple[str, Framework], tuple[str, ...]] = {}
 _scoped: ContextVar[Mapping[str, tuple[str, ...]]] = ContextVar("op_priority", default={})  # noqa: B039
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The implementation of one op, and why those with a higher priority were passed over."""
-
-    op: str
-    implementation: Implementation
-    passed_over: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def provider(self) -> str:
-        """Name of the provider."""
-        return self.implementation.provider
-
-    @property
-    def uuid(self) -> str:
-        """Hex digest of the sources of the implementation, of all that they import, and of the versions they call."""
-        return source_hash(self.implementation.function, self.implementation.framework)
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """The choice for every op."""
+    """The choice for each op that it covers. `unavailable` says why some ops of a plan over all ops have none."""
 
     framework: Framework
     choices: Mapping[str, Choice]
+    unavailable: Mapping[str, str] = field(default_factory=dict)
     _hash: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def __getitem__(self, op: str) -> Choice:
-        return self.choices[op]
+        if op in self.choices:
+            return self.choices[op]
+        REGISTRY[op]
+        raise OpError(self.unavailable.get(op, f"op {op!r} is not in this plan: no program of the model calls it"))
+
+    def __contains__(self, op: str) -> bool:
+        return op in self.choices
+
+    @property
+    def host_metadata(self) -> bool:
+        """Whether anything here reads the ragged lengths on the host."""
+        return any(choice.implementation.host_metadata for choice in self.choices.values())
 
     @property
     def hash(self) -> str:
@@ -69,13 +70,18 @@ class Plan:
         return self._hash[0]
 
     def bind(self, wrap: Callable[[Op, Callable[..., Any]], Callable[..., Any]] | None = None) -> Any:
-        """A namespace with one plain function per op. `wrap(op, function)` lets a binding name or trace it."""
+        """A namespace with one plain function per op of the plan.
+
+        `wrap(op, function)` lets a binding name or trace it.
+        """
         bound = SimpleNamespace()
-        for op in REGISTRY:
-            function = self.choices[op.name].implementation.function
-            if self.choices[op.name].provider == COMPOSITION:
-                function = _named(op, partial(op.reference, bound))
-            setattr(bound, op.name, wrap(op, function) if wrap else function)
+        for name, choice in self.choices.items():
+            op, function = REGISTRY[name], choice.implementation.function
+            if choice.provider == COMPOSITION:
+                function = named(op, partial(op.reference, bound))
+            setattr(bound, name, wrap(op, function) if wrap else function)
+        for name, why in self.unavailable.items():
+            setattr(bound, name, partial(_refuse, why))
         return bound
 
 
@@ -114,8 +120,12 @@ class Plans:
 
 
 def set_default(op: str, framework: Framework, *providers: str) -> None:
-    """Set the order in which providers of `op` are tried in this process. Raises OpError for an unknown op."""
+    """Set the order in which providers of `op` are tried in this process.
+
+    Raises OpError for an unknown op or framework.
+    """
     REGISTRY[op]
+    check_framework(framework)
     _defaults[op, framework] = providers
 
 
@@ -154,97 +164,50 @@ def resolve(
     framework: Framework,
     priorities: Mapping[str, Sequence[str]] | None = None,
     *,
+    platform: Mapping[str, Sequence[str]] | None = None,
     enable: Sequence[str] = ("all",),
-    calls: Calls | None = None,
+    calls: Sequence[Call] | None = None,
 ) -> Plan:
-    """Choose an implementation of every op for `framework`.
+    """Choose implementations for `framework`: `choosing.py` says how.
 
-    Tried are, in this order: the scoped priority, the user's (`priorities`), the process default, and last the native
-    implementation (or, for a coarse op, the composition of its finer ops), which takes everything. With `calls`, a
-    provider must also accept the arguments of every call of its op. Raises OpError for an unknown op or provider, and
-    for an op whose last provider has a predicate.
+    `priorities` are the user's wishes, `platform` those of the machine's backend. With `calls`, what a model calls, the
+    plan covers these ops and the finer ones of compositions, and a provider must take the arguments of every call.
+    Without, it covers all ops that have an implementation. Raises OpError for an unknown op or provider, for an op of
+    the model without an implementation that takes everything, and for a predicate that takes some programs only.
     """
     from .plugins import load_plugins
 
     load_plugins()
     _load(framework)
-    priorities = dict(priorities or {})
-    for name in priorities:
-        REGISTRY[name]
-    on, scoped = enabled_ops(enable), _scoped.get()
-    choices = {}
+    defaults = {op: order for (op, where), order in _defaults.items() if where == framework}
+    wishes: dict[Voice, Mapping[str, Sequence[str]]] = {
+        "scoped": _scoped.get(), "user": priorities or {}, "default": defaults, "platform": platform or {},
+    }  # fmt: skip
+    by_op: dict[str, list[Call]] = {}
+    for call in calls or ():
+        by_op.setdefault(call.op, []).append(call)
+    insisted = {word[1:] for word in enable if word.startswith("+")}
+    chooser = Chooser(framework, wishes, enabled_ops(enable), insisted, by_op)
+    chooser.check("scoped")
+    chooser.check("user")
+    if calls is None:
+        return _over_all_ops(framework, chooser)
+    return Plan(framework, {name: chooser.choose(name) for name in chooser.called()})
+
+
+def _over_all_ops(framework: Framework, chooser: Chooser) -> Plan:
+    """For tests and tools. An op that has no implementation here is refused when it is asked for."""
+    choices, unavailable = {}, {}
     for op in REGISTRY:
-        order = [*scoped.get(op.name, ()), *priorities.get(op.name, ()), *_defaults.get((op.name, framework), ())]
-        choices[op.name] = _choose(op, framework, order, op.name in on, (calls or {}).get(op.name, ()))
-    return Plan(framework, choices)
+        try:
+            choices[op.name] = chooser.choose(op.name)
+        except OpError as error:
+            unavailable[op.name] = str(error)
+    return Plan(framework, choices, unavailable)
 
 
-def _choose(
-    op: Op, framework: Framework, order: Sequence[str], enabled: bool, calls: Sequence[Mapping[str, Any]]
-) -> Choice:
-    available = dict(IMPLEMENTATIONS.get((op.name, framework), {}))
-    last = _last(op, framework, available)
-    available[last.provider] = last
-    for provider in order:
-        if provider not in available:
-            known = ", ".join(sorted(available))
-            raise OpError(f"op {op.name!r} has no provider {provider!r} for {framework}; known are {known}")
-    passed_over: list[tuple[str, str]] = []
-    for provider in dict.fromkeys(order):
-        why = DISABLED if not enabled else _refusal(available[provider], calls)
-        if provider == last.provider or why is None:
-            return Choice(op.name, available[provider], tuple(passed_over))
-        passed_over.append((provider, why))
-    return Choice(op.name, last, tuple(passed_over))
-
-
-def _last(op: Op, framework: Framework, available: Mapping[str, Implementation]) -> Implementation:
-    """What every priority list of an op ends with: the composition, the native one, or what was registered last.
-
-    Raises OpError if there is none, or if it does not take everything.
-    """
-    if op.level == "coarse":
-        if COMPOSITION in available:
-            raise OpError(f"op {op.name!r}: {COMPOSITION!r} is what its finer ops give, no provider may have that name")
-        return Implementation(op.name, COMPOSITION, framework, op.reference)
-    if NATIVE not in available and (op.native == "reference" or framework == "numpy"):
-        from .namespaces import namespace
-
-        return Implementation(op.name, NATIVE, framework, _named(op, partial(op.reference, namespace(framework))))
-    if not available:
-        raise OpError(f"op {op.name!r} needs a native implementation for {framework}, and none is registered")
-    last = available.get(NATIVE) or [*available.values()][-1]
-    if last.supports_args is not None or last.supported is not always:
-        why = "a per-argument predicate" if last.supports_args is not None else "support that depends on the machine"
-        raise OpError(
-            f"op {op.name!r}: the last provider for {framework}, {last.provider!r}, has {why}; it must take everything "
-            f"(register a {NATIVE!r} one without predicates)"
-        )
-    return last
-
-
-def _refusal(implementation: Implementation, calls: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why an implementation cannot serve these calls, or None if it can."""
-    if not implementation.supported():
-        return "not supported on this machine"
-    if implementation.supports_args is not None:
-        for arguments in calls:
-            answer = implementation.supports_args(**arguments)
-            if not answer:
-                if isinstance(answer, Refusal):
-                    return str(answer)
-                shapes = {name: getattr(value, "shape", value) for name, value in arguments.items()}
-                return f"does not take {', '.join(f'{name}={shape}' for name, shape in shapes.items())}"
-    return None
-
-
-def _named(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(op.reference)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    call.__signature__ = op.signature  # type: ignore[attr-defined]
-    return call
+def _refuse(why: str, *_: Any, **__: Any) -> Any:
+    raise OpError(why)
 
 
 def _load(framework: Framework) -> None:

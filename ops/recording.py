@@ -15,47 +15,60 @@ from .declare import Op
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an op: `index` counts the calls of this op; `layer` is -1 outside of layers."""
+    """One call of an op: `index` counts the calls of this op; `layer` is -1 outside of layers.
+
+    `parents` are the coarse ops that it happened in, outermost first; `program` names what made it, as its caller says.
+    """
 
     op: str
     layer: int
     index: int
     arguments: Mapping[str, Any]
     outputs: tuple[Any, ...]
+    parents: tuple[str, ...] = ()
+    program: str = ""
 
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects calls. Give `wrap` to `Plan.bind`; set `layer` before each layer. `keep` turns values into what is kept.
+    """Collects calls. Give `wrap` to `Plan.bind`; set `layer` before each layer, `program` before each program.
+
+    `keep` turns values into what is kept.
 
     A coarse op is recorded, and so are the finer ops that it is composed of, before it: they end first.
     """
 
     keep: Callable[[Any], Any] = lambda value: value
     layer: int = -1
+    program: str = ""
     calls: list[Call] = field(default_factory=list)
     _counts: dict[str, int] = field(default_factory=dict)
+    _open: list[str] = field(default_factory=list)
 
     def wrap(self, op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, recorded."""
+        names = tuple(op.signature.parameters)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+            if len(args) == len(names):  # binding takes longer than all the rest here
+                return dict(zip(names, args, strict=True))
             bound = op.signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            arguments = {name: self.keep(value) for name, value in bound.arguments.items()}
-            result = function(*args, **kwargs)
+            return bound.arguments
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            arguments = {name: self.keep(value) for name, value in arguments_of(args, kwargs).items()}
+            parents = tuple(self._open)
+            self._open.append(op.name)
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self._open.pop()
             outputs = tuple(self.keep(value) for value in (result if isinstance(result, tuple) else (result,)))
             index = self._counts.get(op.name, 0)
             self._counts[op.name] = index + 1
-            self.calls.append(Call(op.name, self.layer, index, arguments, outputs))
+            self.calls.append(Call(op.name, self.layer, index, arguments, outputs, parents, self.program))
             return result
 
         call.__signature__ = op.signature  # type: ignore[attr-defined]
         return call
-
-    def by_op(self) -> dict[str, list[Mapping[str, Any]]]:
-        """Arguments of all calls, by op."""
-        grouped: dict[str, list[Mapping[str, Any]]] = {}
-        for call in self.calls:
-            grouped.setdefault(call.op, []).append(call.arguments)
-        return grouped

@@ -1,7 +1,9 @@
-"""The content hash of an implementation: its module, every module of its package that is imported from there, directly
-or not, the kernel sources that lie beside them, and the versions of the frameworks.
+"""The content hash of an implementation: its module, every module that is imported from there, directly or not, the
+kernel sources that lie beside them, and the versions of what is installed apart from it.
 
-A helper in another file that is imported changes it; a file that is not imported does not.
+Sources are followed within the package of the implementation, into this package, into modules that no distribution
+installed, and into those of the implementation's own distribution. What another distribution installed counts by its
+version. A helper in another file that is imported changes the hash; a file that is not imported does not.
 """
 
 from __future__ import annotations
@@ -10,22 +12,28 @@ import ast
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import resolve_name
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
-VERSIONS = {"numpy": ("numpy",), "jax": ("jax", "jaxlib"), "torch": ("torch", "triton")}
+VERSIONS = {
+    "numpy": ("numpy", "array-api-compat"),
+    "jax": ("jax", "jaxlib"),
+    "torch": ("torch", "triton", "array-api-compat"),
+}
 KERNEL_SUFFIXES = (".cu", ".cuh", ".json")
+OURS = __package__.split(".")[0]
 
 
 def source_hash(function: Callable[..., Any], framework: str) -> str:
     """Hex digest of all that `function` is made of, in `framework`: sources, bound and enclosed values, versions."""
     modules, values = _made_of(function)
-    if any(name.split(".")[0] == __package__.split(".")[0] for name in modules):
+    if any(_top(name) == OURS for name in modules):
         # A native implementation is its reference in a namespace.
         modules.add(f"{__package__}.namespaces.{framework}_")
     sources = _hash(frozenset(modules), framework)
@@ -56,50 +64,145 @@ def _made_of(function: Callable[..., Any]) -> tuple[set[str], list[str]]:
 
 @cache
 def _hash(modules: frozenset[str], framework: str) -> str:
+    sources = closure(modules)
     digest = hashlib.sha256()
-    for path in closure(modules):
+    for path in sources.files():
         digest.update(path.read_bytes())
-    for name in VERSIONS.get(framework, ()):
+    # A module may import each framework where it is asked for: the versions of the others say nothing.
+    others = {name for names in VERSIONS.values() for name in names} - {*VERSIONS.get(framework, ())}
+    for name in sorted({*VERSIONS.get(framework, ()), *sources.installed} - others):
         digest.update(f"{name}={_version(name)}".encode())
     return digest.hexdigest()[:16]
 
 
-def closure(modules: frozenset[str]) -> list[Path]:
-    """The source files of `modules` and of what they import from their own packages, sorted."""
-    found: dict[str, Path] = {}
-    todo = list(modules)
+@dataclass(slots=True)
+class Sources:
+    """The source files that modules are made of, and the distributions that they import from."""
+
+    modules: dict[str, Path] = field(default_factory=dict)
+    installed: set[str] = field(default_factory=set)
+
+    def files(self) -> list[Path]:
+        """The source files and the kernels that lie beside them, sorted."""
+        folders = {path.parent for path in self.modules.values()}
+        kernels = {file for folder in folders for file in folder.iterdir() if file.suffix in KERNEL_SUFFIXES}
+        return sorted({*self.modules.values(), *kernels})
+
+
+def closure(modules: frozenset[str]) -> Sources:
+    """What `modules` are made of."""
+    found = Sources()
+    todo = sorted(modules)
     while todo:
         name = todo.pop()
         path = _file(name)
-        if name in found or path is None:
+        if name in found.modules or path is None:
             continue
-        found[name] = path
+        found.modules[name] = path
+        if path.suffix != ".py":
+            continue
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        todo += [other for other in _imports(path.read_bytes(), package) if other.split(".")[0] == name.split(".")[0]]
-    kernels = {file for path in found.values() for file in path.parent.iterdir() if file.suffix in KERNEL_SUFFIXES}
-    return sorted({*found.values(), *kernels})
+        for entry in _imports(path.read_bytes(), package):
+            apart = _installed_apart(_top(entry.module), _top(name))
+            if apart is None:
+                todo.append(_source_of(entry.module, entry.name))
+            else:
+                found.installed |= apart
+    return found
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
 
 
 @cache
-def _imports(source: bytes, package: str) -> list[str]:
-    """Names of modules that a file imports anywhere in it; `from x import y` names both x and x.y."""
-    names = []
+def _installed_apart(module: str, importer: str) -> set[str] | None:
+    """The distributions whose versions stand for a top-level module, or None where its sources do."""
+    if module in (importer, OURS):
+        return None
+    if module in sys.stdlib_module_names:
+        return set()
+    owners = _distributions(module)
+    if importer == OURS:
+        return set(owners)
+    return set(owners) if owners and not owners & _distributions(importer) else None
+
+
+@cache
+def _distributions(module: str) -> frozenset[str]:
+    """The installed distributions that a top-level module comes from, their names with `-`."""
+    try:
+        # Most have the module's name; to read what all of them hold takes a tenth of a second.
+        distribution(module)
+        names: Iterable[str] = [module]
+    except PackageNotFoundError:
+        names = packages_distributions().get(module, ()) if _spec(module) is not None else ()
+    return frozenset(name.lower().replace("_", "-") for name in names)
+
+
+class _Import(NamedTuple):
+    """`from module import name as bound`, or `import module`."""
+
+    module: str
+    name: str | None
+    bound: str | None
+
+
+def _source_of(module: str, name: str | None) -> str:
+    """The module that gives a name: a submodule, the one that a package has the name from, or the module itself.
+
+    A package hands on what its modules define, and is followed for the name alone: who takes one op from it does not
+    depend on all the others.
+    """
+    if name is None or name == "*":
+        return module
+    if _file(f"{module}.{name}") is not None:
+        return f"{module}.{name}"
+    path = _file(module)
+    if path is None or path.name != "__init__.py":
+        return module
+    for entry in _imports(path.read_bytes(), module):
+        if entry.bound == name and entry.name is not None and _top(entry.module) == _top(module) != entry.module:
+            return _source_of(entry.module, entry.name)
+    return module
+
+
+@cache
+def _imports(source: bytes, package: str) -> list[_Import]:
+    """What a file imports anywhere in it."""
+    found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
+            found += [_Import(alias.name, None, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
-            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-    return names
+            found += [_Import(base, alias.name, alias.asname or alias.name) for alias in node.names]
+    return found
+
+
+def _spec(module: str) -> Any:
+    """Where a top-level module would be imported from, or None."""
+    try:
+        return find_spec(module)
+    except (ImportError, ValueError):
+        return None
+
+
+@cache
+def _roots(first: str) -> tuple[str, ...]:
+    """The folders of a top-level package that is not imported yet."""
+    return tuple(getattr(_spec(first), "submodule_search_locations", None) or ())
 
 
 def _file(name: str) -> Path | None:
-    """The source of a module, found without importing it or its packages: they may be those of another framework."""
+    """The file of a module, found without importing it or its packages: they may be those of another framework."""
     origin = getattr(sys.modules.get(name), "__file__", None)
-    if origin is not None:
-        return Path(origin) if origin.endswith(".py") else None
     first, _, rest = name.partition(".")
-    for root in getattr(sys.modules.get(first), "__path__", ()):
+    if origin is None and not rest and name not in sys.modules:
+        origin = getattr(_spec(name), "origin", None)
+    if origin is not None:
+        return Path(origin) if Path(origin).is_file() else None
+    for root in getattr(sys.modules.get(first), "__path__", None) or _roots(first):
         path = Path(root, *rest.split("."))
         for file in (path / "__init__.py", path.with_name(path.name + ".py")):
             if file.is_file():
@@ -107,6 +210,7 @@ def _file(name: str) -> Path | None:
     return None
 
 
+@cache
 def _version(name: str) -> str:
     try:
         return version(name)

@@ -32,7 +32,7 @@ from .implement import IMPLEMENTATIONS, Framework, Implementation
 from .plan import COMPOSITION, NATIVE, resolve
 
 Arguments = dict[str, Any]
-FLOATS = ("float32", "bfloat16")
+FLOATS = ("float32", "float16", "bfloat16")
 DTYPES: dict[str, Any] = {
     "float32": np.float32,
     "bfloat16": ml_dtypes.bfloat16,

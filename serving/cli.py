@@ -156,6 +156,7 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     plan.set_defaults(run=run_plan)
     _engine_flags(plan)
     plan.add_argument("--json", action="store_true", help="one JSON object")
+    plan.add_argument("--all", action="store_true", help="also the ops that the model does not call")
     bench = commands.add_parser("bench", help="measure speed: offline workloads, or latency by percentile")
     bench.set_defaults(run=run_bench)
     add_bench_parsers(bench, _engine_flags)
@@ -347,7 +348,7 @@ def run_aot(arguments: argparse.Namespace) -> int:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """`twinfer plan`: loads no weights and compiles nothing."""
-    from ..ops import REGISTRY, OpError
+    from ..ops import OpError
     from ..shared.config import EngineConfig, resolve
     from ..shared.models.config import load_config
     from ..shared.models.locate import model_folder
@@ -361,21 +362,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
         plans = backend.make_plans(model, resolved)
     except OpError as error:
         raise ConfigError(f"op-priority, enable-ops: {_one_line(error)}") from error
-    rows = [
-        {
-            "op": op.name,
-            "kind": kind,
-            "provider": plan[op.name].provider,
-            "passed_over": [f"{provider}: {why}" for provider, why in plan[op.name].passed_over],
-            "rounds": op.contract.rounds,
-            "contract": dataclasses.asdict(op.contract),
-            "deterministic": plan[op.name].implementation.deterministic,
-            "row_invariant": plan[op.name].implementation.row_invariant,
-            "uuid": plan[op.name].uuid,
-        }
-        for op in REGISTRY
-        for kind, plan in plans.by_kind.items()
-    ]
+    rows = [_plan_row(plan[name], kind) for kind, plan in plans.by_kind.items() for name in plan.choices]
+    if arguments.all:
+        called = {row["op"] for row in rows}
+        everything = backend_module(arguments.backend, "plans").chooser(resolved)()
+        rows += [_plan_row(choice, "-") for name, choice in everything.choices.items() if name not in called]
     if arguments.json:
         keys = {"cache_key": plans.cache_key, "plan_hash": plans.hash}
         print(json.dumps({"backend": arguments.backend, "ops": rows, **keys}))
@@ -384,10 +375,29 @@ def run_plan(arguments: argparse.Namespace) -> int:
         passed = f"  passed over: {'; '.join(row['passed_over'])}" if row["passed_over"] else ""
         same = "deterministic" if row["deterministic"] else "not deterministic"
         same += ", row-invariant" if row["row_invariant"] else ""
-        what = f"{row['op']:<24} {row['kind']:<7} {row['provider']:<12} {row['uuid']}"
+        what = f"{row['op']:<24} {row['kind']:<7} {row['provider']:<12} {row['chosen_by']:<9} {row['uuid']}"
         print(f"{what}  {same:<28} rounds {row['rounds']}{passed}")
     print(f"plan hash {plans.hash}")
     return 0
+
+
+def _plan_row(choice: Any, kind: str) -> dict[str, Any]:
+    """What `twinfer plan` says of an op in a kind of program ("-": in none)."""
+    from ..ops import REGISTRY
+
+    op, implementation = REGISTRY[choice.op], choice.implementation
+    return {
+        "op": op.name,
+        "kind": kind,
+        "provider": choice.provider,
+        "chosen_by": choice.chosen_by,
+        "passed_over": [f"{provider}: {why}" for provider, why in choice.passed_over],
+        "rounds": op.contract.rounds,
+        "contract": dataclasses.asdict(op.contract),
+        "deterministic": implementation.deterministic,
+        "row_invariant": implementation.row_invariant,
+        "uuid": choice.uuid,
+    }
 
 
 if __name__ == "__main__":

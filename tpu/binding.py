@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..ops import OpError, Plan
 from ..ops.bindings.jax import bind, named_jit
-from ..ops.declare import REGISTRY, Op
+from ..ops.declare import Op
 from ..ops.plan import COMPOSITION, NATIVE
 from .sharding import CACHE, HEADS, REPLICATED
 
@@ -52,10 +52,9 @@ def bind_on(plan: Plan, mesh: Mesh) -> Any:
 
 def check_partition(plan: Plan) -> None:
     """Raise OpError if a kernel of the plan is for an op that is not known to run shard by shard."""
-    for op in REGISTRY:
-        provider = plan[op.name].provider
-        if provider not in (NATIVE, COMPOSITION) and op.name not in SPECS and op.name not in WHOLE:
-            raise OpError(f"op {op.name!r}: {provider!r} does not run on several shards; disable it (-{op.name})")
+    for name, choice in plan.choices.items():
+        if choice.provider not in (NATIVE, COMPOSITION) and name not in SPECS and name not in WHOLE:
+            raise OpError(f"op {name!r}: {choice.provider!r} does not run on several shards; disable it (-{name})")
 
 
 def _sharded(op: Op, function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:

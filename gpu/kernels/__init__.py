@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.util import find_spec
 
-from ...ops.declare import REGISTRY
-
 PROVIDER = "triton"
 PREFERRED: tuple[str, ...] = ()
 """The ops whose kernels plans for a CUDA device try first."""
@@ -26,12 +24,6 @@ if find_spec("triton") is not None:
     )
 
 
-def preferred(priorities: Mapping[str, tuple[str, ...]], platform: str) -> Mapping[str, tuple[str, ...]]:
-    """The user's priorities and, for a CUDA device, the kernels after them.
-
-    Not that of a coarse op one of whose finer ops the user has chosen: it would not run.
-    """
-    if platform != "cuda":
-        return priorities
-    ours = [op for op in PREFERRED if not priorities.keys() & set(REGISTRY[op].composition)]
-    return {**priorities, **{op: (*priorities.get(op, ()), PROVIDER) for op in ours}}
+def preferred(platform: str) -> Mapping[str, tuple[str, ...]]:
+    """The providers that a platform prefers, for plans."""
+    return dict.fromkeys(PREFERRED, (PROVIDER,)) if platform == "cuda" else {}

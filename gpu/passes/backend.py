@@ -69,7 +69,7 @@ class PassesBackend:
     def uuid(self) -> str:
         """Hex digest of the passes' sources and all that they import here, the plan, and what comes after."""
         digest = hashlib.sha256(f"{self.plan.hash} {self._inner_name} {self.fusions} {torch.__version__}".encode())
-        files = {Path(__file__).parent / "__init__.py", *closure(frozenset({__name__, binding.__name__}))}
+        files = {Path(__file__).parent / "__init__.py", *closure(frozenset({__name__, binding.__name__})).files()}
         for path in sorted(files):
             digest.update(path.read_bytes())
         return digest.hexdigest()[:16]

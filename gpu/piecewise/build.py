@@ -285,7 +285,7 @@ class _Group:
     def arguments(self, d: Descriptor) -> dict[str, Any]:
         """Padding for a descriptor: nothing is written but the scratch slot."""
         model, where = self.module.config, self.kv[0].device
-        on_host = self.plans[d.kind]["paged_attention"].implementation.host_metadata
+        on_host = self.plans[d.kind].host_metadata
         half = decoder.rotary_tables(model, 1)[0].shape[1]
 
         def ints(*shape: int, device: Any = where) -> torch.Tensor:

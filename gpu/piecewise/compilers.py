@@ -218,7 +218,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 def _sources() -> dict[str, str]:
     """Digests of the files that turn a model into pieces."""
-    files = closure(frozenset({__name__, f"{__package__}.split", f"{__package__}.decorate"}))
+    files = closure(frozenset({__name__, f"{__package__}.split", f"{__package__}.decorate"})).files()
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         for path in files

@@ -157,12 +157,13 @@ def activation_positions(op: Op) -> tuple[int, ...]:
 
 def result_count(op: Op) -> int | None:
     """How many results an op has if it returns a tuple, or None if it returns one array. Raises OpError."""
-    annotation = inspect.signature(op.reference).return_annotation
+    annotation = op.signature.return_annotation
     if annotation == "Array":
         return None
     parts = annotation.removeprefix("tuple[").removesuffix("]").split(", ") if isinstance(annotation, str) else []
     if not parts or set(parts) != {"Array"}:
-        raise OpError(f"op {op.name!r} returns {annotation!r}, operators return Array or tuple[Array, ...]")
+        returns = "no annotation" if annotation is inspect.Signature.empty else repr(annotation)
+        raise OpError(f"op {op.name!r} returns {returns}, operators return Array or tuple[Array, ...]")
     return len(parts)
 
 

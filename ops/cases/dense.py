@@ -181,9 +181,10 @@ def silu_cases(dtype: str) -> Iterator[Case]:
     x = hostile_rows(rng, dtype, 8, 2 * 99)
     x[7] = np.linspace(-87, 87, 198).astype(x.dtype)  # both tails of exp
     yield Case("hostile rows", {"x": x})
-    # Where exp(-gate) overflows and exp(gate) is below the smallest float32, but the product with up is not.
-    gates, up = np.linspace(-140, -80, 99), np.geomspace(1e36, 1e15, 99)
-    yield Case("deep gates", {"x": np.tile(np.concatenate([gates, up]), (8, 1)).astype(x.dtype)})
+    if dtype != "float16":  # which holds no such up
+        # Where exp(-gate) overflows and exp(gate) is below the smallest float32, but the product with up is not.
+        gates, up = np.linspace(-140, -80, 99), np.geomspace(1e36, 1e15, 99)
+        yield Case("deep gates", {"x": np.tile(np.concatenate([gates, up]), (8, 1)).astype(x.dtype)})
     yield Case("strided", {"x": strided(normal(rng, dtype, 8, 198, scale=3.0))})
     yield Case("real width", {"x": normal(rng, dtype, 3, 2 * 3072, scale=2.0)})
     if dtype == "bfloat16":

@@ -12,8 +12,13 @@ import numpy as np
 from ..testing import DTYPES, Arguments
 
 Make = Callable[[str], Arguments]
-HUGE, TINY = 1e15, 1e-15
-"""Magnitudes whose squares float32 still holds: beyond them its accumulation overflows, as the contract implies."""
+
+
+def huge(dtype: str) -> float:
+    """A magnitude that the dtype holds, and whose square float32 still holds, with room: beyond, its accumulation
+    overflows, as the contract implies.
+    """
+    return 1e4 if dtype == "float16" else 1e15
 
 
 def generator(name: str) -> np.random.Generator:
@@ -34,20 +39,20 @@ def weights(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
 
 def hostile_rows(rng: np.random.Generator, dtype: str, rows: int, n: int, kinds: tuple[str, ...] = ()) -> np.ndarray:
     """Rows that differ in kind: normal, zero, huge, tiny, with one outlier channel (in its tail), with a large mean."""
-    x = rng.normal(size=(rows, n))
+    x, large = rng.normal(size=(rows, n)), huge(dtype)
     for i, kind in enumerate(kinds or ("normal", "zero", "huge", "tiny", "outlier", "mean", "spread")):
         if i >= rows:
             break
         if kind == "zero":
             x[i] = 0.0
         elif kind in ("huge", "tiny"):
-            x[i] *= HUGE if kind == "huge" else TINY
+            x[i] *= large if kind == "huge" else 1 / large
         elif kind == "outlier":
             x[i, -2] = 300.0
         elif kind == "mean":
             x[i] = x[i] * 0.01 + 5.0
         elif kind == "spread":
-            x[i] *= 10.0 ** rng.uniform(-6, 6, n)
+            x[i] *= 10.0 ** (rng.uniform(-1, 1, n) * min(6.0, np.log10(large) - 1))
     return np.asarray(x.astype(DTYPES[dtype]))
 
 

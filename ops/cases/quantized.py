@@ -17,9 +17,10 @@ from .families import SUMS, Function, altered, judged, normal, rows, scaled, wit
 def _values(seed: int, dtype: str, *shape: int) -> np.ndarray:
     """A row whose largest magnitude is 127 holds exact ties; others an outlier, NaN, zeros, tiny and huge values."""
     x = rows(seed, dtype, *shape)
+    tiny, large = (2.0**-10, 2.0**8) if dtype == "float16" else (2.0**-120, 2.0**110)
     x[0] = (np.arange(shape[1]) - 40.5).astype(x.dtype)
-    x[0, 0], x[2] = 127.0, x[2] * x.dtype.type(2.0**-120)
-    x[5] = x[5] * x.dtype.type(2.0**110)
+    x[0, 0], x[2] = 127.0, x[2] * x.dtype.type(tiny)
+    x[5] = x[5] * x.dtype.type(large)
     x[6, 3] = np.nan
     return x
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..testing import Arguments, Case, Testing, judged_by
+from ..testing import Arguments, Case, Testing, judged_by, limits
 from .generators import generator, hostile_rows, normal, strided, to_bfloat16, weights
 
 EPS = 1e-6
@@ -99,7 +99,8 @@ judged_by(
 def _residual(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
     """A residual beside x: of its size in each row, cancelling it in the first, with an outlier like trained models."""
     size = np.abs(x.astype(np.float64)).max(-1, keepdims=True)
-    residual = (rng.normal(size=x.shape) * np.where(size == 0, 1.0, size)).astype(x.dtype)
+    largest = limits(x.dtype).largest
+    residual = (rng.normal(size=x.shape) * np.where(size == 0, 1.0, size)).clip(-largest, largest).astype(x.dtype)
     residual[0] = -x[0] * x.dtype.type(1.0)
     return residual
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..testing import Arguments, Case, Testing, judged_by
-from .generators import HUGE, TINY, generator, normal, strided, to_bfloat16
+from .generators import generator, huge, normal, strided, to_bfloat16
 
 
 def _table(positions: np.ndarray, rotated: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
@@ -29,7 +29,7 @@ def _arguments(rng: np.random.Generator, dtype: str, tokens: int, heads: tuple[i
 def _cases(dtype: str) -> Iterator[Case]:
     rng = generator("rotary_embedding")
     full = _arguments(rng, dtype, 9, (4, 2), 64, 64)
-    for i, scale in enumerate((HUGE, TINY, 0.0)):
+    for i, scale in enumerate((huge(dtype), 1 / huge(dtype), 0.0)):
         full["q"][3 + i] = (full["q"][3 + i].astype(np.float64) * scale).astype(full["q"].dtype)
     full["q"][6, 1, 5] = 300.0
     yield Case("full heads", full)

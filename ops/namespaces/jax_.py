@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +16,26 @@ ALGORITHMS = {
     "float32": jax.lax.DotAlgorithmPreset.F32_F32_F32,
     "float64": jax.lax.DotAlgorithmPreset.F64_F64_F64,
 }
+
+
+def with_float32_sums(product: Callable[..., jax.Array], x: jax.Array, w: jax.Array) -> jax.Array:
+    """`product(x, w, precision=, preferred_element_type=)` by the algorithm that the contract names.
+
+    Only NVIDIA GPUs have products of float16 with float32 sums. Elsewhere both sides are widened, which is exact: a
+    product of two float16 numbers is a float32 number.
+    """
+    if x.dtype != jnp.float16:
+        out = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+        return product(x, w, precision=ALGORITHMS[x.dtype.name], preferred_element_type=out)
+
+    def half(x: jax.Array, w: jax.Array) -> jax.Array:
+        return product(x, w, precision=ALGORITHMS["float16"], preferred_element_type=jnp.float32)
+
+    def wide(x: jax.Array, w: jax.Array) -> jax.Array:
+        x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+        return product(x, w, precision=ALGORITHMS["float32"], preferred_element_type=jnp.float32)
+
+    return jax.lax.platform_dependent(x, w, cuda=half, default=wide)
 
 
 class JaxNamespace:
@@ -36,8 +58,7 @@ class JaxNamespace:
     def linear_accumulated(x: jax.Array, w: jax.Array) -> jax.Array:
         """x [..., k] by w [n, k] in the accumulation dtype."""
         dims = (((x.ndim - 1,), (1,)), ((), ()))
-        out = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-        return jax.lax.dot_general(x, w, dims, precision=ALGORITHMS[x.dtype.name], preferred_element_type=out)
+        return with_float32_sums(partial(jax.lax.dot_general, dimension_numbers=dims), x, w)
 
     def linear(self, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
         """x [..., k] by w [n, k] plus bias, rounded once."""

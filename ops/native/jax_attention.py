@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ..declare import Array
 from ..implement import implement
 from ..namespaces import namespace
-from ..namespaces.jax_ import ALGORITHMS
+from ..namespaces.jax_ import with_float32_sums
 from ..reference.quantization import stored
 
 KV_BLOCK = 128
@@ -148,13 +148,14 @@ def _attend(
     if window > 0:
         far = jnp.iinfo(jnp.int32).max
         oldest = jnp.maximum(0, jnp.where(positions < 0, far, positions).min(1) - window + 1)
-    dot = {"precision": ALGORITHMS[q.dtype.name], "preferred_element_type": jnp.float32}
+    products = partial(jnp.einsum, "rnkgd,rskd->rkgns"), partial(jnp.einsum, "rkgns,rskd->rkgnd")
+    scored, weighted = (partial(with_float32_sums, product) for product in products)
 
     def step(j: jax.Array, state: _Softmax) -> _Softmax:
         pages = jax.lax.dynamic_slice_in_dim(page_table, j * block_pages, block_pages, axis=1)
         cache = _read_pages(kv, pages).reshape(requests, block, kv_heads, 2, size).astype(q.dtype)
         slot = j * block + jnp.arange(block, dtype=jnp.int32)
-        scores = jnp.einsum("rnkgd,rskd->rkgns", q, cache[..., 0, :], **dot) * scale
+        scores = scored(q, cache[..., 0, :]) * scale
         if soft_cap > 0:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         seen = slot[None, None, :] <= positions[:, :, None]
@@ -167,7 +168,7 @@ def _attend(
         # A slot that nobody may see can hold anything, NaN included, and 0 * NaN is NaN.
         used = ((slot[None, :] < lengths[:, None]) & (slot[None, :] >= oldest[:, None]))[:, :, None, None]
         values = jnp.where(used, cache[..., 1, :], jnp.zeros((), q.dtype))
-        product = jnp.einsum("rkgns,rskd->rkgnd", weights.astype(q.dtype), values, **dot)
+        product = weighted(weights.astype(q.dtype), values)
         decay = jnp.exp(state.maximum - maximum)
         total = state.total * decay + weights.sum(-1, keepdims=True)
         return _Softmax(maximum, total, state.values * decay + product)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .config import ModelConfig, rope_inverse_frequencies
+from ..errors import ConfigError
+from .config import MODEL_TYPES, ModelConfig, rope_inverse_frequencies
 from .table import Parameter, ParameterTable, Part
 
 Array = Any
@@ -124,8 +125,11 @@ _replaced: dict[str, LayerFunction] = {}
 
 def replace_layer(architecture: str, function: LayerFunction) -> None:
     """Run `function`, with the signature of `layer`, for a model whose config names `architecture`: for packages that
-    are not part of this one. It must write the cache and keep the sum of hidden and residual as `layer` does.
+    are not part of this one. It must write the cache and keep the sum of hidden and residual as `layer` does. Raises
+    ConfigError for an architecture that no model has.
     """
+    if architecture not in MODEL_TYPES:
+        raise ConfigError(f"architecture: got {architecture!r}, allowed are {', '.join(MODEL_TYPES)}")
     _replaced[architecture] = function
 
 

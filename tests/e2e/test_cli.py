@@ -159,9 +159,26 @@ def test_the_plan_as_a_table_says_why_a_provider_was_passed_over(capsys):
     assert main(["plan", "--model", "demo", "--backend", "torch", *flags]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert last.startswith("plan hash ")
-    op, kind, provider, uuid, *rest = next(line.split() for line in lines if line.startswith("rms_norm "))
-    assert (op, kind, provider, len(uuid)) == ("rms_norm", "decode", "native", 16)
+    op, kind, provider, by, uuid, *rest = next(line.split() for line in lines if line.startswith("rms_norm "))
+    assert (op, kind, provider, by, len(uuid)) == ("rms_norm", "decode", "native", "native", 16)
     assert " ".join(rest) == "deterministic rounds once, at the output passed over: triton: the op is disabled"
+
+
+def test_the_plan_shows_what_the_model_calls_and_the_rest_when_asked(capsys):
+    def ops(*flags):
+        assert main(["plan", "--model", "demo", "--backend", "torch", "--json", *flags]) == 0
+        record = json.loads(capsys.readouterr().out)
+        return {(row["op"], row["kind"]) for row in record["ops"]}, record["plan_hash"]
+
+    (called, plan_hash), (everything, same_hash) = ops(), ops("--all")
+    names = {op for op, _ in called}
+    assert {"rms_norm", "gated_mlp", "silu_and_mul", "sample"} <= names
+    assert not names & {"lora_shrink", "moe_block", "layer_norm", "column_linear"}
+    assert ("sample", "decode") not in called
+    assert ("paged_attention", "sample") not in called
+    assert called < everything
+    assert {kind for op, kind in everything if op == "lora_shrink"} == {"-"}
+    assert plan_hash == same_hash
 
 
 def test_the_plan_is_the_same_compiled_and_eager(capsys):

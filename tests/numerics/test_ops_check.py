@@ -10,6 +10,7 @@ from twinfer.numerics.junit import suite_xml
 from twinfer.numerics.ops_check import check_ops, render
 from twinfer.numerics.subject import parse_target
 from twinfer.numerics.terminal import LINES
+from twinfer.ops import REGISTRY
 from twinfer.shared.errors import ConfigError
 
 TORCH = parse_target("torch:cpu")
@@ -76,3 +77,64 @@ def test_an_implementation_named_but_not_here_is_missed():
 def test_names_are_checked(target, op):
     with pytest.raises(ConfigError, match=r"nope|nobody"):
         check_ops([parse_target(target)], [op])
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """A plug-in that is loaded when it is asked for: an op with cases, and one without that torch alone can run."""
+    from twinfer.ops import define, implement
+    from twinfer.ops.implement import IMPLEMENTATIONS
+    from twinfer.ops.testing import TESTING, Bound, Case, Testing, judged_by
+
+    before, judged = dict(REGISTRY.ops), dict(TESTING)
+
+    def load():
+        if "doubled" in REGISTRY.ops:
+            return
+
+        @define()
+        def doubled(xp, x: "Array") -> "Array":  # noqa: F821
+            return x + x
+
+        @define(native="per framework")
+        def torch_only(xp, x: "Array") -> "Array":  # noqa: F821
+            return x
+
+        implement("torch_only", provider="native", framework="torch")(lambda_of(lambda x: x))
+        case = Case("numbers", {"x": np.arange(5, dtype=np.float32)})
+        judged_by("doubled", Testing(lambda dtype: [case], Bound(), dtypes=("float32",)))
+
+    def lambda_of(function):
+        function.__signature__ = REGISTRY["torch_only"].signature
+        return function
+
+    monkeypatch.setattr(ops_check, "load_plugins", load)
+    yield
+    REGISTRY.ops.clear()
+    REGISTRY.ops.update(before)
+    TESTING.clear()
+    TESTING.update(judged)
+    IMPLEMENTATIONS.pop(("torch_only", "torch"), None)
+
+
+def test_the_ops_of_a_plugin_are_known_and_judged(plugin):
+    report = check_ops([JAX, TORCH], ["doubled"])
+    assert report.exit_code == 0, report.missing
+    assert [(r.op, r.compared) for r in report.results] == [("doubled", 1)] * 2
+    report = check_ops([TORCH], ["torch_only"])
+    assert report.exit_code == 3
+    assert report.missing == ["torch_only has no cases"]
+
+
+def test_what_nobody_expected_is_no_numeric_failure(monkeypatch, capsys):
+    """Python itself leaves with 1 after a traceback, which says here that numbers differ."""
+    from twinfer.serving.cli import main
+
+    def broken(*args):
+        raise ValueError("no such dot product")
+
+    monkeypatch.setattr(ops_check, "check_ops", broken)
+    assert main(["numerics", "ops", "--op", "add"]) == 5
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert said.splitlines()[-1] == "twinfer: error: ValueError: no such dot product"

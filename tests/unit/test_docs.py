@@ -8,15 +8,58 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_adding_an_op_works_when_followed_literally(tmp_path):
+ENGINE_BINDINGS = """
+import jax
+
+from twinfer.tpu.binding import bind_on
+from twinfer.tpu.sharding import make_mesh
+
+
+@implement("scaled_relu", provider="raw", framework="torch", opaque=True)
+def scaled_relu_raw(x: Array, scale: float) -> Array:
+    return scaled_relu_clamp(x, scale)
+
+
+@implement("scaled_relu", provider="over", framework="torch", inplace=True)
+def scaled_relu_over(x: Array, scale: float) -> Array:
+    return x.copy_(scaled_relu_clamp(x, scale))
+
+
+(case,) = cases("float32")
+x = from_numpy(case.arguments["x"]).to(device)
+for provider in ("native", "clamp", "raw", "over"):
+    plan = resolve("torch", {"scaled_relu": (provider,)})
+    for road in ({}, {"compiling": True}, {"wrap": True}):
+        torch._dynamo.reset()  # what it compiles below is one piece of code, over and over
+        ops = torch_binding.bind(plan, **road)
+        calls = [lambda x: ops.scaled_relu(x, 0.3)]
+        # Inductor's road but for the code: no graph breaks, and results on fake tensors.
+        if not (provider == "over" and road == {"wrap": True}):  # AOTAutograd does not take a donated argument
+            calls.append(torch.compile(calls[0], fullgraph=True, backend="aot_eager"))
+        for call in calls:
+            out = to_numpy(call(x.clone()))
+            assert judge("scaled_relu", case.arguments, [out]).passed, (provider, road)
+ops = bind_on(resolve("jax"), make_mesh(jax.devices()[:1], 1))
+out = jax.jit(lambda x: ops.scaled_relu(x, scale=0.3))(jnp.asarray(case.arguments["x"]))
+assert judge("scaled_relu", case.arguments, [np.asarray(out)]).passed
+print("bound by the engines on", x.device.type)
+"""
+
+
+def test_adding_an_op_works_when_followed_literally(tmp_path, device):
+    """In both engines, and through all their bindings: plain, opaque, in place, and as operators. On a GPU too."""
     text = (ROOT / "docs" / "adding-an-op.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     program = tmp_path / "new_op.py"
-    program.write_text("\n\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)))
+    program.write_text("\n\n".join([*blocks, ENGINE_BINDINGS]))
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 5
-    assert lines[-1].startswith("plan hash ")
+    *judged, plan, on_jax, on_torch, bound = done.stdout.splitlines()
+    assert len(judged) == 6
+    assert plan.startswith("plan hash ")
+    assert on_jax == "jax runs native chosen by native"
+    assert on_torch == "torch runs clamp chosen by default"
+    assert bound == f"bound by the engines on {device}"
 
 
 def test_links_and_paths_resolve():

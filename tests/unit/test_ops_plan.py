@@ -11,6 +11,7 @@ import pytest
 from twinfer.ops import OpError, Recorder, implement, priority, resolve, set_default
 from twinfer.ops.implement import IMPLEMENTATIONS
 from twinfer.ops.plan import _defaults
+from twinfer.ops.recording import Call
 from twinfer.ops.source_hash import closure
 
 SAMPLE = Path(__file__).parents[1] / "sample_plugin"
@@ -27,7 +28,8 @@ def even_rows(x: "Array") -> bool:  # noqa: F821
 @pytest.fixture(autouse=True)
 def registry():
     """Providers `mine` (any rows) and `even` (an even number of rows) for torch; all is put back afterwards."""
-    resolve("torch")
+    for framework in ("jax", "torch"):
+        resolve(framework)  # the native ones register when they are first needed
     before = {key: dict(value) for key, value in IMPLEMENTATIONS.items()}
     implement("silu_and_mul", provider="mine", framework="torch")(silu_and_mul)
     implement("silu_and_mul", provider="even", framework="torch", supports_args=even_rows)(silu_and_mul)
@@ -37,8 +39,11 @@ def registry():
     _defaults.clear()
 
 
-def calls(*rows):
-    return {"silu_and_mul": [{"x": np.zeros((n, 8))} for n in rows]}
+def calls(*rows, programs=("one",)):
+    """Calls of silu_and_mul with so many rows each, in one program or in one of its own."""
+    names = programs * len(rows) if len(programs) == 1 else programs
+    arguments = [{"x": np.zeros((n, 8))} for n in rows]
+    return [Call("silu_and_mul", 0, i, x, (), program=names[i]) for i, x in enumerate(arguments)]
 
 
 def test_a_predicate_must_take_every_call():
@@ -154,7 +159,7 @@ def test_a_compile_cache_key_covers_what_is_imported_and_enclosed_and_nothing_el
 
 
 def test_the_closure_of_a_reference_stays_inside_ops():
-    files = {path.name for path in closure(frozenset({"twinfer.ops.reference.dense"}))}
+    files = {path.name for path in closure(frozenset({"twinfer.ops.reference.dense"})).files()}
     assert {"dense.py", "declare.py"} <= files
     assert "scheduler.py" not in files
 

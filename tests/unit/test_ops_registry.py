@@ -10,7 +10,8 @@ from twinfer.ops.implement import IMPLEMENTATIONS
 @pytest.fixture
 def providers():
     """Registered implementations, put back as they were."""
-    resolve("torch")  # the native ones register when they are first needed
+    for framework in ("jax", "torch"):
+        resolve(framework)  # the native ones register when they are first needed
     before = {key: dict(value) for key, value in IMPLEMENTATIONS.items()}
     yield IMPLEMENTATIONS
     IMPLEMENTATIONS.clear()
@@ -100,10 +101,10 @@ def short(x: "Array") -> "bool":  # noqa: F821
 )
 def test_the_last_provider_must_take_everything(outside, provider, predicate, named):
     with pytest.raises(OpError, match="needs a native implementation for torch"):
-        resolve("torch")
+        resolve("torch")[outside]
     implement(outside, provider=provider, framework="torch", **predicate)(same)
     with pytest.raises(OpError, match=named) as error:
-        resolve("torch")
+        resolve("torch")[outside]
     assert all(word in str(error.value) for word in ("'outside'", f"'{provider}'", "torch"))
     with pytest.raises(OpError, match=named):
         resolve("torch", {outside: (provider,)})
@@ -120,7 +121,7 @@ def test_a_native_implementation_with_a_predicate_is_refused_for_an_op_of_ours(p
 
     implement("rms_norm", provider="native", framework="torch", supports_args=some)(rms_norm_right)
     with pytest.raises(OpError, match=r"'rms_norm'.*torch.*'native'.*must take everything"):
-        resolve("torch")
+        resolve("torch")["rms_norm"]
 
 
 def test_composition_is_no_name_for_a_provider(providers):
@@ -129,7 +130,7 @@ def test_composition_is_no_name_for_a_provider(providers):
     silu.__signature__ = REGISTRY["gated_mlp"].signature
     implement("gated_mlp", provider="composition", framework="torch")(silu)
     with pytest.raises(OpError, match="gated_mlp"):
-        resolve("torch")
+        resolve("torch")["gated_mlp"]
 
 
 def test_all_with_none_and_unknown_ops_are_refused_in_an_enable_list():

@@ -86,7 +86,7 @@ def test_the_bound_sees_a_part_that_is_not_added(monkeypatch):
 
 
 def test_gpus_prefer_the_kernels_and_others_pass_them_over():
-    plan = resolve("jax", PREFERRED["cuda"])
+    plan = resolve("jax", platform=PREFERRED["cuda"])
     for op, (provider,) in PREFERRED["cuda"].items():
         assert provider == "pallas_triton"
         assert plan[op].passed_over == ((provider, "not supported on this machine"),)

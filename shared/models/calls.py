@@ -1,0 +1,149 @@
+"""The ops that a model's programs call, from shapes alone: no weight is loaded, no framework is asked.
+
+The decoder runs on numpy arrays that hold no data. That takes less than a millisecond a program, so every program of
+the table is recorded, and a plan is made for what an engine really calls. A layer that replaced the decoder's may do
+anything; backends trace it in their own framework (`gpu/plans.py`, `tpu/plans.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import ml_dtypes
+import numpy as np
+
+from ...bucketing import Descriptor
+from ...ops import Recorder
+from ...ops.shapes import recording_ops
+from ..config import ResolvedConfig
+from ..step import StepShape, processor_layout
+from . import decoder
+from .config import ModelConfig
+
+KINDS = ("decode", "mixed", "sample")
+"""The kinds of programs that have a plan each."""
+
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "int8": np.dtype(np.int8),
+    "int32": np.dtype(np.int32),
+}
+_ITEM = bytearray(8)
+
+
+def without_data(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """An array all of whose elements are the same few bytes."""
+    return np.ndarray(shape, DTYPES[dtype], _ITEM, strides=(0,) * len(shape))
+
+
+def _empty(like: np.ndarray, shape: tuple[int, ...], dtype: str | None = None) -> np.ndarray:
+    return np.ndarray(shape, DTYPES[dtype] if dtype else like.dtype, _ITEM, strides=(0,) * len(shape))
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """The arrays of a model's programs, without data. `model` is what one device runs."""
+
+    model: ModelConfig
+    config: ResolvedConfig
+
+    @cached_property
+    def layers(self) -> ModelConfig:
+        """The model with one layer of each window: layers of the same window make the same calls."""
+        windows = tuple(dict.fromkeys(self.model.layer_windows))
+        return replace(self.model, num_layers=len(windows), layer_windows=windows)
+
+    def weights(self, layered: bool) -> dict[str, np.ndarray]:
+        """The weights of a layer, or those that belong to none."""
+        table = decoder.abstract(self.model).values()
+        return {p.name: without_data(p.shape, self.config.dtype) for p in table if p.layered == layered}
+
+    def cache(self) -> np.ndarray:
+        """The cache as a layer sees it; how many pages there will be is not known yet."""
+        heads = 2 * self.model.num_kv_heads
+        pages = 2 * self.layers.num_layers
+        return without_data((pages, self.config.page_size, heads, self.model.head_dim), self.config.kv_cache_dtype)
+
+    def batch(self, d: Descriptor) -> decoder.Batch:
+        """What the layers of a program read."""
+        angles = without_data((d.tokens, self._rotated), "float32")
+        table = without_data((d.requests, self.config.pages_per_request), "int32")
+        slots, starts = without_data((d.tokens,), "int32"), without_data((d.requests + 1,), "int32")
+        lengths, counts = without_data((d.requests,), "int32"), without_data((2,), "int32")
+        return decoder.Batch(angles, angles, slots, table, starts, lengths, counts)
+
+    @cached_property
+    def _rotated(self) -> int:
+        """Half of the entries of a head that are rotated."""
+        return int(decoder.rotary_tables(self.model, 1)[0].shape[1])
+
+    def step(self) -> StepShape:
+        """The sizes that all steps share."""
+        c = self.config
+        return StepShape(c.pages_per_request, c.max_num_seqs, c.max_model_len, self.model.vocab_size)
+
+
+def largest_first(config: ResolvedConfig, kind: str) -> list[Descriptor]:
+    """The programs of a kind. The largest says best why it is refused."""
+    return sorted((d for d in config.table() if d.kind == kind), key=lambda d: -d.tokens)
+
+
+def record_layers(
+    recorder: Recorder, shapes: ModelShapes, kind: str, drops_rows: Callable[[Descriptor], bool] | None = None
+) -> None:
+    """Record the programs of a kind of step, the largest first.
+
+    `drops_rows` is for a backend that finishes the sampled tokens only: it says whose last layer drops the others.
+    """
+    ops, model = recording_ops(recorder, _empty), shapes.layers
+    top, weights, cache = shapes.weights(layered=False), shapes.weights(layered=True), shapes.cache()
+    last = shapes.model.layer_windows[-1]
+    for d in largest_first(shapes.config, kind):
+        recorder.program = str(d)
+        batch = shapes.batch(d)
+        embedded = decoder.embed(ops, top, without_data((d.tokens,), "int32"))
+        hidden, residual = embedded, embedded
+        for window in model.layer_windows:
+            state = hidden, residual, cache
+            hidden, residual, _ = decoder.layer(ops, model, weights, *state, batch, window, d.max_query_len)
+        decoder.finish(ops, model, top, hidden, residual)
+        if drops_rows is None or d.requests == d.tokens:
+            continue
+        rows = slice(d.requests)
+        if drops_rows(d):
+            state = embedded, embedded, cache
+            hidden, residual, _ = decoder.layer(ops, model, weights, *state, batch, last, d.max_query_len, rows)
+            decoder.finish(ops, model, top, hidden, residual)
+        else:
+            decoder.finish(ops, model, top, hidden[rows], residual[rows])
+
+
+def record_samplers(recorder: Recorder, shapes: ModelShapes, prompt_rows: Sequence[int] = ()) -> None:
+    """Record what follows the layers, for each number of requests, and the log-probabilities of `prompt_rows` rows."""
+    ops, top, step = recording_ops(recorder, _empty), shapes.weights(layered=False), shapes.step()
+
+    def logits(rows: int) -> np.ndarray:
+        recorder.program = f"sample[{rows}]"
+        hidden = without_data((rows, shapes.model.hidden_size), shapes.config.dtype)
+        out: np.ndarray = decoder.head(ops, top, hidden)
+        return out
+
+    numbers = sorted({d.requests for d in shapes.config.table()}, reverse=True)
+    for requests in numbers:
+        of_rows = logits(requests)
+        ops.top_logprobs(of_rows, ops.greedy_sample(of_rows))
+        fields = processor_layout(requests, step).fields.values()
+        arrays = {f.name: without_data(f.shape, "float32" if f.floating else "int32") for f in fields}
+        row = arrays.pop("rows")
+        # position, seed_lo, seed_hi, greedy, scale, top_k, top_p, min_p
+        settings = row, row, row, row, without_data((requests,), "float32"), row, row, row
+        for scores in (ops.quantize_logits(of_rows), ops.penalties(of_rows, **arrays)):
+            for filtered in (False, True):
+                ops.sample(of_rows, scores, *settings, filtered)
+    for rows in sorted({*prompt_rows} - {*numbers}, reverse=True):
+        ops.top_logprobs(logits(rows), without_data((rows,), "int32"))

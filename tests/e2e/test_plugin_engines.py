@@ -1,0 +1,242 @@
+"""What a plug-in provides runs in the engines, whoever asks for it, and whatever the platform prefers."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+
+from twinfer import LLM, SamplingParams
+from twinfer.ops import REGISTRY, define, implement, priority, resolve, set_default
+from twinfer.ops.implement import IMPLEMENTATIONS
+from twinfer.ops.namespaces import namespace
+from twinfer.ops.plan import _defaults
+from twinfer.ops.reference import dense
+from twinfer.shared.errors import ConfigError
+from twinfer.shared.models import decoder
+from twinfer.shared.worker import backend_module
+
+BACKENDS = ("torch", "jax")
+VOICES = ("scoped", "user", "default")
+COARSE = ("fused_add_rms_norm", "norm_rope_write_kv")
+OPTIONS = dict(
+    dtype="float32", max_model_len=32, max_num_seqs=2, max_num_batched_tokens=16, num_pages=8, progress=False
+)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+CALLS = []
+
+
+@pytest.fixture(autouse=True)
+def providers():
+    """`acme` for rms_norm, which notes its calls; all is put back afterwards."""
+    for backend in BACKENDS:
+        resolve(backend)
+    before, ops = {key: dict(value) for key, value in IMPLEMENTATIONS.items()}, dict(REGISTRY.ops)
+    for backend in BACKENDS:
+        provide("rms_norm", "acme", backend, functools.partial(dense.rms_norm, namespace(backend)))
+    CALLS.clear()
+    yield
+    IMPLEMENTATIONS.clear()
+    IMPLEMENTATIONS.update(before)
+    REGISTRY.ops.clear()
+    REGISTRY.ops.update(ops)
+    _defaults.clear()
+    decoder._replaced.clear()
+
+
+def provide(op, provider, backend, function, **properties):
+    def noted(*args, **kwargs):
+        CALLS.append((op, provider))
+        return function(*args, **kwargs)
+
+    noted.__signature__ = REGISTRY[op].signature
+    implement(op, provider=provider, framework=backend, **properties)(noted)
+
+
+def never(*args, **kwargs):
+    raise AssertionError("this must not run")
+
+
+def tokens(backend, **options):
+    with LLM("demo", backend=backend, **OPTIONS | options) as llm:
+        plans = llm.engine.worker.plans()
+        out = llm.generate([[1, 2, 3], [4]], GREEDY, progress=False)
+        return [o.outputs[0].token_ids for o in out], plans
+
+
+def asked_by(voice, op, provider, backend, run):
+    """Run with a provider asked for by a voice."""
+    if voice == "default":
+        set_default(op, backend, provider)
+        return run()
+    if voice == "user":
+        return run(op_priority={op: (provider,)})
+    with priority(op, provider):
+        return run()
+
+
+def prefer(monkeypatch, backend, *ops):
+    """A platform that prefers kernels `chip` for `ops`: played on the CPU."""
+    room, order = backend_module(backend, "plans"), dict.fromkeys(ops, ("chip",))
+    for op in ops:
+        provide(op, "chip", backend, never)
+    if backend == "torch":
+        monkeypatch.setattr(room, "preferred", lambda platform: order)
+    else:
+        monkeypatch.setattr(room, "PREFERRED", {"cpu": order})
+
+
+@pytest.mark.parametrize("voice", VOICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_plugin_runs_in_the_engine_whoever_asks_for_it(backend, voice):
+    want, _ = tokens(backend)
+    assert not CALLS
+    got, plans = asked_by(voice, "rms_norm", "acme", backend, functools.partial(tokens, backend))
+    assert got == want
+    assert ("rms_norm", "acme") in CALLS
+    assert plans["decode"]["rms_norm"].chosen_by == voice
+
+
+@pytest.mark.parametrize("voice", VOICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_plugin_runs_on_a_platform_that_prefers_its_own_kernels(backend, voice, monkeypatch):
+    """The kernels of the platform, for the op and for the coarse ops that would swallow it, must not run at all."""
+    prefer(monkeypatch, backend, "rms_norm", *COARSE)
+    got, plans = asked_by(voice, "rms_norm", "acme", backend, functools.partial(tokens, backend))
+    assert all(len(out) == 4 for out in got)
+    assert set(CALLS) == {("rms_norm", "acme")}
+    for op in COARSE:
+        assert plans["decode"][op].provider == "composition"
+        assert plans["decode"][op].passed_over == (("chip", f"its finer op rms_norm is acme ({voice})"),)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_disabled_op_runs_natively_inside_of_the_platforms_coarse_kernels_too(backend, monkeypatch):
+    prefer(monkeypatch, backend, "rms_norm", *COARSE)
+    tokens(backend, enable_ops=("all", "-rms_norm"))
+    assert not CALLS
+
+
+@pytest.mark.parametrize("voice", VOICES)
+def test_a_plugin_runs_on_a_gpu(device, voice):
+    """Before, Triton's kernels ran whatever a plug-in set."""
+    if device != "cuda":
+        pytest.skip("Triton's kernels are preferred on a cuda device")
+    run = functools.partial(tokens, "torch", device="cuda", dtype="bfloat16")
+    got, plans = asked_by(voice, "rms_norm", "acme", "torch", run)
+    assert all(len(out) == 4 for out in got)
+    assert ("rms_norm", "acme") in CALLS
+    assert plans["decode"]["rms_norm"].provider == "acme"
+    assert [plans["decode"][op].provider for op in COARSE] == ["composition"] * 2
+    assert plans["decode"]["paged_attention"].provider == "triton"
+
+
+def outside_ops(backend):
+    """Ops from outside that no model calls: one that this backend cannot run, and one with a default provider."""
+    other = "jax" if backend == "torch" else "torch"
+
+    @define(native="per framework")
+    def elsewhere(xp, x: "Array") -> "Array":  # noqa: F821
+        return x
+
+    @define()
+    def unused(xp, x: "Array") -> "Array":  # noqa: F821
+        return x
+
+    provide("elsewhere", "native", other, never)
+    provide("unused", "acme", backend, never)
+    set_default("unused", backend, "acme")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ops_that_no_model_calls_stop_nothing_and_change_no_hash(backend):
+    want, before = tokens(backend)
+    outside_ops(backend)
+    got, after = tokens(backend)
+    assert got == want
+    assert (before.hash, before.cache_key) == (after.hash, after.cache_key)
+    assert not {"elsewhere", "unused"} & set(after["decode"].choices)
+
+
+ON_TWO_SHARDS = """
+from twinfer import LLM, SamplingParams
+from twinfer.ops import define, implement, set_default
+from twinfer.ops.declare import Array
+
+@define()
+def unused(xp, x: Array) -> Array:
+    return x
+
+@implement("unused", provider="acme", framework="jax")
+def unused_acme(x: Array) -> Array:
+    return x
+
+set_default("unused", "jax", "acme")
+options = dict(dtype="float32", max_model_len=32, max_num_seqs=2, max_num_batched_tokens=16, num_pages=8)
+with LLM("demo", backend="jax", tensor_parallel_size=2, progress=False, **options) as llm:
+    out = llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=3), progress=False)
+    print(len(out[0].outputs[0].token_ids))
+"""
+
+
+def test_an_op_that_no_model_calls_does_not_stop_two_shards(tmp_path):
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, "-c", ON_TWO_SHARDS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "3"
+
+
+def multiples_of_four(x: "Array") -> bool:  # noqa: F821
+    return x.shape[0] % 4 == 0
+
+
+def up_to_eight(x: "Array") -> bool:  # noqa: F821
+    return x.shape[0] <= 8
+
+
+@pytest.mark.parametrize("takes", [multiples_of_four, up_to_eight])
+def test_an_engine_does_not_start_with_a_provider_that_takes_some_programs_only(takes):
+    """Among the decode programs are those of 1, 2, 8 and 16 tokens."""
+    provide("silu_and_mul", "picky", "torch", never, supports_args=takes)
+    with pytest.raises(ConfigError) as error:
+        tokens("torch", op_priority={"silu_and_mul": ("picky",)}, max_num_seqs=16)
+    said = str(error.value)
+    assert not CALLS
+    assert all(part in said for part in ("'silu_and_mul'", "'picky'", "[", "x=(", "op_priority silu_and_mul=native"))
+
+
+def test_the_predicate_of_an_engine_on_jax_is_asked_for_every_program():
+    provide("silu_and_mul", "picky", "jax", never, supports_args=up_to_eight)
+    with pytest.raises(ConfigError, match=r"'silu_and_mul': 'picky' takes decode\[8\] but refuses decode\[16\]"):
+        tokens("jax", op_priority={"silu_and_mul": ("picky",)}, max_num_seqs=16)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layer_from_outside_is_planned_by_what_it_calls(backend):
+    """An op of a plug-in in a layer of a plug-in: it is in the plan, and its provider runs."""
+
+    @define()
+    def halved(xp, x: "Array") -> "Array":  # noqa: F821
+        return x * 0.5
+
+    provide("halved", "acme", backend, lambda x: x * 0.5)
+    set_default("halved", backend, "acme")
+
+    def layer(ops, config, weights, hidden, residual, *rest):
+        hidden, residual, kv = decoder.layer(ops, config, weights, hidden, residual, *rest)
+        return ops.halved(hidden), residual, kv
+
+    want, _ = tokens(backend)
+    decoder.replace_layer("Qwen3ForCausalLM", layer)
+    got, plans = tokens(backend)
+    assert got != want
+    assert ("halved", "acme") in CALLS
+    assert plans["decode"]["halved"].provider == "acme"
+    assert "halved" not in plans["sample"]
+
+
+def test_only_a_known_architecture_has_a_layer_to_replace():
+    with pytest.raises(ConfigError, match=r"architecture: got 'Typo', allowed are .*Qwen3ForCausalLM"):
+        decoder.replace_layer("Typo", decoder.layer)
