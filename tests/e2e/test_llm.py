@@ -14,7 +14,7 @@ PROMPT = "class Node:\n    def __init__(self"
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
 
 
-@pytest.fixture(scope="module", params=["jax", pytest.param("torch", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["jax", "torch"])
 def llm(request, device):
     options = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     with LLM("demo", backend=request.param, device=device, progress=False, **options) as made:
