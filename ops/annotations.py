@@ -6,6 +6,8 @@ names. Both become one of `PARAMETERS`, by which bindings tell arrays from Pytho
 
 from __future__ import annotations
 
+import ast
+import builtins
 import inspect
 import types
 from collections.abc import Callable
@@ -46,13 +48,33 @@ def _word(annotation: Any, names: dict[str, Any]) -> Any:
     if annotation is inspect.Parameter.empty:
         return annotation
     value = annotation
-    while isinstance(value, str):
+    if isinstance(value, str):
         try:
-            value = eval(value, names)
-        except Exception:  # it may be any text
+            value = _named_by(ast.parse(value, mode="eval").body, names)
+        except (SyntaxError, LookupError, AttributeError, TypeError):  # it may be any text
             return annotation
     word = _name(value)
     return word if word is not None else annotation
+
+
+def _named_by(node: ast.expr, names: dict[str, Any]) -> Any:
+    """The type that an expression names. Raises LookupError for what annotations of ops have no use for."""
+    match node:
+        case ast.Name(id=name):
+            return names[name] if name in names else getattr(builtins, name)
+        case ast.Attribute(value=owner, attr=name):
+            return getattr(_named_by(owner, names), name)
+        case ast.Constant(value=str() as text):
+            return _named_by(ast.parse(text, mode="eval").body, names)
+        case ast.Constant(value=None):
+            return None
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _named_by(left, names) | _named_by(right, names)
+        case ast.Subscript(value=owner, slice=ast.Tuple(elts=parts)):
+            return _named_by(owner, names)[tuple(_named_by(part, names) for part in parts)]
+        case ast.Subscript(value=owner, slice=part):
+            return _named_by(owner, names)[_named_by(part, names)]
+    raise LookupError(ast.unparse(node))
 
 
 def _name(value: Any) -> str | None:

@@ -82,7 +82,10 @@ def test_an_implementation_is_the_same_with_texts_and_with_objects(future, monke
 
 
 @pytest.mark.parametrize("future", IMPORTS.values(), ids=IMPORTS)
-@pytest.mark.parametrize("wrong", ["", ": Any", ": list[int]", ": Array | int", ": tuple[int, ...]", ": Optional[int]"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["", ": Any", ": list[int]", ": Array | int", ": 'no type'", ": tuple[int, ...]", ": Optional[int]"],
+)
 def test_an_annotation_that_means_nothing_is_refused_with_the_known_ones(future, wrong):
     with pytest.raises(OpError) as error:
         define_outside(future + OP.replace("n: int", f"n{wrong}"))
