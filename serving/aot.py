@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace, options: Callable[[argparse.Namespace], d
     model = arguments.shape or arguments.model
     if model is None or (arguments.shape and arguments.model):
         raise ConfigError("model: give one, as the first argument or with --model")
-    if arguments.backend != "jax":
+    if arguments.backend not in ("auto", "jax"):
         raise ConfigError(f"backend: got {arguments.backend}, only jax compiles ahead of time")
     with StartBar("compiling", shown=not arguments.json) as bar:
         return int(

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from ..numerics.cli import add_parsers as add_numerics_parsers
 from ..shared.compilation_config import MODES
-from ..shared.config import BACKENDS, COMPILE_LEVELS, DEVICES, DTYPES, LOAD_FORMATS, POLICIES
+from ..shared.config import BACKEND_CHOICES, COMPILE_LEVELS, DEVICES, DTYPES, LOAD_FORMATS, POLICIES
 from ..shared.errors import ConfigError, RequestError, TwinferError
 from ..shared.kv_config import KV_DTYPES
 from ..shared.sampling_params import SamplingParams
@@ -115,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from ..shared.worker import backend_module
 
             backend_module("jax", "hosts").join(arguments.coordinator, arguments.hosts, arguments.host_index)
+            if getattr(arguments, "backend", "jax") == "auto":
+                arguments.backend = "jax"  # the only one that spans hosts
         elif arguments.hosts > 1:
             raise ConfigError(f"hosts: got {arguments.hosts}, needs --coordinator")
         return int(arguments.run(arguments))
@@ -172,7 +174,7 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
 def _engine_flags(parser: argparse.ArgumentParser, need_model: bool = True) -> None:
     g = parser.add_argument_group("engine")
     g.add_argument("--model", required=need_model, help="a Hugging Face checkpoint folder, or the word demo")
-    g.add_argument("--backend", choices=BACKENDS, default="jax")
+    g.add_argument("--backend", choices=BACKEND_CHOICES, default="auto", help="auto: jax on TPUs, torch elsewhere")
     g.add_argument("--device", choices=DEVICES, default="auto")
     g.add_argument("--dtype", choices=DTYPES, default="auto")
     g.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: seeded random weights")
@@ -180,7 +182,7 @@ def _engine_flags(parser: argparse.ArgumentParser, need_model: bool = True) -> N
     g.add_argument("--max-model-len", type=size)
     g.add_argument("--max-num-seqs", type=size)
     g.add_argument("--max-num-batched-tokens", type=size)
-    g.add_argument("--page-size", "--block-size", type=size, default=16, help="tokens of a KV page")
+    g.add_argument("--page-size", "--block-size", type=size, help="tokens of a KV page: 16, on TPUs 128 or 256")
     g.add_argument("--kv-cache-memory", type=size, help="bytes of KV cache, such as 4G")
     g.add_argument("--num-pages", type=size, help="pages of KV cache, instead of bytes")
     g.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="narrow ones hold x / scale in a byte")
@@ -264,7 +266,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
                 print(f"{change}", file=sys.stderr)
         outputs = llm.generate(prompts, params, return_errors=True)
         where = {
-            "backend": arguments.backend,
+            "backend": llm.engine.config.backend,
             "device": llm.engine.device.platform,
             "dtype": llm.engine.config.dtype,
         }
@@ -348,17 +350,18 @@ def run_aot(arguments: argparse.Namespace) -> int:
 def run_plan(arguments: argparse.Namespace) -> int:
     """`twinfer plan`: loads no weights and compiles nothing."""
     from ..ops import REGISTRY, OpError
+    from ..shared.backends import find_backend
     from ..shared.config import EngineConfig, resolve
     from ..shared.models.config import load_config
     from ..shared.models.locate import model_folder
     from ..shared.worker import backend_module
 
     model = load_config(model_folder(arguments.model))
-    backend = backend_module(arguments.backend)
-    config = EngineConfig(**_engine_options(arguments), model=arguments.model, backend=arguments.backend)
-    resolved, _ = resolve(config, model, backend.find_device(arguments.device))
+    backend, device, _ = find_backend(arguments.backend, arguments.device)
+    config = EngineConfig(**_engine_options(arguments), model=arguments.model, backend=backend)
+    resolved, _ = resolve(config, model, device)
     try:
-        plans = backend.make_plans(model, resolved)
+        plans = backend_module(backend).make_plans(model, resolved)
     except OpError as error:
         raise ConfigError(f"op-priority, enable-ops: {_one_line(error)}") from error
     rows = [
@@ -378,7 +381,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     ]
     if arguments.json:
         keys = {"cache_key": plans.cache_key, "plan_hash": plans.hash}
-        print(json.dumps({"backend": arguments.backend, "ops": rows, **keys}))
+        print(json.dumps({"backend": backend, "ops": rows, **keys}))
         return 0
     for row in rows:
         passed = f"  passed over: {'; '.join(row['passed_over'])}" if row["passed_over"] else ""

@@ -125,7 +125,7 @@ def backend_module(backend: str, name: str = "worker") -> Any:
     package = __package__.rpartition(".")[0]
     try:
         return import_module(f"{package}.{ROOMS[backend]}.{name}")
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a framework whose shared libraries do not load
         raise BackendUnavailable(f"backend {backend}: {error}") from error
 
 

@@ -89,7 +89,7 @@ def build(
     target = topology(where)
     # A compile-only client can write JAX's cache but not read it.
     jax.config.update("jax_enable_compilation_cache", False)
-    config, _ = resolve(EngineConfig(**options, model=name), model, target.info)
+    config, _ = resolve(EngineConfig(**options, model=name, backend="jax"), model, target.info)
     start = time.perf_counter()
     mesh = make_mesh(target.devices, config.tensor_parallel_size)
     if target.hosts > 1:

@@ -12,13 +12,11 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from ..shared.backends import has_nvidia, has_tpu
 from ..shared.config import DeviceInfo, host_memory
 from ..shared.errors import BackendUnavailable, ConfigError
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
-GOOGLE = "0x1ae0"
-"""PCI vendor of TPU chips."""
-
 FIBERS = "--fibers_default_thread_stack_size"
 FIBER_STACK = 1 << 20
 """Bytes. To generate code for SparseCores (scatters of the penalties), libtpu 0.0.42.1 needs a frame of 86 KiB; now and
@@ -52,7 +50,7 @@ def leave_out_libtpu(pci: Path = Path("/sys/bus/pci/devices")) -> None:
     """
     if jax.config.jax_platforms or find_spec("libtpu") is None or has_tpu(pci):
         return
-    nvidia = any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)) and Path("/dev/nvidiactl").exists()
+    nvidia = any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)) and has_nvidia()
     jax.config.update("jax_platforms", "cuda,cpu" if nvidia else "cpu")
 
 
@@ -62,12 +60,6 @@ def deepen_fibers() -> None:
     # Of releases that do not know the flag, it would end the process.
     if FIBERS not in given and find_spec("libtpu") is not None and version("libtpu").startswith("0.0.42."):
         os.environ["LIBTPU_INIT_ARGS"] = f"{given} {FIBERS}={FIBER_STACK}".strip()
-
-
-def has_tpu(pci: Path) -> bool:
-    """Whether a chip of Google's is on the PCI bus, or a TPU driver offers one."""
-    vendors = (path.read_text().strip() for path in pci.glob("*/vendor"))
-    return any(vendor == GOOGLE for vendor in vendors) or any(Path("/dev").glob("accel[0-9]*"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,9 @@ def plans_on(platform, kind, **options):
     """The plans of the 8B shape on 4 devices of a kind that is only named."""
     model = parse_config(SHAPES["llama3-8b"])
     sizes = {"max_num_seqs": 256, "max_model_len": 8192, "max_num_batched_tokens": 512, "tensor_parallel_size": 4}
-    config, _ = resolve(EngineConfig(model="x", **sizes | options), model, DeviceInfo(platform, kind, 1 << 36))
+    config, _ = resolve(
+        EngineConfig(model="x", backend="jax", **sizes | options), model, DeviceInfo(platform, kind, 1 << 36)
+    )
     device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         return plans.make_plans(model, config)

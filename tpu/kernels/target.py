@@ -10,10 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import get_abstract_mesh
 
 from ...ops.implement import Refusal
+from ...shared.page_table import SCALAR_MEMORY_FOR_TABLES
 from .cache import slot_form
-
-SMEM_FOR_TABLES = 512 << 10
-"""Bytes: half of a TPU core's scalar memory, which the compiler also needs."""
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 PAGES = (16, 32, 64, 128, 256)
@@ -59,10 +57,10 @@ def refused_words(kv: Any, slots: int, what: str) -> Refusal | None:
 def refused_scalars(what: str, hint: str, *dims: int) -> Refusal | None:
     """Why int32 `dims` do not fit the scalar memory."""
     size = prod(dims) * 4
-    if size <= SMEM_FOR_TABLES:
+    if size <= SCALAR_MEMORY_FOR_TABLES:
         return None
     need = f"{' * '.join(map(str, dims))} * 4 B = {size} B"
-    return Refusal(f"{what} takes {need} of scalar memory, allowed are {SMEM_FOR_TABLES} B: {hint}")
+    return Refusal(f"{what} takes {need} of scalar memory, allowed are {SCALAR_MEMORY_FOR_TABLES} B: {hint}")
 
 
 def refused_memory(kind: str, need: dict[str, int]) -> Refusal | None:
