@@ -150,7 +150,7 @@ def jobs(model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: 
                 found["loop", variant, d.requests] = Job(name, function, (2, 3, 4, 5), arguments, results)
     arguments = (state, array(update_layout().size))
     found["update"] = Job("update", partial(update, shape), (0,), arguments, whole_state)
-    for requests in sorted({d.requests for d in table}):
+    for requests in sorted({programs.sampler_size(d.requests, table.max_requests) for d in table}):
         rows = array(requests, width, kind=dtype)
         for variant in SAMPLERS:
             arguments = (head, last, state.parameters, rows, picked(requests))

@@ -34,9 +34,9 @@ from .kv_buffer import page_bytes
 from .ladder import describe, jobs, program_model
 from .plans import make_plans
 from .platforms import devices, find_device
-from .programs import LOOP_SAMPLERS
+from .programs import LOOP_SAMPLERS, sampler_size
 from .sharding import make_mesh, on
-from .state import Mirror, State
+from .state import Mirror, State, wider_processors
 from .weights import load_weights
 
 __all__ = ["JaxWorker", "find_device", "make_plans", "make_worker"]
@@ -53,7 +53,7 @@ class Handle:
 
     step: StepInput
     tokens: jax.Array
-    """[R], or of a loop [N + 1, R], the last row saying how many of the others there are."""
+    """[S], or of a loop [N + 1, R], the last row saying how many of the others there are."""
     top: tuple[jax.Array, ...] | None
     prompt: list[tuple[jax.Array, ...]] | None
 
@@ -64,10 +64,11 @@ class Handle:
             parts = [[np.asarray(x) for x in part] for part in self.prompt]
             count = self.step.descriptor.tokens
             prompt = TopLogprobs(*(np.concatenate(column)[:count] for column in zip(*parts, strict=True)))
-        top = None if self.top is None else TopLogprobs(*(np.asarray(x) for x in self.top))
+        # Behind the step's own rows are those that the sampler was padded with.
+        requests = self.step.descriptor.requests
+        top = None if self.top is None else TopLogprobs(*(np.asarray(x)[:requests] for x in self.top))
         tokens = np.asarray(self.tokens)
-        if self.step.loop is not None:
-            tokens = tokens[: tokens[-1, 0]]
+        tokens = tokens[:requests] if self.step.loop is None else tokens[: tokens[-1, 0]]
         return StepOutput(self.step.step_id, tokens, top, prompt)
 
 
@@ -193,13 +194,14 @@ class JaxWorker:
             return self._execute_loop(step)
         rows, hidden, picked = self._backbone(step)
         arguments = (self._head, self._last_tokens, self._state.parameters, rows, picked)
+        shape, size = self._model.shape, sampler_size(d.requests, self._model.shape.max_rows)
         if step.processors is not None:
-            arguments += (step.processors,)
-        self._last_tokens, tokens = self._program((step.sampler, d.requests))(*arguments)
+            arguments += (wider_processors(step.processors, d.requests, size, shape),)
+        self._last_tokens, tokens = self._program((step.sampler, size))(*arguments)
         tokens.copy_to_host_async()
         top = None
         if step.logprobs:
-            top = self._program(("logprobs", d.requests))(self._head, rows, tokens)
+            top = self._program(("logprobs", size))(self._head, rows, tokens)
         prompt = None
         if step.prompt_targets is not None:
             prompt = self._prompt_logprobs(step.prompt_targets, hidden)
