@@ -25,9 +25,14 @@ KINDS = [
 
 
 def answers(llm, count):
-    """Tokens and log-probabilities of requests of all kinds, which end one after the other."""
+    """Tokens and log-probabilities of requests of all kinds, which end one after the other: the one of row 0 last.
+
+    That one draws: what stands behind the rows of a step is greedy, and must not become its token.
+    """
     settings = [
-        SamplingParams(**KINDS[n % len(KINDS)], max_tokens=4 + 3 * n, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+        SamplingParams(
+            **KINDS[(n + 1) % len(KINDS)], max_tokens=19 - 3 * n, ignore_eos=True, logprobs=2, prompt_logprobs=1
+        )
         for n in range(count)
     ]
     outputs = [out.outputs[0] for out in llm.generate(PROMPTS[:count], settings, progress=False)]
