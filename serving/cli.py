@@ -163,7 +163,7 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     add_bench_parsers(bench, _engine_flags)
     aot = commands.add_parser("aot", help="compile for a TPU slice without one: does it fit, what does it cost")
     aot.set_defaults(run=run_aot)
-    _engine_flags(aot, need_model=False)
+    _engine_flags(aot, need_model=False, torch=False)
     add_aot_flags(aot)
     numerics = commands.add_parser("numerics", help="compare backends numerically: which op, in which layer, and why")
     numerics.set_defaults(run=run_numerics)
@@ -171,7 +171,8 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     return parser, commands.choices
 
 
-def _engine_flags(parser: argparse.ArgumentParser, need_model: bool = True) -> None:
+def _engine_flags(parser: argparse.ArgumentParser, need_model: bool = True, torch: bool = True) -> None:
+    """The flags of an engine; without `torch` those of that backend have their defaults and no flag."""
     g = parser.add_argument_group("engine")
     g.add_argument("--model", required=need_model, help="a Hugging Face checkpoint folder, or the word demo")
     g.add_argument("--backend", choices=BACKEND_CHOICES, default="auto", help="auto: jax on TPUs, torch elsewhere")
@@ -185,16 +186,19 @@ def _engine_flags(parser: argparse.ArgumentParser, need_model: bool = True) -> N
     g.add_argument("--page-size", "--block-size", type=size, help="tokens of a KV page: 16, on TPUs 128 or 256")
     g.add_argument("--kv-cache-memory", type=size, help="bytes of KV cache, such as 4G")
     g.add_argument("--num-pages", type=size, help="pages of KV cache, instead of bytes")
+    g.add_argument(
+        "--memory-utilization", "--gpu-memory-utilization", type=float, default=0.9, help="share of a device's memory"
+    )
     g.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="narrow ones hold x / scale in a byte")
     g.add_argument(
         "--kv-cache-scales", type=scales, metavar="K,V", help="of a narrow cache: what K and V are divided by"
     )
     g.add_argument("--decode-steps", type=size, default=1, help="tokens to decode while the host does not look")
     g.add_argument("--scheduling-policy", choices=POLICIES, default="fcfs")
-    g.add_argument("--compile-level", type=int, choices=COMPILE_LEVELS, help="torch: 0 eager, 3 compiled and captured")
-    g.add_argument("--cudagraph-mode", type=str.upper, choices=MODES, help="torch: which steps are CUDA graphs")
-    g.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=None, help="torch: level 0")
-    g.add_argument("--compilation-config", type=json_object, default={}, metavar="JSON", help="for torch")
+    if torch:
+        _torch_flags(g)
+    else:
+        parser.set_defaults(compile_level=None, cudagraph_mode=None, enforce_eager=None, compilation_config={})
     for flag in ("enable-prefix-caching", "enable-chunked-prefill", "async-scheduling"):
         g.add_argument(f"--{flag}", action=argparse.BooleanOptionalAction, default=True)
     g.add_argument("--op-priority", action="append", default=[], type=op_priority, metavar="OP=PROVIDER,...")
@@ -210,9 +214,17 @@ def _engine_flags(parser: argparse.ArgumentParser, need_model: bool = True) -> N
     g.add_argument("--capture", metavar="DIR,...", help="keep steps as bundles: DIR,request=ID,step=N,nan,mismatch=T:D")
 
 
+def _torch_flags(g: Any) -> None:
+    g.add_argument("--compile-level", type=int, choices=COMPILE_LEVELS, help="torch: 0 eager, 3 compiled and captured")
+    g.add_argument("--cudagraph-mode", type=str.upper, choices=MODES, help="torch: which steps are CUDA graphs")
+    g.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=None, help="torch: level 0")
+    g.add_argument("--compilation-config", type=json_object, default={}, metavar="JSON", help="for torch")
+
+
 ENGINE_OPTIONS = (
     "device", "enable_ops", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
-    "page_size", "kv_cache_memory", "num_pages", "scheduling_policy", "compile_level", "enable_prefix_caching",
+    "page_size", "kv_cache_memory", "num_pages", "memory_utilization",
+    "scheduling_policy", "compile_level", "enable_prefix_caching",
     "enable_chunked_prefill", "async_scheduling", "scan_layers", "tensor_parallel_size", "decode_sizes", "mixed_sizes",
     "compilation_cache_dir", "aot_folder", "cudagraph_mode", "enforce_eager", "compilation_config",
     "decode_steps", "kv_cache_dtype", "kv_cache_scales", "capture",

@@ -28,7 +28,7 @@ from .request_table import ScheduledStep
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerConfig, SchedulerMetrics
 from .step import StepInput, StepOutput, StepShape, TopLogprobs
-from .worker import ProgramReport, Progress, StepHandle, attach_camera, create_worker
+from .worker import ProgramReport, Progress, StepHandle, attach_camera, cache_pages, create_worker
 
 MAX_PRIORITY = 1000
 MAX_SALT_LENGTH = 256
@@ -125,7 +125,6 @@ class Engine:
 
     def _num_pages(self) -> int:
         config, page = self.config, self.worker.page_bytes()
-        useful = config.max_num_seqs * config.pages_per_request
         asked = {"num_pages": config.num_pages}
         if config.num_pages is None and config.kv_cache_memory is not None:
             asked = {"kv_cache_memory": config.kv_cache_memory // page}
@@ -137,11 +136,11 @@ class Engine:
                         f"{self.device.memory}, and at least one page is needed"
                     )
                 return number
-        pages = min(useful, self.worker.measure() // page)
+        pages = cache_pages(config, self.worker.measure(), page)
         if pages < config.pages_per_request:
             raise ConfigError(
                 f"max_model_len: {config.max_model_len} tokens need {config.pages_per_request} pages of {page} bytes, "
-                f"and there is memory for {max(pages, 0)}; lower max_model_len or raise kv_cache_memory"
+                f"and there is memory for {pages}; lower max_model_len or raise kv_cache_memory"
             )
         return pages
 

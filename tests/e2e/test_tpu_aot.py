@@ -63,7 +63,6 @@ def check(report, programs=2):
         assert program["temporaries"] < 64 << 20, program
         assert program["seconds"] > 0
         assert program["code"] > 0
-        assert program["flops"] > 0
         assert program["arguments"] >= report["weights"]
 
 
@@ -96,7 +95,7 @@ def test_what_is_refused_before_anything_is_compiled(tmp_path):
     shared.chmod(0o777)
     file.write_text("")
     expected = {
-        "llama3-8c --topology v6e:1x1": "no such folder: llama3-8c .*; known by name: llama3-8b, qwen3-0.6b",
+        "llama3-8c --topology v6e:1x1": "no such folder: llama3-8c .*; known by name: llama3-8b, .*qwen3-0.6b",
         "qwen3-0.6b --topology v6e:3x5": "topology: got 'v6e:3x5', libtpu knows no such slice",
         "qwen3-0.6b --topology v6e:2x2 --tp 5": "tensor_parallel_size: got 5, there are 4 devices",
         "qwen3-0.6b --topology v5e:4x4 --tp 8": "got 8; the 4 hosts of v5e:4x4 have 16 devices, and all take part",

@@ -18,7 +18,7 @@ from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.step import STOP_SLOTS, DecodeLoop, StepInput, StepShape, batch_layout, sampling_layout
 from twinfer.tpu import compilation, executables, platforms, sharding
 from twinfer.tpu import state as tables
-from twinfer.tpu.aot import collectives
+from twinfer.tpu.aot_report import collectives
 from twinfer.tpu.ladder import Job
 
 LLAMA = parse_config(SHAPES["llama3-8b"])
