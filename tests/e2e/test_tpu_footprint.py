@@ -7,10 +7,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
+from twinfer.shared.errors import ConfigError
 from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.worker import MOST_PAGES, cache_pages
@@ -91,7 +93,7 @@ def both(folder, shards, **options):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("shards", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shards", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))])
 def test_aot_and_the_worker_agree(tmp_path, shards):
     found = both(tmp_path, shards)
     assert found["aot"] == found["worker"]
@@ -132,3 +134,26 @@ def test_the_cache_takes_what_is_left():
     assert cache_pages(settings("cpu"), 100 * page, page) == 100
     assert cache_pages(settings("cuda"), -page, page) == 0
     assert cache_pages(settings("cuda"), 1 << 60, page) == MOST_PAGES
+
+
+def test_programs_that_were_compiled_before_say_how_many_pages(tmp_path, monkeypatch):
+    """A worker with `aot_folder` compiles nothing to size its cache, and takes the folder's if it fits."""
+    from twinfer.tpu import worker
+
+    model = parse_config(SHAPES["qwen3-0.6b"] | SHAPE)
+    device = DeviceInfo("cpu", "cpu", 1 << 40)
+    config, _ = resolve(EngineConfig(model="x", backend="jax", aot_folder=str(tmp_path), **SIZES), model, device)
+    made = worker.JaxWorker(model, config, device, "x")
+    made.device = replace(device, platform="tpu")
+    monkeypatch.setattr(worker.footprint, "measure", lambda *given: pytest.fail("compiled"))
+    page = made.page_bytes()
+
+    def pages(number, limit):
+        (tmp_path / "manifest.json").write_text(json.dumps({"key": {"num_pages": number}, "sha256": {}}))
+        monkeypatch.setattr(worker, "memory_of", lambda device: (limit, 10 * page))
+        return made.measure() // page
+
+    assert pages(70, 1000 * page) == 70
+    assert pages(70, 50 * page) == 45 - 10 - 1  # 0.9 of the memory, without what is in use and the scratch page
+    with pytest.raises(ConfigError, match="num_pages '70', must be an integer"):
+        pages("70", 1000 * page)
