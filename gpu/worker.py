@@ -31,7 +31,7 @@ from ..shared.step import (
     batch_layout,
     sampling_layout,
 )
-from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, kv_page_bytes
+from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, cache_pages, kv_page_bytes
 from . import advice
 from .advice import advise
 from .backend import check_options, code_kept_in, key_factors, open_cache, write_atomically
@@ -230,7 +230,8 @@ class TorchWorker:
         self._reports = self._build(self.config.table())
         torch.cuda.synchronize()
         # What torch has reserved by now, graphs hold or eager steps use again (`_take_eager_memory`).
-        free, most = torch.cuda.mem_get_info()[0], self.config.max_num_seqs * self.config.pages_per_request
+        free = torch.cuda.mem_get_info()[0]
+        most = cache_pages(self.config, free, self.page_bytes())
         if self._reserved is not None:
             granules = self._module.config.num_layers * self._reserved.granule
             free, most = free + self._reserved.bytes - granules, self._reserved.max_pages
@@ -241,7 +242,7 @@ class TorchWorker:
 
     def _reserve(self, free: int) -> ReservedCache | None:
         """Addresses of the largest cache that may be asked for; None where the driver has no virtual memory."""
-        most = min(self.config.max_num_seqs * self.config.pages_per_request, free // self.page_bytes())
+        most = cache_pages(self.config, free, self.page_bytes())
         layers, page = self._module.config.num_layers, self._page_shape()
         try:
             return ReservedCache(layers, most, page, self._cache_dtype, torch.cuda.current_device())

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..shared.errors import ConfigError
 from ..shared.worker import backend_module
-from .progress import StartBar
+from .progress import StartBar, print_progress
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +16,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     g = parser.add_argument_group("ahead of time")
     g.add_argument("shape", nargs="?", metavar="MODEL", help="instead of --model: a folder, or a name of known sizes")
     g.add_argument("--topology", required=True, metavar="v6e:2x4", help="a slice: v4, v5e, v5p, v6e, tpu7x and sides")
-    g.add_argument("--out", metavar="FOLDER", help="write the executables and their manifest there")
+    g.add_argument("--out", metavar="FOLDER", help="write all executables and their manifest there")
+    g.add_argument(
+        "--programs",
+        choices=("largest", "steps", "all"),
+        default="largest",
+        help="compile the largest of each kind, of these the steps without samplers, or all (--out does)",
+    )
     g.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -25,11 +31,9 @@ def run(arguments: argparse.Namespace, options: Callable[[argparse.Namespace], d
     model = arguments.shape or arguments.model
     if model is None or (arguments.shape and arguments.model):
         raise ConfigError("model: give one, as the first argument or with --model")
-    if arguments.backend != "jax":
+    if arguments.backend not in ("auto", "jax"):
         raise ConfigError(f"backend: got {arguments.backend}, only jax compiles ahead of time")
-    with StartBar("compiling", shown=not arguments.json) as bar:
-        return int(
-            backend_module("jax", "aot_cli").run(
-                model, arguments.topology, options(arguments), arguments.out, arguments.json, bar.update
-            )
-        )
+    what = arguments.out, arguments.programs, arguments.json
+    with StartBar("compiling", shown=True) as bar:
+        progress = bar.update if bar.shown else print_progress
+        return int(backend_module("jax", "aot_cli").run(model, arguments.topology, options(arguments), *what, progress))

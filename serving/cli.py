@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from ..numerics.cli import add_parsers as add_numerics_parsers
 from ..shared.compilation_config import MODES
-from ..shared.config import BACKENDS, COMPILE_LEVELS, DEVICES, DTYPES, LOAD_FORMATS, POLICIES
+from ..shared.config import BACKEND_CHOICES, COMPILE_LEVELS, DEVICES, DTYPES, LOAD_FORMATS, POLICIES
 from ..shared.errors import ConfigError, RequestError, TwinferError
 from ..shared.kv_config import KV_DTYPES
 from ..shared.sampling_params import SamplingParams
@@ -115,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from ..shared.worker import backend_module
 
             backend_module("jax", "hosts").join(arguments.coordinator, arguments.hosts, arguments.host_index)
+            if getattr(arguments, "backend", "jax") == "auto":
+                arguments.backend = "jax"  # the only one that spans hosts
         elif arguments.hosts > 1:
             raise ConfigError(f"hosts: got {arguments.hosts}, needs --coordinator")
         return int(arguments.run(arguments))
@@ -162,7 +164,7 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     add_bench_parsers(bench, _engine_flags)
     aot = commands.add_parser("aot", help="compile for a TPU slice without one: does it fit, what does it cost")
     aot.set_defaults(run=run_aot)
-    _engine_flags(aot, need_model=False)
+    _engine_flags(aot, need_model=False, torch=False)
     add_aot_flags(aot)
     numerics = commands.add_parser("numerics", help="compare backends numerically: which op, in which layer, and why")
     numerics.set_defaults(run=run_numerics)
@@ -170,10 +172,11 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     return parser, commands.choices
 
 
-def _engine_flags(parser: argparse.ArgumentParser, need_model: bool = True) -> None:
+def _engine_flags(parser: argparse.ArgumentParser, need_model: bool = True, torch: bool = True) -> None:
+    """The flags of an engine; without `torch` those of that backend have their defaults and no flag."""
     g = parser.add_argument_group("engine")
     g.add_argument("--model", required=need_model, help="a Hugging Face checkpoint folder, or the word demo")
-    g.add_argument("--backend", choices=BACKENDS, default="jax")
+    g.add_argument("--backend", choices=BACKEND_CHOICES, default="auto", help="auto: jax on TPUs, torch elsewhere")
     g.add_argument("--device", choices=DEVICES, default="auto")
     g.add_argument("--dtype", choices=DTYPES, default="auto")
     g.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: seeded random weights")
@@ -181,19 +184,22 @@ def _engine_flags(parser: argparse.ArgumentParser, need_model: bool = True) -> N
     g.add_argument("--max-model-len", type=size)
     g.add_argument("--max-num-seqs", type=size)
     g.add_argument("--max-num-batched-tokens", type=size)
-    g.add_argument("--page-size", "--block-size", type=size, default=16, help="tokens of a KV page")
+    g.add_argument("--page-size", "--block-size", type=size, help="tokens of a KV page: 16, on TPUs 128 or 256")
     g.add_argument("--kv-cache-memory", type=size, help="bytes of KV cache, such as 4G")
     g.add_argument("--num-pages", type=size, help="pages of KV cache, instead of bytes")
+    g.add_argument(
+        "--memory-utilization", "--gpu-memory-utilization", type=float, default=0.9, help="share of a device's memory"
+    )
     g.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="narrow ones hold x / scale in a byte")
     g.add_argument(
         "--kv-cache-scales", type=scales, metavar="K,V", help="of a narrow cache: what K and V are divided by"
     )
     g.add_argument("--decode-steps", type=size, default=1, help="tokens to decode while the host does not look")
     g.add_argument("--scheduling-policy", choices=POLICIES, default="fcfs")
-    g.add_argument("--compile-level", type=int, choices=COMPILE_LEVELS, help="torch: 0 eager, 3 compiled and captured")
-    g.add_argument("--cudagraph-mode", type=str.upper, choices=MODES, help="torch: which steps are CUDA graphs")
-    g.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=None, help="torch: level 0")
-    g.add_argument("--compilation-config", type=json_object, default={}, metavar="JSON", help="for torch")
+    if torch:
+        _torch_flags(g)
+    else:
+        parser.set_defaults(compile_level=None, cudagraph_mode=None, enforce_eager=None, compilation_config={})
     for flag in ("enable-prefix-caching", "enable-chunked-prefill", "async-scheduling"):
         g.add_argument(f"--{flag}", action=argparse.BooleanOptionalAction, default=True)
     g.add_argument("--op-priority", action="append", default=[], type=op_priority, metavar="OP=PROVIDER,...")
@@ -209,9 +215,17 @@ def _engine_flags(parser: argparse.ArgumentParser, need_model: bool = True) -> N
     g.add_argument("--capture", metavar="DIR,...", help="keep steps as bundles: DIR,request=ID,step=N,nan,mismatch=T:D")
 
 
+def _torch_flags(g: Any) -> None:
+    g.add_argument("--compile-level", type=int, choices=COMPILE_LEVELS, help="torch: 0 eager, 3 compiled and captured")
+    g.add_argument("--cudagraph-mode", type=str.upper, choices=MODES, help="torch: which steps are CUDA graphs")
+    g.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=None, help="torch: level 0")
+    g.add_argument("--compilation-config", type=json_object, default={}, metavar="JSON", help="for torch")
+
+
 ENGINE_OPTIONS = (
     "device", "enable_ops", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
-    "page_size", "kv_cache_memory", "num_pages", "scheduling_policy", "compile_level", "enable_prefix_caching",
+    "page_size", "kv_cache_memory", "num_pages", "memory_utilization",
+    "scheduling_policy", "compile_level", "enable_prefix_caching",
     "enable_chunked_prefill", "async_scheduling", "scan_layers", "tensor_parallel_size", "decode_sizes", "mixed_sizes",
     "compilation_cache_dir", "aot_folder", "cudagraph_mode", "enforce_eager", "compilation_config",
     "decode_steps", "kv_cache_dtype", "kv_cache_scales", "capture",
@@ -265,7 +279,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
                 print(f"{change}", file=sys.stderr)
         outputs = llm.generate(prompts, params, return_errors=True)
         where = {
-            "backend": arguments.backend,
+            "backend": llm.engine.config.backend,
             "device": llm.engine.device.platform,
             "dtype": llm.engine.config.dtype,
         }
@@ -349,27 +363,28 @@ def run_aot(arguments: argparse.Namespace) -> int:
 def run_plan(arguments: argparse.Namespace) -> int:
     """`twinfer plan`: loads no weights and compiles nothing."""
     from ..ops import OpError
+    from ..shared.backends import find_backend
     from ..shared.config import EngineConfig, resolve
     from ..shared.models.config import load_config
     from ..shared.models.locate import model_folder
     from ..shared.worker import backend_module
 
     model = load_config(model_folder(arguments.model))
-    backend = backend_module(arguments.backend)
-    config = EngineConfig(**_engine_options(arguments), model=arguments.model, backend=arguments.backend)
-    resolved, _ = resolve(config, model, backend.find_device(arguments.device))
+    backend, device, _ = find_backend(arguments.backend, arguments.device)
+    config = EngineConfig(**_engine_options(arguments), model=arguments.model, backend=backend)
+    resolved, _ = resolve(config, model, device)
     try:
-        plans = backend.make_plans(model, resolved)
+        plans = backend_module(backend).make_plans(model, resolved)
     except OpError as error:
         raise ConfigError(f"op-priority, enable-ops: {_one_line(error)}") from error
     rows = [_plan_row(plan[name], kind) for kind, plan in plans.by_kind.items() for name in plan.choices]
     if arguments.all:
         called = {row["op"] for row in rows}
-        everything = backend_module(arguments.backend, "plans").chooser(resolved)()
+        everything = backend_module(backend, "plans").chooser(resolved)()
         rows += [_plan_row(choice, "-") for name, choice in everything.choices.items() if name not in called]
     if arguments.json:
         keys = {"cache_key": plans.cache_key, "plan_hash": plans.hash}
-        print(json.dumps({"backend": arguments.backend, "ops": rows, **keys}))
+        print(json.dumps({"backend": backend, "ops": rows, **keys}))
         return 0
     for row in rows:
         passed = f"  passed over: {'; '.join(row['passed_over'])}" if row["passed_over"] else ""

@@ -34,13 +34,13 @@ class LLM:
     """
 
     def __init__(
-        self, model: str, *, backend: str = "jax", device: str = "auto", progress: bool = True, **options: Any
+        self, model: str, *, backend: str = "auto", device: str = "auto", progress: bool = True, **options: Any
     ) -> None:
         config = EngineConfig.from_options({"model": model, "backend": backend, "device": device, **options})
         folder = model_folder(model)
         model_config = load_config(folder)
         self.tokenizer = Tokenizer.load(folder)
-        with StartBar(f"{backend}: starting", shown=progress) as bar:
+        with StartBar("starting" if backend == "auto" else f"{backend}: starting", shown=progress) as bar:
             self.engine = Engine(config, model_config, folder, bar.update)
         self._next_id = 0
         self._generating = threading.Lock()

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+def print_progress(what: str, done: int, total: int) -> None:
+    """A `Progress` callback that writes a line to standard error: where there is no terminal for a bar."""
+    name, _, note = what.partition("; ")
+    print(f"{name}: {done} of {total} {note}".rstrip(), file=sys.stderr, flush=True)
 
 
 class StartBar:
@@ -22,6 +29,11 @@ class StartBar:
 
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
+
+    @property
+    def shown(self) -> bool:
+        """Whether there is a terminal to show a bar on."""
+        return not self._progress.disable
 
     def update(self, what: str, done: int, total: int) -> None:
         """Show that `done` of `total` are done of `what`, which may end in a changing note: `graphs; 90 GB free`."""

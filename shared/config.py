@@ -24,9 +24,13 @@ from .compilation_config import (
 from .errors import ConfigError, UnsupportedModel
 from .jax_config import check_backend, check_fields, check_ladders
 from .models.config import ModelConfig
+from .page_table import default_page_size
 
 Backend = Literal["jax", "torch"]
 BACKENDS: tuple[Backend, ...] = ("jax", "torch")
+BACKEND_CHOICES = ("auto", *BACKENDS)
+BACKEND_ON: Mapping[str, Backend] = {"tpu": "jax", "cuda": "torch", "cpu": "torch"}
+"""What `backend="auto"` is on each platform (`shared/backends.py` knows more: what is installed and works)."""
 DEVICES = ("auto", "cpu", "cuda", "tpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
@@ -35,19 +39,22 @@ COMPILE_LEVELS = tuple(LEVELS)
 MAX_VOCAB = 1 << 18
 MAX_NUM_SEQS = 4096
 MAX_DECODE_STEPS = 64
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of an engine, with the names that users of vLLM know. None means: chosen by `resolve()`.
+    """Options of an engine, with the names that users of vLLM know. None and auto mean: chosen by `resolve()`.
 
-    `page_size` (tokens of a KV page) is vLLM's block size. `kv_cache_memory` (bytes) or `num_pages` set the size of the
-    KV cache. `kv_cache_dtype`: auto is the model's own; int8 and fp8_e4m3 hold x / scale, `kv_cache_scales` being those
-    of K and V in all layers. `compile_level`, `cudagraph_mode`, `enforce_eager` (torch) are fields of
-    `compilation_config` too, which has more (`shared/compilation_config.py`). `scan_layers` (JAX): one loop over
-    stacked weights, or layers unrolled. `async_scheduling`: two steps in flight. `decode_steps`: tokens that requests
-    may be decoded for while the host does not look (docs/adr/0005). `op_priority` maps ops to providers in order of
-    preference; `enable_ops` is `all` or `none`, then +op and -op: a disabled op runs natively.
+    `backend`: auto is jax on TPUs, torch on GPUs and CPUs. `page_size` (tokens of a KV page) is vLLM's block size: 16,
+    on TPUs 128 or 256. `kv_cache_memory` (bytes) or `num_pages` set the size of the KV cache. `kv_cache_dtype`: auto is
+    the model's own; int8 and fp8_e4m3 hold x / scale, `kv_cache_scales` being those of K and V in all layers.
+
+    `compile_level`, `cudagraph_mode`, `enforce_eager` (torch) are fields of `compilation_config` too, which has more
+    (`shared/compilation_config.py`). `scan_layers` (JAX): one loop over stacked weights, or layers unrolled.
+    `async_scheduling`: two steps in flight. `decode_steps`: tokens that requests may be decoded for while the host does
+    not look (docs/adr/0005). `op_priority` maps ops to providers in order of preference; `enable_ops` is `all` or
+    `none`, then +op and -op: a disabled op runs natively.
 
     JAX: `decode_sizes` and `mixed_sizes` replace the ladders of programs; `compilation_cache_dir` keeps what was
     compiled; `aot_folder` holds programs that `twinfer aot` compiled for this machine (docs/tpu.md).
@@ -56,7 +63,7 @@ class EngineConfig:
     """
 
     model: str
-    backend: Backend = "jax"
+    backend: Backend | Literal["auto"] = "auto"
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
@@ -64,7 +71,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
-    page_size: int = 16
+    page_size: int | None = None
     kv_cache_memory: int | None = None
     num_pages: int | None = None
     kv_cache_dtype: str = "auto"
@@ -92,7 +99,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model: got {self.model!r}, must be a folder or the word demo")
-        _choice("backend", self.backend, BACKENDS)
+        _choice("backend", self.backend, BACKEND_CHOICES)
         _choice("device", self.device, DEVICES)
         _choice("dtype", self.dtype, DTYPES)
         _choice("load_format", self.load_format, LOAD_FORMATS)
@@ -104,7 +111,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}: got {value!r}, must be a positive integer")
-        if isinstance(self.page_size, bool) or self.page_size not in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        if self.page_size is not None and (type(self.page_size) is not int or self.page_size not in PAGE_SIZES):
             raise ConfigError(f"page_size: got {self.page_size!r}, must be a power of two from 1 to 256")
         if isinstance(self.decode_steps, bool) or self.decode_steps not in range(1, MAX_DECODE_STEPS + 1):
             raise ConfigError(f"decode_steps: got {self.decode_steps!r}, allowed is 1 to {MAX_DECODE_STEPS}")
@@ -254,6 +261,10 @@ def default_decode_sizes(backend: Backend, max_num_seqs: int, platform: str) -> 
 def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tuple[ResolvedConfig, list[Change]]:
     """The config that the engine runs with, and the list of values filled in or changed. Raises ConfigError."""
     changes: list[Change] = []
+    if config.backend == "auto":
+        backend = BACKEND_ON[device.platform]
+        changes.append(Change("backend", "auto", backend, f"default on {device.platform}"))
+        config = replace(config, backend=backend)
 
     def fill(name: str, value: Any, why: str) -> Any:
         current = getattr(config, name)
@@ -270,6 +281,15 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tup
     if length > limit:
         raise ConfigError(f"max_model_len: got {length}, the model allows at most {limit} (max_position_embeddings)")
     sequences = fill("max_num_seqs", 16 if on_cpu else 256, f"default on {device.platform}")
+    page = config.page_size
+    if page is None:
+        page, fitting, why = default_page_size(device.platform, length, sequences)
+        fill("page_size", page, why)
+        if fitting < sequences:
+            if config.max_num_seqs is not None:
+                raise ConfigError(f"max_num_seqs: got {sequences}, allowed is at most {fitting}: {why}")
+            changes.append(Change("max_num_seqs", sequences, fitting, why))
+            sequences = fitting
     tokens = fill(
         "max_num_batched_tokens", min(512, max(16, length)) if on_cpu else 8192, f"default on {device.platform}"
     )
@@ -320,6 +340,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tup
         "max_model_len": length,
         "max_num_seqs": sequences,
         "max_num_batched_tokens": tokens,
+        "page_size": page,
         "compilation": compilation,
         "scan_layers": scan,
     }

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from .backends import find_backend
 from .config import Change, EngineConfig, ResolvedConfig, resolve
 from .errors import ConfigError, EngineDead, InternalError, RequestError
 from .interrupts import DeferredInterrupts
@@ -27,7 +28,7 @@ from .request_table import ScheduledStep
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerConfig, SchedulerMetrics
 from .step import StepInput, StepOutput, StepShape, TopLogprobs
-from .worker import ProgramReport, Progress, StepHandle, attach_camera, backend_module, create_worker
+from .worker import ProgramReport, Progress, StepHandle, attach_camera, cache_pages, create_worker
 
 MAX_PRIORITY = 1000
 MAX_SALT_LENGTH = 256
@@ -85,10 +86,11 @@ class Engine:
 
     def __init__(self, config: EngineConfig, model: ModelConfig, folder: str, progress: Progress = silent) -> None:
         """Loads the model and builds all programs. Raises ConfigError, ModelError, BackendUnavailable."""
-        self.device = backend_module(config.backend).find_device(config.device)
+        backend, self.device, chosen = find_backend(config.backend, config.device)
+        config = replace(config, backend=backend)
         self.config, changes = resolve(config, model, self.device)
         self.model = model = replace(model, kv_scales=self.config.kv_cache_scales)
-        self.report = StartReport(changes)
+        self.report = StartReport([*chosen, *changes])
         self.table = self.config.table()
         self.shape = StepShape(
             self.config.pages_per_request, self.config.max_num_seqs, self.config.max_model_len, model.vocab_size
@@ -123,7 +125,6 @@ class Engine:
 
     def _num_pages(self) -> int:
         config, page = self.config, self.worker.page_bytes()
-        useful = config.max_num_seqs * config.pages_per_request
         asked = {"num_pages": config.num_pages}
         if config.num_pages is None and config.kv_cache_memory is not None:
             asked = {"kv_cache_memory": config.kv_cache_memory // page}
@@ -135,11 +136,11 @@ class Engine:
                         f"{self.device.memory}, and at least one page is needed"
                     )
                 return number
-        pages = min(useful, self.worker.measure() // page)
+        pages = cache_pages(config, self.worker.measure(), page)
         if pages < config.pages_per_request:
             raise ConfigError(
                 f"max_model_len: {config.max_model_len} tokens need {config.pages_per_request} pages of {page} bytes, "
-                f"and there is memory for {max(pages, 0)}; lower max_model_len or raise kv_cache_memory"
+                f"and there is memory for {pages}; lower max_model_len or raise kv_cache_memory"
             )
         return pages
 

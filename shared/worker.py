@@ -29,8 +29,24 @@ def kv_page_bytes(model: ModelConfig, config: ResolvedConfig, itemsize: int) -> 
     return model.num_layers * config.page_size * 2 * model.num_kv_heads * model.head_dim * itemsize
 
 
+MOST_PAGES = 1 << 20
+"""Pages of a cache unless the user says otherwise. With more, the host's own books of them would take a gigabyte."""
+
+
+def cache_pages(config: ResolvedConfig, room: int, page: int) -> int:
+    """Pages of `page` bytes that the KV cache takes of `room` bytes unless the user says otherwise.
+
+    All that there are: what requests do not use holds prefixes. Without a prefix cache, and on a CPU, whose memory
+    belongs to others too, at most what all requests can use.
+    """
+    pages = min(room // page, MOST_PAGES)
+    if config.platform == "cpu" or not config.enable_prefix_caching:
+        pages = min(pages, config.max_num_seqs * config.pages_per_request)
+    return max(0, pages)
+
+
 def step_temporaries(model: ModelConfig, config: ResolvedConfig) -> int:
-    """Bytes to leave for the largest step: its widest hidden states and its logits in float32, twice."""
+    """Bytes to leave for the largest step where nobody knows: widest hidden states and logits in float32, twice."""
     width = max(model.intermediate_size * 2, model.hidden_size * 4)
     return 8 * (config.max_num_batched_tokens * width + config.max_num_seqs * model.vocab_size)
 
@@ -69,7 +85,7 @@ class Worker(Protocol):
         ...
 
     def measure(self) -> int:
-        """Bytes that the KV cache may take, after the weights and the steps' temporaries."""
+        """Bytes that the KV cache may take beside its scratch page, after the weights and the steps' temporaries."""
         ...
 
     def page_bytes(self) -> int:
@@ -125,7 +141,7 @@ def backend_module(backend: str, name: str = "worker") -> Any:
     package = __package__.rpartition(".")[0]
     try:
         return import_module(f"{package}.{ROOMS[backend]}.{name}")
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a framework whose shared libraries do not load
         raise BackendUnavailable(f"backend {backend}: {error}") from error
 
 

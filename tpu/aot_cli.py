@@ -13,18 +13,27 @@ from ..shared.models.config import load_config
 from ..shared.models.locate import model_folder
 from ..shared.models.shapes import shape_or_folder
 from ..shared.worker import Progress
-from .aot import AotReport, build
+from .aot import build
+from .aot_report import AotReport
 from .platforms import leave_out_libtpu
 
 DOES_NOT_FIT = 3
 
 
-def run(model: str, topology: str, options: dict[str, Any], out: str | None, as_json: bool, progress: Progress) -> int:
+def run(
+    model: str,
+    topology: str,
+    options: dict[str, Any],
+    out: str | None,
+    which: str,
+    as_json: bool,
+    progress: Progress,
+) -> int:
     """Compile, print, and return the exit code: 0, or 3 if the model does not fit."""
     leave_out_libtpu()
     with shape_or_folder(model) as folder:
         config = load_config(model_folder(folder))
-    report = build(model, config, topology, options, out, progress)
+    report = build(model, config, topology, options, out, progress, which)
     if as_json:
         print(json.dumps(report.as_dict()))
     else:
@@ -39,20 +48,26 @@ def show(report: AotReport, console: Console) -> None:
         f"{report.model} on {report.topology} ({report.devices} devices, {report.hosts} hosts), tensor parallel "
         f"{report.tensor_parallel_size}, plan {report.plan_hash}. By the compiler's word: nothing ran on a TPU."
     )
+    for change in report.changes:
+        console.print(change, markup=False)
     if report.too_large:
         table = Table("too large", "size", title="does not fit")
         for row in report.too_large:
             table.add_row(row["what"], row.get("why") or _size(row["bytes"]))
         console.print(table)
     if report.programs:
-        table = Table("program", "s", "temporaries", "code", "arguments", "GFLOP", "GB", "per layer", "per step")
+        table = Table("program", "s", "temporaries", "results", "code", "arguments", "per layer", "per step")
         for p in report.programs:
             table.add_row(
-                p.name, f"{p.seconds:.1f}", _size(p.temporaries), _size(p.code), _size(p.arguments),
-                f"{p.flops / 1e9:.1f}", f"{p.bytes_accessed / 1e9:.2f}",
+                p.name, f"{p.seconds:.1f}", _size(p.temporaries), _size(p.results), _size(p.code), _size(p.arguments),
                 _counts(p.collectives_per_layer), _counts(p.collectives_per_step),
             )  # fmt: skip
         console.print(table)
+        if len(report.programs) < report.ladder:
+            console.print(f"{len(report.programs)} of {report.ladder} programs: the largest of each kind (--programs)")
+    if report.besides:
+        parts = ", ".join(f"{what} {_size(size)}" for what, size in report.besides.items())
+        console.print(f"each device, besides the cache: {parts}")
     console.print(
         f"each device: memory {_size(report.memory)}, weights {_size(report.weights)}; KV cache for "
         f"{report.kv_tokens} tokens ({report.num_pages} pages of {_size(report.page_bytes)}); {report.seconds:.0f} s"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -63,19 +64,26 @@ class Program:
 
 
 def compile_all(
-    jobs: Mapping[Any, Job], mesh: Mesh, label: str, progress: Progress, stored: Reader | None = None
+    jobs: Mapping[Any, Job],
+    mesh: Mesh,
+    label: str,
+    progress: Progress,
+    stored: Reader | None = None,
+    known: Mapping[Any, tuple[Program, ProgramReport]] = MappingProxyType({}),
+    what: str = "programs",
 ) -> Iterator[tuple[Any, Program, ProgramReport]]:
     """Build every job, in order: (key, program, report). XLA leaves Python's lock, so the cores are used.
 
     `label` goes into each module's name, and with it into the key of JAX's compilation cache. With `stored`, programs
-    are read from there instead. Raises ConfigError if one is not there.
+    are read from there instead; those of `known` are taken as they are. Raises ConfigError if one is not there.
     """
+    missing = {key: job for key, job in jobs.items() if key not in known}
     with deep_stacks(), ThreadPoolExecutor(max_workers=workers()) as pool:
-        futures = {key: pool.submit(compile_one, job, mesh, label, stored) for key, job in jobs.items()}
+        futures = {key: pool.submit(compile_one, job, mesh, label, stored) for key, job in missing.items()}
         try:
-            for done, (key, future) in enumerate(futures.items()):
-                program, report = future.result()
-                progress("programs", done + 1, len(jobs))
+            for done, key in enumerate(jobs):
+                program, report = known[key] if key in known else futures[key].result()
+                progress(f"{what}; {report.name} {report.seconds:.0f} s", done + 1, len(jobs))
                 yield key, program, report
         finally:
             for future in futures.values():

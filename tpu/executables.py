@@ -104,6 +104,14 @@ class Reader:
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"aot_folder: {self._folder / MANIFEST} is not a manifest ({error})") from None
 
+    @property
+    def num_pages(self) -> int:
+        """Pages of the KV cache that the executables were compiled for. Raises ConfigError."""
+        number = self._key.get("num_pages")
+        if type(number) is not int or number < 1:
+            raise ConfigError(f"aot_folder: {self._folder / MANIFEST} has num_pages {number!r}, must be an integer")
+        return number
+
     def differences(self, key: dict[str, Any]) -> list[str]:
         """What of `key` the executables were not compiled for; empty if they fit."""
         here = json.loads(json.dumps(key))

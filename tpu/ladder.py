@@ -5,7 +5,7 @@ The worker and the ahead-of-time compiler build the same list, so that what one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ..bucketing import Table
+from ..bucketing import Descriptor, Table
 from ..ops import Plans
 from ..shared.config import ResolvedConfig
 from ..shared.models import decoder
@@ -108,6 +108,28 @@ def bytes_per_device(shapes: Any) -> int:
     return total
 
 
+def kind_of(key: Any) -> Any:
+    """The kind of the program that is looked up with `key`: those of one kind differ in size alone."""
+    if isinstance(key, Descriptor):
+        return key.kind
+    return key[:-1] if isinstance(key, tuple) else key
+
+
+def is_step(key: Any) -> bool:
+    """Whether a program has the KV cache among its arguments."""
+    return isinstance(key, Descriptor) or kind_of(key)[0] == "loop"
+
+
+def largest(work: Mapping[Any, Job]) -> dict[Any, Job]:
+    """The programs of a table that need most memory: the largest of each kind.
+
+    Of samplers, alone or in loops, only the one that can do all that the others do.
+    """
+    lesser = {("loop", variant) for variant in programs.LOOP_SAMPLERS[:-1]} | {(variant,) for variant in SAMPLERS[:-1]}
+    last = {kind_of(key): key for key in work}  # sizes of a kind rise
+    return {key: work[key] for kind, key in last.items() if kind not in lesser and kind != "update"}
+
+
 def jobs(model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: Mesh) -> dict[Any, Job]:
     """Every program of the table, by what the worker looks it up with."""
     whole = on(mesh)
@@ -150,7 +172,7 @@ def jobs(model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: 
                 found["loop", variant, d.requests] = Job(name, function, (2, 3, 4, 5), arguments, results)
     arguments = (state, array(update_layout().size))
     found["update"] = Job("update", partial(update, shape), (0,), arguments, whole_state)
-    for requests in sorted({d.requests for d in table}):
+    for requests in sorted({programs.sampler_size(d.requests, table.max_requests) for d in table}):
         rows = array(requests, width, kind=dtype)
         for variant in SAMPLERS:
             arguments = (head, last, state.parameters, rows, picked(requests))

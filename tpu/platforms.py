@@ -12,13 +12,12 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from ..shared.backends import has_nvidia, has_tpu
 from ..shared.config import DeviceInfo, host_memory
 from ..shared.errors import BackendUnavailable, ConfigError
+from .chips import CHIPS, Chip
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
-GOOGLE = "0x1ae0"
-"""PCI vendor of TPU chips."""
-
 FIBERS = "--fibers_default_thread_stack_size"
 FIBER_STACK = 1 << 20
 """Bytes. To generate code for SparseCores (scatters of the penalties), libtpu 0.0.42.1 needs a frame of 86 KiB; now and
@@ -32,6 +31,12 @@ def find_device(device: str) -> DeviceInfo:
     if platform == "cpu":
         return DeviceInfo(platform, found.device_kind, host_memory())
     return DeviceInfo(platform, found.device_kind, int((found.memory_stats() or {}).get("bytes_limit", 0)))
+
+
+def memory_of(device: jax.Device) -> tuple[int, int]:
+    """Bytes that a device lets programs use, and those in use."""
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
 
 
 def devices(device: str) -> list[jax.Device]:
@@ -52,7 +57,7 @@ def leave_out_libtpu(pci: Path = Path("/sys/bus/pci/devices")) -> None:
     """
     if jax.config.jax_platforms or find_spec("libtpu") is None or has_tpu(pci):
         return
-    nvidia = any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)) and Path("/dev/nvidiactl").exists()
+    nvidia = any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)) and has_nvidia()
     jax.config.update("jax_platforms", "cuda,cpu" if nvidia else "cpu")
 
 
@@ -62,36 +67,6 @@ def deepen_fibers() -> None:
     # Of releases that do not know the flag, it would end the process.
     if FIBERS not in given and find_spec("libtpu") is not None and version("libtpu").startswith("0.0.42."):
         os.environ["LIBTPU_INIT_ARGS"] = f"{given} {FIBERS}={FIBER_STACK}".strip()
-
-
-def has_tpu(pci: Path) -> bool:
-    """Whether a chip of Google's is on the PCI bus, or a TPU driver offers one."""
-    vendors = (path.read_text().strip() for path in pci.glob("*/vendor"))
-    return any(vendor == GOOGLE for vendor in vendors) or any(Path("/dev").glob("accel[0-9]*"))
-
-
-@dataclass(frozen=True, slots=True)
-class Chip:
-    """What one JAX device of a TPU generation has. Bytes, bytes per second, floating-point operations per second.
-
-    `hbm` is what libtpu 0.0.42.1 lets a program use (it refuses more when it compiles); the rates are the ones by which
-    its own cost model computes. None of it was measured on a chip.
-    """
-
-    hbm: int
-    bandwidth: float
-    flops: float
-
-
-GIB = 1 << 30
-CHIPS = {
-    "v4": Chip(int(30.5 * GIB), 1230e9, 275e12),
-    "v5e": Chip(int(15.75 * GIB), 820e9, 197e12),
-    "v5p": Chip(int(95.74 * GIB), 2460e9, 460e12),
-    "v6e": Chip(int(31.25 * GIB), 1640e9, 920e12),
-    "tpu7x": Chip(int(94.75 * GIB), 3700e9, 1155e12),
-}
-"""By the first word of a topology's name. A device is a chip (v4, v5p: its two cores as one), on tpu7x half a one."""
 
 
 @dataclass(frozen=True, slots=True)

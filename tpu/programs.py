@@ -19,7 +19,7 @@ from .state import State, diff_layout, sampling_fields, updated
 
 Weights = Mapping[str, Any]
 PICKED = ("rows", "sample_rows", "position")
-"""Fields of a step's difference that a sampler reads, each [R]."""
+"""Fields of a step's difference that a sampler reads, each [S]."""
 LOOP_SAMPLERS: tuple[Sampler, ...] = ("greedy", "filtered")
 """The samplers that loops are built with. `filtered` does what `random` does."""
 
@@ -49,6 +49,14 @@ class Model:
         return [(i, i + 1, window) for i, window in enumerate(self.config.layer_windows)]
 
 
+def sampler_size(requests: int, max_requests: int) -> int:
+    """Rows S of the sampler that serves `requests` rows: the next power of two, or all rows.
+
+    Samplers take longest to compile, so there are fewer of them than backbones.
+    """
+    return min(1 << (requests - 1).bit_length(), max_requests)
+
+
 def bits_to_float(x: jax.Array) -> jax.Array:
     """int32 read as float32."""
     return jax.lax.bitcast_convert_type(x, jnp.float32)
@@ -64,16 +72,21 @@ def backbone(
     last_tokens: jax.Array,
     buffer: jax.Array,
 ) -> tuple[jax.Array, State, jax.Array, jax.Array, dict[str, jax.Array]]:
-    """(kv, state, rows to sample [R dim], all hidden states [T dim], what the sampler has to know of them).
+    """(kv, state, rows to sample [S dim], all hidden states [T dim], what the sampler has to know of them).
 
-    kv is one buffer (kv_buffer.py), `buffer` the step's difference (state.py).
+    kv is one buffer (kv_buffer.py), `buffer` the step's difference (state.py). Rows behind the R of the step are
+    samples that go to the scratch row.
     """
     f = diff_layout(descriptor, model.shape).unpack(buffer, bits_to_float)
     state = updated(state, f)
     rows = _fit(f["rows"], descriptor.tokens, model.shape.max_rows)
     ids = jnp.where(f["token_ids"] < 0, last_tokens[rows], f["token_ids"])
     kv, hidden = _hidden(model, descriptor, weights, tables, kv, ids, f | {"page_table": state.pages[f["rows"]]})
-    return kv, state, hidden[f["sample_index"]], hidden, {name: f[name] for name in PICKED}
+    scratch = model.shape.max_rows
+    missing = sampler_size(descriptor.requests, scratch) - descriptor.requests
+    unused = {"rows": scratch, "sample_rows": scratch, "position": 0}
+    picked = {name: jnp.pad(f[name], (0, missing), constant_values=unused[name]) for name in PICKED}
+    return kv, state, hidden[jnp.pad(f["sample_index"], (0, missing))], hidden, picked
 
 
 def _hidden(
@@ -141,7 +154,7 @@ def sampler(
     picked: Mapping[str, jax.Array],
     processors: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(last_tokens, tokens [R]) for finished hidden states [R dim] of the rows `picked`; `parameters` of all rows.
+    """(last_tokens, tokens [S]) for finished hidden states [S dim] of the rows `picked`; `parameters` of all rows.
 
     A token of -1 (a logit is not finite) stands as token 0 in `last_tokens`: the next step may have started before the
     host ends such a request.

@@ -14,7 +14,15 @@ import jax
 import numpy as np
 
 from ..bucketing import Descriptor
-from ..shared.step import STOP_SLOTS, Layout, StepInput, StepShape, batch_layout, sampling_layout
+from ..shared.step import (
+    STOP_SLOTS,
+    Layout,
+    StepInput,
+    StepShape,
+    batch_layout,
+    processor_layout,
+    sampling_layout,
+)
 
 MOVING = ("sample_rows", "position")
 PARAMETERS = tuple(sampling_layout(1).fields)[len(MOVING) :]
@@ -183,6 +191,21 @@ def _fill(
     if len(rows):
         layout.view(buffer, "new_rows")[: len(rows)] = rows
         layout.view(buffer, "new_parameters")[:, : len(rows)] = parameters[:, : len(rows)]
+
+
+def wider_processors(buffer: np.ndarray, requests: int, size: int, shape: StepShape) -> np.ndarray:
+    """What the `processed` sampler reads, for `size` rows instead of `requests`; those behind have no processors."""
+    if size == requests:
+        return buffer
+    given, layout = processor_layout(requests, shape), processor_layout(size, shape)
+    wider = layout.allocate()
+    fields = layout.views(wider)
+    for name in ("history", "bias_ids", "mask"):
+        fields[name][requests:] = -1
+    fields["rows"][requests:] = shape.max_rows
+    for name, values in given.views(buffer).items():
+        fields[name][:requests] = values
+    return wider
 
 
 def sampling_fields(parameters: jax.Array, rows: jax.Array, position: jax.Array, as_float: Any) -> dict[str, jax.Array]:

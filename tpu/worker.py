@@ -28,15 +28,15 @@ from ..shared.step import (
     sampling_layout,
 )
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, Worker, step_temporaries
-from . import compilation, executables
+from . import compilation, executables, footprint
 from .hosts import on_all_hosts
 from .kv_buffer import page_bytes
 from .ladder import describe, jobs, program_model
 from .plans import make_plans
-from .platforms import devices, find_device
-from .programs import LOOP_SAMPLERS
+from .platforms import devices, find_device, memory_of
+from .programs import LOOP_SAMPLERS, sampler_size
 from .sharding import make_mesh, on
-from .state import Mirror, State
+from .state import Mirror, State, wider_processors
 from .weights import load_weights
 
 __all__ = ["JaxWorker", "find_device", "make_plans", "make_worker"]
@@ -53,7 +53,7 @@ class Handle:
 
     step: StepInput
     tokens: jax.Array
-    """[R], or of a loop [N + 1, R], the last row saying how many of the others there are."""
+    """[S], or of a loop [N + 1, R], the last row saying how many of the others there are."""
     top: tuple[jax.Array, ...] | None
     prompt: list[tuple[jax.Array, ...]] | None
 
@@ -64,10 +64,11 @@ class Handle:
             parts = [[np.asarray(x) for x in part] for part in self.prompt]
             count = self.step.descriptor.tokens
             prompt = TopLogprobs(*(np.concatenate(column)[:count] for column in zip(*parts, strict=True)))
-        top = None if self.top is None else TopLogprobs(*(np.asarray(x) for x in self.top))
+        # Behind the step's own rows are those that the sampler was padded with.
+        requests = self.step.descriptor.requests
+        top = None if self.top is None else TopLogprobs(*(np.asarray(x)[:requests] for x in self.top))
         tokens = np.asarray(self.tokens)
-        if self.step.loop is not None:
-            tokens = tokens[: tokens[-1, 0]]
+        tokens = tokens[:requests] if self.step.loop is None else tokens[: tokens[-1, 0]]
         return StepOutput(self.step.step_id, tokens, top, prompt)
 
 
@@ -92,6 +93,7 @@ class JaxWorker:
             compilation.enable_cache(config.compilation_cache_dir)
         self._dtype = jnp.dtype(config.dtype)
         self._programs: dict[Any, Callable[..., Any]] = {}
+        self._built: footprint.Built = {}
         self._compiled_at_ready: int | None = None
         self._weights: dict[str, Any] = {}
         self._head: dict[str, Any] = {}
@@ -99,6 +101,7 @@ class JaxWorker:
 
     def load(self, progress: Progress) -> None:
         """Read or make the weights."""
+        self._progress = progress
         model, config = self._loaded, self.config
         self._weights = load_weights(
             self._folder,
@@ -121,15 +124,28 @@ class JaxWorker:
         return jax.make_array_from_callback(x.shape, on(self._mesh), lambda index: x[index])
 
     def measure(self) -> int:
-        """Bytes for the KV cache on each device."""
+        """Bytes for the KV cache on each device.
+
+        On a TPU the largest programs are compiled for it. Those that have no cache among their arguments are kept; the
+        others, one of each kind, are compiled again once the size of the cache is known.
+        """
+        page, config = self.page_bytes(), self.config
         if self.device.platform == "cpu":
             return HOST_MEMORY_FOR_KV
-        free = []
-        for device in self._mesh.local_devices:
-            stats = device.memory_stats() or {}
-            limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
-            free.append(int(limit * self.config.memory_utilization) - used)
-        return min(free) - step_temporaries(self._loaded, self.config)
+        memory = [memory_of(device) for device in self._mesh.local_devices]
+        allowed = min(int(limit * config.memory_utilization) for limit, _ in memory)
+        used = max(used for _, used in memory)
+        if config.aot_folder is not None:
+            # What fits was found when they were compiled.
+            wanted = executables.Reader(config.aot_folder).num_pages * page
+            return min(wanted, allowed - used - page)
+        if self.device.platform != "tpu":
+            return allowed - used - step_temporaries(self._loaded, config) - page
+        shapes = describe(self._loaded, config, self._model.segments, config.pages_per_request, self._mesh)
+        work = jobs(self._model, config.table(), shapes, self._dtype, self._mesh)
+        cache = (config.pages_per_request + 1) * page
+        needed, self._built = footprint.measure(work, cache, self._mesh, self._plans.hash, self._progress)
+        return needed.room(allowed, page, used)
 
     def page_bytes(self) -> int:
         """Bytes of one page over all layers, on each device."""
@@ -150,7 +166,9 @@ class JaxWorker:
         work = jobs(self._model, table, self._shapes, self._dtype, self._mesh)
         reports: list[ProgramReport] = []
         stored = self._stored()
-        built = compilation.compile_all(work, self._mesh, self._plans.hash, progress, stored)
+        known = footprint.reusable(self._built, work)
+        self._built = {}
+        built = compilation.compile_all(work, self._mesh, self._plans.hash, progress, stored, known)
         for key, program, report in built:
             self._programs[key] = program
             reports.append(report)
@@ -193,13 +211,14 @@ class JaxWorker:
             return self._execute_loop(step)
         rows, hidden, picked = self._backbone(step)
         arguments = (self._head, self._last_tokens, self._state.parameters, rows, picked)
+        shape, size = self._model.shape, sampler_size(d.requests, self._model.shape.max_rows)
         if step.processors is not None:
-            arguments += (step.processors,)
-        self._last_tokens, tokens = self._program((step.sampler, d.requests))(*arguments)
+            arguments += (wider_processors(step.processors, d.requests, size, shape),)
+        self._last_tokens, tokens = self._program((step.sampler, size))(*arguments)
         tokens.copy_to_host_async()
         top = None
         if step.logprobs:
-            top = self._program(("logprobs", d.requests))(self._head, rows, tokens)
+            top = self._program(("logprobs", size))(self._head, rows, tokens)
         prompt = None
         if step.prompt_targets is not None:
             prompt = self._prompt_logprobs(step.prompt_targets, hidden)

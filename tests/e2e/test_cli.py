@@ -64,7 +64,10 @@ BAD = {
     "a very long name": (["--model", "a" * 5000, "--prompt", "x"], "model"),
     "unknown backend": (["--model", "demo", "--prompt", "x", "--backend", "mxnet"], "mxnet"),
     "no such device": (["--model", "demo", "--prompt", "x", "--backend", "torch", "--device", "tpu"], "tpu"),
-    "level for jax": (["--model", "demo", "--prompt", "x", "--compile-level", "2"], "compile_level"),
+    "level for jax": (
+        ["--model", "demo", "--backend", "jax", "--prompt", "x", "--compile-level", "2"],
+        "compile_level",
+    ),
     "too long a limit": (["--model", "demo", "--prompt", "x", "--max-model-len", "32K"], "max_model_len"),
 }
 

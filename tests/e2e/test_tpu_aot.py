@@ -63,7 +63,6 @@ def check(report, programs=2):
         assert program["temporaries"] < 64 << 20, program
         assert program["seconds"] > 0
         assert program["code"] > 0
-        assert program["flops"] > 0
         assert program["arguments"] >= report["weights"]
 
 
@@ -96,7 +95,7 @@ def test_what_is_refused_before_anything_is_compiled(tmp_path):
     shared.chmod(0o777)
     file.write_text("")
     expected = {
-        "llama3-8c --topology v6e:1x1": "no such folder: llama3-8c .*; known by name: llama3-8b, qwen3-0.6b",
+        "llama3-8c --topology v6e:1x1": "no such folder: llama3-8c .*; known by name: llama3-8b, .*qwen3-0.6b",
         "qwen3-0.6b --topology v6e:3x5": "topology: got 'v6e:3x5', libtpu knows no such slice",
         "qwen3-0.6b --topology v6e:2x2 --tp 5": "tensor_parallel_size: got 5, there are 4 devices",
         "qwen3-0.6b --topology v5e:4x4 --tp 8": "got 8; the 4 hosts of v5e:4x4 have 16 devices, and all take part",
@@ -128,10 +127,13 @@ def test_the_step_of_qwen3_for_v6e(tmp_path):
 def test_the_ladder_of_llama3_8b_for_four_chips():
     sizes = ["--max-num-seqs", "64", "--max-num-batched-tokens", "512", "--max-model-len", "4096", "--page-size", "128"]
     ladder = ["--decode-sizes", "8,16,64", "--mixed-sizes", "16,128,512"]
-    code, report = aot("llama3-8b", "--topology", "v6e:2x2", "--tp", "4", *sizes, *ladder)
+    code, report = aot("llama3-8b", "--topology", "v6e:2x2", "--tp", "4", "--programs", "all", *sizes, *ladder)
     assert code == 0
     check(report, 6)
-    assert report["kv_tokens"] == report["num_pages"] * 128 == 64 * 4096
+    assert len(report["programs"]) == report["ladder"]
+    assert report["kv_tokens"] == report["num_pages"] * 128 > 64 * 4096
+    # Nothing that was not asked for its size takes more than those that were.
+    assert report["besides"]["temporaries of the largest program"] == max(p["temporaries"] for p in report["programs"])
     assert all(p["seconds"] > 0 for p in report["programs"])
 
 

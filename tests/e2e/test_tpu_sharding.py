@@ -29,8 +29,8 @@ kinds = [
 ]
 for shards in sizes:
     config = EngineConfig(
-        model=folder, device="cpu", dtype="float32", load_format=load_format, max_model_len=64, max_num_seqs=8,
-        max_num_batched_tokens=32, page_size=8, num_pages=30, tensor_parallel_size=shards,
+        model=folder, backend="jax", device="cpu", dtype="float32", load_format=load_format, max_model_len=64,
+        max_num_seqs=8, max_num_batched_tokens=32, page_size=8, num_pages=30, tensor_parallel_size=shards,
         decode_sizes=(8,), mixed_sizes=(16, 32), decode_steps=int(sys.argv[4]),
     )
     engine = Engine(config, model, folder)

@@ -39,8 +39,8 @@ jax.monitoring.register_event_listener(count)
 
 def start(**options):
     base = dict(
-        model="demo", device="cpu", dtype="float32", max_model_len=32, max_num_seqs=8, max_num_batched_tokens=16,
-        page_size=8, num_pages=16, decode_sizes=(8,), mixed_sizes=(16,),
+        model="demo", backend="jax", device="cpu", dtype="float32", max_model_len=32, max_num_seqs=8,
+        max_num_batched_tokens=16, page_size=8, num_pages=16, decode_sizes=(8,), mixed_sizes=(16,),
     )
     before = compilation.compilations()
     cache.update(cache_hits=0, cache_misses=0)

@@ -213,4 +213,4 @@ def test_the_jax_backend_has_none_of_it():
     model = load_config(model_folder("demo"))
     for options in ({"cudagraph_mode": "NONE"}, {"enforce_eager": True}, {"compilation_config": {"level": 1}}):
         with pytest.raises(ConfigError, match="torch"):
-            resolve(EngineConfig(model="demo", **options), model, device)
+            resolve(EngineConfig(model="demo", backend="jax", **options), model, device)

@@ -4,6 +4,8 @@ A normal run samples attention: one decode and one mixed case in bfloat16, and o
 every case in both dtypes, and in every form in which a slot may be held.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,7 +172,9 @@ def plans_on(platform, kind, **options):
     """The plans of the 8B shape on 4 devices of a kind that is only named."""
     model = parse_config(SHAPES["llama3-8b"])
     sizes = {"max_num_seqs": 256, "max_model_len": 8192, "max_num_batched_tokens": 512, "tensor_parallel_size": 4}
-    config, _ = resolve(EngineConfig(model="x", **sizes | options), model, DeviceInfo(platform, kind, 1 << 36))
+    config, _ = resolve(
+        EngineConfig(model="x", backend="jax", **sizes | options), model, DeviceInfo(platform, kind, 1 << 36)
+    )
     device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         return plans.make_plans(model, config)
@@ -196,3 +200,34 @@ def test_a_config_that_the_kernels_refuse_is_an_error_with_the_arithmetic():
     assert chosen["decode"]["paged_attention"].provider == "native"
     chosen = plans_on("tpu", "TPU v6 lite", page_size=8, enable_ops=("-paged_attention", "-write_kv"))
     assert chosen["decode"]["paged_attention"].provider == "native"
+
+
+def test_a_chip_that_is_not_known_has_no_kernels():
+    refusal = target.refused_memory("TPU v9", {"pages": 1})
+    assert "vector memory of TPU v9 is not known: known are TPU v4, TPU v5 lite," in str(refusal)
+    assert target.refused_memory("TPU v4", {"pages": 16 << 20}) is None
+    assert "16777217 B (pages) > 16777216 B" in str(target.refused_memory("TPU v4", {"pages": (16 << 20) + 1}))
+    with pytest.raises(ConfigError, match="TPU v9 is not known"):
+        plans_on("tpu", "TPU v9", page_size=128)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_costs_are_those_of_an_eighth_of_the_table_or_of_the_window(window):
+    """XLA schedules by them: with full tables, any transfer between devices fits behind attention."""
+    requests, pages, page, heads, hdim = 4, 64, 16, 8, 128
+    seen = window or pages * page // 8
+    kv = jax.ShapeDtypeStruct((8, page, 4, hdim), jnp.bfloat16)
+    table, start = (jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((requests, pages), (requests + 1,)))
+    lengths, counts = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (requests, 2))
+
+    def costs(tokens, most):
+        q = jax.ShapeDtypeStruct((tokens, heads, hdim), jnp.bfloat16)
+
+        def call(*arrays):
+            return attention.attend(*arrays, 0.1, window, 0.0, most, 1.0, 1.0, True)
+
+        text = str(jax.make_jaxpr(call)(q, kv, table, start, lengths, counts))
+        return [int(flops) for flops in re.findall(r"CostEstimate\(flops=(\d+)", text)]
+
+    assert costs(requests, 1) == [4 * requests * seen * heads * hdim]
+    assert costs(32, 32) == [4 * n * seen * heads * hdim for n in (requests, 32)]

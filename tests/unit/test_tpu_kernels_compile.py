@@ -175,10 +175,12 @@ def planted(cache, halves):
 
 def compile_all(chip, names):
     """As a script: the results of shapes by name, as JSON."""
+    from twinfer.tpu.chips import CHIPS as table
     from twinfer.tpu.platforms import leave_out_libtpu, topology
 
     leave_out_libtpu()
     device = topology(CHIPS[chip]).devices[0]
+    assert device.device_kind == table[chip].kind  # the names of tpu/chips.py are JAX's
     known = SHAPES | {name: shape for name, (shape, _) in REJECTED.items()}
     print(json.dumps({"kind": device.device_kind} | {name: compile_shape(known[name], device) for name in names}))
 

@@ -18,7 +18,7 @@ from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.step import STOP_SLOTS, DecodeLoop, StepInput, StepShape, batch_layout, sampling_layout
 from twinfer.tpu import compilation, executables, platforms, sharding
 from twinfer.tpu import state as tables
-from twinfer.tpu.aot import collectives
+from twinfer.tpu.aot_report import collectives
 from twinfer.tpu.ladder import Job
 
 LLAMA = parse_config(SHAPES["llama3-8b"])
@@ -80,7 +80,7 @@ def test_options_are_checked(options):
         EngineConfig(model="demo", **options)
 
 
-def test_a_tpu_is_found_by_its_vendor(tmp_path, monkeypatch):
+def test_libtpu_is_left_out_where_no_chip_is_seen(tmp_path, monkeypatch):
     chosen = []
     monkeypatch.setattr(jax.config, "update", lambda name, value: chosen.append((name, value)))
     monkeypatch.setattr(type(jax.config), "jax_platforms", None, raising=False)
@@ -90,6 +90,7 @@ def test_a_tpu_is_found_by_its_vendor(tmp_path, monkeypatch):
     platforms.leave_out_libtpu(tmp_path)
     assert chosen == [("jax_platforms", "cpu")]
     (tmp_path / "a" / "vendor").write_text("0x1ae0\n")
+    (tmp_path / "a" / "device").write_text("0x006f\n")
     platforms.leave_out_libtpu(tmp_path)
     assert len(chosen) == 1
 
@@ -242,7 +243,7 @@ def test_a_steady_decode_sends_no_table():
 
 def test_the_ladder_of_decode_programs_by_platform():
     """A GPU's programs have their layers unrolled and take seconds each: few of them, but one for a single request."""
-    config, bytes_ = EngineConfig(model="demo", max_num_seqs=24, max_num_batched_tokens=64), 1 << 34
+    config, bytes_ = EngineConfig(model="demo", backend="jax", max_num_seqs=24, max_num_batched_tokens=64), 1 << 34
     for platform, sizes in (("cuda", (1, 2, 4, 8, 16, 24)), ("tpu", (8, 16, 24))):
         resolved, _ = resolve(config, LLAMA, DeviceInfo(platform, platform, bytes_))
         assert resolved.table().decode_sizes == sizes

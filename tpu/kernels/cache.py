@@ -47,6 +47,16 @@ def slot_dims(kv_heads: int, hdim: int, dtype: Any) -> tuple[int, int, int]:
     return rows // packing, packing, lanes
 
 
+def typical_length(pages: int, page: int, window: int) -> int:
+    """Tokens of the cache that a query sees, for cost estimates: an eighth of what the table holds, or the window.
+
+    XLA hides transfers between devices behind kernels by these estimates. With full tables it would take attention for
+    so long that any transfer fits behind it.
+    """
+    typical = max(page, pages * page // 8)
+    return min(typical, window) if window else typical
+
+
 @dataclass(frozen=True, slots=True)
 class CacheShape:
     """What a kernel knows of the cache when it is traced. `block_pages`: pages that are read and computed at once.

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .cache import LANES, CacheShape, Pages, either, quotient, since, token_order, words_of
+from .cache import LANES, CacheShape, Pages, either, quotient, since, token_order, typical_length, words_of
 from .softmax import MASKED, START, capped, dot, repeat, update
 
 SUBLANES = 8
@@ -60,7 +60,7 @@ def decode_attention(
         step=step,
     )  # fmt: skip
     spec = pl.BlockSpec((block_requests, heads, hdim), lambda i, *_: (i, 0, 0))
-    seen = requests * table.shape[1] * cache.page
+    seen = requests * typical_length(table.shape[1], cache.page, window)
     read = seen * cache.rows * cache.lanes * jnp.dtype(cache.dtype).itemsize
     out = pl.pallas_call(
         kernel,

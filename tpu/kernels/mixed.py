@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .cache import LANES, CacheShape, Pages, either, quotient, since, token_order, words_of
+from .cache import LANES, CacheShape, Pages, either, quotient, since, token_order, typical_length, words_of
 from .softmax import MASKED, START, capped, dot, repeat, update
 
 
@@ -58,8 +58,8 @@ def mixed_attention(
         block_tokens=block_tokens, held=step,
     )  # fmt: skip
     spec = pl.BlockSpec((kv_heads, rows, hdim), lambda i, *_: (0, i, 0))
-    longest = table.shape[1] * cache.page
-    read = blocks * longest * 2 * kv_heads * hdim * jnp.dtype(cache.dtype).itemsize
+    length = typical_length(table.shape[1], cache.page, window)
+    read = blocks * length * 2 * kv_heads * hdim * jnp.dtype(cache.dtype).itemsize
     out = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -78,9 +78,9 @@ def mixed_attention(
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem),
         cost_estimate=pl.CostEstimate(
-            flops=4 * tokens * longest * heads * hdim,
+            flops=4 * tokens * length * heads * hdim,
             bytes_accessed=read + 2 * q.size * q.dtype.itemsize + table.size * 4,
-            transcendentals=tokens * longest * heads,
+            transcendentals=tokens * length * heads,
         ),
         interpret=interpret,
         name="mixed_attention",

@@ -10,16 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import get_abstract_mesh
 
 from ...ops.implement import Refusal
+from ...shared.page_table import SCALAR_MEMORY_FOR_TABLES
+from ..chips import BY_KIND
 from .cache import slot_form
-
-SMEM_FOR_TABLES = 512 << 10
-"""Bytes: half of a TPU core's scalar memory, which the compiler also needs."""
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 PAGES = (16, 32, 64, 128, 256)
-
-VMEM = {"TPU v4": 16 << 20, "TPU v5 lite": 128 << 20, "TPU v5": 64 << 20, "TPU v6 lite": 128 << 20, "TPU7x": 64 << 20}
-"""Bytes of a core's vector memory by kind of device, as libtpu 0.0.42.1 has them."""
 
 
 def target_kind() -> str:
@@ -59,19 +55,21 @@ def refused_words(kv: Any, slots: int, what: str) -> Refusal | None:
 def refused_scalars(what: str, hint: str, *dims: int) -> Refusal | None:
     """Why int32 `dims` do not fit the scalar memory."""
     size = prod(dims) * 4
-    if size <= SMEM_FOR_TABLES:
+    if size <= SCALAR_MEMORY_FOR_TABLES:
         return None
     need = f"{' * '.join(map(str, dims))} * 4 B = {size} B"
-    return Refusal(f"{what} takes {need} of scalar memory, allowed are {SMEM_FOR_TABLES} B: {hint}")
+    return Refusal(f"{what} takes {need} of scalar memory, allowed are {SCALAR_MEMORY_FOR_TABLES} B: {hint}")
 
 
 def refused_memory(kind: str, need: dict[str, int]) -> Refusal | None:
-    """Why `need`, bytes by what for, exceeds the vector memory of a kind of device."""
-    limit = VMEM.get(kind)
-    if limit is None or sum(need.values()) <= limit:
+    """Why `need`, bytes by what for, exceeds the vector memory of a kind of device, or that the kind is not known."""
+    chip = BY_KIND.get(kind)
+    if chip is None:
+        return Refusal(f"vector memory of {kind} is not known: known are {', '.join(BY_KIND)} (tpu/chips.py)")
+    if sum(need.values()) <= chip.vmem:
         return None
     parts = " + ".join(f"{size} B ({name})" for name, size in need.items())
-    return Refusal(f"vector memory of {kind}: {parts} > {limit} B: smaller blocks in kernels/blocks.json")
+    return Refusal(f"vector memory of {kind}: {parts} > {chip.vmem} B: smaller blocks in kernels/blocks.json")
 
 
 def answer(*refusals: Refusal | bool | None) -> bool | Refusal:

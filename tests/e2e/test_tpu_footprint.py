@@ -1,0 +1,159 @@
+"""How many KV tokens fit: `twinfer aot` and the worker say the same, from what the compiler says of their programs.
+
+A slice is played by virtual CPU devices that pretend to have so much memory; in use is what arrays really take there.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
+from twinfer.shared.errors import ConfigError
+from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.worker import MOST_PAGES, cache_pages
+
+SCRIPT = """
+import json, sys
+from dataclasses import replace
+import jax
+from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
+from twinfer.shared.engine import silent
+from twinfer.shared.models.config import load_config
+from twinfer.shared.worker import cache_pages
+from twinfer.tpu import aot, chips, footprint, platforms, worker
+
+folder, shards, memory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+model, devices = load_config(folder), jax.devices("cpu")
+
+
+class Slice(platforms.Topology):
+    # The plan of a CPU, the cache of a TPU: all that there is.
+    info = DeviceInfo("cpu", "cpu", memory)
+
+
+def resolved(*given):
+    config, changes = resolve(*given)
+    return replace(config, platform="tpu"), changes
+
+
+aot.topology = lambda name: Slice(name, chips.Chip("cpu", memory, 0), devices)
+aot.make_plans = lambda model, config: worker.make_plans(model, replace(config, platform="cpu"))
+aot.resolve = resolved
+options = json.loads(sys.argv[4]) | {"tensor_parallel_size": shards, "load_format": "dummy"}
+report = aot.build(folder, model, "virtual", options, None, silent)
+
+
+def in_use(device):
+    # By address: to look at a shard makes an array of it, which is live too.
+    parts = (shard.data for x in jax.live_arrays() for shard in x.addressable_shards if shard.device == device)
+    return memory, sum({part.unsafe_buffer_pointer(): part.nbytes for part in parts}.values())
+
+
+worker.memory_of = in_use
+config, _ = resolve(EngineConfig(**options, backend="jax", model=folder), model, Slice.info)
+made = worker.JaxWorker(model, config, Slice.info, folder)
+made.load(silent)
+made.device, made.config = replace(made.device, platform="tpu"), replace(config, platform="tpu")
+room, page = made.measure(), made.page_bytes()
+pages = cache_pages(made.config, room, page)
+made.allocate_kv(pages)
+reports = made.warm_up(config.table(), silent)
+result = {
+    "aot": [report.num_pages, report.kv_tokens, report.fits], "worker": [pages, pages * config.page_size, True],
+    "besides": report.besides, "page": [report.page_bytes, page], "names": [p.name for p in report.programs],
+    "ladder": [report.ladder, len(reports)], "temporaries": max(r.temporaries for r in reports),
+    "in_use": max(in_use(device)[1] for device in devices[:shards]), "guess": worker.step_temporaries(model, config),
+}
+print(json.dumps(result))
+"""
+
+SHAPE = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "vocab_size": 512, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 1,
+}  # fmt: skip
+SIZES = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "decode_sizes": (6,), "mixed_sizes": (16, 64)}
+MEMORY = 64 << 20
+
+
+def both(folder, shards, **options):
+    """What aot and the worker say of the small shape on `shards` devices."""
+    (folder / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"] | SHAPE))
+    flags = f"--xla_force_host_platform_device_count={shards}"
+    arguments = [str(folder), str(shards), str(MEMORY), json.dumps(SIZES | options)]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, cwd="/", check=False,
+        env=os.environ | {"XLA_FLAGS": flags},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("shards", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))])
+def test_aot_and_the_worker_agree(tmp_path, shards):
+    found = both(tmp_path, shards)
+    assert found["aot"] == found["worker"]
+    assert found["page"][0] == found["page"][1]
+    # What the compiler says and what is left over fill what may be used, to a page.
+    pages = found["aot"][0]
+    taken = sum(found["besides"].values()) + (pages + 1) * found["page"][0]
+    assert 0 <= int(0.9 * MEMORY) - taken < found["page"][0]
+    # The programs that were asked are those that need most, and no guess stands for them.
+    assert found["besides"]["temporaries of the largest program"] == found["temporaries"] != found["guess"]
+    assert found["in_use"] <= 0.9 * MEMORY
+    assert found["names"] == [
+        "backbone_decode_6", "backbone_mixed_64", "take_rows_64", "sample_processed_6", "logprobs_6"
+    ]  # fmt: skip
+    assert found["ladder"] == [3 + 2 + 1 + 5] * 2
+
+
+@pytest.mark.slow
+def test_loops_are_counted(tmp_path):
+    found = both(tmp_path, 1, decode_steps=3)
+    assert found["aot"] == found["worker"]
+    assert "loop_filtered_6" in found["names"]
+
+
+def settings(platform, **options):
+    backend = "jax" if platform == "tpu" else "torch"
+    config = EngineConfig(model="x", backend=backend, max_model_len=1024, max_num_seqs=8, **options)
+    return resolve(config, parse_config(SHAPES["qwen3-0.6b"]), DeviceInfo(platform, platform, 1 << 40))[0]
+
+
+def test_the_cache_takes_what_is_left():
+    """What requests do not use holds prefixes: but not on a CPU, and not where there is no prefix cache."""
+    page = 1 << 20
+    for platform, most in (("tpu", 8 * 8), ("cuda", 8 * 64)):
+        assert cache_pages(settings(platform), 5000 * page + 1, page) == 5000
+        assert cache_pages(settings(platform, enable_prefix_caching=False), 5000 * page, page) == most
+    assert cache_pages(settings("cpu"), 5000 * page, page) == 8 * 64
+    assert cache_pages(settings("cpu"), 100 * page, page) == 100
+    assert cache_pages(settings("cuda"), -page, page) == 0
+    assert cache_pages(settings("cuda"), 1 << 60, page) == MOST_PAGES
+
+
+def test_programs_that_were_compiled_before_say_how_many_pages(tmp_path, monkeypatch):
+    """A worker with `aot_folder` compiles nothing to size its cache, and takes the folder's if it fits."""
+    from twinfer.tpu import worker
+
+    model = parse_config(SHAPES["qwen3-0.6b"] | SHAPE)
+    device = DeviceInfo("cpu", "cpu", 1 << 40)
+    config, _ = resolve(EngineConfig(model="x", backend="jax", aot_folder=str(tmp_path), **SIZES), model, device)
+    made = worker.JaxWorker(model, config, device, "x")
+    made.device = replace(device, platform="tpu")
+    monkeypatch.setattr(worker.footprint, "measure", lambda *given: pytest.fail("compiled"))
+    page = made.page_bytes()
+
+    def pages(number, limit):
+        (tmp_path / "manifest.json").write_text(json.dumps({"key": {"num_pages": number}, "sha256": {}}))
+        monkeypatch.setattr(worker, "memory_of", lambda device: (limit, 10 * page))
+        return made.measure() // page
+
+    assert pages(70, 1000 * page) == 70
+    assert pages(70, 50 * page) == 45 - 10 - 1  # 0.9 of the memory, without what is in use and the scratch page
+    with pytest.raises(ConfigError, match="num_pages '70', must be an integer"):
+        pages("70", 1000 * page)
