@@ -73,13 +73,9 @@ class LLM:
         settings = _per_prompt(params, len(batch))
         if self._generating.locked():
             raise RequestError("prompts", "generate() is running already; on_finish and other threads cannot call it")
-        with self._generating:
-            try:
-                self.engine.abort_all()  # what an interrupt in the last call's own clean-up left behind
-                return self._generate(batch, settings, progress, return_errors, on_finish)
-            except BaseException:
-                self.engine.abort_all()
-                raise
+        # In one line: wherever an interrupt comes, the lock is given back.
+        with self._generating, _NothingLeft(self.engine):
+            return self._generate(batch, settings, progress, return_errors, on_finish)
 
     def _generate(
         self,
@@ -191,6 +187,19 @@ class LLM:
                         bar.request(len(output.prompt_token_ids))
                         if on_finish is not None:
                             on_finish(output)
+
+
+class _NothingLeft:
+    """A context that begins and ends with an engine without requests."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine.abort_all()  # what an interrupt in the last call's clean-up left behind
+
+    def __exit__(self, *error: object) -> None:
+        self._engine.abort_all()
 
 
 def _is_single(prompts: Any) -> bool:

@@ -25,6 +25,7 @@ from twinfer.gpu.programs import Programs
 from twinfer.gpu.reserved import ReservedCache
 from twinfer.ops import resolve
 from twinfer.serving.llm import LLM
+from twinfer.shared import compilation_config
 from twinfer.shared.compilation_config import CUDAGraphMode
 from twinfer.shared.config import DeviceInfo
 from twinfer.shared.errors import ConfigError, InternalError
@@ -177,6 +178,7 @@ def as_on_a_gpu(driver, monkeypatch, tmp_path):
             self.device = here
 
     monkeypatch.setattr(worker.TorchWorker, "measure", on_a_gpu)
+    monkeypatch.setattr(compilation_config, "keeps_code", lambda *_: True)  # the measured size, as on a GPU
     small = {"backend": "torch", "device": "cpu", "dtype": "float32", "max_num_seqs": 3, "max_num_batched_tokens": 16}
     return small | {"max_model_len": 128, "compilation_config": {"level": 0, "cache_dir": str(tmp_path)}}
 

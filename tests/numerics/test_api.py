@@ -33,7 +33,7 @@ def test_capture_compare_and_assert(small_model, tmp_path):
 
 
 def test_prompts_may_be_text(tmp_path):
-    diff = numerics.compare_targets("demo", "torch:cpu", "torch:cpu", modes=("P",), layers=[0], prompts=["def f(x):"])
+    diff = numerics.compare_targets("demo", "torch:cpu", "torch:cpu", modes=("S",), layers=[0], prompts=["def f(x):"])
     diff.assert_ok()
 
 

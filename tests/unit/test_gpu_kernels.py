@@ -214,7 +214,7 @@ def test_triton_sampling_in_parts(kernels, device, filtered):
     try:
         if device == "cpu":
             setting.update(block=64, least=64, narrow=32)
-        rows, vocab = (8, 150) if device == "cpu" else (300, 20000)
+        rows, vocab = (16, 150) if device == "cpu" else (300, 20000)
         arguments = _sample_arguments(generator(f"sampling in parts {filtered}"), rows, vocab, filtered)
         (want,), (got,) = oracle("sample", arguments), run("sample", "torch", "triton", arguments, device)
         np.testing.assert_array_equal(got, want)

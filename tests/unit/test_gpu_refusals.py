@@ -61,7 +61,7 @@ def test_what_reads_nothing_on_the_host_may_be_in_a_piece():
 
 
 def test_where_there_are_no_graphs_nothing_must_be_split():
-    asked = compilation(cudagraph_mode="NONE", splitting_ops=[])
+    asked = compilation(cudagraph_mode="NONE")
     assert fit_mode(asked, {"decode": NATIVE, "mixed": NATIVE}) == (asked, [])
 
 
@@ -97,7 +97,8 @@ def test_caches_of_fp8_are_left_to_native_ops_on_chips_without_it(chip, gpu):
     for cache in ("auto", "int8", "fp8_e4m3"):
         config, plans = plans_of(kv_cache_dtype=cache, kv_cache_scales=None if cache == "auto" else (0.1, 0.1))
         for kind in ("decode", "mixed"):
-            for op in CACHE_OPS:
+            # A coarse op that is a kernel calls no finer one.
+            for op in [op for op in CACHE_OPS if op in plans[kind]]:
                 choice = plans[kind][op]
                 if cache != "fp8_e4m3" or has_fp8:
                     assert choice.provider == "triton", (cache, op)
@@ -105,7 +106,9 @@ def test_caches_of_fp8_are_left_to_native_ops_on_chips_without_it(chip, gpu):
                     capability = ".".join(map(str, gpu[0]))
                     why = f"a cache of float8_e4m3fn needs compute capability 8.9, this GPU has {capability}"
                     assert choice.provider in ("native", "composition"), op
-                    assert choice.passed_over == (("triton", why),)
+                    ((provider, reason),) = choice.passed_over
+                    assert (provider, why in reason) == ("triton", True)
+        assert ("write_kv" in plans["mixed"]) == (cache == "fp8_e4m3" and not has_fp8)
         compilation, _ = fit_mode(config.compilation, plans)
         assert compilation.cudagraph_mode.name == ("FULL" if cache != "fp8_e4m3" or has_fp8 else "PIECEWISE")
 
@@ -120,7 +123,8 @@ def test_prompts_of_wide_heads_are_left_to_native_ops_on_chips_without_room(chip
         assert mixed.provider == "triton"
     else:
         why = "prompts with heads of 256 need 160 KiB of shared memory, this GPU has 99"
-        assert (mixed.provider, mixed.passed_over) == ("native", (("triton", why),))
+        ((provider, reason),) = mixed.passed_over
+        assert (mixed.provider, provider, why in reason) == ("native", "triton", True)
     _, plans = plans_of()
     assert plans["mixed"]["paged_attention"].provider == "triton"
 
@@ -128,4 +132,4 @@ def test_prompts_of_wide_heads_are_left_to_native_ops_on_chips_without_room(chip
 def test_chips_before_ampere_run_native_ops(chip):
     chip((7, 5), 64)
     _, plans = plans_of()
-    assert all(plans["decode"][op].provider in ("native", "composition") for op in CACHE_OPS)
+    assert all(plans["decode"][op].provider in ("native", "composition") for op in CACHE_OPS if op in plans["decode"])
