@@ -66,7 +66,9 @@ def build(
         tools = program_model(model, config, plans, mesh)
     except OpError as error:
         raise ConfigError(f"op_priority, enable_ops: {error}") from error
-    which = "all" if out is not None else which
+    if out is not None:
+        executables.make_folder(out)  # a wrong one shows before minutes of work
+        which = "all"
     slice_ = Slice(model, config, target, tools, plans.hash, mesh, progress, which)
     report = AotReport(
         name,
