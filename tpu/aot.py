@@ -66,7 +66,9 @@ def build(
         tools = program_model(model, config, plans, mesh)
     except OpError as error:
         raise ConfigError(f"op_priority, enable_ops: {error}") from error
-    which = "all" if out is not None else which
+    if out is not None:
+        executables.make_folder(out)  # a wrong one shows before minutes of work
+        which = "all"
     slice_ = Slice(model, config, target, tools, plans.hash, mesh, progress, which)
     report = AotReport(
         name,
@@ -121,10 +123,13 @@ class Slice:
         """What lives on the devices, with a cache of `pages` pages."""
         return describe(self.model, self.config, self.tools.segments, pages, self.mesh)
 
+    def ladder(self, pages: int) -> dict[Any, Job]:
+        """All programs that a worker builds, with a cache of `pages` pages."""
+        return jobs(self.tools, self.config.table(), self.shapes(pages), jnp.dtype(self.config.dtype), self.mesh)
+
     def jobs(self, pages: int) -> dict[Any, Job]:
-        """The programs that are asked for, with a cache of `pages` pages."""
-        work = jobs(self.tools, self.config.table(), self.shapes(pages), jnp.dtype(self.config.dtype), self.mesh)
-        return {key: job for key, job in work.items() if self.which != "steps" or is_step(key)}
+        """Those of them that count here."""
+        return {key: job for key, job in self.ladder(pages).items() if self.which != "steps" or is_step(key)}
 
     def fit(self, report: AotReport) -> footprint.Built:
         """Find out how large the cache is, or say what is too large. Returns what was compiled for it."""
@@ -139,7 +144,9 @@ class Slice:
         pages = config.pages_per_request
         cache = (pages + 1) * page
         try:
-            needed, built = footprint.measure(self.jobs(pages), cache, self.mesh, self.plan_hash, self.progress)
+            needed, built = footprint.measure(
+                self.jobs(pages), self.shapes(pages), cache, self.mesh, self.plan_hash, self.progress
+            )
         except footprint.DoesNotFit as error:
             report.too_large.append({"what": "a program", "why": str(error)})
             return {}
@@ -154,14 +161,13 @@ class Slice:
         return built
 
     def _wanted(self, room: int) -> int:
-        """Pages that the options ask for, or what a worker takes of `room` bytes; at least those of one request."""
+        """Pages that the options ask for, or what a worker takes of `room` bytes, at least those of one request."""
         config, page = self.config, self.page
-        pages = cache_pages(config, room, page)
         if config.num_pages is not None:
-            pages = config.num_pages
-        elif config.kv_cache_memory is not None:
-            pages = config.kv_cache_memory // page
-        return max(pages, config.pages_per_request)
+            return config.num_pages
+        if config.kv_cache_memory is not None:
+            return max(1, config.kv_cache_memory // page)
+        return max(cache_pages(config, room, page), config.pages_per_request)
 
     def _refuse(self, report: AotReport, besides: dict[str, int], wanted: int, room: int) -> None:
         config, page = self.config, self.page
@@ -184,7 +190,7 @@ class Slice:
     def compile(self, report: AotReport, built: footprint.Built, writer: executables.Writer | None) -> None:
         """Compile the programs with the cache that fits, and list what each needs."""
         work = self.jobs(report.num_pages)
-        report.ladder = len(work)
+        report.ladder = len(self.ladder(report.num_pages))
         known = footprint.reusable(built, work)
         chosen = work if self.which == "all" else largest(work)
         costs: dict[str, ProgramCost] = {}

@@ -57,16 +57,22 @@ def _version(name: str) -> str:
         return "none"
 
 
+def make_folder(folder: str) -> Path:
+    """The folder that executables are written to. Raises ConfigError if it cannot be had, or others can write there."""
+    path = Path(folder)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: cannot make the folder {folder}: {error.strerror}") from None
+    _check_owner("out", path)
+    return path
+
+
 class Writer:
     """Collects executables into a folder; the manifest is written last, so a half-written folder is none."""
 
     def __init__(self, folder: str, key: dict[str, Any]) -> None:
-        self._folder = Path(folder)
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"out: cannot make the folder {folder}: {error.strerror}") from None
-        _check_owner("out", self._folder)
+        self._folder = make_folder(folder)
         (self._folder / MANIFEST).unlink(missing_ok=True)
         self._key = key
         self._files: dict[str, str] = {}

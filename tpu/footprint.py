@@ -20,7 +20,7 @@ from ..shared.errors import ConfigError
 from ..shared.worker import ProgramReport, Progress
 from . import compilation
 from .compilation import Program
-from .ladder import Job, is_step, kind_of, largest
+from .ladder import Job, Shapes, bytes_per_device, is_step, kind_of, largest
 
 IN_FLIGHT = 2
 """Steps whose results are held at a time."""
@@ -41,7 +41,8 @@ def memory_errors() -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise DoesNotFit(" ".join(str(error).split())[:300]) from error
+        words = " ".join(str(error).split())[:300]
+        raise DoesNotFit(f"max_num_batched_tokens, max_num_seqs: a program takes too much memory: {words}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +77,29 @@ class Footprint:
         return allowed - max(self.arguments, used) - self.temporaries - self.results - self.code - page
 
 
-def measure(jobs: Mapping[Any, Job], cache: int, mesh: Mesh, label: str, progress: Progress) -> tuple[Footprint, Built]:
+def measure(
+    jobs: Mapping[Any, Job], shapes: Shapes, cache: int, mesh: Mesh, label: str, progress: Progress
+) -> tuple[Footprint, Built]:
     """Compile the programs of `jobs` that need most, and return them too. Raises DoesNotFit.
 
-    `cache`: bytes of the KV cache on each device, which are among the arguments.
+    `shapes`: what they were made for. `cache`: bytes of the KV cache on each device, which are among the arguments.
     """
     chosen = largest(jobs)
     built: Built = {}
     with memory_errors():
         for key, program, report in compilation.compile_all(chosen, mesh, label, progress, what="largest programs"):
             built[key] = chosen[key], program, report
-    return footprint(jobs, built, cache), built
+    # Of a head that is not the embedding too, the compiler leaves a step's argument out: only samplers read it.
+    head = bytes_per_device({name: x for name, x in shapes.head.items() if name != "embed"})
+    return footprint(jobs, built, head - cache), built
 
 
-def footprint(jobs: Mapping[Any, Job], built: Built, cache: int) -> Footprint:
-    """What `jobs` take, by those of them that were built."""
+def footprint(jobs: Mapping[Any, Job], built: Built, besides: int) -> Footprint:
+    """What `jobs` take, by those of them that were built; `besides` is added to the arguments of a step."""
     memory = {key: program.compiled.memory_analysis() for key, (_, program, _) in built.items()}
     kinds = Counter(kind_of(key) for key in jobs)
     return Footprint(
-        max(m.argument_size_in_bytes for key, m in memory.items() if is_step(key)) - cache,
+        max(m.argument_size_in_bytes for key, m in memory.items() if is_step(key)) + besides,
         max(m.temp_size_in_bytes for m in memory.values()),
         IN_FLIGHT * max(m.output_size_in_bytes - m.alias_size_in_bytes for m in memory.values()),
         sum(kinds[kind_of(key)] * m.generated_code_size_in_bytes for key, m in memory.items()),

@@ -144,7 +144,7 @@ class JaxWorker:
         shapes = describe(self._loaded, config, self._model.segments, config.pages_per_request, self._mesh)
         work = jobs(self._model, config.table(), shapes, self._dtype, self._mesh)
         cache = (config.pages_per_request + 1) * page
-        needed, self._built = footprint.measure(work, cache, self._mesh, self._plans.hash, self._progress)
+        needed, self._built = footprint.measure(work, shapes, cache, self._mesh, self._plans.hash, self._progress)
         return needed.room(allowed, page, used)
 
     def page_bytes(self) -> int:

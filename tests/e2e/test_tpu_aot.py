@@ -145,3 +145,20 @@ def test_the_step_for_every_chip(shape, topology):
     code, report = aot(shape, *options, program=("-c", BACKBONES))
     assert code == 0
     check(report)
+
+
+@pytest.mark.slow
+def test_a_model_at_its_defaults():
+    """README's line: nothing is refused for want of a page size, and the programs that need most are sized."""
+    code, report = aot("qwen3-0.6b", "--topology", "v6e:2x2", "--tp", "2")
+    assert code == 0
+    assert report["page_size"] == 128
+    assert any(
+        change.startswith("page_size: None -> 128 (the page table of 256 requests") for change in report["changes"]
+    )
+    assert (len(report["programs"]), report["ladder"]) == (5, 83)
+    most = max(p["temporaries"] for p in report["programs"])
+    assert report["besides"]["temporaries of the largest program"] == most
+    taken = sum(report["besides"].values()) + (report["num_pages"] + 1) * report["page_bytes"]
+    assert 0 <= int(0.9 * report["memory"]) - taken < report["page_bytes"]
+    assert report["kv_tokens"] == report["num_pages"] * 128

@@ -58,6 +58,7 @@ worker.memory_of = in_use
 config, _ = resolve(EngineConfig(**options, backend="jax", model=folder), model, Slice.info)
 made = worker.JaxWorker(model, config, Slice.info, folder)
 made.load(silent)
+loaded = max(in_use(device)[1] for device in devices[:shards])
 made.device, made.config = replace(made.device, platform="tpu"), replace(config, platform="tpu")
 room, page = made.measure(), made.page_bytes()
 pages = cache_pages(made.config, room, page)
@@ -67,14 +68,16 @@ result = {
     "aot": [report.num_pages, report.kv_tokens, report.fits], "worker": [pages, pages * config.page_size, True],
     "besides": report.besides, "page": [report.page_bytes, page], "names": [p.name for p in report.programs],
     "ladder": [report.ladder, len(reports)], "temporaries": max(r.temporaries for r in reports),
-    "in_use": max(in_use(device)[1] for device in devices[:shards]), "guess": worker.step_temporaries(model, config),
+    "loaded": loaded, "in_use": max(in_use(device)[1] for device in devices[:shards]),
+    "guess": worker.step_temporaries(model, config),
 }
 print(json.dumps(result))
 """
 
 SHAPE = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 16,
-    "num_key_value_heads": 16, "vocab_size": 512, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 1,
+    "num_key_value_heads": 16, "vocab_size": 2048, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 1,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 SIZES = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "decode_sizes": (6,), "mixed_sizes": (16, 64)}
 MEMORY = 64 << 20
@@ -104,6 +107,8 @@ def test_aot_and_the_worker_agree(tmp_path, shards):
     assert 0 <= int(0.9 * MEMORY) - taken < found["page"][0]
     # The programs that were asked are those that need most, and no guess stands for them.
     assert found["besides"]["temporaries of the largest program"] == found["temporaries"] != found["guess"]
+    # Of what is resident all was counted: with the head, which no step reads, though samplers do.
+    assert found["loaded"] <= found["besides"]["weights, rotary and page tables"] <= found["loaded"] + (64 << 10)
     assert found["in_use"] <= 0.9 * MEMORY
     assert found["names"] == [
         "backbone_decode_6", "backbone_mixed_64", "take_rows_64", "sample_processed_6", "logprobs_6"
@@ -116,6 +121,20 @@ def test_loops_are_counted(tmp_path):
     found = both(tmp_path, 1, decode_steps=3)
     assert found["aot"] == found["worker"]
     assert "loop_filtered_6" in found["names"]
+
+
+def test_a_program_that_is_too_large_is_an_error_of_the_configuration():
+    import jax
+
+    from twinfer.tpu import footprint
+
+    with (
+        pytest.raises(ConfigError, match=r"max_num_batched_tokens, max_num_seqs: .* 17G of 15G"),
+        footprint.memory_errors(),
+    ):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 17G of\n 15G hbm")
+    with pytest.raises(jax.errors.JaxRuntimeError), footprint.memory_errors():
+        raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
 
 def settings(platform, **options):
