@@ -14,22 +14,18 @@ from .progress import StartBar
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that only this command has."""
     g = parser.add_argument_group("ahead of time")
-    g.add_argument("shape", nargs="?", metavar="MODEL", help="instead of --model: a folder, or a name of known sizes")
     g.add_argument("--topology", required=True, metavar="v6e:2x4", help="a slice: v4, v5e, v5p, v6e, tpu7x and sides")
-    g.add_argument("--out", metavar="FOLDER", help="write the executables and their manifest there")
+    g.add_argument("--out", metavar="FOLDER", help="write the executables and their manifest there (default: nowhere)")
     g.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(arguments: argparse.Namespace, options: Callable[[argparse.Namespace], dict[str, Any]]) -> int:
     """Exit code 0, or 3 if the model does not fit."""
-    model = arguments.shape or arguments.model
-    if model is None or (arguments.shape and arguments.model):
-        raise ConfigError("model: give one, as the first argument or with --model")
     if arguments.backend != "jax":
         raise ConfigError(f"backend: got {arguments.backend}, only jax compiles ahead of time")
     with StartBar("compiling", shown=not arguments.json) as bar:
         return int(
             backend_module("jax", "aot_cli").run(
-                model, arguments.topology, options(arguments), arguments.out, arguments.json, bar.update
+                arguments.model, arguments.topology, options(arguments), arguments.out, arguments.json, bar.update
             )
         )
