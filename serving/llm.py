@@ -204,12 +204,9 @@ class LLM:
                 "generate() or a stream is running already: close the stream first; on_finish and other threads "
                 "cannot start another",
             )
-        with self._generating:
-            try:
-                self.engine.abort_all()  # what an interrupt in the last call's own clean-up left behind
-                yield
-            finally:
-                self.engine.abort_all()
+        # In one line: wherever an interrupt comes, the lock is given back.
+        with self._generating, _NothingLeft(self.engine):
+            yield
 
     def _add_all(
         self,
@@ -241,6 +238,19 @@ class LLM:
                         bar.completion(len(entry.output.prompt_token_ids) if first else 0)
                     if entry.ends_request and on_finish is not None:
                         on_finish(entry.output)
+
+
+class _NothingLeft:
+    """A context that begins and ends with an engine without requests."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine.abort_all()  # what an interrupt in the last call's clean-up left behind
+
+    def __exit__(self, *error: object) -> None:
+        self._engine.abort_all()
 
 
 def _conversations(messages: Any) -> Sequence[Any]:

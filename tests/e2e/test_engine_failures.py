@@ -95,8 +95,10 @@ def test_an_interrupt_at_some_lines_costs_the_requests_only(quick):
     want = tokens_of(quick)
     every = InterruptAtLine(0)
     assert every.run(lambda: tokens_of(quick)) == want
-    lines = range(1, every.lines, max(1, every.lines // 60))
-    assert check_interrupted(quick, want, lines) > 50
+    # Each of the first and the last, where the call begins and ends, and a share of the rest.
+    edges = [*range(1, 12), *range(every.lines - 12, every.lines)]
+    lines = range(12, every.lines - 12, max(1, every.lines // 60))
+    assert check_interrupted(quick, want, [*edges, *lines]) > 70
 
 
 @pytest.mark.slow
