@@ -336,6 +336,13 @@ def test_a_huge_token_is_named_as_it_was_given(llm, prompt):
     assert len(llm.generate(np.array([5, 6], np.uint64), SamplingParams(max_tokens=1), progress=False)) == 1
 
 
+def test_none_is_no_prompt(llm):
+    """Of a tokenizer that begins texts with a token of its own, it once was an empty text, and was completed."""
+    for batch in ([None], [PROMPT, None]):
+        with pytest.raises(RequestError, match="prompt: got None, must be text, token ids, or a mapping"):
+            llm.generate(batch, progress=False)
+
+
 def test_a_stream_brings_what_generate_does(llm):
     prompts = [PROMPT, "import os\n"]
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=20, n=2, logprobs=1, stop="return")

@@ -441,6 +441,7 @@ def test_sizes_must_be_positive_integers(name, value):
         ({"head_dim": 15}, ["head_dim is 15", "even"]),
         ({"head_dim": 1 << 20}, ["head_dim"]),
         ({"num_hidden_layers": 1_000_000}, ["num_hidden_layers", "10000"]),
+        ({"hidden_size": "64"}, ['hidden_size is "64", must be an integer from 1']),
         ({"rms_norm_eps": 0}, ["rms_norm_eps is 0"]),
         ({"rms_norm_eps": "1e-6"}, ['rms_norm_eps is "1e-6"']),
         ({"tie_word_embeddings": "yes"}, ['tie_word_embeddings is "yes"', "true or false"]),
