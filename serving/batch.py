@@ -29,15 +29,15 @@ class Entry:
     output: RequestOutput
     completion: Completion
     ends_request: bool = False
-    told_characters: int = 0
-    told_tokens: int = 0
+    reported_characters: int = 0
+    reported_tokens: int = 0
 
     def news(self) -> StreamUpdate:
         """What came since this was last asked."""
         now = self.completion.output
-        text, token_ids = now.text[self.told_characters :], now.token_ids[self.told_tokens :]
-        logprobs = None if now.logprobs is None else now.logprobs[self.told_tokens :]
-        self.told_characters, self.told_tokens = len(now.text), len(now.token_ids)
+        text, token_ids = now.text[self.reported_characters :], now.token_ids[self.reported_tokens :]
+        logprobs = None if now.logprobs is None else now.logprobs[self.reported_tokens :]
+        self.reported_characters, self.reported_tokens = len(now.text), len(now.token_ids)
         update = StreamUpdate(self.index, now.index, self.output, text, token_ids, logprobs)
         if self.completion.done:
             update.finish_reason, update.stop_reason = now.finish_reason, now.stop_reason
@@ -102,12 +102,12 @@ class Batch:
 
     def step(self) -> list[Entry]:
         """Run one step of the engine. Completions that got something or ended, each once."""
-        moved: dict[Entry, None] = {}
+        entries: dict[Entry, None] = {}
         for update in self._engine.step():
             entry = self._live.get(update.request.request_id)
             if entry is None:
                 continue
-            moved[entry] = None
+            entries[entry] = None
             self.num_tokens += 1
             if update.prompt_logprobs is not None:
                 entry.output.prompt_logprobs = update.prompt_logprobs
@@ -116,8 +116,8 @@ class Batch:
         # A request that somebody aborted ends without an update.
         ended = [request_id for request_id, entry in self._live.items() if entry.completion.ended()]
         for request_id in ended:
-            moved[self._end(request_id)] = None
-        return list(moved)
+            entries[self._end(request_id)] = None
+        return list(entries)
 
     def _end(self, request_id: str) -> Entry:
         entry = self._live.pop(request_id)

@@ -133,9 +133,9 @@ def _usual(name: str) -> str:
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of SamplingParams that were said."""
-    said = {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
-    return {name: value for name, value in said.items() if value is not None}
+    """The fields of SamplingParams that have a flag on this command line."""
+    values = {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
@@ -179,19 +179,19 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def _add_batching(parser: argparse.ArgumentParser) -> None:
     g = parser.add_argument_group("batching and memory", "sizes may have a unit: 32k is 32000, 32K is 32768")
-    given = _default_of(parser)
-    length = given("max_model_len", "what the model allows, on a CPU 2048 at most")
+    default_of = _default_of(parser)
+    length = default_of("max_model_len", "what the model allows, on a CPU 2048 at most")
     g.add_argument(
         "--max-model-len", type=size, metavar="N",
         help=f"tokens of a request, prompt included, from 2 (default: {length})",
     )  # fmt: skip
     g.add_argument(
         "--max-num-seqs", type=size, metavar="N",
-        help=f"requests of a step, 1 to {MAX_NUM_SEQS} (default: {given('max_num_seqs', '256, on a CPU 16')})",
+        help=f"requests of a step, 1 to {MAX_NUM_SEQS} (default: {default_of('max_num_seqs', '256, on a CPU 16')})",
     )  # fmt: skip
     g.add_argument(
         "--max-num-batched-tokens", type=size, metavar="N",
-        help=f"tokens of a step, from max-num-seqs (default: {given('max_num_batched_tokens', '8192, on a CPU 512')})",
+        help=f"tokens of a step, from max-num-seqs (default: {default_of('max_num_batched_tokens', '8192, on a CPU 512')})",
     )  # fmt: skip
     g.add_argument(
         "--page-size", "--block-size", type=size, default=16, metavar="N",
@@ -226,7 +226,7 @@ def _add_batching(parser: argparse.ArgumentParser) -> None:
         "enable-chunked-prefill": "spread a long prompt over steps",
         "async-scheduling": "two steps in flight",
     }.items():
-        state = given(flag.replace("-", "_"), True)
+        state = default_of(flag.replace("-", "_"), True)
         text = f"{what} (default: {'on' if state else 'off'})"
         g.add_argument(f"--{flag}", action=_Switch, default=state, help=text)
 

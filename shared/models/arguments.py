@@ -30,12 +30,12 @@ def settle_model(arguments: argparse.Namespace, words: list[str]) -> list[str]:
 
     `words` are those that the parser could not place: it gives up on MODEL at the first flag.
     """
-    named = [name for name in (getattr(arguments, WORD), arguments.model) if name is not None]
-    if not named and words:
-        named, words = words[:1], words[1:]
-    if not named:
+    names = [name for name in (getattr(arguments, WORD), arguments.model) if name is not None]
+    if not names and words:
+        names, words = words[:1], words[1:]
+    if not names:
         raise ConfigError("model: none given; name it first, or with --model")
-    if named[1:] and named[0] != named[1]:
-        raise ConfigError(f"model: got {named[0]} and --model {named[1]}, one is allowed")
-    arguments.model = named[0]
+    if names[1:] and names[0] != names[1]:
+        raise ConfigError(f"model: got {names[0]} and --model {names[1]}, one is allowed")
+    arguments.model = names[0]
     return words
