@@ -180,6 +180,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 def _add_batching(parser: argparse.ArgumentParser) -> None:
     g = parser.add_argument_group("batching and memory", "sizes may have a unit: 32k is 32000, 32K is 32768")
     default_of = _default_of(parser)
+    tokens = default_of("max_num_batched_tokens", "8192, on a CPU 512")
     length = default_of("max_model_len", "what the model allows, on a CPU 2048 at most")
     g.add_argument(
         "--max-model-len", type=size, metavar="N",
@@ -191,7 +192,7 @@ def _add_batching(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     g.add_argument(
         "--max-num-batched-tokens", type=size, metavar="N",
-        help=f"tokens of a step, from max-num-seqs (default: {default_of('max_num_batched_tokens', '8192, on a CPU 512')})",
+        help=f"tokens of a step, from max-num-seqs (default: {tokens})",
     )  # fmt: skip
     g.add_argument(
         "--page-size", "--block-size", type=size, default=16, metavar="N",
