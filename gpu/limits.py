@@ -20,8 +20,9 @@ def measure_limits(device: DeviceInfo, dtype: str) -> Limits:
     """Measure for a second. Call it while nothing else is on the device; what it allocates is freed."""
     if device.platform != "cuda":
         return Limits(None, None, "not measured on a CPU: its cores and caches are shared, so no rate is a limit")
-    copy, product = 2 * COPY_BYTES / _seconds(_copy()), 2 * MATRIX**3 / _seconds(_product(DTYPES[dtype]))
-    torch.cuda.empty_cache()
+    with torch.cuda.device(device.index):  # None: whichever is current
+        copy, product = 2 * COPY_BYTES / _seconds(_copy()), 2 * MATRIX**3 / _seconds(_product(DTYPES[dtype]))
+        torch.cuda.empty_cache()
     return Limits(copy, product, f"copy of {COPY_BYTES >> 20} MiB, {dtype} product of {MATRIX}x{MATRIX} matrices")
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 _lock = threading.Lock()
@@ -31,6 +32,28 @@ def watch_triton() -> None:
         return others(*args, **kwargs) if others is not None else None
 
     knobs.runtime.jit_post_compile_hook = count
+
+
+def count_late(execute: Callable[..., Any]) -> Callable[..., Any]:
+    """A worker's `execute`, which adds what is compiled in the process while it runs to the worker's `num_late`.
+
+    Only then: another engine that starts, or the user's own code, compiles too.
+    """
+
+    @wraps(execute)
+    def counted(worker: Any, step: Any) -> Any:
+        before = total_compilations()
+        try:
+            return execute(worker, step)
+        finally:
+            worker.num_late += total_compilations() - before
+
+    return counted
+
+
+def total_compilations() -> int:
+    """How much was compiled so far in this process."""
+    return sum(compilations().values())
 
 
 def compilations() -> dict[str, int]:

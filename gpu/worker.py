@@ -18,7 +18,7 @@ from ..ops import Choice, OpError, Plan, Plans
 from ..ops.bindings.torch import bind
 from ..ops.namespaces.torch_ import to_numpy
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
-from ..shared.config import Change, DeviceInfo, ResolvedConfig, host_memory
+from ..shared.config import Change, DeviceInfo, ResolvedConfig, host_memory, parse_device
 from ..shared.errors import BackendUnavailable, ConfigError, InternalError
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
@@ -31,7 +31,7 @@ from ..shared.step import (
     batch_layout,
     sampling_layout,
 )
-from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, cache_pages, kv_page_bytes
+from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, Worker, cache_pages, kv_page_bytes
 from . import advice
 from .advice import advise
 from .backend import check_options, code_kept_in, key_factors, open_cache, write_atomically
@@ -40,7 +40,8 @@ from .forward_context import splittable
 from .graphs import GraphRecorder
 from .inputs import StepInputs
 from .module import Decoder
-from .monitor import compilations, watch_triton
+from .monitor import count_late, watch_triton
+from .one_device import on_device
 from .plans import CACHE_DTYPES, DTYPES, PROMPT_ROWS, make_plans
 from .precision import pin_precision
 from .precompile import compile_together, hash_compiler, kernels_noted
@@ -57,20 +58,25 @@ BUILT = "built"
 
 
 def find_device(device: str) -> DeviceInfo:
-    """The torch device that `device` (auto, cpu, cuda, tpu) names. Raises BackendUnavailable."""
-    if device == "tpu":
+    """The torch device that `device` (auto, cpu, cuda, tpu, cuda:1) names. Raises BackendUnavailable."""
+    kind, index = parse_device(device)
+    if kind == "tpu":
         raise BackendUnavailable("device: torch has no tpu device here; use the jax backend on TPUs")
-    if device == "cuda" and not torch.cuda.is_available():
+    if kind == "cuda" and not torch.cuda.is_available():
         raise BackendUnavailable("device: torch has no cuda device here")
-    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
-        properties = torch.cuda.get_device_properties(0)
-        return DeviceInfo("cuda", properties.name, properties.total_memory)
-    return DeviceInfo("cpu", "cpu", host_memory())
+    cuda = kind == "cuda" or (kind == "auto" and torch.cuda.is_available())
+    count = torch.cuda.device_count() if cuda else 1
+    if index is not None and index >= count:
+        raise BackendUnavailable(f"device: got {device}, the numbers here go from 0 to {count - 1}")
+    if not cuda:
+        return DeviceInfo("cpu", "cpu", host_memory())
+    properties = torch.cuda.get_device_properties(index or 0)
+    return DeviceInfo("cuda", properties.name, properties.total_memory, index)
 
 
-def make_worker(model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> TorchWorker:
+def make_worker(model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> Worker:
     """A worker on `device` for the model in `folder`."""
-    return TorchWorker(model, config, device, folder)
+    return on_device(device, lambda: TorchWorker(model, config, device, folder))
 
 
 class Download:
@@ -173,7 +179,8 @@ class TorchWorker:
                 {"dtype": config.dtype, "kv": config.kv_cache_dtype, **asdict(model)},
             )
             self._kept_in = open_cache(self._compilation.cache_dir, factors)
-        self._at_ready: int | None = None
+        self._is_ready = False
+        self.num_late = 0
         self._reserved: ReservedCache | None = None
         self._recorder: GraphRecorder | None = None
         self._reports: list[ProgramReport] = []
@@ -289,7 +296,7 @@ class TorchWorker:
             # late, by 0.3 to 0.6 us (2 to 6 % of a decode step of a small model), until one of ours is launched so.
             self._run_eagerly(min(table, key=lambda d: d.tokens))
         self._programs.freeze()
-        self._at_ready = sum(compilations().values())
+        self._is_ready = True
         return reports
 
     @torch.inference_mode()
@@ -378,6 +385,7 @@ class TorchWorker:
         sampling_layout(descriptor.requests).view(sampling, "sample_rows")[:] = self._shape.max_rows
         return StepInput(0, descriptor, self._shape, "greedy", batch, sampling)
 
+    @count_late
     @torch.inference_mode()
     def execute(self, step: StepInput) -> Handle:
         """Start a step."""
@@ -451,10 +459,10 @@ class TorchWorker:
         return self._plans
 
     def compilations_after_ready(self) -> int:
-        """What was compiled in this process since warm_up returned: graphs, generated code, kernels."""
-        if self._at_ready is None:
+        """What was compiled while steps of this worker started: graphs, generated code, kernels."""
+        if not self._is_ready:
             raise InternalError("the worker is not warmed up yet")
-        return sum(compilations().values()) - self._at_ready
+        return self.num_late
 
     def _release(self) -> None:
         """Give the reserved addresses and what lies behind them back."""

@@ -8,6 +8,7 @@ import traceback
 
 from ..shared.config import LOAD_FORMATS
 from ..shared.errors import ConfigError, TwinferError
+from ..shared.models.arguments import add_model
 from .cli_compare import add_parsers as add_compare_parsers
 from .cli_compare import command
 from .cli_runs import add_parsers as add_run_parsers
@@ -24,7 +25,7 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="numerics_command", required=True, metavar="COMMAND")
     model = commands.add_parser("model", help="two backends layer by layer and op by op, against both references")
     model.set_defaults(run_numerics=run_model)
-    model.add_argument("--model", required=True, help="a Hugging Face checkpoint folder, or the word demo")
+    add_model(model)
     _common_flags(model)
     model.add_argument("--dtype", choices=DTYPES, default="auto", help="of mode P; mode S is in float32")
     model.add_argument("--mode", default="S,P", metavar="S,X,P", help="S: semantics, X: exact probes, P: precision")

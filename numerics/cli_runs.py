@@ -10,6 +10,7 @@ from typing import Any
 
 from ..shared.config import LOAD_FORMATS
 from ..shared.errors import ConfigError
+from ..shared.models.arguments import add_model
 from .errors import InfrastructureError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -60,7 +61,7 @@ def add_parsers(commands: Any) -> None:
 
 def model_flags(parser: argparse.ArgumentParser) -> None:
     """What is run."""
-    parser.add_argument("--model", required=True, help="a Hugging Face checkpoint folder, or the word demo")
+    add_model(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="the run dtype; auto is the checkpoint's")
     parser.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: seeded random weights")
     parser.add_argument("--seed", type=int, default=0, help="of dummy weights; other than 0 also of the prompts")

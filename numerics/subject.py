@@ -19,6 +19,7 @@ from ..shared.errors import ConfigError
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig, load_config
 from ..shared.models.locate import model_folder
+from ..shared.models.shapes import check_weights
 from ..shared.models.table import Parameter
 from ..shared.weights import check_checkpoint, dummy_parameter, dummy_size, read_parameter
 from ..shared.worker import backend_module
@@ -137,6 +138,7 @@ def open_subject(
         raise ConfigError(f"load_format: got {load_format!r}, allowed are {', '.join(LOAD_FORMATS)}")
     if dtype not in ("auto", *RUN_DTYPES):
         raise ConfigError(f"dtype: got {dtype!r}, allowed are auto, {', '.join(RUN_DTYPES)}")
+    check_weights(name, load_format)
     folder = model_folder(name)
     model = load_config(folder)
     length = min(max_model_len, model.max_position_embeddings)

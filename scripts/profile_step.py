@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -23,7 +22,7 @@ from twinfer.shared import engine as engine_module
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine
 from twinfer.shared.models.config import load_config
-from twinfer.shared.models.shapes import write_config
+from twinfer.shared.models.locate import model_folder
 from twinfer.shared.sampling_params import SamplingParams
 
 PHASES = ("schedule", "pack", "inputs", "launch", "execute", "wait", "update")
@@ -121,8 +120,7 @@ def main() -> None:
     parser.add_argument("--kernels", type=int, default=0, help="list this many kernels of a step, by time")
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    folder = tempfile.mkdtemp()
-    write_config(arguments.shape, folder)
+    folder = model_folder(arguments.shape)
     config = EngineConfig(
         model=folder,
         backend="torch",

@@ -14,7 +14,6 @@ from .progress import StartBar, print_progress
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that only this command has."""
     g = parser.add_argument_group("ahead of time")
-    g.add_argument("shape", nargs="?", metavar="MODEL", help="instead of --model: a folder, or a name of known sizes")
     g.add_argument("--topology", required=True, metavar="v6e:2x4", help="a slice: v4, v5e, v5p, v6e, tpu7x and sides")
     g.add_argument("--out", metavar="FOLDER", help="write all executables and their manifest there")
     g.add_argument(
@@ -28,12 +27,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, options: Callable[[argparse.Namespace], dict[str, Any]]) -> int:
     """Exit code 0, or 3 if the model does not fit."""
-    model = arguments.shape or arguments.model
-    if model is None or (arguments.shape and arguments.model):
-        raise ConfigError("model: give one, as the first argument or with --model")
     if arguments.backend not in ("auto", "jax"):
         raise ConfigError(f"backend: got {arguments.backend}, only jax compiles ahead of time")
     what = arguments.out, arguments.programs, arguments.json
     with StartBar("compiling", shown=True) as bar:
         progress = bar.update if bar.shown else print_progress
-        return int(backend_module("jax", "aot_cli").run(model, arguments.topology, options(arguments), *what, progress))
+        return int(
+            backend_module("jax", "aot_cli").run(
+                arguments.model, arguments.topology, options(arguments), *what, progress
+            )
+        )

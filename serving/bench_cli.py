@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,13 @@ from ..shared.backends import candidates
 from ..shared.config import EngineConfig
 from ..shared.errors import ConfigError
 from ..shared.limits import Limits
+from ..shared.models.arguments import add_model
 from ..shared.models.config import load_config
 from ..shared.models.locate import model_folder
-from ..shared.models.shapes import SHAPES, shape_or_folder
+from ..shared.models.shapes import check_weights
 from ..shared.worker import backend_module
 from .bench import PARTS, Workload, describe, measure_start, run_latency, run_workload
+from .flags import add_engine
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,19 +35,28 @@ ENGINE_DEFAULTS: dict[str, Any] = {
 }
 
 
-def add_parsers(bench: argparse.ArgumentParser, engine_flags: Callable[[argparse.ArgumentParser], None]) -> None:
+def add_parsers(bench: argparse.ArgumentParser) -> None:
     """The flags of both benchmarks."""
     kinds = bench.add_subparsers(dest="bench", metavar="WORKLOAD", required=True, parser_class=type(bench))
     default = Workload()
-    offline = kinds.add_parser("offline", help="decode, prefill, first token, mixed load, cold and warm start")
-    latency = kinds.add_parser("latency", help="one batch: percentiles per token, to the first token, per request")
+    usage = "%(prog)s MODEL [options]"
+    what = "decode, prefill, first token, mixed load, cold and warm start"
+    offline = kinds.add_parser("offline", help=what, usage=usage)
+    what = "one batch: percentiles per token, to the first token, per request"
+    latency = kinds.add_parser("latency", help=what, usage=usage)
     for parser in (offline, latency):
-        engine_flags(parser)
         parser.set_defaults(**ENGINE_DEFAULTS)
-        parser.add_argument("--json", metavar="FILE", help="write the result there as well")
+        add_model(parser)
+        parser.add_argument("--json", metavar="FILE", help="write the result there as well (default: nowhere)")
     w = offline.add_argument_group("workload (the defaults are the one that figures are compared on)")
-    w.add_argument("--only", type=_words, default=PARTS, metavar="PART,...", help=f"of {', '.join(PARTS)}")
-    w.add_argument("--batch-sizes", type=_numbers, default=default.batch_sizes, metavar="1,8,...")
+    w.add_argument(
+        "--only", type=_words, default=PARTS, metavar="PART,...", help=f"of {', '.join(PARTS)} (default: all)"
+    )
+    sizes = ",".join(map(str, default.batch_sizes))
+    w.add_argument(
+        "--batch-sizes", type=_numbers, default=default.batch_sizes, metavar="1,8,...",
+        help=f"decode: requests of a step (default: {sizes})",
+    )  # fmt: skip
     for name, text in {
         "input-len": "decode: tokens in",
         "output-len": "decode: tokens out",
@@ -55,15 +66,22 @@ def add_parsers(bench: argparse.ArgumentParser, engine_flags: Callable[[argparse
         "repeats": "runs of decode and prefill; the median counts",
         "ttft-repeats": "runs of ttft",
     }.items():
-        w.add_argument(f"--{name}", type=int, default=getattr(default, name.replace("-", "_")), help=text)
+        value = getattr(default, name.replace("-", "_"))
+        w.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{text} (default: %(default)s)")
     for name in ("mixed-input", "mixed-output"):
         value = getattr(default, name.replace("-", "_"))
-        w.add_argument(f"--{name}", type=_numbers, default=value, metavar="LOW,HIGH", help="tokens, HIGH excluded")
+        what = f"tokens, HIGH excluded (default: {value[0]},{value[1]})"
+        w.add_argument(f"--{name}", type=_numbers, default=value, metavar="LOW,HIGH", help=what)
     b = latency.add_argument_group("workload")
-    b.add_argument("--batch-size", type=int, default=1)
-    b.add_argument("--input-len", type=int, default=default.input_len)
-    b.add_argument("--output-len", type=int, default=default.output_len)
-    b.add_argument("--iterations", type=int, default=10)
+    for name, value, text in (
+        ("batch-size", 1, "requests, from 1"),
+        ("input-len", default.input_len, "tokens in, from 1"),
+        ("output-len", default.output_len, "tokens out, from 2"),
+        ("iterations", 10, "batches, from 1"),
+    ):
+        b.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{text} (default: %(default)s)")
+    for parser in (offline, latency):
+        add_engine(parser)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -84,12 +102,10 @@ def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
         arguments.backend = next(candidates(arguments.device)).backend
     model, backend = arguments.model, arguments.backend
     EngineConfig(**options, model=model, backend=backend)  # a wrong option shows before a minute of work
-    if model in SHAPES and options["load_format"] != "dummy":
-        raise ConfigError(f"load_format: got {options['load_format']}, {model} is a shape without weights: use dummy")
+    check_weights(model, options["load_format"])
     if arguments.json:
         _check_writable(arguments.json)
-    with shape_or_folder(model) as folder:
-        result = (_latency if arguments.bench == "latency" else _offline)(arguments, folder, options)
+    result = (_latency if arguments.bench == "latency" else _offline)(arguments, model_folder(model), options)
     from rich.console import Console
 
     console = Console()

@@ -2,47 +2,65 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
 
 from ..shared.chat import render_chat
 from ..shared.config import EngineConfig
-from ..shared.engine import Engine, derive_seed, token_array
+from ..shared.engine import Engine
 from ..shared.errors import ConfigError, RequestError
-from ..shared.models.config import load_config
+from ..shared.generation_config import default_params
+from ..shared.models.config import load_config, show
 from ..shared.models.locate import model_folder
-from ..shared.request import FinishReason
+from ..shared.models.shapes import check_weights
 from ..shared.sampling_params import SamplingParams
 from ..shared.tokenizer import Tokenizer
-from .completion import Completion
-from .outputs import RequestOutput
+from .batch import Batch, Prompt, need_tokenizer
+from .outputs import RequestOutput, StreamUpdate
 from .progress import GenerationBar, StartBar
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`, `priority`)."""
+Message = Mapping[str, Any]
+"""One message of a conversation: `role` and `content`, and what else a template reads."""
 
 
 class LLM:
     """A model on one backend, ready to generate.
 
-    `model` is a folder with a Hugging Face checkpoint or the word demo; `options` are those of `EngineConfig`. Building
-    one loads the weights and compiles every program; afterwards nothing compiles. Raises ConfigError, ModelError,
-    BackendUnavailable. `close()` frees the device; it is also a context manager.
+    `model` is a folder with a Hugging Face checkpoint, the word demo, or the name of a shape such as qwen3-0.6b, which
+    has no weights and needs `load_format="dummy"`. `options` are those of `EngineConfig`. Building one loads the
+    weights and compiles every program; afterwards nothing compiles.
+
+    `default_params` are used where a call gives no params: those of the model's generation_config.json, unless
+    `generation_config` is "none". What they change is in `engine.report.changes`.
+
+    Raises ConfigError, ModelError, BackendUnavailable. `close()` frees the device; it is also a context manager.
     """
 
     def __init__(
-        self, model: str, *, backend: str = "auto", device: str = "auto", progress: bool = True, **options: Any
+        self,
+        model: str,
+        *,
+        backend: str = "auto",
+        device: str = "auto",
+        generation_config: str = "auto",
+        progress: bool = True,
+        **options: Any,
     ) -> None:
         config = EngineConfig.from_options({"model": model, "backend": backend, "device": device, **options})
+        check_weights(model, config.load_format)
         folder = model_folder(model)
         model_config = load_config(folder)
         self.tokenizer = Tokenizer.load(folder)
+        self.default_params, changes = default_params(folder, generation_config)
         with StartBar("starting" if backend == "auto" else f"{backend}: starting", shown=progress) as bar:
             self.engine = Engine(config, model_config, folder, bar.update)
-        self._next_id = 0
+        self.engine.report.changes += changes
+        self._ids = itertools.count()
         self._generating = threading.Lock()
 
     def __enter__(self) -> LLM:
@@ -69,124 +87,157 @@ class LLM:
         A refused request raises RequestError after the others were withdrawn; with `return_errors` it comes back with
         `error` set and the others go on. `on_finish` is called with each result when it is complete.
         """
-        batch: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
-        settings = _per_prompt(params, len(batch))
-        if self._generating.locked():
-            raise RequestError("prompts", "generate() is running already; on_finish and other threads cannot call it")
-        # In one line: wherever an interrupt comes, the lock is given back.
-        with self._generating, _NothingLeft(self.engine):
-            return self._generate(batch, settings, progress, return_errors, on_finish)
+        with self._alone():
+            batch = self._add_all(prompts, params, return_errors)
+            self._run(batch, progress, on_finish)
+            return batch.outputs
 
-    def _generate(
+    def stream(
         self,
-        batch: Sequence[Any],
-        settings: Sequence[SamplingParams],
-        progress: bool,
-        return_errors: bool,
-        on_finish: Callable[[RequestOutput], None] | None,
-    ) -> list[RequestOutput]:
-        outputs: list[RequestOutput] = []
-        live: dict[str, tuple[RequestOutput, Completion]] = {}
-        for prompt, setting in zip(batch, settings, strict=True):
-            outputs.append(RequestOutput(str(self._next_id), prompt if isinstance(prompt, str) else None, []))
-            self._next_id += 1
-            try:
-                live.update(self._add(outputs[-1], prompt, setting))
-            except RequestError as error:
-                outputs[-1].error = error
-                if not return_errors:
-                    raise
-        self._run(live, progress, on_finish)
-        return outputs
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        return_errors: bool = False,
+    ) -> Generator[StreamUpdate, None, None]:
+        """What each step brings to each completion, as it comes; see `StreamUpdate`.
+
+        Nothing runs before the first update is asked for. Closing the generator aborts what has not ended, and so does
+        leaving a loop over it, once nobody holds it any more. Until then no other call can run.
+        """
+        with closing(self.stream_steps(prompts, params, return_errors=return_errors)) as steps:
+            for updates in steps:
+                yield from updates
+
+    def stream_steps(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        return_errors: bool = False,
+    ) -> Generator[list[StreamUpdate], None, None]:
+        """As `stream`, with all updates of a step together, so that a step is handed over whole or not at all.
+
+        The first list has the refused prompts; it may be empty.
+        """
+        with self._alone():
+            batch = self._add_all(prompts, params, return_errors)
+            refused = [(index, output) for index, output in enumerate(batch.outputs) if output.error is not None]
+            yield [StreamUpdate(index, 0, output, error=output.error) for index, output in refused]
+            while batch:
+                yield [entry.news() for entry in batch.step()]
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Any,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        progress: bool = True,
+        return_errors: bool = False,
+        on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several: messages with `role` and `content`, rendered by the model's template."""
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single else messages
-        tokenizer = self._tokenizer("chat")
-        texts = [render_chat(tokenizer, conversation, add_generation_prompt=True) for conversation in conversations]
-        prompts: list[Prompt] = [
-            {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts
-        ]
-        return self.generate(prompts, params, **options)
+        """Answer one conversation or several: messages with `role` and `content`, rendered by the model's template.
 
-    def _tokenizer(self, purpose: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError("prompt", f"the model folder has no tokenizer.json, so {purpose} needs token ids")
-        return self.tokenizer
+        The options of the template are those of `chat_prompts`, the others those of `generate`.
+        """
+        prompts = self.chat_prompts(
+            messages,
+            tools=tools,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            return_errors=return_errors,
+        )
+        return self.generate(prompts, params, progress=progress, return_errors=return_errors, on_finish=on_finish)
 
-    def _add(self, output: RequestOutput, prompt: Prompt, params: SamplingParams) -> dict[str, Any]:
-        if not isinstance(params, SamplingParams):
-            raise RequestError("params", f"got {type(params).__name__}, must be SamplingParams")
-        options: dict[str, Any] = {}
-        text: Any = prompt if isinstance(prompt, str) else None
-        token_ids: Any = None if isinstance(prompt, str) else prompt
-        if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "priority"}
-            if unknown:
-                raise RequestError("prompt", f"unknown keys {', '.join(sorted(map(str, unknown)))}")
-            options = {key: prompt[key] for key in ("cache_salt", "priority") if prompt.get(key) is not None}
-            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            if text is not None and not isinstance(text, str):
-                raise RequestError("prompt", f"got {type(text).__name__}, must be text")
-            if text is None and token_ids is None:
-                raise RequestError("prompt", "needs the key 'prompt' or 'prompt_token_ids'")
-        output.prompt = text
-        if token_ids is None:
-            token_ids = self._tokenizer("text").encode(text or "")
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop", "stop strings need a tokenizer, and the model folder has no tokenizer.json")
-        tokens = token_array(token_ids)
-        output.prompt_token_ids = tokens.tolist()
-        made: dict[str, tuple[RequestOutput, Completion]] = {}
-        try:
-            for index in range(params.n):
-                own = params if index == 0 or params.seed is None else params.with_seed(derive_seed(params.seed, index))
-                request = self.engine.add(f"{output.request_id}/{index}", tokens, own, **options)
-                completion = Completion(index, request, self.tokenizer)
-                output.outputs.append(completion.output)
-                made[request.request_id] = output, completion
-        except RequestError:
-            output.outputs.clear()
-            for request_id in made:
-                self.engine.abort(request_id)
-            raise
-        return made
-
-    def _run(
+    def chat_prompts(
         self,
-        live: dict[str, tuple[RequestOutput, Completion]],
-        progress: bool,
-        on_finish: Callable[[RequestOutput], None] | None,
-    ) -> None:
-        missing = {output.request_id: len(output.outputs) for output, _ in live.values()}
-        with GenerationBar(len(missing), shown=progress) as bar:
-            while live:
-                for update in self.engine.step():
-                    entry = live.get(update.request.request_id)
-                    if entry is None:
-                        continue
-                    output, completion = entry
-                    if update.prompt_logprobs is not None:
-                        output.prompt_logprobs = update.prompt_logprobs
-                    if completion.take(update):
-                        self.engine.finish(update.request.request_id, FinishReason.STOP)
-                    bar.token()
-                # A request that somebody aborted ends without an update.
-                ended = [key for key, (_, completion) in live.items() if completion.ended()]
-                for key in ended:
-                    output, completion = live.pop(key)
-                    output.num_cached_tokens = max(output.num_cached_tokens, completion.request.num_cached_tokens)
-                    missing[output.request_id] -= 1
-                    if not missing[output.request_id]:
-                        bar.request(len(output.prompt_token_ids))
-                        if on_finish is not None:
-                            on_finish(output)
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        return_errors: bool = False,
+    ) -> list[Any]:
+        """The prompts of one conversation or several, for `generate` and `stream`.
+
+        `tools` are JSON schemas of functions. `chat_template` is a Jinja template instead of the model's own, and
+        `chat_template_kwargs` are variables for it, such as enable_thinking. Without `add_generation_prompt` the prompt
+        ends with the last message; with `continue_final_message` it ends inside of it, and the model goes on with it.
+
+        A conversation that is refused raises RequestError; with `return_errors` the error stands in its place.
+        """
+        tokenizer = need_tokenizer(self.tokenizer, "chat")
+        prompts: list[Any] = []
+        for conversation in _conversations(messages):
+            try:
+                text = render_chat(
+                    tokenizer,
+                    conversation,
+                    tools=tools,
+                    template=chat_template,
+                    variables=chat_template_kwargs,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                )
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                prompts.append({"prompt": text, "prompt_token_ids": ids})
+            except RequestError as error:
+                if not return_errors:
+                    raise
+                prompts.append(error)
+        return prompts
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One call at a time; none leaves requests behind."""
+        if self._generating.locked():
+            raise RequestError(
+                "prompts",
+                "generate() or a stream is running already: close the stream first; on_finish and other threads "
+                "cannot start another",
+            )
+        # In one line: wherever an interrupt comes, the lock is given back.
+        with self._generating, _NothingLeft(self.engine):
+            yield
+
+    def _add_all(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        return_errors: bool,
+    ) -> Batch:
+        listed: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
+        settings = _per_prompt(self.default_params if params is None else params, len(listed))
+        batch = Batch(self.engine, self.tokenizer)
+        for prompt, setting in zip(listed, settings, strict=True):
+            try:
+                batch.add(str(next(self._ids)), prompt, setting)
+            except RequestError:
+                if not return_errors:
+                    raise
+        return batch
+
+    def _run(self, batch: Batch, progress: bool, on_finish: Callable[[RequestOutput], None] | None) -> None:
+        with GenerationBar(len(batch), shown=progress) as bar:
+            counted = 0
+            while batch:
+                entries = batch.step()
+                bar.tokens(batch.num_tokens - counted)
+                counted = batch.num_tokens
+                for entry in entries:
+                    if entry.completion.done:
+                        first = entry.completion.output.index == 0
+                        bar.completion(len(entry.output.prompt_token_ids) if first else 0)
+                    if entry.ends_request and on_finish is not None:
+                        on_finish(entry.output)
 
 
 class _NothingLeft:
@@ -202,6 +253,18 @@ class _NothingLeft:
         self._engine.abort_all()
 
 
+def _conversations(messages: Any) -> Sequence[Any]:
+    """The conversations in `messages`, which are one of them, or a list of them."""
+    if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)):
+        if any(isinstance(item, Mapping) for item in messages):
+            return [messages]
+        if all(isinstance(item, Sequence) and not isinstance(item, (str, bytes)) for item in messages):
+            return messages
+    raise RequestError(
+        "messages", f"got {show(messages)}, must be a list of messages with role and content, or a list of such lists"
+    )
+
+
 def _is_single(prompts: Any) -> bool:
     if isinstance(prompts, (str, bytes, Mapping)):
         return True
@@ -212,9 +275,7 @@ def _is_single(prompts: Any) -> bool:
     return bool(prompts) and all(isinstance(item, (int, np.integer)) for item in prompts)
 
 
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
     if isinstance(params, (str, Mapping)) or not isinstance(params, Sequence):

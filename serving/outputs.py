@@ -34,3 +34,27 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     error: Exception | None = None
+
+
+@dataclass(slots=True)
+class StreamUpdate:
+    """What one step brought to one completion: new text, new tokens, and in the last one why it ended.
+
+    `index` is the prompt's place in the list that was asked for, `completion` the completion's among the prompt's.
+    `output` is all of the request so far. A refused prompt has one update, with `error` and nothing else.
+    """
+
+    index: int
+    completion: int
+    output: RequestOutput
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: Exception | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The request's name in the engine's metrics and captures."""
+        return self.output.request_id

@@ -45,32 +45,32 @@ class StartBar:
 
 
 class GenerationBar:
-    """Counts finished requests and shows tokens per second, in and out."""
+    """Counts completions that have ended and shows tokens per second, in and out."""
 
-    def __init__(self, requests: int, *, shown: bool) -> None:
-        self._requests = requests
+    def __init__(self, completions: int, *, shown: bool) -> None:
+        self._completions = completions
         self._progress = _bars(shown)
         self._tokens = self._prompt_tokens = 0
         self._started = self._drawn = time.perf_counter()
 
     def __enter__(self) -> GenerationBar:
         self._progress.start()
-        self._task = self._progress.add_task("generating", total=self._requests)
+        self._task = self._progress.add_task("generating", total=self._completions)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
-    def token(self) -> None:
-        """One token more. The text is renewed ten times a second: a step must not wait for a terminal."""
-        self._tokens += 1
+    def tokens(self, count: int) -> None:
+        """So many tokens more. The text is renewed ten times a second: a step must not wait for a terminal."""
+        self._tokens += count
         now = time.perf_counter()
         if now - self._drawn > 0.1:
             self._drawn = now
             self._describe(now)
 
-    def request(self, prompt_tokens: int) -> None:
-        """One request more is complete."""
+    def completion(self, prompt_tokens: int) -> None:
+        """One completion more has ended; `prompt_tokens` are those that were read for it, not for another."""
         self._prompt_tokens += prompt_tokens
         self._describe(time.perf_counter())
         self._progress.advance(self._task)
@@ -84,4 +84,11 @@ class GenerationBar:
 def _bars(shown: bool) -> Progress:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=not (shown and console.is_terminal), refresh_per_second=10)
+    return Progress(
+        *columns,
+        console=console,
+        disable=not (shown and console.is_terminal),
+        refresh_per_second=10,
+        # Else what is printed to a file while a bar is shown would go to the terminal instead.
+        redirect_stdout=False,
+    )

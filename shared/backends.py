@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from .config import Backend, Change, DeviceInfo
+from .config import Backend, Change, DeviceInfo, parse_device
 from .errors import BackendUnavailable
 from .worker import backend_module
 
@@ -53,16 +53,17 @@ def _word(path: Path) -> str:
 
 
 def candidates(device: str, pci: Path = PCI, dev: Path = DEV) -> Iterator[Candidate]:
-    """What `backend="auto"` tries for the option `device` (auto, cpu, cuda, tpu), best first."""
-    anything = device == "auto"
+    """What `backend="auto"` tries for the option `device` (auto, cpu, cuda, tpu, cuda:1), best first."""
+    kind, _ = parse_device(device)
+    anything = kind == "auto"
     tpu, nvidia = has_tpu(pci, dev), has_nvidia(dev)
-    if device == "tpu" or (anything and tpu):
-        yield Candidate("jax", "tpu", "runs TPUs")
-    if device == "cuda" or (anything and nvidia):
-        yield Candidate("torch", "cuda", "is the faster one on NVIDIA GPUs")
-        yield Candidate("jax", "cuda", "runs NVIDIA GPUs too")
-    if device == "cpu" or anything:
-        seen = "" if device == "cpu" or tpu or nvidia else "; no TPU and no NVIDIA driver was found"
+    if kind == "tpu" or (anything and tpu):
+        yield Candidate("jax", "tpu" if anything else device, "runs TPUs")
+    if kind == "cuda" or (anything and nvidia):
+        yield Candidate("torch", "cuda" if anything else device, "is the faster one on NVIDIA GPUs")
+        yield Candidate("jax", "cuda" if anything else device, "runs NVIDIA GPUs too")
+    if kind == "cpu" or anything:
+        seen = "" if kind == "cpu" or tpu or nvidia else "; no TPU and no NVIDIA driver was found"
         yield Candidate("torch", device, f"is the faster one on CPUs{seen}")
         yield Candidate("jax", "cpu", "runs CPUs too")
 

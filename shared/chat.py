@@ -1,7 +1,8 @@
 """Messages to a prompt, by the Jinja template that comes with a model, as `apply_chat_template` of transformers 5.
 
 A template is data from a download: it runs in Jinja's sandbox, sees plain JSON values only, and its output is limited.
-The sandbox limits neither time nor the memory used on the way, so a template must never come from a request.
+Time and the memory used on the way are not: nested loops run for hours, 'x' * 10**12 asks for a terabyte. So a template
+must never come from a request.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ MAX_OUTPUT = 8 << 20
 """Characters of a rendered prompt; no context is that long."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 REASONING = ("reasoning_content", "thinking", "reasoning")
+END_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks the end of a message that is to be continued while it is rendered: the text and the space of transformers."""
 
 
 def render_chat(
@@ -36,6 +39,7 @@ def render_chat(
     messages: Any,
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     tools: Any = None,
     template: str | None = None,
     variables: Mapping[str, Any] | None = None,
@@ -45,10 +49,12 @@ def render_chat(
 
     `messages` is a list of objects with `role` and `content`: text, null, or a list of text parts, which are joined by
     line ends. Their other fields, such as tool_calls, and `tools` reach the template as they are. `template` replaces
-    the model's own, `variables` (such as enable_thinking) are what else the template may read.
+    the model's own, `variables` (such as enable_thinking) are what else the template may read. With
+    `continue_final_message` the prompt ends where the last message's content does, so that the model goes on with it.
     Raises RequestError for messages that are malformed or that the template refuses, ModelError if there is no template
     or it is broken.
     """
+    _check_options(add_generation_prompt, continue_final_message, template, variables)
     conversation = _checked_messages(messages)
     if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)):
         raise RequestError("tools", f"got {show(tools)}, must be a list of objects")
@@ -62,7 +68,34 @@ def render_chat(
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
     }
-    return _render(_compile(_choose(tokenizer, tools, template)), context, max_output)
+    source = _choose(tokenizer, tools, template)
+    if not continue_final_message:
+        return _render(_compile(source), context, max_output)
+    if not isinstance(conversation[-1].get("content"), str):
+        raise RequestError("continue_final_message", "the last message has no content to continue")
+    conversation[-1]["content"] += END_TAG
+    return _cut_at_tag(_render(_compile(source), context, max_output))
+
+
+def _check_options(add_generation_prompt: Any, continue_final_message: Any, template: Any, variables: Any) -> None:
+    flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise RequestError(name, f"got {show(value)}, allowed are true and false")
+    if add_generation_prompt and continue_final_message:
+        raise RequestError("continue_final_message", "needs add_generation_prompt=False: a prompt ends in one way")
+    if template is not None and not isinstance(template, str):
+        raise RequestError("chat_template", f"got {show(template)}, must be the text of a template")
+    if variables is not None and not isinstance(variables, Mapping):
+        raise RequestError("chat_template_kwargs", f"got {show(variables)}, must map names to values")
+
+
+def _cut_at_tag(text: str) -> str:
+    """The text up to `END_TAG`. A template that strips the content has stripped the tag's space, as it does ours."""
+    place = text.rfind(END_TAG.strip())
+    if place < 0:
+        raise RequestError("continue_final_message", "the chat template leaves out the end of the last message")
+    return text[:place] if text.startswith(END_TAG, place) else text[:place].rstrip()
 
 
 def _choose(tokenizer: Tokenizer, tools: Any, template: str | None) -> str:
@@ -207,22 +240,6 @@ def _refuse_private(name: Any) -> None:
         raise jinja2.exceptions.SecurityError(f"a namespace has no attribute {name!r}")
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a limit on what a product may build: `'x' * 10**12` is a small template."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            if not (abs(left) <= MAX_OUTPUT and 0 <= right <= 64):
-                raise jinja2.exceptions.SecurityError("a power that is too large")
-        else:
-            for many, count in ((left, right), (right, left)):
-                if hasattr(many, "__len__") and isinstance(count, int) and len(many) * count > MAX_OUTPUT:
-                    raise jinja2.exceptions.SecurityError(f"a product of more than {MAX_OUTPUT} entries")
-        return super().call_binop(context, operator, left, right)
-
-
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
@@ -240,7 +257,9 @@ def _strftime_now(form: str) -> str:
 
 @lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,

@@ -100,20 +100,29 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model: got {self.model!r}, must be a folder or the word demo")
         _choice("backend", self.backend, BACKEND_CHOICES)
-        _choice("device", self.device, DEVICES)
+        _, number = parse_device(self.device)
         _choice("dtype", self.dtype, DTYPES)
         _choice("load_format", self.load_format, LOAD_FORMATS)
         _choice("scheduling_policy", self.scheduling_policy, POLICIES)
         self.compilation()
         check_fields(self)
         kv_config.check_fields(self)
+        if number is not None and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"device: got {self.device}, which is one, and tensor_parallel_size {self.tensor_parallel_size}; "
+                "leave the number out"
+            )
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "num_pages"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}: got {value!r}, must be a positive integer")
+        if self.num_pages is not None and self.kv_cache_memory is not None:
+            raise ConfigError(
+                f"num_pages: got {self.num_pages}, and kv_cache_memory {self.kv_cache_memory}: give one of them"
+            )
         if self.page_size is not None and (type(self.page_size) is not int or self.page_size not in PAGE_SIZES):
             raise ConfigError(f"page_size: got {self.page_size!r}, must be a power of two from 1 to 256")
-        if isinstance(self.decode_steps, bool) or self.decode_steps not in range(1, MAX_DECODE_STEPS + 1):
+        if type(self.decode_steps) is not int or self.decode_steps not in range(1, MAX_DECODE_STEPS + 1):
             raise ConfigError(f"decode_steps: got {self.decode_steps!r}, allowed is 1 to {MAX_DECODE_STEPS}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed: got {self.seed!r}, must be an integer")
@@ -133,7 +142,8 @@ class EngineConfig:
             isinstance(op, str) and isinstance(order, (tuple, list)) for op, order in self.op_priority.items()
         ):
             raise ConfigError(f"op_priority: got {self.op_priority!r}, must map ops to lists of providers")
-        if isinstance(self.enable_ops, str) or not all(isinstance(word, str) for word in self.enable_ops):
+        words = self.enable_ops if isinstance(self.enable_ops, (list, tuple)) else (None,)
+        if not all(isinstance(word, str) for word in words):
             raise ConfigError(f"enable_ops: got {self.enable_ops!r}, must be a list such as all, -rms_norm")
 
     def compilation(self) -> CompilationConfig:
@@ -168,11 +178,15 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """The device that a worker runs on. `platform` is cpu, cuda or tpu; `memory` in bytes."""
+    """The device that a worker runs on. `platform` is cpu, cuda or tpu; `memory` in bytes.
+
+    `index` is its number among the devices of its kind on this machine, None where the framework chooses.
+    """
 
     platform: str
     name: str
     memory: int
+    index: int | None = None
 
 
 def host_memory() -> int:
@@ -301,6 +315,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tup
     if not config.enable_chunked_prefill and tokens < length:
         changes.append(Change("max_num_batched_tokens", tokens, length, "without chunked prefill a prompt runs whole"))
         tokens = length
+    tokens = _bounded_tokens(tokens, sequences, length, model, device, changes)
     dtype = fill("dtype", model.dtype, "the checkpoint's dtype")
     cache, scales = kv_config.resolve_cache(config, dtype)
     if config.capture is not None:
@@ -352,6 +367,36 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tup
 
 _FLAGS = {"level": "compile_level"}
 """What a field of `CompilationConfig` is called among the engine's options."""
+
+
+def _bounded_tokens(
+    tokens: int, sequences: int, length: int, model: ModelConfig, device: DeviceInfo, changes: list[Change]
+) -> int:
+    """`tokens` as max_num_batched_tokens, no more than can meet in a step. Raises ConfigError if memory ends before."""
+    most = sequences * length
+    if tokens > most:
+        why = f"max_num_seqs * max_model_len is {sequences} * {length}: no step has more tokens"
+        changes.append(Change("max_num_batched_tokens", tokens, most, why))
+        tokens = most
+    width = max(model.intermediate_size, model.hidden_size)
+    needed = 4 * tokens * width
+    if 0 < device.memory < needed:  # 0: JAX could not say
+        raise ConfigError(
+            f"max_num_batched_tokens: got {tokens}; a hidden state of {width} numbers of 4 bytes for each of them "
+            f"takes {needed} bytes, the device has {device.memory}"
+        )
+    return tokens
+
+
+def parse_device(device: Any) -> tuple[str, int | None]:
+    """The kind of a device and its number: of cuda:1 cuda and 1, of cuda cuda and None. Raises ConfigError."""
+    kind, colon, digits = device.partition(":") if isinstance(device, str) else (None, "", "")
+    numbered = kind != "auto" and digits.isascii() and digits.isdigit() and len(digits) <= 4
+    if kind not in DEVICES or (colon and not numbered):
+        raise ConfigError(
+            f"device: got {device!r}, allowed are {', '.join(DEVICES)}, and a number behind a kind, such as cuda:1"
+        )
+    return kind, int(digits) if colon else None
 
 
 def _choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from .backends import find_backend
 from .config import Change, EngineConfig, ResolvedConfig, resolve
-from .errors import ConfigError, EngineDead, InternalError, RequestError
+from .errors import ConfigError, EngineClosed, EngineDead, InternalError, RequestError
 from .interrupts import DeferredInterrupts
 from .models.config import ModelConfig, show
 from .packer import pack
@@ -153,7 +153,7 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> Request:
-        """Queue a request. Raises RequestError, which leaves the engine and other requests alone, or EngineDead."""
+        """Queue a request. Raises RequestError, which leaves the engine and others alone, EngineDead, EngineClosed."""
         self._check_usable()
         tokens = token_array(prompt)
         outside = (tokens < 0) | (tokens >= self.model.vocab_size)
@@ -231,7 +231,7 @@ class Engine:
         if self._dead is not None:
             raise EngineDead(f"the engine has ended, make a new one: {self._dead}")
         if self._closed:
-            raise InternalError("the engine is closed")
+            raise EngineClosed("the engine is closed, make a new one")
 
     @contextmanager
     def _changing_books(self) -> Iterator[None]:
@@ -353,12 +353,16 @@ def token_array(prompt: Sequence[int] | np.ndarray) -> np.ndarray:
     if isinstance(prompt, np.ndarray):
         if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
             raise RequestError("prompt", f"got an array of {prompt.dtype} {prompt.shape}, must be integers [n]")
+        if prompt.dtype.kind == "u":
+            prompt = prompt.tolist()
     elif isinstance(prompt, (str, bytes, bytearray, memoryview)) or not isinstance(prompt, Sequence):
         raise RequestError("prompt", f"got {type(prompt).__name__}, must be a list of integer token ids")
     elif set(map(type, prompt)) != {int}:  # one pass that does not leave C, where all is as it mostly is
         for item in prompt:
             if isinstance(item, (bool, np.timedelta64)) or not isinstance(item, (int, np.integer)):
                 raise RequestError("prompt", f"got {type(item).__name__} {show(item)}, token ids must be integers")
+        # As Python's own: numpy turns an unsigned integer of 2**63 and more into a negative one without a word.
+        prompt = [int(item) for item in prompt]
     if len(prompt) == 0:
         raise RequestError("prompt", "is empty: at least one token is needed")
     try:

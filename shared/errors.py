@@ -11,6 +11,7 @@ TwinferError                     500  exit 1
 ├── Overloaded                   503  exit 1   admission refused; try again later
 ├── BackendUnavailable           500  exit 4   the framework or the device is not there
 ├── EngineDead                   500  exit 1   a step failed, so that nothing that the engine holds can be trusted
+├── EngineClosed                 500  exit 1   the engine was closed before this call
 └── InternalError                500  exit 1   a broken invariant: a bug of ours
     └── OutsideTable             500  exit 1   a shape that was not compiled before *ready*
 """
@@ -76,6 +77,10 @@ class BackendUnavailable(TwinferError):
 
 class EngineDead(TwinferError):
     """A step failed earlier: cache, mirrors and books may disagree. The message says what failed; make a new engine."""
+
+
+class EngineClosed(TwinferError):
+    """The engine was closed before this call; make a new one."""
 
 
 class InternalError(TwinferError):

@@ -119,7 +119,7 @@ class Worker(Protocol):
         ...
 
     def compilations_after_ready(self) -> int:
-        """Programs compiled since warm_up returned: 0, or a bug."""
+        """Programs compiled by steps since warm_up returned: 0, or a bug. What others compile does not count."""
         ...
 
     def close(self) -> None:

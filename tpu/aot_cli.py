@@ -11,7 +11,6 @@ from rich.table import Table
 
 from ..shared.models.config import load_config
 from ..shared.models.locate import model_folder
-from ..shared.models.shapes import shape_or_folder
 from ..shared.worker import Progress
 from .aot import build
 from .aot_report import AotReport
@@ -31,8 +30,7 @@ def run(
 ) -> int:
     """Compile, print, and return the exit code: 0, or 3 if the model does not fit."""
     leave_out_libtpu()
-    with shape_or_folder(model) as folder:
-        config = load_config(model_folder(folder))
+    config = load_config(model_folder(model))
     report = build(model, config, topology, options, out, progress, which)
     if as_json:
         print(json.dumps(report.as_dict()))

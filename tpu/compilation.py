@@ -35,12 +35,14 @@ STACK = 64 << 20
 """Bytes of stack of a compiling thread: XLA recurses deeper than the default of 8 MiB holds for large programs."""
 
 _compilations = 0
+_of_thread = threading.local()
 
 
 def _count(event: str, seconds: float, **_: Any) -> None:
     global _compilations
     if event == COMPILE_EVENT:
         _compilations += 1
+        _of_thread.compilations = compilations_here() + 1
 
 
 jax.monitoring.register_event_duration_secs_listener(_count)
@@ -49,6 +51,11 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 def compilations() -> int:
     """XLA compilations in this process so far."""
     return _compilations
+
+
+def compilations_here() -> int:
+    """XLA compilations of this thread so far. Another engine that starts in another one is not counted."""
+    return getattr(_of_thread, "compilations", 0)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ..ops.namespaces import namespace
 from ..shared.config import DeviceInfo
 from ..shared.limits import Limits
+from .platforms import local_devices
 
 COPY_BYTES = 1 << 30
 MATRIX = 8192
@@ -24,11 +25,12 @@ def measure_limits(device: DeviceInfo, dtype: str) -> Limits:
     if device.platform == "cpu":
         return Limits(None, None, "not measured on a CPU: its cores and caches are shared, so no rate is a limit")
     kind = jnp.dtype(dtype)
-    words = jnp.zeros(COPY_BYTES // 4, jnp.int32)
-    copy = 2 * COPY_BYTES / _seconds(jax.jit(lambda x: x + 1), words)
-    del words
     linear = namespace("jax").linear_accumulated  # the product that the ops use, at the precision that they ask for
-    product = 2 * MATRIX**3 / _seconds(jax.jit(lambda x: linear(x, x)), jnp.ones((MATRIX, MATRIX), kind))
+    with jax.default_device(local_devices(device.platform)[device.index or 0]):
+        words = jnp.zeros(COPY_BYTES // 4, jnp.int32)
+        copy = 2 * COPY_BYTES / _seconds(jax.jit(lambda x: x + 1), words)
+        del words
+        product = 2 * MATRIX**3 / _seconds(jax.jit(lambda x: linear(x, x)), jnp.ones((MATRIX, MATRIX), kind))
     return Limits(copy, product, f"x + 1 on {COPY_BYTES >> 20} MiB, {dtype} product of {MATRIX}x{MATRIX} matrices")
 
 

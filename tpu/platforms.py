@@ -13,7 +13,7 @@ import jax
 from jax.experimental import topologies
 
 from ..shared.backends import has_nvidia, has_tpu
-from ..shared.config import DeviceInfo, host_memory
+from ..shared.config import DeviceInfo, host_memory, parse_device
 from ..shared.errors import BackendUnavailable, ConfigError
 from .chips import CHIPS, Chip
 
@@ -25,12 +25,30 @@ then it does so on a thread with a stack of 64 KiB, and the process ends."""
 
 
 def find_device(device: str) -> DeviceInfo:
-    """The JAX device that `device` (auto, cpu, cuda, tpu) names. Raises BackendUnavailable."""
-    found = next(found for found in devices(device) if found.process_index == jax.process_index())
+    """The JAX device that `device` (auto, cpu, cuda, tpu, tpu:1) names. Raises BackendUnavailable.
+
+    A number is the device's place among those of its kind that this process has.
+    """
+    kind, index = parse_device(device)
+    local = local_devices(kind)
+    if index is not None and index >= len(local):
+        raise BackendUnavailable(f"device: got {device}, the numbers here go from 0 to {len(local) - 1}")
+    found = local[index or 0]
     platform = "cuda" if found.platform in ("gpu", "cuda") else found.platform
-    if platform == "cpu":
-        return DeviceInfo(platform, found.device_kind, host_memory())
-    return DeviceInfo(platform, found.device_kind, int((found.memory_stats() or {}).get("bytes_limit", 0)))
+    memory = host_memory() if platform == "cpu" else int((found.memory_stats() or {}).get("bytes_limit", 0))
+    return DeviceInfo(platform, found.device_kind, memory, index)
+
+
+def local_devices(kind: str) -> list[jax.Device]:
+    """The JAX devices of a kind (auto, cpu, cuda, tpu) that this process has. Raises BackendUnavailable."""
+    return [device for device in devices(kind) if device.process_index == jax.process_index()]
+
+
+def devices_of(device: DeviceInfo) -> list[jax.Device]:
+    """The devices that a worker on `device` may use: that one if it has a number, else all of its kind."""
+    if device.index is None:
+        return devices(device.platform)
+    return [local_devices(device.platform)[device.index]]
 
 
 def memory_of(device: jax.Device) -> tuple[int, int]:

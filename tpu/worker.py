@@ -33,7 +33,7 @@ from .hosts import on_all_hosts
 from .kv_buffer import page_bytes
 from .ladder import describe, jobs, program_model
 from .plans import make_plans
-from .platforms import devices, find_device, memory_of
+from .platforms import devices_of, find_device, memory_of
 from .programs import LOOP_SAMPLERS, sampler_size
 from .sharding import make_mesh, on
 from .state import Mirror, State, wider_processors
@@ -83,7 +83,7 @@ class JaxWorker:
         self.config = config
         self.changes: list[Change] = []
         self._loaded = model
-        self._mesh = make_mesh(devices(device.platform), config.tensor_parallel_size)
+        self._mesh = make_mesh(devices_of(device), config.tensor_parallel_size)
         try:
             self._plans = make_plans(model, config)
             self._model = program_model(model, config, self._plans, self._mesh)
@@ -94,7 +94,8 @@ class JaxWorker:
         self._dtype = jnp.dtype(config.dtype)
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._built: footprint.Built = {}
-        self._compiled_at_ready: int | None = None
+        self._is_ready = False
+        self._num_late = 0
         self._weights: dict[str, Any] = {}
         self._head: dict[str, Any] = {}
         self._logits = jax.jit(partial(decoder.head, self._model.ops["sample"]))
@@ -175,7 +176,7 @@ class JaxWorker:
         self._state = self._program("update")(self._state, self._mirror.nothing())
         for descriptor in table:
             self._run_once(descriptor)
-        self._compiled_at_ready = compilation.compilations()
+        self._is_ready, self._num_late = True, 0
         return reports
 
     def _stored(self) -> executables.Reader | None:
@@ -206,6 +207,13 @@ class JaxWorker:
 
     def execute(self, step: StepInput) -> Handle:
         """Start a step."""
+        before = compilation.compilations_here()
+        try:
+            return self._execute(step)
+        finally:
+            self._num_late += compilation.compilations_here() - before
+
+    def _execute(self, step: StepInput) -> Handle:
         d = step.descriptor
         if step.loop is not None:
             return self._execute_loop(step)
@@ -279,10 +287,10 @@ class JaxWorker:
         return self._plans
 
     def compilations_after_ready(self) -> int:
-        """XLA compilations in this process since warm_up returned."""
-        if self._compiled_at_ready is None:
+        """XLA compilations while steps of this worker started; another engine's start is not its fault."""
+        if not self._is_ready:
             raise InternalError("the worker is not warmed up yet")
-        return compilation.compilations() - self._compiled_at_ready
+        return self._num_late
 
     def close(self) -> None:
         """Drop weights, cache and programs."""

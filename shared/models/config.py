@@ -263,21 +263,21 @@ class Fields:
         """A positive integer. Without a default it must be there."""
         value = self.need(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-            self.fail(name, f"is {show(value)}, must be an integer from 1 to {high}")
+            self.fail(name, f"is {quoted(value)}, must be an integer from 1 to {high}")
         return int(value)
 
     def number(self, name: str, default: float | None = None, low: float = 0.0, above: bool = False) -> float:
         """A finite number of at least `low`, or more than that. Without a default it must be there."""
         value = self.need(name, default)
         if not is_number(value) or value < low or (above and value == low):
-            self.fail(name, f"is {show(value)}, must be a number of {'more than' if above else 'at least'} {low:g}")
+            self.fail(name, f"is {quoted(value)}, must be a number of {'more than' if above else 'at least'} {low:g}")
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
         """True or false."""
         value = self.get(name)
         if value is not None and not isinstance(value, bool):
-            self.fail(name, f"is {show(value)}, must be true or false")
+            self.fail(name, f"is {quoted(value)}, must be true or false")
         return default if value is None else bool(value)
 
 
@@ -310,6 +310,11 @@ def show(value: Any, limit: int = 80) -> str:
     except (ValueError, RecursionError):  # an integer of thousands of digits, a list in a list in a list
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def quoted(value: Any) -> str:
+    """As `show`, but text is in quotes: where a number is expected, "64" must not look like one."""
+    return show(json.dumps(value) if isinstance(value, str) else value)
 
 
 def is_number(value: Any) -> bool:
@@ -390,7 +395,7 @@ def _layer_windows(fields: Fields, model_type: str, layers: int) -> tuple[int, .
     first = fields.get("max_window_layers")
     first = 28 if first is None else first
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-        fields.fail("max_window_layers", f"is {show(first)}, must be an integer of at least 0")
+        fields.fail("max_window_layers", f"is {quoted(first)}, must be an integer of at least 0")
     usual = tuple(window if not qwen or layer >= first else 0 for layer in range(layers))
     types = fields.get("layer_types")
     if types is None:
@@ -498,5 +503,5 @@ def _token_ids(fields: Fields, name: str, vocab_size: int) -> list[int]:
     ids: Sequence[Any] = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            fields.fail(name, f"is {show(value)}, must be below vocab_size ({vocab_size}): an id, or a list of ids")
+            fields.fail(name, f"is {quoted(value)}, must be below vocab_size ({vocab_size}): an id, or a list of ids")
     return list(ids)

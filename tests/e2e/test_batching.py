@@ -159,13 +159,47 @@ def test_a_late_compilation_is_counted(checkpoints, backend, device):
     folder, _ = checkpoints("qwen3")
     subject = engine(folder, backend, device, max_num_seqs=2, max_num_batched_tokens=16)
     assert subject.worker.compilations_after_ready() == 0
+    compile_something(backend, 7)
+    assert subject.worker.compilations_after_ready() == 0, "that was somebody else"
+    plant_compilation(subject.worker, backend)
+    subject.add("late", [1, 2, 3], SamplingParams(max_tokens=1))
+    subject.step()
+    assert subject.worker.compilations_after_ready() > 0
+    subject.close()
+
+
+def compile_something(backend, length):
     if backend == "jax":
         import jax
 
-        jax.jit(lambda x: x * 3 + 1)(np.arange(7, dtype=np.int32))
+        jax.jit(lambda x: x * 3 + 1)(np.arange(length, dtype=np.int32))
     else:
         import torch
 
-        torch.compile(lambda x: x * 3 + 1, backend="eager")(torch.arange(7))
-    assert subject.worker.compilations_after_ready() > 0
-    subject.close()
+        torch.compile(lambda x: x * 3 + 1, backend="eager")(torch.arange(length))
+
+
+def plant_compilation(worker, backend):
+    """Let the worker's next step compile."""
+    owner, name = (worker, "_backbone") if backend == "jax" else (worker._programs, "backbone")
+    backbone = getattr(owner, name)
+
+    def compiling(*arguments):
+        compile_something(backend, 5)
+        return backbone(*arguments)
+
+    setattr(owner, name, compiling)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_engine_that_starts_is_not_counted(checkpoints, backend, device):
+    folder, _ = checkpoints("qwen3")
+    # At level 0 torch compiles nothing at all on a CPU.
+    sizes = {"max_num_batched_tokens": 16, "compile_level": 1 if backend == "torch" else None}
+    first = engine(folder, backend, device, max_num_seqs=2, **sizes)
+    second = engine(folder, backend, device, max_num_seqs=3, **sizes)
+    second.add("late", [1, 2, 3], SamplingParams(max_tokens=1))
+    second.step()
+    assert first.worker.compilations_after_ready() == second.worker.compilations_after_ready() == 0
+    first.close()
+    second.close()

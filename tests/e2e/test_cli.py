@@ -27,11 +27,13 @@ def test_json_lines(capsys, device):
     ]
     assert main([*argv, "--temperature", "0", "--seed", "1", "--ignore-eos", "--json"]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    records.sort(key=lambda record: record["index"])
     assert len(records) == 2
     for record in records:
         assert set(record) == {
-            "prompt_token_ids", "token_ids", "text", "finish_reason", "backend", "device", "dtype"
-        }  # fmt: skip
+            "index", "request_id", "completion", "prompt_token_ids", "token_ids", "text", "finish_reason",
+            "stop_reason", "backend", "device", "dtype",
+        } | ({"prompt"} if record["index"] == 0 else set())  # fmt: skip
         assert len(record["token_ids"]) == 5
         assert (record["backend"], record["device"], record["dtype"]) == ("torch", device, "float32")
         assert record["finish_reason"] == "length"
@@ -43,7 +45,8 @@ def test_a_prompt_file_and_one_bad_prompt_among_good_ones(capsys, tmp_path):
     file.write_text("import os\n\nclass A:\n")
     assert main([*GENERATE, "--prompt-file", str(file), "--max-tokens", "3", "--json"]) == 2
     captured = capsys.readouterr()
-    assert len(captured.out.splitlines()) == 2
+    records = [json.loads(line) for line in captured.out.splitlines()]
+    assert sorted((record["index"], "error" in record) for record in records) == [(0, False), (1, True), (2, False)]
     complaints = [line for line in captured.err.splitlines() if "error" in line]
     assert complaints == ["twinfer: error: prompt 1: prompt: is empty: at least one token is needed"]
 
@@ -57,6 +60,14 @@ BAD = {
     "not a number": (["--model", "demo", "--prompt", "x", "--max-tokens", "many"], "max-tokens"),
     "token ids": (["--model", "demo", "--prompt-token-ids", "1,b"], "1,b"),
     "stop list": (["--model", "demo", "--prompt", "x", *[a for i in range(17) for a in ("--stop", str(i))]], "stop"),
+    "short flag": (["--model", "demo", "--prompt", "x", "--temp", "1"], "did you mean --temperature?"),
+    "no model": (["--prompt", "x"], "model: none given"),
+    "two models": (["demo", "--model", "other", "--prompt", "x"], "got demo and --model other"),
+    "two words": (["demo", "other", "--prompt", "x"], "unknown argument other"),
+    "no such number": (["demo", "--prompt", "x", "--backend", "torch", "--device", "cpu:7"], "cpu:7"),
+    "odd device": (["demo", "--prompt", "x", "--device", "gpu0"], "gpu0"),
+    "bias": (["demo", "--prompt", "x", "--logit-bias", "5"], "'5' is not a list such as 42:5"),
+    "two cache sizes": (["demo", "--prompt", "x", "--num-pages", "8", "--kv-cache-memory", "1G"], "kv_cache_memory"),
     "unknown flag": (["--model", "demo", "--prompt", "x", "--temprature", "1"], "--temperature"),
     "infinite size": (["--model", "demo", "--prompt", "x", "--max-model-len", "infk"], "infk"),
     "a hole in token ids": (["--model", "demo", "--prompt-token-ids", "1,,2"], "1,,2"),
@@ -80,7 +91,7 @@ def test_bad_input_is_one_line_and_exit_code_2(name, capsys):
     except SystemExit as left:
         code = left.code
     captured = capsys.readouterr()
-    assert code == (4 if name == "no such device" else 2)
+    assert code == (4 if name.startswith("no such") else 2)
     assert captured.out == ""
     line = captured.err.splitlines()[-1]
     assert line.startswith("twinfer")

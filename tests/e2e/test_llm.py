@@ -189,6 +189,12 @@ def test_a_bad_request_ends_alone(llm, prompt, options, field):
         {"max_model_len": 0},
         {"max_model_len": 10**6},
         {"page_size": 3},
+        {"page_size": 16.0},
+        {"decode_steps": 4.0},
+        {"enable_ops": None},
+        {"num_pages": 8, "kv_cache_memory": 1 << 30},
+        {"generation_config": "vllm"},
+        {"device": "cuda:x"},
         {"max_model_len": 1},
         {"max_num_seqs": 100_000},
         {"num_pages": 10**12},
@@ -302,6 +308,10 @@ def test_generate_cannot_run_inside_itself(llm):
         ([[3, [4]]], {}),
         ({"prompt": 5}, {}),
         ({"prompt_token_ids": 5}, {}),
+        (None, {}),
+        ([2**63], {}),
+        ([np.uint64(2**63)], {}),
+        (np.array([5, 2**63], np.uint64), {}),
         ({"prompt_token_ids": "abc"}, {}),
         ({"prompt": "x", "priority": "x"}, {}),
         ({"prompt": "x", "priority": 1.5}, {}),
@@ -317,6 +327,131 @@ def test_odd_requests_are_refused_alone(llm, prompt, options):
     assert "\n" not in str(bad.error)
     assert good.outputs[0].text
     assert not llm.engine.scheduler.requests
+
+
+@pytest.mark.parametrize("prompt", [[2**63], [np.uint64(2**63)], np.array([5, 2**63], np.uint64)], ids=str)
+def test_a_huge_token_is_named_as_it_was_given(llm, prompt):
+    with pytest.raises(RequestError, match="token id 9223372036854775808 is out of range"):
+        llm.generate([prompt], progress=False)
+    assert len(llm.generate(np.array([5, 6], np.uint64), SamplingParams(max_tokens=1), progress=False)) == 1
+
+
+def test_none_is_no_prompt(llm):
+    """Of a tokenizer that begins texts with a token of its own, it once was an empty text, and was completed."""
+    for batch in ([None], [PROMPT, None]):
+        with pytest.raises(RequestError, match="prompt: got None, must be text, token ids, or a mapping"):
+            llm.generate(batch, progress=False)
+
+
+def test_a_stream_brings_what_generate_does(llm):
+    prompts = [PROMPT, "import os\n"]
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=20, n=2, logprobs=1, stop="return")
+    want = llm.generate(prompts, params, progress=False)
+    texts, ids, ends, counts = {}, {}, {}, []
+    for update in llm.stream(prompts, params):
+        place = update.index, update.completion
+        assert place not in ends, "an update after the last one"
+        texts[place] = texts.get(place, "") + update.text
+        ids.setdefault(place, []).extend(update.token_ids)
+        assert [next(iter(best)) for best in update.logprobs] == update.token_ids
+        assert texts[place] == update.output.outputs[update.completion].text
+        if update.finish_reason is not None:
+            ends[place] = update.finish_reason, update.stop_reason
+        counts.append(len(llm.engine.scheduler.requests))
+    for index, output in enumerate(want):
+        for completion in output.outputs:
+            place = index, completion.index
+            assert (texts[place], ids[place]) == (completion.text, completion.token_ids)
+            assert ends[place] == (completion.finish_reason, completion.stop_reason)
+    assert counts[0] == 4, "text came when all had ended"
+
+
+def test_closing_a_stream_aborts_its_requests(llm):
+    params = SamplingParams(**GREEDY, ignore_eos=True)
+    stream = llm.stream([PROMPT, PROMPT], params)
+    assert not llm.engine.scheduler.requests, "nothing runs before it is asked for"
+    next(stream)
+    assert len(llm.engine.scheduler.requests) == 2
+    with pytest.raises(RequestError, match="close the stream first"):
+        llm.generate(PROMPT, params, progress=False)
+    stream.close()
+    assert not llm.engine.scheduler.requests
+    for _ in llm.stream(PROMPT, params):
+        break
+    assert not llm.engine.scheduler.requests
+    assert llm.generate(PROMPT, SamplingParams(**GREEDY), progress=False)[0].outputs[0].text
+
+
+def test_a_stream_says_what_was_refused(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    updates = list(llm.stream([PROMPT, "", PROMPT], params, return_errors=True))
+    (refused,) = [update for update in updates if update.error is not None]
+    assert (refused.index, refused.output.outputs, refused.token_ids) == (1, [], [])
+    assert {update.index for update in updates} == {0, 1, 2}
+    with pytest.raises(RequestError, match="prompt: is empty"):
+        list(llm.stream([PROMPT, ""], params))
+    assert not llm.engine.scheduler.requests
+
+
+MESSAGES = [{"role": "user", "content": "what is a list?"}, {"role": "assistant", "content": "A list is "}]
+TEMPLATE = """{{ tools | length if tools else 'none' }} {{ style is defined and style }}
+{%- for m in messages %}|{{ m.content }}{% endfor %}{{ '>' if add_generation_prompt }}"""
+
+
+def test_chat_takes_what_a_template_reads(llm):
+    def prompt(**options):
+        (output,) = llm.chat(MESSAGES, SamplingParams(max_tokens=1), progress=False, **options)
+        return output.prompt
+
+    whole = "# user: what is a list?\n# assistant: A list is \n"
+    assert prompt() == whole + "# assistant:"
+    assert prompt(add_generation_prompt=False) == whole
+    assert (
+        prompt(add_generation_prompt=False, continue_final_message=True)
+        == "# user: what is a list?\n# assistant: A list is "
+    )
+    assert prompt(chat_template=TEMPLATE) == "none False|what is a list?|A list is >"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    variables = {"style": "short"}
+    told = prompt(chat_template=TEMPLATE, tools=tools, chat_template_kwargs=variables, add_generation_prompt=False)
+    assert told == "1 short|what is a list?|A list is "
+    streamed = list(llm.stream(llm.chat_prompts(MESSAGES), SamplingParams(max_tokens=1)))
+    assert streamed[0].output.prompt == prompt()
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "field"),
+    [
+        (None, {}, "messages"),
+        ({"role": "user", "content": "x"}, {}, "messages"),
+        ("hi", {}, "messages"),
+        (["hi"], {}, "messages"),
+        ([MESSAGES, "hi"], {}, "messages"),
+        ([*MESSAGES, "hi"], {}, "messages[2]"),
+        (MESSAGES, {"tools": {"type": "function"}}, "tools"),
+        (MESSAGES, {"chat_template": 5}, "chat_template"),
+        (MESSAGES, {"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        (MESSAGES, {"add_generation_prompt": "no"}, "add_generation_prompt"),
+        (MESSAGES, {"continue_final_message": 1}, "continue_final_message"),
+        (MESSAGES, {"continue_final_message": True}, "continue_final_message"),
+    ],
+    ids=str,
+)
+def test_odd_conversations_are_refused(llm, messages, options, field):
+    with pytest.raises(RequestError) as refused:
+        llm.chat(messages, progress=False, **options)
+    assert refused.value.field == field
+
+
+def test_one_bad_conversation_among_good_ones(llm):
+    conversations = [MESSAGES, [{"content": "who?"}], MESSAGES]
+    params = SamplingParams(max_tokens=1)
+    good, bad, also_good = llm.chat(conversations, params, progress=False, return_errors=True)
+    assert bad.error.field == "messages[0].role"
+    assert good.outputs
+    assert also_good.outputs
+    with pytest.raises(RequestError, match="role"):
+        llm.chat(conversations, params, progress=False)
 
 
 def test_numbers_and_arrays_of_numpy_are_taken(llm):

@@ -10,7 +10,8 @@ from twinfer.shared.errors import BackendUnavailable, ConfigError, ModelNotFound
 from twinfer.shared.kv_config import NARROW
 from twinfer.shared.limits import Limits, decode_bytes, prefill_flops
 from twinfer.shared.models.config import load_config, parse_config
-from twinfer.shared.models.shapes import SHAPES, shape_or_folder
+from twinfer.shared.models.locate import model_folder
+from twinfer.shared.models.shapes import SHAPES
 
 NO_LIMITS = Limits(None, None, "")
 
@@ -142,10 +143,11 @@ def test_percentiles_are_milliseconds():
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_shape_is_a_folder_while_it_is_used(name):
-    with shape_or_folder(name) as folder:
-        assert load_config(folder).dtype == "bfloat16"
-    with shape_or_folder("demo") as same:
-        assert same == "demo"
-    with pytest.raises(ModelNotFound, match="known by name: llama3-8b"), shape_or_folder("llama3-9b"):
-        pytest.fail("there is no such folder")
+def test_a_shape_is_a_folder(name):
+    assert load_config(model_folder(name)) == parse_config(SHAPES[name])
+
+
+def test_an_unknown_shape_is_named_with_the_known_ones():
+    assert set(SHAPES) >= {"llama3-8b", "qwen3-0.6b"}
+    with pytest.raises(ModelNotFound, match=r"llama3-9b .*; known by name: llama3-8b"):
+        model_folder("llama3-9b")

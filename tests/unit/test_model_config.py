@@ -346,7 +346,7 @@ def test_other_kinds_are_refused_by_name(kind):
     [
         ({"rope_parameters": {"rope_type": "linear"}}, ["factor is missing"]),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, ["factor is 0.5", "at least 1"]),
-        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, ["factor is 2"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, ['factor is "2"']),
         ({"rope_parameters": {"rope_type": "linear", "factor": True}}, ["factor is True"]),
         ({"rope_parameters": {"rope_type": "linear", "factor": float("nan")}}, ["factor is nan"]),
         ({"rope_parameters": {"rope_type": "linear", "factor": float("inf")}}, ["factor is inf"]),
@@ -356,7 +356,7 @@ def test_other_kinds_are_refused_by_name(kind):
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}}, ["beta_fast is 1"]),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": 1}}, ["truncate is 1"]),
         ({"rope_parameters": {"rope_theta": 0}}, ["rope_theta is 0"]),
-        ({"rope_parameters": {"rope_theta": None}, "rope_theta": "x"}, ["rope_theta is x"]),
+        ({"rope_parameters": {"rope_theta": None}, "rope_theta": "x"}, ['rope_theta is "x"']),
         ({"rope_parameters": []}, ["rope_parameters is []"]),
         ({"rope_scaling": "linear"}, ["rope_scaling is linear"]),
         ({"rope_theta": -1}, ["rope_theta is -1"]),
@@ -460,9 +460,10 @@ def test_sizes_must_be_positive_integers(name, value):
         ({"head_dim": 15}, ["head_dim is 15", "even"]),
         ({"head_dim": 1 << 20}, ["head_dim"]),
         ({"num_hidden_layers": 1_000_000}, ["num_hidden_layers", "10000"]),
+        ({"hidden_size": "64"}, ['hidden_size is "64", must be an integer from 1']),
         ({"rms_norm_eps": 0}, ["rms_norm_eps is 0"]),
-        ({"rms_norm_eps": "1e-6"}, ["rms_norm_eps is 1e-6"]),
-        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings is yes", "true or false"]),
+        ({"rms_norm_eps": "1e-6"}, ['rms_norm_eps is "1e-6"']),
+        ({"tie_word_embeddings": "yes"}, ['tie_word_embeddings is "yes"', "true or false"]),
         ({"tie_word_embeddings": 1}, ["tie_word_embeddings is 1"]),
         ({"attention_bias": 0}, ["attention_bias is 0"]),
         ({"eos_token_id": 1000}, ["eos_token_id is 1000", "vocab_size (1000)"]),
@@ -485,7 +486,7 @@ def test_eos_ids_of_both_files_are_merged():
     assert parse_config(LLAMA | {"eos_token_id": None}, {"eos_token_id": [5]}).eos_token_ids == (5,)
     assert parse_config(LLAMA | {"eos_token_id": [3, 4]}, {}).eos_token_ids == (3, 4)
     assert parse_config(LLAMA | {"eos_token_id": None}).eos_token_ids == ()
-    with pytest.raises(ModelError, match=r"^/m/generation_config.json: eos_token_id is x"):
+    with pytest.raises(ModelError, match=r"^/m/generation_config.json: eos_token_id is \"x\""):
         parse_config(LLAMA, {"eos_token_id": "x"}, "/m/config.json")
 
 

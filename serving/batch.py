@@ -1,0 +1,161 @@
+"""The prompts of one call on their way through an engine: added, stepped, and turned into outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..shared.engine import Engine, derive_seed, token_array
+from ..shared.errors import RequestError
+from ..shared.models.config import show
+from ..shared.request import FinishReason
+from ..shared.sampling_params import SamplingParams
+from ..shared.tokenizer import Tokenizer
+from .completion import Completion
+from .outputs import RequestOutput, StreamUpdate
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`, `priority`)."""
+
+KEYS = ("prompt", "prompt_token_ids", "cache_salt", "priority")
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One completion under way. `ends_request`: it has ended, and all others of its prompt have too."""
+
+    index: int
+    output: RequestOutput
+    completion: Completion
+    ends_request: bool = False
+    reported_characters: int = 0
+    reported_tokens: int = 0
+
+    def news(self) -> StreamUpdate:
+        """What came since this was last asked."""
+        now = self.completion.output
+        text, token_ids = now.text[self.reported_characters :], now.token_ids[self.reported_tokens :]
+        logprobs = None if now.logprobs is None else now.logprobs[self.reported_tokens :]
+        self.reported_characters, self.reported_tokens = len(now.text), len(now.token_ids)
+        update = StreamUpdate(self.index, now.index, self.output, text, token_ids, logprobs)
+        if self.completion.done:
+            update.finish_reason, update.stop_reason = now.finish_reason, now.stop_reason
+        return update
+
+
+class Batch:
+    """`outputs` stand in the order in which prompts were added. `num_tokens` counts what was generated."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        self.outputs: list[RequestOutput] = []
+        self.num_tokens = 0
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._live: dict[str, Entry] = {}
+        self._missing: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        """Completions that have not ended."""
+        return len(self._live)
+
+    def add(self, request_id: str, prompt: Prompt | RequestError, params: SamplingParams) -> None:
+        """Queue the completions of a prompt. Raises RequestError, which is also kept in its output.
+
+        A RequestError instead of a prompt is one that was refused before, such as messages without a role.
+        """
+        output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, [])
+        self.outputs.append(output)
+        try:
+            if isinstance(prompt, RequestError):
+                raise prompt
+            self._add(output, prompt, params)
+        except RequestError as error:
+            output.error = error
+            raise
+
+    def _add(self, output: RequestOutput, prompt: Prompt, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError("params", f"got {type(params).__name__}, must be SamplingParams")
+        if params.stop and self._tokenizer is None:
+            raise RequestError("stop", "stop strings need a tokenizer, and the model folder has no tokenizer.json")
+        output.prompt, token_ids, options = _parts(prompt)
+        if token_ids is None:
+            token_ids = need_tokenizer(self._tokenizer, "text").encode(output.prompt or "")
+        tokens = token_array(token_ids)
+        output.prompt_token_ids = tokens.tolist()
+        entries: dict[str, Entry] = {}
+        try:
+            for number in range(params.n):
+                settings = _settings_of(params, number)
+                request = self._engine.add(f"{output.request_id}/{number}", tokens, settings, **options)
+                completion = Completion(number, request, self._tokenizer)
+                output.outputs.append(completion.output)
+                entries[request.request_id] = Entry(len(self.outputs) - 1, output, completion)
+        except RequestError:
+            output.outputs.clear()
+            for request_id in entries:
+                self._engine.abort(request_id)
+            raise
+        self._live.update(entries)
+        self._missing[output.request_id] = params.n
+
+    def step(self) -> list[Entry]:
+        """Run one step of the engine. Completions that got something or ended, each once."""
+        entries: dict[Entry, None] = {}
+        for update in self._engine.step():
+            entry = self._live.get(update.request.request_id)
+            if entry is None:
+                continue
+            entries[entry] = None
+            self.num_tokens += 1
+            if update.prompt_logprobs is not None:
+                entry.output.prompt_logprobs = update.prompt_logprobs
+            if entry.completion.take(update):
+                self._engine.finish(update.request.request_id, FinishReason.STOP)
+        # A request that somebody aborted ends without an update.
+        ended = [request_id for request_id, entry in self._live.items() if entry.completion.ended()]
+        for request_id in ended:
+            entries[self._end(request_id)] = None
+        return list(entries)
+
+    def _end(self, request_id: str) -> Entry:
+        entry = self._live.pop(request_id)
+        output = entry.output
+        output.num_cached_tokens = max(output.num_cached_tokens, entry.completion.request.num_cached_tokens)
+        self._missing[output.request_id] -= 1
+        entry.ends_request = not self._missing[output.request_id]
+        return entry
+
+
+def need_tokenizer(tokenizer: Tokenizer | None, purpose: str) -> Tokenizer:
+    """The tokenizer, or a RequestError that says what it is needed for."""
+    if tokenizer is None:
+        raise RequestError("prompt", f"the model folder has no tokenizer.json, so {purpose} needs token ids")
+    return tokenizer
+
+
+def _parts(prompt: Any) -> tuple[str | None, Any, dict[str, Any]]:
+    """(text, token ids, options of the engine) of a prompt; at least one of the first two is not None."""
+    if isinstance(prompt, str):
+        return prompt, None, {}
+    if prompt is None:
+        raise RequestError("prompt", "got None, must be text, token ids, or a mapping with one of them")
+    if not isinstance(prompt, Mapping):
+        return None, prompt, {}
+    unknown = [show(key) for key in prompt if key not in KEYS]
+    if unknown:
+        raise RequestError("prompt", f"unknown keys {', '.join(sorted(unknown))}; allowed are {', '.join(KEYS)}")
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is not None and not isinstance(text, str):
+        raise RequestError("prompt", f"got {type(text).__name__}, must be text")
+    if text is None and token_ids is None:
+        raise RequestError("prompt", "needs the key 'prompt' or 'prompt_token_ids'")
+    return text, token_ids, {key: prompt[key] for key in KEYS[2:] if prompt.get(key) is not None}
+
+
+def _settings_of(params: SamplingParams, number: int) -> SamplingParams:
+    """The settings of completion `number`: of a seed, each makes its own."""
+    if number == 0 or params.seed is None:
+        return params
+    return params.with_seed(derive_seed(params.seed, number))

@@ -1,0 +1,183 @@
+"""The parser: every option has a flag, every flag says its default, and what is mistyped is named."""
+
+import argparse
+import dataclasses
+
+import pytest
+
+from twinfer.serving.cli import _parser
+from twinfer.serving.flags import ENGINE_OPTIONS, SAMPLING_OPTIONS, engine_options, read_prompts, sampling_options
+from twinfer.serving.parser import OneLineParser, join_values, nearest
+from twinfer.shared.config import EngineConfig
+from twinfer.shared.errors import ConfigError
+from twinfer.shared.models.arguments import settle_model
+from twinfer.shared.sampling_params import SamplingParams
+
+
+def leaves():
+    """Parsers of the commands that this room has, by name."""
+    commands = dict(_parser()[1])
+    commands.pop("numerics")
+    bench = next(a for a in commands.pop("bench")._actions if isinstance(a, argparse._SubParsersAction))
+    return commands | {f"bench {name}": parser for name, parser in bench.choices.items()}
+
+
+LEAVES = leaves()
+
+
+def parse(*words):
+    arguments, unknown = _parser()[0].parse_known_args(join_values(words))
+    return arguments, unknown
+
+
+def test_every_option_has_a_flag():
+    assert set(SAMPLING_OPTIONS) == {field.name for field in dataclasses.fields(SamplingParams)}
+    options = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "backend"}
+    arguments, _ = parse("generate", "demo")
+    assert set(engine_options(arguments)) == options
+    assert set(ENGINE_OPTIONS) == options - {"seed", "op_priority"}
+
+
+def test_what_is_not_said_is_left_to_the_defaults():
+    arguments, _ = parse("generate", "demo")
+    assert sampling_options(arguments) == {}
+    assert arguments.backend == EngineConfig(model="demo").backend
+    said, default = EngineConfig(model="demo", **engine_options(arguments)), EngineConfig(model="demo")
+    assert said.compilation() == default.compilation()
+    assert dataclasses.replace(said, compilation_config=default.compilation_config) == default
+
+
+def test_every_sampling_flag_reaches_its_parameter():
+    said = {
+        "n": 2, "max_tokens": 7, "min_tokens": 1, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 4,
+        "presence_penalty": -0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5, "logit_bias": {4: -2.5, 5: 1.0},
+        "allowed_token_ids": [4, 5, 6], "banned_token_ids": [6], "stop": ["a", "-b"], "stop_token_ids": [9],
+        "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False, "logprobs": 2,
+        "prompt_logprobs": 1,
+    }  # fmt: skip
+    assert set(said) == set(SAMPLING_OPTIONS)
+    words = []
+    for name, value in said.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True or value is False:
+            words.append(flag if value else f"--no-{flag[2:]}")
+        elif name == "stop":
+            words += [flag, "a", flag, "-b"]
+        elif isinstance(value, dict):
+            words += [flag, ",".join(f"{token}:{bias}" for token, bias in value.items())]
+        else:
+            words += [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    arguments, unknown = parse("generate", "demo", *words)
+    assert not unknown
+    assert sampling_options(arguments) == said
+    SamplingParams(**said)
+
+
+@pytest.mark.parametrize("command", LEAVES)
+def test_every_flag_has_help_and_says_its_default(command):
+    for action in LEAVES[command]._actions:
+        assert action.help, f"{action.dest} has no help"
+        flag = isinstance(action.option_strings, list) and bool(action.option_strings)
+        is_switch = isinstance(action, argparse._StoreTrueAction)
+        has_value = flag and not is_switch and not isinstance(action, argparse._HelpAction)
+        if has_value and not action.required and action.dest not in ("model", "prompts"):
+            assert "default" in action.help, f"{command} {action.option_strings[0]}: {action.help}"
+    assert "None" not in LEAVES[command].format_help()
+
+
+def test_help_has_prompts_before_the_engine():
+    text = LEAVES["generate"].format_help()
+    places = [text.index(f"\n{title}:") for title in ("prompts", "sampling", "output", "engine")]
+    assert places == sorted(places)
+
+
+def test_the_benchmarks_help_says_their_own_defaults():
+    text = " ".join(LEAVES["bench offline"].format_help().split())
+    assert "from max-num-seqs (default: 8192)" in text
+    assert "share pages of equal beginnings (default: off)" in text
+    arguments, _ = parse("bench", "offline", "demo")
+    options = engine_options(arguments)
+    assert (options["max_model_len"], options["enable_prefix_caching"]) == (4096, False)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "flag"),
+    [
+        ("--temp", "--temperature"),
+        ("--temprature", "--temperature"),
+        ("--gpu-mem", "--gpu-memory-utilization"),
+        ("--mem-fraction-static", "--gpu-memory-utilization"),
+        ("--max-running-requests", "--max-num-seqs"),
+        ("--backed", "--backend"),
+        ("--xyzzy", None),
+    ],
+)
+def test_the_flag_that_was_meant(unknown, flag):
+    assert nearest(unknown, LEAVES["generate"].flags) == flag
+
+
+def test_the_flags_of_a_nested_command_are_its_own():
+    arguments, _ = parse("bench", "latency", "demo", "--batch", "2")
+    leaf = _parser()[0].leaf(arguments)
+    assert leaf.prog == "twinfer bench latency"
+    assert nearest("--batch", leaf.flags) == "--batch-size"
+    assert isinstance(leaf, OneLineParser)
+
+
+def test_a_value_may_begin_with_a_minus_sign():
+    arguments, unknown = parse("generate", "demo", "--enable-ops", "-rms_norm", "--prompt", "-x", "-v", "--stop", "-y")
+    assert (arguments.enable_ops, arguments.prompts, arguments.stop) == (("-rms_norm",), [("--prompt", "-x")], ["-y"])
+    assert arguments.verbose
+    assert not unknown
+    assert join_values(["--prompt", "--json"]) == ["--prompt", "--json"]
+    assert join_values(["--top-k", "-1"]) == ["--top-k", "-1"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["demo", "--seed", "1"],
+        ["--model", "demo"],
+        ["--seed", "1", "demo"],
+        ["--seed", "1", "--model", "demo"],
+        ["demo", "--model", "demo"],
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate"], ["numerics", "model"], ["numerics", "logits"], ["numerics", "invariants"], ["numerics", "bisect"],
+        ["numerics", "capture", "--out", "x"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_model_is_named_in_one_way_everywhere(command, words):
+    arguments, unknown = parse(*command, *words)
+    assert settle_model(arguments, unknown) == []
+    assert arguments.model == "demo"
+
+
+@pytest.mark.parametrize("command", [["plan"], ["aot", "--topology", "v6e:1x1"], ["bench", "offline"]], ids=" ".join)
+def test_also_by_commands_without_a_seed(command):
+    for words in (["demo"], ["--model", "demo"], ["--num-pages", "5", "demo"]):
+        arguments, unknown = parse(*command, *words)
+        assert settle_model(arguments, unknown) == []
+        assert arguments.model == "demo"
+
+
+def test_no_model_and_two_models():
+    with pytest.raises(ConfigError, match="model: none given; name it first, or with --model"):
+        settle_model(*parse("generate"))
+    with pytest.raises(ConfigError, match="model: got a and --model b"):
+        settle_model(*parse("generate", "a", "--model", "b"))
+    assert settle_model(*parse("generate", "a", "b")) == ["b"]
+
+
+def test_prompts_stay_in_the_order_in_which_they_were_typed(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("c\n\nd\x0c\n")
+    words = ["--prompt-token-ids", "1,2", "--prompt", "b", "--prompt-file", str(file), "--prompt", "e"]
+    arguments, _ = parse("generate", *words, "--prompt-token-ids", "3")
+    assert read_prompts(arguments.prompts) == [[1, 2], "b", "c", "", "d\x0c", "e", [3]]
+    again, _ = parse("generate", "--prompt", "x")
+    assert read_prompts(again.prompts) == ["x"]
