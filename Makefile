@@ -14,7 +14,7 @@ STAMP := .venv/.stamp
 # What must not be in any file: paths of somebody's own machine, and leftovers of a merge.
 FORBIDDEN := (^|[^A-Za-z0-9_.}-])/(home|root|work|Users)/|^(<{7}|>{7}) .
 
-.PHONY: setup check test test-slow test-tpu test-gpu print-gpu-args demo bench numerics docs clean
+.PHONY: setup check test test-slow test-share test-tpu test-gpu print-gpu-args demo bench numerics docs clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,11 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -m slow $(PYTEST_ARGS)
+
+# As much of the slow tests as there is time for; each commit begins elsewhere, so that all have their turn.
+SHARE_MINUTES ?= 25
+test-share: $(STAMP)
+	$(BIN)/pytest -m slow -n auto --dist worksteal -rs --share "$$(git rev-parse HEAD):$(SHARE_MINUTES)"
 
 # What is proven about TPUs without one, by interpreters and by libtpu's compiler: needs no TPU.
 test-tpu: $(STAMP)

@@ -8,8 +8,10 @@ import gc
 import os
 import shutil
 import tempfile
+import time
 import warnings
 import weakref
+import zlib
 
 import pytest
 from hypothesis import settings
@@ -27,6 +29,8 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
+STARTED = time.monotonic()
+
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("explore", max_examples=1000, deadline=None)  # pytest --hypothesis-profile=explore
 settings.load_profile("ci")
@@ -34,6 +38,10 @@ settings.load_profile("ci")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda", "tpu"), help="where the end-to-end tests run")
+    parser.addoption(
+        "--share", metavar="WORD:MINUTES", type=share,
+        help="begin somewhere, which WORD decides, and start no test after MINUTES: all tests in turn, word by word",
+    )  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,6 +59,29 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def share(text: str) -> tuple[str, float]:
+    """A word, such as a commit, and minutes."""
+    word, _, minutes = text.rpartition(":")
+    return word, float(minutes)
+
+
+def in_turn(tests: list[pytest.Item], word: str) -> list[pytest.Item]:
+    """The tests, in an order that looks random and is always the same, from a place on that `word` decides.
+
+    Neighbours are not of one file, so that a share is a sample of everything.
+    """
+    tests = sorted(tests, key=lambda test: zlib.crc32(test.nodeid.encode()))
+    start = zlib.crc32(word.encode()) % max(1, len(tests))
+    return tests[start:] + tests[:start]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start no test when the time of a share is over. What has no turn is counted as skipped, never as passed."""
+    wanted = item.config.getoption("--share")
+    if wanted is not None and time.monotonic() > STARTED + 60 * wanted[1]:
+        pytest.skip("the time of this share is over")
 
 
 def check_gpu() -> None:
@@ -71,6 +102,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if NEED_A_GPU & set(getattr(item, "fixturenames", ())):
             item.add_marker("gpu")
+
+
+@pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)  # after -m has selected
+def pick_share(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the tests of a share in their order."""
+    wanted = config.getoption("--share")
+    if wanted is not None:
+        items[:] = in_turn(items, wanted[0])
 
 
 @pytest.fixture(scope="session")

@@ -26,15 +26,22 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 HERE = Path(__file__)
 
 
-def test_everything_in_the_interpreter(device):
+TRITON = "triton and not [sample-torch-triton]"
+"""384 rows of filters take the interpreter minutes: test_triton_sampling_in_parts has a few."""
+QUICK = " and not ".join(
+    [TRITON, "[paged_attention-torch-triton]", "bound_in_float16", "filters_of_rows", "opcheck", "0-32-32"]
+)
+"""Attention has tests of its own in this file, which are smaller than all cases of the op."""
+
+
+@pytest.mark.parametrize("chosen", [QUICK, pytest.param(TRITON, marks=pytest.mark.slow)], ids=["quick", "everything"])
+def test_in_the_interpreter(device, chosen):
     if device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("only where there is no GPU, and not inside itself")
     names = ("test_gpu_kernels.py", "test_ops_contracts.py", "test_gpu_start.py")
     files = [str(HERE.with_name(name)) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "twinfer.gpu.kernels", *files]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    # 384 rows of filters take the interpreter minutes: test_triton_sampling_in_parts has a few.
-    chosen = "triton and not [sample-torch-triton]"
     done = subprocess.run([*command, "-k", chosen], env=environment, capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

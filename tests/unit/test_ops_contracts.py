@@ -20,15 +20,25 @@ ON_A_GPU = ("triton", "pallas_triton")
 """Providers whose kernels are for GPUs."""
 
 
-def judged(on_a_gpu):
+INTERPRETED = ("paged_attention", "pallas_interpret")
+"""Takes minutes; test_tpu_kernels.py has a sample of its cases."""
+
+
+def judged(on_a_gpu, slow=()):
     """(op, framework, provider) of every implementation; those that `on_a_gpu` takes are judged there too."""
+
+    def marks(op, framework, provider):
+        if on_a_gpu(framework, provider):
+            return pytest.mark.gpu
+        return pytest.mark.slow if (op, provider) == slow else ()
+
     return [
         pytest.param(
             op,
             framework,
             provider,
             id=f"{op}-{framework}-{provider}",
-            marks=pytest.mark.gpu if on_a_gpu(framework, provider) else (),
+            marks=marks(op, framework, provider),
         )
         for op in OPS
         for framework in FRAMEWORKS
@@ -37,7 +47,7 @@ def judged(on_a_gpu):
 
 
 JUDGED = judged(lambda framework, provider: provider in ON_A_GPU)
-BOUNDED_ON_A_GPU = judged(lambda framework, provider: framework == "torch" or provider in ON_A_GPU)
+BOUNDED_ON_A_GPU = judged(lambda framework, provider: framework == "torch" or provider in ON_A_GPU, INTERPRETED)
 """What torch makes of the references on a GPU, by cuBLAS among others, is judged by the bound alone."""
 
 

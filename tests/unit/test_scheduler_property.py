@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -368,8 +369,19 @@ def plans(draw_: st.DrawFn, model_len: int) -> list[Plan]:
 
 
 @given(st.data())
-@settings(max_examples=2000)
+@settings(max_examples=500)
 def test_random_schedules_give_each_request_the_tokens_it_gets_alone(data: st.DataObject) -> None:
+    check_random_schedule(data)
+
+
+@pytest.mark.slow
+@given(st.data())
+@settings(max_examples=3000)
+def test_many_random_schedules_give_each_request_the_tokens_it_gets_alone(data: st.DataObject) -> None:
+    check_random_schedule(data)
+
+
+def check_random_schedule(data: st.DataObject) -> None:
     config = data.draw(configs(), "config")
     turns, stops_early = data.draw(st.lists(st.booleans(), min_size=1)), data.draw(st.booleans())
     run = Run(config, data.draw(plans(config.max_model_len), "plans"), turns, stops_early)
