@@ -5,6 +5,7 @@ import torch
 
 from twinfer.gpu import monitor
 from twinfer.serving.llm import LLM
+from twinfer.shared.sampling_params import SamplingParams
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -40,12 +41,23 @@ def compile_kernel(device, monkeypatch, tmp_path):
     return lambda n: _doubled.warmup(torch.float32, N=n, grid=(1,))
 
 
-def test_kernels_that_triton_compiles_after_ready_are_counted(device, compile_kernel):
+def test_kernels_that_triton_compiles_in_a_step_are_counted(device, compile_kernel, monkeypatch):
     small = dict(backend="torch", device=device, dtype="float32", max_num_seqs=1, max_num_batched_tokens=16)
     with LLM("demo", **small, max_model_len=32, num_pages=4, compilation_config={"level": 0}) as llm:
-        before = monitor.compilations()["triton"]
+        worker = llm.engine.worker
+        before, fill, wanted = monitor.compilations()["triton"], worker._inputs.fill, []
+
+        def fill_and_compile(*arguments, **options):
+            for n in wanted:
+                compile_kernel(n)
+            return fill(*arguments, **options)
+
+        monkeypatch.setattr(worker._inputs, "fill", fill_and_compile)
         for count, n in enumerate((32, 64, 128), 1):
-            compile_kernel(n)
-            compile_kernel(n)
+            wanted[:] = [n]
+            llm.generate([[1, 2]], SamplingParams(temperature=0.0, max_tokens=2), progress=False)
             assert monitor.compilations()["triton"] - before == count
-            assert llm.engine.worker.compilations_after_ready() == count
+            assert worker.compilations_after_ready() == count
+        compile_kernel(256)  # by somebody else: no step waited for it
+        assert monitor.compilations()["triton"] - before == 4
+        assert worker.compilations_after_ready() == 3
