@@ -1,0 +1,95 @@
+"""Tokens a second of both workers beside transformers' `generate`, on this machine, in one process.
+
+Greedy, the same prompts of token ids, the same number of new tokens, the same dtype and number of threads. Engines
+and models are built and warmed up before; best of --repeats. The tokens are compared too: a ratio of different texts is
+none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from twinfer import LLM, SamplingParams
+from twinfer.shared.models.locate import model_folder
+
+Tokens = list[list[int]]
+
+
+def best(run: Callable[[], Tokens], repeats: int) -> tuple[float, Tokens]:
+    """(seconds of the fastest run, its tokens)."""
+    fastest, tokens = float("inf"), run()
+    for _ in range(repeats):
+        start = time.perf_counter()
+        tokens = run()
+        fastest = min(fastest, time.perf_counter() - start)
+    return fastest, tokens
+
+
+def transformers_run(model: str, dtype: str, prompts: Tokens, length: int) -> Callable[[], Tokens]:
+    """Greedy completions by transformers."""
+    oracle = AutoModelForCausalLM.from_pretrained(model_folder(model), dtype=getattr(torch, dtype)).eval()
+    ids = torch.tensor(prompts)
+    options = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "use_cache": True}
+
+    def run() -> Tokens:
+        with torch.inference_mode():
+            out = oracle.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+        return out[:, ids.shape[1] :].tolist()
+
+    return run
+
+
+def engine_run(llm: LLM, prompts: Tokens, length: int) -> Callable[[], Tokens]:
+    """Greedy completions by an engine."""
+    params = SamplingParams(temperature=0.0, max_tokens=length, min_tokens=length)
+    return lambda: [out.outputs[0].token_ids for out in llm.generate(prompts, params, progress=False)]
+
+
+def main() -> None:
+    """Print a line for each batch size and worker."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help="a checkpoint folder, or the word demo")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--prompt-len", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    print(f"{arguments.model}, {arguments.dtype}, {arguments.prompt_len} + {arguments.max_tokens} tokens, "
+          f"{torch.get_num_threads()} threads")  # fmt: skip
+    engines = {
+        backend: LLM(
+            arguments.model,
+            backend=backend,
+            device="cpu",
+            dtype=arguments.dtype,
+            max_num_seqs=max(arguments.batch_sizes),
+            enable_prefix_caching=False,
+            progress=False,
+        )
+        for backend in ("torch", "jax")
+    }
+    for size in arguments.batch_sizes:
+        prompts = np.random.default_rng(0).integers(3, 300, (size, arguments.prompt_len)).tolist()
+        work = {"transformers": transformers_run(arguments.model, arguments.dtype, prompts, arguments.max_tokens)}
+        work |= {name: engine_run(llm, prompts, arguments.max_tokens) for name, llm in engines.items()}
+        seconds, expected = best(work.pop("transformers"), arguments.repeats)
+        count = size * arguments.max_tokens
+        print(f"batch {size:>3}  transformers  {count / seconds:9.0f} tok/s")
+        for name, run in work.items():
+            own, tokens = best(run, arguments.repeats)
+            equal = int((np.array(tokens) == np.array(expected)).sum())
+            print(f"batch {size:>3}  {name:<12}  {count / own:9.0f} tok/s  {seconds / own:5.2f} of transformers, "
+                  f"tokens equal {equal}/{count}")  # fmt: skip
+    for llm in engines.values():
+        llm.close()
+
+
+if __name__ == "__main__":
+    main()
