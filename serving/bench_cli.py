@@ -10,7 +10,7 @@ from dataclasses import asdict, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from ..shared.backends import candidates
+from ..shared.backends import first_installed
 from ..shared.config import EngineConfig
 from ..shared.errors import ConfigError
 from ..shared.limits import Limits
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     """Run a benchmark with the engine options `options`; prints a table and writes the JSON. Returns the exit code."""
     if arguments.backend == "auto":
         # Named before anything starts: a figure is of one backend, and the processes of `start` must take the same.
-        arguments.backend = next(candidates(arguments.device)).backend
+        arguments.backend = first_installed(arguments.device)
     model, backend = arguments.model, arguments.backend
     EngineConfig(**options, model=model, backend=backend)  # a wrong option shows before a minute of work
     check_weights(model, options["load_format"])
