@@ -55,7 +55,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     sizes = ",".join(map(str, default.batch_sizes))
     w.add_argument(
         "--batch-sizes", type=_numbers, default=default.batch_sizes, metavar="1,8,...",
-        help=f"decode: requests of a step (default: {sizes})",
+        help=f"decode: requests of a step, 1 to max-num-seqs (default: {sizes})",
     )  # fmt: skip
     for name, text in {
         "input-len": "decode: tokens in",
@@ -67,10 +67,16 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
         "ttft-repeats": "runs of ttft",
     }.items():
         value = getattr(default, name.replace("-", "_"))
-        w.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{text} (default: %(default)s)")
+        w.add_argument(
+            f"--{name}",
+            type=int,
+            default=value,
+            metavar="N",
+            help=f"{text}, from {2 if name == 'output-len' else 1} (default: %(default)s)",
+        )
     for name in ("mixed-input", "mixed-output"):
         value = getattr(default, name.replace("-", "_"))
-        what = f"tokens, HIGH excluded (default: {value[0]},{value[1]})"
+        what = f"tokens, from 1, HIGH excluded (default: {value[0]},{value[1]})"
         w.add_argument(f"--{name}", type=_numbers, default=value, metavar="LOW,HIGH", help=what)
     b = latency.add_argument_group("workload")
     for name, value, text in (
