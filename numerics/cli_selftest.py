@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from ..shared.errors import ConfigError
 from .cli_runs import write
 
 
@@ -42,6 +43,8 @@ def run_selftest(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print("\n".join([*describe(), *(f"{f.name:28} engine {f.what}" for f in ENGINE_FAULTS.values())]))
         return 0
+    if arguments.seeds < 0:
+        raise ConfigError(f"seeds: got {arguments.seeds}, allowed is at least 0")
     targets = [parse_target(text) for text in arguments.backend or ("jax:cpu", "torch:cpu")]
     report = selftest(
         targets, names=arguments.fault, modes=parse_modes(arguments.mode, MODES), seeds=arguments.seeds,
