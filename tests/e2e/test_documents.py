@@ -270,8 +270,8 @@ def dead_entries(texts: list[str]) -> list[str]:
 
 # --- running them ----------------------------------------------------------------------------------------------------
 
-VARYING = re.compile(r"(plan )[0-9a-f]{16}|\b\d+(?:\.\d+)?( s\b| tokens/s)")
-"""What is another in each run or commit: hashes of plans, which cover the sources, and times."""
+VARYING = re.compile(r"(plan )[0-9a-f]{16}|\b\d+(?:\.\d+)?( s\b| tokens/s)|(best tokens equal: )\d+|(ties )\d+")
+"""What is another in each run, commit or processor: hashes of plans, which cover the sources; times; near-ties."""
 FLOAT = re.compile(r"(\d+\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+)")
 EXIT_CODES = {"DIFFERENT": 1, "BROKEN": 1, "FOUND": 1}
 """The exit code that the first word of a verdict stands for; else 0."""
@@ -299,7 +299,7 @@ def compare(shown: tuple[str, ...], printed: str) -> str | None:
 def same(wanted: str, line: str) -> bool:
     if wanted.endswith("..."):
         wanted, line = wanted[:-3], line[: len(wanted) - 3]
-    sides = [FLOAT.split(VARYING.sub(r"\1\2", text.rstrip())) for text in (wanted, line)]
+    sides = [FLOAT.split(VARYING.sub(r"\1\2\3\4", text.rstrip())) for text in (wanted, line)]
     if [part for part in sides[0][::2]] != [part for part in sides[1][::2]]:
         return False
     return all(float(a) / 2 <= float(b) <= 2 * float(a) for a, b in zip(sides[0][1::2], sides[1][1::2], strict=True))
