@@ -7,7 +7,7 @@ tokens: one compilation serves a whole ladder, and the number of tokens only mov
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..bucketing import Descriptor
 from ..ops import REGISTRY, Plan, Plans
 from ..ops.plan import COMPOSITION
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
-from ..shared.config import Change
+from ..shared.errors import ConfigError
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
 from .backend import make_backend
@@ -82,24 +82,26 @@ def compiled_kinds(model: ModelConfig, plans: Plans, compilation: ResolvedCompil
     return frozenset(kind for kind in ("decode", "mixed") if not (skips and _only_kernels(plans[kind], LAYER_OPS)))
 
 
-def drop_unused(compilation: ResolvedCompilation, compiled: frozenset[str]) -> tuple[ResolvedCompilation, list[Change]]:
-    """The options without those that have no effect under this plan, and what the user is told of them.
+def check_effect(compilation: ResolvedCompilation, compiled: frozenset[str]) -> None:
+    """Raise ConfigError for an option that has no effect under this plan.
 
     `compiled`: the kinds of steps whose layers go to the compiler.
     """
     if compilation.road == "piecewise":
-        return compilation, []
-    changes = []
+        return
     for name in ("compile_sizes", "compile_ranges"):
         asked = getattr(compilation, name)
         if asked and not compiled:
-            why = "every op of a layer is a kernel, so no layer is compiled; use_inductor=True compiles all of them"
-            changes.append(Change(name, asked, (), why))
+            raise ConfigError(
+                f"{name}: got {asked}, allowed is none: every op of a layer is a kernel, so no layer is compiled; "
+                f"use_inductor=True compiles all of them"
+            )
     mode = compilation.cudagraph_mode
     if compilation.splitting_given and not mode.has_mode(CUDAGraphMode.PIECEWISE):
-        why = f"cudagraph_mode is {mode.name}, which captures nothing in pieces"
-        changes.append(Change("splitting_ops", compilation.splitting_ops, (), why))
-    return replace(compilation, **{change.field: change.after for change in changes}), changes
+        raise ConfigError(
+            f"splitting_ops: got {list(compilation.splitting_ops)}, allowed is none: cudagraph_mode is {mode.name}, "
+            f"which captures nothing in pieces"
+        )
 
 
 LAYER_OPS = tuple(op.name for op in REGISTRY if op.name in decoder.layer.__code__.co_names)

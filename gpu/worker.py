@@ -35,7 +35,7 @@ from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, Worker,
 from . import advice
 from .advice import advise
 from .backend import check_options, code_kept_in, key_factors, open_cache, write_atomically
-from .compilation import compiled_kinds, drop_unused
+from .compilation import check_effect, compiled_kinds
 from .forward_context import splittable
 from .graphs import GraphRecorder
 from .inputs import StepInputs
@@ -163,8 +163,7 @@ class TorchWorker:
         self._compilation, self.changes = fit_mode(config.compilation, self._plans)
         check_options(self._compilation.inductor_compile_config)
         self._compiled = compiled_kinds(model, self._plans, self._compilation)
-        self._compilation, unused = drop_unused(self._compilation, self._compiled)
-        self.changes += unused
+        check_effect(self._compilation, self._compiled)
         self.config = config = replace(config, compilation=self._compilation)
         self._ops = bind_plans(self._plans, self._compilation, self._compiled)
         self._shape = StepShape(config.pages_per_request, config.max_num_seqs, config.max_model_len, model.vocab_size)

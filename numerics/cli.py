@@ -30,14 +30,20 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dtype", choices=DTYPES, default="auto", help="of mode P; mode S is in float32")
     model.add_argument("--mode", default="S,P", metavar="S,X,P", help="S: semantics, X: exact probes, P: precision")
     model.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: seeded random weights")
-    model.add_argument("--seed", type=int, default=0, help="of dummy weights; other than 0 also of the prompts")
-    model.add_argument("--tokens", type=int, default=64, help="tokens of a step at most")
-    model.add_argument("--layers", metavar="0-3,last", help="judge these layers only; all of them run")
-    model.add_argument("--prompts", metavar="FILE", help="JSON lines with token_ids or prompt")
+    model.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of dummy weights; other than 0 also of the prompts"
+    )
+    model.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens of a step at most, from 8")
+    model.add_argument(
+        "--layers", metavar="0-3,last", help="judge these layers only, from 0; all of them run (default: all)"
+    )
+    model.add_argument(
+        "--prompts", metavar="FILE", help="JSON lines with token_ids or prompt (default: six of its own)"
+    )
     ops = commands.add_parser("ops", help="every implementation of every op against the reference; no model needed")
     ops.set_defaults(run_numerics=run_ops)
     _common_flags(ops)
-    ops.add_argument("--op", nargs="+", default=[], metavar="NAME", help="these ops only")
+    ops.add_argument("--op", nargs="+", default=[], metavar="NAME", help="these ops only (default: all)")
     ops.add_argument("--mode", default="S,X,P", metavar="S,X,P", help="S: float32, X: exact probes, P: narrower dtypes")
     add_run_parsers(commands)
     add_compare_parsers(commands)

@@ -18,18 +18,22 @@ def add_parsers(commands: Any) -> None:
     logits.add_argument(
         "--b", default="torch:cpu", metavar="SIDE", help="the same, transformers, or http://HOST:PORT of a server"
     )
-    logits.add_argument("--positions", type=int, default=8, metavar="N", help="places of a prompt to ask a server at")
+    logits.add_argument(
+        "--positions", type=int, default=8, metavar="N", help="places of a prompt to ask a server at, from 1"
+    )
     logits.add_argument("--plant", action="append", default=[], metavar="[a=|b=]FAULT[@LAYER]", help="plant a fault")
     output_flags(logits)
     compare = commands.add_parser("compare", help="results or bundles of several runs, side by side")
     compare.set_defaults(run_numerics=run_compare)
     compare.add_argument("items", nargs="+", metavar="RESULT", help="a file of --json, or a folder of capture")
-    compare.add_argument("--model", help="the model's folder, if it is not where a bundle was made")
+    compare.add_argument(
+        "--model", metavar="MODEL", help="its folder, if it is not where a bundle was made (default: there)"
+    )
     output_flags(compare)
     report = commands.add_parser("report", help="a result as one HTML file")
     report.set_defaults(run_numerics=run_report)
     report.add_argument("result", metavar="RESULT", help="a file of --json")
-    report.add_argument("--out", metavar="FILE", help="the HTML file; RESULT with .html if not given")
+    report.add_argument("--out", metavar="FILE", help="the HTML file (default: RESULT with .html)")
 
 
 def run_logits(arguments: argparse.Namespace) -> int:

@@ -24,14 +24,19 @@ def add_parsers(commands: Any) -> None:
     capture.add_argument("--on", default="jax:cpu", metavar="TARGET", help="BACKEND:DEVICE[:KEY=VALUE,...]")
     capture.add_argument("--out", required=True, metavar="DIR", help="a new folder for the bundle")
     capture.add_argument("--taps", default="*", metavar="PATTERN,...", help="op calls to keep; none: layers only")
-    capture.add_argument("--steps", type=int, metavar="N", help="the first N steps only")
+    capture.add_argument("--steps", type=int, metavar="N", help="the first N steps only, from 1 (default: all)")
     capture.add_argument("--plant", metavar="NAME[@LAYER]", help="plant a fault on purpose")
 
     replay = commands.add_parser("replay", help="run a bundle's steps on other backends and judge both")
     replay.set_defaults(run_numerics=run_replay)
     replay.add_argument("bundle", metavar="BUNDLE", help="a folder that `capture` wrote")
-    replay.add_argument("--on", action="append", metavar="TARGET", help="BACKEND:DEVICE[:KEY=VALUE,...], repeatable")
-    replay.add_argument("--model", help="the model's folder, if it is not where it was")
+    replay.add_argument(
+        "--on",
+        action="append",
+        metavar="TARGET",
+        help="BACKEND:DEVICE[:KEY=VALUE,...], repeatable (default: torch:cpu)",
+    )
+    replay.add_argument("--model", metavar="MODEL", help="its folder, if it is not where it was (default: there)")
     replay.add_argument("--plant", metavar="NAME[@LAYER]", help="plant a fault on purpose in the first target")
     output_flags(replay)
 
@@ -40,8 +45,12 @@ def add_parsers(commands: Any) -> None:
     model_flags(invariants)
     invariants.add_argument("--on", default="jax:cpu", metavar="TARGET", help="BACKEND:DEVICE[:KEY=VALUE,...]")
     invariants.add_argument("--mode", default="S,P", metavar="S,P", help="S: float32, P: the run dtype")
-    invariants.add_argument("--relation", nargs="+", default=[], metavar="NAME", help="these relations only")
-    invariants.add_argument("--break", dest="breaks", action="append", default=[], metavar="NAME", help="on purpose")
+    invariants.add_argument(
+        "--relation", nargs="+", default=[], metavar="NAME", help="these relations only (default: those that apply)"
+    )
+    invariants.add_argument(
+        "--break", dest="breaks", action="append", default=[], metavar="NAME", help="break this relation on purpose"
+    )
     invariants.add_argument("--plant", metavar="NAME", help="plant a fault of an op on purpose")
     output_flags(invariants)
 
@@ -54,7 +63,7 @@ def add_parsers(commands: Any) -> None:
     bisect.add_argument("--bundle", metavar="DIR", help="the steps of a bundle of this model, instead of prompts")
     bisect.add_argument("--on", default="jax:cpu", metavar="TARGET", help="the suspect: BACKEND:DEVICE[:KEY=VALUE,...]")
     bisect.add_argument("--mode", default="S,P", metavar="S,P", help="S: float32, P: the run dtype")
-    bisect.add_argument("--steps", type=int, default=3, metavar="N", help="the first N steps")
+    bisect.add_argument("--steps", type=int, default=3, metavar="N", help="the first N steps, from 1")
     bisect.add_argument("--plant", metavar="NAME[@LAYER]", help="plant a fault on purpose")
     output_flags(bisect)
 
@@ -64,9 +73,13 @@ def model_flags(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="the run dtype; auto is the checkpoint's")
     parser.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: seeded random weights")
-    parser.add_argument("--seed", type=int, default=0, help="of dummy weights; other than 0 also of the prompts")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of a step at most")
-    parser.add_argument("--prompts", metavar="FILE", help="JSON lines with token_ids or prompt")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of dummy weights; other than 0 also of the prompts"
+    )
+    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens of a step at most, from 8")
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="JSON lines with token_ids or prompt (default: six of its own)"
+    )
 
 
 def output_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from ..shared.errors import ConfigError
 from .cli_runs import write
 
 
@@ -14,11 +15,17 @@ def add_parsers(commands: Any) -> None:
     parser = commands.add_parser("selftest", help="plant every catalogued fault, and see whether the modes find it")
     parser.set_defaults(run_numerics=run_selftest)
     parser.add_argument(
-        "--backend", action="append", default=[], metavar="TARGET", help="BACKEND:DEVICE[:...]; jax:cpu and torch:cpu"
+        "--backend",
+        action="append",
+        default=[],
+        metavar="TARGET",
+        help="BACKEND:DEVICE[:...], repeatable (default: jax:cpu, torch:cpu)",
     )
-    parser.add_argument("--fault", nargs="+", default=[], metavar="NAME", help="these faults only")
+    parser.add_argument("--fault", nargs="+", default=[], metavar="NAME", help="these faults only (default: all)")
     parser.add_argument("--mode", default="S,X,P,I", metavar="S,X,P,I", help="look in these modes only; I: invariants")
-    parser.add_argument("--seeds", type=int, default=20, help="clean runs of other weights and prompts")
+    parser.add_argument(
+        "--seeds", type=int, default=20, metavar="N", help="clean runs of other weights and prompts, from 0"
+    )
     parser.add_argument("--list", action="store_true", help="show the catalogue and stop")
     parser.add_argument("--json", metavar="FILE", help="write everything that was found; - is standard output")
     parser.add_argument("--junit", metavar="FILE", help="write the verdicts as JUnit XML")
@@ -36,6 +43,8 @@ def run_selftest(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print("\n".join([*describe(), *(f"{f.name:28} engine {f.what}" for f in ENGINE_FAULTS.values())]))
         return 0
+    if arguments.seeds < 0:
+        raise ConfigError(f"seeds: got {arguments.seeds}, allowed is at least 0")
     targets = [parse_target(text) for text in arguments.backend or ("jax:cpu", "torch:cpu")]
     report = selftest(
         targets, names=arguments.fault, modes=parse_modes(arguments.mode, MODES), seeds=arguments.seeds,

@@ -186,7 +186,7 @@ def transformers_logits(subject: Subject, prompts: Sequence[np.ndarray]) -> tupl
         import torch
         import transformers
     except ImportError as error:
-        raise BackendUnavailable(f"{TRANSFORMERS}: {error}; install the package") from error
+        raise BackendUnavailable(f"{TRANSFORMERS}: {error}: pip install 'twinfer[transformers]'") from error
     dtype = getattr(torch, subject.dtype)
     if subject.load_format == "dummy":
         config = transformers.AutoConfig.from_pretrained(subject.folder, local_files_only=True)

@@ -10,7 +10,7 @@ from dataclasses import asdict, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from ..shared.backends import candidates
+from ..shared.backends import first_installed
 from ..shared.config import EngineConfig
 from ..shared.errors import ConfigError
 from ..shared.limits import Limits
@@ -55,7 +55,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     sizes = ",".join(map(str, default.batch_sizes))
     w.add_argument(
         "--batch-sizes", type=_numbers, default=default.batch_sizes, metavar="1,8,...",
-        help=f"decode: requests of a step (default: {sizes})",
+        help=f"decode: requests of a step, 1 to max-num-seqs (default: {sizes})",
     )  # fmt: skip
     for name, text in {
         "input-len": "decode: tokens in",
@@ -67,10 +67,16 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
         "ttft-repeats": "runs of ttft",
     }.items():
         value = getattr(default, name.replace("-", "_"))
-        w.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{text} (default: %(default)s)")
+        w.add_argument(
+            f"--{name}",
+            type=int,
+            default=value,
+            metavar="N",
+            help=f"{text}, from {2 if name == 'output-len' else 1} (default: %(default)s)",
+        )
     for name in ("mixed-input", "mixed-output"):
         value = getattr(default, name.replace("-", "_"))
-        what = f"tokens, HIGH excluded (default: {value[0]},{value[1]})"
+        what = f"tokens, from 1, HIGH excluded (default: {value[0]},{value[1]})"
         w.add_argument(f"--{name}", type=_numbers, default=value, metavar="LOW,HIGH", help=what)
     b = latency.add_argument_group("workload")
     for name, value, text in (
@@ -99,7 +105,7 @@ def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     """Run a benchmark with the engine options `options`; prints a table and writes the JSON. Returns the exit code."""
     if arguments.backend == "auto":
         # Named before anything starts: a figure is of one backend, and the processes of `start` must take the same.
-        arguments.backend = next(candidates(arguments.device)).backend
+        arguments.backend = first_installed(arguments.device)
     model, backend = arguments.model, arguments.backend
     EngineConfig(**options, model=model, backend=backend)  # a wrong option shows before a minute of work
     check_weights(model, options["load_format"])

@@ -103,7 +103,9 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     demo = commands.add_parser("demo", help="the bundled model on both workers, tokens compared")
     demo.set_defaults(run=run_demo)
     demo.add_argument("--dtype", choices=DTYPES[1:], default="float32", help="default: %(default)s")
-    demo.add_argument("--max-tokens", type=size, default=48, metavar="N", help="of each text (default: %(default)s)")
+    demo.add_argument(
+        "--max-tokens", type=size, default=48, metavar="N", help="of each text, from 1 (default: %(default)s)"
+    )
     plan = commands.add_parser("plan", help="which implementation of each op a backend runs, and why", usage=USAGE)
     plan.set_defaults(run=run_plan)
     add_model(plan)

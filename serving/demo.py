@@ -21,6 +21,7 @@ from rich.table import Table
 from ..shared.config import BACKENDS
 from ..shared.errors import TwinferError
 from ..shared.sampling_params import SamplingParams
+from ..shared.worker import check_installed
 
 PROMPTS = (
     "def read_file(path):\n",
@@ -64,6 +65,8 @@ class WorkerRun:
 def run(dtype: str, max_tokens: int) -> int:
     """Run the demo and print it. 0 if all tokens are equal (or differ at proven ties only), else 1."""
     SamplingParams(max_tokens=max_tokens)  # raises before any worker starts
+    for backend in BACKENDS:
+        check_installed(backend)
     console = Console()
     runs = [_start(backend, dtype, max_tokens) for backend in BACKENDS]
     table = Table(title=f"demo model, {dtype}, greedy", show_lines=True)

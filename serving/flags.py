@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..shared.compilation_config import MODES
+from ..shared.compilation_config import LEVELS, MODE_STEPS, MODES
 from ..shared.config import (
     BACKEND_CHOICES,
     COMPILE_LEVELS,
@@ -267,14 +267,19 @@ def _add_programs(parser: argparse.ArgumentParser, torch: bool) -> None:
     g.add_argument("--aot-folder", metavar="FOLDER", help="JAX: programs that `twinfer aot` compiled (default: none)")
 
 
+def _lines(text: str, meanings: Mapping[Any, str]) -> str:
+    """A help text with a line for each value of its flag."""
+    return "\n".join([text, *(f"{value}: {meaning}" for value, meaning in meanings.items())])
+
+
 def _add_torch(g: Any) -> None:
     g.add_argument(
         "--compile-level", type=int, choices=COMPILE_LEVELS,
-        help="torch: 0 eager to 3 compiled and captured (default: 3 on a GPU, else 0)",
+        help=_lines("torch: what runs (default: 3 on a GPU, else 0)", LEVELS),
     )  # fmt: skip
     g.add_argument(
         "--cudagraph-mode", type=str.upper, choices=MODES,
-        help="torch: which steps are CUDA graphs (default: FULL at level 3 where kernels allow it)",
+        help=_lines("torch: which steps are CUDA graphs (default: FULL at level 3 where kernels allow it)", MODE_STEPS),
     )  # fmt: skip
     g.add_argument("--enforce-eager", action=_Switch, default=None, help="torch: level 0, no graphs (default: off)")
     g.add_argument(

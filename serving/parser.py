@@ -25,11 +25,26 @@ OTHER_NAMES = {
 """What other engines call our flags."""
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """Keeps the lines of a help text, and says each flag's default where the text does not."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        lines = text.splitlines()
+        return [part for line in lines for part in argparse.HelpFormatter._split_lines(self, line, width)]
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        is_flag, takes_value = bool(action.option_strings), action.nargs != 0
+        if not is_flag or not takes_value or action.required or "default" in text or "same as a flag" in text:
+            return text
+        return text + " (default: %(default)s)" if action.default not in (None, []) else f"{text} (default: none)"
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Complains in one line."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False)
+        super().__init__(**options, allow_abbrev=False, formatter_class=HelpFormatter)
 
     def error(self, message: str) -> NoReturn:
         """Print the complaint and leave with exit code 2."""

@@ -13,7 +13,7 @@ from typing import cast
 
 from .config import Backend, Change, DeviceInfo, parse_device
 from .errors import BackendUnavailable
-from .worker import backend_module
+from .worker import backend_module, is_installed
 
 PCI = Path("/sys/bus/pci/devices")
 DEV = Path("/dev")
@@ -86,3 +86,12 @@ def find_backend(backend: str, device: str) -> tuple[Backend, DeviceInfo, list[C
         why = "; ".join([f"{candidate.backend} {candidate.why}", *reasons])
         return candidate.backend, info, [Change("backend", backend, candidate.backend, why)]
     raise BackendUnavailable(f"backend: none runs here: {'; '.join(reasons)}")
+
+
+def first_installed(device: str) -> Backend:
+    """The backend that `find_backend("auto", device)` tries first of those that are installed. Imports neither.
+
+    Where none is installed it is the best one, whose error says what to install.
+    """
+    backends = [candidate.backend for candidate in candidates(device)]
+    return next((backend for backend in backends if is_installed(backend)), backends[0])

@@ -15,11 +15,13 @@ from typing import Any
 from .errors import ConfigError
 
 LEVELS = {
-    0: "eager",
-    1: "traced by Dynamo in full, run eagerly",
-    2: "compiled by Inductor",
-    3: "compiled by Inductor, replayed as CUDA graphs",
+    0: "the ops' functions, one after the other",
+    1: "the layer, traced by Dynamo as one graph and run as it was traced",
+    2: "the layer, compiled by Inductor",
+    3: "replayed as CUDA graphs: the layer's kernels as they are where each op is a kernel, else level 2 "
+    "(on a CPU: level 2)",
 }
+"""What runs at each level, as help and documents say it."""
 ROADS = ("regional", "piecewise")
 CAPTURE_SIZES = "cudagraph_capture_sizes"
 """The word that stands in `compile_sizes` for all sizes that are captured."""
@@ -61,6 +63,14 @@ class CUDAGraphMode(Enum):
 
 
 MODES = tuple(CUDAGraphMode.__members__)
+MODE_STEPS = {
+    "NONE": "no step",
+    "PIECEWISE": "all, in pieces between calls of attention, which run eagerly",
+    "FULL": "all, each one graph",
+    "FULL_DECODE_ONLY": "decode steps, each one graph",
+    "FULL_AND_PIECEWISE": "decode steps, each one graph, and mixed ones in pieces",
+}
+"""Which steps are graphs in each mode, as help says it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,6 +338,11 @@ def _check_effect(config: CompilationConfig, level: int, road: str, use_inductor
 
 def _check_graph_effect(config: CompilationConfig, mode: CUDAGraphMode, road: str) -> None:
     """Raise ConfigError for an option of graphs that would have no effect, whatever the plan."""
+    if config.cudagraph_copy_inputs is not None and mode is CUDAGraphMode.NONE:
+        raise ConfigError(
+            f"cudagraph_copy_inputs: got {config.cudagraph_copy_inputs}, allowed is none: cudagraph_mode is NONE, so "
+            f"no graph reads inputs"
+        )
     if config.cudagraph_mixed_limit is not None and mode.mixed_mode() is CUDAGraphMode.NONE:
         raise ConfigError(
             f"cudagraph_mixed_limit: got {config.cudagraph_mixed_limit}, allowed is none: cudagraph_mode {mode.name} "

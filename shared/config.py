@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from typing import Any, Literal
 
 from ..bucketing import Table, decode_ladder, mixed_ladder
@@ -204,7 +205,8 @@ class Change:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.field}: {self.before} -> {self.after} ({self.why})"
+        before, after = (value.name if isinstance(value, Enum) else value for value in (self.before, self.after))
+        return f"{self.field}: {before} -> {after} ({self.why})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
@@ -128,6 +129,24 @@ class Worker(Protocol):
 
 
 ROOMS = {"jax": "tpu", "torch": "gpu"}
+FRAMEWORKS = {"jax": ("jax", "jaxlib"), "torch": ("torch",)}
+"""What a backend needs beyond what the package installs by itself."""
+INSTALL = {
+    "jax": "pip install 'twinfer[jax]' (on TPUs 'twinfer[tpu]', on NVIDIA GPUs 'twinfer[cuda]')",
+    "torch": "pip install 'twinfer[torch]'",
+}
+"""What brings it: extras of pyproject.toml."""
+
+
+def is_installed(backend: str) -> bool:
+    """Whether a backend's framework is there. Imports nothing."""
+    return all(find_spec(name) for name in FRAMEWORKS[backend])
+
+
+def check_installed(backend: str) -> None:
+    """Raise BackendUnavailable, with what to install, if a backend's framework is not there."""
+    if not is_installed(backend):
+        raise BackendUnavailable(f"backend {backend}: it is not installed: {INSTALL[backend]}")
 
 
 def backend_module(backend: str, name: str = "worker") -> Any:
@@ -142,6 +161,7 @@ def backend_module(backend: str, name: str = "worker") -> Any:
     try:
         return import_module(f"{package}.{ROOMS[backend]}.{name}")
     except (ImportError, OSError) as error:  # OSError: a framework whose shared libraries do not load
+        check_installed(backend)
         raise BackendUnavailable(f"backend {backend}: {error}") from error
 
 

@@ -78,7 +78,7 @@ def _zmq() -> Any:
         import msgspec  # noqa: F401 - what is sent is packed by it
         import zmq
     except ImportError as error:
-        raise BackendUnavailable(f"hosts: {error}: pip install 'twinfer[serve]'") from error
+        raise BackendUnavailable(f"hosts: {error}: pip install 'twinfer[hosts]'") from error
     return zmq
 
 

@@ -9,12 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from ..ops import resolve
 from ..ops.bindings.jax import bind
+from ..shared.errors import BackendUnavailable
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise BackendUnavailable(f"flax: {error}: pip install 'twinfer[flax]'") from error
 
 PAGE = 128
 

@@ -22,6 +22,7 @@ from twinfer.ops.implement import IMPLEMENTATIONS, implement
 from twinfer.serving.llm import LLM
 from twinfer.shared import config
 from twinfer.shared.compilation_config import MODES
+from twinfer.shared.errors import ConfigError
 from twinfer.shared.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -331,12 +332,10 @@ def layers_of_kernels(device, monkeypatch):
     return SMALL | {"device": "cpu"}
 
 
-def test_the_start_says_that_sizes_have_no_effect_on_kernels(layers_of_kernels, tmp_path):
+def test_sizes_that_have_no_effect_on_kernels_are_refused(layers_of_kernels, tmp_path):
     asked = {"compile_sizes": [1, 2], "cudagraph_mode": "NONE", "cache_dir": str(tmp_path)}
-    with LLM("demo", **layers_of_kernels, compilation_config=asked) as llm:
-        (told,) = (change for change in llm.engine.report.changes if change.field == "compile_sizes")
-        assert str(told).startswith("compile_sizes: (1, 2) -> () (every op of a layer is a kernel")
-        assert llm.engine.config.compilation.compile_sizes == ()
+    with pytest.raises(ConfigError, match=r"compile_sizes: got \(1, 2\), allowed is none: every op of a layer is"):
+        LLM("demo", **layers_of_kernels, compilation_config=asked)
 
 
 def test_the_start_claims_no_code_that_is_not_compiled(layers_of_kernels, tmp_path):

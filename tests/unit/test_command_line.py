@@ -2,27 +2,31 @@
 
 import argparse
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
 from twinfer.serving.cli import _parser
 from twinfer.serving.flags import ENGINE_OPTIONS, SAMPLING_OPTIONS, engine_options, read_prompts, sampling_options
-from twinfer.serving.parser import OneLineParser, join_values, nearest
+from twinfer.serving.parser import OneLineParser, join_values, nearest, size
+from twinfer.shared.compilation_config import LEVELS, MODE_STEPS, MODES
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.models.arguments import settle_model
 from twinfer.shared.sampling_params import SamplingParams
 
 
-def leaves():
-    """Parsers of the commands that this room has, by name."""
-    commands = dict(_parser()[1])
-    commands.pop("numerics")
-    bench = next(a for a in commands.pop("bench")._actions if isinstance(a, argparse._SubParsersAction))
-    return commands | {f"bench {name}": parser for name, parser in bench.choices.items()}
+def leaves(parser, name=""):
+    """Parsers of all commands, by name."""
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not below:
+        return {name: parser}
+    choices = [pair for action in below for pair in action.choices.items()]
+    return {full: one for word, p in choices for full, one in leaves(p, f"{name} {word}".strip()).items()}
 
 
-LEAVES = leaves()
+LEAVES = leaves(_parser()[0])
 
 
 def parse(*words):
@@ -75,14 +79,39 @@ def test_every_sampling_flag_reaches_its_parameter():
 
 @pytest.mark.parametrize("command", LEAVES)
 def test_every_flag_has_help_and_says_its_default(command):
-    for action in LEAVES[command]._actions:
+    parser = LEAVES[command]
+    formatter = parser._get_formatter()
+    for action in parser._actions:
         assert action.help, f"{action.dest} has no help"
-        flag = isinstance(action.option_strings, list) and bool(action.option_strings)
-        is_switch = isinstance(action, argparse._StoreTrueAction)
-        has_value = flag and not is_switch and not isinstance(action, argparse._HelpAction)
-        if has_value and not action.required and action.dest not in ("model", "prompts"):
-            assert "default" in action.help, f"{command} {action.option_strings[0]}: {action.help}"
-    assert "None" not in LEAVES[command].format_help()
+        takes_value = bool(action.option_strings) and action.nargs != 0
+        required = action.required or action.dest in ("model", "prompts")
+        if takes_value and not required:
+            text = formatter._get_help_string(action)
+            assert "default" in text, f"{command} {action.option_strings[0]}: {text}"
+        numeric = action.type in (int, float, size) and not action.choices
+        if takes_value and numeric and action.dest not in NO_RANGE:
+            text = action.help.partition("(default")[0]
+            assert re.search(r"\d|from max-", text), f"{command} {action.option_strings[0]} says no range: {text}"
+    assert "None" not in parser.format_help()
+
+
+NO_RANGE = {"seed", "engine_seed", "num_pages"}
+"""Numbers that may be any, or as many as there is memory for."""
+
+
+@pytest.mark.parametrize("command", ["generate", "plan", "bench offline"])
+def test_help_says_in_a_line_what_each_level_and_mode_does(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    lines = [line.strip() for line in LEAVES[command].format_help().splitlines()]
+    for value, meaning in [*LEVELS.items(), *MODE_STEPS.items()]:
+        assert f"{value}: {meaning}" in lines
+    assert set(MODE_STEPS) == set(MODES)
+
+
+def test_documents_say_the_same_of_levels():
+    text = (Path(__file__).parents[2] / "docs" / "compilation.md").read_text()
+    for level, meaning in LEVELS.items():
+        assert f"| {level} | {meaning} |" in text
 
 
 def test_help_has_prompts_before_the_engine():

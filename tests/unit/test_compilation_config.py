@@ -104,6 +104,7 @@ REFUSED = {
     "piecewise at level 0": ("cuda", {"level": 0, "road": "piecewise"}, "does not"),
     "no copies": ("cuda", {"cudagraph_copy_inputs": False}, "come from the host"),
     "no copies on the other road": ("cuda", {"cudagraph_copy_inputs": False, "road": "piecewise"}, "allowed is True"),
+    "copies without graphs": ("cpu", {"cudagraph_copy_inputs": True}, "cudagraph_copy_inputs: got True, .* is NONE"),
     "options without inductor": ("cpu", {"level": 1, "inductor_compile_config": {"max_autotune": True}}, "not used"),
     "inductor at level 1": (
         "cuda",

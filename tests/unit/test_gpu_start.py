@@ -12,7 +12,7 @@ import torch
 from twinfer.bucketing import Descriptor, Table
 from twinfer.gpu import start_plan
 from twinfer.gpu.backend import fingerprint, key_factors
-from twinfer.gpu.compilation import LAYER_OPS, compiled_kinds, drop_unused
+from twinfer.gpu.compilation import LAYER_OPS, check_effect, compiled_kinds
 from twinfer.gpu.inputs import StepInputs
 from twinfer.gpu.plumbing import plumbing, put_pages
 from twinfer.gpu.worker import fit_mode
@@ -187,23 +187,28 @@ def test_only_layers_made_of_kernels_stay_uncompiled():
     assert compiled_kinds(MODEL, given, dataclasses.replace(forced, level=0)) == frozenset()
 
 
-def test_options_that_the_plan_leaves_without_effect_are_told():
-    """What the start reports is what runs: sizes only where layers are compiled, splitting only of pieces."""
-    asked = {"compile_sizes": [1, 8], "compile_ranges": [[2, 4]], "splitting_ops": ["paged_attention"]}
-    config, filled = resolve(EngineConfig(model="m", backend="torch", compilation_config=asked), MODEL, GPU)
-    assert not {change.field for change in filled} & {"compile_sizes", "compile_ranges", "splitting_ops"}
-    kernels, told = drop_unused(config.compilation, frozenset())
-    assert [(change.field, change.before, change.after) for change in told] == [
-        ("compile_sizes", (1, 8), ()),
-        ("compile_ranges", ((2, 4),), ()),
-        ("splitting_ops", ("paged_attention",), ()),
-    ]
-    assert ["no layer is compiled" in change.why for change in told] == [True, True, False]
-    assert (kernels.compile_sizes, kernels.compile_ranges, kernels.splitting_ops) == ((), (), ())
+PLAN_LEAVES_NO_EFFECT = {
+    "compile_sizes": ([1, 8], r"compile_sizes: got \(1, 8\), allowed is none: .* no layer is compiled"),
+    "compile_ranges": ([[2, 4]], r"compile_ranges: got \(\(2, 4\),\), allowed is none: .* no layer is compiled"),
+    "splitting_ops": (["paged_attention"], "splitting_ops: got .*, allowed is none: cudagraph_mode is FULL"),
+}
+
+
+@pytest.mark.parametrize("name", PLAN_LEAVES_NO_EFFECT)
+def test_options_that_the_plan_leaves_without_effect_are_refused(name):
+    """Sizes have one only where layers are compiled, splitting only where graphs are pieces."""
+    value, message = PLAN_LEAVES_NO_EFFECT[name]
+    config, filled = resolve(EngineConfig(model="m", backend="torch", compilation_config={name: value}), MODEL, GPU)
+    assert name not in {change.field for change in filled}
+    with pytest.raises(ConfigError, match=message):
+        check_effect(config.compilation, frozenset())
     in_pieces = dataclasses.replace(config.compilation, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
-    assert drop_unused(in_pieces, frozenset({"mixed"})) == (in_pieces, [])
+    check_effect(in_pieces, frozenset({"mixed"}))
+
+
+def test_defaults_are_refused_by_no_plan():
     default, filled = resolve(EngineConfig(model="m", backend="torch"), MODEL, GPU)
-    assert drop_unused(default.compilation, frozenset()) == (default.compilation, [])
+    check_effect(default.compilation, frozenset())
     assert "compile_sizes" not in {change.field for change in filled}
 
 
