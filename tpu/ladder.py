@@ -63,7 +63,13 @@ def program_model(model: ModelConfig, config: ResolvedConfig, plans: Plans, mesh
     physical = physical_config(model, config.tensor_parallel_size)
     cache_dtype = jnp.dtype(config.kv_cache_dtype)
     return programs.Model(
-        physical, ops, step_shape(model, config), config.scan_layers, cache_dtype, config.decode_steps
+        physical,
+        ops,
+        step_shape(model, config),
+        config.scan_layers,
+        cache_dtype,
+        config.decode_steps,
+        config.demand,
     )
 
 
@@ -125,19 +131,21 @@ def largest(work: Mapping[Any, Job]) -> dict[Any, Job]:
 
     Of samplers, alone or in loops, only the one that can do all that the others do.
     """
-    lesser = {("loop", variant) for variant in programs.LOOP_SAMPLERS[:-1]} | {(variant,) for variant in SAMPLERS[:-1]}
     last = {kind_of(key): key for key in work}  # sizes of a kind rise
+    loops = [kind for variant in programs.LOOP_SAMPLERS if (kind := ("loop", variant)) in last]
+    samplers = [kind for variant in SAMPLERS if (kind := (variant,)) in last]
+    lesser = {*loops[:-1], *samplers[:-1]}
     return {key: work[key] for kind, key in last.items() if kind not in lesser and kind != "update"}
 
 
 def jobs(model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: Mesh) -> dict[Any, Job]:
-    """Every program of the table, by what the worker looks it up with."""
+    """Every program of the table that the model's demand needs, by what the worker looks it up with."""
     whole = on(mesh)
 
     def array(*dims: int, kind: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, kind, sharding=whole)
 
-    width, shape = model.config.hidden_size, model.shape
+    width, shape, demand = model.config.hidden_size, model.shape, model.demand
     weights, head, tables, kv, state, last = shapes
     whole_state = State(whole, whole)
     found: dict[Any, Job] = {}
@@ -151,11 +159,11 @@ def jobs(model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: 
         function = partial(programs.backbone, model, d)
         results: Any = (kv.format, whole_state, whole, whole, {name: whole for name in programs.PICKED})
         found[d] = Job(f"backbone_{d.kind}_{d.tokens}", function, (2, 3), arguments, results)
-        if d.kind == "mixed":
+        if d.kind == "mixed" and demand.prompt_logprobs:
             take = partial(programs.take_rows, table.max_requests)
             arguments = (array(d.tokens, width, kind=dtype), array())
             found["take", d.tokens] = Job(f"take_rows_{d.tokens}", take, (), arguments, whole)
-        elif model.decode_steps > 1:
+        if d.kind == "decode" and model.decode_steps > 1:
             arguments = (
                 weights,
                 tables,
@@ -166,7 +174,7 @@ def jobs(model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: 
                 array(diff_layout(d, shape, True).size),
             )
             results = (kv.format, whole_state, whole, whole, whole)
-            for variant in programs.LOOP_SAMPLERS:
+            for variant in programs.loop_samplers(demand):
                 function = partial(programs.loop, model, variant, d)
                 name = f"loop_{variant}_{d.tokens}"
                 found["loop", variant, d.requests] = Job(name, function, (2, 3, 4, 5), arguments, results)
@@ -174,13 +182,15 @@ def jobs(model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: 
     found["update"] = Job("update", partial(update, shape), (0,), arguments, whole_state)
     for requests in sorted({programs.sampler_size(d.requests, table.max_requests) for d in table}):
         rows = array(requests, width, kind=dtype)
-        for variant in SAMPLERS:
+        for variant in demand.samplers:
             arguments = (head, last, state.parameters, rows, picked(requests))
             if variant == "processed":
                 arguments += (array(processor_layout(requests, shape).size),)
             function = partial(programs.sampler, model, variant, requests)
             name = f"sample_{variant}_{requests}"
             found[variant, requests] = Job(name, function, (1,), arguments, (whole, whole))
+        if not (demand.logprobs or demand.prompt_logprobs):
+            continue
         function = partial(programs.logprobs, model)
         arguments = (head, rows, array(requests))
         found["logprobs", requests] = Job(f"logprobs_{requests}", function, (), arguments, whole)

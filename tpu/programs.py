@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..bucketing import Descriptor
+from ..shared.demand import ANYTHING, Demand
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
 from ..shared.step import Sampler, StepShape, processor_layout
@@ -31,7 +32,7 @@ class Model:
 
     Weights come as {"embed", "norm", ["head"], "segments": one dict of stacked weights [n, ...] per run of layers that
     share a window (or per layer, unrolled)}. `decode_steps`: the most steps that a loop does. `cache_dtype`: of the
-    keys and values that the ops see.
+    keys and values that the ops see. `demand`: which samplers there are, and whether there are log-probabilities.
     """
 
     config: ModelConfig
@@ -40,6 +41,7 @@ class Model:
     scan: bool
     cache_dtype: Any
     decode_steps: int = 1
+    demand: Demand = ANYTHING
 
     @property
     def segments(self) -> list[tuple[int, int, int]]:
@@ -47,6 +49,17 @@ class Model:
         if self.scan:
             return decoder.layer_segments(self.config)
         return [(i, i + 1, window) for i, window in enumerate(self.config.layer_windows)]
+
+
+def loop_sampler(sampler: Sampler) -> Sampler:
+    """The sampler of a loop whose steps need `sampler`."""
+    return "greedy" if sampler == "greedy" else "filtered"
+
+
+def loop_samplers(demand: Demand) -> tuple[Sampler, ...]:
+    """The samplers that loops are built with. Requests with processors are never decoded in loops."""
+    needed = {loop_sampler(sampler) for sampler in demand.samplers if sampler != "processed"}
+    return tuple(sampler for sampler in LOOP_SAMPLERS if sampler in needed)
 
 
 def sampler_size(requests: int, max_requests: int) -> int:

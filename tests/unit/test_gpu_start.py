@@ -11,12 +11,13 @@ import torch
 
 from twinfer.bucketing import Descriptor, Table
 from twinfer.gpu import start_plan
-from twinfer.gpu.backend import fingerprint, key_factors
+from twinfer.gpu.backend import key_factors
 from twinfer.gpu.compilation import LAYER_OPS, compiled_kinds, drop_unused
 from twinfer.gpu.inputs import StepInputs
 from twinfer.gpu.plumbing import plumbing, put_pages
 from twinfer.gpu.worker import fit_mode
 from twinfer.ops import resolve as resolve_plan
+from twinfer.shared.cache_folder import fingerprint
 from twinfer.shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError
