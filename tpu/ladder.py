@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from ..bucketing import Descriptor, Table
 from ..ops import Plans
+from ..ops.plan import COMPOSITION, NATIVE
 from ..shared.config import ResolvedConfig
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
@@ -70,7 +71,20 @@ def program_model(model: ModelConfig, config: ResolvedConfig, plans: Plans, mesh
         cache_dtype,
         config.decode_steps,
         config.demand,
+        config.scan_layers and _reads_in_place(model, plans, mesh),
     )
+
+
+def _reads_in_place(model: ModelConfig, plans: Plans, mesh: Mesh) -> bool:
+    """Whether a loop over layers had better find each layer's matrices apart: on a CPU, where a slice is a copy.
+
+    Only our own layer passes matrices on to nothing but ops that know what to do with them.
+    """
+    if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
+        return False
+    products = [plan[op] for plan in plans.by_kind.values() for op in ("linear", "gated_mlp") if op in plan]
+    native = all(choice.provider in (NATIVE, COMPOSITION) for choice in products)
+    return native and decoder.layer_function(model) is decoder.layer
 
 
 def describe(model: ModelConfig, config: ResolvedConfig, segments: Segments, num_pages: int, mesh: Mesh) -> Shapes:
