@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +13,11 @@ from typing import Any
 
 import torch
 
+from ..shared.cache_folder import default_root, open_private
 from ..shared.compilation_config import ResolvedCompilation
 from ..shared.errors import ConfigError
 
 Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
-FACTORS = "factors.json"
 
 
 def make_backend(compilation: ResolvedCompilation, name: str) -> Backend:
@@ -82,51 +80,14 @@ def key_factors(plan_hash: str, compilation: ResolvedCompilation, model: Mapping
     return json.loads(json.dumps(factors | compilation.factors(), default=str))
 
 
-def fingerprint(factors: Mapping[str, Any]) -> str:
-    """A digest of factors."""
-    return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def default_cache_dir() -> str:
-    """Where compiled code is kept unless the user says otherwise."""
-    return str(Path.home() / ".cache" / "twinfer" / "torch")
-
-
 def open_cache(root: str | None, factors: Mapping[str, Any]) -> Path | None:
-    """The folder of these factors below `root` (None: the default one, if it can be had), made if it is not there.
-
-    The factors are stored beside what is kept, and a folder whose factors differ is emptied. What lies there is loaded
-    as code, so a folder that others may write to is refused. Raises ConfigError.
-    """
-    folder = Path(root or default_cache_dir()) / fingerprint(factors)
+    """The folder of these factors below `root` (None: the default one, if it can be had). Raises ConfigError."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_private(folder)
-        stored = folder / FACTORS
-        if stored.exists() and json.loads(stored.read_text(encoding="utf-8")) != factors:
-            shutil.rmtree(folder)
-            folder.mkdir(mode=0o700)
-        if not stored.exists():
-            write_atomically(stored, json.dumps(factors, indent=1, sort_keys=True))
+        return open_private("cache_dir", default_root("torch") if root is None else Path(root), factors)
     except (OSError, ValueError) as error:
         if root is None:
             return None
         raise ConfigError(f"cache_dir: got {root}: {error}") from error
-    return folder
-
-
-def _check_private(folder: Path) -> None:
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise ConfigError(f"cache_dir: got {folder}, which others may write to; code is loaded from there")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that readers see all of it or none."""
-    handle, name = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(name, path)
 
 
 @contextmanager

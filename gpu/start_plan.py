@@ -12,9 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..shared.cache_folder import write_atomically
 from ..shared.config import DeviceInfo, ResolvedConfig
 from ..shared.models.config import ModelConfig
-from .backend import key_factors, open_cache, write_atomically
+from .backend import key_factors, open_cache
 
 PLAN = "start.json"
 CLASS = 1 << 28
@@ -25,7 +26,7 @@ def start_factors(
     model: ModelConfig, config: ResolvedConfig, plan_hash: str, device: DeviceInfo, free: int
 ) -> dict[str, Any]:
     """All that the memory left for the cache depends on. `free`: bytes free once the weights are loaded."""
-    asked = {name: value for name, value in asdict(config).items() if name != "compilation"}
+    asked = {name: value for name, value in asdict(config).items() if name not in ("compilation", "demand")}
     compilation = asdict(config.compilation) | {"debug_dump_path": None, "cache_dir": None}
     memory = {"total": device.memory, "free_class": free // CLASS, "class_bytes": CLASS}
     more = {"config": asked, "compilation": compilation, "memory": memory}

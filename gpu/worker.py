@@ -17,6 +17,7 @@ from ..bucketing import Descriptor, Table
 from ..ops import Choice, OpError, Plan, Plans
 from ..ops.bindings.torch import bind
 from ..ops.namespaces.torch_ import to_numpy
+from ..shared.cache_folder import write_atomically
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from ..shared.config import Change, DeviceInfo, ResolvedConfig, host_memory, parse_device
 from ..shared.errors import BackendUnavailable, ConfigError, InternalError
@@ -34,7 +35,7 @@ from ..shared.step import (
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, Worker, cache_pages, kv_page_bytes
 from . import advice
 from .advice import advise
-from .backend import check_options, code_kept_in, key_factors, open_cache, write_atomically
+from .backend import check_options, code_kept_in, key_factors, open_cache
 from .compilation import check_effect, compiled_kinds
 from .forward_context import splittable
 from .graphs import GraphRecorder

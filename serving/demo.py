@@ -157,14 +157,21 @@ def _start(backend: str, dtype: str, max_tokens: int) -> WorkerRun:
 
 def work(backend: str, dtype: str, max_tokens: int) -> WorkerRun:
     """Complete all prompts on one worker, in this process."""
+    from ..shared.demand import Demand
+    from ..shared.models.locate import model_folder
+    from ..shared.tokenizer import Tokenizer
+    from .batch import need_tokenizer
     from .llm import LLM
 
     start = time.perf_counter()
-    options: dict[str, Any] = dict(dtype=dtype, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=128)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=2)
+    tokenizer = need_tokenizer(Tokenizer.load(model_folder("demo")), "text")
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    demand = Demand.of((len(prompt), params) for prompt in prompts)
+    options: dict[str, Any] = dict(dtype=dtype, max_model_len=256, tokenizer=tokenizer, demand=demand)
     with LLM("demo", backend=backend, device="auto", **options) as llm:
         ready = time.perf_counter()
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=2)
-        outputs = [output.outputs[0] for output in llm.generate(list(PROMPTS), params)]
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
         done = time.perf_counter()
         device = llm.engine.device.platform
     results = []

@@ -262,8 +262,9 @@ def _add_programs(parser: argparse.ArgumentParser, torch: bool) -> None:
         help="JAX: tokens of the mixed programs, up to max-num-batched-tokens (default: a ladder)",
     )  # fmt: skip
     g.add_argument(
-        "--compilation-cache-dir", metavar="FOLDER", help="JAX: keep compiled programs there (default: nowhere)"
-    )
+        "--compilation-cache-dir", metavar="FOLDER",
+        help="JAX: keep compiled programs there; none: nowhere (default: ~/.cache/twinfer/jax)",
+    )  # fmt: skip
     g.add_argument("--aot-folder", metavar="FOLDER", help="JAX: programs that `twinfer aot` compiled (default: none)")
 
 

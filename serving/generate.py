@@ -10,12 +10,15 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, Protocol
 
+from ..shared.demand import Demand
 from ..shared.engine import Logprob, TokenLogprobs
 from ..shared.errors import ConfigError, RequestError
 from ..shared.generation_config import default_params
 from ..shared.interrupts import DeferredInterrupts
 from ..shared.models.locate import model_folder
 from ..shared.sampling_params import SamplingParams
+from ..shared.tokenizer import Tokenizer
+from .conversations import ChatTemplate
 from .flags import engine_options, read_prompts, sampling_options
 from .llm import LLM
 from .outputs import RequestOutput, StreamUpdate
@@ -30,13 +33,39 @@ def run(arguments: argparse.Namespace) -> int:
     defaults, _ = default_params(model_folder(arguments.model), arguments.generation_config)
     params = replace(defaults, **sampling_options(arguments))
     options = engine_options(arguments) | {"generation_config": arguments.generation_config}
-    with LLM(arguments.model, backend=arguments.backend, **options) as llm:
+    tokenizer = Tokenizer.load(model_folder(arguments.model))
+    prompts = _tokenized(tokenizer, prompts, arguments.chat)
+    known = {"tokenizer": tokenizer, "demand": _demand(prompts, params)}
+    with LLM(arguments.model, backend=arguments.backend, **known, **options) as llm:
         if arguments.verbose:
             _print_report(llm)
-        if arguments.chat:
-            conversations = [[{"role": "user", "content": text}] for text in prompts]
-            prompts = llm.chat_prompts(conversations, return_errors=True)
         return _complete(llm, prompts, params, _writer(arguments, llm, len(prompts), params))
+
+
+def _tokenized(tokenizer: Tokenizer | None, prompts: list[Any], chat: bool) -> list[Any]:
+    """The prompts as tokens where that is possible: how many there are says which programs are needed.
+
+    A prompt that is not is left to be refused by its own error, beside others that are completed.
+    """
+    if chat:
+        conversations = [[{"role": "user", "content": text}] for text in prompts]
+        return ChatTemplate().prompts(tokenizer, conversations, return_errors=True)
+    return [_encoded(tokenizer, prompt) for prompt in prompts]
+
+
+def _encoded(tokenizer: Tokenizer | None, prompt: Any) -> Any:
+    if tokenizer is None or not isinstance(prompt, str):
+        return prompt
+    try:
+        return {"prompt": prompt, "prompt_token_ids": tokenizer.encode(prompt)}
+    except RequestError:
+        return prompt
+
+
+def _demand(prompts: list[Any], params: SamplingParams) -> Demand:
+    """What the prompts that are not refused already need."""
+    tokens = [prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt for prompt in prompts]
+    return Demand.of((len(ids), params) for ids in tokens if isinstance(ids, list))
 
 
 def _check(arguments: argparse.Namespace, prompts: list[Any]) -> None:

@@ -10,22 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from ..shared.chat import render_chat
 from ..shared.config import EngineConfig
+from ..shared.demand import ANYTHING, Demand
 from ..shared.engine import Engine
 from ..shared.errors import ConfigError, RequestError
 from ..shared.generation_config import default_params
-from ..shared.models.config import load_config, show
+from ..shared.models.config import load_config
 from ..shared.models.locate import model_folder
 from ..shared.models.shapes import check_weights
 from ..shared.sampling_params import SamplingParams
 from ..shared.tokenizer import Tokenizer
-from .batch import Batch, Prompt, need_tokenizer
+from .batch import Batch, Prompt
+from .conversations import ChatTemplate, Message
 from .outputs import RequestOutput, StreamUpdate
 from .progress import GenerationBar, StartBar
-
-Message = Mapping[str, Any]
-"""One message of a conversation: `role` and `content`, and what else a template reads."""
 
 
 class LLM:
@@ -33,7 +31,9 @@ class LLM:
 
     `model` is a folder with a Hugging Face checkpoint, the word demo, or the name of a shape such as qwen3-0.6b, which
     has no weights and needs `load_format="dummy"`. `options` are those of `EngineConfig`. Building one loads the
-    weights and compiles every program; afterwards nothing compiles.
+    weights and compiles every program; afterwards nothing compiles. `demand` (`shared/demand.py`) says what will be
+    asked for, so that only what that needs is compiled; a request that needs more is refused. `tokenizer`: the model's,
+    where it is loaded already.
 
     `default_params` are used where a call gives no params: those of the model's generation_config.json, unless
     `generation_config` is "none". What they change is in `engine.report.changes`.
@@ -49,16 +49,18 @@ class LLM:
         device: str = "auto",
         generation_config: str = "auto",
         progress: bool = True,
+        tokenizer: Tokenizer | None = None,
+        demand: Demand = ANYTHING,
         **options: Any,
     ) -> None:
         config = EngineConfig.from_options({"model": model, "backend": backend, "device": device, **options})
         check_weights(model, config.load_format)
         folder = model_folder(model)
         model_config = load_config(folder)
-        self.tokenizer = Tokenizer.load(folder)
+        self.tokenizer = tokenizer or Tokenizer.load(folder)
         self.default_params, changes = default_params(folder, generation_config)
         with StartBar("starting" if backend == "auto" else f"{backend}: starting", shown=progress) as bar:
-            self.engine = Engine(config, model_config, folder, bar.update)
+            self.engine = Engine(config, model_config, folder, bar.update, demand)
         self.engine.report.changes += changes
         self._ids = itertools.count()
         self._generating = threading.Lock()
@@ -174,26 +176,10 @@ class LLM:
 
         A conversation that is refused raises RequestError; with `return_errors` the error stands in its place.
         """
-        tokenizer = need_tokenizer(self.tokenizer, "chat")
-        prompts: list[Any] = []
-        for conversation in _conversations(messages):
-            try:
-                text = render_chat(
-                    tokenizer,
-                    conversation,
-                    tools=tools,
-                    template=chat_template,
-                    variables=chat_template_kwargs,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                )
-                ids = tokenizer.encode(text, add_special_tokens=False)
-                prompts.append({"prompt": text, "prompt_token_ids": ids})
-            except RequestError as error:
-                if not return_errors:
-                    raise
-                prompts.append(error)
-        return prompts
+        template = ChatTemplate(
+            tools, chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message
+        )
+        return template.prompts(self.tokenizer, messages, return_errors=return_errors)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -251,18 +237,6 @@ class _NothingLeft:
 
     def __exit__(self, *error: object) -> None:
         self._engine.abort_all()
-
-
-def _conversations(messages: Any) -> Sequence[Any]:
-    """The conversations in `messages`, which are one of them, or a list of them."""
-    if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)):
-        if any(isinstance(item, Mapping) for item in messages):
-            return [messages]
-        if all(isinstance(item, Sequence) and not isinstance(item, (str, bytes)) for item in messages):
-            return messages
-    raise RequestError(
-        "messages", f"got {show(messages)}, must be a list of messages with role and content, or a list of such lists"
-    )
 
 
 def _is_single(prompts: Any) -> bool:

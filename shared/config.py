@@ -22,6 +22,7 @@ from .compilation_config import (
     parse_mode,
     resolve_compilation,
 )
+from .demand import ANYTHING, Demand
 from .errors import ConfigError, UnsupportedModel
 from .jax_config import check_backend, check_fields, check_ladders
 from .models.config import ModelConfig
@@ -58,7 +59,8 @@ class EngineConfig:
     `none`, then +op and -op: a disabled op runs natively.
 
     JAX: `decode_sizes` and `mixed_sizes` replace the ladders of programs; `compilation_cache_dir` keeps what was
-    compiled; `aot_folder` holds programs that `twinfer aot` compiled for this machine (docs/tpu.md).
+    compiled (None: in a private folder of this user; "none": nowhere); `aot_folder` holds programs that `twinfer aot`
+    compiled for this machine (docs/tpu.md).
 
     `capture`: steps to keep as bundles that replay on the other backend, such as `DIR,step=12,nan` (docs/numerics.md).
     """
@@ -241,6 +243,7 @@ class ResolvedConfig:
     mixed_sizes: tuple[int, ...] | None
     compilation_cache_dir: str | None
     aot_folder: str | None
+    demand: Demand = ANYTHING
 
     @property
     def compile_level(self) -> int:
@@ -267,15 +270,22 @@ class ResolvedConfig:
 def default_decode_sizes(backend: Backend, max_num_seqs: int, platform: str) -> tuple[int, ...]:
     """The ladder of decode programs. The torch backend gets small sizes too: latency at batch 1.
 
-    JAX on GPUs gets powers of two: with its layers unrolled, a program takes seconds to compile.
+    JAX on GPUs gets powers of two: with its layers unrolled, a program takes seconds to compile. On CPUs, which have no
+    sublanes to fill, a step of one request does not compute eight.
     """
     if backend == "jax" and platform == "cuda":
         return mixed_ladder(max_num_seqs, smallest=1)
-    return decode_ladder(max_num_seqs, small=(1, 2, 4) if backend == "torch" else ())
+    small = (1, 2, 4) if backend == "torch" else (1,) if platform == "cpu" else ()
+    return decode_ladder(max_num_seqs, small=small)
 
 
-def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tuple[ResolvedConfig, list[Change]]:
-    """The config that the engine runs with, and the list of values filled in or changed. Raises ConfigError."""
+def resolve(
+    config: EngineConfig, model: ModelConfig, device: DeviceInfo, demand: Demand = ANYTHING
+) -> tuple[ResolvedConfig, list[Change]]:
+    """The config that the engine runs with, and the list of values filled in or changed. Raises ConfigError.
+
+    `demand` lowers defaults. What is given explicitly stays, and so does what goes with it.
+    """
     changes: list[Change] = []
     if config.backend == "auto":
         backend = BACKEND_ON[device.platform]
@@ -296,7 +306,11 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tup
     length = fill("max_model_len", min(limit, 2048) if on_cpu else limit, "the model's limit, at most 2048 on a CPU")
     if length > limit:
         raise ConfigError(f"max_model_len: got {length}, the model allows at most {limit} (max_position_embeddings)")
-    sequences = fill("max_num_seqs", 16 if on_cpu else 256, f"default on {device.platform}")
+    demand = _usable_demand(config, demand)
+    most = 16 if on_cpu else 256
+    fitting = demand.fitting_requests(most)
+    why = f"default on {device.platform}" if fitting == most else f"enough for {demand.requests} requests"
+    sequences = fill("max_num_seqs", fitting, why)
     page = config.page_size
     if page is None:
         page, fitting, why = default_page_size(device.platform, length, sequences)
@@ -306,9 +320,10 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tup
                 raise ConfigError(f"max_num_seqs: got {sequences}, allowed is at most {fitting}: {why}")
             changes.append(Change("max_num_seqs", sequences, fitting, why))
             sequences = fitting
-    tokens = fill(
-        "max_num_batched_tokens", min(512, max(16, length)) if on_cpu else 8192, f"default on {device.platform}"
-    )
+    most = min(512, max(16, length)) if on_cpu else 8192
+    enough = demand.fitting_tokens(most)
+    why = f"default on {device.platform}" if enough == most else f"enough for {demand.prompt_tokens} tokens of prompts"
+    tokens = fill("max_num_batched_tokens", enough, why)
     if tokens < sequences:
         changes.append(
             Change("max_num_batched_tokens", tokens, sequences, "every running request needs one token a step")
@@ -347,7 +362,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tup
             scan = fill("scan_layers", False, "its compiler lays the weights of a loop out anew in each step")
         else:
             scan = fill("scan_layers", True, "one loop compiles faster than all layers")
-    same = {f.name for f in fields(ResolvedConfig)} - {"platform", "compilation"}
+    same = {f.name for f in fields(ResolvedConfig)} - {"platform", "compilation", "demand"}
     values = {name: getattr(config, name) for name in same}
     values |= {
         "platform": device.platform,
@@ -360,11 +375,32 @@ def resolve(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> tup
         "page_size": page,
         "compilation": compilation,
         "scan_layers": scan,
+        "demand": demand,
     }
     resolved = ResolvedConfig(**values)
+    mixed = demand.fitting_sizes(resolved.table().mixed_sizes, sequences)
+    if mixed is not None:
+        resolved = replace(resolved, mixed_sizes=mixed)
     if config.backend == "torch":
         check_sizes(config.compilation(), {d.tokens for d in resolved.table()})
     return resolved, changes
+
+
+def _usable_demand(config: EngineConfig, demand: Demand) -> Demand:
+    """`demand` without what would contradict explicit options.
+
+    Stored programs are those of a certain table, and who names sizes of programs names them for the defaults.
+    """
+    if config.aot_folder is not None:
+        return ANYTHING
+    named = config.compilation()
+    sizes = (
+        config.decode_sizes, config.mixed_sizes, named.cudagraph_capture_sizes, named.cuda_graph_sizes,
+        named.compile_sizes, named.compile_ranges,
+    )  # fmt: skip
+    if any(size is not None for size in sizes):
+        return replace(demand, requests=None, prompt_tokens=None)
+    return demand
 
 
 _FLAGS = {"level": "compile_level"}

@@ -19,6 +19,7 @@ import numpy as np
 
 from .backends import find_backend
 from .config import Change, EngineConfig, ResolvedConfig, resolve
+from .demand import ANYTHING, Demand
 from .errors import ConfigError, EngineClosed, EngineDead, InternalError, RequestError
 from .interrupts import DeferredInterrupts
 from .models.config import ModelConfig, show
@@ -84,11 +85,21 @@ def silent(what: str, done: int, total: int) -> None:
 class Engine:
     """Owns one worker. Not thread-safe: one thread calls everything here. `close()` frees the device."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, folder: str, progress: Progress = silent) -> None:
-        """Loads the model and builds all programs. Raises ConfigError, ModelError, BackendUnavailable."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        folder: str,
+        progress: Progress = silent,
+        demand: Demand = ANYTHING,
+    ) -> None:
+        """Loads the model and builds all programs that `demand` needs.
+
+        Raises ConfigError, ModelError, BackendUnavailable.
+        """
         backend, self.device, chosen = find_backend(config.backend, config.device)
         config = replace(config, backend=backend)
-        self.config, changes = resolve(config, model, self.device)
+        self.config, changes = resolve(config, model, self.device, demand)
         self.model = model = replace(model, kv_scales=self.config.kv_cache_scales)
         self.report = StartReport([*chosen, *changes])
         self.table = self.config.table()
@@ -163,6 +174,7 @@ class Engine:
                 "prompt", f"token id {token} is out of range: the vocabulary has {self.model.vocab_size}"
             )
         params.check_vocabulary(self.model.vocab_size)
+        self.config.demand.check(params)
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
             raise RequestError("priority", f"got {show(priority)}, must be an integer within {MAX_PRIORITY} of 0")
         if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT_LENGTH:

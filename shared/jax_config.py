@@ -7,6 +7,8 @@ from typing import Any
 from .errors import ConfigError
 
 MAX_SHARDS = 256
+NO_CACHE = "none"
+"""`compilation_cache_dir` where compiled programs shall not be kept."""
 FIELDS = ("decode_sizes", "mixed_sizes", "compilation_cache_dir", "aot_folder")
 
 

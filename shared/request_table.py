@@ -7,14 +7,14 @@ to the same row. Each release of a row raises its epoch: a step in flight knows 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..bucketing import Descriptor
 from .errors import InternalError
 from .request import Request
-from .sampling_encoding import FAR, ONE, encode_bias, encode_processors, encode_sampling
+from .sampling_encoding import encode_bias, encode_processors, encode_sampling, sampler_of
 from .sampling_params import SamplingParams
 from .step import SAMPLERS, sampling_layout
 
@@ -155,7 +155,7 @@ class RequestTable:
         self.prompt_logprobs[row] = params.prompt_logprobs is not None
         self._set_stop_ids(row, request.stop_ids)
         self._encode(row, params, request.seed)
-        self.level[row] = self._level(row, params)
+        self.level[row] = SAMPLERS.index(sampler_of(params))
         self.alone[row] = not params.stop and params.logprobs is None and self.level[row] != PROCESSED
         if params.logit_bias:
             self.biases[row] = encode_bias(params)
@@ -220,15 +220,6 @@ class RequestTable:
         numbers = encode_processors(params)
         numbers |= {name: _float_bits(numbers[name]) for name in ("repetition", "repetition_inverse")}
         self.processors[:, row] = [numbers[name] for name in PROCESSOR_FIELDS]
-
-    def _level(self, row: int, params: SamplingParams) -> int:
-        if params.needs_processors and (not params.min_tokens or replace(params, min_tokens=0).needs_processors):
-            return PROCESSED
-        if params.greedy:
-            return SAMPLERS.index("greedy")
-        # The encoded numbers decide: a top_p of 0.9999999 is off, as it rounds to 1.
-        top_k, top_p, min_p = (self.sampling[SAMPLING_FIELDS.index(name), row] for name in ("top_k", "top_p", "min_p"))
-        return SAMPLERS.index("filtered" if top_k or top_p != ONE or min_p != FAR else "random")
 
     def check_integrity(self, in_flight: int) -> None:
         """Raise InternalError, naming the fault, unless the rows are consistent. `in_flight`: steps not read back, of a

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from .sampling_params import SamplingParams
+from .step import Sampler
 
 ONE = 1 << 16
 """1.0 in the Q16 fixed point of the sampler."""
@@ -26,6 +28,18 @@ def encode_sampling(params: SamplingParams, seed: int) -> dict[str, int | float]
         "min_p": FAR if params.min_p == 0 else min(FAR, round(-math.log2(params.min_p) * ONE)),
         "scale": math.log2(math.e) / (params.temperature or 1.0),
     }
+
+
+def sampler_of(params: SamplingParams) -> Sampler:
+    """The first of the samplers that serves a request, `min_tokens` aside: those mask only its first steps."""
+    if params.needs_processors and (not params.min_tokens or replace(params, min_tokens=0).needs_processors):
+        return "processed"
+    if params.greedy:
+        return "greedy"
+    # The encoded numbers decide: a top_p of 0.9999999 is off, as it rounds to 1.
+    numbers = encode_sampling(params, 0)
+    filters = numbers["top_k"] or numbers["top_p"] != ONE or numbers["min_p"] != FAR
+    return "filtered" if filters else "random"
 
 
 def encode_processors(params: SamplingParams) -> dict[str, int | float]:

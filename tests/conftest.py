@@ -51,12 +51,13 @@ def pytest_configure(config: pytest.Config) -> None:
         check_gpu()
         # Both frameworks are in this process: JAX would take three quarters of the memory for itself.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if not hasattr(config, "workerinput"):  # xdist's workers inherit what is set here
+        # No test writes to the user's own cache folder, whatever an engine keeps there by default.
+        os.environ["XDG_CACHE_HOME"] = _temporary_folder(config, "caches-")
     if not hasattr(config, "workerinput") and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         # XLA programs are shared by all tests of a run: the same small engines are built many times. JAX reads this
-        # when it is imported, so it is set before any test, and xdist's workers inherit it.
-        folder = tempfile.mkdtemp(prefix="xla-cache-")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+        # when it is imported, so it is set before any test. A folder of one's own is shared by runs as well.
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = _temporary_folder(config, "xla-cache-")
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
@@ -82,6 +83,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     wanted = item.config.getoption("--share")
     if wanted is not None and time.monotonic() > STARTED + 60 * wanted[1]:
         pytest.skip("the time of this share is over")
+
+
+def _temporary_folder(config: pytest.Config, prefix: str) -> str:
+    """A folder that goes with the run."""
+    folder = tempfile.mkdtemp(prefix=prefix)
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    return folder
 
 
 def check_gpu() -> None:

@@ -134,13 +134,3 @@ def deep_stacks() -> Iterator[None]:
         yield
     finally:
         threading.stack_size(before)
-
-
-def enable_cache(folder: str) -> None:
-    """Keep compiled programs in `folder` and look for them there: JAX's own cache, for this whole process.
-
-    Its entries are pickles: give a folder that nobody else can write.
-    """
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 NOT_SHAPING = {
     "backend", "load_format", "seed", "num_pages", "kv_cache_memory", "memory_utilization", "enable_prefix_caching",
     "enable_chunked_prefill", "scheduling_policy", "async_scheduling", "compilation", "op_priority", "enable_ops",
-    "compilation_cache_dir", "aot_folder",
+    "compilation_cache_dir", "aot_folder", "demand",
 }  # fmt: skip
 """The options that change no program, or that something else in the key stands for. Every other one counts."""
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from ..bucketing import Descriptor, Table
 from ..ops import Plans
+from ..ops.plan import COMPOSITION, NATIVE
 from ..shared.config import ResolvedConfig
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
@@ -63,8 +64,27 @@ def program_model(model: ModelConfig, config: ResolvedConfig, plans: Plans, mesh
     physical = physical_config(model, config.tensor_parallel_size)
     cache_dtype = jnp.dtype(config.kv_cache_dtype)
     return programs.Model(
-        physical, ops, step_shape(model, config), config.scan_layers, cache_dtype, config.decode_steps
+        physical,
+        ops,
+        step_shape(model, config),
+        config.scan_layers,
+        cache_dtype,
+        config.decode_steps,
+        config.demand,
+        config.scan_layers and _reads_in_place(model, plans, mesh),
     )
+
+
+def _reads_in_place(model: ModelConfig, plans: Plans, mesh: Mesh) -> bool:
+    """Whether a loop over layers had better find each layer's matrices apart: on a CPU, where a slice is a copy.
+
+    Only our own layer passes matrices on to nothing but ops that know what to do with them.
+    """
+    if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
+        return False
+    products = [plan[op] for plan in plans.by_kind.values() for op in ("linear", "gated_mlp") if op in plan]
+    native = all(choice.provider in (NATIVE, COMPOSITION) for choice in products)
+    return native and decoder.layer_function(model) is decoder.layer
 
 
 def describe(model: ModelConfig, config: ResolvedConfig, segments: Segments, num_pages: int, mesh: Mesh) -> Shapes:
@@ -125,19 +145,21 @@ def largest(work: Mapping[Any, Job]) -> dict[Any, Job]:
 
     Of samplers, alone or in loops, only the one that can do all that the others do.
     """
-    lesser = {("loop", variant) for variant in programs.LOOP_SAMPLERS[:-1]} | {(variant,) for variant in SAMPLERS[:-1]}
     last = {kind_of(key): key for key in work}  # sizes of a kind rise
+    loops = [kind for variant in programs.LOOP_SAMPLERS if (kind := ("loop", variant)) in last]
+    samplers = [kind for variant in SAMPLERS if (kind := (variant,)) in last]
+    lesser = {*loops[:-1], *samplers[:-1]}
     return {key: work[key] for kind, key in last.items() if kind not in lesser and kind != "update"}
 
 
 def jobs(model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: Mesh) -> dict[Any, Job]:
-    """Every program of the table, by what the worker looks it up with."""
+    """Every program of the table that the model's demand needs, by what the worker looks it up with."""
     whole = on(mesh)
 
     def array(*dims: int, kind: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, kind, sharding=whole)
 
-    width, shape = model.config.hidden_size, model.shape
+    width, shape, demand = model.config.hidden_size, model.shape, model.demand
     weights, head, tables, kv, state, last = shapes
     whole_state = State(whole, whole)
     found: dict[Any, Job] = {}
@@ -151,11 +173,11 @@ def jobs(model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: 
         function = partial(programs.backbone, model, d)
         results: Any = (kv.format, whole_state, whole, whole, {name: whole for name in programs.PICKED})
         found[d] = Job(f"backbone_{d.kind}_{d.tokens}", function, (2, 3), arguments, results)
-        if d.kind == "mixed":
+        if d.kind == "mixed" and demand.prompt_logprobs:
             take = partial(programs.take_rows, table.max_requests)
             arguments = (array(d.tokens, width, kind=dtype), array())
             found["take", d.tokens] = Job(f"take_rows_{d.tokens}", take, (), arguments, whole)
-        elif model.decode_steps > 1:
+        if d.kind == "decode" and model.decode_steps > 1:
             arguments = (
                 weights,
                 tables,
@@ -166,7 +188,7 @@ def jobs(model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: 
                 array(diff_layout(d, shape, True).size),
             )
             results = (kv.format, whole_state, whole, whole, whole)
-            for variant in programs.LOOP_SAMPLERS:
+            for variant in programs.loop_samplers(demand):
                 function = partial(programs.loop, model, variant, d)
                 name = f"loop_{variant}_{d.tokens}"
                 found["loop", variant, d.requests] = Job(name, function, (2, 3, 4, 5), arguments, results)
@@ -174,13 +196,15 @@ def jobs(model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: 
     found["update"] = Job("update", partial(update, shape), (0,), arguments, whole_state)
     for requests in sorted({programs.sampler_size(d.requests, table.max_requests) for d in table}):
         rows = array(requests, width, kind=dtype)
-        for variant in SAMPLERS:
+        for variant in demand.samplers:
             arguments = (head, last, state.parameters, rows, picked(requests))
             if variant == "processed":
                 arguments += (array(processor_layout(requests, shape).size),)
             function = partial(programs.sampler, model, variant, requests)
             name = f"sample_{variant}_{requests}"
             found[variant, requests] = Job(name, function, (1,), arguments, (whole, whole))
+        if not (demand.logprobs or demand.prompt_logprobs):
+            continue
         function = partial(programs.logprobs, model)
         arguments = (head, rows, array(requests))
         found["logprobs", requests] = Job(f"logprobs_{requests}", function, (), arguments, whole)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ..bucketing import Descriptor
+from ..ops.namespaces.jax_ import OneOf
+from ..shared.demand import ANYTHING, Demand
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
 from ..shared.step import Sampler, StepShape, processor_layout
@@ -30,8 +32,9 @@ class Model:
     stacked layers, else they are unrolled.
 
     Weights come as {"embed", "norm", ["head"], "segments": one dict of stacked weights [n, ...] per run of layers that
-    share a window (or per layer, unrolled)}. `decode_steps`: the most steps that a loop does. `cache_dtype`: of the
-    keys and values that the ops see.
+    share a window (or per layer, where layers are unrolled or `apart`)}. `apart`: the matrices of each layer are arrays
+    of their own, though a loop runs the layers. `decode_steps`: the most steps that a loop does. `cache_dtype`: of the
+    keys and values that the ops see. `demand`: which samplers there are, and whether there are log-probabilities.
     """
 
     config: ModelConfig
@@ -40,13 +43,26 @@ class Model:
     scan: bool
     cache_dtype: Any
     decode_steps: int = 1
+    demand: Demand = ANYTHING
+    apart: bool = False
 
     @property
     def segments(self) -> list[tuple[int, int, int]]:
         """(first layer, last + 1, window) of each dict of stacked weights."""
-        if self.scan:
+        if self.scan and not self.apart:
             return decoder.layer_segments(self.config)
         return [(i, i + 1, window) for i, window in enumerate(self.config.layer_windows)]
+
+
+def loop_sampler(sampler: Sampler) -> Sampler:
+    """The sampler of a loop whose steps need `sampler`."""
+    return "greedy" if sampler == "greedy" else "filtered"
+
+
+def loop_samplers(demand: Demand) -> tuple[Sampler, ...]:
+    """The samplers that loops are built with. Requests with processors are never decoded in loops."""
+    needed = {loop_sampler(sampler) for sampler in demand.samplers if sampler != "processed"}
+    return tuple(sampler for sampler in LOOP_SAMPLERS if sampler in needed)
 
 
 def sampler_size(requests: int, max_requests: int) -> int:
@@ -112,20 +128,49 @@ def _hidden(
     ops = model.ops[descriptor.kind]
     hidden = decoder.embed(ops, weights, ids)
     state = (hidden, jnp.zeros_like(hidden), kv)
-    for (first, last, window), stacked in zip(model.segments, weights["segments"], strict=True):
-        body = partial(_layer, model, descriptor, batch, pages, window)
+    for (first, last, window), stacked, apart in _runs(model, weights["segments"]):
+        body = partial(_layer, model, descriptor, batch, pages, window, apart)
         if model.scan:
-            state, _ = jax.lax.scan(body, state, (stacked, jnp.arange(first, last, dtype=jnp.int32)))
+            layers = jnp.arange(last - first, dtype=jnp.int32)
+            state, _ = jax.lax.scan(body, state, (stacked, layers + first, layers))
         else:
-            state, _ = body(state, (jax.tree.map(lambda x: x[0], stacked), first))
+            state, _ = body(state, (jax.tree.map(lambda x: x[0], stacked), first, 0))
     hidden, residual, kv = state
     return kv, decoder.finish(ops, model.config, weights, hidden, residual)
 
 
+Run = tuple[tuple[int, int, int], Mapping[str, jax.Array], Mapping[str, tuple[jax.Array, ...]]]
+"""(first layer, last + 1, window), weights stacked over these layers, and weights that each of them has apart."""
+
+
+def _runs(model: Model, segments: Sequence[Mapping[str, jax.Array]]) -> Iterator[Run]:
+    """The layers as they are repeated: run by run of those that share a window, or one by one where they are unrolled.
+
+    Of layers whose matrices lie apart, the vectors are stacked here: copying those takes no time.
+    """
+    if not model.apart:
+        yield from ((bounds, segment, {}) for bounds, segment in zip(model.segments, segments, strict=True))
+        return
+    for first, last, window in decoder.layer_segments(model.config):
+        layers = segments[first:last]
+        vectors = [name for name, weight in layers[0].items() if weight.ndim == 2]
+        matrices = layers[0].keys() - set(vectors)
+        stacked = {name: jnp.concatenate([layer[name] for layer in layers]) for name in vectors}
+        yield (first, last, window), stacked, {name: tuple(layer[name][0] for layer in layers) for name in matrices}
+
+
 def _layer(
-    model: Model, descriptor: Descriptor, batch: decoder.Batch, pages: int, window: int, state: Any, layer: Any
+    model: Model,
+    descriptor: Descriptor,
+    batch: decoder.Batch,
+    pages: int,
+    window: int,
+    apart: Mapping[str, tuple[jax.Array, ...]],
+    state: Any,
+    layer: Any,
 ) -> tuple[Any, None]:
-    weights, index = layer
+    weights, index, place = layer
+    weights = weights | {name: OneOf(matrices, place) for name, matrices in apart.items()}
     hidden, residual, buffer = state
     kv = as_heads(buffer, model.config.head_dim, model.cache_dtype)
     # Layer l owns the pages [l * P, (l + 1) * P) of the one buffer: no slice of it is ever taken or put back.

@@ -18,9 +18,9 @@ from ..shared.errors import ConfigError, InternalError, OutsideTable
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
 from ..shared.step import (
-    SAMPLERS,
     STOP_SLOTS,
     DecodeLoop,
+    Sampler,
     StepInput,
     StepOutput,
     TopLogprobs,
@@ -29,12 +29,13 @@ from ..shared.step import (
 )
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, Worker, step_temporaries
 from . import compilation, executables, footprint
+from .compilation_cache import use_cache
 from .hosts import on_all_hosts
 from .kv_buffer import page_bytes
 from .ladder import describe, jobs, program_model
 from .plans import make_plans
 from .platforms import devices_of, find_device, memory_of
-from .programs import LOOP_SAMPLERS, sampler_size
+from .programs import loop_sampler, loop_samplers, sampler_size
 from .sharding import make_mesh, on
 from .state import Mirror, State, wider_processors
 from .weights import load_weights
@@ -89,8 +90,7 @@ class JaxWorker:
             self._model = program_model(model, config, self._plans, self._mesh)
         except OpError as error:
             raise ConfigError(f"op_priority, enable_ops: {error}") from error
-        if config.compilation_cache_dir is not None:
-            compilation.enable_cache(config.compilation_cache_dir)
+        self.changes.append(use_cache(config.compilation_cache_dir, list(self._mesh.devices.flat)))
         self._dtype = jnp.dtype(config.dtype)
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._built: footprint.Built = {}
@@ -198,11 +198,14 @@ class JaxWorker:
         views["slots"][:] = -1
         views["rows"][:] = shape.max_rows
         sampling_layout(descriptor.requests).view(sampling, "sample_rows")[:] = shape.max_rows
-        for variant in SAMPLERS[:3]:
-            self.execute(StepInput(0, descriptor, shape, variant, batch, sampling, logprobs=True)).result()
+        demand = self._model.demand
+        for variant in demand.samplers:
+            if variant != "processed":
+                step = StepInput(0, descriptor, shape, variant, batch, sampling, logprobs=demand.logprobs)
+                self.execute(step).result()
         if self._model.decode_steps > 1 and descriptor.kind == "decode":
             loop = DecodeLoop(1, False, np.full((descriptor.requests, STOP_SLOTS), -1, np.int32))
-            for variant in LOOP_SAMPLERS:
+            for variant in loop_samplers(demand):
                 self.execute(StepInput(0, descriptor, shape, variant, batch, sampling, loop=loop)).result()
 
     def execute(self, step: StepInput) -> Handle:
@@ -222,7 +225,7 @@ class JaxWorker:
         shape, size = self._model.shape, sampler_size(d.requests, self._model.shape.max_rows)
         if step.processors is not None:
             arguments += (wider_processors(step.processors, d.requests, size, shape),)
-        self._last_tokens, tokens = self._program((step.sampler, size))(*arguments)
+        self._last_tokens, tokens = self._program((self._sampler(step), size))(*arguments)
         tokens.copy_to_host_async()
         top = None
         if step.logprobs:
@@ -231,6 +234,10 @@ class JaxWorker:
         if step.prompt_targets is not None:
             prompt = self._prompt_logprobs(step.prompt_targets, hidden)
         return Handle(step, tokens, top, prompt)
+
+    def _sampler(self, step: StepInput) -> Sampler:
+        """What the step is sampled with: what it asks for, or what stands in for it."""
+        return self._model.demand.sampler_for(step.sampler) or step.sampler
 
     def _backbone(self, step: StepInput) -> tuple[Any, ...]:
         """(rows to sample, all hidden states, what the sampler has to know of them)."""
@@ -247,8 +254,7 @@ class JaxWorker:
         return buffer
 
     def _execute_loop(self, step: StepInput) -> Handle:
-        variant = "greedy" if step.sampler == "greedy" else "filtered"
-        program = self._program(("loop", variant, step.descriptor.requests))
+        program = self._program(("loop", loop_sampler(self._sampler(step)), step.descriptor.requests))
         buffer = self._difference(step)
         arguments = (self._weights, self._tables, self._kv, self._state, self._last_tokens, self._halted, buffer)
         self._kv, self._state, self._last_tokens, self._halted, tokens = program(*arguments)

@@ -20,8 +20,9 @@ from torch import fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ...ops.source_hash import closure
+from ...shared.cache_folder import write_atomically
 from ...shared.errors import InternalError
-from ..backend import open_cache, write_atomically
+from ..backend import open_cache
 from .decorate import guard_violations
 from .split import VALUE, Piece, copy_graph
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,31 @@ def with_float32_sums(product: Callable[..., jax.Array], x: jax.Array, w: jax.Ar
     return jax.lax.platform_dependent(x, w, cuda=half, default=wide)
 
 
+class OneOf(NamedTuple):
+    """One matrix of several of the same shape, known by its index on the device, for `linear`.
+
+    A loop over layers that takes a slice of stacked weights copies it, which on a CPU takes longer than the product.
+    Here each matrix has a branch of its own that reads it where it lies.
+    """
+
+    matrices: tuple[jax.Array, ...]
+    index: jax.Array
+
+
+def _product(x: jax.Array, w: jax.Array | OneOf) -> jax.Array:
+    """x [..., k] by w [n, k] with the sums that the contract names."""
+    if isinstance(w, OneOf):
+        branches = [partial(_product, w=matrix) for matrix in w.matrices]
+        return jax.lax.switch(w.index, branches, x)
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    return with_float32_sums(partial(jax.lax.dot_general, dimension_numbers=dims), x, w)
+
+
+def _product_of_two_rows(x: jax.Array, w: jax.Array | OneOf) -> jax.Array:
+    """`_product` of a single row, with a row of zeros below it."""
+    return _product(jnp.pad(x, ((0, 1), (0, 0))), w)[:1]
+
+
 class JaxNamespace:
     """Array API functions of jax.numpy and the extra words of this package."""
 
@@ -55,10 +80,12 @@ class JaxNamespace:
         return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
     @staticmethod
-    def linear_accumulated(x: jax.Array, w: jax.Array) -> jax.Array:
+    def linear_accumulated(x: jax.Array, w: jax.Array | OneOf) -> jax.Array:
         """x [..., k] by w [n, k] in the accumulation dtype."""
-        dims = (((x.ndim - 1,), (1,)), ((), ()))
-        return with_float32_sums(partial(jax.lax.dot_general, dimension_numbers=dims), x, w)
+        if x.dtype != jnp.bfloat16 or x.shape[:-1] != (1,):
+            return _product(x, w)
+        # For a single row XLA's CPU compiler widens the whole matrix to float32 first, which takes five times as long.
+        return jax.lax.platform_dependent(x, w, cpu=_product_of_two_rows, default=_product)
 
     def linear(self, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
         """x [..., k] by w [n, k] plus bias, rounded once."""

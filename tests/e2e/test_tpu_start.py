@@ -1,4 +1,4 @@
-"""Programs that a start finds: stored executables (`aot_folder`), and JAX's cache (`compilation_cache_dir`), on a CPU.
+"""Programs that a start builds and finds: what is asked for, stored executables, and JAX's cache, on a CPU.
 
 In processes of their own: JAX's cache is for a whole process, and that of the tests of this folder must not be found.
 """
@@ -16,6 +16,7 @@ SCRIPT = """
 import json, os, sys
 import jax
 from twinfer.shared.config import EngineConfig
+from twinfer.shared.demand import ANYTHING, Demand
 from twinfer.shared.engine import Engine
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.models.config import load_config
@@ -37,14 +38,14 @@ def count(name, **_):
 jax.monitoring.register_event_listener(count)
 
 
-def start(**options):
+def start(demand=ANYTHING, **options):
     base = dict(
         model="demo", backend="jax", device="cpu", dtype="float32", max_model_len=32, max_num_seqs=8,
         max_num_batched_tokens=16, page_size=8, num_pages=16, decode_sizes=(8,), mixed_sizes=(16,),
     )
     before = compilation.compilations()
     cache.update(cache_hits=0, cache_misses=0)
-    engine = Engine(EngineConfig(**base | options), model, demo)
+    engine = Engine(EngineConfig(**base | options), model, demo, demand=demand)
     params = SamplingParams(temperature=0, max_tokens=6)
     made = [engine.add(str(i), list(range(2 + i, 8 + 2 * i)), params) for i in (0, 1)]
     while engine.has_work:
@@ -85,15 +86,24 @@ def stored(folder):
     return out
 
 
+def cached(**options):
+    engine, found = start(Demand.of([(6, SamplingParams(temperature=0))] * 2), **options)
+    lines = [str(change) for change in engine.report.changes if change.field == "compilation_cache_dir"]
+    return found | {"lines": lines}
+
+
 what, folder = sys.argv[1:]
-print(json.dumps(stored(folder) if what == "aot" else start(compilation_cache_dir=folder)[1]))
+if what == "aot":
+    print(json.dumps(stored(folder)))
+else:
+    print(json.dumps(cached(compilation_cache_dir="none") if what == "off" else cached()))
 """
 
 
 def run(what, folder):
     """What the script found, in a process that uses JAX's cache only if it is told to."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))}
-    environment |= {"JAX_ENABLE_COMPILATION_CACHE": str(what == "cache").lower()}
+    environment |= {"JAX_ENABLE_COMPILATION_CACHE": str(what != "aot").lower(), "XDG_CACHE_HOME": folder}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, what, folder], env=environment, capture_output=True, text=True, timeout=300
     )
@@ -130,13 +140,92 @@ def test_what_does_not_fit_or_is_not_trusted_is_refused(aot, what, why):
     assert why in aot[what]
 
 
-@pytest.mark.slow
-def test_the_second_start_finds_every_program_in_the_cache(tmp_path):
-    first, second = (run("cache", str(tmp_path / "cache")) for _ in range(2))
+GREEDY_PROGRAMS = ["backbone_decode_8", "backbone_mixed_16", "update", "sample_greedy_8"]
+
+
+def entries(folder):
+    """The programs that are kept below a folder."""
+    return sorted(path.name for path in folder.rglob("*-cache"))
+
+
+def test_the_second_start_finds_every_program_in_the_users_cache(tmp_path):
+    first = run("cache", str(tmp_path))
+    kept = entries(tmp_path)
+    second = run("cache", str(tmp_path))
+    assert [name.partition("_6")[0] for name in first["programs"]] == GREEDY_PROGRAMS
     assert first["tokens"] == second["tokens"]
     assert first["cache_misses"] >= len(first["programs"])
     assert second["cache_misses"] == 0
     assert second["cache_hits"] >= len(second["programs"])
+    assert entries(tmp_path) == kept
+    (folder,) = (tmp_path / "twinfer" / "jax").iterdir()
+    assert second["lines"] == [f"compilation_cache_dir: None -> {folder} (compiled programs are kept for later starts)"]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    off = run("off", str(tmp_path))
+    assert off["tokens"] == first["tokens"]
+    assert off["cache_hits"] == off["cache_misses"] == 0
+    assert off["lines"] == ["compilation_cache_dir: none -> none (compiled programs are not kept)"]
+    assert entries(tmp_path) == kept
+
+
+def test_an_entry_that_was_cut_short_costs_a_compilation(tmp_path):
+    first = run("cache", str(tmp_path))
+    for path in tmp_path.rglob("*backbone*-cache"):
+        path.write_bytes(path.read_bytes()[:1000])
+    second = run("cache", str(tmp_path))
+    assert second["tokens"] == first["tokens"]
+
+
+def engine(demand, **options):
+    """A small JAX engine for what is demanded."""
+    from twinfer.shared.config import EngineConfig
+    from twinfer.shared.engine import Engine
+    from twinfer.shared.models.config import load_config
+    from twinfer.shared.models.locate import model_folder
+
+    demo = model_folder("demo")
+    base = dict(model="demo", backend="jax", device="cpu", dtype="float32", max_model_len=64, page_size=8)
+    return Engine(EngineConfig(**base | options), load_config(demo), demo, demand=demand)
+
+
+def finished(engine, prompt, params):
+    request = engine.add("a", prompt, params)
+    while engine.has_work:
+        engine.step()
+    return request.output
+
+
+def test_an_engine_for_one_greedy_prompt_builds_four_programs_and_refuses_the_rest():
+    from twinfer.shared.demand import Demand
+    from twinfer.shared.errors import RequestError
+    from twinfer.shared.sampling_params import SamplingParams
+
+    greedy, prompt = SamplingParams(temperature=0, max_tokens=5), list(range(3, 12))
+    narrow = engine(Demand.of([(len(prompt), greedy)]))
+    names = [program.name for program in narrow.report.programs]
+    assert names == ["backbone_decode_1", "backbone_mixed_16", "update", "sample_greedy_1"]
+    tokens = finished(narrow, prompt, greedy)
+    assert len(tokens) == 5
+    for field, value in {"temperature": 1.0, "logprobs": 1, "prompt_logprobs": 1, "min_tokens": 1}.items():
+        with pytest.raises(RequestError, match=field):
+            narrow.add("b", prompt, SamplingParams(**{"temperature": 0, field: value}))
+    # Longer prompts come in chunks, and more requests wait: what was refused left nothing behind.
+    assert len(finished(narrow, prompt * 4, greedy)) == 5
+    assert finished(narrow, prompt, greedy) == tokens
+    assert narrow.worker.compilations_after_ready() == 0
+    narrow.close()
+
+
+def test_a_step_that_samples_nothing_needs_no_sampler_of_its_own():
+    """A chunk of a prompt is packed for the greedy sampler; here is only one that draws."""
+    from twinfer.shared.demand import Demand
+    from twinfer.shared.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=3)
+    random = engine(Demand.of([(40, params)]), max_num_batched_tokens=16)
+    assert {name for p in random.report.programs if (name := p.name).startswith("sample")} == {"sample_random_1"}
+    assert len(finished(random, list(range(3, 43)), params)) == 3
+    random.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -17,6 +17,7 @@ from twinfer.gpu.inputs import StepInputs
 from twinfer.gpu.plumbing import plumbing, put_pages
 from twinfer.gpu.worker import fit_mode
 from twinfer.ops import resolve as resolve_plan
+from twinfer.shared.cache_folder import fingerprint
 from twinfer.shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError

@@ -20,8 +20,9 @@ sys.meta_path.insert(0, PathFinder)  # before the one of an editable install
 import jax
 import twinfer
 from twinfer.gpu import plans as torch_plans
-from twinfer.gpu.backend import fingerprint, key_factors
+from twinfer.gpu.backend import key_factors
 from twinfer.ops import source_hash
+from twinfer.shared.cache_folder import fingerprint
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.shapes import SHAPES
