@@ -31,6 +31,8 @@ SETTINGS = {
     "loops": {"decode_steps": 3},
     "loops-plain": {"decode_steps": 3, "enable_prefix_caching": False},
 }
+PARTS = 8
+"""Of what takes minutes: each part is a test."""
 BOTH = pytest.mark.parametrize("backend", ["jax", "torch"])
 ON_GPUS_TOO = pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.gpu)])
 
@@ -111,17 +113,17 @@ def test_an_interrupt_at_some_lines_costs_the_requests_only(quick):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
 @BOTH
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_an_interrupt_at_every_line_costs_the_requests_only(checkpoints, device, backend, setting):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_an_interrupt_at_every_line_costs_the_requests_only(checkpoints, device, backend, setting, part):
     with open_llm(checkpoints, backend, device, setting) as llm:
         want = tokens_of(llm)
         every = InterruptAtLine(0)
         every.run(lambda: tokens_of(llm))
         # Each line of the first steps, where all kinds of step occur, and a share of the rest.
         lines = itertools.chain(range(1, every.lines // 2), range(every.lines // 2, every.lines, 7))
-        assert check_interrupted(llm, want, lines) > every.lines // 3
+        assert check_interrupted(llm, want, itertools.islice(lines, part, None, PARTS)) > every.lines // 3 // PARTS
 
 
 def interrupt_at_random(llm, want, number, seed=0):
@@ -150,11 +152,11 @@ def test_random_interrupts_leave_a_working_engine(quick):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
 @BOTH
-def test_5000_random_interrupts_leave_a_working_engine(checkpoints, device, backend):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_5000_random_interrupts_leave_a_working_engine(checkpoints, device, backend, part):
     with open_llm(checkpoints, backend, device, "prefix") as llm:
-        interrupt_at_random(llm, tokens_of(llm), 2500, seed=1)
+        interrupt_at_random(llm, tokens_of(llm), -(-2500 // PARTS), seed=1 + part)
 
 
 def test_a_hanging_step_can_be_interrupted_in_the_end(checkpoints, device, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 
 from twinfer.bucketing import Descriptor, Table
 from twinfer.gpu import start_plan
-from twinfer.gpu.backend import fingerprint, key_factors
+from twinfer.gpu.backend import key_factors
 from twinfer.gpu.compilation import LAYER_OPS, check_effect, compiled_kinds
 from twinfer.gpu.inputs import StepInputs
 from twinfer.gpu.plumbing import plumbing, put_pages
