@@ -15,8 +15,7 @@ from ..bucketing import Descriptor, Table
 from ..ops import Plans
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from ..shared.models import decoder
-from ..shared.packer import PENDING
-from ..shared.step import SAMPLERS
+from ..shared.step import HOST_LENGTHS, PENDING, SAMPLERS
 from . import plumbing
 from .compilation import LayerCompiler, RegionCompiler, Variant, compile_order, variants
 from .graphs import GraphRecorder
@@ -197,7 +196,7 @@ class Programs:
     def _batch(self, d: Descriptor, cos: torch.Tensor, sin: torch.Tensor, pages: torch.Tensor) -> decoder.Batch:
         f = self._inputs.fields(d)
         lengths = self._inputs.host_fields(d) if self.host_metadata[d.kind] else f
-        metadata = {name: lengths[name] for name in ("query_start", "kv_lens", "counts")}
+        metadata = {name: lengths[name] for name in HOST_LENGTHS}
         return decoder.Batch(cos, sin, f["slots"], pages, **metadata)
 
     def _make_start(self, variant: Variant) -> Callable[..., Any]:

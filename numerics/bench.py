@@ -35,7 +35,7 @@ class Schedule:
     `budget` tokens of a step at most (at least as many as there may be requests), `decoded` tokens of a request that
     are decoded one by one (all but the first at most), `pages` of the cache in use; `alone`: one request after the
     other; `rounds` of the same requests; `large`: the largest program only. `change` is done to each step before it
-    runs.
+    runs; such steps have their page tables, all others the new pages, as in an engine.
     """
 
     budget: int | None = None
@@ -187,11 +187,14 @@ class Bench:
         execute: Any, found: Rows,
     ) -> None:  # fmt: skip
         while (scheduled := scheduler.schedule()) is not None:
-            step = pack(scheduled, scheduler.table, self.shape, len(found.steps) + 1)
+            step = pack(scheduled, scheduler.table, self.shape, len(found.steps) + 1, with_page_table=True)
             if schedule.change is not None:
                 step = schedule.change(step)
+                value = execute(step)
+            else:
+                value = execute(replace(step, page_table=None, new_pages=scheduled.new_pages))
             found.steps.append(step)
-            value, first = execute(step), step.field("query_start")
+            first = step.field("query_start")
             tokens = np.zeros(len(scheduled.requests), np.int32)
             for i, request in enumerate(scheduled.requests):
                 index, start, end = made[request.request_id], int(scheduled.starts[i]), int(scheduled.ends[i])
@@ -247,18 +250,21 @@ def _planted(backend: str, fault: Fault | None) -> Iterator[None]:
 
 
 def permuted_pages(pages: int, page_size: int, seed: int, *, table: bool = True, slots: bool = True) -> Change:
-    """Put every page elsewhere: in the `slots` that are written and in the page `table` that is read."""
+    """Put every page elsewhere: in the `slots` that are written and in the page `table` that is read.
+
+    For steps that have their page table.
+    """
     places = np.random.default_rng(seed).permutation(pages).astype(np.int32)
 
     def change(step: StepInput) -> StepInput:
-        batch = step.batch.copy()
-        views = batch_layout(step.descriptor, step.shape).views(batch)
+        batch, page_table = step.batch.copy(), step.field("page_table").copy()
         if table:
-            count = int(views["counts"][1])
-            views["page_table"][:count] = places[views["page_table"][:count]]
+            count = int(step.field("counts")[1])
+            page_table[:count] = places[page_table[:count]]
         if slots:
-            old = views["slots"]
-            views["slots"][...] = np.where(old >= 0, places[old // page_size] * page_size + old % page_size, old)
-        return replace(step, batch=batch)
+            written = batch_layout(step.descriptor, step.shape).view(batch, "slots")
+            moved = places[written // page_size] * page_size + written % page_size
+            written[...] = np.where(written >= 0, moved, written)
+        return replace(step, batch=batch, page_table=page_table)
 
     return change

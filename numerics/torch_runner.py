@@ -15,7 +15,7 @@ from ..ops import Op, Plan
 from ..ops.bindings.torch import activation_positions, opaque
 from ..ops.namespaces.torch_ import from_numpy, to_numpy
 from ..shared.models import decoder
-from ..shared.step import StepInput
+from ..shared.step import HOST_LENGTHS, StepInput
 from .runners import Runner, TapValues, no_progress
 from .subject import Subject
 from .taps import Declared, Tapped
@@ -112,9 +112,8 @@ class TorchRunner(Runner):
         return call
 
     def _placed(self, step: StepInput, fields: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        on_host = ("query_start", "kv_lens", "counts")
         stay = self.plans[step.descriptor.kind].host_metadata
-        return {n: from_numpy(x) if stay and n in on_host else self.upload(x) for n, x in fields.items()}
+        return {n: from_numpy(x) if stay and n in HOST_LENGTHS else self.upload(x) for n, x in fields.items()}
 
     @torch.inference_mode()
     def _run(self, name: tuple[Any, ...], *arguments: Any) -> tuple[Any, TapValues]:

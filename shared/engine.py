@@ -305,7 +305,7 @@ class Engine:
         first = step.packed.field("query_start")
         if targets is None:
             return
-        live = self.scheduler.table.epoch[scheduled.rows] == scheduled.epochs
+        live = self.scheduler.table.epoch[scheduled.rows] == scheduled.group.epochs
         for i, request in enumerate(scheduled.requests):
             kept = self._prompt_logprobs.get(request.request_id)
             wanted = request.params.prompt_logprobs

@@ -5,7 +5,7 @@ import pytest
 
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine, token_array
-from twinfer.shared.errors import InternalError, OutsideTable, RequestError
+from twinfer.shared.errors import EngineClosed, OutsideTable, RequestError
 from twinfer.shared.models.config import load_config
 from twinfer.shared.request import FinishReason
 from twinfer.shared.sampling_params import SamplingParams
@@ -64,14 +64,10 @@ def test_an_end_of_sequence_found_late_costs_nothing_but_a_step(engine):
 
 def test_a_shape_outside_the_table_is_refused(engine):
     from twinfer.bucketing import Descriptor
-    from twinfer.shared.step import StepInput, batch_layout, sampling_layout
+    from twinfer.shared.packer import padding
 
-    odd = Descriptor("decode", 3, 3, 1)
-    step = StepInput(
-        0, odd, engine.shape, "greedy", batch_layout(odd, engine.shape).allocate(), sampling_layout(3).allocate()
-    )
     with pytest.raises(OutsideTable):
-        engine.worker.execute(step)
+        engine.worker.execute(padding(Descriptor("decode", 3, 3, 1), engine.shape))
 
 
 def test_prefix_cache_and_salts(engine):
@@ -130,9 +126,9 @@ def test_a_closed_engine_says_so(checkpoints, device):
     closed = Engine(config, load_config(folder), folder)
     closed.close()
     closed.close()
-    with pytest.raises(InternalError, match="closed"):
+    with pytest.raises(EngineClosed, match="closed"):
         closed.add("x", [1], GREEDY)
-    with pytest.raises(InternalError, match="closed"):
+    with pytest.raises(EngineClosed, match="closed"):
         closed.step()
 
 
