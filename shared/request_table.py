@@ -181,14 +181,16 @@ class StepEvents:
     """What a step brought. `requests[i]` got the token `tokens[i]`, entry `indices[i]` of the step's output. In a loop
     a request appears once for each of its tokens, which follow one another.
 
-    `finished` are those of `requests` that ended with it; their `finish_reason` is set and `output` complete.
-    Requests that ended or were preempted while the step was in flight do not appear, nor those that it gave no token.
+    `finished` are those of `requests` that ended with it; their `finish_reason` is set and `output` complete. `failed`
+    ended with ERROR and got no token at all. Requests that ended or were preempted while the step was in flight do not
+    appear.
     """
 
     requests: Sequence[Request]
     tokens: np.ndarray
     indices: np.ndarray
     finished: Sequence[Request]
+    failed: Sequence[Request] = ()
 
 
 class RequestTable:

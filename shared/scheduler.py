@@ -502,9 +502,10 @@ class Scheduler:
         finished = self._find_finished(group, lengths, taken)
         for request, reason in finished:
             self._end(request, reason)
-        for index in failed:
-            self._end(step.requests[index], FinishReason.ERROR)
-        return StepEvents(group.requests, taken, indices, [request for request, _ in finished])
+        failures = [step.requests[index] for index in failed]
+        for request in failures:
+            self._end(request, FinishReason.ERROR)
+        return StepEvents(group.requests, taken, indices, [request for request, _ in finished], failures)
 
     def _all_took(self, step: ScheduledStep, tokens: np.ndarray) -> bool:
         """Whether each request of `step` is still there and got a token."""
@@ -541,9 +542,9 @@ class Scheduler:
         for index in failed:
             self._end(requests[index], FinishReason.ERROR)
         ended = [request for request, _ in finished]
-        # One that got no token at all does not appear.
         ended += [requests[index] for index in failed if counts[index]]
-        return StepEvents([requests[index] for index in owner.tolist()], flat, live[owner], ended)
+        failures = [requests[index] for index in failed if not counts[index]]
+        return StepEvents([requests[index] for index in owner.tolist()], flat, live[owner], ended, failures)
 
     def _find_finished(
         self, group: Group, lengths: np.ndarray, tokens: np.ndarray

@@ -7,7 +7,7 @@ from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine, token_array
 from twinfer.shared.errors import EngineClosed, OutsideTable, RequestError
 from twinfer.shared.models.config import load_config
-from twinfer.shared.request import FinishReason
+from twinfer.shared.request import FinishReason, Request
 from twinfer.shared.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -60,6 +60,30 @@ def test_an_end_of_sequence_found_late_costs_nothing_but_a_step(engine):
     finish(engine)
     assert request.output == tokens[: tokens.index(tokens[7]) + 1]
     assert request.finish_reason is FinishReason.STOP
+
+
+def test_each_request_ends_with_exactly_one_update_of_values(engine):
+    given = dict(zip(("whole", "aborted", "stopped", "waiting", "late"), prompts(9, 20, 5, 7, 3), strict=True))
+    requests = {
+        name: engine.add(name, prompt, GREEDY) for name, prompt in given.items()
+    }  # one more than there are rows
+    ends = {"aborted": FinishReason.ABORT, "stopped": FinishReason.STOP, "late": FinishReason.ABORT}
+    tokens, reasons, turns = {name: [] for name in given}, {}, 0
+    assert engine.abort("late")
+    while engine.has_work:
+        for update in engine.step():
+            assert not any(isinstance(value, Request) for value in update)
+            assert update.request_id not in reasons, "something came after the last update"
+            tokens[update.request_id] += update.tokens
+            if update.finish_reason is not None:
+                reasons[update.request_id] = update.finish_reason
+        turns += 1
+        if turns == 6:
+            assert engine.abort("aborted")
+            assert engine.finish("stopped", FinishReason.STOP)
+    assert reasons == dict.fromkeys(given, FinishReason.LENGTH) | ends
+    assert tokens == {name: request.output for name, request in requests.items()}
+    assert 0 < len(tokens["aborted"]) < len(tokens["whole"])
 
 
 def test_a_shape_outside_the_table_is_refused(engine):
