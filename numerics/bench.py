@@ -17,12 +17,13 @@ import numpy as np
 from ..bucketing import Table
 from ..shared.config import EngineConfig, resolve
 from ..shared.packer import pack
+from ..shared.progress import silent
 from ..shared.request import Request
 from ..shared.sampling_params import SamplingParams
 from ..shared.scheduler import Scheduler, SchedulerConfig
 from ..shared.step import StepInput, StepShape, batch_layout
 from ..shared.worker import Worker, backend_module, create_worker
-from .runners import Fault, no_progress
+from .runners import Fault
 from .subject import Subject, Target
 
 Change = Callable[[StepInput], StepInput]
@@ -96,9 +97,9 @@ class Bench:
         )
         with _planted(target.backend, fault):
             self.worker: Worker = create_worker(subject.model, self.config, device, subject.folder)
-        self.worker.load(no_progress)
+        self.worker.load(silent)
         self.worker.allocate_kv(pages)
-        self.worker.warm_up(self.table, no_progress)
+        self.worker.warm_up(self.table, silent)
 
     def close(self) -> None:
         """Free the device."""

@@ -23,12 +23,13 @@ from .errors import ConfigError, EngineClosed, EngineDead, InternalError, Reques
 from .interrupts import DeferredInterrupts
 from .models.config import ModelConfig, show
 from .packer import pack
+from .progress import Progress, silent
 from .request import FinishReason, Request
 from .request_table import ScheduledStep
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerConfig, SchedulerMetrics
 from .step import StepInput, StepOutput, StepShape, TopLogprobs
-from .worker import ProgramReport, Progress, StepHandle, attach_camera, cache_pages, create_worker
+from .worker import ProgramReport, StepHandle, attach_camera, cache_pages, create_worker
 
 MAX_PRIORITY = 1000
 MAX_SALT_LENGTH = 256
@@ -84,10 +85,6 @@ class _InFlight:
     scheduled: ScheduledStep
     packed: StepInput
     handle: StepHandle
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """A progress callback that shows nothing."""
 
 
 class Engine:
