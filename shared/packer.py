@@ -127,9 +127,8 @@ def _batch(step: ScheduledStep, table: RequestTable, shape: StepShape) -> np.nda
         counts[0] = step.num_single
     token_ids[:num_tokens] = table.tokens_flat.take(first_token + token_positions)
     positions[:num_tokens] = token_positions
-    columns = token_positions // page_size
-    pages = table.pages_flat.take(first_page + columns)
-    slots[:num_tokens] = pages * page_size + (token_positions - columns * page_size)
+    columns, offsets = np.divmod(token_positions, page_size)
+    slots[:num_tokens] = table.pages_flat.take(first_page + columns) * page_size + offsets
     kv_lens[:num_requests] = step.ends
     return buffer
 

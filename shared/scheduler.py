@@ -266,23 +266,32 @@ class Scheduler:
         """
         while True:
             group, starts, steps = self._unfinished(most)
-            missing = starts + steps - self.table.capacity[group.rows]
-            needy = np.flatnonzero(missing > 0)
+            last = starts if steps == 1 else starts + (steps - 1)
+            needy = self._without_room(group, last)
             if not len(needy):
                 break
-            if (-(-missing[needy] // self.config.page_size)).sum() <= self.kv.available:
-                while len(needy):
+            if self._pages_missing(group, needy, last) <= self.kv.available:
+                self._grow(group, needy, starts)
+                while steps > 1 and len(needy := self._without_room(group, last)):
                     self._grow(group, needy, starts)
-                    still = starts[needy] + steps > self.table.capacity[group.rows[needy]]
-                    needy = needy[still]
                 break
             if steps > 1:
                 most = 1
             else:
                 self._preempt(max(chain(self._decoding.values(), self._prefilling), key=lambda request: request.order))
-        self.table.computed[group.rows] = starts + steps
+        self.table.computed[group.rows] = last + 1
         self._steps_left -= steps
         return group, starts, steps
+
+    def _without_room(self, group: Group, positions: np.ndarray) -> np.ndarray:
+        """The requests of `group` whose pages end before `positions`."""
+        needy: np.ndarray = (positions >= self.table.capacity[group.rows]).nonzero()[0]
+        return needy
+
+    def _pages_missing(self, group: Group, needy: np.ndarray, positions: np.ndarray) -> int:
+        """Pages that requests of `group` lack for tokens up to `positions`."""
+        missing = positions[needy] + 1 - self.table.capacity[group.rows[needy]]
+        return int((-(-missing // self.config.page_size)).sum())
 
     def _unfinished(self, most: int) -> tuple[Group, np.ndarray, int]:
         """The decodes whose last token is not under way, the position that each computes next, and for how many steps
@@ -293,7 +302,7 @@ class Scheduler:
         if self._steps_left >= most:
             return group, starts, most
         left = group.max_total - 1 - starts
-        going = np.flatnonzero(left > 0)
+        going = (left > 0).nonzero()[0]
         if len(going) < len(left):
             # The last token of the others is sampled by a step in flight.
             return group.select(going), starts[going], min(most, int(left[going].min(initial=most)))
@@ -321,15 +330,14 @@ class Scheduler:
         """`_register` for some requests of `group`; mostly one page of each is new, which they do together."""
         table, size = self.table, self.config.page_size
         rows = group.rows[indices]
-        new = counts - table.registered[rows]
-        if np.count_nonzero(new != 1):
-            for index in np.flatnonzero(new > 1).tolist():
-                self._register(group.requests[indices[index]], int(rows[index]), int(counts[index]))
-            single = np.flatnonzero(new == 1)
-            if not len(single):
-                return
-            indices, rows, counts = indices[single], rows[single], counts[single]
         columns = counts - 1
+        is_single = table.registered[rows] == columns
+        if np.count_nonzero(is_single) < len(rows):
+            for index in (~is_single).nonzero()[0].tolist():
+                self._register(group.requests[indices[index]], int(rows[index]), int(counts[index]))
+            indices, rows, counts, columns = (x[is_single] for x in (indices, rows, counts, columns))
+            if not len(rows):
+                return
         first = group.first_token[indices] + columns * size
         tokens = table.tokens_flat.take(first[:, None] + self._offsets)
         requests = [group.requests[index] for index in indices.tolist()]

@@ -36,6 +36,9 @@ CHUNK_PAGES, CHUNK_ROWS = 2048, 256
 """What one call of the program `update` takes, for what does not fit into the buffer of a step."""
 
 
+_NO_ROWS = np.zeros(0, np.int32), np.zeros((len(PARAMETERS), 0), np.int32)
+
+
 class State(NamedTuple):
     """pages [row + 1, P] int32, parameters [field, row + 1] int32 (the last row is for padding)."""
 
@@ -98,13 +101,13 @@ def update(shape: StepShape, state: State, buffer: jax.Array) -> State:
 
 
 @cache
-def _places(descriptor: Descriptor, shape: StepShape, loop: bool) -> tuple[np.ndarray, slice, slice]:
-    """(a buffer that changes nothing, the place of the batch in it, that of what moves of the sampling buffer)."""
+def _places(descriptor: Descriptor, shape: StepShape, loop: bool) -> tuple[Layout, np.ndarray, slice, slice]:
+    """(layout, a buffer that changes nothing, the place of the batch in it, that of the sampling fields that move)."""
     layout = diff_layout(descriptor, shape, loop)
     buffer = layout.allocate()
     _clear(layout, buffer, shape)
     size = batch_layout(descriptor, shape).size
-    return buffer, slice(0, size), slice(size, size + len(MOVING) * descriptor.requests)
+    return layout, buffer, slice(0, size), slice(size, size + len(MOVING) * descriptor.requests)
 
 
 def _clear(layout: Layout, buffer: np.ndarray, shape: StepShape) -> None:
@@ -132,8 +135,7 @@ class StepBuffers:
         Raises InternalError if a step was lost.
         """
         d, loop = step.descriptor, step.loop
-        layout = diff_layout(d, self._shape, loop is not None)
-        empty, batch, moving = _places(d, self._shape, loop is not None)
+        layout, empty, batch, moving = _places(d, self._shape, loop is not None)
         buffer = empty.copy()
         buffer[batch] = step.batch
         buffer[moving] = step.sampling[: len(MOVING) * d.requests]
@@ -161,11 +163,13 @@ class StepBuffers:
 
 def _new_parameters(step: StepInput) -> tuple[np.ndarray, np.ndarray]:
     """(rows, their parameters [field, row]) that this step brings: of requests that are new to their row."""
+    new = step.new_pages
+    if new is not None and np.count_nonzero(new.columns) == len(new.columns):
+        return _NO_ROWS
     rows = step.field("rows")[: int(step.field("counts")[1])]
     index = np.arange(len(rows))
-    if step.new_pages is not None:
-        started = step.new_pages.rows[step.new_pages.columns == 0]
-        index = np.flatnonzero(np.isin(rows, started))
+    if new is not None:
+        index = np.flatnonzero(np.isin(rows, new.rows[new.columns == 0]))
     parameters = step.sampling.reshape(-1, step.descriptor.requests)[len(MOVING) :]
     return rows[index], parameters[:, index]
 
