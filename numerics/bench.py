@@ -19,6 +19,7 @@ from ..shared.config import EngineConfig, resolve
 from ..shared.packer import pack
 from ..shared.progress import silent
 from ..shared.request import Request
+from ..shared.request_table import ScheduledStep
 from ..shared.sampling_params import SamplingParams
 from ..shared.scheduler import Scheduler, SchedulerConfig
 from ..shared.step import StepInput, StepShape, batch_layout
@@ -193,7 +194,7 @@ class Bench:
                 step = schedule.change(step)
                 value = execute(step)
             else:
-                value = execute(replace(step, page_table=None, new_pages=scheduled.new_pages))
+                value = execute(_as_difference(step, scheduled))
             found.steps.append(step)
             first = step.field("query_start")
             tokens = np.zeros(len(scheduled.requests), np.int32)
@@ -219,9 +220,11 @@ class Bench:
         in_flight: list[Any] = []
         while True:
             while len(in_flight) < depth and (scheduled := scheduler.schedule()) is not None:
-                step = replace(pack(scheduled, scheduler.table, self.shape, len(found.steps) + 1), logprobs=True)
+                number = len(found.steps) + 1
+                step = pack(scheduled, scheduler.table, self.shape, number, with_page_table=True)
+                step = replace(step, logprobs=True)
                 found.steps.append(step)
-                in_flight.append((scheduled, self.worker.execute(step)))
+                in_flight.append((scheduled, self.worker.execute(_as_difference(step, scheduled))))
             if not in_flight:
                 return found
             scheduled, handle = in_flight.pop(0)
@@ -231,6 +234,11 @@ class Bench:
                 key = int(request.request_id), int(scheduled.ends[index])
                 found.keys.append(key)
                 found.values.append(np.append(output.logprobs.top[index], np.float32(token)))
+
+
+def _as_difference(step: StepInput, scheduled: ScheduledStep) -> StepInput:
+    """The step as an engine sends it, with its new pages instead of its page table."""
+    return replace(step, page_table=None, new_pages=scheduled.new_pages)
 
 
 @contextmanager
