@@ -1,7 +1,7 @@
 """The inputs of a step on the device: one static buffer that all programs read, filled by one copy a step.
 
 A graph reads fixed addresses, so each program's fields lie at fixed places of one buffer. Page tables stay on the
-device, one permanent row per request: a step sends only the entries that changed, and one kernel scatters them.
+device, one permanent row per request: a step brings only the entries that are new, and one kernel scatters them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ import torch
 
 from ..bucketing import Descriptor, Table
 from ..shared.errors import OutsideTable
-from ..shared.step import StepInput, StepShape, batch_layout, processor_layout, sampling_layout
+from ..shared.step import (
+    HOST_LENGTHS,
+    PageEntries,
+    StepInput,
+    StepShape,
+    batch_layout,
+    processor_layout,
+    sampling_layout,
+)
 
 ALIGNMENT = 16
 """int32 entries between the starts of fields: 64 bytes, so that vectorised loads are aligned in every program."""
@@ -21,8 +29,6 @@ RING = 4
 """Pinned buffers: more than steps in flight, so that none is written while the device still reads it."""
 OF_TOKENS = ("token_ids", "positions", "slots")
 OF_REQUESTS = ("query_start", "kv_lens", "rows", "sample_index", "counts")
-ON_HOST = ("query_start", "kv_lens", "counts")
-"""What implementations with `host_metadata` read on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +49,13 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """The fields of one program in the static buffer, and what of the batch says which pages changed."""
+    """The fields of one program in the static buffer."""
 
     size: int
     runs: tuple[_Run, ...]
     fields: dict[str, tuple[int, tuple[int, ...], bool]]
     page_index: slice
     page_value: slice
-    page_table: slice
-    kv_lens: slice
-    rows: slice
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class StepInputs:
         self.buffer = torch.zeros(size, dtype=torch.int32, device=device)
         self.pages = torch.zeros((shape.max_rows + 1, shape.pages_per_request), dtype=torch.int32, device=device)
         self._flat_pages = self.pages.view(-1)
-        self._mirror = np.zeros((shape.max_rows + 1, shape.pages_per_request), np.int32)
+        self._entries = PageEntries(shape)
         self._slots = [_Slot(size, self._cuda) for _ in range(RING if self._cuda else 1)]
         self._next = 0
         # For implementations that read lengths on the host; a copy, as a call that was captured keeps its arguments.
@@ -109,7 +111,7 @@ class StepInputs:
         self._host_views: dict[Descriptor, dict[str, torch.Tensor]] = {}
 
     def fields(self, descriptor: Descriptor) -> dict[str, torch.Tensor]:
-        """The program's fields on the device: those of the batch but its page table, of sampling, and page changes."""
+        """The program's fields on the device: those of the batch, of sampling, and the new entries of page tables."""
         if descriptor not in self._views:
             self._views[descriptor] = self._cut(self.buffer, descriptor)
         return self._views[descriptor]
@@ -118,7 +120,7 @@ class StepInputs:
         """The lengths on the host."""
         if descriptor not in self._host_views:
             views = self._cut(self._on_host, descriptor)
-            self._host_views[descriptor] = {name: views[name] for name in ON_HOST}
+            self._host_views[descriptor] = {name: views[name] for name in HOST_LENGTHS}
         return self._host_views[descriptor]
 
     def processors(self, requests: int) -> dict[str, torch.Tensor]:
@@ -140,7 +142,7 @@ class StepInputs:
     def fill(self, step: StepInput, host: bool = False) -> None:
         """Bring a step's inputs to the device without waiting for it; `host` keeps the lengths here too.
 
-        Raises OutsideTable for a program that was not in the table.
+        Raises OutsideTable for a program that was not in the table, InternalError if a step was lost.
         """
         places = self._places.get(step.descriptor)
         if places is None:
@@ -152,36 +154,22 @@ class StepInputs:
         target = slot.target(step.descriptor, places, self.buffer)
         for run, view in zip(places.runs, target.runs, strict=True):
             view[:] = (step.sampling if run.from_sampling else step.batch)[run.source].reshape(run.shape)
-        self._stage_pages(step.batch, places, target, step.loop.steps - 1 if step.loop else 0)
+        self._stage_pages(step, target)
         if host:
             self._on_host.numpy()[: places.size] = slot.array[: places.size]
         target.device.copy_(target.host, non_blocking=True)
         if slot.read is not None:
             slot.read.record()
 
-    def _stage_pages(self, batch: np.ndarray, places: _Places, target: _Target, later: int) -> None:
-        """Write the changed entries of the page table, flat index and value, into the step's fields.
-
-        `later`: tokens that a loop writes behind those of its first step.
-        """
-        width = self._shape.pages_per_request
-        target.page_index[:] = self._mirror.size - 1  # scratch, read by nobody
-        count = int(batch[places.count])
-        if count == 0:
-            return
-        rows = batch[places.rows][:count]
-        used = -(-(int(batch[places.kv_lens].max()) + later) // self.page_size)
-        table = batch[places.page_table].reshape(-1, width)[:count, :used]
-        request, column = (table != self._mirror[rows, :used]).nonzero()
-        if not request.size:
-            return
-        pages, flat = table[request, column], rows[request] * width + column
-        self._mirror.reshape(-1)[flat] = pages
-        if request.size <= target.page_index.size:
-            target.page_index[: request.size] = flat
-            target.page_value[: request.size] = pages
+    def _stage_pages(self, step: StepInput, target: _Target) -> None:
+        """Write the new entries of page tables, flat index and page, into the step's fields."""
+        index, pages = self._entries.take(step)
+        target.page_index[:] = self.pages.numel() - 1  # scratch, read by nobody
+        if len(index) <= len(target.page_index):
+            target.page_index[: len(index)] = index
+            target.page_value[: len(index)] = pages
         else:
-            self._flat_pages.index_put_((self._send(flat),), self._send(pages))
+            self._flat_pages.index_put_((self._send(index),), self._send(pages))
 
     def _send(self, x: np.ndarray) -> torch.Tensor:
         return self._pinned(x).to(self.buffer.device, non_blocking=True)
@@ -221,18 +209,10 @@ def _places(d: Descriptor, shape: StepShape, page_size: int) -> _Places:
                 runs.append(_Run(layout is sampling, source, (1, field.size), start, offset - start))
     changes = (2 * d.requests + -(-d.tokens // page_size),)
 
-    def source_of(name: str) -> slice:
-        field = batch.fields[name]
-        return slice(field.offset, field.offset + field.size)
-
     return _Places(
         page_index=place("page_index", changes),
         page_value=place("page_value", changes),
         size=offset,
         runs=tuple(runs),
         fields=fields,
-        page_table=source_of("page_table"),
-        kv_lens=source_of("kv_lens"),
-        rows=source_of("rows"),
-        count=batch.fields["counts"].offset + 1,
     )

@@ -15,8 +15,8 @@ from ..bucketing import Descriptor, Table
 from ..ops import Plans
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from ..shared.models import decoder
-from ..shared.packer import PENDING
-from ..shared.step import SAMPLERS
+from ..shared.models.sampler import known_processors, sample
+from ..shared.step import HOST_LENGTHS, SAMPLERS
 from . import plumbing
 from .compilation import LayerCompiler, RegionCompiler, Variant, compile_order, variants
 from .graphs import GraphRecorder
@@ -25,7 +25,6 @@ from .module import Decoder
 from .plans import drops_rows
 
 TOP = "top"
-SETTINGS = ("position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p")
 
 
 class Programs:
@@ -197,7 +196,7 @@ class Programs:
     def _batch(self, d: Descriptor, cos: torch.Tensor, sin: torch.Tensor, pages: torch.Tensor) -> decoder.Batch:
         f = self._inputs.fields(d)
         lengths = self._inputs.host_fields(d) if self.host_metadata[d.kind] else f
-        metadata = {name: lengths[name] for name in ("query_start", "kv_lens", "counts")}
+        metadata = {name: lengths[name] for name in HOST_LENGTHS}
         return decoder.Batch(cos, sin, f["slots"], pages, **metadata)
 
     def _make_start(self, variant: Variant) -> Callable[..., Any]:
@@ -245,27 +244,18 @@ class Programs:
             hidden, residual = layer(weights, hidden, residual, kv, batch, *wanted)
         return hidden, residual
 
-    def _sample(self, requests: int, sampler: str) -> Any:
+    def _sample(self, requests: int, sampler: Any) -> Any:
         ops = self._ops["sample"]
         f = self._inputs.fields(self._by_requests[requests])
         logits = self._module.logits(self.rows[:requests])
         if sampler == TOP:
             return ops.top_logprobs(logits, self.tokens[:requests])
-        if sampler == "greedy":
-            tokens = ops.greedy_sample(logits)
-        else:
-            scores = self._processed(logits) if sampler == "processed" else ops.quantize_logits(logits)
-            tokens = ops.sample(logits, scores, *(f[name] for name in SETTINGS), sampler != "random")
+        processors = None
+        if sampler == "processed":
+            processors = known_processors(torch.where, self._inputs.processors(requests), self.last_tokens)
+        tokens = sample(ops, sampler, logits, f, processors)
         self._plumbing.keep(tokens, f["sample_rows"], self.last_tokens, self.tokens[:requests])
         return None
-
-    def _processed(self, logits: torch.Tensor) -> torch.Tensor:
-        p = self._inputs.processors(logits.shape[0])
-        last = self.last_tokens[p["rows"]][:, None]
-        given = {name: value for name, value in p.items() if name not in ("rows", "history")}
-        history = torch.where(p["history"] == PENDING, last, p["history"])
-        scores: torch.Tensor = self._ops["sample"].penalties(logits, history=history, **given)
-        return scores
 
 
 def start_of(ops: Any, select: Callable[..., Any]) -> Any:

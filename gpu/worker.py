@@ -24,14 +24,8 @@ from ..shared.errors import BackendUnavailable, ConfigError, InternalError
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
 from ..shared.models.table import parameter_count
-from ..shared.step import (
-    StepInput,
-    StepOutput,
-    StepShape,
-    TopLogprobs,
-    batch_layout,
-    sampling_layout,
-)
+from ..shared.packer import padding
+from ..shared.step import StepInput, StepOutput, StepShape, TopLogprobs
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, Worker, cache_pages, kv_page_bytes
 from . import advice
 from .advice import advise
@@ -360,7 +354,7 @@ class TorchWorker:
                 self._programs.backbone(d)
 
     def _fill_padding(self, d: Descriptor) -> None:
-        self._inputs.fill(self._padding(d), host=self._programs.host_metadata[d.kind])
+        self._inputs.fill(padding(d, self._shape), host=self._programs.host_metadata[d.kind])
 
     def _free_memory(self) -> str:
         return f"; {torch.cuda.mem_get_info()[0] / 1e9:.1f} GB free" if self._where.type == "cuda" else ""
@@ -375,15 +369,6 @@ class TorchWorker:
         from .piecewise import build  # what only this road needs takes a second to import
 
         return build(self._module, self.config, self._plans, table, self._kv, progress=self._progress)
-
-    def _padding(self, descriptor: Descriptor) -> StepInput:
-        batch = batch_layout(descriptor, self._shape).allocate()
-        sampling = sampling_layout(descriptor.requests).allocate()
-        views = batch_layout(descriptor, self._shape).views(batch)
-        views["slots"][:] = -1
-        views["rows"][:] = self._shape.max_rows
-        sampling_layout(descriptor.requests).view(sampling, "sample_rows")[:] = self._shape.max_rows
-        return StepInput(0, descriptor, self._shape, "greedy", batch, sampling)
 
     @count_late
     @torch.inference_mode()

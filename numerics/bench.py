@@ -17,12 +17,14 @@ import numpy as np
 from ..bucketing import Table
 from ..shared.config import EngineConfig, resolve
 from ..shared.packer import pack
+from ..shared.progress import silent
 from ..shared.request import Request
+from ..shared.request_table import ScheduledStep
 from ..shared.sampling_params import SamplingParams
 from ..shared.scheduler import Scheduler, SchedulerConfig
 from ..shared.step import StepInput, StepShape, batch_layout
 from ..shared.worker import Worker, backend_module, create_worker
-from .runners import Fault, no_progress
+from .runners import Fault
 from .subject import Subject, Target
 
 Change = Callable[[StepInput], StepInput]
@@ -35,7 +37,7 @@ class Schedule:
     `budget` tokens of a step at most (at least as many as there may be requests), `decoded` tokens of a request that
     are decoded one by one (all but the first at most), `pages` of the cache in use; `alone`: one request after the
     other; `rounds` of the same requests; `large`: the largest program only. `change` is done to each step before it
-    runs.
+    runs; such steps have their page tables, all others the new pages, as in an engine.
     """
 
     budget: int | None = None
@@ -96,9 +98,9 @@ class Bench:
         )
         with _planted(target.backend, fault):
             self.worker: Worker = create_worker(subject.model, self.config, device, subject.folder)
-        self.worker.load(no_progress)
+        self.worker.load(silent)
         self.worker.allocate_kv(pages)
-        self.worker.warm_up(self.table, no_progress)
+        self.worker.warm_up(self.table, silent)
 
     def close(self) -> None:
         """Free the device."""
@@ -187,11 +189,14 @@ class Bench:
         execute: Any, found: Rows,
     ) -> None:  # fmt: skip
         while (scheduled := scheduler.schedule()) is not None:
-            step = pack(scheduled, scheduler.table, self.shape, len(found.steps) + 1)
+            step = pack(scheduled, scheduler.table, self.shape, len(found.steps) + 1, with_page_table=True)
             if schedule.change is not None:
                 step = schedule.change(step)
+                value = execute(step)
+            else:
+                value = execute(_as_difference(step, scheduled))
             found.steps.append(step)
-            value, first = execute(step), step.field("query_start")
+            first = step.field("query_start")
             tokens = np.zeros(len(scheduled.requests), np.int32)
             for i, request in enumerate(scheduled.requests):
                 index, start, end = made[request.request_id], int(scheduled.starts[i]), int(scheduled.ends[i])
@@ -215,9 +220,11 @@ class Bench:
         in_flight: list[Any] = []
         while True:
             while len(in_flight) < depth and (scheduled := scheduler.schedule()) is not None:
-                step = replace(pack(scheduled, scheduler.table, self.shape, len(found.steps) + 1), logprobs=True)
+                number = len(found.steps) + 1
+                step = pack(scheduled, scheduler.table, self.shape, number, with_page_table=True)
+                step = replace(step, logprobs=True)
                 found.steps.append(step)
-                in_flight.append((scheduled, self.worker.execute(step)))
+                in_flight.append((scheduled, self.worker.execute(_as_difference(step, scheduled))))
             if not in_flight:
                 return found
             scheduled, handle = in_flight.pop(0)
@@ -227,6 +234,11 @@ class Bench:
                 key = int(request.request_id), int(scheduled.ends[index])
                 found.keys.append(key)
                 found.values.append(np.append(output.logprobs.top[index], np.float32(token)))
+
+
+def _as_difference(step: StepInput, scheduled: ScheduledStep) -> StepInput:
+    """The step as an engine sends it, with its new pages instead of its page table."""
+    return replace(step, page_table=None, new_pages=scheduled.new_pages)
 
 
 @contextmanager
@@ -247,18 +259,21 @@ def _planted(backend: str, fault: Fault | None) -> Iterator[None]:
 
 
 def permuted_pages(pages: int, page_size: int, seed: int, *, table: bool = True, slots: bool = True) -> Change:
-    """Put every page elsewhere: in the `slots` that are written and in the page `table` that is read."""
+    """Put every page elsewhere: in the `slots` that are written and in the page `table` that is read.
+
+    For steps that have their page table.
+    """
     places = np.random.default_rng(seed).permutation(pages).astype(np.int32)
 
     def change(step: StepInput) -> StepInput:
-        batch = step.batch.copy()
-        views = batch_layout(step.descriptor, step.shape).views(batch)
+        batch, page_table = step.batch.copy(), step.field("page_table").copy()
         if table:
-            count = int(views["counts"][1])
-            views["page_table"][:count] = places[views["page_table"][:count]]
+            count = int(step.field("counts")[1])
+            page_table[:count] = places[page_table[:count]]
         if slots:
-            old = views["slots"]
-            views["slots"][...] = np.where(old >= 0, places[old // page_size] * page_size + old % page_size, old)
-        return replace(step, batch=batch)
+            written = batch_layout(step.descriptor, step.shape).view(batch, "slots")
+            moved = places[written // page_size] * page_size + written % page_size
+            written[...] = np.where(written >= 0, moved, written)
+        return replace(step, batch=batch, page_table=page_table)
 
     return change

@@ -38,7 +38,7 @@ class Recorded:
 
 
 def to_json(recorded: Recorded) -> dict[str, Any]:
-    """A step and its taps, fit for JSON."""
+    """A step, which has its page table, and its taps, fit for JSON."""
     step = recorded.step
     d, shape = step.descriptor, step.shape
     return {
@@ -47,7 +47,7 @@ def to_json(recorded: Recorded) -> dict[str, Any]:
         "shape": [getattr(shape, f.name) for f in fields(StepShape)],
         "sampler": step.sampler,
         "logprobs": step.logprobs,
-        "batch": _lists(batch_layout(d, shape), step.batch),
+        "batch": _lists(batch_layout(d, shape), step.batch) | {"page_table": step.field("page_table").ravel().tolist()},
         "sampling": _lists(sampling_layout(d.requests), step.sampling),
         "processors": None if step.processors is None else _lists(processor_layout(d.requests, shape), step.processors),
         "prompt_targets": None if step.prompt_targets is None else step.prompt_targets.tolist(),
@@ -73,7 +73,7 @@ def from_json(line: Mapping[str, Any], where: str, subject: Subject) -> Recorded
     sampler = line.get("sampler")
     if sampler not in SAMPLERS:
         raise NotComparable(f"{where}: sampler is {str(sampler)[:20]!r}, allowed are {', '.join(SAMPLERS)}")
-    batch = _buffer(batch_layout(descriptor, shape), line.get("batch"), f"{where}: batch")
+    batch, page_table = _batch(descriptor, shape, line.get("batch"), f"{where}: batch")
     sampling = _buffer(sampling_layout(descriptor.requests), line.get("sampling"), f"{where}: sampling")
     processors, targets = line.get("processors"), line.get("prompt_targets")
     if processors is not None:
@@ -83,7 +83,7 @@ def from_json(line: Mapping[str, Any], where: str, subject: Subject) -> Recorded
         targets = _integers(targets, descriptor.tokens, f"{where}: prompt_targets")
     step = StepInput(
         int(line.get("step_id", 0)), descriptor, shape, sampler, batch, sampling, processors,
-        bool(line.get("logprobs")), targets,
+        bool(line.get("logprobs")), targets, page_table=page_table,
     )  # fmt: skip
     _check_ranges(step, subject, where)
     taps = line.get("taps", {})
@@ -107,6 +107,17 @@ def _integers(value: Any, count: int, where: str) -> np.ndarray:
     if not all(type(number) is int and -(2**31) <= number < 2**31 for number in value):
         raise NotComparable(f"{where} holds what is no 32-bit integer")
     return np.asarray(value, np.int32)
+
+
+def _batch(descriptor: Descriptor, shape: StepShape, value: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """The buffer of the batch, and the page table [R, P], which stands among its fields."""
+    size = descriptor.requests * shape.pages_per_request
+    if size > MAX_BUFFER:
+        raise NotComparable(f"{where}: page_table has {size} numbers, allowed are {MAX_BUFFER}")
+    fields_ = dict(value) if isinstance(value, dict) else {}
+    page_table = _integers(fields_.pop("page_table", None), size, f"{where}: page_table")
+    buffer = _buffer(batch_layout(descriptor, shape), fields_, where)
+    return buffer, page_table.reshape(descriptor.requests, shape.pages_per_request)
 
 
 def _buffer(layout: Layout, value: Any, where: str) -> np.ndarray:
@@ -157,14 +168,11 @@ def renumbered(step: StepInput, pages: Sequence[int] | np.ndarray, page_size: in
     """The step on a cache that holds only `pages`, in that order."""
     place = {int(page): index for index, page in enumerate(pages)}
     batch = step.batch.copy()
-    views = batch_layout(step.descriptor, step.shape).views(batch)
-    views["page_table"][...] = np.vectorize(lambda page: place.get(int(page), 0), otypes=[np.int32])(
-        views["page_table"]
-    )
-    slots = views["slots"]
+    slots = batch_layout(step.descriptor, step.shape).view(batch, "slots")
     for i in np.flatnonzero(slots >= 0).tolist():
         slots[i] = place[int(slots[i]) // page_size] * page_size + int(slots[i]) % page_size
-    return replace(step, batch=batch)
+    new_place = np.vectorize(lambda page: place.get(int(page), 0), otypes=[np.int32])
+    return replace(step, batch=batch, page_table=new_place(step.field("page_table")))
 
 
 def filled(step: StepInput, page_size: int, pages: int) -> np.ndarray:

@@ -12,12 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from ..shared.step import StepInput, batch_layout
+from ..shared.step import NewPages, StepInput, batch_layout
 from ..shared.worker import Worker
 
 Views = dict[str, np.ndarray]
 Edit = Callable[[Views, dict[str, Any]], None]
-"""Changes the fields of a step in place; the second argument is kept from one step to the next."""
+"""Changes the fields of a step; the second argument is kept from one step to the next.
+
+The page table of a step stands among the fields as `page_table`, new entries of it as `new_rows`, `new_columns` and
+`new_pages`: a step has one or the other.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,7 @@ class Planted:
         self.worker = worker
         self.fault: EngineFault | None = None
         self._kept: dict[str, Any] = {}
+        self._num_entries = 0
         self._ready: set[str] = set()
 
     def plant(self, fault: EngineFault | None) -> None:
@@ -76,9 +81,22 @@ class Planted:
     def _changed(self, step: StepInput) -> StepInput:
         if self.fault is None:
             return step
+        new = step.new_pages
+        if new is not None and new.start == 0 and len(new):
+            self._kept, self._num_entries = {}, 0  # another scheduler, whose tables begin anew
         batch = step.batch.copy()
-        self.fault.edit(batch_layout(step.descriptor, step.shape).views(batch), self._kept)
-        return replace(step, batch=batch)
+        views = batch_layout(step.descriptor, step.shape).views(batch)
+        if new is None:
+            views["page_table"] = step.field("page_table").copy()
+        else:
+            views |= {"new_rows": new.rows.copy(), "new_columns": new.columns.copy(), "new_pages": new.pages.copy()}
+        self.fault.edit(views, self._kept)
+        if new is None:
+            return replace(step, batch=batch, page_table=views["page_table"])
+        # Numbered as the worker expects: a difference that is lost would be an error, not wrong tokens.
+        entries = NewPages(self._num_entries, views["new_rows"], views["new_columns"], views["new_pages"])
+        self._num_entries += len(entries)
+        return replace(step, batch=batch, new_pages=entries)
 
 
 def _stale(field: str) -> Edit:
@@ -91,6 +109,19 @@ def _stale(field: str) -> Edit:
             views[field][...] = before
 
     return edit
+
+
+def _late(views: Views, kept: dict[str, Any]) -> None:
+    """What a step brings of page tables arrives with the step after it."""
+    names = [name for name in ("page_table", "new_rows", "new_columns", "new_pages") if name in views]
+    now = {name: views[name].copy() for name in names}
+    before = kept.get("pages")
+    kept["pages"] = now
+    for name in names:
+        if before is None or name not in before:
+            views[name] = now[name][:0] if name != "page_table" else now[name]
+        elif name != "page_table" or before[name].shape == now[name].shape:
+            views[name] = before[name]
 
 
 def _short(views: Views, kept: dict[str, Any]) -> None:
@@ -106,9 +137,15 @@ def _restarted(views: Views, kept: dict[str, Any]) -> None:
 
 
 def _moved(views: Views, kept: dict[str, Any]) -> None:
-    """Every other step finds the page table's first two columns in the other order."""
+    """Every other step finds the page table's first two columns in the other order, of what it brings of them."""
     kept["steps"] = kept.get("steps", 0) + 1
-    if kept["steps"] % 2 == 0 and views["page_table"].shape[1] > 1:
+    if kept["steps"] % 2:
+        return
+    if "new_columns" in views:
+        rows, columns = views["new_rows"], views["new_columns"]
+        both = np.isin(rows, np.intersect1d(rows[columns == 0], rows[columns == 1]))
+        views["new_columns"] = np.where(both & (columns < 2), 1 - columns, columns)
+    elif views["page_table"].shape[1] > 1:
         views["page_table"][:, :2] = views["page_table"][:, 1::-1].copy()
 
 
@@ -123,11 +160,11 @@ def _forgotten(views: Views, kept: dict[str, Any]) -> None:
 ENGINE_FAULTS = {
     fault.name: fault
     for fault in (
-        EngineFault("page-table-stale", "a step reads the page table of the step before it", _stale("page_table")),
+        EngineFault("page-table-stale", "what is new in the page tables arrives one step late", _late),
         EngineFault("lengths-stale", "a decoded token attends over the length of the step before it", _short),
         EngineFault("slots-stale", "a step writes K and V to the slots of the step before it", _stale("slots")),
         EngineFault("positions-restart", "positions count from the beginning of a chunk", _restarted),
-        EngineFault("pages-swapped", "every other step reads the first two pages in the other order", _moved),
+        EngineFault("pages-swapped", "every other step brings the first two pages in the other order", _moved),
         EngineFault("chunk-start-lost", "K and V of the first token of a later chunk are not written", _forgotten),
     )
 }

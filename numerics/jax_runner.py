@@ -13,10 +13,11 @@ import numpy as np
 from ..ops import Op, Plan
 from ..ops.plan import COMPOSITION
 from ..shared.models import decoder
+from ..shared.progress import silent
 from ..shared.step import StepInput
 from ..tpu.sharding import make_mesh
 from ..tpu.weights import load_weights
-from .runners import Runner, TapValues, no_progress
+from .runners import Runner, TapValues
 from .subject import Subject
 from .taps import Declared, Tapped
 
@@ -34,7 +35,7 @@ class JaxRunner(Runner):
         segments = [(i, i + 1, window) for i, window in enumerate(subject.model.layer_windows)]
         weights = load_weights(
             subject.folder, self.config.load_format, subject.model, decoder.abstract(subject.model), segments,
-            jnp.dtype(self.config.dtype), self.config.seed, make_mesh([self._where], 1), no_progress,
+            jnp.dtype(self.config.dtype), self.config.seed, make_mesh([self._where], 1), silent,
         )  # fmt: skip
         layers = [
             {name: jax.device_put(x[0], self._where) for name, x in segment.items()}

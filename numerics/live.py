@@ -18,6 +18,7 @@ import numpy as np
 
 from ..shared.config import EngineConfig
 from ..shared.errors import ConfigError
+from ..shared.packer import page_table_of
 from ..shared.step import StepInput, StepOutput, batch_layout
 from .bundle import Bundle, write
 from .bundle_steps import Recorded, filled, renumbered, used_pages
@@ -155,14 +156,16 @@ class Camera:
             self._last[row] = token
 
     def _known(self, step: StepInput) -> StepInput:
-        """The step with the tokens that only the device has: waits for the steps before."""
+        """The step with the tokens that only the device has, and with its page table: waits for the steps before."""
         while self._open:
             self._read(self._open.popleft())
         batch = step.batch.copy()
         views = batch_layout(step.descriptor, step.shape).views(batch)
         for i in np.flatnonzero(views["token_ids"] < 0).tolist():
             views["token_ids"][i] = self._last[int(views["rows"][i])]
-        return replace(step, batch=batch)
+        rows = views["rows"][: int(views["counts"][1])]
+        pages = page_table_of(rows, step.descriptor.requests, self._engine.scheduler.table, step.shape)
+        return replace(step, batch=batch, new_pages=None, page_table=pages)
 
     def _bundle(
         self, step: StepInput, pages: np.ndarray, before: np.ndarray, logits: np.ndarray, handle: _Handle

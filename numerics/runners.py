@@ -208,7 +208,3 @@ def create_runner(subject: Subject, target: Target, fault: Fault | None = None) 
         raise BackendUnavailable(f"backend {target.backend}: {error}") from error
     runner: Runner = kind(subject, target, config, device, plans, fault)
     return runner
-
-
-def no_progress(what: str, done: int, total: int) -> None:
-    """A progress callback that shows nothing."""

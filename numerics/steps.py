@@ -104,7 +104,7 @@ def make_owned_steps(
     while (scheduled := scheduler.schedule()) is not None:
         step_id += 1
         owners = [int(request.request_id) for request in scheduled.requests]
-        yield pack(scheduled, scheduler.table, shape, step_id), owners
+        yield pack(scheduled, scheduler.table, shape, step_id, with_page_table=True), owners
         following = [prompts[owner] for owner in owners]
         tokens = [ids[min(end, len(ids) - 1)] for ids, end in zip(following, scheduled.ends.tolist(), strict=True)]
         scheduler.update(scheduled, np.asarray(tokens, np.int32))

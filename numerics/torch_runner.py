@@ -15,8 +15,9 @@ from ..ops import Op, Plan
 from ..ops.bindings.torch import activation_positions, opaque
 from ..ops.namespaces.torch_ import from_numpy, to_numpy
 from ..shared.models import decoder
-from ..shared.step import StepInput
-from .runners import Runner, TapValues, no_progress
+from ..shared.progress import silent
+from ..shared.step import HOST_LENGTHS, StepInput
+from .runners import Runner, TapValues
 from .subject import Subject
 from .taps import Declared, Tapped
 
@@ -32,7 +33,7 @@ class TorchRunner(Runner):
         self._compiling = self.config.compile_level > 0
         table = decoder.abstract(subject.model)
         module = Decoder(subject.model, table, {}, getattr(torch, self.config.dtype), self._where)
-        load_weights(module, subject.folder, self.config.load_format, table, self.config.seed, no_progress)
+        load_weights(module, subject.folder, self.config.load_format, table, self.config.seed, silent)
         layers = [{n: p.detach() for n, p in layer.named_parameters()} for layer in module.layers]
         return {n: p.detach() for n, p in module.named_parameters(recurse=False)}, layers
 
@@ -112,9 +113,8 @@ class TorchRunner(Runner):
         return call
 
     def _placed(self, step: StepInput, fields: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        on_host = ("query_start", "kv_lens", "counts")
         stay = self.plans[step.descriptor.kind].host_metadata
-        return {n: from_numpy(x) if stay and n in on_host else self.upload(x) for n, x in fields.items()}
+        return {n: from_numpy(x) if stay and n in HOST_LENGTHS else self.upload(x) for n, x in fields.items()}
 
     @torch.inference_mode()
     def _run(self, name: tuple[Any, ...], *arguments: Any) -> tuple[Any, TapValues]:

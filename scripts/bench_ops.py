@@ -24,6 +24,7 @@ from twinfer.ops import REGISTRY, resolve
 from twinfer.ops.cases import load_all
 from twinfer.ops.implement import IMPLEMENTATIONS
 from twinfer.ops.testing import TESTING
+from twinfer.shared.step import HOST_LENGTHS
 
 REPEATS = 7
 SLOW = 1.0
@@ -118,8 +119,7 @@ def bench_op(device: Device, op: str, dtype: str, limit: float) -> list[dict[str
             if device.framework == "jax":
                 call = device.jax.jit(call)
             if plan[op].implementation.host_metadata:
-                host = ("query_start", "kv_lens", "counts")
-                arrays |= {n: device.torch.from_numpy(case.arguments[n]) for n in host}
+                arrays |= {n: device.torch.from_numpy(case.arguments[n]) for n in HOST_LENGTHS}
             seconds = device.seconds(lambda c=call, a=arrays: c(**a))
             moved = sum(size(a) for a in arrays.values()) + size(call(**arrays))
             row = {"op": op, "provider": provider, "case": case.name, "dtype": dtype, "us": seconds * 1e6}

@@ -88,10 +88,11 @@ class Batch:
         try:
             for number in range(params.n):
                 settings = _settings_of(params, number)
-                request = self._engine.add(f"{output.request_id}/{number}", tokens, settings, **options)
-                completion = Completion(number, request, self._tokenizer)
+                request_id = f"{output.request_id}/{number}"
+                self._engine.add(request_id, tokens, settings, **options)
+                completion = Completion(number, output.prompt_token_ids, settings, self._tokenizer)
                 output.outputs.append(completion.output)
-                entries[request.request_id] = Entry(len(self.outputs) - 1, output, completion)
+                entries[request_id] = Entry(len(self.outputs) - 1, output, completion)
         except RequestError:
             output.outputs.clear()
             for request_id in entries:
@@ -102,30 +103,27 @@ class Batch:
 
     def step(self) -> list[Entry]:
         """Run one step of the engine. Completions that got something or ended, each once."""
-        entries: dict[Entry, None] = {}
+        entries: list[Entry] = []
         for update in self._engine.step():
-            entry = self._live.get(update.request.request_id)
+            entry = self._live.get(update.request_id)
             if entry is None:
                 continue
-            entries[entry] = None
-            self.num_tokens += 1
+            entries.append(entry)
+            self.num_tokens += len(update.tokens)
             if update.prompt_logprobs is not None:
                 entry.output.prompt_logprobs = update.prompt_logprobs
             if entry.completion.take(update):
-                self._engine.finish(update.request.request_id, FinishReason.STOP)
-        # A request that somebody aborted ends without an update.
-        ended = [request_id for request_id, entry in self._live.items() if entry.completion.ended()]
-        for request_id in ended:
-            entries[self._end(request_id)] = None
-        return list(entries)
+                self._engine.finish(update.request_id, FinishReason.STOP)
+            if entry.completion.done:
+                self._end(update.request_id)
+        return entries
 
-    def _end(self, request_id: str) -> Entry:
+    def _end(self, request_id: str) -> None:
         entry = self._live.pop(request_id)
         output = entry.output
-        output.num_cached_tokens = max(output.num_cached_tokens, entry.completion.request.num_cached_tokens)
+        output.num_cached_tokens = max(output.num_cached_tokens, entry.completion.num_cached_tokens)
         self._missing[output.request_id] -= 1
         entry.ends_request = not self._missing[output.request_id]
-        return entry
 
 
 def need_tokenizer(tokenizer: Tokenizer | None, purpose: str) -> Tokenizer:

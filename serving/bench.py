@@ -253,12 +253,14 @@ def _arrivals(runner: Runner, lengths: Sequence[int], output_len: int, iteration
     start = time.perf_counter()
     arrivals: dict[str, list[float]] = {}
     for index, prompt in enumerate(prompts):
-        arrivals[engine.add(f"bench-{iteration}-{index}", prompt, params).request_id] = []
+        request_id = f"bench-{iteration}-{index}"
+        engine.add(request_id, prompt, params)
+        arrivals[request_id] = []
     while engine.has_work:
         updates = engine.step()
         now = time.perf_counter() - start
         for update in updates:
-            arrivals[update.request.request_id].append(now)
+            arrivals[update.request_id] += [now] * len(update.tokens)
     return list(arrivals.values())
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..shared.detokenizer import Detokenizer
-from ..shared.engine import Update
-from ..shared.request import NOT_FINITE, FinishReason, Request, RequestState
+from ..shared.engine import TokenLogprobs, Update
+from ..shared.request import NOT_FINITE, FinishReason
+from ..shared.sampling_params import SamplingParams
 from ..shared.tokenizer import Tokenizer
 from .outputs import CompletionOutput
 
@@ -12,11 +15,13 @@ from .outputs import CompletionOutput
 class Completion:
     """Turns the updates of one engine request into a `CompletionOutput`."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
-        params = request.params
-        self.request = request
+    def __init__(
+        self, index: int, prompt_token_ids: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
         self.output = CompletionOutput(index)
         self.done = False
+        self.num_cached_tokens = 0
+        self._params = params
         if params.logprobs is not None:
             self.output.logprobs = []
             self.output.cumulative_logprob = 0.0
@@ -24,7 +29,7 @@ class Completion:
         if tokenizer is not None:
             self._text = Detokenizer(
                 tokenizer,
-                request.prompt.tolist(),
+                prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 stop=params.stop,
                 include_stop=params.include_stop_str_in_output,
@@ -32,45 +37,48 @@ class Completion:
             )
 
     def take(self, update: Update) -> bool:
-        """Take a token. True if its text completed a stop string: the engine must end the request."""
-        output, params = self.output, self.request.params
-        output.token_ids.append(update.token)
-        if update.logprobs is not None and output.logprobs is not None:
-            output.logprobs.append(update.logprobs)
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + update.logprobs[update.token].logprob
-        if update.finished:
-            reason = self._take_reason()
-            if reason is FinishReason.STOP:
-                output.stop_reason = update.token if update.token in params.stop_token_ids else None
-        if self._text is not None:
-            # The token that ends a request belongs to its ids, not to its text.
-            ended_by_token = update.finished and self.request.finish_reason is FinishReason.STOP
-            if not (ended_by_token and not params.include_stop_str_in_output):
-                output.text += self._text.append([update.token])
-            if self._text.stopped is not None:
-                output.finish_reason, output.stop_reason = FinishReason.STOP.value, self._text.stopped
-                self.done = True
-                return not update.finished
-            if update.finished:
-                output.text += self._text.finish()
-                if self._text.stopped is not None:
-                    output.finish_reason, output.stop_reason = FinishReason.STOP.value, self._text.stopped
-        self.done = self.done or update.finished
+        """Take what a step brought. True if its text completed a stop string: the engine must end the request."""
+        self.num_cached_tokens = update.num_cached_tokens
+        last = len(update.tokens) - 1
+        for position, token in enumerate(update.tokens):
+            logprobs = None if update.logprobs is None else update.logprobs[position]
+            reason = update.finish_reason if position == last else None
+            self._take_token(token, logprobs, reason)
+            if self.done:
+                # What comes behind a stop string is not part of the output.
+                return update.finish_reason is None
+        if update.finish_reason is not None:
+            self._end(update.finish_reason)
         return False
 
-    def ended(self) -> bool:
-        """Whether nothing more will come: it is done, or its request was ended from outside."""
-        if not self.done and self.request.state is RequestState.FINISHED:
-            self.done = True
-            self._take_reason()
-            if self._text is not None:
-                self.output.text += self._text.finish()
-        return self.done
+    def _take_token(self, token: int, logprobs: TokenLogprobs | None, reason: FinishReason | None) -> None:
+        """`reason`: of the token that ends the request."""
+        output, params = self.output, self._params
+        output.token_ids.append(token)
+        if logprobs is not None and output.logprobs is not None:
+            output.logprobs.append(logprobs)
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs[token].logprob
+        if reason is FinishReason.STOP and token in params.stop_token_ids:
+            output.stop_reason = token
+        if self._text is None:
+            return
+        # The token that ends a request belongs to its ids, not to its text.
+        if reason is not FinishReason.STOP or params.include_stop_str_in_output:
+            output.text += self._text.append([token])
+        self._look_for_stop()
 
-    def _take_reason(self) -> FinishReason:
-        """Say in the output why the request ended."""
-        reason = self.request.finish_reason or FinishReason.ERROR
+    def _look_for_stop(self) -> None:
+        """End the output if its text has completed a stop string."""
+        if self._text is not None and self._text.stopped is not None:
+            self.output.finish_reason, self.output.stop_reason = FinishReason.STOP.value, self._text.stopped
+            self.done = True
+
+    def _end(self, reason: FinishReason) -> None:
+        """Nothing more comes."""
         self.output.finish_reason = reason.value
         if reason is FinishReason.ERROR:
             self.output.stop_reason = NOT_FINITE
-        return reason
+        if self._text is not None:
+            self.output.text += self._text.finish()
+            self._look_for_stop()
+        self.done = True

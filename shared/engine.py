@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,12 +24,13 @@ from .errors import ConfigError, EngineClosed, EngineDead, InternalError, Reques
 from .interrupts import DeferredInterrupts
 from .models.config import ModelConfig, show
 from .packer import pack
+from .progress import Progress, silent
 from .request import FinishReason, Request
 from .request_table import ScheduledStep
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerConfig, SchedulerMetrics
 from .step import StepInput, StepOutput, StepShape, TopLogprobs
-from .worker import ProgramReport, Progress, StepHandle, attach_camera, cache_pages, create_worker
+from .worker import ProgramReport, StepHandle, attach_camera, cache_pages, create_worker
 
 MAX_PRIORITY = 1000
 MAX_SALT_LENGTH = 256
@@ -49,15 +50,24 @@ TokenLogprobs = dict[int, Logprob]
 """The best tokens of one position and the one that was taken, by token id."""
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What one step brought to one request: a token, and whether it ended. `prompt_logprobs` come with the first."""
+class Update(NamedTuple):
+    """What one step brought to one request. Values alone, so that it can cross to another process.
 
-    request: Request
-    token: int
-    finished: bool
-    logprobs: TokenLogprobs | None = None
+    Each request that `Engine.add` took has exactly one update with a `finish_reason`, its last one, however it ends;
+    only a dead engine (EngineDead) sends none.
+
+    tokens             in order; none where the request ended without one more
+    logprobs           one for each of `tokens`, if they were asked for
+    prompt_logprobs    with the first token, if they were asked for
+    num_cached_tokens  tokens of the prompt that the prefix cache supplied
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -76,10 +86,6 @@ class _InFlight:
     scheduled: ScheduledStep
     packed: StepInput
     handle: StepHandle
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """A progress callback that shows nothing."""
 
 
 class Engine:
@@ -125,6 +131,8 @@ class Engine:
         self._closed = False
         self._dead: str | None = None
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        # Of requests that were ended between steps, for the next `step`.
+        self._updates: list[Update] = []
         if config.capture is not None:
             attach_camera(self, config, folder)
 
@@ -203,12 +211,23 @@ class Engine:
         return self.finish(request_id, FinishReason.ABORT)
 
     def finish(self, request_id: str, reason: FinishReason) -> bool:
-        """End a request for a reason of the caller's, such as a stop string; False if it is not known (any more)."""
+        """End a request for a reason of the caller's, such as a stop string; False if it is not known (any more).
+
+        The next `step` says so in an update.
+        """
         if self._dead is not None:
             return False  # all requests ended with the engine
         with self._changing_books():
-            self._prompt_logprobs.pop(request_id, None)
-            return self.scheduler.finish(request_id, reason)
+            return self._finish(request_id, reason)
+
+    def _finish(self, request_id: str, reason: FinishReason) -> bool:
+        request = self.scheduler.requests.get(request_id)
+        if request is None:
+            return False
+        self._prompt_logprobs.pop(request_id, None)
+        self.scheduler.finish(request_id, reason)
+        self._updates.append(_last_update(request))
+        return True
 
     def abort_all(self) -> None:
         """End all requests. Whoever got an exception out of `add` or `step` and goes on calls this first."""
@@ -217,14 +236,13 @@ class Engine:
                 self._abort_all()
 
     def _abort_all(self) -> None:
-        self._prompt_logprobs.clear()
         for request_id in list(self.scheduler.requests):
-            self.scheduler.abort(request_id)
+            self._finish(request_id, FinishReason.ABORT)
 
     @property
     def has_work(self) -> bool:
         """Whether `step()` has anything to do."""
-        return self._dead is None and (self.scheduler.has_work or bool(self._in_flight))
+        return self._dead is None and bool(self.scheduler.has_work or self._in_flight or self._updates)
 
     def step(self) -> list[Update]:
         """Start what can be started, then read the oldest step in flight.
@@ -275,6 +293,7 @@ class Engine:
         self._dead = f"step {self._step_id} failed with {type(error).__name__}: {words}"
         self._in_flight.clear()
         self._prompt_logprobs.clear()
+        self._updates.clear()
         self.scheduler.abandon()
 
     def _step(self) -> list[Update]:
@@ -288,28 +307,36 @@ class Engine:
         if not self._in_flight:
             if self.scheduler.has_work:
                 raise InternalError("requests wait, nothing is in flight, and nothing can be scheduled")
-            return []
-        oldest = self._in_flight.popleft()
-        return self._read(oldest, oldest.handle.result())
+        else:
+            oldest = self._in_flight.popleft()
+            self._read(oldest, oldest.handle.result())
+        updates, self._updates = self._updates, []
+        return updates
 
-    def _read(self, step: _InFlight, output: StepOutput) -> list[Update]:
+    def _read(self, step: _InFlight, output: StepOutput) -> None:
+        """Take what a step brought; `_updates` say what that was."""
         if output.prompt_logprobs is not None:
             self._keep_prompt_logprobs(step, output.prompt_logprobs)
         events = self.scheduler.update(step.scheduled, output.tokens)
-        finished = {request.request_id for request in events.finished}
-        updates = []
-        tokens, indices = events.tokens.tolist(), events.indices.tolist()
-        for i, (request, token, index) in enumerate(zip(events.requests, tokens, indices, strict=True)):
-            logprobs = None
+        requests, tokens, indices = events.requests, events.tokens.tolist(), events.indices.tolist()
+        first, count = 0, len(tokens)
+        while first < count:
+            request, last = requests[first], first + 1
+            # Of a loop, a request's tokens follow one another.
+            while last < count and requests[last] is request:
+                last += 1
+            brought = tuple(tokens[first:last])
+            logprobs = prompt = None
             if request.params.logprobs is not None and output.logprobs is not None:
-                logprobs = _row(output.logprobs, index, token, request.params.logprobs)
-            prompt = None
+                places = zip(indices[first:last], brought, strict=True)
+                logprobs = [_row(output.logprobs, place, token, request.params.logprobs) for place, token in places]
             if self._prompt_logprobs:
                 prompt = self._prompt_logprobs.pop(request.request_id, None)
-            # Of a loop, a request's tokens follow one another.
-            last = i + 1 == len(tokens) or events.requests[i + 1] is not request
-            updates.append(Update(request, token, last and request.request_id in finished, logprobs, prompt))
-        return updates
+            self._updates.append(
+                Update(request.request_id, brought, request.finish_reason, logprobs, prompt, request.num_cached_tokens)
+            )
+            first = last
+        self._updates += map(_last_update, events.failed)
 
     def _keep_prompt_logprobs(self, step: _InFlight, top: TopLogprobs) -> None:
         """Row p of a prompt tells the log-probability of its token p + 1."""
@@ -317,7 +344,7 @@ class Engine:
         first = step.packed.field("query_start")
         if targets is None:
             return
-        live = self.scheduler.table.epoch[scheduled.rows] == scheduled.epochs
+        live = self.scheduler.table.epoch[scheduled.rows] == scheduled.group.epochs
         for i, request in enumerate(scheduled.requests):
             kept = self._prompt_logprobs.get(request.request_id)
             wanted = request.params.prompt_logprobs
@@ -325,8 +352,7 @@ class Engine:
                 continue
             start, end = int(scheduled.starts[i]), int(scheduled.ends[i])
             if np.isnan(top.chosen[int(first[i]) : int(first[i]) + end - start]).any():
-                del self._prompt_logprobs[request.request_id]
-                self.scheduler.finish(request.request_id, FinishReason.ERROR)
+                self._finish(request.request_id, FinishReason.ERROR)
                 continue
             for position in range(start, min(end, len(kept) - 1)):
                 row = int(first[i]) + position - start
@@ -342,6 +368,12 @@ class Engine:
             self._closed = True
             self._in_flight.clear()
             self.worker.close()
+
+
+def _last_update(request: Request) -> Update:
+    """The update of a request that ended without one more token."""
+    cached = request.num_cached_tokens
+    return Update(request.request_id, (), request.finish_reason, num_cached_tokens=cached)
 
 
 def scheduler_config(config: ResolvedConfig, num_pages: int) -> SchedulerConfig:

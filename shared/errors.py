@@ -76,7 +76,7 @@ class BackendUnavailable(TwinferError):
 
 
 class EngineDead(TwinferError):
-    """A step failed earlier: cache, mirrors and books may disagree. The message says what failed; make a new engine."""
+    """A step failed earlier: cache, tables and books may disagree. The message says what failed; make a new engine."""
 
 
 class EngineClosed(TwinferError):

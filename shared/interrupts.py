@@ -1,8 +1,8 @@
 """Ctrl-C waits until the books agree.
 
-A step changes the scheduler's books, the host's mirror of what the device holds, and buffers that the device takes
-over. An interrupt in the middle of that would leave them saying different things, and the next request would silently
-read another one's pages. So SIGINT is only noted while they change, and delivered at the end.
+A step changes the scheduler's books, tables that the device holds, and buffers that the device takes over. An interrupt
+in the middle of that would leave them saying different things, and the next request would silently read another one's
+pages. So SIGINT is only noted while they change, and delivered at the end.
 """
 
 from __future__ import annotations

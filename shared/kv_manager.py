@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
 
@@ -44,6 +45,33 @@ def extend_digests(digests: list[bytes], tokens: np.ndarray, count: int, page_si
     for offset in range(0, len(data), width):
         digest = blake2b(digest + data[offset : offset + width], digest_size=DIGEST_BYTES).digest()
         digests.append(digest)
+
+
+class Hashed(Protocol):
+    """A sequence whose pages have digests: a request."""
+
+    page_hashes: list[bytes]
+    cache_salt: str
+
+
+def append_digests(sequences: Sequence[Hashed], columns: Sequence[int], tokens: np.ndarray) -> list[bytes]:
+    """The digests of one page of each sequence, page `columns[i]` with the tokens `tokens[i]` (`int32`).
+
+    They are appended to `page_hashes`, unless they stand there. Raises InternalError where more than one is missing.
+    """
+    data, width = tokens.tobytes(), 4 * tokens.shape[1]
+    digests, offset = [], 0
+    for sequence, column in zip(sequences, columns, strict=True):
+        chained = sequence.page_hashes
+        if len(chained) == column:
+            before = chained[-1] if chained else root_digest(sequence.cache_salt)
+            page = data[offset : offset + width]
+            chained.append(blake2b(before + page, digest_size=DIGEST_BYTES).digest())
+        elif len(chained) < column:
+            raise InternalError(f"page {column} of a sequence has {len(chained)} digests before it")
+        digests.append(chained[column])
+        offset += width
+    return digests
 
 
 class KVManager:
@@ -161,13 +189,15 @@ class KVManager:
         all keys and values before it attends to any.
         Raises InternalError if a page is not held or has a digest already.
         """
-        for page, digest in zip(pages, digests, strict=True):
-            if digest in self._page_of:
+        page_of, digest_of = self._page_of, self._digest_of
+        held = self._references[pages].tolist()
+        for page, digest, references in zip(pages, digests, held, strict=True):
+            if digest in page_of:
                 continue
-            if page in self._digest_of or not self._references[page]:
+            if page in digest_of or not references:
                 raise InternalError(f"page {page} cannot be registered: it is not held, or registered already")
-            self._page_of[digest] = page
-            self._digest_of[page] = digest
+            page_of[digest] = page
+            digest_of[page] = digest
             self._registered[page] = True
 
     def forget(self, pages: Iterable[int]) -> None:

@@ -8,19 +8,35 @@ import numpy as np
 
 from ..bucketing import Descriptor
 from .errors import InternalError
-from .request_table import POSITION, PROCESSED, PROCESSOR_FIELDS, SAMPLE_ROWS, RequestTable, ScheduledStep
+from .request_table import (
+    NO_STOP,
+    POSITION,
+    PROCESSED,
+    PROCESSOR_FIELDS,
+    RequestTable,
+    ScheduledStep,
+    padding_column,
+)
 from .sampling_encoding import encode_mask
-from .step import SAMPLERS, STOP_SLOTS, DecodeLoop, StepInput, StepShape, batch_layout, processor_layout
+from .step import (
+    PENDING,
+    SAMPLERS,
+    STOP_SLOTS,
+    DecodeLoop,
+    StepInput,
+    StepShape,
+    batch_layout,
+    processor_layout,
+)
 
-PENDING = -2
-"""Stands in the history for the token that the device has and the host has not."""
 
-
-def pack(step: ScheduledStep, table: RequestTable, shape: StepShape, step_id: int) -> StepInput:
-    """The input of `step`, in new buffers. Changes nothing.
+def pack(
+    step: ScheduledStep, table: RequestTable, shape: StepShape, step_id: int, with_page_table: bool = False
+) -> StepInput:
+    """The input of `step`, in new buffers. Changes nothing. `with_page_table`: one that can be run by itself.
 
     Valid only between the `schedule` that made the step and the next call to the scheduler, as the table is read as it
-    stands. Raises InternalError if a request of the step has left its row, or the table does not fit `shape`.
+    stands. Raises InternalError if a request has left its row since then, or the table does not fit `shape`.
     """
     if (
         shape.max_rows != table.max_rows
@@ -28,83 +44,107 @@ def pack(step: ScheduledStep, table: RequestTable, shape: StepShape, step_id: in
         or shape.pages_per_request < table.pages_per_row
     ):
         raise InternalError(f"a table of {table.tokens.shape} tokens and {table.pages.shape} pages is not for {shape}")
-    if (table.epoch[step.rows] != step.epochs).any():
-        raise InternalError("a step was packed too late: one of its requests has left its row")
-    sampled = step.rows if step.decode_only else step.rows[step.samples]
-    level = _level(step, table, sampled)
+    if table.num_releases != step.num_releases:
+        raise InternalError("a step was packed too late: a request has left its row since it was scheduled")
+    level = _level(step)
     return StepInput(
         step_id=step_id,
         descriptor=step.descriptor,
         shape=shape,
         sampler=SAMPLERS[level],
         batch=_batch(step, table, shape),
-        sampling=_sampling(step, table),
+        sampling=_sampling(step),
         processors=_processors(step, table, shape) if level == PROCESSED else None,
-        logprobs=bool(table.logprobs[sampled].any()),
+        logprobs=step.group.logprobs,
         prompt_targets=None if step.decode_only else _prompt_targets(step, table),
-        loop=DecodeLoop(step.steps, step.chained, _stop_ids(step, table)) if step.steps else None,
+        loop=None if step.loop is None else DecodeLoop(step.loop.steps, step.loop.chained, _stop_ids(step)),
+        new_pages=None if with_page_table else step.new_pages,
+        page_table=page_table_of(step.rows, step.descriptor.requests, table, shape) if with_page_table else None,
     )
 
 
-def _stop_ids(step: ScheduledStep, table: RequestTable) -> np.ndarray:
+def padding(descriptor: Descriptor, shape: StepShape) -> StepInput:
+    """A step of no requests, which runs a program and leaves nothing behind."""
+    batch = _batch_fields(descriptor, shape)[0].copy()
+    sampling = padding_column(shape.max_rows).repeat(descriptor.requests)
+    page_table = np.zeros((descriptor.requests, shape.pages_per_request), np.int32)
+    return StepInput(0, descriptor, shape, "greedy", batch, sampling, page_table=page_table)
+
+
+def page_table_of(rows: np.ndarray, requests: int, table: RequestTable, shape: StepShape) -> np.ndarray:
+    """`[requests, P]` pages of `rows` of the table, in order; 0 elsewhere."""
+    pages = np.zeros((requests, shape.pages_per_request), np.int32)
+    pages[: len(rows), : table.pages_per_row] = table.pages[rows]
+    return pages
+
+
+def _stop_ids(step: ScheduledStep) -> np.ndarray:
     """`[R, STOP_SLOTS]` stop ids; none for a request that has more."""
-    ids = np.full((step.descriptor.requests, STOP_SLOTS), -1, np.int32)
-    held = table.stop_ids[step.rows]
-    few = (held[:, STOP_SLOTS:] < 0).all(axis=1)
-    width = min(STOP_SLOTS, held.shape[1])
-    ids[: len(held), :width] = np.where(few[:, None], held[:, :width], -1)
+    ids = np.full((step.descriptor.requests, STOP_SLOTS), NO_STOP, np.int32)
+    stop_ids = step.group.stop_ids
+    is_few = (stop_ids[:, STOP_SLOTS:] == NO_STOP).all(axis=1)
+    width = min(STOP_SLOTS, stop_ids.shape[1])
+    ids[: len(stop_ids), :width] = np.where(is_few[:, None], stop_ids[:, :width], NO_STOP)
     return ids
 
 
-def _level(step: ScheduledStep, table: RequestTable, sampled: np.ndarray) -> int:
+def _level(step: ScheduledStep) -> int:
     """The first of SAMPLERS that serves all requests that sample."""
-    if not sampled.size:
-        return 0
-    ends = step.ends if step.decode_only else step.ends[step.samples]
-    if (ends < table.min_total[sampled]).any():
+    group = step.group
+    if group.longest_min_total and (step.samples & (step.ends < group.min_total)).any():
         return PROCESSED
-    return int(table.level[sampled].max())
+    return group.level
 
 
 @cache
-def _batch_fields(descriptor: Descriptor, shape: StepShape) -> tuple[int, tuple[slice, ...]]:
-    """Size of the batch buffer, and the place of each field in it, in the order of the layout."""
+def _batch_fields(descriptor: Descriptor, shape: StepShape) -> tuple[np.ndarray, tuple[slice, ...]]:
+    """A batch of padding alone, and the place of each field in it, in the order of the layout."""
     layout = batch_layout(descriptor, shape)
-    return layout.size, tuple(slice(field.offset, field.offset + field.size) for field in layout.fields.values())
+    buffer = layout.allocate()
+    layout.view(buffer, "slots")[:] = -1
+    layout.view(buffer, "rows")[:] = shape.max_rows
+    return buffer, tuple(slice(field.offset, field.offset + field.size) for field in layout.fields.values())
 
 
 def _batch(step: ScheduledStep, table: RequestTable, shape: StepShape) -> np.ndarray:
-    size, places = _batch_fields(step.descriptor, shape)
-    buffer = np.zeros(size, np.int32)
-    token_ids, positions, slots, pages, query_start, kv_lens, rows, sample_index, counts = (buffer[p] for p in places)
-    num_requests, num_tokens, page_size = len(step.rows), step.num_tokens, table.page_size
-    # Of each token: its row and position.
+    places = _batch_fields(step.descriptor, shape)[1]
+    buffer = _rows_of(step, shape).copy()
+    token_ids, positions, slots, query_start, kv_lens, _, sample_index, counts = (buffer[p] for p in places)
+    group, page_size = step.group, table.page_size
+    num_requests, num_tokens = len(group), step.num_tokens
+    # Of each token: its position, and where its row begins in the tables.
     if step.decode_only:
-        token_rows, token_positions = step.rows, step.starts
-        query_start[:num_requests] = np.arange(num_requests)
-        sample_index[:num_requests] = query_start[:num_requests]
+        first_token, first_page, token_positions = group.first_token, group.first_page, step.starts
     else:
         lengths = step.ends - step.starts
         last = np.cumsum(lengths)
-        token_rows = step.rows.repeat(lengths)
-        token_positions = np.arange(num_tokens) + (step.ends - last).repeat(lengths)
+        owner = group.indices.repeat(lengths)
+        first_token, first_page = group.first_token[owner], group.first_page[owner]
+        token_positions = np.arange(num_tokens) + (step.ends - last)[owner]
         query_start[1 : num_requests + 1] = last
-        sample_index[:num_requests] = (last - 1) * step.samples
-    token_ids[:num_tokens] = table.tokens_flat[token_rows * table.max_model_len + token_positions]
+        query_start[num_requests:] = num_tokens
+        sample_index[:num_requests] = (last - 1) * group.samples
+        counts[0] = step.num_single
+    token_ids[:num_tokens] = table.tokens_flat.take(first_token + token_positions)
     positions[:num_tokens] = token_positions
-    page_index = token_positions // page_size
-    page = table.pages_flat[token_rows * table.pages_per_row + page_index]
-    slots[:num_tokens] = page * page_size + (token_positions - page_index * page_size)
-    slots[num_tokens:] = -1
-    # Few columns are in use as a rule; the others are 0 already.
-    width = int(table.num_pages[step.rows].max())
-    pages.reshape(-1, shape.pages_per_request)[:num_requests, :width] = table.pages[step.rows, :width]
-    query_start[num_requests:] = num_tokens
+    columns, offsets = np.divmod(token_positions, page_size)
+    slots[:num_tokens] = table.pages_flat.take(first_page + columns) * page_size + offsets
     kv_lens[:num_requests] = step.ends
-    rows[:num_requests] = step.rows
-    rows[num_requests:] = table.max_rows
-    counts[:] = step.num_single, num_requests
     return buffer
+
+
+def _rows_of(step: ScheduledStep, shape: StepShape) -> np.ndarray:
+    """The batch with the fields that say which rows it holds, as if all of them decoded; steps of a group share it."""
+    group = step.group
+    if group.batch is None or group.batch[0] != step.descriptor:
+        buffer, count = _batch_fields(step.descriptor, shape)[0].copy(), len(group)
+        fields = batch_layout(step.descriptor, shape).views(buffer)
+        fields["query_start"][:count] = fields["sample_index"][:count] = group.indices
+        fields["query_start"][count:] = count
+        fields["rows"][:count] = group.rows
+        fields["counts"][:] = count
+        group.batch = step.descriptor, buffer
+    return group.batch[1]
 
 
 def _padded_rows(step: ScheduledStep, table: RequestTable) -> np.ndarray:
@@ -114,15 +154,11 @@ def _padded_rows(step: ScheduledStep, table: RequestTable) -> np.ndarray:
     return rows
 
 
-def _sampling(step: ScheduledStep, table: RequestTable) -> np.ndarray:
-    buffer = table.sampling.take(_padded_rows(step, table), axis=1)
-    count = len(step.rows)
-    buffer[POSITION, :count] = step.ends
-    if not step.decode_only:
-        silent = np.flatnonzero(~step.samples)
-        buffer[SAMPLE_ROWS, silent] = table.max_rows
-        buffer[POSITION, silent] = 0
-    return buffer.reshape(-1)
+def _sampling(step: ScheduledStep) -> np.ndarray:
+    """The sampling buffer: fields that stay, and the positions of the tokens that are sampled."""
+    fields = step.group.sampling(step.descriptor.requests).copy()
+    fields[POSITION, : len(step.group)] = step.ends if step.decode_only else step.ends * step.samples
+    return fields.reshape(-1)
 
 
 def _processors(step: ScheduledStep, table: RequestTable, shape: StepShape) -> np.ndarray:

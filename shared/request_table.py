@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from .errors import InternalError
 from .request import Request
 from .sampling_encoding import encode_bias, encode_processors, encode_sampling, sampler_of
 from .sampling_params import SamplingParams
-from .step import SAMPLERS, sampling_layout
+from .step import SAMPLERS, NewPages, sampling_layout
 
 UNKNOWN = -1
 """Stands in `tokens` where no token is known. Also what the batch wants there: the device has that token."""
@@ -29,34 +30,150 @@ PROCESSOR_FIELDS = ("presence", "frequency", "repetition", "repetition_inverse")
 """The processors that are one number per request, as they follow each other in the processor buffer."""
 PROCESSED = SAMPLERS.index("processed")
 
-_NO_STOP = -1
+_PADDING = SamplingParams(temperature=0.0)
+NO_STOP = -1
+"""Stands in `stop_ids` where there is none."""
 _STOP_COLUMNS = 4
+_NO_ENTRIES = np.zeros((3, 0), np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """`steps` decode steps in one. `chained`: it counts on all steps of the loop before it, which was not read yet."""
+
+    steps: int
+    chained: bool
+
+
+class Group:
+    """Requests of a step, aligned: their rows, and what stays as it is while they keep them. Steps share a group.
+
+    Nobody may change its arrays, all [R]: int64, `samples` bool (whether the step samples a token of the request).
+    `epochs` tell whether a row still has the same tenant.
+    """
+
+    def __init__(self, table: RequestTable, rows: np.ndarray, requests: Sequence[Request], samples: np.ndarray) -> None:
+        self.rows, self.requests, self.samples = rows, requests, samples
+        self.epochs = table.epoch[rows]
+        self._table = table
+        self._sampling: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int32))
+        self.batch: tuple[Descriptor, np.ndarray] | None = None
+        """What the packer keeps of a batch of these rows."""
+
+    def __len__(self) -> int:
+        """Number of requests."""
+        return len(self.requests)
+
+    def select(self, indices: np.ndarray) -> Group:
+        """The group of some of its requests."""
+        requests = [self.requests[index] for index in indices.tolist()]
+        return Group(self._table, self.rows[indices], requests, self.samples[indices])
+
+    @cached_property
+    def indices(self) -> np.ndarray:
+        """0 to R - 1."""
+        return np.arange(len(self.rows))
+
+    @cached_property
+    def first_token(self) -> np.ndarray:
+        """Where each row begins in `tokens_flat`."""
+        first: np.ndarray = self.rows * self._table.max_model_len
+        return first
+
+    @cached_property
+    def first_page(self) -> np.ndarray:
+        """Where each row begins in `pages_flat`."""
+        first: np.ndarray = self.rows * self._table.pages_per_row
+        return first
+
+    @cached_property
+    def max_total(self) -> np.ndarray:
+        """See `RequestTable`."""
+        column: np.ndarray = self._table.max_total[self.rows]
+        return column
+
+    @cached_property
+    def min_total(self) -> np.ndarray:
+        """See `RequestTable`."""
+        column: np.ndarray = self._table.min_total[self.rows]
+        return column
+
+    @cached_property
+    def longest_min_total(self) -> int:
+        """Behind it, no stop id of any request is masked."""
+        return int(self.min_total.max(initial=0))
+
+    @cached_property
+    def stop_ids(self) -> np.ndarray:
+        """`[R, n]` stop ids, -1 where there is none; n is the largest number of one request."""
+        stop_ids: np.ndarray = self._table.stop_ids[self.rows]
+        width = int((stop_ids != NO_STOP).sum(axis=1).max(initial=0))
+        return stop_ids[:, :width]
+
+    @cached_property
+    def level(self) -> int:
+        """Index in SAMPLERS of the first that serves all requests that sample, min_tokens aside."""
+        return int(self._table.level[self.rows[self.samples]].max(initial=0))
+
+    @cached_property
+    def logprobs(self) -> bool:
+        """Whether a request that samples wants log-probabilities."""
+        return bool(self._table.logprobs[self.rows[self.samples]].any())
+
+    def sampling(self, size: int) -> np.ndarray:
+        """`[field, size]` sampling fields of its requests and of padding behind them, positions aside."""
+        if self._sampling[0] != size:
+            rows = np.full(size, self._table.max_rows)
+            rows[: len(self.rows)] = self.rows
+            fields = self._table.sampling.take(rows, axis=1)
+            silent = np.flatnonzero(~self.samples)
+            fields[SAMPLE_ROWS, silent] = self._table.max_rows
+            self._sampling = size, fields
+        return self._sampling[1]
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
     """One step, R requests in the order of the batch: those with exactly one query token stand first.
 
-    Request i computes positions `starts[i]` to `ends[i] - 1`; where `samples[i]`, it samples the token of position
-    `ends[i]`. `rows` are rows of the request table, `epochs` tell whether a row still has the same tenant.
-    All arrays are `[R]`, int64 or bool. Nobody may change them or `requests`: steps share them.
+    Request i of the group computes positions `starts[i]` to `ends[i] - 1`; where `group.samples[i]`, it samples the
+    token of position `ends[i]`. All arrays are `[R]`, and nobody may change them.
+
+    `num_releases` is the request table's when the step was made: while that stays, so do all tenants.
+    `new_pages` are the entries that page tables got for this step. Of a `loop`, all else says what its first step does.
     """
 
     descriptor: Descriptor
-    requests: Sequence[Request]
-    rows: np.ndarray
-    epochs: np.ndarray
+    group: Group
     starts: np.ndarray
     ends: np.ndarray
-    samples: np.ndarray
     num_single: int
     num_tokens: int
     decode_only: bool
     """Every request is a decode: one token each, and each samples."""
-    steps: int = 0
-    """Of a loop, how many decode steps it does; what is said above is its first one. 0: a plain step."""
-    chained: bool = False
-    """This loop counts on all steps of the loop before it, which was not read yet."""
+    num_releases: int
+    new_pages: NewPages
+    loop: Loop | None = None
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """The requests, in the order of the batch."""
+        return self.group.requests
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Their rows in the request table."""
+        return self.group.rows
+
+    @property
+    def samples(self) -> np.ndarray:
+        """Whether the step samples a token of each."""
+        return self.group.samples
+
+    @property
+    def num_iterations(self) -> int:
+        """Decode steps of a loop; 1 of a plain step."""
+        return 1 if self.loop is None else self.loop.steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +181,16 @@ class StepEvents:
     """What a step brought. `requests[i]` got the token `tokens[i]`, entry `indices[i]` of the step's output. In a loop
     a request appears once for each of its tokens, which follow one another.
 
-    `finished` are those of `requests` that ended with it; their `finish_reason` is set and `output` complete.
-    Requests that ended or were preempted while the step was in flight do not appear, nor those that it gave no token.
+    `finished` are those of `requests` that ended with it; their `finish_reason` is set and `output` complete. `failed`
+    ended with ERROR and got no token at all. Requests that ended or were preempted while the step was in flight do not
+    appear.
     """
 
     requests: Sequence[Request]
     tokens: np.ndarray
     indices: np.ndarray
     finished: Sequence[Request]
+    failed: Sequence[Request] = ()
 
 
 class RequestTable:
@@ -81,7 +200,6 @@ class RequestTable:
 
     tokens      [row, max_model_len] int32  token ids; -1 from `known` on
     known       [row]  tokens whose ids are on the host: prompt, and output that was read back
-    total       [row]  `known` plus the tokens that steps in flight sample
     computed    [row]  tokens whose keys and values are computed by the steps scheduled so far
     prompt_len  [row]
     max_total   [row]  see `Request.max_total`
@@ -89,6 +207,7 @@ class RequestTable:
     pages       [row, pages_per_row] int32  page table; 0 from `num_pages` on
     num_pages   [row]
     capacity    [row]  tokens that the pages hold
+    registered  [row]  leading pages that were offered to the prefix cache
     epoch       [row]  how often the row was released
     stop_ids    [row, any] int32  -1 where there is none
     level       [row]  index in SAMPLERS of the first program that serves the request, min_tokens aside
@@ -107,22 +226,26 @@ class RequestTable:
         self.tokens_flat = self.tokens.reshape(-1)
         self.pages = np.zeros((max_rows, self.pages_per_row), np.int32)
         self.pages_flat = self.pages.reshape(-1)
-        self.known, self.total, self.computed = _columns(3, max_rows)
-        self.prompt_len, self.max_total, self.min_total = _columns(3, max_rows)
-        self.num_pages, self.capacity, self.epoch, self.level = _columns(4, max_rows)
+        self.known, self.computed, self.prompt_len = _columns(3, max_rows)
+        self.max_total, self.min_total = _columns(2, max_rows)
+        self.num_pages, self.capacity, self.registered = _columns(3, max_rows)
+        self.epoch, self.level = _columns(2, max_rows)
         self.logprobs, self.prompt_logprobs, self.alone = np.zeros((3, max_rows), np.bool_)
-        self.stop_ids = np.full((max_rows, _STOP_COLUMNS), _NO_STOP, np.int32)
+        self.stop_ids = np.full((max_rows, _STOP_COLUMNS), NO_STOP, np.int32)
         self.sampling = np.zeros((len(SAMPLING_FIELDS), max_rows + 1), np.int32)
         self.processors = np.zeros((len(PROCESSOR_FIELDS), max_rows + 1), np.int32)
         self.requests: list[Request | None] = [None] * max_rows
-        self.registered = [0] * max_rows
-        """Leading pages of each row that were offered to the prefix cache."""
+        self.num_releases = 0
+        """How often a row was released: while it stays, every row keeps its tenant."""
         self.biases: dict[int, tuple[list[int], list[int]]] = {}
         """Token ids and Q16 values, of the rows that have a logit bias."""
         self.masks: dict[int, np.ndarray | None] = {}
         """Rows that allow or ban tokens; the packer puts the bit mask there when it first needs it."""
         self._free = list(range(max_rows))[::-1]
-        self._encode(max_rows, SamplingParams(temperature=0.0), 0)
+        # (rows, columns, pages) of each append since `take_new_pages`. The device's tables are made of nothing else.
+        self._appended: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._no_pages = NewPages(0, *_NO_ENTRIES)
+        self._encode(max_rows, _PADDING, 0)
 
     @property
     def num_free(self) -> int:
@@ -145,7 +268,7 @@ class RequestTable:
         params, count = request.params, len(tokens)
         self.tokens[row, :count] = tokens
         self.tokens[row, count:] = UNKNOWN
-        self.known[row] = self.total[row] = count
+        self.known[row] = count
         self.computed[row] = self.num_pages[row] = self.capacity[row] = 0
         self.prompt_len[row] = request.num_prompt_tokens
         self.max_total[row] = request.max_total
@@ -170,6 +293,9 @@ class RequestTable:
         request = self.requests[row]
         if request is None:
             raise InternalError(f"row {row} was released but is free")
+        if self._appended:
+            # The next tenant's entries would stand beside this one's in the same difference.
+            raise InternalError(f"row {row} was released while a step is being built")
         count = int(self.num_pages[row])
         pages = self.pages[row, :count].astype(np.int64)
         self.pages[row, :count] = 0
@@ -179,22 +305,40 @@ class RequestTable:
         self.biases.pop(row, None)
         self.masks.pop(row, None)
         self.epoch[row] += 1
+        self.num_releases += 1
         self._free.append(row)
         return pages
 
     def append_pages(self, row: int, pages: np.ndarray) -> None:
         """Add `pages` at the end of the row's page table."""
         first = int(self.num_pages[row])
-        self.pages[row, first : first + len(pages)] = pages
-        self.num_pages[row] = first + len(pages)
-        self.capacity[row] = (first + len(pages)) * self.page_size
+        last = first + len(pages)
+        self.pages[row, first:last] = pages
+        self.num_pages[row] = last
+        self.capacity[row] = last * self.page_size
+        self._appended.append((np.full(len(pages), row), np.arange(first, last), pages))
 
     def append_page_each(self, rows: np.ndarray, pages: np.ndarray) -> None:
         """Add one page to each of `rows`: `pages[i]` to `rows[i]`."""
-        counts = self.num_pages[rows]
-        self.pages_flat[rows * self.pages_per_row + counts] = pages
-        self.num_pages[rows] = counts + 1
-        self.capacity[rows] = (counts + 1) * self.page_size
+        columns = self.num_pages[rows]
+        self.pages_flat[rows * self.pages_per_row + columns] = pages
+        self.num_pages[rows] = columns + 1
+        self.capacity[rows] = (columns + 1) * self.page_size
+        self._appended.append((rows, columns, pages))
+
+    def take_new_pages(self) -> NewPages:
+        """The entries that were appended since this was last called, for the step that is being built."""
+        if not self._appended:
+            return self._no_pages
+        entries = self._appended[0]
+        if len(self._appended) > 1:
+            rows, columns, pages = (np.concatenate(part) for part in zip(*self._appended, strict=True))
+            entries = rows, columns, pages
+        rows, columns, pages = (part.astype(np.int32) for part in entries)
+        new = NewPages(self._no_pages.start, rows, columns, pages)
+        self._appended.clear()
+        self._no_pages = NewPages(new.start + len(pages), *_NO_ENTRIES)
+        return new
 
     def pages_of(self, row: int) -> list[int]:
         """The pages of `row` in order, as a new list."""
@@ -209,14 +353,12 @@ class RequestTable:
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
         missing = len(stop_ids) - self.stop_ids.shape[1]
         if missing > 0:
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=_NO_STOP)
-        self.stop_ids[row] = _NO_STOP
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_STOP)
+        self.stop_ids[row] = NO_STOP
         self.stop_ids[row, : len(stop_ids)] = stop_ids
 
     def _encode(self, row: int, params: SamplingParams, seed: int) -> None:
-        numbers = encode_sampling(params, seed)
-        numbers |= {"sample_rows": row, "position": 0, "scale": _float_bits(numbers["scale"])}
-        self.sampling[:, row] = [numbers[name] for name in SAMPLING_FIELDS]
+        self.sampling[:, row] = _sampling_column(params, seed, row)
         numbers = encode_processors(params)
         numbers |= {name: _float_bits(numbers[name]) for name in ("repetition", "repetition_inverse")}
         self.processors[:, row] = [numbers[name] for name in PROCESSOR_FIELDS]
@@ -225,6 +367,8 @@ class RequestTable:
         """Raise InternalError, naming the fault, unless the rows are consistent. `in_flight`: steps not read back, of a
         loop all that it was to do.
         """
+        if self._appended:
+            raise InternalError("pages were appended that no step brings to the device")
         free = set(self._free)
         if len(free) != len(self._free) or free != {row for row, held in enumerate(self.requests) if held is None}:
             raise InternalError("the free rows are not those without a request")
@@ -235,7 +379,9 @@ class RequestTable:
             raise InternalError("a free row has a logit bias or a mask")
 
     def _fault(self, row: int, request: Request, in_flight: int) -> str | None:
-        known, total, computed = int(self.known[row]), int(self.total[row]), int(self.computed[row])
+        known, computed = int(self.known[row]), int(self.computed[row])
+        # With the tokens that steps in flight sample.
+        total = max(known, computed + 1)
         num_pages, prompt = int(self.num_pages[row]), request.prompt
         checks = {
             f"its request has row {request.row}": request.row == row and request.source is self,
@@ -243,10 +389,7 @@ class RequestTable:
                 len(prompt) <= known <= total <= request.max_total == self.max_total[row]
             ),
             f"{total - known} tokens are pending with {in_flight} steps in flight": total - known <= in_flight,
-            f"computed {computed} is not below total {total}": 0 <= computed < total,
-            f"computed {computed} is between known {known} and the last token {total - 1}": (
-                computed == total - 1 or (computed < known == total)
-            ),
+            f"computed {computed} is less than 0": computed >= 0,
             f"capacity {self.capacity[row]} is not that of {num_pages} pages": (
                 self.capacity[row] == num_pages * self.page_size
             ),
@@ -257,6 +400,18 @@ class RequestTable:
             "a token stands behind the known ones": bool((self.tokens[row, known:] == UNKNOWN).all()),
         }
         return next((fault for fault, holds in checks.items() if not holds), None)
+
+
+def padding_column(max_rows: int) -> np.ndarray:
+    """`[field]` int32: the sampling fields of padding, a greedy request that nobody waits for."""
+    return np.array(_sampling_column(_PADDING, 0, max_rows), np.int32)
+
+
+def _sampling_column(params: SamplingParams, seed: int, row: int) -> list[int]:
+    """The fields of `sampling_layout` of one request, before the position is known."""
+    numbers = encode_sampling(params, seed)
+    numbers |= {"sample_rows": row, "position": 0, "scale": _float_bits(numbers["scale"])}
+    return [int(numbers[name]) for name in SAMPLING_FIELDS]
 
 
 def _columns(count: int, max_rows: int) -> np.ndarray:

@@ -16,8 +16,8 @@ respected; what is not (end-of-sequence) is found late: the row's epoch has chan
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, NamedTuple
 
@@ -25,9 +25,9 @@ import numpy as np
 
 from ..bucketing import PaddingAccount, Table
 from .errors import ConfigError, InternalError, OutsideTable, RequestError
-from .kv_manager import KVManager, extend_digests
+from .kv_manager import KVManager, append_digests, extend_digests
 from .request import FinishReason, Request, RequestState, WaitingQueue
-from .request_table import RequestTable, ScheduledStep, StepEvents
+from .request_table import Group, Loop, RequestTable, ScheduledStep, StepEvents
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +104,6 @@ class SchedulerMetrics:
     """Requests that ended with ERROR: a logit was not finite."""
 
 
-class _Group(NamedTuple):
-    """Requests of a step, aligned. See `ScheduledStep`."""
-
-    rows: np.ndarray
-    epochs: np.ndarray
-    requests: list[Request]
-    samples: np.ndarray
-
-    def select(self, mask: np.ndarray) -> _Group:
-        requests = [self.requests[index] for index in np.flatnonzero(mask).tolist()]
-        return _Group(self.rows[mask], self.epochs[mask], requests, self.samples[mask])
-
-
 class _Chunk(NamedTuple):
     """Part of a prompt in the step that is being built."""
 
@@ -153,10 +140,13 @@ class Scheduler:
         self._prefilling: list[Request] = []
         self._decoding: dict[int, Request] = {}
         # Rebuilt from `_decoding` when that changed: in a steady state steps share it.
-        self._group: _Group | None = None
+        self._group: Group | None = None
+        # Steps that all requests of `_group` certainly get, each a token, before one reaches its last.
+        self._steps_left = 0
         self._in_flight: deque[ScheduledStep] = deque()
         # A loop stopped early, and the loop chained to it, which does nothing, was not read yet.
         self._halted = False
+        self._offsets = np.arange(config.page_size)
         self._reserve = int(config.watermark * config.num_pages)
         # (arrival of the head of the queue that lacked pages, `kv.num_releases` then): it is not worth another look
         # before the next release. The hit that a registration might bring meanwhile is not worth one either.
@@ -245,18 +235,18 @@ class Scheduler:
         if len(self._in_flight) >= self.config.pipeline_depth:
             return None
         looping = self._may_loop()
-        chained = bool(self._in_flight and self._in_flight[-1].steps and not self._halted)
+        chained = bool(self._in_flight and self._in_flight[-1].loop is not None and not self._halted)
         if chained and not looping:
             return None  # where its requests will be is not known before the loop is read
         group, starts, steps = self._schedule_decodes(self.config.decode_steps if looping else 1)
-        loop = chained or steps > 1
-        chunks = [] if loop else self._schedule_prefills(self.config.max_num_batched_tokens - len(group.rows))
+        loop = Loop(steps, chained) if chained or steps > 1 else None
+        chunks = []
+        if loop is None:
+            chunks = self._schedule_prefills(self.config.max_num_batched_tokens - len(group.rows))
         if chunks:
             step = self._mixed_step(group, starts, chunks)
         elif group.requests:
-            step = self._step(group, starts, starts + 1)
-            if loop:
-                step = replace(step, steps=steps, chained=chained)
+            step = self._step(group, starts, starts + 1, loop=loop)
         else:
             return None
         self._in_flight.append(step)
@@ -269,53 +259,91 @@ class Scheduler:
         table, rows = self.table, self._decode_group().rows
         return bool(table.alone[rows].all() and (table.computed[rows] + 1 >= table.min_total[rows]).all())
 
-    def _schedule_decodes(self, most: int) -> tuple[_Group, np.ndarray, int]:
+    def _schedule_decodes(self, most: int) -> tuple[Group, np.ndarray, int]:
         """Advance all decodes that may go on by `most` tokens, or by one: (group, position that each computes, steps).
 
         Fewer where one reaches its last token; one where there are not enough free pages for all.
         """
-        table, page_size = self.table, self.config.page_size
         while True:
-            group = self._decode_group()
-            starts = table.computed[group.rows]
-            going = starts + 1 < table.max_total[group.rows]
-            if not going.all():
-                # The last token of the others is sampled by a step in flight.
-                group, starts = group.select(going), starts[going]
-            steps = most
-            if most > 1 and len(starts):
-                steps = min(most, int((table.max_total[group.rows] - starts).min()) - 1)
-            missing = starts + steps - table.capacity[group.rows]
-            needy = missing > 0
-            if not needy.any():
+            group, starts, steps = self._unfinished(most)
+            last = starts if steps == 1 else starts + (steps - 1)
+            needy = self._without_room(group, last)
+            if not len(needy):
                 break
-            if (-(-missing[needy] // page_size)).sum() <= self.kv.available:
-                while (needy := starts + steps > table.capacity[group.rows]).any():
-                    self._grow(group.rows[needy], starts[needy])
+            if self._pages_missing(group, needy, last) <= self.kv.available:
+                self._grow(group, needy, starts)
+                while steps > 1 and len(needy := self._without_room(group, last)):
+                    self._grow(group, needy, starts)
                 break
             if steps > 1:
                 most = 1
             else:
                 self._preempt(max(chain(self._decoding.values(), self._prefilling), key=lambda request: request.order))
-        table.computed[group.rows] = starts + steps
-        table.total[group.rows] = starts + steps + 1
+        self.table.computed[group.rows] = last + 1
+        self._steps_left -= steps
         return group, starts, steps
 
-    def _decode_group(self) -> _Group:
+    def _without_room(self, group: Group, positions: np.ndarray) -> np.ndarray:
+        """The requests of `group` whose pages end before `positions`."""
+        needy: np.ndarray = (positions >= self.table.capacity[group.rows]).nonzero()[0]
+        return needy
+
+    def _pages_missing(self, group: Group, needy: np.ndarray, positions: np.ndarray) -> int:
+        """Pages that requests of `group` lack for tokens up to `positions`."""
+        missing = positions[needy] + 1 - self.table.capacity[group.rows[needy]]
+        return int((-(-missing // self.config.page_size)).sum())
+
+    def _unfinished(self, most: int) -> tuple[Group, np.ndarray, int]:
+        """The decodes whose last token is not under way, the position that each computes next, and for how many steps
+        they go on: `most`, or fewer.
+        """
+        group = self._decode_group()
+        starts = self.table.computed[group.rows]
+        if self._steps_left >= most:
+            return group, starts, most
+        left = group.max_total - 1 - starts
+        going = (left > 0).nonzero()[0]
+        if len(going) < len(left):
+            # The last token of the others is sampled by a step in flight.
+            return group.select(going), starts[going], min(most, int(left[going].min(initial=most)))
+        self._steps_left = int(left.min()) if len(left) else 0
+        return group, starts, min(most, max(1, self._steps_left))
+
+    def _decode_group(self) -> Group:
         if self._group is None:
             rows = np.fromiter(self._decoding, np.int64, len(self._decoding))
             samples = np.ones(len(rows), np.bool_)
-            self._group = _Group(rows, self.table.epoch[rows], list(self._decoding.values()), samples)
+            self._group = Group(self.table, rows, list(self._decoding.values()), samples)
+            self._steps_left = 0
         return self._group
 
-    def _grow(self, rows: np.ndarray, starts: np.ndarray) -> None:
-        """One more page for each of `rows`, whose pages are full of the tokens before `starts`."""
+    def _grow(self, group: Group, needy: np.ndarray, starts: np.ndarray) -> None:
+        """One more page for each of the requests `needy`, whose pages are full of the tokens before `starts`."""
+        rows = group.rows[needy]
         if self.config.enable_prefix_caching:
             # Steps in flight compute them all, and a loop always does its first step; not all ids are known, maybe.
-            counts = np.minimum(starts, self.table.known[rows]) // self.config.page_size
-            for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-                self._register(self._decoding[row], row, count)
+            counts = np.minimum(starts[needy], self.table.known[rows]) // self.config.page_size
+            self._register_each(group, needy, counts)
         self.table.append_page_each(rows, self.kv.allocate(len(rows)))
+
+    def _register_each(self, group: Group, indices: np.ndarray, counts: np.ndarray) -> None:
+        """`_register` for some requests of `group`; mostly one page of each is new, which they do together."""
+        table, size = self.table, self.config.page_size
+        rows = group.rows[indices]
+        columns = counts - 1
+        is_single = table.registered[rows] == columns
+        if np.count_nonzero(is_single) < len(rows):
+            for index in (~is_single).nonzero()[0].tolist():
+                self._register(group.requests[indices[index]], int(rows[index]), int(counts[index]))
+            indices, rows, counts, columns = (x[is_single] for x in (indices, rows, counts, columns))
+            if not len(rows):
+                return
+        first = group.first_token[indices] + columns * size
+        tokens = table.tokens_flat.take(first[:, None] + self._offsets)
+        requests = [group.requests[index] for index in indices.tolist()]
+        digests = append_digests(requests, columns.tolist(), tokens)
+        self.kv.register(table.pages_flat.take(group.first_page[indices] + columns).tolist(), digests)
+        table.registered[rows] = counts
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, at its old place, with the tokens that are known; those in flight are sampled again."""
@@ -384,7 +412,6 @@ class Scheduler:
         end = min(known, start + budget)
         table.computed[row] = end
         if end == known:
-            table.total[row] = known + 1
             self._prefilling.remove(request)
             self._decoding[row] = request
             self._group = None
@@ -395,7 +422,7 @@ class Scheduler:
     def _register(self, request: Request, row: int, count: int) -> None:
         """Offer the first `count` pages of the row to the prefix cache: all their tokens are known and computed."""
         table = self.table
-        first = table.registered[row]
+        first = int(table.registered[row])
         if count <= first or not self.config.enable_prefix_caching:
             return
         hashes = request.page_hashes
@@ -407,20 +434,25 @@ class Scheduler:
     def _extend_hashes(self, request: Request, tokens: np.ndarray, count: int) -> None:
         extend_digests(request.page_hashes, tokens, count, self.config.page_size, request.cache_salt)
 
-    def _mixed_step(self, group: _Group, starts: np.ndarray, chunks: list[_Chunk]) -> ScheduledStep:
+    def _mixed_step(self, group: Group, starts: np.ndarray, chunks: list[_Chunk]) -> ScheduledStep:
         chunks.sort(key=lambda chunk: chunk.end - chunk.start > 1)
         requests, *columns = zip(*chunks, strict=True)
         rows, first, last, samples = np.array(columns, np.int64)
-        both = _Group(
+        both = Group(
+            self.table,
             np.concatenate((group.rows, rows)),
-            np.concatenate((group.epochs, self.table.epoch[rows])),
             [*group.requests, *requests],
             np.concatenate((group.samples, samples.astype(np.bool_))),
         )
         return self._step(both, np.concatenate((starts, first)), np.concatenate((starts + 1, last)), last - first)
 
     def _step(
-        self, group: _Group, starts: np.ndarray, ends: np.ndarray, chunks: np.ndarray | None = None
+        self,
+        group: Group,
+        starts: np.ndarray,
+        ends: np.ndarray,
+        chunks: np.ndarray | None = None,
+        loop: Loop | None = None,
     ) -> ScheduledStep:
         """The step of `group`; its last requests are chunks of prompts, of the lengths `chunks`, if there are any."""
         count = num_single = num_tokens = len(starts)
@@ -435,15 +467,15 @@ class Scheduler:
         self.padding.record(descriptor, num_tokens)
         return ScheduledStep(
             descriptor=descriptor,
-            requests=group.requests,
-            rows=group.rows,
-            epochs=group.epochs,
+            group=group,
             starts=starts,
             ends=ends,
-            samples=group.samples,
             num_single=num_single,
             num_tokens=num_tokens,
             decode_only=chunks is None,
+            num_releases=self.table.num_releases,
+            new_pages=self.table.take_new_pages(),
+            loop=loop,
         )
 
     # Results
@@ -459,86 +491,82 @@ class Scheduler:
         """
         if not self._in_flight or self._in_flight[0] is not step:
             raise InternalError("a step was updated that is not the oldest one in flight")
-        if step.steps:
-            return self._update_loop(step, np.asarray(tokens))
-        if len(tokens) < len(step.rows):
-            raise InternalError(f"a step of {len(step.rows)} requests came back with {len(tokens)} tokens")
+        if step.loop is not None:
+            return self._update_loop(step, step.loop, np.asarray(tokens))
+        if len(tokens) < len(step.group):
+            raise InternalError(f"a step of {len(step.group)} requests came back with {len(tokens)} tokens")
         self._in_flight.popleft()
-        table = self.table
-        rows, ends, requests, taken = step.rows, step.ends, step.requests, np.asarray(tokens)[: len(step.rows)]
-        live = table.epoch[rows] == step.epochs
-        if not step.decode_only:
-            live &= step.samples
-        broken = live & (taken < 0)
-        live &= ~broken
-        indices = np.flatnonzero(live)
-        if len(indices) < len(rows):
-            rows, ends, taken = rows[indices], ends[indices], taken[indices]
-            requests = [step.requests[index] for index in indices.tolist()]
-        failed = [step.requests[index] for index in np.flatnonzero(broken).tolist()]
+        group, ends, indices, failed = step.group, step.ends, step.group.indices, []
+        taken = np.asarray(tokens)[: len(group)]
+        if not self._all_took(step, taken):
+            live = self.table.epoch[group.rows] == group.epochs
+            live &= group.samples
+            failed = np.flatnonzero(live & (taken < 0)).tolist()
+            indices = np.flatnonzero(live & (taken >= 0))
+            group, ends, taken = group.select(indices), ends[indices], taken[indices]
         lengths = ends + 1
-        table.tokens_flat[rows * table.max_model_len + ends] = taken
-        table.known[rows] = lengths
-        finished = self._find_finished(rows, lengths, taken, requests)
+        self.table.tokens_flat[group.first_token + ends] = taken
+        self.table.known[group.rows] = lengths
+        finished = self._find_finished(group, lengths, taken)
         for request, reason in finished:
             self._end(request, reason)
-        for request in failed:
+        failures = [step.requests[index] for index in failed]
+        for request in failures:
             self._end(request, FinishReason.ERROR)
-        return StepEvents(requests, taken, indices, [request for request, _ in finished])
+        return StepEvents(group.requests, taken, indices, [request for request, _ in finished], failures)
 
-    def _update_loop(self, step: ScheduledStep, tokens: np.ndarray) -> StepEvents:
-        done, count = (*tokens.shape, 0)[:2]
-        void = step.chained and self._halted
-        if tokens.ndim != 2 or count < len(step.rows) or not (done == 0 if void else 1 <= done <= step.steps):
-            raise InternalError(f"a loop of {step.steps} steps came back with tokens of shape {tokens.shape}")
+    def _all_took(self, step: ScheduledStep, tokens: np.ndarray) -> bool:
+        """Whether each request of `step` is still there and got a token."""
+        if not step.decode_only or self.table.num_releases != step.num_releases:
+            return False
+        return not np.count_nonzero(tokens < 0)
+
+    def _update_loop(self, step: ScheduledStep, loop: Loop, tokens: np.ndarray) -> StepEvents:
+        is_void = loop.chained and self._halted
+        done = _iterations(tokens, len(step.rows), loop, is_void)
+        stopped_early = done < loop.steps
         self._in_flight.popleft()
-        self._halted = done < step.steps and not void and bool(self._in_flight)
+        self._halted = stopped_early and not is_void and bool(self._in_flight)
         table = self.table
-        live = np.flatnonzero(table.epoch[step.rows] == step.epochs) if done else np.zeros(0, np.int64)
-        rows, ends, taken = step.rows[live], step.ends[live], tokens[:, live]
-        requests = [step.requests[index] for index in live.tolist()]
-        if done < step.steps:
+        live = np.flatnonzero(table.epoch[step.rows] == step.group.epochs)
+        if is_void:
+            live = live[:0]
+        group, ends, taken = step.group.select(live), step.ends[live], tokens[:, live]
+        rows, requests = group.rows, group.requests
+        if stopped_early:
             # Neither the steps that were left out nor a loop chained to this one happened.
             table.computed[rows] = ends - 1 + done
-            table.total[rows] = ends + done
-        # Of each request: its tokens up to the first that ends it, without that one if it is no token.
-        column = np.arange(len(rows))
-        hits = (table.stop_ids[rows] == taken[:, :, None]).any(axis=2) | (taken < 0)
-        counts = np.where(hits.any(axis=0), hits.argmax(axis=0) + 1, done) if done else np.zeros(0, np.int64)
-        last = taken[counts - 1, column]
+        counts, last = _count_taken(group.stop_ids, taken)
         broken = last < 0
-        counts -= broken
-        owner = column.repeat(counts)
-        iteration = np.arange(len(owner)) - (np.cumsum(counts) - counts).repeat(counts)
-        made = taken[iteration, owner]
-        table.tokens_flat[rows[owner] * table.max_model_len + ends[owner] + iteration] = made
-        table.known[rows] = ends + counts
-        whole = np.flatnonzero(~broken)
-        finished = self._find_finished(
-            rows[whole], (ends + counts)[whole], last[whole], [requests[i] for i in whole.tolist()]
-        )
+        owner, iteration, flat = _flatten(taken, counts)
+        table.tokens_flat[rows[owner] * table.max_model_len + ends[owner] + iteration] = flat
+        lengths = ends + counts
+        table.known[rows] = lengths
+        sound = np.flatnonzero(~broken)
+        finished = self._find_finished(group.select(sound), lengths[sound], last[sound])
         for request, reason in finished:
             self._end(request, reason)
-        failed = [requests[index] for index in np.flatnonzero(broken).tolist()]
-        for request in failed:
-            self._end(request, FinishReason.ERROR)
+        failed = np.flatnonzero(broken).tolist()
+        for index in failed:
+            self._end(requests[index], FinishReason.ERROR)
         ended = [request for request, _ in finished]
-        ended += [request for request, count in zip(failed, counts[broken].tolist(), strict=True) if count]
-        return StepEvents([requests[i] for i in owner.tolist()], made, live[owner], ended)
+        ended += [requests[index] for index in failed if counts[index]]
+        failures = [requests[index] for index in failed if not counts[index]]
+        return StepEvents([requests[index] for index in owner.tolist()], flat, live[owner], ended, failures)
 
     def _find_finished(
-        self, rows: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, requests: Sequence[Request]
+        self, group: Group, lengths: np.ndarray, tokens: np.ndarray
     ) -> list[tuple[Request, FinishReason]]:
-        table = self.table
-        full = lengths >= table.max_total[rows]
-        hits = table.stop_ids[rows] == tokens[:, None]
-        if not hits.any() and not full.any():
+        """The requests that end with `tokens`, their last ones, which make them so long."""
+        is_done = lengths >= group.max_total
+        is_stop = group.stop_ids == tokens[:, None]
+        if not (np.count_nonzero(is_done) or np.count_nonzero(is_stop)):
             return []
         # A stop id at a masked position cannot have been sampled; it is no end even if a worker says so.
-        stopped = hits.any(axis=1) & (lengths > table.min_total[rows])
+        stopped = is_stop.any(axis=1) & (lengths > group.min_total)
         return [
-            (requests[index], FinishReason.STOP if stopped[index] else FinishReason.LENGTH)
-            for index in np.flatnonzero(full | stopped).tolist()
+            (group.requests[index], FinishReason.STOP if stopped[index] else FinishReason.LENGTH)
+            for index in np.flatnonzero(is_done | stopped).tolist()
         ]
 
     # Upkeep
@@ -574,13 +602,13 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise InternalError, naming the fault, unless all books agree. Changes nothing; slow, for tests."""
         table = self.table
-        table.check_integrity(sum(max(1, step.steps) for step in self._in_flight))
+        table.check_integrity(sum(step.num_iterations for step in self._in_flight))
         held = [request for request in table.requests if request is not None]
         self.kv.check_integrity([table.pages_of(request.row) for request in held])
         if sorted(map(id, chain(self._decoding.values(), self._prefilling))) != sorted(map(id, held)):
             raise InternalError("the requests that decode or prefill are not those in the table")
         for row, request in self._decoding.items():
-            if request.row != row or table.computed[row] != table.total[row] - 1:
+            if request.row != row or table.computed[row] < table.known[row] - 1:
                 raise InternalError(f"request {request.request_id} decodes but lacks more than its last token")
         for request in self._prefilling:
             if table.computed[request.row] >= table.known[request.row]:
@@ -597,3 +625,39 @@ class Scheduler:
         for request in held:
             known = table.tokens[request.row, : table.known[request.row]]
             self.kv.check_content(table.pages_of(request.row), known, request.cache_salt)
+
+
+def _iterations(tokens: np.ndarray, requests: int, loop: Loop, is_void: bool) -> int:
+    """How many decode steps a loop did that brought `tokens`. Raises InternalError if it cannot have."""
+    if tokens.ndim == 2 and tokens.shape[1] >= requests:
+        done = int(tokens.shape[0])
+        if is_void and done == 0:
+            return 0
+        if not is_void and 1 <= done <= loop.steps:
+            return done
+    raise InternalError(f"a loop of {loop.steps} steps came back with tokens of shape {tokens.shape}")
+
+
+def _count_taken(stop_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many of the tokens [m, n] of a loop each request takes, and the last that it looks at.
+
+    All up to the first of its `stop_ids` [n, any], without that one if it is no token.
+    """
+    done, width = tokens.shape
+    if not done or not width:
+        return np.zeros(width, np.int64), np.zeros(width, np.int64)
+    is_end = (stop_ids == tokens[:, :, None]).any(axis=2) | (tokens < 0)
+    looked_at = np.where(is_end.any(axis=0), is_end.argmax(axis=0) + 1, done)
+    last = tokens[looked_at - 1, np.arange(width)]
+    return looked_at - (last < 0), last
+
+
+def _flatten(taken: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The first `counts[i]` tokens of each column i of `taken` [m, n], one request's after another's.
+
+    Returns (owner, iteration, token) of each: of [[5, 6], [7, 8]] and counts 2, 1: (0, 0, 5), (0, 1, 7), (1, 0, 6).
+    """
+    owner = np.arange(len(counts)).repeat(counts)
+    first = np.cumsum(counts) - counts
+    iteration = np.arange(len(owner)) - first.repeat(counts)
+    return owner, iteration, taken[iteration, owner]

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..bucketing import Descriptor
+from .errors import InternalError
 
 Sampler = Literal["greedy", "random", "filtered", "processed"]
 """The sampler programs, each able to do all that the ones before it do: argmax only; a draw at a temperature; top-k,
@@ -23,6 +24,10 @@ token from each program that can serve it."""
 SAMPLERS: tuple[Sampler, ...] = ("greedy", "random", "filtered", "processed")
 BIAS_SLOTS = 304
 """Logit-bias entries per request: the limit of 300, rounded up to a multiple of 8."""
+PENDING = -2
+"""Stands in the history for the token that the device has and the host has not."""
+HOST_LENGTHS = ("query_start", "kv_lens", "counts")
+"""Fields of the batch that implementations with `host_metadata` read on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +88,11 @@ class Layout:
 
 @cache
 def batch_layout(descriptor: Descriptor, shape: StepShape) -> Layout:
-    """What the backbone reads. T tokens, R requests, padded; requests with one query token stand first.
+    """What the backbone reads beside page tables. T tokens, R requests, padded; requests with one query token first.
 
     token_ids      [T]     token id; -1 stands for the last token sampled by the row of request i, at index i
     positions      [T]     position in the sequence; 0 for padding
     slots          [T]     page * page_size + offset where K and V are written; -1 for padding: nothing is written
-    page_table     [R, P]  pages of each request in order; unused entries 0
     query_start    [R + 1] first token of each request; padding repeats the number of real tokens
     kv_lens        [R]     tokens in the cache after this step's are written; 0 for padding
     rows           [R]     permanent row of each request; max_rows for padding
@@ -100,7 +104,6 @@ def batch_layout(descriptor: Descriptor, shape: StepShape) -> Layout:
         ("token_ids", (tokens,), int),
         ("positions", (tokens,), int),
         ("slots", (tokens,), int),
-        ("page_table", (requests, shape.pages_per_request), int),
         ("query_start", (requests + 1,), int),
         ("kv_lens", (requests,), int),
         ("rows", (requests,), int),
@@ -130,7 +133,7 @@ def sampling_layout(requests: int) -> Layout:
 def processor_layout(requests: int, shape: StepShape) -> Layout:
     """What only the `processed` sampler reads.
 
-    history      [R, H]  tokens so far, H = max_model_len; unused entries -1, a token not read back yet is -2 (the
+    history      [R, H]  tokens so far, H = max_model_len; unused entries -1, a token not read back yet is PENDING (the
                          sampler puts the row's last token there)
     prompt_len   [R]     tokens of the prompt at the start of the history
     rows         [R]     as in the batch
@@ -177,8 +180,31 @@ class DecodeLoop:
 
 
 @dataclass(frozen=True, slots=True)
+class NewPages:
+    """Entries that page tables got since the step before: `pages[i]` stands at `columns[i]` of row `rows[i]`.
+
+    All are [n] int32; no entry is there twice. A row whose column 0 is there has a new request.
+    `start` is the number of entries that all steps before brought: a worker that got another number has missed a step.
+    0 begins new tables.
+    """
+
+    start: int
+    rows: np.ndarray
+    columns: np.ndarray
+    pages: np.ndarray
+
+    def __len__(self) -> int:
+        """Number of entries."""
+        return len(self.pages)
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
     """One step, padded to `descriptor`. The buffers are never written again after packing.
+
+    Page tables come in one of two forms. `new_pages` is the difference to the step before: such steps run once, in
+    order. `page_table` [R, P] int32 holds the pages of each request, unused entries 0: such a step can be run alone,
+    again, and anywhere.
 
     `processors` is there only for the `processed` sampler, `prompt_targets` ([T], the prompt token that follows each
     position, -1 where there is none) only if a request of the step wants the log-probabilities of its prompt. `loop`
@@ -195,10 +221,55 @@ class StepInput:
     logprobs: bool = False
     prompt_targets: np.ndarray | None = None
     loop: DecodeLoop | None = None
+    new_pages: NewPages | None = None
+    page_table: np.ndarray | None = None
 
     def field(self, name: str) -> np.ndarray:
-        """A numpy view of a field of the batch."""
-        return batch_layout(self.descriptor, self.shape).view(self.batch, name)
+        """A numpy view of a field of the batch, or `page_table`.
+
+        Raises InternalError for the page table of a step that has a difference instead.
+        """
+        if name != "page_table":
+            return batch_layout(self.descriptor, self.shape).view(self.batch, name)
+        if self.page_table is None:
+            raise InternalError(f"step {self.step_id} has new pages, not the page table of its requests")
+        return self.page_table
+
+
+class PageEntries:
+    """What a worker writes into its page tables [row, P] before each step. All steps pass here, in order."""
+
+    def __init__(self, shape: StepShape) -> None:
+        self._width = shape.pages_per_request
+        # At most the size of a page, so that no column of a table that came whole is left out.
+        self._least_page_size = -(-shape.max_model_len // shape.pages_per_request)
+        self._count = 0
+
+    def take(self, step: StepInput) -> tuple[np.ndarray, np.ndarray]:
+        """(row * P + column, page) of the entries [n] that `step` needs and the steps before did not bring.
+
+        Raises InternalError if a step between was lost, or `step` came before.
+        """
+        new = step.new_pages
+        if new is None:
+            return self._all_of(step)
+        if new.start not in (self._count, 0):
+            raise InternalError(
+                f"step {step.step_id}: its new pages follow {new.start} entries of page tables, {self._count} came: "
+                "a step was lost or came twice"
+            )
+        self._count = new.start + len(new.pages)
+        return new.rows * self._width + new.columns, new.pages
+
+    def _all_of(self, step: StepInput) -> tuple[np.ndarray, np.ndarray]:
+        count = int(step.field("counts")[1])
+        rows = step.field("rows")[:count]
+        # A loop writes behind the tokens of its first step. Columns behind the longest request are not read.
+        later = step.loop.steps - 1 if step.loop is not None else 0
+        longest = int(step.field("kv_lens")[:count].max(initial=0)) + later
+        used = min(self._width, -(-longest // self._least_page_size))
+        places = rows[:, None] * self._width + np.arange(used)
+        return places.reshape(-1), step.field("page_table")[:count, :used].reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)

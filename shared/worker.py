@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,11 +15,8 @@ from ..ops import Plans
 from .config import BACKENDS, Change, DeviceInfo, ResolvedConfig
 from .errors import BackendUnavailable, ConfigError
 from .models.config import ModelConfig
+from .progress import Progress
 from .step import StepInput, StepOutput
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
-
 
 HOST_MEMORY_FOR_KV = 1 << 30
 """Bytes of KV cache on a CPU unless the user says otherwise: a host's memory belongs to others too."""

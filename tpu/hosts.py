@@ -20,8 +20,9 @@ import numpy as np
 
 from ..bucketing import Table
 from ..shared.errors import BackendUnavailable, ConfigError
+from ..shared.progress import Progress, silent
 from ..shared.step import StepInput
-from ..shared.worker import ProgramReport, Progress, StepHandle, Worker
+from ..shared.worker import ProgramReport, StepHandle, Worker
 from .sharding import check_all_take_part
 
 PATIENCE = 300.0
@@ -121,12 +122,8 @@ def follow(worker: Worker, address: str) -> None:
         while name != "close":
             name, arguments = unpack(socket.recv_multipart())
             if name in ("load", "warm_up"):
-                arguments.append(_silent)
+                arguments.append(silent)
             getattr(worker, name)(*arguments)
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """A progress that nobody watches."""
 
 
 class FirstHost:

@@ -15,6 +15,7 @@ from ..ops.namespaces.jax_ import OneOf
 from ..shared.demand import ANYTHING, Demand
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
+from ..shared.models.sampler import known_processors, sample
 from ..shared.step import Sampler, StepShape, processor_layout
 from .kv_buffer import as_buffer, as_heads
 from .state import State, diff_layout, sampling_fields, updated
@@ -207,17 +208,11 @@ def sampler(
     ops = model.ops["sample"]
     f = sampling_fields(parameters, picked["rows"], picked["position"], bits_to_float)
     logits = decoder.head(ops, weights, hidden)
-    if variant == "greedy":
-        tokens = ops.greedy_sample(logits)
-    else:
-        if processors is None:
-            scores = ops.quantize_logits(logits)
-        else:
-            p = processor_layout(requests, model.shape).unpack(processors, bits_to_float)
-            history = jnp.where(p["history"] == -2, last_tokens[p.pop("rows")][:, None], p["history"])
-            scores = ops.penalties(logits, **(p | {"history": history}))
-        names = ("position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p")
-        tokens = ops.sample(logits, scores, *(f[name] for name in names), variant != "random")
+    arguments = None
+    if processors is not None:
+        fields = processor_layout(requests, model.shape).unpack(processors, bits_to_float)
+        arguments = known_processors(jnp.where, fields, last_tokens)
+    tokens = sample(ops, variant, logits, f, arguments)
     return last_tokens.at[picked["sample_rows"]].set(jnp.maximum(tokens, 0)), tokens
 
 

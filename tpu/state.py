@@ -1,8 +1,8 @@
 """What requests keep on the devices between steps, and the packed difference that the host sends for a step.
 
-Page tables and sampling parameters of all rows live on the devices and are donated from step to step. The host keeps a
-mirror; a step's buffer holds what is the step's own, and the entries of the tables that the mirror lacks. `StepInput`
-stays the whole truth: any step can be run on any worker, it only sends more to one that has not seen those before.
+Page tables and sampling parameters of all rows live on the devices and are donated from step to step. A step's buffer
+holds what is the step's own, the new entries of page tables, and the parameters of requests that are new. A step with a
+page table of its own sends all of that.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import jax
 import numpy as np
 
 from ..bucketing import Descriptor
+from ..shared.request_table import padding_column
 from ..shared.step import (
     STOP_SLOTS,
     Layout,
+    PageEntries,
     StepInput,
     StepShape,
     batch_layout,
@@ -27,12 +29,14 @@ from ..shared.step import (
 MOVING = ("sample_rows", "position")
 PARAMETERS = tuple(sampling_layout(1).fields)[len(MOVING) :]
 """Fields of the sampling buffer that a request keeps; they stand behind those that change with each step."""
-OWN = ("token_ids", "positions", "slots", "query_start", "kv_lens", "rows", "sample_index", "counts")
 NEW_ROWS = 8
 """Requests whose sampling parameters fit into the buffer of a step."""
 LEAST_PAGES = 16
 CHUNK_PAGES, CHUNK_ROWS = 2048, 256
 """What one call of the program `update` takes, for what does not fit into the buffer of a step."""
+
+
+_NO_ROWS = np.zeros(0, np.int32), np.zeros((len(PARAMETERS), 0), np.int32)
 
 
 class State(NamedTuple):
@@ -77,7 +81,7 @@ def diff_layout(descriptor: Descriptor, shape: StepShape, loop: bool = False) ->
     batch = batch_layout(descriptor, shape).fields
     requests = descriptor.requests
     pages = max(LEAST_PAGES, requests + (0 if descriptor.kind == "decode" else descriptor.tokens // 8))
-    fields = [(name, batch[name].shape, int) for name in OWN]
+    fields = [(name, field.shape, int) for name, field in batch.items()]
     fields += [(name, (requests,), int) for name in MOVING]
     fields += _changes(pages, NEW_ROWS)
     if loop:
@@ -97,23 +101,13 @@ def update(shape: StepShape, state: State, buffer: jax.Array) -> State:
 
 
 @cache
-def _places(descriptor: Descriptor, shape: StepShape, loop: bool) -> tuple[np.ndarray, slice, slice, slice, slice]:
-    """(a buffer that changes nothing, where the batch's fields before and behind the page table lie in the batch,
-    their place in the buffer, the place of the sampling buffer's).
-    """
-    layout, batch = diff_layout(descriptor, shape, loop), batch_layout(descriptor, shape).fields
+def _places(descriptor: Descriptor, shape: StepShape, loop: bool) -> tuple[Layout, np.ndarray, slice, slice]:
+    """(layout, a buffer that changes nothing, the place of the batch in it, that of the sampling fields that move)."""
+    layout = diff_layout(descriptor, shape, loop)
     buffer = layout.allocate()
     _clear(layout, buffer, shape)
-    table = batch["page_table"]
-    own = batch_layout(descriptor, shape).size - table.size
-    moving = len(MOVING) * descriptor.requests
-    return (
-        buffer,
-        slice(0, table.offset),
-        slice(table.offset + table.size, None),
-        slice(0, own),
-        slice(own, own + moving),
-    )
+    size = batch_layout(descriptor, shape).size
+    return layout, buffer, slice(0, size), slice(size, size + len(MOVING) * descriptor.requests)
 
 
 def _clear(layout: Layout, buffer: np.ndarray, shape: StepShape) -> None:
@@ -121,26 +115,35 @@ def _clear(layout: Layout, buffer: np.ndarray, shape: StepShape) -> None:
     layout.view(buffer, "new_rows")[:] = shape.max_rows + 1
 
 
-class Mirror:
-    """What the tables on the devices hold once all steps packed so far have run."""
+def initial_state(shape: StepShape) -> State:
+    """The tables before the first step: no pages, and the parameters of padding in all rows."""
+    pages, parameters = (np.zeros(x.shape, x.dtype) for x in state_shapes(shape))
+    parameters[:] = padding_column(shape.max_rows)[len(MOVING) :, None]
+    return State(pages, parameters)
+
+
+class StepBuffers:
+    """Packs the buffer that each step sends. Steps pass here in the order in which they run."""
 
     def __init__(self, shape: StepShape) -> None:
         self._shape = shape
-        self._pages, self._parameters = (np.zeros(x.shape, np.int32) for x in state_shapes(shape))
+        self._entries = PageEntries(shape)
 
     def pack(self, step: StepInput) -> tuple[list[np.ndarray], np.ndarray]:
-        """(buffers for the program `update`, to be run first, as a rule none; the buffer of the step)."""
+        """(buffers for the program `update`, to be run first, as a rule none; the buffer of the step).
+
+        Raises InternalError if a step was lost.
+        """
         d, loop = step.descriptor, step.loop
-        layout = diff_layout(d, self._shape, loop is not None)
-        empty, before, behind, own, moving = _places(d, self._shape, loop is not None)
+        layout, empty, batch, moving = _places(d, self._shape, loop is not None)
         buffer = empty.copy()
-        buffer[own] = np.concatenate((step.batch[before], step.batch[behind]))
+        buffer[batch] = step.batch
         buffer[moving] = step.sampling[: len(MOVING) * d.requests]
         if loop is not None:
             layout.view(buffer, "stop_ids")[:] = loop.stop_ids
             layout.view(buffer, "limits")[:] = loop.steps, loop.chained
-        at, page = self._new_pages(step, 1 if loop is None else loop.steps)
-        rows, parameters = self._new_parameters(step)
+        at, page = self._entries.take(step)
+        rows, parameters = _new_parameters(step)
         spilled = []
         while len(at) > layout.fields["page_at"].size or len(rows) > NEW_ROWS:
             chunk = self.nothing()
@@ -157,28 +160,18 @@ class Mirror:
         _clear(update_layout(), buffer, self._shape)
         return buffer
 
-    def _new_pages(self, step: StepInput, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """(place, page) of the entries that this step reads and the devices lack."""
-        width, count = self._shape.pages_per_request, int(step.field("counts")[1])
-        page_size = -(-self._shape.max_model_len // width)
-        # Columns behind the longest request are not read, and few are in use as a rule.
-        used = min(width, -(-(int(step.field("kv_lens").max()) + steps) // page_size))
-        rows, wanted = step.field("rows")[:count], step.field("page_table")[:count, :used]
-        request, column = np.nonzero(wanted != self._pages[rows, :used])
-        row, page = rows[request], wanted[request, column]
-        self._pages[row, column] = page
-        return row * width + column, page
 
-    def _new_parameters(self, step: StepInput) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, their parameters) that the devices lack; padding stands in many places of the batch, all alike."""
-        rows, wanted = step.field("rows"), step.sampling.reshape(-1, step.descriptor.requests)[len(MOVING) :]
-        changed = np.flatnonzero((wanted != self._parameters[:, rows]).any(axis=0))
-        if not len(changed):
-            return changed, wanted[:, changed]
-        found, first = np.unique(rows[changed], return_index=True)
-        parameters = wanted[:, changed[first]]
-        self._parameters[:, found] = parameters
-        return found, parameters
+def _new_parameters(step: StepInput) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, their parameters [field, row]) that this step brings: of requests that are new to their row."""
+    new = step.new_pages
+    if new is not None and np.count_nonzero(new.columns) == len(new.columns):
+        return _NO_ROWS
+    rows = step.field("rows")[: int(step.field("counts")[1])]
+    index = np.arange(len(rows))
+    if new is not None:
+        index = np.flatnonzero(np.isin(rows, new.rows[new.columns == 0]))
+    parameters = step.sampling.reshape(-1, step.descriptor.requests)[len(MOVING) :]
+    return rows[index], parameters[:, index]
 
 
 def _fill(

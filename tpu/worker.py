@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..shared.config import Change, DeviceInfo, ResolvedConfig
 from ..shared.errors import ConfigError, InternalError, OutsideTable
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
+from ..shared.packer import padding
 from ..shared.step import (
     STOP_SLOTS,
     DecodeLoop,
@@ -24,8 +25,6 @@ from ..shared.step import (
     StepInput,
     StepOutput,
     TopLogprobs,
-    batch_layout,
-    sampling_layout,
 )
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, Worker, step_temporaries
 from . import compilation, executables, footprint
@@ -37,7 +36,7 @@ from .plans import make_plans
 from .platforms import devices_of, find_device, memory_of
 from .programs import loop_sampler, loop_samplers, sampler_size
 from .sharding import make_mesh, on
-from .state import Mirror, State, wider_processors
+from .state import State, StepBuffers, initial_state, wider_processors
 from .weights import load_weights
 
 __all__ = ["JaxWorker", "find_device", "make_plans", "make_worker"]
@@ -156,8 +155,8 @@ class JaxWorker:
         """Allocate the one KV buffer of all layers."""
         self._shapes = describe(self._loaded, self.config, self._model.segments, num_pages, self._mesh)
         self._num_pages = num_pages
-        self._mirror = Mirror(self._model.shape)
-        self._state = State(*(self._put(np.zeros(x.shape, x.dtype)) for x in self._shapes.state))
+        self._buffers = StepBuffers(self._model.shape)
+        self._state = State(*map(self._put, initial_state(self._model.shape)))
         self._halted = self._put(np.zeros((), np.bool_))
         kv = self._shapes.kv
         self._kv = jax.jit(lambda: jnp.zeros(kv.shape, kv.dtype), out_shardings=kv.format)()
@@ -173,7 +172,7 @@ class JaxWorker:
         for key, program, report in built:
             self._programs[key] = program
             reports.append(report)
-        self._state = self._program("update")(self._state, self._mirror.nothing())
+        self._state = self._program("update")(self._state, self._buffers.nothing())
         for descriptor in table:
             self._run_once(descriptor)
         self._is_ready, self._num_late = True, 0
@@ -192,21 +191,14 @@ class JaxWorker:
 
     def _run_once(self, descriptor: Descriptor) -> None:
         """Run a program on padding alone, so that the first real step pays for nothing."""
-        shape = self._model.shape
-        batch, sampling = batch_layout(descriptor, shape).allocate(), sampling_layout(descriptor.requests).allocate()
-        views = batch_layout(descriptor, shape).views(batch)
-        views["slots"][:] = -1
-        views["rows"][:] = shape.max_rows
-        sampling_layout(descriptor.requests).view(sampling, "sample_rows")[:] = shape.max_rows
-        demand = self._model.demand
+        step, demand = padding(descriptor, self._model.shape), self._model.demand
         for variant in demand.samplers:
             if variant != "processed":
-                step = StepInput(0, descriptor, shape, variant, batch, sampling, logprobs=demand.logprobs)
-                self.execute(step).result()
+                self.execute(replace(step, sampler=variant, logprobs=demand.logprobs)).result()
         if self._model.decode_steps > 1 and descriptor.kind == "decode":
             loop = DecodeLoop(1, False, np.full((descriptor.requests, STOP_SLOTS), -1, np.int32))
             for variant in loop_samplers(demand):
-                self.execute(StepInput(0, descriptor, shape, variant, batch, sampling, loop=loop)).result()
+                self.execute(replace(step, sampler=variant, loop=loop)).result()
 
     def execute(self, step: StepInput) -> Handle:
         """Start a step."""
@@ -248,7 +240,7 @@ class JaxWorker:
 
     def _difference(self, step: StepInput) -> np.ndarray:
         """What the step sends; what is too much for one buffer is sent before."""
-        spilled, buffer = self._mirror.pack(step)
+        spilled, buffer = self._buffers.pack(step)
         for part in spilled:
             self._state = self._program("update")(self._state, part)
         return buffer

@@ -18,9 +18,10 @@ from ...bucketing import Descriptor
 from ...ops import Recorder
 from ...ops.shapes import recording_ops
 from ..config import ResolvedConfig
-from ..step import StepShape, processor_layout
+from ..step import SAMPLERS, Layout, StepShape, processor_layout, sampling_layout
 from . import decoder
 from .config import ModelConfig
+from .sampler import sample
 
 KINDS = ("decode", "mixed", "sample")
 """The kinds of programs that have a plan each."""
@@ -136,14 +137,16 @@ def record_samplers(recorder: Recorder, shapes: ModelShapes, prompt_rows: Sequen
     numbers = sorted({d.requests for d in shapes.config.table()}, reverse=True)
     for requests in numbers:
         of_rows = logits(requests)
-        ops.top_logprobs(of_rows, ops.greedy_sample(of_rows))
-        fields = processor_layout(requests, step).fields.values()
-        arrays = {f.name: without_data(f.shape, "float32" if f.floating else "int32") for f in fields}
-        row = arrays.pop("rows")
-        # position, seed_lo, seed_hi, greedy, scale, top_k, top_p, min_p
-        settings = row, row, row, row, without_data((requests,), "float32"), row, row, row
-        for scores in (ops.quantize_logits(of_rows), ops.penalties(of_rows, **arrays)):
-            for filtered in (False, True):
-                ops.sample(of_rows, scores, *settings, filtered)
+        processors = _fields(processor_layout(requests, step))
+        del processors["rows"]
+        settings = _fields(sampling_layout(requests))
+        for variant in SAMPLERS:
+            tokens = sample(ops, variant, of_rows, settings, processors)
+        ops.top_logprobs(of_rows, tokens)
     for rows in sorted({*prompt_rows} - {*numbers}, reverse=True):
         ops.top_logprobs(logits(rows), without_data((rows,), "int32"))
+
+
+def _fields(layout: Layout) -> dict[str, np.ndarray]:
+    """Arrays without data for the fields of a buffer."""
+    return {f.name: without_data(f.shape, "float32" if f.floating else "int32") for f in layout.fields.values()}

@@ -45,15 +45,18 @@ def complete(engine, params, abort=None):
     """(outputs, finish reasons, steps), one request aborted after a few steps if asked."""
     first = engine._step_id
     requests = [engine.add(f"r{i}", prompt, p) for i, (prompt, p) in enumerate(zip(PROMPTS, params, strict=True))]
-    ended, turns = [], 0
+    tokens, ended, turns = {r.request_id: [] for r in requests}, {}, 0
     while engine.has_work:
         for update in engine.step():
-            assert update.request not in ended, "a token came after the last one"
-            ended += [update.request] if update.finished else []
+            assert update.request_id not in ended, "a token came after the last one"
+            tokens[update.request_id] += update.tokens
+            if update.finish_reason is not None:
+                ended[update.request_id] = update.finish_reason
         turns += 1
         if abort is not None and turns == 3:
             engine.abort(f"r{abort}")
-    assert len(ended) == len(requests) - (abort is not None)
+    assert ended == {r.request_id: r.finish_reason for r in requests}
+    assert tokens == {r.request_id: r.output for r in requests}
     return [r.output for r in requests], [r.finish_reason for r in requests], engine._step_id - first
 
 

@@ -5,9 +5,9 @@ import pytest
 
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine, token_array
-from twinfer.shared.errors import InternalError, OutsideTable, RequestError
+from twinfer.shared.errors import EngineClosed, OutsideTable, RequestError
 from twinfer.shared.models.config import load_config
-from twinfer.shared.request import FinishReason
+from twinfer.shared.request import FinishReason, Request
 from twinfer.shared.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -62,16 +62,36 @@ def test_an_end_of_sequence_found_late_costs_nothing_but_a_step(engine):
     assert request.finish_reason is FinishReason.STOP
 
 
+def test_each_request_ends_with_exactly_one_update_of_values(engine):
+    given = dict(zip(("whole", "aborted", "stopped", "waiting", "late"), prompts(9, 20, 5, 7, 3), strict=True))
+    requests = {
+        name: engine.add(name, prompt, GREEDY) for name, prompt in given.items()
+    }  # one more than there are rows
+    ends = {"aborted": FinishReason.ABORT, "stopped": FinishReason.STOP, "late": FinishReason.ABORT}
+    tokens, reasons, turns = {name: [] for name in given}, {}, 0
+    assert engine.abort("late")
+    while engine.has_work:
+        for update in engine.step():
+            assert not any(isinstance(value, Request) for value in update)
+            assert update.request_id not in reasons, "something came after the last update"
+            tokens[update.request_id] += update.tokens
+            if update.finish_reason is not None:
+                reasons[update.request_id] = update.finish_reason
+        turns += 1
+        if turns == 6:
+            assert engine.abort("aborted")
+            assert engine.finish("stopped", FinishReason.STOP)
+    assert reasons == dict.fromkeys(given, FinishReason.LENGTH) | ends
+    assert tokens == {name: request.output for name, request in requests.items()}
+    assert 0 < len(tokens["aborted"]) < len(tokens["whole"])
+
+
 def test_a_shape_outside_the_table_is_refused(engine):
     from twinfer.bucketing import Descriptor
-    from twinfer.shared.step import StepInput, batch_layout, sampling_layout
+    from twinfer.shared.packer import padding
 
-    odd = Descriptor("decode", 3, 3, 1)
-    step = StepInput(
-        0, odd, engine.shape, "greedy", batch_layout(odd, engine.shape).allocate(), sampling_layout(3).allocate()
-    )
     with pytest.raises(OutsideTable):
-        engine.worker.execute(step)
+        engine.worker.execute(padding(Descriptor("decode", 3, 3, 1), engine.shape))
 
 
 def test_prefix_cache_and_salts(engine):
@@ -130,9 +150,9 @@ def test_a_closed_engine_says_so(checkpoints, device):
     closed = Engine(config, load_config(folder), folder)
     closed.close()
     closed.close()
-    with pytest.raises(InternalError, match="closed"):
+    with pytest.raises(EngineClosed, match="closed"):
         closed.add("x", [1], GREEDY)
-    with pytest.raises(InternalError, match="closed"):
+    with pytest.raises(EngineClosed, match="closed"):
         closed.step()
 
 

@@ -219,7 +219,7 @@ def fail(owner, name, call):
 
 def plant(llm, point, call):
     """A fault in a step: before, inside and behind the backbone, at the sampler, while reading."""
-    worker, jax = llm.engine.worker, hasattr(llm.engine.worker, "_mirror")
+    worker, jax = llm.engine.worker, hasattr(llm.engine.worker, "_buffers")
     if point == "reading":
         execute, calls = worker.execute, itertools.count(1)
 
@@ -237,7 +237,7 @@ def plant(llm, point, call):
         owners |= {"behind": (worker._download, "wait_for_last"), "sampler": (worker._programs, "sample")}
         fail(*owners[point], call)
     elif point == "before":
-        fail(worker._mirror, "pack", call)
+        fail(worker._buffers, "pack", call)
     else:
         programs, calls = worker._programs, itertools.count(1)
 

@@ -92,10 +92,11 @@ def test_attention_that_reads_the_host_cannot_be_captured_whole(cuda):
 
 def padded_steps(worker, table, vocab):
     """A step of each program with real requests that write and read pages."""
+    from twinfer.shared.packer import padding
     from twinfer.shared.step import batch_layout
 
     for number, d in enumerate(table):
-        step = worker._padding(d)
+        step = padding(d, worker._shape)
         layout = batch_layout(d, worker._shape)
         batch = step.batch.copy()
         f = layout.views(batch)
@@ -104,7 +105,8 @@ def padded_steps(worker, table, vocab):
         f["token_ids"][: count * length] = (np.arange(count * length) * 7 + number) % vocab
         f["positions"][: count * length] = np.tile(np.arange(length), count)
         pages = -(-length // 16)
-        f["page_table"][:count, :pages] = 1 + np.arange(count * pages).reshape(count, pages)
+        page_table = np.zeros_like(step.page_table)
+        page_table[:count, :pages] = 1 + np.arange(count * pages).reshape(count, pages)
         f["slots"][: count * length] = np.concatenate([(1 + i * pages) * 16 + np.arange(length) for i in range(count)])
         f["query_start"][: count + 1] = np.arange(count + 1) * length
         f["query_start"][count + 1 :] = count * length
@@ -112,7 +114,8 @@ def padded_steps(worker, table, vocab):
         f["rows"][:count] = np.arange(count)
         f["counts"][:] = count if length == 1 else 0, count
         f["sample_index"][:count] = (np.arange(count) + 1) * length - 1
-        yield dataclasses.replace(step, batch=batch, sampling=filters(d.requests, count, length))
+        sampling = filters(d.requests, count, length)
+        yield dataclasses.replace(step, batch=batch, sampling=sampling, page_table=page_table)
 
 
 def filters(requests, count, position):

@@ -50,14 +50,14 @@ def logits_of(engine, tokens):
         v["positions"][: len(part)] = position
         v["slots"][:] = -1
         v["slots"][: len(part)] = (position // page) * page + position % page
-        v["page_table"][0] = np.arange(shape.pages_per_request)
         v["query_start"][1:] = len(part)
         v["kv_lens"][0] = first + len(part)
         v["rows"][:] = shape.max_rows
         v["counts"][:] = (len(part) == 1, 1)
         sampling = sampling_layout(shape.max_rows).allocate()
         sampling_layout(shape.max_rows).view(sampling, "sample_rows")[:] = shape.max_rows
-        step = StepInput(0, descriptor, shape, "greedy", buffer, sampling)
+        pages = np.tile(np.arange(shape.pages_per_request, dtype=np.int32), (shape.max_rows, 1))
+        step = StepInput(0, descriptor, shape, "greedy", buffer, sampling, page_table=pages)
         rows.append(engine.worker.logits(step)[: len(part)])
     return np.concatenate(rows)
 

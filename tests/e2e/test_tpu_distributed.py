@@ -12,12 +12,13 @@ import pytest
 
 from twinfer.bucketing import Descriptor, Table
 from twinfer.shared.errors import BackendUnavailable, ConfigError
-from twinfer.shared.step import StepInput, StepShape
+from twinfer.shared.step import NewPages, StepInput, StepShape
 from twinfer.tpu import hosts
 
 STEP = StepInput(
     7, Descriptor("mixed", 16, 8, 16), StepShape(4, 8, 32, 100), "processed", np.arange(5, dtype=np.int32),
     np.ones(3, np.int32), np.zeros((0,), np.int32), True,
+    new_pages=NewPages(5, *np.arange(12, dtype=np.int32).reshape(3, 4)),
 )  # fmt: skip
 GENERATE = (
     "generate --model demo --device cpu --dtype float32 --max-model-len 32 --max-num-seqs 8 --page-size 8 "
@@ -81,6 +82,9 @@ def test_what_starts_device_work_is_done_by_every_host_in_the_same_order():
             assert getattr(step, name) == getattr(STEP, name)
         for name in ("batch", "sampling", "processors"):
             np.testing.assert_array_equal(getattr(step, name), getattr(STEP, name), strict=True)
+        assert step.new_pages.start == 5
+        for name in ("rows", "columns", "pages"):
+            np.testing.assert_array_equal(getattr(step.new_pages, name), getattr(STEP.new_pages, name), strict=True)
 
 
 def test_hosts_that_do_not_come_are_not_waited_for_forever(monkeypatch):

@@ -14,7 +14,6 @@ from twinfer.numerics.steps import default_prompts
 from twinfer.numerics.subject import open_subject, parse_target
 from twinfer.numerics.terminal import LINES
 from twinfer.shared.errors import ConfigError
-from twinfer.shared.step import batch_layout
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64,
@@ -80,10 +79,9 @@ def test_a_page_that_is_moved_without_its_table_is_named(subject, target):
 
 def wrong_tables(step):
     """The second page of each request is read as its first."""
-    batch = step.batch.copy()
-    table = batch_layout(step.descriptor, step.shape).views(batch)["page_table"]
+    table = step.field("page_table").copy()
     table[:, 1] = table[:, 0]
-    return replace(step, batch=batch)
+    return replace(step, page_table=table)
 
 
 @pytest.mark.parametrize("relation", sorted(HERE - {"overlap"}))

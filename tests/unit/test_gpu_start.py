@@ -20,10 +20,10 @@ from twinfer.ops import resolve as resolve_plan
 from twinfer.shared.cache_folder import fingerprint
 from twinfer.shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
-from twinfer.shared.errors import ConfigError
+from twinfer.shared.errors import ConfigError, InternalError
 from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.shapes import SHAPES
-from twinfer.shared.step import DecodeLoop, StepInput, StepShape, batch_layout, sampling_layout
+from twinfer.shared.step import DecodeLoop, NewPages, StepInput, StepShape, batch_layout, sampling_layout
 
 MODEL = parse_config(SHAPES["qwen3-0.6b"])
 GPU = DeviceInfo("cuda", "a GPU", 80 << 30)
@@ -82,11 +82,13 @@ def random_step(d, rng, count, longest, loop=None, shape=SHAPE):
     f["rows"][:count] = rng.permutation(shape.max_rows)[:count]
     f["kv_lens"][:] = 0
     f["kv_lens"][:count] = rng.integers(1, longest + 1, count)
-    return StepInput(0, d, shape, "greedy", batch, rng.integers(0, 99, sampling.size, dtype=np.int32), loop=loop)
+    pages = rng.integers(0, 99, (d.requests, shape.pages_per_request), dtype=np.int32)
+    settings = rng.integers(0, 99, sampling.size, dtype=np.int32)
+    return StepInput(0, d, shape, "greedy", batch, settings, loop=loop, page_table=pages)
 
 
 def test_static_inputs_hold_what_the_steps_say():
-    """Every field of every program, over steps of all kinds in turn, and the page table kept by changes alone."""
+    """Every field of every program, over steps of all kinds in turn, each with its page table."""
     inputs, rng = StepInputs(TABLE, SHAPE, PAGE, torch.device("cpu")), np.random.default_rng(0)
     for _ in range(20):
         for d in TABLE:
@@ -96,14 +98,51 @@ def test_static_inputs_hold_what_the_steps_say():
             fields = inputs.fields(d)
             for layout, buffer in ((batch_layout(d, SHAPE), step.batch), (sampling_layout(d.requests), step.sampling)):
                 for name, value in layout.views(buffer).items():
-                    if name != "page_table":
-                        assert fields[name].numpy().tobytes() == value.tobytes(), (d, name)
+                    assert fields[name].numpy().tobytes() == value.tobytes(), (d, name)
             assert inputs.host_fields(d)["kv_lens"].tolist() == step.field("kv_lens").tolist()
             put_pages(inputs.pages, fields["page_index"], fields["page_value"])
             for i in range(int(step.field("counts")[1])):
                 used = -(-int(step.field("kv_lens")[i] + (2 if loop else 0)) // PAGE)
                 row = inputs.pages[step.field("rows")[i]]
                 assert row[:used].tolist() == step.field("page_table")[i, :used].tolist(), d
+
+
+def differences(rng, shape, most):
+    """Steps of new pages, more than fit into the fields of some programs, and the tables after each."""
+    start, tables = 0, np.zeros((shape.max_rows + 1, shape.pages_per_request), np.int32)
+    while True:
+        count = int(rng.integers(0, most))
+        rows, columns = np.divmod(rng.permutation(shape.max_rows * shape.pages_per_request)[:count], 12)
+        pages = rng.integers(0, 99, count)
+        tables[rows, columns] = pages
+        yield NewPages(start, *(x.astype(np.int32) for x in (rows, columns, pages))), tables.copy()
+        start += count
+
+
+def test_page_tables_are_made_of_differences_and_a_lost_one_is_an_error():
+    inputs, rng = StepInputs(TABLE, SHAPE, PAGE, torch.device("cpu")), np.random.default_rng(0)
+    stream = differences(rng, SHAPE, 100)
+
+    def fill(d, new):
+        step = dataclasses.replace(random_step(d, rng, 1, 40), page_table=None, new_pages=new)
+        inputs.fill(step)
+        put_pages(inputs.pages, inputs.fields(d)["page_index"], inputs.fields(d)["page_value"])
+
+    for _ in range(5):
+        for d in TABLE:
+            new, tables = next(stream)
+            fill(d, new)
+            assert np.array_equal(inputs.pages[:-1], tables[:-1]), d
+    d = Descriptor("decode", 8, 8, 1)
+    with pytest.raises(InternalError, match="lost or came twice"):
+        fill(d, new)
+    lost, _ = next(stream)
+    while not len(lost):
+        lost, _ = next(stream)
+    with pytest.raises(InternalError, match="lost or came twice"):
+        fill(d, next(stream)[0])
+    fill(d, lost)
+    fill(d, next(differences(rng, SHAPE, 100))[0])  # 0 entries came before: the tables of another scheduler
 
 
 @pytest.mark.gpu

@@ -20,7 +20,6 @@ from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.scheduler import Scheduler, SchedulerConfig
 from twinfer.shared.step import (
     SAMPLERS,
-    StepInput,
     StepShape,
     batch_layout,
     mask_words,
@@ -61,7 +60,7 @@ def slow_batch(step: ScheduledStep, pages: list[list[int]]) -> dict[str, list[An
     """The batch as lists. `pages` are the pages of each request, in order."""
     tokens, requests = step.descriptor.tokens, step.descriptor.requests
     batch: dict[str, list[Any]] = {"token_ids": [], "positions": [], "slots": [], "query_start": [0]}
-    batch |= {name: [] for name in ("page_table", "kv_lens", "rows", "sample_index")}
+    batch |= {name: [] for name in ("kv_lens", "rows", "sample_index")}
     singles = 0
     for i, request in enumerate(step.requests):
         known = known_tokens(request)
@@ -71,7 +70,6 @@ def slow_batch(step: ScheduledStep, pages: list[list[int]]) -> dict[str, list[An
             batch["positions"].append(position)
             batch["slots"].append(pages[i][position // PAGE] * PAGE + position % PAGE)
         batch["query_start"].append(len(batch["token_ids"]))
-        batch["page_table"].append(pages[i] + [0] * (SHAPE.pages_per_request - len(pages[i])))
         batch["kv_lens"].append(end)
         batch["rows"].append(request.row)
         batch["sample_index"].append(len(batch["token_ids"]) - 1 if step.samples[i] else 0)
@@ -80,11 +78,16 @@ def slow_batch(step: ScheduledStep, pages: list[list[int]]) -> dict[str, list[An
     batch["counts"] = [singles, len(step.requests)]
     count = len(batch["token_ids"])
     empty = {"token_ids": 0, "positions": 0, "slots": -1, "query_start": count, "kv_lens": 0, "rows": ROWS}
-    empty |= {"sample_index": 0, "page_table": [0] * SHAPE.pages_per_request}
+    empty |= {"sample_index": 0}
     for name, value in empty.items():
         size = tokens if name in ("token_ids", "positions", "slots") else requests + (name == "query_start")
         batch[name] += [value] * (size - len(batch[name]))
     return batch
+
+
+def slow_page_table(step: ScheduledStep, pages: list[list[int]]) -> list[list[int]]:
+    lists = pages + [[]] * (step.descriptor.requests - len(pages))
+    return [list_ + [0] * (SHAPE.pages_per_request - len(list_)) for list_ in lists]
 
 
 def slow_sampling(step: ScheduledStep) -> dict[str, list[float]]:
@@ -161,10 +164,25 @@ def slow_targets(step: ScheduledStep) -> list[int] | None:
     return targets + [-1] * (step.descriptor.tokens - len(targets))
 
 
-def check(packed: StepInput, step: ScheduledStep, scheduler: Scheduler) -> None:
-    """Every field of `packed` is the slow twin's."""
+def check(turn: int, step: ScheduledStep, scheduler: Scheduler, tables: dict[int, dict[int, int]]) -> None:
+    """Every field is the slow twin's, of the step with its page table too; `tables` are made of new pages alone."""
+    packed = pack(step, scheduler.table, SHAPE, turn)
+    alone = pack(step, scheduler.table, SHAPE, turn, with_page_table=True)
     requests = step.descriptor.requests
     pages = [scheduler.table.pages_of(request.row) for request in step.requests]
+    assert (packed.page_table, alone.new_pages) == (None, None)
+    assert alone.field("page_table").tolist() == slow_page_table(step, pages)
+    assert np.array_equal(alone.batch, packed.batch)
+    with pytest.raises(InternalError, match="not the page table"):
+        packed.field("page_table")
+    new = packed.new_pages
+    assert new is not None
+    for row, column, page in zip(new.rows.tolist(), new.columns.tolist(), new.pages.tolist(), strict=True):
+        if column == 0:
+            tables[row] = {}
+        tables[row][column] = page
+    for request, list_ in zip(step.requests, pages, strict=True):
+        assert tables[request.row] == dict(enumerate(list_))
     compare(batch_layout(step.descriptor, SHAPE).views(packed.batch), slow_batch(step, pages))
     compare(sampling_layout(requests).views(packed.sampling), slow_sampling(step))
     assert packed.sampler == slow_sampler(step)
@@ -211,6 +229,7 @@ def test_random_steps_are_packed_as_by_the_slow_twin(seed: int, depth: int) -> N
     options = dice.sample(OPTIONS, dice.choice([1, 2, len(OPTIONS)]))
     scheduler = make_scheduler(pipeline_depth=depth, num_pages=dice.choice([9, 40]))
     in_flight: deque[ScheduledStep] = deque()
+    tables: dict[int, dict[int, int]] = {}
     for turn in range(60):
         if dice.random() < 0.4 and turn < 40:
             stop_ids = dice.choice([(), (2, 31, 63), (500, *range(40, 50))])
@@ -219,7 +238,7 @@ def test_random_steps_are_packed_as_by_the_slow_twin(seed: int, depth: int) -> N
             scheduler.add(request)
         step = scheduler.schedule()
         if step is not None:
-            check(pack(step, scheduler.table, SHAPE, turn), step, scheduler)
+            check(turn, step, scheduler, tables)
             in_flight.append(step)
         if in_flight and (step is None or len(in_flight) == depth):
             oldest = in_flight.popleft()

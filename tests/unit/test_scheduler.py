@@ -11,7 +11,7 @@ import pytest
 from twinfer.bucketing import Table, decode_ladder, mixed_ladder
 from twinfer.shared.errors import ConfigError, InternalError, OutsideTable, RequestError
 from twinfer.shared.request import FinishReason, Request, RequestState, WaitingQueue
-from twinfer.shared.request_table import RequestTable, ScheduledStep, StepEvents
+from twinfer.shared.request_table import Loop, RequestTable, ScheduledStep, StepEvents
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.scheduler import Scheduler, SchedulerConfig
 
@@ -614,8 +614,9 @@ FAULTS: dict[str, tuple[Callable[[Scheduler, int], object], str]] = {
         "page .* has the reference count 1, but 0 requests hold it",
     ),
     "a length that is off": (lambda s, r: s.table.known.__setitem__(r, 30), "are not in order"),
-    "too many pending tokens": (lambda s, r: s.table.total.__setitem__(r, 9), "3 tokens are pending with 0 steps"),
-    "computed too much": (lambda s, r: s.table.computed.__setitem__(r, 6), "computed 6 is not below total 6"),
+    "too many pending tokens": (lambda s, r: s.table.computed.__setitem__(r, 8), "3 tokens are pending with 0 steps"),
+    "computed too much": (lambda s, r: s.table.computed.__setitem__(r, 6), "1 tokens are pending with 0 steps"),
+    "computed less than nothing": (lambda s, r: s.table.computed.__setitem__(r, -1), "computed -1 is less than 0"),
     "computed too little": (lambda s, r: s.table.computed.__setitem__(r, 3), "decodes but lacks more than its last"),
     "a capacity that is off": (lambda s, r: s.table.capacity.__setitem__(r, 4), "capacity 4 is not that of 2 pages"),
     "a stale page": (lambda s, r: s.table.pages.__setitem__((r, 5), 1), "its page table is not 0 behind its pages"),
@@ -705,9 +706,9 @@ class TestLoops:
     def test_what_comes_after_an_early_stop_starts_where_it_stopped(self) -> None:
         scheduler = self.start("a", "b")
         first, second = schedule(scheduler), schedule(scheduler)
-        assert [(s.steps, s.chained, s.starts.tolist()) for s in (first, second)] == [
-            (4, False, [5, 5]),
-            (4, True, [9, 9]),
+        assert [(s.loop, s.starts.tolist()) for s in (first, second)] == [
+            (Loop(4, False), [5, 5]),
+            (Loop(4, True), [9, 9]),
         ]
         a, b = first.requests
         events = scheduler.update(first, loop_tokens(first, [[8, 9], [3, 10]]))
@@ -718,12 +719,12 @@ class TestLoops:
         assert [r.request_id for r in events.finished] == ["a"]
         assert (a.output, a.finish_reason, b.output) == ([7, 8, 3], FinishReason.STOP, [7, 9, 10])
         third = schedule(scheduler)
-        assert (third.chained, parts(third)) == (False, {"b": (7, 8)})
+        assert (third.loop, parts(third)) == (Loop(4, False), {"b": (7, 8)})
         with pytest.raises(InternalError, match="came back with tokens of shape"):
             scheduler.update(second, loop_tokens(second, [[1, 2]]))
         assert not scheduler.update(second, loop_tokens(second, [])).requests
         fourth = schedule(scheduler)
-        assert (fourth.chained, parts(fourth)) == (True, {"b": (11, 12)})
+        assert (fourth.loop, parts(fourth)) == (Loop(4, True), {"b": (11, 12)})
         with pytest.raises(InternalError, match="came back with tokens of shape"):
             scheduler.update(third, loop_tokens(third, []))
         scheduler.update(third, loop_tokens(third, [[11], [12], [13], [14]]))
@@ -753,7 +754,7 @@ class TestLoops:
         add(scheduler, "short", 5, max_tokens=4)
         turn(scheduler)
         step = schedule(scheduler)
-        assert step.steps == 3
+        assert step.loop == Loop(3, False)
         scheduler.update(step, loop_tokens(step, [[1, 2]] * 3))
         assert scheduler.metrics().running == 1
 
@@ -762,20 +763,20 @@ class TestLoops:
         scheduler = self.start("a")
         add(scheduler, "watched", 5, **options)
         turn(scheduler)
-        assert turn(scheduler).steps == 0
+        assert turn(scheduler).loop is None
 
     def test_min_tokens_are_decoded_step_by_step_and_the_rest_in_loops(self) -> None:
         scheduler = make_scheduler(decode_steps=4)
         add(scheduler, "a", 5, max_tokens=12, min_tokens=3, stop_ids=(3,))
         turn(scheduler)
-        assert [turn(scheduler).steps, turn(scheduler).steps, schedule(scheduler).steps] == [0, 0, 4]
+        assert [turn(scheduler).loop, turn(scheduler).loop, schedule(scheduler).loop] == [None, None, Loop(4, False)]
 
     def test_few_pages_make_single_steps_and_preempt_nobody(self) -> None:
         scheduler = self.start("a", "b", num_pages=16)
         taken = scheduler.kv.allocate(scheduler.kv.available - 1)
         step = scheduler.schedule()
         assert step is not None
-        assert (step.steps, len(step.rows)) == (0, 2)
+        assert (step.loop, len(step.rows)) == (None, 2)
         scheduler.kv.release(taken)
         read(scheduler, step)
-        assert schedule(scheduler).steps == 4
+        assert schedule(scheduler).loop == Loop(4, False)

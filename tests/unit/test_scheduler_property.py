@@ -3,30 +3,35 @@
 The mock worker has two layers of paged keys and values. What a layer stores at a position is a hash of everything that
 the layer below let that position read, through the page table, so that a wrong page, a stale one, one shared under
 another prefix or an order of steps that is off by one changes every later token. It reads the `StepInput` and its own
-memory only. The expected tokens come from the same hashes over a plain list of tokens.
+memory only, to which its page tables belong: they are made of the differences that steps bring. The expected tokens
+come from the same hashes over a plain list of tokens.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import Phase, event, find, given, settings
 from hypothesis import strategies as st
 
 from twinfer.bucketing import Table, decode_ladder, mixed_ladder
+from twinfer.shared.errors import InternalError
 from twinfer.shared.packer import pack
 from twinfer.shared.request import FinishReason, Request, RequestState
 from twinfer.shared.sampling_encoding import FAR, ONE, encode_sampling
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.scheduler import Scheduler, SchedulerConfig
-from twinfer.shared.step import StepInput, StepShape, batch_layout, processor_layout, sampling_layout
+from twinfer.shared.step import NewPages, StepInput, StepShape, batch_layout, processor_layout, sampling_layout
 
 VOCABULARY = 50
 LAYERS = 2
 U64 = np.uint64
+Write = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
+"""Puts pages [n] into the page tables, at rows [n] and columns [n]."""
 FILTERS_OFF = {"top_k": 0, "top_p": ONE, "min_p": FAR}
 
 
@@ -98,15 +103,28 @@ class MockWorker:
     It runs loops to their end, or `stops_early`, when one request has sampled a stop id.
     """
 
-    def __init__(self, num_pages: int, page_size: int, max_rows: int, stops_early: bool) -> None:
-        garbage = np.random.default_rng(0).integers(1, 2**63, (LAYERS, num_pages * page_size))
-        self.page_size = page_size
-        self.memory = garbage.astype(U64)
+    def __init__(self, config: SchedulerConfig, shape: StepShape, stops_early: bool) -> None:
+        random, max_rows = np.random.default_rng(0), shape.max_rows
+        self.page_size = config.page_size
+        self.memory = random.integers(1, 2**63, (LAYERS, config.num_pages * config.page_size)).astype(U64)
+        self.tables = random.integers(0, config.num_pages, (max_rows, shape.pages_per_request))
+        self.num_entries = 0
         self.last_tokens = np.full(max_rows + 1, 10**6)
         self.stops_early = stops_early
         self.halted = False
 
+    def take(self, new: NewPages | None) -> None:
+        assert new is not None
+        assert new.start == self.num_entries, "a difference was lost or came twice"
+        self.num_entries += len(new)
+        assert len(set(zip(new.rows.tolist(), new.columns.tolist(), strict=True))) == len(new)
+        self.write(new.rows, new.columns, new.pages)
+
+    def write(self, rows: np.ndarray, columns: np.ndarray, pages: np.ndarray) -> None:
+        self.tables[rows, columns] = pages
+
     def execute(self, step: StepInput) -> np.ndarray:
+        self.take(step.new_pages)  # also of a loop that does nothing: its pages belong to its requests
         if step.loop is None:
             return self.one(step)
         assert step.descriptor.kind == "decode"
@@ -131,7 +149,7 @@ class MockWorker:
         f["positions"][live] += k
         f["kv_lens"][live] += k
         page, offset = np.divmod(f["positions"][live], self.page_size)
-        f["slots"][live] = f["page_table"][live, page] * self.page_size + offset
+        f["slots"][live] = self.tables[f["rows"][live], page] * self.page_size + offset
         if k:
             f["token_ids"][live] = -1
         sampling_layout(step.descriptor.requests).view(moved.sampling, "position")[live] += k
@@ -155,7 +173,7 @@ class MockWorker:
             after = np.zeros_like(hidden)
             for index in range(count):
                 length = int(lens[index])
-                pages = step.field("page_table")[index, : -(-length // self.page_size)].astype(int)
+                pages = self.tables[rows[index], : -(-length // self.page_size)]
                 readable = (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)[:length]
                 new = slice(start[index], start[index + 1])
                 after[new] = attend(self.memory[layer, readable])[positions[new]]
@@ -219,10 +237,10 @@ class Run:
         config = self.config
         table = Table(decode_ladder(config.max_num_seqs, 4), mixed_ladder(config.max_num_batched_tokens, 4), 8)
         self.scheduler = Scheduler(config, table)
-        self.worker = MockWorker(config.num_pages, config.page_size, config.max_num_seqs, self.stops_early)
-        self.loops = 0
         pages = -(-config.max_model_len // config.page_size)
         self.shape = StepShape(pages + 1, config.max_num_seqs, config.max_model_len, VOCABULARY)
+        self.worker = MockWorker(config, self.shape, self.stops_early)
+        self.loops = 0
 
     def go(self) -> None:
         """Run to the end; a bound on the turns is the proof that nothing starves."""
@@ -269,7 +287,7 @@ class Run:
         packed = pack(step, self.scheduler.table, self.shape, turn)
         frozen = [buffer.copy() for buffer in (packed.batch, packed.sampling)]
         self.in_flight.append((step, self.worker.execute(packed)))
-        self.loops += step.steps > 0
+        self.loops += step.loop is not None
         assert all(map(np.array_equal, frozen, (packed.batch, packed.sampling)))
         return True
 
@@ -368,23 +386,27 @@ def plans(draw_: st.DrawFn, model_len: int) -> list[Plan]:
     return made
 
 
-@given(st.data())
+@st.composite
+def runs(draw_: st.DrawFn) -> Run:
+    config = draw_(configs())
+    turns, stops_early = draw_(st.lists(st.booleans(), min_size=1)), draw_(st.booleans())
+    return Run(config, draw_(plans(config.max_model_len)), turns, stops_early)
+
+
+@given(runs())
 @settings(max_examples=500)
-def test_random_schedules_give_each_request_the_tokens_it_gets_alone(data: st.DataObject) -> None:
-    check_random_schedule(data)
+def test_random_schedules_give_each_request_the_tokens_it_gets_alone(run: Run) -> None:
+    check_random_schedule(run)
 
 
 @pytest.mark.slow
-@given(st.data())
+@given(runs())
 @settings(max_examples=3000)
-def test_many_random_schedules_give_each_request_the_tokens_it_gets_alone(data: st.DataObject) -> None:
-    check_random_schedule(data)
+def test_many_random_schedules_give_each_request_the_tokens_it_gets_alone(run: Run) -> None:
+    check_random_schedule(run)
 
 
-def check_random_schedule(data: st.DataObject) -> None:
-    config = data.draw(configs(), "config")
-    turns, stops_early = data.draw(st.lists(st.booleans(), min_size=1)), data.draw(st.booleans())
-    run = Run(config, data.draw(plans(config.max_model_len), "plans"), turns, stops_early)
+def check_random_schedule(run: Run) -> None:
     run.go()
     run.check()
     metrics = run.scheduler.metrics()
@@ -392,3 +414,65 @@ def check_random_schedule(data: st.DataObject) -> None:
     event(f"prefix hits: {metrics.prefix_hits > 0}")
     event(f"loops: {run.loops > 0}")
     event(f"errors: {min(metrics.errors, 3)}")
+
+
+def dropped(worker: MockWorker, write: Write) -> Write:
+    """The fourth difference is lost."""
+    times = iter(range(10**6))
+
+    def changed(rows: np.ndarray, columns: np.ndarray, pages: np.ndarray) -> None:
+        if len(pages) and next(times) != 3:
+            write(rows, columns, pages)
+
+    return changed
+
+
+def twice(worker: MockWorker, write: Write) -> Write:
+    """The fourth difference comes once more, with other pages."""
+    times = iter(range(10**6))
+
+    def changed(rows: np.ndarray, columns: np.ndarray, pages: np.ndarray) -> None:
+        write(rows, columns, pages)
+        if len(pages) and next(times) == 3:
+            write(rows, columns, (pages + 1) % (len(worker.memory[0]) // worker.page_size))
+
+    return changed
+
+
+def wrong_row(worker: MockWorker, write: Write) -> Write:
+    """The fourth difference goes to the next row."""
+    times = iter(range(10**6))
+
+    def changed(rows: np.ndarray, columns: np.ndarray, pages: np.ndarray) -> None:
+        by = len(pages) > 0 and next(times) == 3
+        write((rows + by) % len(worker.tables), columns, pages)
+
+    return changed
+
+
+def not_sent_again(worker: MockWorker, write: Write) -> Write:
+    """What a row has it keeps, whoever has the row."""
+    filled = np.zeros(worker.tables.shape, np.bool_)
+
+    def changed(rows: np.ndarray, columns: np.ndarray, pages: np.ndarray) -> None:
+        new = ~filled[rows, columns]
+        filled[rows, columns] = True
+        write(rows[new], columns[new], pages[new])
+
+    return changed
+
+
+@pytest.mark.parametrize("fault", [dropped, twice, wrong_row, not_sent_again])
+def test_a_fault_in_the_differences_of_page_tables_changes_tokens(fault: Callable[[MockWorker, Write], Write]) -> None:
+    """The twin of the test above: each of these faults must fail it, although the differences are numbered right."""
+
+    def fails(run: Run) -> bool:
+        run.worker.write = fault(run.worker, run.worker.write)  # type: ignore[method-assign]
+        try:
+            run.go()
+            run.check()
+        except (AssertionError, InternalError):
+            return True
+        return False
+
+    find(runs(), fails, settings=settings(max_examples=200, phases=[Phase.generate], database=None))

@@ -11,13 +11,13 @@ import pytest
 
 from twinfer.bucketing import Descriptor
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
-from twinfer.shared.errors import ConfigError
+from twinfer.shared.errors import ConfigError, InternalError
 from twinfer.shared.models import decoder
 from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.shapes import SHAPES
-from twinfer.shared.step import STOP_SLOTS, DecodeLoop, StepInput, StepShape, batch_layout, sampling_layout
-from twinfer.tpu import compilation, executables, platforms, sharding
-from twinfer.tpu import state as tables
+from twinfer.shared.request_table import padding_column
+from twinfer.shared.step import STOP_SLOTS, DecodeLoop, NewPages, StepInput, StepShape, batch_layout, sampling_layout
+from twinfer.tpu import compilation, executables, platforms, sharding, state
 from twinfer.tpu.aot_report import collectives
 from twinfer.tpu.ladder import Job
 
@@ -187,58 +187,91 @@ SHAPE = StepShape(pages_per_request=32, max_rows=12, max_model_len=512, vocab_si
 PAGE = 16
 
 
-def random_step(rng, descriptor, held, loop=None):
-    """A step of some rows; `held` is what each row has: (pages, sampling parameters), new ones for some of them."""
-    count = int(rng.integers(1, descriptor.requests + 1))
-    rows = rng.permutation(SHAPE.max_rows)[:count]
-    buffer, sampling = batch_layout(descriptor, SHAPE).allocate(), sampling_layout(descriptor.requests).allocate()
-    f = batch_layout(descriptor, SHAPE).views(buffer)
-    kept = sampling.reshape(-1, descriptor.requests)
-    f["rows"][:] = SHAPE.max_rows
-    kept[:, count:] = np.arange(len(kept))[:, None]  # what padding has, in every step
-    kept[: len(tables.MOVING)] = rng.integers(0, 9, (len(tables.MOVING), descriptor.requests))
-    f["rows"][:count], f["counts"][:] = rows, (0, count)
-    for i, row in enumerate(rows.tolist()):
-        if row not in held or rng.random() < 0.3:
-            held[row] = rng.integers(1, 999, 32, np.int32), rng.integers(0, 999, len(tables.PARAMETERS), np.int32)
-        length = int(rng.integers(1, 400))
-        f["kv_lens"][i] = length
-        pages = -(-(length + (loop.steps if loop else 0)) // PAGE)
-        f["page_table"][i, :pages] = held[row][0][:pages]
-        kept[len(tables.MOVING) :, i] = held[row][1]
-    return StepInput(1, descriptor, SHAPE, "greedy", buffer, sampling, loop=loop)
+class Tables:
+    """What page tables and parameters of all rows should hold, and random steps that change them."""
+
+    def __init__(self, seed):
+        self.rng, self.start = np.random.default_rng(seed), 0
+        self.pages = np.zeros((SHAPE.max_rows, 32), np.int32)
+        self.num_pages = np.zeros(SHAPE.max_rows, int)
+        self.parameters = np.zeros((len(state.PARAMETERS), SHAPE.max_rows), np.int32)
+
+    def step(self, size, loop, whole):
+        """A step of some rows, each new with 30 % of chances, or with some pages more; `whole`: with its page table."""
+        rng, descriptor = self.rng, Descriptor("decode", size, size, 1)
+        rows, entries = rng.permutation(SHAPE.max_rows)[: int(rng.integers(1, size + 1))], []
+        for row in rows.tolist():
+            if self.num_pages[row] in (0, 32) or rng.random() < 0.3:
+                self.num_pages[row] = 0
+                self.parameters[:, row] = rng.integers(0, 999, len(state.PARAMETERS))
+            first = self.num_pages[row]
+            self.num_pages[row] = last = int(rng.integers(first + 1, 33))
+            self.pages[row, first:last] = rng.integers(1, 999, last - first)
+            entries += [(row, column, self.pages[row, column]) for column in range(first, last)]
+        count = len(rows)
+        batch, sampling = batch_layout(descriptor, SHAPE).allocate(), sampling_layout(size).allocate()
+        f = batch_layout(descriptor, SHAPE).views(batch)
+        f["rows"][:] = SHAPE.max_rows
+        f["rows"][:count], f["counts"][:] = rows, (0, count)
+        f["kv_lens"][:count] = self.num_pages[rows] * PAGE - (loop.steps if loop else 0)
+        settings = sampling.reshape(-1, size)
+        settings[:] = padding_column(SHAPE.max_rows)[:, None]
+        settings[: len(state.MOVING)] = rng.integers(0, 9, (len(state.MOVING), size))
+        settings[len(state.MOVING) :, :count] = self.parameters[:, rows]
+        step = StepInput(1, descriptor, SHAPE, "greedy", batch, sampling, loop=loop)
+        if whole:
+            pages = np.zeros((size, 32), np.int32)
+            pages[:count] = self.pages[rows]
+            return replace(step, page_table=pages)
+        new = NewPages(self.start, *np.array(entries, np.int32).T)
+        self.start += len(new)
+        return replace(step, new_pages=new)
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-def test_the_tables_on_the_devices_hold_what_a_step_says(seed):
-    """Also when it is too much for the buffer of a step: each row that is new brings up to 25 pages."""
-    rng, held, mirror, spills = np.random.default_rng(seed), {}, tables.Mirror(SHAPE), 0
-    state = tables.State(*(jnp.zeros(x.shape, x.dtype) for x in tables.state_shapes(SHAPE)))
+def test_the_tables_on_the_devices_hold_what_a_step_says(seed, whole):
+    """Also when it is too much for the buffer of a step: each row that is new brings up to 32 pages."""
+    tables, buffers, spills = Tables(seed), state.StepBuffers(SHAPE), 0
+    on_device = state.State(*map(jnp.asarray, state.initial_state(SHAPE)))
     for _ in range(6):
-        size = int(rng.choice([4, 12]))
-        loop = DecodeLoop(5, True, np.full((size, STOP_SLOTS), 3)) if rng.random() < 0.3 else None
-        step = random_step(rng, Descriptor("decode", size, size, 1), held, loop)
-        spilled, buffer = mirror.pack(step)
+        size = int(tables.rng.choice([4, 12]))
+        loop = DecodeLoop(5, True, np.full((size, STOP_SLOTS), 3)) if tables.rng.random() < 0.3 else None
+        step = tables.step(size, loop, whole)
+        spilled, buffer = buffers.pack(step)
         spills += len(spilled)
         for part in spilled:
-            state = tables.update(SHAPE, state, jnp.asarray(part))
-        layout = tables.diff_layout(step.descriptor, SHAPE, loop is not None)
-        state = tables.updated(state, layout.unpack(jnp.asarray(buffer), lambda x: x))
-        count, wanted = int(step.field("counts")[1]), step.field("page_table")
-        found = np.asarray(state.pages)[step.field("rows")][:count]
-        assert (found == wanted[:count])[wanted[:count] > 0].all()
-        parameters = np.asarray(state.parameters)[:, step.field("rows")]
-        assert np.array_equal(parameters, step.sampling.reshape(-1, size)[len(tables.MOVING) :])
+            on_device = state.update(SHAPE, on_device, jnp.asarray(part))
+        layout = state.diff_layout(step.descriptor, SHAPE, loop is not None)
+        on_device = state.updated(on_device, layout.unpack(jnp.asarray(buffer), lambda x: x))
+        for row in step.field("rows")[: int(step.field("counts")[1])].tolist():
+            used = tables.num_pages[row]
+            assert np.array_equal(on_device.pages[row, :used], tables.pages[row, :used])
+        parameters = np.asarray(on_device.parameters)[:, step.field("rows")]
+        assert np.array_equal(parameters, step.sampling.reshape(-1, size)[len(state.MOVING) :])
         if loop is not None:
             assert layout.view(buffer, "limits").tolist() == [5, 1]
     assert spills
 
 
+def test_a_step_that_was_lost_or_comes_twice_is_an_error():
+    tables, buffers = Tables(0), state.StepBuffers(SHAPE)
+    first, second, third = (tables.step(4, None, False) for _ in range(3))
+    buffers.pack(first)
+    with pytest.raises(InternalError, match=f"{len(first.new_pages)} came: a step was lost"):
+        buffers.pack(third)
+    buffers.pack(second)
+    with pytest.raises(InternalError, match="lost or came twice"):
+        buffers.pack(second)
+    buffers.pack(third)
+    buffers.pack(Tables(1).step(4, None, False))  # 0 entries came before: the tables of another scheduler
+
+
 def test_a_steady_decode_sends_no_table():
-    """The point of it: the buffer of 256 requests of up to 4096 tokens is a twentieth of what the page table takes."""
+    """The point of it: the buffer of 256 requests of up to 4096 tokens is a twentieth of their page table."""
     shape = StepShape(256, 256, 4096, 1000)
     descriptor = Descriptor("decode", 256, 256, 1)
-    assert tables.diff_layout(descriptor, shape).size * 20 < batch_layout(descriptor, shape).size
+    assert state.diff_layout(descriptor, shape).size * 20 < 256 * shape.pages_per_request
 
 
 def test_the_ladder_of_decode_programs_by_platform():
