@@ -155,7 +155,8 @@ def _runs(model: Model, segments: Sequence[Mapping[str, jax.Array]]) -> Iterator
     for first, last, window in decoder.layer_segments(model.config):
         layers = segments[first:last]
         vectors = [name for name, weight in layers[0].items() if weight.ndim == 2]
-        matrices = layers[0].keys() - set(vectors)
+        # Not a set, whose order differs between processes: the program would not be found in a cache.
+        matrices = [name for name in layers[0] if name not in vectors]
         stacked = {name: jnp.concatenate([layer[name] for layer in layers]) for name in vectors}
         yield (first, last, window), stacked, {name: tuple(layer[name][0] for layer in layers) for name in matrices}
 

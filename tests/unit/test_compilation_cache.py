@@ -92,10 +92,23 @@ def test_another_users_folder_is_not_used(cache, monkeypatch):
     assert "which others may write to" in cache().why
 
 
-@pytest.mark.parametrize("changed", ["jax", "jaxlib", "devices", "machine", "cpu"])
-def test_what_was_compiled_for_something_else_lies_elsewhere(changed):
+@pytest.mark.parametrize("what", ["version", "cpu_features"])
+def test_what_was_compiled_for_something_else_lies_elsewhere(what, monkeypatch):
     here = factors(jax.devices("cpu"))
-    assert fingerprint(here) != fingerprint(here | {changed: "another"})
+    monkeypatch.setattr(compilation_cache, what, lambda *_: "another")
+    assert fingerprint(factors(jax.devices("cpu"))) != fingerprint(here)
+
+
+def test_each_engine_keeps_its_programs_where_it_says(cache, tmp_path):
+    """JAX opens a folder once, unless it is told to forget it."""
+    folders = [Path(cache().after), Path(cache(str(tmp_path / "other")).after)]
+    cache()
+    kept = []
+    for number, asked in enumerate([None, str(tmp_path / "other"), "none"]):
+        cache(asked)
+        jax.jit(lambda x, n=number: x * (n + 3.5)).lower(jax.ShapeDtypeStruct((3,), "float32")).compile()
+        kept.append([len(list(folder.glob("*-cache"))) for folder in folders])
+    assert kept == [[1, 0], [1, 1], [1, 1]]
 
 
 def test_the_instructions_of_a_cpu(tmp_path):
