@@ -58,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # XLA programs are shared by all tests of a run: the same small engines are built many times. JAX reads this
         # when it is imported, so it is set before any test. A folder of one's own is shared by runs as well.
         os.environ["JAX_COMPILATION_CACHE_DIR"] = _temporary_folder(config, "xla-cache-")
+        # Only a folder with a largest size is locked: without, one worker reads what another has half written.
+        os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(64 << 30))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 

@@ -2,6 +2,9 @@
 
 An entry is an executable that XLA has serialised, compressed; JAX hands it back to XLA, and no pickle is read. But it
 is machine code: whoever can write to the folder can run code as this user.
+
+The folder has a largest size. Then JAX locks it for each read and write; without one it does not, and a process that
+starts beside another reads entries that are only half written.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import filelock  # noqa: F401  (JAX needs it to lock the folder, and asks for it only then)
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -21,6 +25,8 @@ from ..shared.errors import ConfigError
 from ..shared.jax_config import NO_CACHE
 
 OPTION = "compilation_cache_dir"
+LARGEST = 16 << 30
+"""Bytes. JAX then drops the entries that were not used for longest."""
 CPU_INFO = Path("/proc/cpuinfo")
 FEATURES = ("flags", "Features", "CPU part")
 """What Linux calls the instructions that a core has, on x86 and on ARM."""
@@ -71,6 +77,8 @@ def _set_folder(folder: str | None) -> None:
     _chosen_here = folder
     if folder != jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", folder)
+        if folder is not None:
+            jax.config.update("jax_compilation_cache_max_size", LARGEST)
         compilation_cache.reset_cache()  # JAX opens a folder once
 
 
@@ -80,6 +88,7 @@ def factors(devices: Sequence[Any]) -> dict[str, Any]:
     XLA compiles for the instructions of the CPU that it runs on. On another one of them they would end the process.
     """
     return {
+        "layout": "locked",  # entries of an unlocked folder have no time of their last use
         "jax": version("jax"),
         "jaxlib": version("jaxlib"),
         "devices": sorted({device.device_kind for device in devices}),

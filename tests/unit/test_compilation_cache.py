@@ -17,7 +17,7 @@ from twinfer.tpu.compilation_cache import cpu_features, factors, use_cache
 def cache(tmp_path, monkeypatch):
     """A function that calls `use_cache`, with JAX as a user finds it; afterwards all is as it was."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    names += ("jax_persistent_cache_min_entry_size_bytes",)
+    names += ("jax_persistent_cache_min_entry_size_bytes", "jax_compilation_cache_max_size")
     before = {name: getattr(jax.config, name) for name in names}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compilation_cache, "_chosen_here", None)
@@ -45,6 +45,15 @@ def test_the_default_is_a_private_folder_of_this_machine(cache, tmp_path):
     assert jax.config.jax_compilation_cache_dir == str(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert cache() == change  # an engine after it
+
+
+def test_nobody_reads_what_is_half_written(cache):
+    """JAX writes entries in place, and locks the folder if it may not grow for ever."""
+    jax.config.update("jax_compilation_cache_max_size", -1)
+    folder = Path(cache().after)
+    jax.jit(lambda x: x * 3 + 1).lower(jax.ShapeDtypeStruct((7,), "float32")).compile()
+    assert list(folder.glob("*-cache"))
+    assert (folder / ".lockfile").exists()
 
 
 def test_what_jax_was_told_stays(cache, tmp_path):
