@@ -32,8 +32,9 @@ CALLS = []
 @pytest.fixture(autouse=True)
 def providers(device):
     """`acme` for rms_norm, which notes its calls; all is put back afterwards."""
-    if device == "cuda":
-        import_module("twinfer.gpu.kernels")  # or they would go with what a test provides, and not come back
+    if device == "cuda":  # or the kernels would go with what a test provides, and not come back
+        import_module("twinfer.gpu.kernels")
+        import_module("twinfer.tpu.gpu_kernels")
     for backend in BACKENDS:
         resolve(backend)
     before, ops = {key: dict(value) for key, value in IMPLEMENTATIONS.items()}, dict(REGISTRY.ops)
@@ -127,15 +128,17 @@ def test_a_disabled_op_runs_natively_inside_of_the_platforms_coarse_kernels_too(
 
 
 @pytest.mark.parametrize("voice", VOICES)
-def test_a_plugin_runs_on_a_gpu(cuda, voice):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_plugin_runs_on_a_gpu(cuda, backend, voice):
     """Before, Triton's kernels ran whatever a plug-in set."""
-    run = functools.partial(tokens, "torch", device="cuda", dtype="bfloat16")
-    got, plans = asked_by(voice, "rms_norm", "acme", "torch", run)
+    run = functools.partial(tokens, backend, device="cuda", dtype="bfloat16")
+    got, plans = asked_by(voice, "rms_norm", "acme", backend, run)
     assert all(len(out) == 4 for out in got)
     assert ("rms_norm", "acme") in CALLS
     assert plans["decode"]["rms_norm"].provider == "acme"
     assert [plans["decode"][op].provider for op in COARSE] == ["composition"] * 2
-    assert plans["decode"]["paged_attention"].provider == "triton"
+    kernels = {"torch": "triton", "jax": "pallas_triton"}[backend]
+    assert plans["decode"]["paged_attention"].provider == kernels
 
 
 def outside_ops(backend):
