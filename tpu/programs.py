@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from ..bucketing import Descriptor
+from ..ops import BoundPlans
 from ..shared.models import decoder
+from ..shared.models.blocks import Block
 from ..shared.models.config import ModelConfig
 from ..shared.step import Sampler, StepShape, processor_layout
-from .kv_buffer import as_buffer, as_heads
+from .layers import ScannedPass, blocks_of
 from .state import State, diff_layout, sampling_fields, updated
 
 Weights = Mapping[str, Any]
@@ -26,27 +28,24 @@ LOOP_SAMPLERS: tuple[Sampler, ...] = ("greedy", "filtered")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What programs are built from. `ops` are the bound plans by kind (decode, mixed, sample); `scan` loops over
-    stacked layers, else they are unrolled.
+    """What programs are made from. `ops` are the bound plans. `scan` loops over stacked layers; else they are unrolled.
 
-    Weights come as {"embed", "norm", ["head"], "segments": one dict of stacked weights [n, ...] per run of layers that
-    share a window (or per layer, unrolled)}. `decode_steps`: the most steps that a loop does. `cache_dtype`: of the
-    keys and values that the ops see.
+    Weights come as {"embed", "norm", ["head"], "blocks"}: for each block of layers (`layers.blocks_of`) and each
+    position of its period, a dict of weights stacked over the repeats [n, ...]. `decode_steps`: the most steps that a
+    loop does. `cache_dtype`: of the keys and values that the ops see.
     """
 
     config: ModelConfig
-    ops: Mapping[str, Any]
+    ops: BoundPlans
     shape: StepShape
     scan: bool
     cache_dtype: Any
     decode_steps: int = 1
 
     @property
-    def segments(self) -> list[tuple[int, int, int]]:
-        """(first layer, last + 1, window) of each dict of stacked weights."""
-        if self.scan:
-            return decoder.layer_segments(self.config)
-        return [(i, i + 1, window) for i, window in enumerate(self.config.layer_windows)]
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks of layers that weights are stacked for."""
+        return blocks_of(decoder.model_of(self.config), self.scan)
 
 
 def sampler_size(requests: int, max_requests: int) -> int:
@@ -99,7 +98,6 @@ def _hidden(
     f: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """(kv, finished hidden states [T dim]) of tokens `ids` [T]."""
-    pages = kv.shape[0] // model.config.num_layers
     batch = decoder.Batch(
         tables[0][f["positions"]],
         tables[1][f["positions"]],
@@ -109,32 +107,19 @@ def _hidden(
         f["kv_lens"],
         f["counts"],
     )
-    ops = model.ops[descriptor.kind]
-    hidden = decoder.embed(ops, weights, ids)
-    state = (hidden, jnp.zeros_like(hidden), kv)
-    for (first, last, window), stacked in zip(model.segments, weights["segments"], strict=True):
-        body = partial(_layer, model, descriptor, batch, pages, window)
-        if model.scan:
-            state, _ = jax.lax.scan(body, state, (stacked, jnp.arange(first, last, dtype=jnp.int32)))
-        else:
-            state, _ = body(state, (jax.tree.map(lambda x: x[0], stacked), first))
-    hidden, residual, kv = state
-    return kv, decoder.finish(ops, model.config, weights, hidden, residual)
-
-
-def _layer(
-    model: Model, descriptor: Descriptor, batch: decoder.Batch, pages: int, window: int, state: Any, layer: Any
-) -> tuple[Any, None]:
-    weights, index = layer
-    hidden, residual, buffer = state
-    kv = as_heads(buffer, model.config.head_dim, model.cache_dtype)
-    # Layer l owns the pages [l * P, (l + 1) * P) of the one buffer: no slice of it is ever taken or put back.
-    slots = jnp.where(batch.slots < 0, -1, batch.slots + index * pages * kv.shape[1])
-    here = batch._replace(page_table=batch.page_table + index * pages, slots=slots)
-    ops, query_len = model.ops[descriptor.kind], descriptor.max_query_len
-    function = decoder.layer_function(model.config)
-    hidden, residual, kv = function(ops, model.config, weights, hidden, residual, kv, here, window, query_len)
-    return (hidden, residual, as_buffer(kv, buffer)), None
+    execution = ScannedPass(
+        model.ops,
+        decoder.model_of(model.config),
+        model.blocks,
+        descriptor,
+        weights,
+        ids,
+        batch,
+        model.config.head_dim,
+        model.cache_dtype,
+    )
+    hidden, kv = decoder.forward(execution, kv)
+    return kv, hidden
 
 
 def _fit(rows: jax.Array, tokens: int, scratch: int) -> jax.Array:
