@@ -164,10 +164,18 @@ class LayerCompiler:
         self._model, self._ops, self._compiler, self._chosen = model, ops, compiler, chosen
         self.compiled = compiled
         self._functions: dict[tuple[Variant, Layer, bool], LayerFunction] = {}
+        self._of_steps: dict[tuple[Descriptor, bool], list[LayerFunction]] = {}
 
-    def function(self, d: Descriptor, spec: Layer, drops: bool) -> LayerFunction:
-        """What runs a layer in the steps of a descriptor. One that drops rows has a function of its own."""
-        key = self._chosen[d], spec, drops
+    def functions(self, d: Descriptor, drops: bool) -> list[LayerFunction]:
+        """What runs each layer in the steps of a descriptor. A last layer that drops rows has a function of its own."""
+        if (d, drops) not in self._of_steps:
+            *others, last = self._model.layers
+            variant = self._chosen[d]
+            functions = [self._function(variant, spec, False) for spec in others]
+            self._of_steps[d, drops] = [*functions, self._function(variant, last, drops)]
+        return self._of_steps[d, drops]
+
+    def _function(self, *key: Any) -> LayerFunction:
         if key not in self._functions:
             self._functions[key] = self._build(*key)
         return self._functions[key]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..bucketing import Descriptor
-from ..shared.models.blocks import Block
+from ..shared.models.blocks import Block, single_blocks
 from ..shared.models.decoder import Stream
 from ..shared.models.stages import Batch
 from .compilation import LayerCompiler
@@ -37,19 +37,14 @@ class RegionalPass:
         every_layer: bool = True,
         before_layer: Callable[[Stream], None] | None = None,
     ) -> None:
-        self._descriptor, self._module, self._compiler, self._start = descriptor, module, compiler, start
-        self._drops, self._selects, self._before_layer = drops, selects, before_layer
-        self.blocks = [Block(index, 1, 1) for index in self._indices(every_layer)]
-
-    def _indices(self, every_layer: bool) -> list[int]:
-        """All layers, or one of each function that there is."""
-        layers = self._module.model.layers
-        indices = list(range(len(layers)))
-        if every_layer:
-            return indices
-        last = indices[-1:] if self._drops else []
-        others = indices[:-1] if self._drops else indices
-        return [*{layers[index]: index for index in others}.values(), *last]
+        self._descriptor, self._module, self._start = descriptor, module, start
+        self._selects, self._before_layer = selects, before_layer
+        self._functions = compiler.functions(descriptor, drops)
+        blocks = single_blocks(len(self._functions))
+        if not every_layer:
+            # One of each function; the last layer stays the last.
+            blocks = tuple({id(self._functions[block.first]): block for block in blocks}.values())
+        self.blocks = blocks
 
     def embed(self) -> Stream:
         """See `Execution`."""
@@ -61,9 +56,9 @@ class RegionalPass:
         if self._before_layer is not None:
             self._before_layer(stream)
         index = block.first
-        run = self._compiler.function(self._descriptor, self._module.model.layers[index], rows is not None)
+        run, weights = self._functions[index], self._module.layer_weights[index]
         more = () if rows is None else (rows,)
-        hidden, residual = run(self._module.layer_weights[index], *stream, cache[index], self._batch, *more)
+        hidden, residual = run(weights, *stream, cache[index], self._batch, *more)
         return Stream(hidden, residual), cache
 
     def finish(self, stream: Stream) -> torch.Tensor:

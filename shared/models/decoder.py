@@ -101,7 +101,7 @@ def layer(ops: Any, spec: Layer, weights: Weights, stream: Stream, cache: Cache,
     Behind the last sublayer whose tokens see each other, the layer goes on with these tokens only.
     """
     hidden, residual = stream
-    narrowing = last_mixing(spec)
+    narrowing = None if batch.rows is None else last_mixing(spec)
     for number, sub in enumerate(spec):
         x, residual = pre_norm(ops, sub.pre, weights, hidden, residual)
         rows = batch.rows if number == narrowing else None

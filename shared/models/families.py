@@ -14,7 +14,9 @@ from .spec import Attention, Layer, Mlp, Model, Norm, Sublayer
 @cache
 def model_of(config: ModelConfig) -> Model:
     """The model that a config describes."""
-    layers = tuple(_dense_layer(config, window) for window in config.layer_windows)
+    # Equal layers are one object: comparing them is then quick.
+    kinds = {window: _dense_layer(config, window) for window in config.layer_windows}
+    layers = tuple(kinds[window] for window in config.layer_windows)
     return Model(layers, Norm("norm", config.rms_norm_eps))
 
 

@@ -43,6 +43,8 @@ def test_layers_are_covered_by_the_fewest_bodies(layers, blocks):
 def test_blocks_are_the_layers_in_order(layers):
     blocks = cover(layers)
     assert [blocks[0].first, *(block.stop for block in blocks)] == [*(block.first for block in blocks), len(layers)]
+    found = [index for block in blocks for position in range(block.period) for index in block.layers_at(position)]
+    assert sorted(found) == list(range(len(layers)))
     for block in blocks:
         assert 1 <= block.period <= MAX_PERIOD
         for position in range(block.period):
