@@ -14,16 +14,17 @@ from typing import Any
 import torch
 
 from ..bucketing import Descriptor
-from ..ops import REGISTRY, Plan, Plans
+from ..ops import REGISTRY, BoundPlans, Plan, Plans
 from ..ops.plan import COMPOSITION
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from ..shared.errors import ConfigError
 from ..shared.models import decoder
-from ..shared.models.config import ModelConfig
+from ..shared.models.spec import Layer, Model
+from ..shared.models.stages import any_replaced
 from .backend import make_backend
 
-Layer = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""(weights, hidden, residual [tok dim], kv, batch) -> hidden, residual. One more argument: see `decoder.layer`."""
+LayerFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""(weights, hidden, residual [tok dim], kv, batch) -> hidden, residual. One more argument: `rows` of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +72,20 @@ def compile_order(chosen: Mapping[Descriptor, Variant]) -> list[Descriptor]:
     return first + [d for d in chosen if d not in first]
 
 
-def compiled_kinds(model: ModelConfig, plans: Plans, compilation: ResolvedCompilation) -> frozenset[str]:
+def compiled_kinds(model: Model, plans: Plans, compilation: ResolvedCompilation) -> frozenset[str]:
     """The kinds of steps whose layers go to the compiler. With `skip_kernels`, those made of kernels alone do not: each
     would be an opaque call, so there is nothing to generate, and tracing them is most of a start.
     """
     if compilation.level == 0:
         return frozenset()
-    # What a replaced layer calls is not known.
-    skips = compilation.skip_kernels and decoder.layer_function(model) is decoder.layer
-    return frozenset(kind for kind in ("decode", "mixed") if not (skips and _only_kernels(plans[kind], LAYER_OPS)))
+    # What a stage from outside does between its ops is not known.
+    skips = compilation.skip_kernels and not any_replaced(model)
+    return frozenset(kind for kind in ("decode", "mixed") if not (skips and _all_kernels(plans, kind)))
+
+
+def _all_kernels(plans: Plans, kind: str) -> bool:
+    """Whether the layers of a kind of step call nothing but kernels."""
+    return all(_only_kernels(layer.plan, layer.called) for layer in plans.layers[kind].values())
 
 
 def check_effect(compilation: ResolvedCompilation, compiled: frozenset[str]) -> None:
@@ -102,10 +108,6 @@ def check_effect(compilation: ResolvedCompilation, compiled: frozenset[str]) -> 
             f"splitting_ops: got {list(compilation.splitting_ops)}, allowed is none: cudagraph_mode is {mode.name}, "
             f"which captures nothing in pieces"
         )
-
-
-LAYER_OPS = tuple(op.name for op in REGISTRY if op.name in decoder.layer.__code__.co_names)
-"""The ops that a layer calls."""
 
 
 def _only_kernels(plan: Plan, ops: Iterable[str]) -> bool:
@@ -151,33 +153,42 @@ class RegionCompiler:
 
 
 class LayerCompiler:
-    """The layer function of each descriptor and layer."""
+    """The function of each kind of layer and version: layers of a kind share theirs."""
 
     def __init__(
         self,
-        config: ModelConfig,
-        ops: Mapping[str, Any],
+        model: Model,
+        ops: BoundPlans,
         compiler: RegionCompiler,
         chosen: Mapping[Descriptor, Variant],
         compiled: frozenset[str],
     ) -> None:
-        self._config, self._ops, self._compiler, self._chosen = config, ops, compiler, chosen
+        self._model, self._ops, self._compiler, self._chosen = model, ops, compiler, chosen
         self.compiled = compiled
-        self._made: dict[tuple[Variant, int, bool], Layer] = {}
+        self._functions: dict[tuple[Variant, Layer, bool], LayerFunction] = {}
+        self._of_steps: dict[tuple[Descriptor, bool], list[LayerFunction]] = {}
 
-    def layers(self, descriptor: Descriptor, drops: bool) -> list[Layer]:
-        """One function for each layer; layers of the same window share theirs, but for a last one that drops rows."""
-        variant, windows = self._chosen[descriptor], self._config.layer_windows
-        last = len(windows) - 1
-        return [self._layer(variant, window, drops and i == last) for i, window in enumerate(windows)]
+    def functions(self, d: Descriptor, drops: bool) -> list[LayerFunction]:
+        """What runs each layer in the steps of a descriptor. A last layer that drops rows has a function of its own."""
+        if (d, drops) not in self._of_steps:
+            *others, last = self._model.layers
+            variant = self._chosen[d]
+            functions = [self._function(variant, spec, False) for spec in others]
+            self._of_steps[d, drops] = [*functions, self._function(variant, last, drops)]
+        return self._of_steps[d, drops]
 
-    def _layer(self, variant: Variant, window: int, drops: bool) -> Layer:
-        if (variant, window, drops) not in self._made:
-            plain = layer_of(self._config, self._ops[variant.kind], window, decode=variant.kind == "decode")
-            name = ("last_layer" if drops else "layer") + (f"_window_{window}" if window else "")
-            made = self._compiler.compile(plain, variant, name) if variant.kind in self.compiled else plain
-            self._made[variant, window, drops] = made
-        return self._made[variant, window, drops]
+    def _function(self, *key: Any) -> LayerFunction:
+        if key not in self._functions:
+            self._functions[key] = self._build(*key)
+        return self._functions[key]
+
+    def _build(self, variant: Variant, spec: Layer, drops: bool) -> LayerFunction:
+        plain = layer_function(spec, self._ops.of(variant.kind, spec), decode=variant.kind == "decode")
+        if variant.kind not in self.compiled:
+            return plain
+        number = self._model.kinds.index(spec)
+        name = ("last_layer" if drops else "layer") + (f"_kind_{number}" if number else "")
+        return self._compiler.compile(plain, variant, name)
 
     def mark(self, d: Descriptor, kv: Sequence[torch.Tensor], batch: decoder.Batch) -> None:
         """Name the open dimensions before the first call for a descriptor: pages, and tokens of a version for many."""
@@ -188,9 +199,8 @@ class LayerCompiler:
         self._compiler.mark(self._chosen[d], [batch.cos, batch.sin, batch.slots, *open_ones])
 
 
-def layer_of(config: ModelConfig, ops: Any, window: int, *, decode: bool) -> FunctionType:
-    """The layer function of a model for one window, with all that is fixed bound."""
-    function = decoder.layer_function(config)
+def layer_function(spec: Layer, ops: Any, *, decode: bool) -> FunctionType:
+    """One kind of layer as a function, with all that is fixed bound."""
 
     def layer(
         weights: dict[str, torch.Tensor],
@@ -202,6 +212,8 @@ def layer_of(config: ModelConfig, ops: Any, window: int, *, decode: bool) -> Fun
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # A mixed program may hold one request whose queries fill it.
         max_query_len = 1 if decode else hidden.shape[0]
-        return function(ops, config, weights, hidden, residual, kv, batch, window, max_query_len, *rows)[:2]
+        inside = batch.within(max_query_len, rows[0] if rows else None)
+        stream, _ = decoder.layer(ops, spec, weights, decoder.Stream(hidden, residual), kv, inside)
+        return stream.hidden, stream.residual
 
     return layer

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
+from ..ops import BoundPlans
+from ..shared.errors import InternalError
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
 from ..shared.models.table import ParameterTable
-
-LayerFunction = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class Layer(torch.nn.Module):
@@ -29,19 +29,20 @@ class Layer(torch.nn.Module):
 
 
 class Decoder(torch.nn.Module):
-    """The whole model. The mathematics is `shared/models/decoder.py`; this holds the weights and the layer loop."""
+    """The whole model. The mathematics is `shared/models/decoder.py`; this holds the weights."""
 
     def __init__(
         self,
         config: ModelConfig,
         table: ParameterTable,
-        ops: Mapping[str, Any],
+        ops: BoundPlans | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
         self.config = config
-        self.ops = ops
+        self.model = decoder.model_of(config)
+        self._ops = ops
         for name, parameter in table.items():
             if not parameter.layered:
                 self.register_parameter(name, _empty(parameter.shape, dtype, device))
@@ -57,24 +58,34 @@ class Decoder(torch.nn.Module):
     def forward(
         self,
         token_ids: torch.Tensor,
-        kv: torch.Tensor,
+        kv: Sequence[torch.Tensor],
         batch: decoder.Batch,
         kind: str,
         max_query_len: int,
-        layer: LayerFunction | None = None,
     ) -> torch.Tensor:
-        """Finished hidden states [tok dim]; kv [layer page slot 2*kvhead hdim] is written in place.
+        """Finished hidden states [tok dim]; kv [page slot 2*kvhead hdim] of each layer is written in place.
 
-        `kind` names the plan; `layer` is the layer function, compiled or not.
+        `kind` names the plan.
         """
-        ops, config = self.ops[kind], self.config
-        layer = layer or decoder.layer_function(config)
-        hidden = decoder.embed(ops, self._top, token_ids)
-        residual = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-        for index, weights in enumerate(self._layers):
-            window = config.layer_windows[index]
-            hidden, residual, _ = layer(ops, config, weights, hidden, residual, kv[index], batch, window, max_query_len)
-        return decoder.finish(ops, config, self._top, hidden, residual)
+        calls = decoder.PlainCalls(
+            self._bound[kind],
+            self.model,
+            self._top,
+            self._layers,
+            token_ids,
+            batch.within(max_query_len),
+            torch.zeros_like,
+            partial(self._bound.of, kind),
+        )
+        finished: torch.Tensor = decoder.forward(calls, list(kv))[0]
+        return finished
+
+    @property
+    def _bound(self) -> BoundPlans:
+        """The ops. Raises InternalError for a module that only holds weights."""
+        if self._ops is None:
+            raise InternalError("this module has no ops: it holds weights only")
+        return self._ops
 
     @property
     def layer_weights(self) -> list[dict[str, torch.Tensor]]:
@@ -86,13 +97,13 @@ class Decoder(torch.nn.Module):
         """The weights that belong to no layer, by name."""
         return self._top
 
-    def finish(self, kind: str, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def finish(self, kind: str, stream: decoder.Stream) -> torch.Tensor:
         """The final norm."""
-        return decoder.finish(self.ops[kind], self.config, self._top, hidden, residual)
+        return decoder.finish(self._bound[kind], self.model, self._top, stream)
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits [row vocab] of finished hidden states [row dim]."""
-        return decoder.head(self.ops["sample"], self._top, rows)
+        return decoder.head(self._bound["sample"], self._top, rows)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:

@@ -15,10 +15,18 @@ from ..ops.recording import Call
 from ..ops.shapes import results
 from ..shared.config import ResolvedConfig
 from ..shared.models import decoder
-from ..shared.models.calls import KINDS, ModelShapes, largest_first, record_layers, record_samplers
+from ..shared.models.calls import (
+    ModelShapes,
+    RecordedCalls,
+    largest_first,
+    plan_programs,
+    record_layers,
+    record_samplers,
+)
 from ..shared.models.config import ModelConfig
+from ..shared.models.spec import Model
+from ..shared.models.stages import any_replaced, is_replaced
 from .kernels import preferred
-from .module import Decoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_DTYPES = DTYPES | {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
@@ -35,8 +43,7 @@ def chooser(config: ResolvedConfig) -> Callable[..., Plan]:
 
 def make_plans(model: ModelConfig, config: ResolvedConfig) -> Plans:
     """Choose implementations for the calls of all programs. Raises OpError."""
-    choose = chooser(config)
-    return Plans({kind: choose(calls=record(model, config, kind)) for kind in KINDS})
+    return plan_programs(model, chooser(config), lambda kind: record(model, config, kind))
 
 
 def record(model: ModelConfig, config: ResolvedConfig, kind: str) -> list[Call]:
@@ -46,39 +53,39 @@ def record(model: ModelConfig, config: ResolvedConfig, kind: str) -> list[Call]:
         tokens = {d.tokens for d in config.table() if d.kind == "mixed"}
         parts = {min(n, PROMPT_ROWS) for n in tokens} | {n % PROMPT_ROWS for n in tokens}
         record_samplers(recorder, shapes, sorted(parts - {0}))
-    elif decoder.layer_function(model) is decoder.layer:
-        record_layers(recorder, shapes, kind, partial(drops_rows, model))
-    else:
+    elif any_replaced(shapes.spec):
         _trace(recorder, shapes, kind)
+    else:
+        record_layers(recorder, shapes, kind, partial(drops_rows, decoder.model_of(model)))
     return recorder.calls
 
 
-def drops_rows(model: ModelConfig, d: Descriptor) -> bool:
+def drops_rows(model: Model, d: Descriptor) -> bool:
     """Whether the last layer drops the tokens that nothing is sampled from, behind attention: most of its work in a
     prompt.
     """
-    plain = decoder.layer_function(model) is decoder.layer
-    *windows, last = model.layer_windows
+    *others, last = model.layers
     # Log-probabilities of prompts run it for all tokens, and at start nothing but another such layer compiles that.
-    return plain and last in windows and d.kind == "mixed" and 2 * d.requests <= d.tokens
+    return last in others and not is_replaced(last) and d.kind == "mixed" and 2 * d.requests <= d.tokens
 
 
 def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
-    """Run the programs on the meta device, with whatever a layer from outside does between its ops."""
+    """Run the programs on the meta device, with whatever a stage from outside does between its ops."""
     native = resolve("torch", enable=("none",))  # kernels do not run on the meta device
     known = results(_empty)
     ops = native.bind(lambda op, function: recorder.wrap(op, _without_data(op, function, known)))
-    model, dtype = shapes.layers, DTYPES[shapes.config.dtype]
-    module = Decoder(model, decoder.abstract(model), {kind: ops}, dtype, torch.device("meta"))
-    module.freeze()
-    kv = _tensor(shapes.cache())
+    top, weights = ({n: _tensor(x) for n, x in shapes.weights(layered).items()} for layered in (False, True))
+    model, count = shapes.spec, len(shapes.spec.layers)
     for d in largest_first(shapes.config, kind):
         recorder.program = str(d)
         ids = torch.empty(d.tokens, dtype=torch.int32, device="meta")
         batch = decoder.Batch(*map(_tensor, shapes.batch(d)))
-        hidden = module(ids, [kv] * model.num_layers, batch, d.kind, d.max_query_len)
+        parts = ops, model, top, [weights] * count, ids, batch, torch.zeros_like
+        calls = RecordedCalls(recorder, model.layers, *parts)
+        finished, _ = decoder.forward(calls, [_tensor(shapes.cache())] * count)
         if d.requests < d.tokens:
-            module.finish(d.kind, hidden[: d.requests], hidden[: d.requests])
+            rows = finished[: d.requests]
+            calls.finish(decoder.Stream(rows, rows))
 
 
 def _without_data(op: Op, function: Callable[..., Any], known: Any) -> Callable[..., Any]:

@@ -7,12 +7,13 @@ sampler of its number of requests, which reads them. Each is a plain function un
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..bucketing import Descriptor, Table
-from ..ops import Plans
+from ..ops import BoundPlans, Plans
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from ..shared.models import decoder
 from ..shared.models.sampler import known_processors, sample
@@ -23,6 +24,7 @@ from .graphs import GraphRecorder
 from .inputs import StepInputs
 from .module import Decoder
 from .plans import drops_rows
+from .regional import RegionalPass
 
 TOP = "top"
 
@@ -33,7 +35,7 @@ class Programs:
     def __init__(
         self,
         module: Decoder,
-        ops: Mapping[str, Any],
+        ops: BoundPlans,
         plans: Plans,
         compilation: ResolvedCompilation,
         table: Table,
@@ -50,10 +52,10 @@ class Programs:
         self.rows = torch.zeros((rows, module.config.hidden_size), dtype=dtype, device=device)
         self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(table.max_requests + 1, dtype=torch.int32, device=device)
-        self.host_metadata = {kind: plans[kind].host_metadata for kind in ("decode", "mixed")}
+        self.host_metadata = {kind: plans.host_metadata(kind) for kind in ("decode", "mixed")}
         self._variants = variants(table, compilation)
         self._compiler = RegionCompiler(compilation)
-        self._layers = LayerCompiler(module.config, ops, self._compiler, self._variants, compiled)
+        self._layers = LayerCompiler(module.model, ops, self._compiler, self._variants, compiled)
         self._plumbing = plumbing.plumbing(device)
         self._loops = loops
         self._sample_is_kernel = plans["sample"]["sample"].implementation.opaque
@@ -123,7 +125,7 @@ class Programs:
         """Run the model without a graph; finished hidden states [T dim] of all tokens."""
         if self._whole is not None:
             return self._run_whole(self._whole, d)
-        return self._finish(d, *self._forward(d))
+        return self._forward(d)
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits of finished rows."""
@@ -171,20 +173,16 @@ class Programs:
     def _samplers_of(self, d: Descriptor) -> tuple[str, ...]:
         return (*SAMPLERS, TOP) if self._by_requests[d.requests] == d else ()
 
-    def _rows(self, d: Descriptor, whole: bool = True) -> None:
+    def _rows(self, d: Descriptor, every_layer: bool = True) -> None:
         # In a decode program the token of request i is token i.
         index = self._inputs.fields(d)["sample_index"] if d.kind == "mixed" else slice(None)
         if self._whole is not None:
             finished = self._run_whole(self._whole, d)[index]
         elif self._drops_rows(d):
-            finished = self._finish(d, *self._forward(d, whole, index))
+            finished = self._forward(d, every_layer, rows=index)
         else:
-            hidden, residual = self._forward(d, whole)
-            finished = self._finish(d, hidden[index], residual[index])
+            finished = self._forward(d, every_layer, selects=index)
         self.rows[: d.requests].copy_(finished)
-
-    def _finish(self, d: Descriptor, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self._module.finish(d.kind, hidden, residual)
 
     def _run_whole(self, whole: Callable[..., torch.Tensor], d: Descriptor) -> torch.Tensor:
         f = self._inputs.fields(d)
@@ -205,23 +203,44 @@ class Programs:
             return self._compiler.compile(start_of(ops, plumbing.select), variant, "start")
         return start_of(ops, self._plumbing.select)
 
-    @staticmethod
-    def _different(layers: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """One of the layers that share a function."""
-        return list({id(layer[0]): layer for layer in layers}.values())
-
     def _put_pages(self, fields: Mapping[str, torch.Tensor]) -> None:
         self._plumbing.put_pages(self._inputs.pages, fields["page_index"], fields["page_value"])
 
     def _drops_rows(self, d: Descriptor) -> bool:
-        return drops_rows(self._module.config, d)
+        return drops_rows(self._module.model, d)
 
-    def _forward(self, d: Descriptor, whole: bool = True, *rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden and residual of all tokens, or of the tokens `rows`."""
+    def _forward(
+        self,
+        d: Descriptor,
+        every_layer: bool = True,
+        *,
+        rows: torch.Tensor | None = None,
+        selects: Any = None,
+    ) -> torch.Tensor:
+        """Finished hidden states of all tokens, or of the tokens `rows` (which the last layer keeps) or `selects`."""
+        marking = self._marking and d.kind in self._layers.compiled
+
+        def mark(stream: decoder.Stream) -> None:
+            self._compiler.mark(self._variants[d], stream)
+
+        execution = RegionalPass(
+            d,
+            self._module,
+            self._layers,
+            partial(self._start, d, marking),
+            drops=rows is not None,
+            selects=selects,
+            every_layer=every_layer,
+            before_layer=mark if marking else None,
+        )
+        finished: torch.Tensor = decoder.forward(execution, self._kv, rows)[0]
+        return finished
+
+    def _start(self, d: Descriptor, marking: bool) -> tuple[decoder.Stream, decoder.Batch]:
+        """What the first layer reads, from the inputs of a step."""
         f = self._inputs.fields(d)
         self._put_pages(f)
         variant = self._variants[d]
-        marking = self._marking and d.kind in self._layers.compiled
         if variant not in self._starts:
             self._starts[variant] = self._make_start(variant)
         given = f["token_ids"], f["positions"], f["rows"]
@@ -234,15 +253,7 @@ class Programs:
         batch = self._batch(d, cos, sin, pages)
         if marking:
             self._layers.mark(d, self._kv, batch)
-        layers = list(zip(self._layers.layers(d, bool(rows)), self._module.layer_weights, self._kv, strict=True))
-        if not whole:
-            layers = self._different(layers)
-        for number, (layer, weights, kv) in enumerate(layers, 1):
-            if marking:
-                self._compiler.mark(variant, (hidden, residual))
-            wanted = rows if number == len(layers) else ()
-            hidden, residual = layer(weights, hidden, residual, kv, batch, *wanted)
-        return hidden, residual
+        return decoder.Stream(hidden, residual), batch
 
     def _sample(self, requests: int, sampler: Any) -> Any:
         ops = self._ops["sample"]

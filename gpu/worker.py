@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..bucketing import Descriptor, Table
-from ..ops import Choice, OpError, Plan, Plans
+from ..ops import BoundPlans, Choice, OpError, Plan, Plans
 from ..ops.bindings.torch import bind
 from ..ops.namespaces.torch_ import to_numpy
 from ..shared.cache_folder import write_atomically
@@ -157,7 +157,7 @@ class TorchWorker:
             raise ConfigError(f"op_priority, enable_ops: {error}") from error
         self._compilation, self.changes = fit_mode(config.compilation, self._plans)
         check_options(self._compilation.inductor_compile_config)
-        self._compiled = compiled_kinds(model, self._plans, self._compilation)
+        self._compiled = compiled_kinds(decoder.model_of(model), self._plans, self._compilation)
         check_effect(self._compilation, self._compiled)
         self.config = config = replace(config, compilation=self._compilation)
         self._ops = bind_plans(self._plans, self._compilation, self._compiled)
@@ -471,7 +471,7 @@ def fit_mode(compilation: ResolvedCompilation, plans: Plans) -> tuple[ResolvedCo
     """
     changes = []
     for kind in ("decode", "mixed"):
-        mode, readers = compilation.cudagraph_mode, host_readers(plans[kind])
+        mode, readers = compilation.cudagraph_mode, host_readers(plans.every(kind))
         if mode.step_mode(kind) is CUDAGraphMode.FULL and readers:
             op, provider = readers[0].op, readers[0].provider
             why = f"in {kind} steps {op} is {provider!r}, which reads lengths on the host"
@@ -488,18 +488,18 @@ def fit_mode(compilation: ResolvedCompilation, plans: Plans) -> tuple[ResolvedCo
         )
     for kind in ("decode", "mixed"):
         if compilation.cudagraph_mode.step_mode(kind) is CUDAGraphMode.PIECEWISE:
-            _check_splits(compilation, kind, plans[kind])
+            _check_splits(compilation, kind, plans.every(kind))
     return compilation, changes
 
 
-def host_readers(plan: Plan) -> list[Choice]:
-    """The choices of a plan that read lengths on the host, which a graph would replay as they were at its capture."""
-    return [choice for choice in plan.choices.values() if choice.implementation.host_metadata]
+def host_readers(plans: Sequence[Plan]) -> list[Choice]:
+    """The choices of plans that read lengths on the host, which a graph would replay as they were at its capture."""
+    return [choice for plan in plans for choice in plan.choices.values() if choice.implementation.host_metadata]
 
 
-def _check_splits(compilation: ResolvedCompilation, kind: str, plan: Plan) -> None:
+def _check_splits(compilation: ResolvedCompilation, kind: str, plans: Sequence[Plan]) -> None:
     """Raise ConfigError if a graph between splits would hold an op that reads lengths on the host."""
-    for choice in host_readers(plan):
+    for choice in host_readers(plans):
         if choice.op not in compilation.splitting_ops:
             raise ConfigError(
                 f"splitting_ops: got {list(compilation.splitting_ops)}, with cudagraph_mode "
@@ -509,11 +509,12 @@ def _check_splits(compilation: ResolvedCompilation, kind: str, plan: Plan) -> No
             )
 
 
-def bind_plans(plans: Plans, compilation: ResolvedCompilation, compiled: frozenset[str]) -> dict[str, Any]:
-    """The ops of each kind of program, opaque to a compiler where they must be."""
-    bound = {}
-    for kind, plan in plans.by_kind.items():
+def bind_plans(plans: Plans, compilation: ResolvedCompilation, compiled: frozenset[str]) -> BoundPlans:
+    """The ops of all programs, opaque to a compiler where they must be."""
+
+    def bind_one(kind: str, plan: Plan) -> Any:
         split = kind != "sample" and compilation.cudagraph_mode.has_mode(CUDAGraphMode.PIECEWISE)
         chosen = splittable(plan, compilation.splitting_ops) if split else plan
-        bound[kind] = bind(chosen, compiling=kind in compiled or compilation.road == "piecewise")
-    return bound
+        return bind(chosen, compiling=kind in compiled or compilation.road == "piecewise")
+
+    return BoundPlans(plans, bind_one)

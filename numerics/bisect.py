@@ -20,6 +20,7 @@ import numpy as np
 from ..ops import REGISTRY
 from ..ops.testing import providers
 from ..shared.models import decoder
+from ..shared.models.spec import Layer
 from ..shared.step import StepInput
 from .environment import describe_side
 from .errors import EQUAL, FAILED, NOT_COMPARED, NotComparable
@@ -28,8 +29,9 @@ from .judging import OpJudge, gate_for
 from .metrics import measure
 from .model import declare_programs, traced
 from .ops_check import INTERPRETED
+from .passes import run_stepwise
 from .reference import Reference, State, evaluate, step_batch, storage_dtype
-from .runners import Fault, Runner, create_runner
+from .runners import Fault, Program, Runner, create_runner, plan_of
 from .steps import pages_of, real_tokens
 from .subject import HostWeights, Subject, Target
 from .taps import Call, Declared
@@ -41,6 +43,10 @@ Verdict = Literal["layers", "ops", "logits"]
 VERDICTS: tuple[Verdict, ...] = ("layers", "ops", "logits")
 EMBED, FINISH, HEAD = -1, -2, -3
 """Places outside of layers; layers are numbers from 0."""
+_Stream = tuple[np.ndarray, np.ndarray]
+"""hidden and residual."""
+_Streams = tuple[_Stream, _Stream]
+"""Those of the exact reference, and of the faithful one."""
 NAMES = {EMBED: "embed", FINISH: "finish", HEAD: "head"}
 
 
@@ -150,44 +156,58 @@ class Oracle:
         self.faithful = Reference(self.model, self.tables, exact=False)
         self.rights: list[dict[int, _Right]] = []
         self.logits: list[tuple[np.ndarray, np.ndarray]] = []
-        self.calls: list[dict[str, list[Call]]] = []
+        self.calls: list[dict[Program, list[Call]]] = []
         self._run()
 
     def _run(self) -> None:
         exact, local = (Reference(self.model, self.tables, exact=True) for _ in range(2))
         kv = [cache.astype(np.float64) for cache in self.start]
-        top = self.weights.top()
         own_kv = list(self.start)
         for step in self.steps:
             for reference in (exact, local, self.faithful):
                 reference.begin(step)
             self.calls.append(traced(local, self.weights, self.start[0]))
-            right: dict[int, _Right] = {}
-            hidden = exact.embed(top)
-            right[EMBED] = _Right(None, hidden, self.faithful.embed(top), exact.calls)
-            residual = np.zeros_like(hidden)
-            own = self.faithful.embed(top)
-            own_residual = np.zeros_like(own)
-            for index in range(self.model.num_layers):
-                weights = self.weights.layer(index)
-                given: State = (
-                    hidden.astype(self.dtype), residual.astype(self.dtype), kv[index].astype(self.dtype)
-                )  # fmt: skip
-                hidden, residual, kv[index] = exact.layer(index, weights, (hidden, residual, kv[index]))
-                out = _sum(local.layer(index, weights, given))
-                noisy = _sum(self.faithful.layer(index, weights, given))
-                right[index] = _Right(given, out, noisy, local.calls)
-                own, own_residual, own_kv[index] = self.faithful.layer(
-                    index, weights, (own, own_residual, own_kv[index])
-                )
-            end = hidden.astype(self.dtype), residual.astype(self.dtype)
-            rows = local.finish(top, *end)
-            right[FINISH] = _Right(end, rows, self.faithful.finish(top, *end), local.calls)
+            kv, own_kv = self._step(exact, local, kv, own_kv)
+
+    def _step(
+        self, exact: Reference, local: Reference, exact_kv: list[np.ndarray], own_kv: list[np.ndarray]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Run the step that the references have begun; returns their caches behind it."""
+        top, faithful = self.weights.top(), self.faithful
+        right: dict[int, _Right] = {}
+
+        def start() -> _Streams:
+            hidden, own = exact.embed(top), faithful.embed(top)
+            right[EMBED] = _Right(None, hidden, own, exact.calls)
+            return (hidden, np.zeros_like(hidden)), (own, np.zeros_like(own))
+
+        def layer(index: int, streams: _Streams, caches: Any) -> tuple[_Streams, Any]:
+            (hidden, residual), (own, own_residual) = streams
+            kv, own_kv = caches
+            weights = self.weights.layer(index)
+            given: State = (
+                hidden.astype(self.dtype), residual.astype(self.dtype), kv.astype(self.dtype)
+            )  # fmt: skip
+            hidden, residual, kv = exact.layer(index, weights, (hidden, residual, kv))
+            out = _sum(local.layer(index, weights, given))
+            noisy = _sum(faithful.layer(index, weights, given))
+            right[index] = _Right(given, out, noisy, local.calls)
+            own, own_residual, own_kv = faithful.layer(index, weights, (own, own_residual, own_kv))
+            return ((hidden, residual), (own, own_residual)), (kv, own_kv)
+
+        def end(streams: _Streams) -> None:
+            (hidden, residual), own = streams
+            given = hidden.astype(self.dtype), residual.astype(self.dtype)
+            rows = local.finish(top, *given)
+            right[FINISH] = _Right(given, rows, faithful.finish(top, *given), local.calls)
             rows = rows.astype(self.dtype)
-            right[HEAD] = _Right(rows, local.head(top, rows), self.faithful.head(top, rows), local.calls)
+            right[HEAD] = _Right(rows, local.head(top, rows), faithful.head(top, rows), local.calls)
             self.rights.append(right)
             exact_logits = exact.head(top, exact.finish(top, hidden, residual))
-            self.logits.append((exact_logits, self.faithful.head(top, self.faithful.finish(top, own, own_residual))))
+            self.logits.append((exact_logits, faithful.head(top, faithful.finish(top, *own))))
+
+        _, caches = run_stepwise(start, layer, end, list(zip(exact_kv, own_kv, strict=True)))
+        return [kv for kv, _ in caches], [kv for _, kv in caches]
 
 
 class Suspect:
@@ -196,28 +216,31 @@ class Suspect:
     def __init__(self, oracle: Oracle, runner: Runner) -> None:
         self.oracle, self.runner, self.runs = oracle, runner, 0
         runner.allocate(oracle.pages)
-        self._declared: list[dict[str, tuple[Declared, ...]]] = [
+        self._declared: list[dict[Program, tuple[Declared, ...]]] = [
             declare_programs(calls, runner.plans, step.descriptor.kind, ("*",))
             for calls, step in zip(oracle.calls, oracle.steps, strict=True)
         ]
 
     # --- parts ---------------------------------------------------------------------------------------------------
 
-    def sites(self, inside: str = "") -> list[str]:
+    def _layer(self, place: int) -> Layer:
+        return self.runner.spec.layers[place]
+
+    def sites(self, place: int, inside: str = "") -> list[str]:
         """Keys of the op calls of a layer, or of those directly inside of one."""
         prefix = f"{inside}/" if inside else ""
-        keys = [tap.key for tap in self._declared[0]["layer"]]
+        keys = [tap.key for tap in self._declared[0][self._layer(place)]]
         return [k for k in keys if k.startswith(prefix) and "/" not in k[len(prefix) :] and k != inside]
 
-    def op_of(self, key: str) -> str:
+    def op_of(self, place: int, key: str) -> str:
         """The op of a call in a layer."""
-        return next(tap.op for tap in self._declared[0]["layer"] if tap.key == key)
+        return next(tap.op for tap in self._declared[0][self._layer(place)] if tap.key == key)
 
-    def provider(self, op: str, sample: bool = False) -> str:
-        """Which implementation of an op runs here."""
-        plans = self.runner.plans
-        kinds = ["sample"] if sample else list(dict.fromkeys(step.descriptor.kind for step in self.oracle.steps))
-        return "+".join(dict.fromkeys(plans[kind][op].provider for kind in kinds))
+    def provider(self, op: str, place: int) -> str:
+        """Which implementation of an op runs at a place."""
+        program = NAMES[place] if place < 0 else self._layer(place)
+        plans = [plan_of(self.runner.plans, step.descriptor.kind, program) for step in self.oracle.steps]
+        return "+".join(dict.fromkeys(plan[op].provider for plan in plans))
 
     # --- verdicts ------------------------------------------------------------------------------------------------
 
@@ -240,8 +263,8 @@ class Suspect:
         self.runner.prepare(step, self._declared[number])
         self.runner.begin(step)
 
-    def _replaced(self, trusted: Collection[str]) -> dict[str, Callable[..., Any]]:
-        return {key: self._reference_of(self.op_of(key)) for key in trusted}
+    def _replaced(self, place: int, trusted: Collection[str]) -> dict[str, Callable[..., Any]]:
+        return {key: self._reference_of(self.op_of(place, key)) for key in trusted}
 
     def _reference_of(self, op: str) -> Callable[..., Any]:
         """An op as the faithful reference computes it, on arrays of the device."""
@@ -271,7 +294,7 @@ class Suspect:
         if trusted is None:
             out, taps = runner.layer(place, *moved)
         else:
-            out, taps = runner.by_op(place, *moved, self._replaced(trusted))
+            out, taps = runner.by_op(place, *moved, self._replaced(place, trusted))
         return tuple(runner.download(x) for x in out), taps
 
     def _local(self, verdict: Verdict, number: int, place: int, trusted: Collection[str] | None) -> bool:
@@ -283,34 +306,51 @@ class Suspect:
             m = measure(got[:real], right.exact[:real], right.faithful[:real])
             return any(gate_for(oracle.mode, "layer", m, oracle.reduction).complaints(m))
         judge = OpJudge(oracle.mode, right.calls, real, oracle.reduction)
-        declared = self._declared[number][NAMES.get(place, "layer")]
+        declared = self._declared[number][NAMES[place] if place < 0 else self._layer(place)]
         pairs = zip(declared, taps, strict=True)
         return any(found.complaints for tap, values in pairs if values is not None for found in judge(tap, *values))
 
     def _whole(self, places: Collection[int], trusted: Collection[str] | None) -> bool:
         """The verdict on the logits of the whole run."""
-        oracle, model = self.oracle, self.oracle.model
+        oracle, model, top = self.oracle, self.oracle.model, self.oracle.weights.top()
         kv = list(oracle.start)
-        top = oracle.weights.top()
         for number, step in enumerate(oracle.steps):
             self._begin(number)
             oracle.faithful.begin(step)
-            hidden = self._compute(EMBED, None, None)[0] if EMBED in places else oracle.faithful.embed(top)
-            residual = np.zeros_like(hidden)
-            for index in range(model.num_layers):
-                state = hidden, residual, kv[index]
-                if index in places:
-                    hidden, residual, kv[index] = self._compute(index, state, trusted)[0]
-                else:
-                    hidden, residual, kv[index] = oracle.faithful.layer(index, oracle.weights.layer(index), state)
-            end = hidden, residual
-            rows = self._compute(FINISH, end, None)[0] if FINISH in places else oracle.faithful.finish(top, *end)
+            rows, kv = self._rows(kv, places, trusted)
             logits = self._compute(HEAD, rows, None)[0] if HEAD in places else oracle.faithful.head(top, rows)
             real = real_tokens(step)
             m = measure(logits[:real], *(x[:real] for x in oracle.logits[number]))
             if any(gate_for(oracle.mode, "logits", m, oracle.reduction, model.num_layers).complaints(m)):
                 return True
         return False
+
+    def _rows(
+        self, caches: list[np.ndarray], places: Collection[int], trusted: Collection[str] | None
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Finished hidden states of the step under way, computed by the suspect at `places` and else faithfully."""
+        faithful, weights = self.oracle.faithful, self.oracle.weights
+        top = weights.top()
+
+        def start() -> _Stream:
+            hidden = self._compute(EMBED, None, None)[0] if EMBED in places else faithful.embed(top)
+            return hidden, np.zeros_like(hidden)
+
+        def layer(index: int, stream: _Stream, cache: np.ndarray) -> tuple[_Stream, np.ndarray]:
+            state = (*stream, cache)
+            if index in places:
+                hidden, residual, cache = self._compute(index, state, trusted)[0]
+            else:
+                hidden, residual, cache = faithful.layer(index, weights.layer(index), state)
+            return (hidden, residual), cache
+
+        def end(stream: _Stream) -> np.ndarray:
+            rows: np.ndarray = (
+                self._compute(FINISH, stream, None)[0] if FINISH in places else faithful.finish(top, *stream)
+            )
+            return rows
+
+        return run_stepwise(start, layer, end, caches)
 
     # --- what is no op ---------------------------------------------------------------------------------------------
 
@@ -330,7 +370,7 @@ class Suspect:
         wrong: list[str] = []
         for number, step in enumerate(self.oracle.steps):
             self._begin(number)
-            wanted = step_batch(step, self.oracle.tables)._asdict()
+            wanted = step_batch(step, self.oracle.tables).arrays()
             found = self.runner.inputs(layer)
             wrong += [name for name in wanted if not _equal(found[name], wanted[name])]
         return list(dict.fromkeys(wrong))
@@ -439,7 +479,7 @@ class _Search:
     def _descend(self, verdict: Verdict, place: int, others: list[int], inside: str, held: list[str]) -> None:
         """Find the calls within a layer (or within one of its calls) that it hangs on; `held` are the reference's."""
         suspect, report = self._suspect, self._report
-        sites = suspect.sites(inside)
+        sites = suspect.sites(place, inside)
 
         def fails(part: Collection[str]) -> bool:
             return self._fails(verdict, [place, *others], [*held, *(site for site in sites if site not in part)])
@@ -448,7 +488,7 @@ class _Search:
             # Whatever computes the calls inside, it fails.
             report.bound += 1
             if inside:
-                self._add(place, suspect.op_of(inside), inside, "this op fails, whoever computes what it calls")
+                self._add(place, suspect.op_of(place, inside), inside, "this op fails, whoever computes what it calls")
             elif wrong := suspect.wrong_fields(place):
                 self._add(place, "", "", f"what the layer reads of the step is wrong: {', '.join(wrong)}")
             else:
@@ -459,13 +499,13 @@ class _Search:
         report.bound += 1 + _bound(len(sites), len(keys))
         for key in keys:
             # Only one call is searched into at a time, so the others of a set stay as they are.
-            if suspect.sites(key) and len(keys) == 1:
+            if suspect.sites(place, key) and len(keys) == 1:
                 self._descend(verdict, place, others, key, [*held, *(site for site in sites if site != key)])
             else:
-                self._add(place, suspect.op_of(key), key, "this op fails")
+                self._add(place, suspect.op_of(place, key), key, "this op fails")
 
     def _add(self, place: int, op: str, tap: str, what: str) -> None:
-        provider = self._suspect.provider(op, sample=place == HEAD) if op else ""
+        provider = self._suspect.provider(op, place) if op else ""
         self._report.culprits.append(Culprit(max(place, -1), NAMES.get(place, "layer"), op, tap, provider, what))
 
 
@@ -500,7 +540,7 @@ def _try_others(
             runner = create_runner(oracle.subject, other, fault)
             try:
                 tried = Suspect(oracle, runner)
-                if tried.provider(culprit.op, sample=place == HEAD) != name:
+                if tried.provider(culprit.op, place) != name:
                     report.notes.append(f"{culprit.op}={name} does not take this model's calls")
                     continue
                 fails = tried.fails(report.verdict or "layers", [place])  # type: ignore[arg-type]

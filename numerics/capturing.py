@@ -14,6 +14,7 @@ from .bundle_steps import Recorded
 from .environment import describe_side
 from .errors import NotComparable
 from .model import declare_programs, traced
+from .passes import run_stepwise
 from .reference import Reference, storage_dtype
 from .runners import Fault, Runner, TapValues, create_runner
 from .steps import pages_of, real_tokens
@@ -68,21 +69,30 @@ class _Camera:
         declared = declare_programs(calls, runner.plans, step.descriptor.kind, self._taps)
         runner.prepare(step, declared)
         runner.begin(step)
-        hidden, taps = runner.embed()
-        found.arrays["embed.hidden"] = runner.download(hidden)
-        keep_taps(found, "embed", declared["embed"], taps)
-        residual = runner.upload(np.zeros_like(found.arrays["embed.hidden"]))
-        for index in range(self._model.num_layers):
+
+        def start() -> tuple[Any, Any]:
+            hidden, taps = runner.embed()
+            found.arrays["embed.hidden"] = runner.download(hidden)
+            keep_taps(found, "embed", declared["embed"], taps)
+            return hidden, runner.upload(np.zeros_like(found.arrays["embed.hidden"]))
+
+        def layer(index: int, stream: tuple[Any, Any], cache: Any) -> tuple[tuple[Any, Any], Any]:
             name, before = f"layer.{index}", self._host[index]
-            (hidden, residual, self._kv[index]), taps = runner.layer(index, hidden, residual, self._kv[index])
-            after = runner.download(self._kv[index])
+            (hidden, residual, cache), taps = runner.layer(index, *stream, cache)
+            after = runner.download(cache)
             found.arrays |= {f"{name}.hidden": runner.download(hidden), f"{name}.residual": runner.download(residual)}
             keep_cache(found, name, before, after)
-            keep_taps(found, name, declared["layer"], taps, {"kv_in": before, "kv_out": after})
+            keep_taps(found, name, declared[runner.spec.layers[index]], taps, {"kv_in": before, "kv_out": after})
             self._host[index] = after
-        rows, taps = runner.finish(hidden, residual)
-        found.arrays["finish.rows"] = runner.download(rows)
-        keep_taps(found, "finish", declared["finish"], taps)
+            return (hidden, residual), cache
+
+        def end(stream: tuple[Any, Any]) -> Any:
+            rows, taps = runner.finish(*stream)
+            found.arrays["finish.rows"] = runner.download(rows)
+            keep_taps(found, "finish", declared["finish"], taps)
+            return rows
+
+        rows, self._kv = run_stepwise(start, layer, end, self._kv)
         logits, taps = runner.head(rows)
         found.arrays["logits"] = runner.download(logits)[: real_tokens(step)]
         keep_taps(found, "head", declared["head"], taps)

@@ -64,6 +64,7 @@ def describe_side(target: Any, device: DeviceInfo, plans: Any) -> dict[str, Any]
         "device": f"{device.platform} {device.name}",
         "plan": plans.hash,
         "implementations": {
-            kind: {op: choice.provider for op, choice in plan.choices.items()} for kind, plan in plans.by_kind.items()
+            title: {op: choice.provider for op, choice in plan.choices.items()} for title, plan in plans.titled()
         },
+        "layer_plans": plans.layer_titles(),
     }

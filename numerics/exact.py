@@ -29,7 +29,7 @@ from .exact_probes import probes
 from .faults import FaultyPlan
 from .metrics import measure
 from .reference import Reference, step_batch
-from .runners import Fault, Runner
+from .runners import Fault, Program, Runner, plan_of
 from .steps import pages_of, real_tokens
 from .subject import HostWeights, Subject
 from .taps import Call, declare
@@ -122,7 +122,7 @@ class ExactComparison:
                 progress(f"{side}: {kind}")
                 diff.findings += self._fields(side, runner, number, step, judged)
                 for layer, program, made in calls:
-                    plan = runner.plans["sample" if program == "head" else kind]
+                    plan = plan_of(runner.plans, kind, program)
                     for call, tap in _under(plan, made):
                         diff.findings += self._call(side, runner, plan, number, layer, call, tap)
         for side, runner in self.runners.items():
@@ -132,16 +132,16 @@ class ExactComparison:
         diff.seconds = time.perf_counter() - started
         return diff
 
-    def _calls(self, step: StepInput, pages: int, layers: Sequence[int]) -> list[tuple[int, str, list[Call]]]:
+    def _calls(self, step: StepInput, pages: int, layers: Sequence[int]) -> list[tuple[int, Program, list[Call]]]:
         """(layer, program, calls) of the reference: they say which ops there are, and their shapes."""
         reference, top, c = self._reference, self.weights.top(), self.model
         reference.begin(step)
         hidden = reference.embed(top)
-        found = [(-1, "embed", reference.calls)]
+        found: list[tuple[int, Program, list[Call]]] = [(-1, "embed", reference.calls)]
         kv = np.zeros((pages, self.subject.page_size, 2 * c.num_kv_heads, c.head_dim), hidden.dtype)
         for layer in layers:
             reference.layer(layer, self.weights.layer(layer), (hidden, hidden, kv))
-            found.append((layer, "layer", reference.calls))
+            found.append((layer, reference.spec.layers[layer], reference.calls))
         rows = reference.finish(top, hidden, hidden)
         found.append((-1, "finish", reference.calls))
         reference.head(top, rows)
@@ -152,7 +152,7 @@ class ExactComparison:
     ) -> Iterator[Finding]:
         """What layers are given besides activations and weights, as it lies on the device."""
         runner.begin(step)
-        real, right = real_tokens(step), step_batch(step, self._tables)._asdict()
+        real, right = real_tokens(step), step_batch(step, self._tables).arrays()
         for layer in layers:
             given = runner.inputs(layer)
             for name, want in right.items():

@@ -10,7 +10,7 @@ Most wrap the ops that the decoder itself calls, which every plan has, fused or 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..ops import Op, Plan, Plans
@@ -85,8 +85,16 @@ def faulty_plans(plans: Plans, fault: Fault) -> Plans:
     """`plans` with the fault in them. Raises ConfigError for one that is not in an op, or in one layer only."""
     if not fault.ops or fault.layer is not None:
         raise ConfigError(f"plant: {fault.name} cannot be planted in a plan: allowed are faults of ops, in all layers")
-    kinds = {k: FaultyPlan(plan.framework, plan.choices, fault=fault) for k, plan in plans.by_kind.items()}
-    return Plans(kinds)
+
+    def faulty_plan(plan: Plan) -> Plan:
+        return FaultyPlan(plan.framework, plan.choices, fault=fault)
+
+    kinds = {kind: faulty_plan(plan) for kind, plan in plans.by_kind.items()}
+    layers = {
+        kind: {layer: replace(planned, plan=faulty_plan(planned.plan)) for layer, planned in of_kind.items()}
+        for kind, of_kind in plans.layers.items()
+    }
+    return Plans(kinds, layers)
 
 
 def describe() -> Iterator[str]:

@@ -378,13 +378,7 @@ def reference_rows(subject: Subject, usual: Rows) -> dict[tuple[int, int], tuple
         caches, rows = [np.full(shape, np.nan, dtype)] * model.num_layers, []
         for step in steps:
             reference.begin(step)
-            hidden = reference.embed(weights.top())
-            residual = np.zeros_like(hidden)
-            for index in range(model.num_layers):
-                hidden, residual, caches[index] = reference.layer(
-                    index, weights.layer(index), (hidden, residual, caches[index])
-                )
-            finished = reference.finish(weights.top(), hidden, residual)
+            finished, caches = reference.run(weights.top(), weights.layer, caches)
             rows += list(reference.head(weights.top(), finished)[: real_tokens(step)])
         found.append(rows)
     return dict(zip(usual.computed, zip(*found, strict=True), strict=True))

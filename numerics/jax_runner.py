@@ -13,11 +13,13 @@ import numpy as np
 from ..ops import Op, Plan
 from ..ops.plan import COMPOSITION
 from ..shared.models import decoder
+from ..shared.models.blocks import single_blocks
+from ..shared.models.spec import Layer
 from ..shared.progress import silent
 from ..shared.step import StepInput
 from ..tpu.sharding import make_mesh
 from ..tpu.weights import load_weights
-from .runners import Runner, TapValues
+from .runners import Program, Runner, TapValues
 from .subject import Subject
 from .taps import Declared, Tapped
 
@@ -32,14 +34,14 @@ class JaxRunner(Runner):
     def _load(self, subject: Subject) -> tuple[dict[str, jax.Array], list[dict[str, jax.Array]]]:
         self._where = jax.devices(PLATFORMS[self.device.platform])[0]
         self._single: dict[Any, Any] = {}
-        segments = [(i, i + 1, window) for i, window in enumerate(subject.model.layer_windows)]
+        blocks = single_blocks(subject.model.num_layers)
         weights = load_weights(
-            subject.folder, self.config.load_format, subject.model, decoder.abstract(subject.model), segments,
+            subject.folder, self.config.load_format, subject.model, decoder.abstract(subject.model), blocks,
             jnp.dtype(self.config.dtype), self.config.seed, make_mesh([self._where], 1), silent,
         )  # fmt: skip
         layers = [
-            {name: jax.device_put(x[0], self._where) for name, x in segment.items()}
-            for segment in weights.pop("segments")
+            {name: jax.device_put(x[0], self._where) for name, x in of_layer.items()}
+            for (of_layer,) in weights.pop("blocks")
         ]
         return {name: jax.device_put(x, self._where) for name, x in weights.items()}, layers
 
@@ -51,7 +53,7 @@ class JaxRunner(Runner):
         """An array on the host."""
         return np.asarray(x)
 
-    def prepare(self, step: StepInput, taps: Mapping[str, Sequence[Declared]]) -> None:
+    def prepare(self, step: StepInput, taps: Mapping[Program, Sequence[Declared]]) -> None:
         """Compile the programs of the step's descriptor."""
         self.begin(step)
         self._taps = taps
@@ -62,10 +64,10 @@ class JaxRunner(Runner):
             ("head", self._top_faulty): (self._head, (self._top, hidden)),
         }
         kv = jax.ShapeDtypeStruct(self.kv_shape(), jnp.dtype(self.config.dtype))
-        for index, window in enumerate(self._model.layer_windows):
+        for index, spec in enumerate(self.spec.layers):
             faulty = self.fault.at(index) and bool(self.fault.ops)
             arguments = (self._layers[index], hidden, hidden, kv, self._batch[False])
-            jobs["layer", window, faulty] = (partial(self._layer, window, faulty), arguments)
+            jobs["layer", spec, faulty] = (partial(self._layer, spec, faulty), arguments)
         for name, (function, arguments) in jobs.items():
             key = (step.descriptor, self._pages, name)
             if key not in self._programs:
@@ -76,7 +78,7 @@ class JaxRunner(Runner):
     def _bound(self, tapped: Tapped) -> Any:
         return self.plans[self._step.descriptor.kind].bind(tapped.wrap)
 
-    def _tapped(self, program: str, faulty: bool = False, replaced: Mapping[str, Any] | None = None) -> Tapped:
+    def _tapped(self, program: Program, faulty: bool = False, replaced: Mapping[str, Any] | None = None) -> Tapped:
         return Tapped(self._taps[program], faults=self._faults(faulty), replaced=replaced or {})
 
     def _embed(self, top: Any, ids: jax.Array) -> Any:
@@ -84,17 +86,18 @@ class JaxRunner(Runner):
         return decoder.embed(self._bound(tapped), top, ids), tapped.values
 
     def _layer(
-        self, window: int, faulty: bool, weights: Any, hidden: Any, residual: Any, kv: Any, batch: Any,
+        self, spec: Layer, faulty: bool, weights: Any, hidden: Any, residual: Any, kv: Any, batch: decoder.Batch,
     ) -> Any:  # fmt: skip
-        tapped = self._tapped("layer", faulty)
-        function, model = decoder.layer_function(self._model), self._model
-        query_len = self._step.descriptor.max_query_len
-        out = function(self._bound(tapped), model, weights, hidden, residual, kv, batch, window, query_len)
-        return out, tapped.values
+        tapped, d = self._tapped(spec, faulty), self._step.descriptor
+        ops = self.plans.of(d.kind, spec).bind(tapped.wrap)
+        stream, batch = decoder.Stream(hidden, residual), batch.within(d.max_query_len)
+        stream, kv = decoder.layer(ops, spec, weights, stream, kv, batch)
+        return (*stream, kv), tapped.values
 
     def _finish(self, top: Any, hidden: jax.Array, residual: jax.Array) -> Any:
         tapped = self._tapped("finish", self._top_faulty)
-        return decoder.finish(self._bound(tapped), self._model, top, hidden, residual), tapped.values
+        stream = decoder.Stream(hidden, residual)
+        return decoder.finish(self._bound(tapped), self.spec, top, stream), tapped.values
 
     def _head(self, top: Any, rows: jax.Array) -> Any:
         tapped = self._tapped("head", self._top_faulty)
@@ -104,12 +107,13 @@ class JaxRunner(Runner):
         self, index: int, hidden: Any, residual: Any, kv: Any, replaced: Mapping[str, Callable[..., Any]]
     ) -> tuple[Any, TapValues]:
         """One layer, each op compiled for itself."""
-        here, model, plan = self.fault.at(index), self._model, self.plans[self._step.descriptor.kind]
-        tapped = self._tapped("layer", here and bool(self.fault.ops), replaced)
+        here, spec = self.fault.at(index), self.spec.layers[index]
+        plan = self.plans.of(self._step.descriptor.kind, spec)
+        tapped = self._tapped(spec, here and bool(self.fault.ops), replaced)
         ops = plan.bind(lambda op, f: tapped.wrap(op, self._alone(plan, op, f)))
-        given = self._layers[index], hidden, residual, kv, self._batch[here], model.layer_windows[index]
-        out = decoder.layer_function(model)(ops, model, *given, self._step.descriptor.max_query_len)
-        return out, self._host(tapped.values)
+        stream = decoder.Stream(hidden, residual)
+        stream, kv = decoder.layer(ops, spec, self._layers[index], stream, kv, self._batch[here])
+        return (*stream, kv), self._host(tapped.values)
 
     def _alone(self, plan: Plan, op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
         """An op as a program; what is composed of ops stays as it is."""

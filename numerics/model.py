@@ -24,15 +24,19 @@ from .gates import Mode
 from .judging import OpJudge, gate_for
 from .logits_metrics import compare_logits
 from .metrics import measure
+from .passes import run_stepwise
 from .reference import Reference, State, storage_dtype
-from .runners import Fault, Runner, create_runner
+from .runners import Fault, Program, Runner, create_runner, plan_of
 from .steps import pages_of, place, real_tokens
 from .subject import HostWeights, Subject, Target
 from .taps import Call, Declared, declare
 from .weights import check_weights
 
 Progress = Callable[[str], None]
-PROGRAMS = "embed", "layer", "finish", "head"
+Streams = dict[bool, tuple[np.ndarray, np.ndarray]]
+"""hidden and residual of the exact reference (True) and of the faithful one."""
+Caches = dict[bool, np.ndarray]
+"""The cache of a layer in both references."""
 
 
 @dataclass(slots=True)
@@ -84,12 +88,13 @@ class Comparison:
 
     def given(self, index: int) -> State:
         """What a layer is given in a local run."""
-        state = self._hidden[True], self._residual[True], self._kv[True][index]
-        return state[0].astype(self.dtype), state[1].astype(self.dtype), state[2].astype(self.dtype)
+        hidden, residual = self.given_end()
+        return hidden, residual, self._kv[index][True].astype(self.dtype)
 
     def given_end(self) -> tuple[np.ndarray, np.ndarray]:
         """What the final norm is given."""
-        return self._hidden[True].astype(self.dtype), self._residual[True].astype(self.dtype)
+        hidden, residual = self._streams[True]
+        return hidden.astype(self.dtype), residual.astype(self.dtype)
 
     def given_rows(self, exact: np.ndarray) -> np.ndarray:
         """What the head is given, where the exact reference has `exact`."""
@@ -106,7 +111,7 @@ class Comparison:
         shape = (pages, self.subject.page_size, 2 * c.num_kv_heads, c.head_dim)
         # Slots that nobody wrote hold NaN: whoever reads one shows it.
         start = self.start(shape)
-        self._kv = {True: [x.astype(np.float64) for x in start], False: list(start)}
+        self._kv = [{True: x.astype(np.float64), False: x} for x in start]
         for side in self.sides:
             side.runner.allocate(pages)
             side.kv = [side.runner.upload(x) for x in start]
@@ -128,36 +133,33 @@ class Comparison:
             side.runner.prepare(step, declared[side.name])
             side.runner.begin(step)
         self._declared = declared
-        self._embed()
-        for index in range(self.model.num_layers):
-            self._layer(index)
-        self._end()
+        _, self._kv = run_stepwise(self._embed, self._layer, self._end, self._kv)
 
-    def _declare(self) -> dict[str, dict[str, tuple[Declared, ...]]]:
+    def _declare(self) -> dict[str, dict[Program, tuple[Declared, ...]]]:
         """The taps of each side's programs."""
-        calls = traced(self.local, self.weights, self._kv[True][0])
+        calls = traced(self.local, self.weights, self._kv[0][True])
         return {
             side.name: declare_programs(calls, side.runner.plans, self.step.descriptor.kind, self.taps)
             for side in self.sides
         }
 
-    def _embed(self) -> None:
+    def _embed(self) -> Streams:
         top = self.weights.top()
-        self._hidden = {True: self.exact.embed(top), False: self.faithful.embed(top)}
-        self._residual = {k: np.zeros_like(x) for k, x in self._hidden.items()}
+        hidden = {True: self.exact.embed(top), False: self.faithful.embed(top)}
+        self._streams: Streams = {exact: (x, np.zeros_like(x)) for exact, x in hidden.items()}
         for side in self.sides:
             side.hidden, taps = side.runner.embed()
-            side.residual = side.runner.upload(np.zeros(self._hidden[False].shape, self.dtype))
+            side.residual = side.runner.upload(np.zeros(hidden[False].shape, self.dtype))
             self._ops(side, "embed", -1, self.exact.calls, taps)
+        return self._streams
 
-    def _layer(self, index: int) -> None:
-        weights = self.weights.layer(index)
-        given = self.given(index)
+    def _layer(self, index: int, streams: Streams, caches: Caches) -> tuple[Streams, Caches]:
+        weights, given = self.weights.layer(index), self.given(index)
+        after, written = {}, {}
         for exact, reference in ((True, self.exact), (False, self.faithful)):
-            state = reference.layer(
-                index, weights, (self._hidden[exact], self._residual[exact], self._kv[exact][index])
-            )
-            self._hidden[exact], self._residual[exact], self._kv[exact][index] = state
+            *stream, cache = reference.layer(index, weights, (*streams[exact], caches[exact]))
+            after[exact], written[exact] = (stream[0], stream[1]), cache
+        self._streams = after
         judged = index in self.layers
         if judged:
             right = _sum(self.local.layer(index, weights, given))
@@ -167,7 +169,7 @@ class Comparison:
             runner = side.runner
             if judged:
                 out, taps = runner.layer(index, *(runner.upload(x) for x in given))
-                self._ops(side, "layer", index, calls, taps)
+                self._ops(side, self.exact.spec.layers[index], index, calls, taps)
                 got = _sum(tuple(runner.download(x) for x in out[:2]))
                 self._find(side, "layer", index, "output", got, right, noisy)
             (side.hidden, side.residual, side.kv[index]), _ = runner.layer(
@@ -175,14 +177,15 @@ class Comparison:
             )
             if judged:
                 own = _sum(tuple(runner.download(x) for x in (side.hidden, side.residual)))
-                right_, noisy_ = (_sum((self._hidden[e], self._residual[e])) for e in (True, False))
+                right_, noisy_ = (_sum(after[exact]) for exact in (True, False))
                 self._find(side, "inherited", index, "output", own, right_, noisy_)
+        return after, written
 
-    def _end(self) -> None:
+    def _end(self, streams: Streams) -> None:
         top = self.weights.top()
         given = self.given_end()
         rows = {
-            exact: reference.finish(top, self._hidden[exact], self._residual[exact])
+            exact: reference.finish(top, *streams[exact])
             for exact, reference in ((True, self.exact), (False, self.faithful))
         }
         self.local.finish(top, *given)
@@ -211,9 +214,9 @@ class Comparison:
 
     # --- findings ----------------------------------------------------------------------------------------------------
 
-    def _ops(self, side: _Side, program: str, layer: int, calls: Any, taps: Any) -> None:
+    def _ops(self, side: _Side, program: Program, layer: int, calls: Any, taps: Any) -> None:
         judge = OpJudge(self.mode, calls, self.real, self.reduction)
-        plan = side.runner.plans["sample" if program == "head" else self.step.descriptor.kind]
+        plan = plan_of(side.runner.plans, self.step.descriptor.kind, program)
         for declared, tap in zip(self._declared[side.name][program], taps, strict=True):
             if tap is None:
                 continue
@@ -257,13 +260,16 @@ class Comparison:
         )
 
 
-def traced(reference: Reference, weights: HostWeights, kv: np.ndarray) -> dict[str, list[Call]]:
+def traced(reference: Reference, weights: HostWeights, kv: np.ndarray) -> dict[Program, list[Call]]:
     """The calls of each program, from a dry run of the reference on the step that it was given."""
-    top, calls = weights.top(), {}
+    calls: dict[Program, list[Call]] = {}
+    top, layers = weights.top(), reference.spec.layers
     hidden = reference.embed(top)
     calls["embed"] = reference.calls
-    reference.layer(0, weights.layer(0), (hidden, hidden, kv))
-    calls["layer"] = reference.calls
+    for kind in reference.spec.kinds:
+        index = layers.index(kind)
+        reference.layer(index, weights.layer(index), (hidden, hidden, kv))
+        calls[kind] = reference.calls
     rows = reference.finish(top, hidden, hidden)
     calls["finish"] = reference.calls
     reference.head(top, rows)
@@ -272,13 +278,10 @@ def traced(reference: Reference, weights: HostWeights, kv: np.ndarray) -> dict[s
 
 
 def declare_programs(
-    calls: Mapping[str, list[Call]], plans: Any, kind: str, patterns: Sequence[str]
-) -> dict[str, tuple[Declared, ...]]:
+    calls: Mapping[Program, list[Call]], plans: Any, kind: str, patterns: Sequence[str]
+) -> dict[Program, tuple[Declared, ...]]:
     """The taps of each program of a backend for steps of a kind, from the reference's calls."""
-    return {
-        program: declare(found, plans["sample" if program == "head" else kind], patterns)
-        for program, found in calls.items()
-    }
+    return {program: declare(found, plan_of(plans, kind, program), patterns) for program, found in calls.items()}
 
 
 def _sum(state: Sequence[np.ndarray]) -> np.ndarray:

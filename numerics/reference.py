@@ -6,7 +6,7 @@ Both are the model of `shared/models/decoder.py` over the ops' references, in nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from ..ops.testing import widened
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
 from ..shared.step import StepInput
+from .passes import run_stepwise
 from .taps import Call, Tracer
 
 State = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -39,7 +40,7 @@ def step_batch(
         fields = change(fields)
     positions = fields.pop("positions")
     cos, sin = (table[positions] for table in tables)
-    return decoder.Batch(cos, sin, **fields)
+    return decoder.Batch(cos, sin, **fields, max_query_len=step.descriptor.max_query_len)
 
 
 class Reference:
@@ -47,6 +48,7 @@ class Reference:
 
     def __init__(self, model: ModelConfig, tables: tuple[np.ndarray, np.ndarray], *, exact: bool) -> None:
         self.model = model
+        self.spec = decoder.model_of(model)
         self.exact = exact
         self._tables = tables
         self._tracer = Tracer()
@@ -65,7 +67,6 @@ class Reference:
         """Take the step that the next programs belong to."""
         self._batch = step_batch(step, self._tables)
         self._ids = np.array(step.field("token_ids"))
-        self._max_query_len = step.descriptor.max_query_len
 
     def embed(self, top: Mapping[str, np.ndarray]) -> np.ndarray:
         """Hidden states [tok dim]."""
@@ -76,20 +77,35 @@ class Reference:
     def layer(self, index: int, weights: Mapping[str, np.ndarray], state: State) -> State:
         """One layer. What is given is widened first."""
         hidden, residual, kv = (self.widen(x) for x in state)
-        self._tracer.start(weights, self._batch._asdict())
-        function = decoder.layer_function(self.model)
-        window = self.model.layer_windows[index]
+        self._tracer.start(weights, self._batch.arrays())
         with np.errstate(all="ignore"):
-            out: State = function(
-                self._ops, self.model, weights, hidden, residual, kv, self._batch, window, self._max_query_len
+            stream, kv = decoder.layer(
+                self._ops, self.spec.layers[index], weights, decoder.Stream(hidden, residual), kv, self._batch
             )
-        return out
+        return stream.hidden, stream.residual, kv
 
     def finish(self, top: Mapping[str, np.ndarray], hidden: np.ndarray, residual: np.ndarray) -> np.ndarray:
         """Finished hidden states [tok dim]."""
         self._tracer.start(top, {})
         with np.errstate(all="ignore"):
-            return np.asarray(decoder.finish(self._ops, self.model, top, self.widen(hidden), self.widen(residual)))
+            stream = decoder.Stream(self.widen(hidden), self.widen(residual))
+            return np.asarray(decoder.finish(self._ops, self.spec, top, stream))
+
+    def run(
+        self, top: Mapping[str, np.ndarray], weights: Callable[[int], Mapping[str, np.ndarray]],
+        caches: Sequence[np.ndarray],
+    ) -> tuple[np.ndarray, list[np.ndarray]]:  # fmt: skip
+        """A whole pass: (finished hidden states [tok dim], the caches behind it). `weights` are those of a layer."""
+
+        def start() -> tuple[np.ndarray, np.ndarray]:
+            hidden = self.embed(top)
+            return hidden, np.zeros_like(hidden)
+
+        def layer(index: int, stream: tuple[np.ndarray, np.ndarray], cache: np.ndarray) -> Any:
+            hidden, residual, cache = self.layer(index, weights(index), (*stream, cache))
+            return (hidden, residual), cache
+
+        return run_stepwise(start, layer, lambda stream: self.finish(top, *stream), caches)
 
     def head(self, top: Mapping[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
         """Logits [tok vocab]."""

@@ -16,6 +16,8 @@ import numpy as np
 
 from ..shared.config import DeviceInfo
 from ..shared.errors import ConfigError
+from ..shared.models import decoder
+from ..shared.models.spec import Layer, Model
 from ..shared.step import StepInput
 from .bundle import Bundle, arrays_of
 from .bundle_steps import Recorded
@@ -28,7 +30,7 @@ from .logits_metrics import compare_logits
 from .metrics import measure
 from .model import Comparison
 from .reference import State
-from .runners import Fault, Runner, TapValues, create_runner
+from .runners import Fault, Program, Runner, TapValues, create_runner
 from .steps import where
 from .subject import HostWeights, Target
 from .taps import Declared
@@ -50,19 +52,41 @@ class RecordedPlan:
 
 
 class RecordedPlans:
-    """What a recorded side's plans were."""
+    """What a recorded side's plans were. A bundle that does not name those of layers has one for all of them."""
 
-    def __init__(self, source: Mapping[str, Any]) -> None:
+    def __init__(self, source: Mapping[str, Any], model: Model) -> None:
         self.hash = str(source.get("plan", ""))
         kinds = source.get("implementations")
         if not isinstance(kinds, dict) or not all(isinstance(entry, dict) for entry in kinds.values()):
             raise NotComparable("the bundle's source names no implementations")
         self.by_kind = {kind: RecordedPlan(providers) for kind, providers in kinds.items()}
+        self._kinds, self._titles = model.kinds, source.get("layer_plans", {})
+        lists = self._titles.values() if isinstance(self._titles, dict) else [None]
+        if not all(self._names_plans(titles) for titles in lists):
+            raise NotComparable(f"the bundle's source must name a plan for each of {len(self._kinds)} kinds of layers")
+
+    def _names_plans(self, titles: Any) -> bool:
+        """Whether this is a name for each kind of layer."""
+        is_list = isinstance(titles, list) and len(titles) == len(self._kinds)
+        return is_list and all(isinstance(title, str) for title in titles)
 
     def __getitem__(self, kind: str) -> RecordedPlan:
         if kind not in self.by_kind:
             raise NotComparable(f"the bundle's source names no implementations for {kind} steps")
         return self.by_kind[kind]
+
+    def of(self, kind: str, layer: Layer) -> RecordedPlan:
+        """The plan of a kind of layer in a kind of program."""
+        titles = self._titles.get(kind)
+        return self[kind] if titles is None else self[titles[self._kinds.index(layer)]]
+
+    def titled(self) -> list[tuple[str, RecordedPlan]]:
+        """The plans under their names, as `Plans` has it."""
+        return list(self.by_kind.items())
+
+    def layer_titles(self) -> dict[str, list[str]]:
+        """By kind of program, the name of the plan of each kind of layer."""
+        return dict(self._titles)
 
 
 class Recording:
@@ -72,7 +96,8 @@ class Recording:
         self.target: Any = bundle.name
         platform, _, name = str(bundle.source.get("device", "? ?")).partition(" ")
         self.device = DeviceInfo(platform, name, 0)
-        self.plans: Any = RecordedPlans(bundle.source)
+        self.spec = decoder.model_of(bundle.subject.model)
+        self.plans: Any = RecordedPlans(bundle.source, self.spec)
         self.config: Any = None
         self._bundle = bundle
         self._weights = HostWeights(bundle.subject)
@@ -84,7 +109,7 @@ class Recording:
         self._shape = (pages, subject.page_size, 2 * c.num_kv_heads, c.head_dim)
         self._caches: dict[int, np.ndarray] = {}
 
-    def prepare(self, step: StepInput, taps: Mapping[str, Sequence[Declared]]) -> None:
+    def prepare(self, step: StepInput, taps: Mapping[Program, Sequence[Declared]]) -> None:
         """Remember which taps are asked for."""
         self._declared = taps
 
@@ -137,7 +162,7 @@ class Recording:
         after = self._caches[index] = self.after(index, before)
         name = f"layer.{index}"
         state = self.array(f"{name}.hidden"), self.array(f"{name}.residual"), after
-        return state, self._taps(name, "layer", {"kv_in": before, "kv_out": after})
+        return state, self._taps(name, self.spec.layers[index], {"kv_in": before, "kv_out": after})
 
     def finish(self, hidden: Any, residual: Any) -> tuple[Any, TapValues]:
         """As recorded."""
@@ -153,7 +178,7 @@ class Recording:
     def close(self) -> None:
         """Nothing to free."""
 
-    def _taps(self, name: str, program: str, caches: Mapping[str, np.ndarray]) -> TapValues:
+    def _taps(self, name: str, program: Program, caches: Mapping[str, np.ndarray]) -> TapValues:
         kept = {entry["key"]: entry for entry in self.step.taps.get(name, [])}
 
         def value(place: str, array: str) -> np.ndarray:

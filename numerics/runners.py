@@ -16,6 +16,7 @@ from ..ops.namespaces import namespace
 from ..shared.config import DeviceInfo, ResolvedConfig
 from ..shared.errors import BackendUnavailable, ConfigError
 from ..shared.models import decoder
+from ..shared.models.spec import Layer
 from ..shared.step import StepInput
 from ..shared.worker import backend_module
 from .reference import step_batch
@@ -26,6 +27,8 @@ Device = Any
 """An array where the backend keeps it."""
 TapValues = Sequence[tuple[Mapping[str, np.ndarray], tuple[np.ndarray, ...]] | None]
 """For each declared tap, the kept arguments and the outputs on the host; None for a tap that is not kept."""
+Program = str | Layer
+"""`embed`, `finish`, `head`, or a kind of layer."""
 OpFault = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -64,11 +67,12 @@ class Runner(ABC):
     ) -> None:  # fmt: skip
         self.target, self.config, self.device, self.plans = target, config, device, plans
         self._model = subject.model
+        self.spec = decoder.model_of(subject.model)
         self._top, self._true_layers = self._load(subject)
         self._true_tables = decoder.rotary_tables(subject.model, config.max_model_len)
         # By descriptor, pages and name, which ends with whether the program has a fault.
         self._programs: dict[tuple[Any, int, tuple[Any, ...]], Callable[..., Any]] = {}
-        self._taps: Mapping[str, Sequence[Declared]] = {}
+        self._taps: Mapping[Program, Sequence[Declared]] = {}
         self.plant(fault)
 
     @abstractmethod
@@ -76,7 +80,7 @@ class Runner(ABC):
         """The weights on the device: those outside of layers, and those of each layer."""
 
     @abstractmethod
-    def prepare(self, step: StepInput, taps: Mapping[str, Sequence[Declared]]) -> None:
+    def prepare(self, step: StepInput, taps: Mapping[Program, Sequence[Declared]]) -> None:
         """Compile the programs of the step's descriptor with these taps, by program."""
 
     @abstractmethod
@@ -133,9 +137,10 @@ class Runner(ABC):
 
     def _fields(self, step: StepInput, *, faulty: bool) -> decoder.Batch:
         tables = self._tables if faulty else self._true_tables
-        fields = step_batch(step, tables, self.fault.batch if faulty else None)._asdict()
+        fields = step_batch(step, tables, self.fault.batch if faulty else None).arrays()
         angles = {name: self.upload(fields.pop(name)) for name in ("cos", "sin")}
-        return decoder.Batch(**angles, **self._placed(step, fields))
+        batch = decoder.Batch(**angles, **self._placed(step, fields))
+        return batch.within(step.descriptor.max_query_len)
 
     def _placed(self, step: StepInput, fields: Mapping[str, np.ndarray]) -> dict[str, Device]:
         """A step's metadata where the programs read it."""
@@ -149,7 +154,7 @@ class Runner(ABC):
     def inputs(self, layer: int) -> Mapping[str, np.ndarray]:
         """What a layer is given of the step besides weights and activations, as the device holds it: the fields of
         `decoder.Batch`."""
-        return {name: self.download(x) for name, x in self._batch[self.fault.at(layer)]._asdict().items()}
+        return {name: self.download(x) for name, x in self._batch[self.fault.at(layer)].arrays().items()}
 
     def _run(self, name: tuple[Any, ...], *arguments: Any) -> tuple[Any, TapValues]:
         out, values = self._programs[self._step.descriptor, self._pages, name](*arguments)
@@ -172,7 +177,7 @@ class Runner(ABC):
     ) -> tuple[tuple[Device, Device, Device], TapValues]:
         """One layer. The arrays that are given stay as they are."""
         here = self.fault.at(index)
-        name = ("layer", self._model.layer_windows[index], here and bool(self.fault.ops))
+        name = ("layer", self.spec.layers[index], here and bool(self.fault.ops))
         return self._run(name, self._layers[index], hidden, residual, kv, self._batch[here])
 
     def finish(self, hidden: Device, residual: Device) -> tuple[Device, TapValues]:
@@ -208,3 +213,10 @@ def create_runner(subject: Subject, target: Target, fault: Fault | None = None) 
         raise BackendUnavailable(f"backend {target.backend}: {error}") from error
     runner: Runner = kind(subject, target, config, device, plans, fault)
     return runner
+
+
+def plan_of(plans: Any, kind: str, program: Program) -> Any:
+    """The plan that a program runs under, in steps of a kind."""
+    if isinstance(program, str):
+        return plans["sample" if program == "head" else kind]
+    return plans.of(kind, program)

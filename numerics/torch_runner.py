@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from ..ops import Op, Plan
 from ..ops.bindings.torch import activation_positions, opaque
 from ..ops.namespaces.torch_ import from_numpy, to_numpy
 from ..shared.models import decoder
+from ..shared.models.spec import Layer
 from ..shared.progress import silent
 from ..shared.step import HOST_LENGTHS, StepInput
-from .runners import Runner, TapValues
+from .runners import Program, Runner, TapValues
 from .subject import Subject
 from .taps import Declared, Tapped
 
@@ -32,7 +34,7 @@ class TorchRunner(Runner):
         self._where = torch.device(self.device.platform)
         self._compiling = self.config.compile_level > 0
         table = decoder.abstract(subject.model)
-        module = Decoder(subject.model, table, {}, getattr(torch, self.config.dtype), self._where)
+        module = Decoder(subject.model, table, None, getattr(torch, self.config.dtype), self._where)
         load_weights(module, subject.folder, self.config.load_format, table, self.config.seed, silent)
         layers = [{n: p.detach() for n, p in layer.named_parameters()} for layer in module.layers]
         return {n: p.detach() for n, p in module.named_parameters(recurse=False)}, layers
@@ -45,30 +47,27 @@ class TorchRunner(Runner):
         """An array on the host."""
         return to_numpy(x)
 
-    def prepare(self, step: StepInput, taps: Mapping[str, Sequence[Declared]]) -> None:
+    def prepare(self, step: StepInput, taps: Mapping[Program, Sequence[Declared]]) -> None:
         """Make the programs of the step's descriptor; a compiled one is run once on padding."""
         self._taps = taps
-        d, model, function = step.descriptor, self._model, decoder.layer_function(self._model)
+        d, model = step.descriptor, self._model
         plan, sample = self.plans[d.kind], self.plans["sample"]
         top: dict[str, tuple[Plan, Callable[..., Any]]] = {
             "embed": (plan, decoder.embed),
-            "finish": (plan, lambda ops, *given: decoder.finish(ops, model, *given)),
+            "finish": (plan, self._finish),
             "head": (sample, decoder.head),
         }
         for program, (chosen, run) in top.items():
             key = (d, self._pages, (program, self._top_faulty))
             if key not in self._programs:
                 self._programs[key] = self._program(program, chosen, run, self._top_faulty)
-        for index, window in enumerate(model.layer_windows):
+        for index, spec in enumerate(self.spec.layers):
             faulty = self.fault.at(index) and bool(self.fault.ops)
-            key = (d, self._pages, ("layer", window, faulty))
+            key = (d, self._pages, ("layer", spec, faulty))
             if key in self._programs:
                 continue
-
-            def layer(ops: Any, *given: Any, window: int = window) -> Any:
-                return function(ops, model, *given, window, d.max_query_len)
-
-            self._programs[key] = self._program("layer", plan, layer, faulty)
+            run = partial(run_layer, spec, d.max_query_len)
+            self._programs[key] = self._program(spec, self.plans.of(d.kind, spec), run, faulty)
             if self._compiling:
                 self.begin(step)
                 dtype = getattr(torch, self.config.dtype)
@@ -76,9 +75,14 @@ class TorchRunner(Runner):
                 kv = torch.zeros(self.kv_shape(), dtype=dtype, device=self._where)
                 self.layer(index, hidden, hidden.clone(), kv)
 
-    def _program(self, name: str, plan: Plan, function: Callable[..., Any], faulty: bool = False) -> Callable[..., Any]:
+    def _finish(self, ops: Any, top: Any, hidden: Any, residual: Any) -> Any:
+        return decoder.finish(ops, self.spec, top, decoder.Stream(hidden, residual))
+
+    def _program(
+        self, name: Program, plan: Plan, function: Callable[..., Any], faulty: bool = False
+    ) -> Callable[..., Any]:
         declared, faults = self._taps[name], self._faults(faulty)
-        compiled = self._compiling and name == "layer"
+        compiled = self._compiling and not isinstance(name, str)
 
         def run(*arguments: Any) -> Any:
             tapped = Tapped(declared, torch.clone, faults)
@@ -113,7 +117,7 @@ class TorchRunner(Runner):
         return call
 
     def _placed(self, step: StepInput, fields: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        stay = self.plans[step.descriptor.kind].host_metadata
+        stay = self.plans.host_metadata(step.descriptor.kind)
         return {n: from_numpy(x) if stay and n in HOST_LENGTHS else self.upload(x) for n, x in fields.items()}
 
     @torch.inference_mode()
@@ -129,16 +133,24 @@ class TorchRunner(Runner):
         self, index: int, hidden: Any, residual: Any, kv: Any, replaced: Mapping[str, Callable[..., Any]]
     ) -> tuple[Any, TapValues]:
         """One layer, not compiled."""
-        here, d, model = self.fault.at(index), self._step.descriptor, self._model
-        plan = self.plans[d.kind]
-        tapped = Tapped(self._taps["layer"], torch.clone, self._faults(here), replaced=replaced)
+        here, d, spec = self.fault.at(index), self._step.descriptor, self.spec.layers[index]
+        plan = self.plans.of(d.kind, spec)
+        tapped = Tapped(self._taps[spec], torch.clone, self._faults(here), replaced=replaced)
         ops = plan.bind(lambda op, f: tapped.wrap(op, self._chosen(plan, op, f, False)))
         given = self._layers[index], hidden, residual, kv.clone(), self._batch[here]
-        out = decoder.layer_function(model)(ops, model, *given, model.layer_windows[index], d.max_query_len)
-        return out, self._host(tapped.values)
+        return run_layer(spec, d.max_query_len, ops, *given), self._host(tapped.values)
 
     def close(self) -> None:
         """Free the device of weights and programs."""
         super().close()
         if self._where.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def run_layer(
+    spec: Layer, max_query_len: int, ops: Any, weights: Any, hidden: Any, residual: Any, kv: Any, batch: decoder.Batch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One kind of layer: hidden, residual and the cache."""
+    stream = decoder.Stream(hidden, residual)
+    stream, kv = decoder.layer(ops, spec, weights, stream, kv, batch.within(max_query_len))
+    return stream.hidden, stream.residual, kv

@@ -6,11 +6,12 @@ Importing this package imports neither JAX nor torch; `resolve(framework)` loads
 from . import reference as _reference  # noqa: F401  registers the ops
 from .declare import REGISTRY, Contract, Op, OpError, define
 from .implement import Implementation, implement
-from .plan import Choice, Plan, Plans, priority, resolve, set_default
+from .plan import BoundPlans, Choice, Plan, Plans, priority, resolve, set_default
 from .recording import Recorder
 
 __all__ = [
     "REGISTRY",
+    "BoundPlans",
     "Choice",
     "Contract",
     "Implementation",

@@ -8,27 +8,30 @@ every benchmark, every comparison and every key of a compile cache.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
 from .choosing import COMPOSITION, DISABLED, NATIVE, Choice, Chooser, Voice, named
 from .declare import REGISTRY, Op, OpError
 from .implement import Framework, check_framework
-from .recording import Call
+from .recording import OUTSIDE, Call
 
 __all__ = [
     "COMPOSITION",
     "DISABLED",
     "NATIVE",
+    "BoundPlans",
     "Choice",
+    "LayerPlan",
     "Plan",
     "Plans",
     "enabled_ops",
+    "plan_layers",
     "priority",
     "resolve",
     "set_default",
@@ -38,14 +41,13 @@ _defaults: dict[tuple[str, Framework], tuple[str, ...]] = {}
 _scoped: ContextVar[Mapping[str, tuple[str, ...]]] = ContextVar("op_priority", default={})  # noqa: B039
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """The choice for each op that it covers. `unavailable` says why some ops of a plan over all ops have none."""
 
     framework: Framework
     choices: Mapping[str, Choice]
     unavailable: Mapping[str, str] = field(default_factory=dict)
-    _hash: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def __getitem__(self, op: str) -> Choice:
         if op in self.choices:
@@ -61,13 +63,11 @@ class Plan:
         """Whether anything here reads the ragged lengths on the host."""
         return any(choice.implementation.host_metadata for choice in self.choices.values())
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """Hex digest that changes when a choice or the source of one does."""
-        if not self._hash:
-            lines = [f"{name}={choice.provider}:{choice.uuid}" for name, choice in sorted(self.choices.items())]
-            self._hash.append(hashlib.sha256("\n".join([self.framework, *lines]).encode()).hexdigest()[:16])
-        return self._hash[0]
+        lines = [f"{name}={choice.provider}:{choice.uuid}" for name, choice in sorted(self.choices.items())]
+        return hashlib.sha256("\n".join([self.framework, *lines]).encode()).hexdigest()[:16]
 
     def bind(self, wrap: Callable[[Op, Callable[..., Any]], Callable[..., Any]] | None = None) -> Any:
         """A namespace with one plain function per op of the plan.
@@ -86,18 +86,59 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """The plan of one kind of layer, and the ops that such a layer calls (not those inside of a coarse one)."""
+
+    plan: Plan
+    called: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Plans:
-    """The plans of one engine: one for each kind of program (`decode`, `mixed`), and `sample` for what follows them."""
+    """The plans of one engine: one for each kind of program (`decode`, `mixed`), and `sample` for what follows them.
+
+    `layers` are those of each kind of layer, by kind of program: an implementation that refuses one kind of layer still
+    runs in the others. Most often they are all the plan of the program.
+    """
 
     by_kind: Mapping[str, Plan]
+    layers: Mapping[str, Mapping[Hashable, LayerPlan]] = field(default_factory=dict)
 
     def __getitem__(self, kind: str) -> Plan:
         return self.by_kind[kind]
 
+    def of(self, kind: str, layer: Hashable) -> Plan:
+        """The plan of a kind of layer in a kind of program."""
+        return self.layers[kind][layer].plan
+
+    def every(self, kind: str) -> list[Plan]:
+        """The different plans of a kind of program."""
+        plans = [self.by_kind[kind], *(layer.plan for layer in self.layers.get(kind, {}).values())]
+        return list({plan.hash: plan for plan in plans}.values())
+
+    def host_metadata(self, kind: str) -> bool:
+        """Whether anything in a kind of program reads the ragged lengths on the host."""
+        return any(plan.host_metadata for plan in self.every(kind))
+
+    def titled(self) -> list[tuple[str, Plan]]:
+        """The different plans under names that do not depend on the model: `decode`, `decode.1`, ..."""
+        found = []
+        for kind in sorted(self.by_kind):
+            for number, plan in enumerate(self.every(kind)):
+                found.append((f"{kind}.{number}" if number else kind, plan))
+        return found
+
+    def layer_titles(self) -> dict[str, list[str]]:
+        """By kind of program, under which of these names the plan of each kind of layer stands."""
+        titles = {(title.partition(".")[0], plan.hash): title for title, plan in self.titled()}
+        return {
+            kind: [titles[kind, layer.plan.hash] for layer in layers.values()] for kind, layers in self.layers.items()
+        }
+
     @property
     def hash(self) -> str:
         """Hex digest over all kinds."""
-        lines = [f"{kind}={plan.hash}" for kind, plan in sorted(self.by_kind.items())]
+        lines = [f"{title}={plan.hash}" for title, plan in self.titled()]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     @property
@@ -107,8 +148,8 @@ class Plans:
         A compile cache keeps them beside what it stores, so that a miss can say what has changed.
         """
         return {
-            f"{kind}/{op}": f"{plan.framework}:{choice.provider}:{choice.uuid}"
-            for kind, plan in sorted(self.by_kind.items())
+            f"{title}/{op}": f"{plan.framework}:{choice.provider}:{choice.uuid}"
+            for title, plan in self.titled()
             for op, choice in sorted(plan.choices.items())
         }
 
@@ -117,6 +158,55 @@ class Plans:
         """Hex digest, all 256 bits, of the factors: it belongs into every key of a compile cache."""
         lines = [f"{name}={value}" for name, value in self.factors.items()]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+class BoundPlans:
+    """The bound ops of all programs: `bound[kind]`, and `bound.of(kind, layer)` for a kind of layer."""
+
+    def __init__(self, plans: Plans, bind: Callable[[str, Plan], Any]) -> None:
+        """`bind(kind, plan)` gives a namespace of ops; it is called once for each different plan of a kind."""
+        self._by_kind: dict[str, Any] = {}
+        self._of_layer: dict[tuple[str, Hashable], Any] = {}
+        for kind in plans.by_kind:
+            bound = {plan.hash: bind(kind, plan) for plan in plans.every(kind)}
+            self._by_kind[kind] = bound[plans[kind].hash]
+            for layer, planned in plans.layers.get(kind, {}).items():
+                self._of_layer[kind, layer] = bound[planned.plan.hash]
+
+    def __getitem__(self, kind: str) -> Any:
+        return self._by_kind[kind]
+
+    def of(self, kind: str, layer: Hashable) -> Any:
+        """The ops of a kind of layer in a kind of program."""
+        return self._of_layer[kind, layer]
+
+
+def plan_layers(
+    choose: Callable[..., Plan], calls: Sequence[Call], layers: Sequence[Hashable]
+) -> tuple[Plan, dict[Hashable, LayerPlan]]:
+    """The plan of a kind of program, and that of each of its kinds of `layers`. A call's `layer` is a number there.
+
+    `choose(calls=...)` makes a plan. A kind of layer whose choices are those of the program has the program's plan.
+    """
+    plans: dict[Hashable, Plan] = {}
+    for number, layer in enumerate(layers):
+        plans[layer] = choose(calls=[call for call in calls if call.layer in (OUTSIDE, number)])
+    first, *others = plans.values()
+    choices = dict(first.choices)
+    for plan in others:
+        for name, choice in plan.choices.items():
+            choices.setdefault(name, choice)
+    program = Plan(first.framework, choices)
+    found = {}
+    for number, (layer, plan) in enumerate(plans.items()):
+        called = frozenset(call.op for call in calls if call.layer == number and not call.parents)
+        found[layer] = LayerPlan(program if _agrees(plan, program) else plan, called)
+    return program, found
+
+
+def _agrees(plan: Plan, program: Plan) -> bool:
+    """Whether all that a plan covers is chosen alike in another one."""
+    return all(choice.provider == program[name].provider for name, choice in plan.choices.items())
 
 
 def set_default(op: str, framework: Framework, *providers: str) -> None:

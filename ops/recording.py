@@ -12,10 +12,13 @@ from typing import Any
 
 from .declare import Op
 
+OUTSIDE = -1
+"""The `layer` of calls outside of layers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an op: `index` counts the calls of this op; `layer` is -1 outside of layers.
+    """One call of an op: `index` counts the calls of this op; `layer` is what its caller says, or `OUTSIDE`.
 
     `parents` are the coarse ops that it happened in, outermost first; `program` names what made it, as its caller says.
     """
@@ -39,7 +42,7 @@ class Recorder:
     """
 
     keep: Callable[[Any], Any] = lambda value: value
-    layer: int = -1
+    layer: int = OUTSIDE
     program: str = ""
     calls: list[Call] = field(default_factory=list)
     _counts: dict[str, int] = field(default_factory=dict)

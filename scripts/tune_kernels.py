@@ -216,6 +216,7 @@ def step_work(ops: Any, native: Any, all_of_it: bool) -> Iterator[Work]:
     for name in ("qwen3-0.6b", "llama3-8b"):
         config = parse_config(SHAPE_FILES[name])
         table = [p for p in decoder.abstract(config).values() if p.layered]
+        model = decoder.model_of(config)
         layers = [{p.name: normal(*p.shape) for p in table} for _ in range(config.num_layers)]
         weights = float(config.num_layers * sum(2 * math.prod(p.shape) for p in table))
         for batch in (1, 8, 64):
@@ -228,15 +229,15 @@ def step_work(ops: Any, native: Any, all_of_it: bool) -> Iterator[Work]:
             pages_of[:, : pages // batch] = torch.randperm(pages).view(batch, -1)
             slots = pages_of[:, (length - 1) // 16] * 16 + (length - 1) % 16
             rest = (x.to(torch.int32).cuda() for x in (slots, pages_of, start, lens, counts))
-            inputs = decoder.Batch(angles, angles, *rest)
+            inputs = decoder.Batch(angles, angles, *rest, max_query_len=1)
             first = normal(batch, config.hidden_size)
 
             def step(
-                i: int, config: Any = config, layers: Any = layers, kv: Any = kv, x: Any = first, b: Any = inputs
+                i: int, model: Any = model, layers: Any = layers, kv: Any = kv, x: Any = first, b: Any = inputs
             ) -> Any:
-                hidden, residual = x.clone(), torch.zeros_like(x)
-                for layer, cache in zip(layers, kv, strict=True):
-                    hidden, residual, _ = decoder.layer(ops, config, layer, hidden, residual, cache, b, 0, 1)
+                stream = decoder.Stream(x.clone(), torch.zeros_like(x))
+                for spec, layer, cache in zip(model.layers, layers, kv, strict=True):
+                    stream, _ = decoder.layer(ops, spec, layer, stream, cache, b)
 
             read = 4.0 * config.num_layers * batch * length * config.num_kv_heads * config.head_dim
             yield f"step {name}, {batch} of {length}, {config.num_layers} layers", weights + read, {"triton": step}

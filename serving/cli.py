@@ -179,23 +179,50 @@ def run_plan(arguments: argparse.Namespace) -> int:
         plans = backend_module(backend).make_plans(model, resolved)
     except OpError as error:
         raise ConfigError(f"op-priority, enable-ops: {_one_line(error)}") from error
-    rows = [_plan_row(plan[name], kind) for kind, plan in plans.by_kind.items() for name in plan.choices]
+    rows = _plan_rows(plans)
+    layers = _layers_by_plan(model, plans)
     if arguments.all:
         called = {row["op"] for row in rows}
         everything = backend_module(backend, "plans").chooser(resolved)()
         rows += [_plan_row(choice, "-") for name, choice in everything.choices.items() if name not in called]
     if arguments.json:
         keys = {"cache_key": plans.cache_key, "plan_hash": plans.hash}
-        print(json.dumps({"backend": backend, "ops": rows, **keys}))
+        print(json.dumps({"backend": backend, "ops": rows, "layers": layers, **keys}))
         return 0
     for row in rows:
         passed = f"  passed over: {'; '.join(row['passed_over'])}" if row["passed_over"] else ""
         same = "deterministic" if row["deterministic"] else "not deterministic"
         same += ", row-invariant" if row["row_invariant"] else ""
-        what = f"{row['op']:<24} {row['kind']:<7} {row['provider']:<12} {row['chosen_by']:<9} {row['uuid']}"
+        what = f"{row['op']:<24} {row['kind']:<8} {row['provider']:<12} {row['chosen_by']:<9} {row['uuid']}"
         print(f"{what}  {same:<28} rounds {row['rounds']}{passed}")
+    for title, count in layers.items():
+        if "." in title:
+            print(f"{title}: what differs in {count} of {model.num_layers} layers")
     print(f"plan hash {plans.hash}")
     return 0
+
+
+def _plan_rows(plans: Any) -> list[dict[str, Any]]:
+    """The choices of each kind of program, and those that differ in some kinds of layers."""
+    rows = [_plan_row(plan[name], kind) for kind, plan in plans.by_kind.items() for name in plan.choices]
+    for title, plan in plans.titled():
+        usual = plans[title.partition(".")[0]]
+        rows += [
+            _plan_row(choice, title) for name, choice in plan.choices.items() if choice.provider != usual[name].provider
+        ]
+    return rows
+
+
+def _layers_by_plan(model: Any, plans: Any) -> dict[str, int]:
+    """How many layers run under each plan: `decode`, `decode.1`, ..."""
+    from ..shared.models.families import model_of
+
+    spec, counts = model_of(model), dict[str, int]()
+    for titles in plans.layer_titles().values():
+        for layer in spec.layers:
+            title = titles[spec.kinds.index(layer)]
+            counts[title] = counts.get(title, 0) + 1
+    return counts
 
 
 def _plan_row(choice: Any, kind: str) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class Slice:
 
     def shapes(self, pages: int) -> Shapes:
         """What lives on the devices, with a cache of `pages` pages."""
-        return describe(self.model, self.config, self.tools.segments, pages, self.mesh)
+        return describe(self.model, self.config, self.tools.blocks, pages, self.mesh)
 
     def ladder(self, pages: int) -> dict[Any, Job]:
         """All programs that a worker builds, with a cache of `pages` pages."""
@@ -194,11 +194,11 @@ class Slice:
         known = footprint.reusable(built, work)
         chosen = work if self.which == "all" else largest(work)
         costs: dict[str, ProgramCost] = {}
-        segments = len(self.tools.segments) if self.config.scan_layers else 0
+        bodies = sum(block.period for block in self.tools.blocks if block.repeats > 1)
         for done, (job, program, seconds) in enumerate(self._compiled(chosen, known, report)):
             self.progress(f"programs; {job.name} {seconds:.0f} s", done + 1, len(chosen))
             if program is not None:
-                costs[job.name] = program_cost(job.name, program.compiled, seconds, segments)
+                costs[job.name] = program_cost(job.name, program.compiled, seconds, bodies)
             if program is not None and writer is not None:
                 writer.add(job.name, program.compiled)
         report.programs = [costs[job.name] for job in chosen.values() if job.name in costs]

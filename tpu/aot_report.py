@@ -69,12 +69,12 @@ class AotReport:
         self.num_pages, self.kv_tokens = pages, pages * self.page_size
 
 
-def program_cost(name: str, compiled: Any, seconds: float, segments: int) -> ProgramCost:
-    """What a compiled program takes; `segments` loops over layers are in it, or none."""
+def program_cost(name: str, compiled: Any, seconds: float, bodies: int) -> ProgramCost:
+    """What a compiled program takes; `bodies` of layers are in its loops, or none."""
     memory = compiled.memory_analysis()
     inside, outside = collectives(compiled.as_text() or "")
-    if segments:
-        inside = Counter({kind: count / segments for kind, count in inside.items()})
+    if bodies:
+        inside = Counter({kind: count / bodies for kind, count in inside.items()})
     else:  # no loop over layers: what is called from the entry computation is a part of it
         inside, outside = Counter(), inside + outside
     return ProgramCost(

@@ -5,7 +5,7 @@ The worker and the ahead-of-time compiler build the same list, so that what one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,17 +15,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..bucketing import Descriptor, Table
-from ..ops import Plans
+from ..ops import BoundPlans, Plans
 from ..ops.plan import COMPOSITION, NATIVE
 from ..shared.config import ResolvedConfig
 from ..shared.models import decoder
+from ..shared.models.blocks import Block
 from ..shared.models.config import ModelConfig
+from ..shared.models.stages import any_replaced
 from ..shared.step import SAMPLERS, StepShape, processor_layout
 from . import kv_buffer, programs
 from .binding import bind_on
 from .sharding import REPLICATED, on, physical_config, place
 from .state import State, diff_layout, state_shapes, update, update_layout
-from .weights import Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,8 @@ def step_shape(model: ModelConfig, config: ResolvedConfig) -> StepShape:
 
 def program_model(model: ModelConfig, config: ResolvedConfig, plans: Plans, mesh: Mesh) -> programs.Model:
     """What the programs of a model are made of."""
-    ops = {kind: bind_on(plan, mesh) for kind, plan in plans.by_kind.items()}
     physical = physical_config(model, config.tensor_parallel_size)
+    ops = BoundPlans(plans, lambda kind, plan: bind_on(plan, mesh))
     cache_dtype = jnp.dtype(config.kv_cache_dtype)
     return programs.Model(
         physical,
@@ -78,31 +79,33 @@ def program_model(model: ModelConfig, config: ResolvedConfig, plans: Plans, mesh
 def _reads_in_place(model: ModelConfig, plans: Plans, mesh: Mesh) -> bool:
     """Whether a loop over layers had better find each layer's matrices apart: on a CPU, where a slice is a copy.
 
-    Only our own layer passes matrices on to nothing but ops that know what to do with them.
+    Only our own stages pass matrices on to nothing but ops that know what to do with them.
     """
     if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
         return False
-    products = [plan[op] for plan in plans.by_kind.values() for op in ("linear", "gated_mlp") if op in plan]
+    every = [plan for kind in plans.by_kind for plan in plans.every(kind)]
+    products = [plan[op] for plan in every for op in ("linear", "gated_mlp") if op in plan]
     native = all(choice.provider in (NATIVE, COMPOSITION) for choice in products)
-    return native and decoder.layer_function(model) is decoder.layer
+    return native and not any_replaced(decoder.model_of(model))
 
 
-def describe(model: ModelConfig, config: ResolvedConfig, segments: Segments, num_pages: int, mesh: Mesh) -> Shapes:
+def describe(model: ModelConfig, config: ResolvedConfig, blocks: Sequence[Block], num_pages: int, mesh: Mesh) -> Shapes:
     """The shapes and shardings of everything that lives on `mesh`; `num_pages` without the scratch page."""
     shards, dtype = config.tensor_parallel_size, jnp.dtype(config.dtype)
 
     def array(dims: tuple[int, ...], kind: Any, spec: Any = REPLICATED) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, kind, sharding=on(mesh, spec))
 
-    weights: dict[str, Any] = {"segments": [{} for _ in segments]}
+    weights: dict[str, Any] = {"blocks": [tuple({} for _ in range(block.period)) for block in blocks]}
     for parameter in decoder.abstract(model).values():
         placement = place(parameter, model, shards)
         spec = placement.spec(parameter.layered)
         if not parameter.layered:
             weights[parameter.name] = array(placement.shape, dtype, spec)
             continue
-        for (first, last, _), segment in zip(segments, weights["segments"], strict=True):
-            segment[parameter.name] = array((last - first, *placement.shape), dtype, spec)
+        for block, stacked in zip(blocks, weights["blocks"], strict=True):
+            for of_layers in stacked:
+                of_layers[parameter.name] = array((block.repeats, *placement.shape), dtype, spec)
     head = "embed" if model.tie_embeddings else "head"
     rotated = decoder.rotary_tables(model, 1)[0].shape[1]
     angles = array((config.max_model_len, rotated), jnp.float32)

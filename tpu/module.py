@@ -25,7 +25,7 @@ PAGE = 128
 
 
 class Decoder(nnx.Module):
-    """A dense decoder. `weights` are those of `load_weights` on one device with a segment for each layer (unrolled).
+    """A dense decoder. `weights` are those of `load_weights` on one device with a block for each layer (unrolled).
 
     Parameters are `nnx.Param`s under the names of the parameter table, those of layer i in `layers[i]`.
     """
@@ -33,9 +33,9 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, weights: dict[str, Any]) -> None:
         self.config = config
         for name, value in weights.items():
-            if name != "segments":
+            if name != "blocks":
                 setattr(self, name, nnx.Param(value))
-        self.layers = nnx.List([Layer(segment) for segment in weights["segments"]])
+        self.layers = nnx.List([Layer(of_layer) for (of_layer,) in weights["blocks"]])
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """Logits [tok vocab] float32 of one sequence of token ids [tok] int32."""
@@ -53,15 +53,15 @@ class Decoder(nnx.Module):
             jnp.array([0, tokens], jnp.int32),
             length,
             jnp.array([1 if tokens == 1 else 0, 1], jnp.int32),
+            tokens,
         )
-        hidden = decoder.embed(ops, top, token_ids)
-        residual = jnp.zeros_like(hidden)
-        layer = decoder.layer_function(config)
-        for one, window in zip(self.layers, config.layer_windows, strict=True):
-            kv = jnp.zeros((pages + 1, PAGE, 2 * config.num_kv_heads, config.head_dim), hidden.dtype)
-            weights = {name: getattr(one, name)[...] for name in one.names}
-            hidden, residual, _ = layer(ops, config, weights, hidden, residual, kv, batch, window, tokens)
-        return decoder.head(ops, top, decoder.finish(ops, config, top, hidden, residual))
+        weights = [{name: getattr(layer, name)[...] for name in layer.names} for layer in self.layers]
+        shape = (pages + 1, PAGE, 2 * config.num_kv_heads, config.head_dim)
+        kv = [jnp.zeros(shape, top["embed"].dtype) for _ in weights]
+        model = decoder.model_of(config)
+        calls = decoder.PlainCalls(ops, model, top, weights, token_ids, batch, jnp.zeros_like)
+        finished, _ = decoder.forward(calls, kv)
+        return decoder.head(ops, top, finished)
 
 
 class Layer(nnx.Module):

@@ -16,13 +16,21 @@ from ..ops.recording import Call
 from ..shared.config import ResolvedConfig
 from ..shared.errors import ConfigError
 from ..shared.models import decoder
-from ..shared.models.calls import KINDS, ModelShapes, largest_first, record_layers, record_samplers
+from ..shared.models.calls import (
+    ModelShapes,
+    RecordedCalls,
+    largest_first,
+    plan_programs,
+    record_layers,
+    record_samplers,
+)
 from ..shared.models.config import ModelConfig
+from ..shared.models.stages import any_replaced
 from . import (
     gpu_kernels,  # noqa: F401 - registers the providers for NVIDIA GPUs
     kernels,  # noqa: F401 - registers the Pallas providers
 )
-from .sharding import local_config
+from .sharding import local_config, physical_config
 
 PREFERRED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "cuda": {"paged_attention": ("pallas_triton",), "norm_rope_write_kv": ("pallas_triton",)},
@@ -43,13 +51,15 @@ def chooser(config: ResolvedConfig) -> Callable[..., Plan]:
 
 def make_plans(model: ModelConfig, config: ResolvedConfig) -> Plans:
     """Choose implementations for the calls of all programs, on one shard. Raises OpError, ConfigError."""
-    choose = chooser(config)
-    kinds = {kind: choose(calls=record(model, config, kind)) for kind in KINDS}
-    for kind, plan in kinds.items():
-        for op in REQUIRED.get(config.platform, ()):
-            if op in plan:
-                _require(plan[op], kind)
-    return Plans(kinds)
+    # Programs see the layers of all shards together, and a kind of them is a kind of what one shard computes.
+    physical = physical_config(model, config.tensor_parallel_size)
+    plans = plan_programs(physical, chooser(config), lambda kind: record(model, config, kind))
+    for kind in plans.by_kind:
+        for plan in plans.every(kind):
+            for op in REQUIRED.get(config.platform, ()):
+                if op in plan:
+                    _require(plan[op], kind)
+    return plans
 
 
 def _require(choice: Choice, kind: str) -> None:
@@ -67,29 +77,27 @@ def record(model: ModelConfig, config: ResolvedConfig, kind: str) -> list[Call]:
         record_samplers(recorder, ModelShapes(model, config), (config.max_num_seqs,))
         return recorder.calls
     shapes = ModelShapes(local_config(model, config.tensor_parallel_size), config)
-    if decoder.layer_function(model) is decoder.layer:
-        record_layers(recorder, shapes, kind)
-    else:
+    if any_replaced(shapes.spec):
         _trace(recorder, shapes, kind)
+    else:
+        record_layers(recorder, shapes, kind)
     return recorder.calls
 
 
 def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
-    """Trace the programs with JAX, with whatever a layer from outside does between its ops."""
+    """Trace the programs with JAX, with whatever a stage from outside does between its ops."""
     ops = resolve("jax", enable=("none",)).bind(recorder.wrap)
-    model, layer = shapes.layers, decoder.layer_function(shapes.model)
     top, weights = ({n: _shape(x) for n, x in shapes.weights(layered).items()} for layered in (False, True))
+    model, count = shapes.spec, len(shapes.spec.layers)
 
     for d in largest_first(shapes.config, kind):
         recorder.program = str(d)
 
-        def program(top: Any, weights: Any, ids: Any, kv: Any, batch: Any, query_len: int = d.max_query_len) -> Any:
-            hidden = decoder.embed(ops, top, ids)
-            residual = jnp.zeros_like(hidden)
-            for window in model.layer_windows:
-                state = hidden, residual, kv
-                hidden, residual, kv = layer(ops, model, weights, *state, batch, window, query_len)
-            return decoder.finish(ops, model, top, hidden, residual)
+        def program(
+            top: Any, weights: Any, ids: Any, kv: Any, batch: decoder.Batch, query_len: int = d.max_query_len
+        ) -> Any:
+            parts = ops, model, top, [weights] * count, ids, batch.within(query_len), jnp.zeros_like
+            return decoder.forward(RecordedCalls(recorder, model.layers, *parts), [kv] * count)
 
         batch = decoder.Batch(*map(_shape, shapes.batch(d)))
         jax.eval_shape(

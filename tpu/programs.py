@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from ..bucketing import Descriptor
-from ..ops.namespaces.jax_ import OneOf
+from ..ops import BoundPlans
 from ..shared.demand import ANYTHING, Demand
 from ..shared.models import decoder
+from ..shared.models.blocks import Block
 from ..shared.models.config import ModelConfig
 from ..shared.models.sampler import known_processors, sample
 from ..shared.step import Sampler, StepShape, processor_layout
-from .kv_buffer import as_buffer, as_heads
+from .layers import ScannedPass, blocks_of
 from .state import State, diff_layout, sampling_fields, updated
 
 Weights = Mapping[str, Any]
@@ -29,17 +30,16 @@ LOOP_SAMPLERS: tuple[Sampler, ...] = ("greedy", "filtered")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What programs are built from. `ops` are the bound plans by kind (decode, mixed, sample); `scan` loops over
-    stacked layers, else they are unrolled.
+    """What programs are made from. `ops` are the bound plans. `scan` loops over stacked layers; else they are unrolled.
 
-    Weights come as {"embed", "norm", ["head"], "segments": one dict of stacked weights [n, ...] per run of layers that
-    share a window (or per layer, where layers are unrolled or `apart`)}. `apart`: the matrices of each layer are arrays
-    of their own, though a loop runs the layers. `decode_steps`: the most steps that a loop does. `cache_dtype`: of the
-    keys and values that the ops see. `demand`: which samplers there are, and whether there are log-probabilities.
+    Weights come as {"embed", "norm", ["head"], "blocks"}: for each block of layers and each position of its period, a
+    dict of weights stacked over the repeats [n, ...]; with `apart`, though a loop runs the layers, for each layer by
+    itself. `decode_steps`: the most steps that a loop does. `cache_dtype`: of the keys and values that the ops see.
+    `demand`: which samplers there are, and whether there are log-probabilities.
     """
 
     config: ModelConfig
-    ops: Mapping[str, Any]
+    ops: BoundPlans
     shape: StepShape
     scan: bool
     cache_dtype: Any
@@ -48,11 +48,9 @@ class Model:
     apart: bool = False
 
     @property
-    def segments(self) -> list[tuple[int, int, int]]:
-        """(first layer, last + 1, window) of each dict of stacked weights."""
-        if self.scan and not self.apart:
-            return decoder.layer_segments(self.config)
-        return [(i, i + 1, window) for i, window in enumerate(self.config.layer_windows)]
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks of layers that weights are stacked for."""
+        return blocks_of(decoder.model_of(self.config), self.scan and not self.apart)
 
 
 def loop_sampler(sampler: Sampler) -> Sampler:
@@ -116,7 +114,6 @@ def _hidden(
     f: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """(kv, finished hidden states [T dim]) of tokens `ids` [T]."""
-    pages = kv.shape[0] // model.config.num_layers
     batch = decoder.Batch(
         tables[0][f["positions"]],
         tables[1][f["positions"]],
@@ -126,62 +123,20 @@ def _hidden(
         f["kv_lens"],
         f["counts"],
     )
-    ops = model.ops[descriptor.kind]
-    hidden = decoder.embed(ops, weights, ids)
-    state = (hidden, jnp.zeros_like(hidden), kv)
-    for (first, last, window), stacked, apart in _runs(model, weights["segments"]):
-        body = partial(_layer, model, descriptor, batch, pages, window, apart)
-        if model.scan:
-            layers = jnp.arange(last - first, dtype=jnp.int32)
-            state, _ = jax.lax.scan(body, state, (stacked, layers + first, layers))
-        else:
-            state, _ = body(state, (jax.tree.map(lambda x: x[0], stacked), first, 0))
-    hidden, residual, kv = state
-    return kv, decoder.finish(ops, model.config, weights, hidden, residual)
-
-
-Run = tuple[tuple[int, int, int], Mapping[str, jax.Array], Mapping[str, tuple[jax.Array, ...]]]
-"""(first layer, last + 1, window), weights stacked over these layers, and weights that each of them has apart."""
-
-
-def _runs(model: Model, segments: Sequence[Mapping[str, jax.Array]]) -> Iterator[Run]:
-    """The layers as they are repeated: run by run of those that share a window, or one by one where they are unrolled.
-
-    Of layers whose matrices lie apart, the vectors are stacked here: copying those takes no time.
-    """
-    if not model.apart:
-        yield from ((bounds, segment, {}) for bounds, segment in zip(model.segments, segments, strict=True))
-        return
-    for first, last, window in decoder.layer_segments(model.config):
-        layers = segments[first:last]
-        vectors = [name for name, weight in layers[0].items() if weight.ndim == 2]
-        # Not a set, whose order differs between processes: the program would not be found in a cache.
-        matrices = [name for name in layers[0] if name not in vectors]
-        stacked = {name: jnp.concatenate([layer[name] for layer in layers]) for name in vectors}
-        yield (first, last, window), stacked, {name: tuple(layer[name][0] for layer in layers) for name in matrices}
-
-
-def _layer(
-    model: Model,
-    descriptor: Descriptor,
-    batch: decoder.Batch,
-    pages: int,
-    window: int,
-    apart: Mapping[str, tuple[jax.Array, ...]],
-    state: Any,
-    layer: Any,
-) -> tuple[Any, None]:
-    weights, index, place = layer
-    weights = weights | {name: OneOf(matrices, place) for name, matrices in apart.items()}
-    hidden, residual, buffer = state
-    kv = as_heads(buffer, model.config.head_dim, model.cache_dtype)
-    # Layer l owns the pages [l * P, (l + 1) * P) of the one buffer: no slice of it is ever taken or put back.
-    slots = jnp.where(batch.slots < 0, -1, batch.slots + index * pages * kv.shape[1])
-    here = batch._replace(page_table=batch.page_table + index * pages, slots=slots)
-    ops, query_len = model.ops[descriptor.kind], descriptor.max_query_len
-    function = decoder.layer_function(model.config)
-    hidden, residual, kv = function(ops, model.config, weights, hidden, residual, kv, here, window, query_len)
-    return (hidden, residual, as_buffer(kv, buffer)), None
+    execution = ScannedPass(
+        model.ops,
+        decoder.model_of(model.config),
+        model.scan,
+        model.blocks,
+        descriptor,
+        weights,
+        ids,
+        batch,
+        model.config.head_dim,
+        model.cache_dtype,
+    )
+    hidden, kv = decoder.forward(execution, kv)
+    return kv, hidden
 
 
 def _fit(rows: jax.Array, tokens: int, scratch: int) -> jax.Array:

@@ -1,8 +1,8 @@
-"""Puts weights on the devices as programs want them: stacked by run of layers, each shard read for its device alone."""
+"""Puts weights on the devices as programs want them: stacked by block of layers, each shard read for its device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -14,13 +14,12 @@ from jax.sharding import Mesh
 
 from ..ops.namespaces import namespace
 from ..shared.checkpoint import Checkpoint
+from ..shared.models.blocks import Block
 from ..shared.models.config import ModelConfig
 from ..shared.models.table import Parameter, ParameterTable
 from ..shared.weights import check_checkpoint, dummy_parameter
 from ..shared.worker import Progress
 from .sharding import Placement, on, place
-
-Segments = list[tuple[int, int, int]]
 
 
 def load_weights(
@@ -28,7 +27,7 @@ def load_weights(
     load_format: str,
     model: ModelConfig,
     table: ParameterTable,
-    segments: Segments,
+    blocks: Sequence[Block],
     dtype: Any,
     seed: int,
     mesh: Mesh,
@@ -41,35 +40,36 @@ def load_weights(
         check_checkpoint(checkpoint, table, model.num_layers)
     shards = mesh.shape["tp"]
 
-    def maker(parameter: Parameter) -> Callable[[int, int], jax.Array]:
+    def maker(parameter: Parameter) -> Callable[[range], jax.Array]:
         placement = place(parameter, model, shards)
         if checkpoint is None:
             return _dummy(parameter, placement, seed, dtype, mesh)
         return partial(_read, checkpoint, parameter, placement, dtype, mesh)
 
-    weights: dict[str, Any] = {"segments": [{} for _ in segments]}
+    weights: dict[str, Any] = {"blocks": [tuple({} for _ in range(block.period)) for block in blocks]}
     for done, parameter in enumerate(table.values()):
         make = maker(parameter)
         if parameter.layered:
-            for (first, last, _), segment in zip(segments, weights["segments"], strict=True):
-                segment[parameter.name] = make(first, last)
+            for block, stacked in zip(blocks, weights["blocks"], strict=True):
+                for position, of_layers in enumerate(stacked):
+                    of_layers[parameter.name] = make(block.layers_at(position))
         else:
-            weights[parameter.name] = make(0, 1)
+            weights[parameter.name] = make(range(1))
         progress("weights", done + 1, len(table))
     return weights
 
 
 def _read(
-    checkpoint: Checkpoint, parameter: Parameter, placement: Placement, dtype: Any, mesh: Mesh, first: int, last: int
+    checkpoint: Checkpoint, parameter: Parameter, placement: Placement, dtype: Any, mesh: Mesh, layers: range
 ) -> jax.Array:
     """One parameter of some layers. The host never holds more of it than one device does."""
-    stacked = (last - first,) if parameter.layered else ()
+    stacked = (len(layers),) if parameter.layered else ()
     shape, sharding = (*stacked, *placement.shape), on(mesh, placement.spec(parameter.layered))
     arrays = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        part = np.empty((last - first, *sharding.shard_shape(shape)[len(stacked) :]), dtype)
-        for layer in range(first, last):
-            _read_layer(checkpoint, parameter, placement, layer, index[len(stacked) :], part[layer - first])
+        part = np.empty((len(layers), *sharding.shard_shape(shape)[len(stacked) :]), dtype)
+        for layer, out in zip(layers, part, strict=True):
+            _read_layer(checkpoint, parameter, placement, layer, index[len(stacked) :], out)
         arrays.append(jax.device_put(part if parameter.layered else part[0], device))
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
@@ -113,7 +113,7 @@ def _gather(checkpoint: Checkpoint, key: str, axis: int, wanted: np.ndarray, siz
 
 def _dummy(
     parameter: Parameter, placement: Placement, seed: int, dtype: Any, mesh: Mesh
-) -> Callable[[int, int], jax.Array]:
+) -> Callable[[range], jax.Array]:
     """Makes random weights of a range of layers where they lie: the same numbers on any number of shards.
 
     One program for all ranges of a length: with unrolled layers, for all layers.
@@ -131,10 +131,10 @@ def _dummy(
         values = dummy_parameter(namespace("jax"), parameter, layer, seed, index)
         return jnp.where(real, values, jnp.float32(0)).astype(dtype)
 
-    def stack(first: jax.Array, count: int) -> jax.Array:
+    def stack(first: jax.Array, step: jax.Array, count: int) -> jax.Array:
         if not parameter.layered:
             return one(first)
-        return jax.lax.map(one, first + jnp.arange(count, dtype=jnp.int32))
+        return jax.lax.map(one, first + step * jnp.arange(count, dtype=jnp.int32))
 
     program = jax.jit(stack, static_argnames="count", out_shardings=on(mesh, placement.spec(parameter.layered)))
-    return lambda first, last: program(np.int32(first), count=last - first)
+    return lambda layers: program(np.int32(layers.start), np.int32(layers.step), count=len(layers))

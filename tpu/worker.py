@@ -108,7 +108,7 @@ class JaxWorker:
             config.load_format,
             model,
             decoder.abstract(model),
-            self._model.segments,
+            self._model.blocks,
             self._dtype,
             config.seed,
             self._mesh,
@@ -141,7 +141,7 @@ class JaxWorker:
             return min(wanted, allowed - used - page)
         if self.device.platform != "tpu":
             return allowed - used - step_temporaries(self._loaded, config) - page
-        shapes = describe(self._loaded, config, self._model.segments, config.pages_per_request, self._mesh)
+        shapes = describe(self._loaded, config, self._model.blocks, config.pages_per_request, self._mesh)
         work = jobs(self._model, config.table(), shapes, self._dtype, self._mesh)
         cache = (config.pages_per_request + 1) * page
         needed, self._built = footprint.measure(work, shapes, cache, self._mesh, self._plans.hash, self._progress)
@@ -153,7 +153,7 @@ class JaxWorker:
 
     def allocate_kv(self, num_pages: int) -> None:
         """Allocate the one KV buffer of all layers."""
-        self._shapes = describe(self._loaded, self.config, self._model.segments, num_pages, self._mesh)
+        self._shapes = describe(self._loaded, self.config, self._model.blocks, num_pages, self._mesh)
         self._num_pages = num_pages
         self._buffers = StepBuffers(self._model.shape)
         self._state = State(*map(self._put, initial_state(self._model.shape)))

@@ -141,7 +141,7 @@ class Piecewise:
             self._caches = (kv, tuple(kv))
         tensors: dict[Place, torch.Tensor] = dict(zip(self._places, self._caches[1], strict=True))
         tensors["token_ids", None] = token_ids
-        for name, value in zip(batch._fields, batch, strict=True):
+        for name, value in batch.arrays().items():
             tensors[name, None] = value
         return program(tensors)
 
@@ -285,7 +285,7 @@ class _Group:
     def arguments(self, d: Descriptor) -> dict[str, Any]:
         """Padding for a descriptor: nothing is written but the scratch slot."""
         model, where = self.module.config, self.kv[0].device
-        on_host = self.plans[d.kind].host_metadata
+        on_host = self.plans.host_metadata(d.kind)
         half = decoder.rotary_tables(model, 1)[0].shape[1]
 
         def ints(*shape: int, device: Any = where) -> torch.Tensor:

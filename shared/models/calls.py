@@ -1,8 +1,8 @@
 """The ops that a model's programs call, from shapes alone: no weight is loaded, no framework is asked.
 
 The decoder runs on numpy arrays that hold no data. That takes less than a millisecond a program, so every program of
-the table is recorded, and a plan is made for what an engine really calls. A layer that replaced the decoder's may do
-anything; backends trace it in their own framework (`gpu/plans.py`, `tpu/plans.py`).
+the table is recorded, and a plan is made for what an engine really calls. A stage from outside may do anything;
+backends trace it in their own framework (`gpu/plans.py`, `tpu/plans.py`).
 """
 
 from __future__ import annotations
@@ -10,20 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from ...bucketing import Descriptor
-from ...ops import Recorder
+from ...ops import Plan, Plans, Recorder
+from ...ops.plan import plan_layers
+from ...ops.recording import OUTSIDE, Call
 from ...ops.shapes import recording_ops
 from ..config import ResolvedConfig
 from ..step import SAMPLERS, Layout, StepShape, processor_layout, sampling_layout
 from . import decoder
+from .blocks import Block
 from .config import ModelConfig
 from .sampler import sample
+from .spec import Layer, Model
 
-KINDS = ("decode", "mixed", "sample")
+LAYER_KINDS = ("decode", "mixed")
+"""The kinds of programs that have layers."""
+KINDS = (*LAYER_KINDS, "sample")
 """The kinds of programs that have a plan each."""
 
 DTYPES = {
@@ -54,10 +61,16 @@ class ModelShapes:
     config: ResolvedConfig
 
     @cached_property
-    def layers(self) -> ModelConfig:
-        """The model with one layer of each window: layers of the same window make the same calls."""
-        windows = tuple(dict.fromkeys(self.model.layer_windows))
-        return replace(self.model, num_layers=len(windows), layer_windows=windows)
+    def spec(self) -> Model:
+        """The model with one layer of each kind: layers of a kind make the same calls."""
+        whole = decoder.model_of(self.model)
+        return replace(whole, layers=whole.kinds)
+
+    @cached_property
+    def last(self) -> Model:
+        """The model with its last layer only."""
+        whole = decoder.model_of(self.model)
+        return replace(whole, layers=whole.layers[-1:])
 
     def weights(self, layered: bool) -> dict[str, np.ndarray]:
         """The weights of a layer, or those that belong to none."""
@@ -67,7 +80,7 @@ class ModelShapes:
     def cache(self) -> np.ndarray:
         """The cache as a layer sees it; how many pages there will be is not known yet."""
         heads = 2 * self.model.num_kv_heads
-        pages = 2 * self.layers.num_layers
+        pages = 2 * len(self.spec.layers)
         return without_data((pages, self.config.page_size, heads, self.model.head_dim), self.config.kv_cache_dtype)
 
     def batch(self, d: Descriptor) -> decoder.Batch:
@@ -76,7 +89,7 @@ class ModelShapes:
         table = without_data((d.requests, self.config.pages_per_request), "int32")
         slots, starts = without_data((d.tokens,), "int32"), without_data((d.requests + 1,), "int32")
         lengths, counts = without_data((d.requests,), "int32"), without_data((2,), "int32")
-        return decoder.Batch(angles, angles, slots, table, starts, lengths, counts)
+        return decoder.Batch(angles, angles, slots, table, starts, lengths, counts, d.max_query_len)
 
     @cached_property
     def _rotated(self) -> int:
@@ -94,6 +107,32 @@ def largest_first(config: ResolvedConfig, kind: str) -> list[Descriptor]:
     return sorted((d for d in config.table() if d.kind == kind), key=lambda d: -d.tokens)
 
 
+def plan_programs(model: ModelConfig, choose: Callable[..., Plan], record: Callable[[str], Sequence[Call]]) -> Plans:
+    """The plans of all programs. `choose(calls=...)` makes one, `record(kind)` gives the calls of a kind."""
+    layers = decoder.model_of(model).kinds
+    by_kind = {"sample": choose(calls=record("sample"))}
+    by_layer = {}
+    for kind in LAYER_KINDS:
+        by_kind[kind], by_layer[kind] = plan_layers(choose, record(kind), layers)
+    return Plans({kind: by_kind[kind] for kind in KINDS}, by_layer)
+
+
+class RecordedCalls(decoder.PlainCalls):
+    """Plain calls whose recorder is told which kind of layer each belongs to: its number in `kinds`."""
+
+    def __init__(self, recorder: Recorder, kinds: Sequence[Layer], *parts: Any) -> None:
+        super().__init__(*parts)
+        self._recorder, self._kinds = recorder, kinds
+
+    def layers(self, block: Block, stream: decoder.Stream, cache: Any, rows: Any) -> tuple[decoder.Stream, Any]:
+        """See `Execution`."""
+        self._recorder.layer = self._kinds.index(self.model.layers[block.first])
+        try:
+            return super().layers(block, stream, cache, rows)
+        finally:
+            self._recorder.layer = OUTSIDE
+
+
 def record_layers(
     recorder: Recorder, shapes: ModelShapes, kind: str, drops_rows: Callable[[Descriptor], bool] | None = None
 ) -> None:
@@ -101,27 +140,24 @@ def record_layers(
 
     `drops_rows` is for a backend that finishes the sampled tokens only: it says whose last layer drops the others.
     """
-    ops, model = recording_ops(recorder, _empty), shapes.layers
-    top, weights, cache = shapes.weights(layered=False), shapes.weights(layered=True), shapes.cache()
-    last = shapes.model.layer_windows[-1]
+    ops, top, weights = recording_ops(recorder, _empty), shapes.weights(layered=False), shapes.weights(layered=True)
+
+    def calls(model: Model, d: Descriptor) -> RecordedCalls:
+        count, ids = len(model.layers), without_data((d.tokens,), "int32")
+        parts = ops, model, top, [weights] * count, ids, shapes.batch(d), lambda hidden: hidden
+        return RecordedCalls(recorder, shapes.spec.layers, *parts)
+
     for d in largest_first(shapes.config, kind):
         recorder.program = str(d)
-        batch = shapes.batch(d)
-        embedded = decoder.embed(ops, top, without_data((d.tokens,), "int32"))
-        hidden, residual = embedded, embedded
-        for window in model.layer_windows:
-            state = hidden, residual, cache
-            hidden, residual, _ = decoder.layer(ops, model, weights, *state, batch, window, d.max_query_len)
-        decoder.finish(ops, model, top, hidden, residual)
+        whole = calls(shapes.spec, d)
+        finished, _ = decoder.forward(whole, [shapes.cache()] * len(shapes.spec.layers))
         if drops_rows is None or d.requests == d.tokens:
             continue
         rows = slice(d.requests)
         if drops_rows(d):
-            state = embedded, embedded, cache
-            hidden, residual, _ = decoder.layer(ops, model, weights, *state, batch, last, d.max_query_len, rows)
-            decoder.finish(ops, model, top, hidden, residual)
+            decoder.forward(calls(shapes.last, d), [shapes.cache()], rows)
         else:
-            decoder.finish(ops, model, top, hidden[rows], residual[rows])
+            whole.finish(decoder.Stream(finished[rows], finished[rows]))
 
 
 def record_samplers(recorder: Recorder, shapes: ModelShapes, prompt_rows: Sequence[int] = ()) -> None:

@@ -1,34 +1,37 @@
-"""The dense decoder, written once over ops: Llama 2 and 3, Mistral, Qwen2, Qwen3.
+"""The decoder, written once over ops: layers from `spec.py`, each sublayer computed by its stage (`stages.py`).
 
-What differs between them (biases, q/k norm, rope scaling, windows, tied embeddings) is data in `ModelConfig`.
-`layer` knows nothing of how layers are repeated: JAX scans it over stacked weights, torch calls it layer by layer.
+`forward` is the one loop over layers. How they are run (scanned over stacked weights by JAX, compiled or captured by
+torch, one at a time with taps by numerics) is its argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from ..errors import ConfigError
-from .config import MODEL_TYPES, ModelConfig, rope_inverse_frequencies
+from .blocks import Block, single_blocks
+from .config import ModelConfig, rope_inverse_frequencies
+from .families import model_of
+from .spec import Layer, Model, Norm, mixes_tokens
+from .stages import Array, Batch, Cache, Weights, stage_of
 from .table import Parameter, ParameterTable, Part
 
-Array = Any
-Weights = Mapping[str, Array]
-
-
-class Batch(NamedTuple):
-    """What every layer of a step reads; the fields are those of `batch_layout`, and cos, sin [tok r] float32."""
-
-    cos: Array
-    sin: Array
-    slots: Array
-    page_table: Array
-    query_start: Array
-    kv_lens: Array
-    counts: Array
+__all__ = [
+    "Batch",
+    "Execution",
+    "PlainCalls",
+    "Stream",
+    "abstract",
+    "embed",
+    "finish",
+    "forward",
+    "head",
+    "layer",
+    "model_of",
+    "rotary_tables",
+]
 
 
 def abstract(config: ModelConfig) -> ParameterTable:
@@ -85,78 +88,143 @@ def embed(ops: Any, weights: Weights, token_ids: Array) -> Array:
     return ops.embedding(token_ids, weights["embed"])
 
 
-def layer(
-    ops: Any,
-    config: ModelConfig,
-    weights: Weights,
-    hidden: Array,
-    residual: Array,
-    kv: Array,
-    batch: Batch,
-    window: int,
-    max_query_len: int,
-    rows: Array | None = None,
-) -> tuple[Array, Array, Array]:
-    """One decoder layer: (hidden, residual [tok dim], its cache) -> the same. The sum of both is the layer's state.
+class Stream(NamedTuple):
+    """The residual stream as two summands [tok dim]: what the last sublayer gave, and all before it."""
 
-    `rows` [row]: the only tokens whose state is wanted, in the last layer; results are then [row dim].
+    hidden: Array
+    residual: Array
+
+
+def layer(ops: Any, spec: Layer, weights: Weights, stream: Stream, cache: Cache, batch: Batch) -> tuple[Stream, Cache]:
+    """One layer: its sublayers in order. With `batch.rows` the result is [row dim].
+
+    Behind the last sublayer whose tokens see each other, the layer goes on with these tokens only.
     """
-    c, w = config, weights
-    hidden, residual = ops.fused_add_rms_norm(hidden, residual, w["input_norm"], c.rms_norm_eps)
-    qkv = ops.linear(hidden, w["qkv"], w.get("qkv_bias"))
-    norms = w.get("q_norm"), w.get("k_norm")
-    scales = () if c.kv_scales == (1.0, 1.0) else c.kv_scales
-    q, kv = ops.norm_rope_write_kv(qkv, kv, *norms, batch.cos, batch.sin, batch.slots, c.rms_norm_eps, *scales)
-    attention = ops.paged_attention(
-        q, kv, batch.page_table, batch.query_start, batch.kv_lens, batch.counts,
-        c.head_dim**-0.5, window, 0.0, max_query_len, *scales,
-    )  # fmt: skip
-    if rows is not None:  # from here on tokens do not see each other
-        attention, residual = attention[rows], residual[rows]
-    hidden = ops.linear(attention.reshape(attention.shape[0], c.num_heads * c.head_dim), w["o"], w.get("o_bias"))
-    hidden, residual = ops.fused_add_rms_norm(hidden, residual, w["post_norm"], c.rms_norm_eps)
-    hidden = ops.gated_mlp(hidden, w["gate_up"], w.get("gate_up_bias"), w["down"], w.get("down_bias"))
-    return hidden, residual, kv
+    hidden, residual = stream
+    narrowing = None if batch.rows is None else last_mixing(spec)
+    for number, sub in enumerate(spec):
+        x, residual = pre_norm(ops, sub.pre, weights, hidden, residual)
+        rows = batch.rows if number == narrowing else None
+        stage = stage_of(sub.mixer)
+        hidden, cache = stage(ops, sub.mixer, weights, x, cache, batch._replace(rows=rows))
+        if rows is not None:
+            residual = residual[rows]
+        if sub.post is not None:
+            hidden = ops.rms_norm(hidden, weights[sub.post.weight], sub.post.eps)
+        if sub.scale != 1.0:
+            hidden = hidden * sub.scale
+    return Stream(hidden, residual), cache
 
 
-LayerFunction = Callable[..., tuple[Array, Array, Array]]
-_replaced: dict[str, LayerFunction] = {}
+def pre_norm(ops: Any, norm: Norm | None, weights: Weights, hidden: Array, residual: Array) -> tuple[Array, Array]:
+    """(what a mixer reads, the stream so far): the last result is added here, where the norm reads the sum anyway."""
+    if norm is None:
+        total = ops.add(hidden, residual)
+        return total, total
+    x, residual = ops.fused_add_rms_norm(hidden, residual, weights[norm.weight], norm.eps)
+    return x, residual
 
 
-def replace_layer(architecture: str, function: LayerFunction) -> None:
-    """Run `function`, with the signature of `layer`, for a model whose config names `architecture`: for packages that
-    are not part of this one. It must write the cache and keep the sum of hidden and residual as `layer` does. Raises
-    ConfigError for an architecture that no model has.
+def last_mixing(spec: Layer) -> int:
+    """The number of the last sublayer whose tokens see each other, -1 if there is none."""
+    mixing = [number for number, sub in enumerate(spec) if mixes_tokens(sub)]
+    return mixing[-1] if mixing else -1
+
+
+S = TypeVar("S")
+C = TypeVar("C")
+
+
+class Execution(Protocol[S, C]):
+    """How the parts of a forward pass are run: as plain calls, scanned, compiled, captured or tapped.
+
+    S is what is carried from layer to layer (a `Stream`, or several), C whatever holds the caches.
     """
-    if architecture not in MODEL_TYPES:
-        raise ConfigError(f"architecture: got {architecture!r}, allowed are {', '.join(MODEL_TYPES)}")
-    _replaced[architecture] = function
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The layers, in the portions that run at a time."""
+        ...
+
+    def embed(self) -> S:
+        """The stream before the first layer: the residual is zero."""
+        ...
+
+    def layers(self, block: Block, stream: S, cache: C, rows: Array | None) -> tuple[S, C]:
+        """The layers of a block; the last of them finishes the tokens `rows` only, if there are any."""
+        ...
+
+    def finish(self, stream: S) -> Array:
+        """The final norm."""
+        ...
 
 
-def layer_function(config: ModelConfig) -> LayerFunction:
-    """The layer of a model: `layer`, or what replaced it."""
-    return _replaced.get(config.architecture, layer)
+def forward(execution: Execution[S, C], cache: C, rows: Array | None = None) -> tuple[Array, C]:
+    """Finished hidden states [tok dim], or [row dim] of the tokens `rows`, and the cache.
+
+    This is the only loop over the layers of a model.
+    """
+    stream = execution.embed()
+    *blocks, last = execution.blocks
+    for block in blocks:
+        stream, cache = execution.layers(block, stream, cache, None)
+    stream, cache = execution.layers(last, stream, cache, rows)
+    return execution.finish(stream), cache
 
 
-def finish(ops: Any, config: ModelConfig, weights: Weights, hidden: Array, residual: Array) -> Array:
+class PlainCalls:
+    """An `Execution` that calls one layer after the other. The cache is a list, in which it puts that of each layer.
+
+    `layer_weights` are those of each layer, `zeros` gives the residual before the first one, from hidden states.
+    `ops_of(layer)` are the ops of a kind of layer, if they are not `ops`.
+    """
+
+    def __init__(
+        self,
+        ops: Any,
+        model: Model,
+        weights: Weights,
+        layer_weights: Sequence[Weights],
+        token_ids: Array,
+        batch: Batch,
+        zeros: Callable[[Array], Array],
+        ops_of: Callable[[Layer], Any] | None = None,
+    ) -> None:
+        self.ops, self.model, self.weights, self.layer_weights = ops, model, weights, layer_weights
+        self.token_ids, self.batch, self.zeros = token_ids, batch, zeros
+        self.ops_of = ops_of or (lambda spec: ops)
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """Every layer by itself."""
+        return single_blocks(len(self.model.layers))
+
+    def embed(self) -> Stream:
+        """See `Execution`."""
+        hidden = embed(self.ops, self.weights, self.token_ids)
+        return Stream(hidden, self.zeros(hidden))
+
+    def layers(self, block: Block, stream: Stream, cache: Cache, rows: Array | None) -> tuple[Stream, Cache]:
+        """See `Execution`."""
+        index, batch = block.first, self.batch._replace(rows=rows)
+        spec, weights = self.model.layers[index], self.layer_weights[index]
+        stream, written = layer(self.ops_of(spec), spec, weights, stream, cache[index], batch)
+        cache[index] = written
+        return stream, cache
+
+    def finish(self, stream: Stream) -> Array:
+        """See `Execution`."""
+        return finish(self.ops, self.model, self.weights, stream)
+
+
+def finish(ops: Any, model: Model, weights: Weights, stream: Stream) -> Array:
     """The final norm: [tok dim]."""
-    return ops.fused_add_rms_norm(hidden, residual, weights["norm"], config.rms_norm_eps)[0]
+    return pre_norm(ops, model.norm, weights, *stream)[0]
 
 
 def head(ops: Any, weights: Weights, rows: Array) -> Array:
     """Logits [row vocab] of finished hidden states [row dim]."""
     return ops.logits(rows, weights["head"] if "head" in weights else weights["embed"])
-
-
-def layer_segments(config: ModelConfig) -> list[tuple[int, int, int]]:
-    """Runs of layers with the same window: (first, last + 1, window). A scan needs the window fixed."""
-    segments: list[tuple[int, int, int]] = []
-    for index, window in enumerate(config.layer_windows):
-        if segments and segments[-1][2] == window:
-            segments[-1] = (segments[-1][0], index + 1, window)
-        else:
-            segments.append((index, index + 1, window))
-    return segments
 
 
 def _matrix(name: str, rows: int, columns: int, axes: tuple[str, str], key: str, layered: bool = True) -> Parameter:

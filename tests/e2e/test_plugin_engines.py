@@ -16,7 +16,8 @@ from twinfer.ops.namespaces import namespace
 from twinfer.ops.plan import _defaults
 from twinfer.ops.reference import dense
 from twinfer.shared.errors import ConfigError
-from twinfer.shared.models import decoder
+from twinfer.shared.models import stages
+from twinfer.shared.models.spec import Attention, Mlp
 from twinfer.shared.worker import backend_module
 
 BACKENDS = ("torch", "jax")
@@ -47,7 +48,7 @@ def providers(device):
     REGISTRY.ops.clear()
     REGISTRY.ops.update(ops)
     _defaults.clear()
-    decoder._replaced.clear()
+    stages._replaced.clear()
 
 
 def provide(op, provider, backend, function, **properties):
@@ -223,8 +224,8 @@ def test_the_predicate_of_an_engine_on_jax_is_asked_for_every_program():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_layer_from_outside_is_planned_by_what_it_calls(backend):
-    """An op of a plug-in in a layer of a plug-in: it is in the plan, and its provider runs."""
+def test_a_stage_from_outside_is_planned_by_what_it_calls(backend):
+    """An op of a plug-in in a stage of a plug-in: it is in the plan, and its provider runs."""
 
     @define()
     def halved(xp, x: "Array") -> "Array":  # noqa: F821
@@ -233,12 +234,12 @@ def test_a_layer_from_outside_is_planned_by_what_it_calls(backend):
     provide("halved", "acme", backend, lambda x: x * 0.5)
     set_default("halved", backend, "acme")
 
-    def layer(ops, config, weights, hidden, residual, *rest):
-        hidden, residual, kv = decoder.layer(ops, config, weights, hidden, residual, *rest)
-        return ops.halved(hidden), residual, kv
+    def stage(ops, *args):
+        y, cache = stages.mlp_stage(ops, *args)
+        return ops.halved(y), cache
 
     want, _ = tokens(backend)
-    decoder.replace_layer("Qwen3ForCausalLM", layer)
+    stages.replace_stage(Mlp, stage)
     got, plans = tokens(backend)
     assert got != want
     assert ("halved", "acme") in CALLS
@@ -246,6 +247,20 @@ def test_a_layer_from_outside_is_planned_by_what_it_calls(backend):
     assert "halved" not in plans["sample"]
 
 
-def test_only_a_known_architecture_has_a_layer_to_replace():
-    with pytest.raises(ConfigError, match=r"architecture: got 'Typo', allowed are .*Qwen3ForCausalLM"):
-        decoder.replace_layer("Typo", decoder.layer)
+def test_only_a_mixer_has_a_stage_to_replace():
+    with pytest.raises(ConfigError, match=r"mixer: got 'int', allowed are Attention, Mlp"):
+        stages.replace_stage(int, stages.mlp_stage)
+
+
+def test_two_plugins_cannot_replace_the_same_stage():
+    def first(*args):
+        return stages.mlp_stage(*args)
+
+    def second(*args):
+        return stages.mlp_stage(*args)
+
+    stages.replace_stage(Mlp, first)
+    stages.replace_stage(Mlp, first)
+    stages.replace_stage(Attention, second)
+    with pytest.raises(ConfigError, match=r"stage of Mlp is replaced by .*\.first and by .*\.second, one"):
+        stages.replace_stage(Mlp, second)

@@ -6,6 +6,7 @@ import numpy as np
 from flax import nnx
 
 from twinfer.shared.models import decoder
+from twinfer.shared.models.blocks import single_blocks
 from twinfer.shared.models.config import load_config
 from twinfer.tpu.module import Decoder
 from twinfer.tpu.sharding import make_mesh
@@ -16,10 +17,17 @@ def test_the_module_is_the_model_and_an_nnx_module(checkpoints, oracle, prompts)
     folder, reference = checkpoints("qwen3")
     config = load_config(folder)
     table = decoder.abstract(config)
-    segments = [(i, i + 1, window) for i, window in enumerate(config.layer_windows)]
     mesh = make_mesh(jax.devices("cpu"), 1)
     weights = load_weights(
-        folder, "auto", config, table, segments, jnp.dtype("float32"), 0, mesh, lambda *progress: None
+        folder,
+        "auto",
+        config,
+        table,
+        single_blocks(config.num_layers),
+        jnp.dtype("float32"),
+        0,
+        mesh,
+        lambda *progress: None,
     )
     module = Decoder(config, weights)
     (prompt,) = prompts(config.vocab_size, 33)

@@ -64,7 +64,7 @@ def test_the_programs_of_a_tpu_at_its_defaults():
     cpu, _ = resolve(EngineConfig(model="x", backend="jax"), model, DeviceInfo("cpu", "cpu", 31 << 30))
     mesh = make_mesh(jax.devices("cpu"), 1)
     tools = ladder.program_model(model, config, make_plans(model, cpu), mesh)
-    shapes = ladder.describe(model, config, tools.segments, 64, mesh)
+    shapes = ladder.describe(model, config, tools.blocks, 64, mesh)
     found = ladder.jobs(tools, config.table(), shapes, jnp.bfloat16, mesh)
     assert len(config.table()) == 42
     assert len(found) == 42 + 10 + 1 + 6 * 5

@@ -8,6 +8,7 @@ import torch
 
 from twinfer.gpu.plans import make_plans
 from twinfer.gpu.worker import fit_mode
+from twinfer.ops import Plans
 from twinfer.ops import resolve as resolve_plan
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError
@@ -35,7 +36,8 @@ def compilation(**options):
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE", None])
 def test_no_piece_of_a_graph_holds_what_reads_the_host(road, mode):
     """Without a split there, a graph would keep the lengths of its capture: those of padding, all of them 0."""
-    plans = {"decode": replaced(NATIVE, "paged_attention", host_metadata=mode != "FULL_AND_PIECEWISE"), "mixed": NATIVE}
+    decode = replaced(NATIVE, "paged_attention", host_metadata=mode != "FULL_AND_PIECEWISE")
+    plans = Plans({"decode": decode, "mixed": NATIVE})
     asked = {"road": road} | ({"cudagraph_mode": mode} if mode else {})
     wrong = [[]] if road == "regional" else [[], ["rms_norm"]]
     for ops in wrong:
@@ -52,17 +54,17 @@ def test_no_piece_of_a_graph_holds_what_reads_the_host(road, mode):
 def test_what_reads_nothing_on_the_host_may_be_in_a_piece():
     kernels = replaced(NATIVE, "paged_attention", host_metadata=False)
     asked = compilation(cudagraph_mode="PIECEWISE", splitting_ops=[])
-    assert fit_mode(asked, {"decode": kernels, "mixed": kernels})[0].splitting_ops == ()
+    assert fit_mode(asked, Plans({"decode": kernels, "mixed": kernels}))[0].splitting_ops == ()
     other = replaced(kernels, "write_kv", host_metadata=True)
     with pytest.raises(ConfigError, match="must name write_kv: in mixed steps"):
-        fit_mode(asked, {"decode": kernels, "mixed": other})
+        fit_mode(asked, Plans({"decode": kernels, "mixed": other}))
     with pytest.raises(ConfigError, match="in decode steps write_kv is 'native', which reads lengths on the host"):
-        fit_mode(compilation(cudagraph_mode="FULL"), {"decode": other, "mixed": kernels})
+        fit_mode(compilation(cudagraph_mode="FULL"), Plans({"decode": other, "mixed": kernels}))
 
 
 def test_where_there_are_no_graphs_nothing_must_be_split():
     asked = compilation(cudagraph_mode="NONE")
-    assert fit_mode(asked, {"decode": NATIVE, "mixed": NATIVE}) == (asked, [])
+    assert fit_mode(asked, Plans({"decode": NATIVE, "mixed": NATIVE})) == (asked, [])
 
 
 @pytest.fixture

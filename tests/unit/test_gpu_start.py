@@ -12,21 +12,27 @@ import torch
 from twinfer.bucketing import Descriptor, Table
 from twinfer.gpu import start_plan
 from twinfer.gpu.backend import key_factors
-from twinfer.gpu.compilation import LAYER_OPS, check_effect, compiled_kinds
+from twinfer.gpu.compilation import check_effect, compiled_kinds
 from twinfer.gpu.inputs import StepInputs
+from twinfer.gpu.plans import make_plans
 from twinfer.gpu.plumbing import plumbing, put_pages
 from twinfer.gpu.worker import fit_mode
+from twinfer.ops import Plan, Plans
 from twinfer.ops import resolve as resolve_plan
 from twinfer.shared.cache_folder import fingerprint
 from twinfer.shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError, InternalError
+from twinfer.shared.models import stages
 from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.families import model_of
 from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.models.spec import Mlp
 from twinfer.shared.step import DecodeLoop, NewPages, StepInput, StepShape, batch_layout, sampling_layout
 
 MODEL = parse_config(SHAPES["qwen3-0.6b"])
 GPU = DeviceInfo("cuda", "a GPU", 80 << 30)
+CPU = DeviceInfo("cpu", "cpu", 1 << 34)
 FREE = 60 << 30
 
 
@@ -207,24 +213,59 @@ def test_plumbing_follows_its_contract(by, requests, count, device, request):
         assert torch.equal(f[name], before[name]), name
 
 
+def as_kernels(plans, but=()):
+    """Plans whose implementations are all kernels, but for some ops, in kinds of programs by name."""
+
+    def as_kernel(choice):
+        return dataclasses.replace(choice, implementation=dataclasses.replace(choice.implementation, opaque=True))
+
+    def changed(kind, plan):
+        native = dict(but).get(kind)
+        choices = {name: choice if name == native else as_kernel(choice) for name, choice in plan.choices.items()}
+        return Plan(plan.framework, choices)
+
+    layers = {
+        kind: {spec: dataclasses.replace(layer, plan=changed(kind, layer.plan)) for spec, layer in of_kind.items()}
+        for kind, of_kind in plans.layers.items()
+    }
+    return Plans({kind: changed(kind, plan) for kind, plan in plans.by_kind.items()}, layers)
+
+
 def test_only_layers_made_of_kernels_stay_uncompiled():
-    assert {"paged_attention", "linear", "gated_mlp", "fused_add_rms_norm"} <= set(LAYER_OPS)
     config, _ = resolve(EngineConfig(model="m", backend="torch"), MODEL, GPU)
-    native = resolve_plan("torch", enable=("none",))
-    opaque = dataclasses.replace(
-        native,
-        choices={
-            name: dataclasses.replace(choice, implementation=dataclasses.replace(choice.implementation, opaque=True))
-            for name, choice in native.choices.items()
-        },
-    )
-    mostly = dataclasses.replace(opaque, choices={**opaque.choices, "silu_and_mul": native.choices["silu_and_mul"]})
-    given = {"decode": opaque, "mixed": mostly}
+    plans = make_plans(MODEL, resolve(EngineConfig(model="m", backend="torch"), MODEL, CPU)[0])
+    (layer,) = plans.layers["decode"].values()
+    assert layer.called == {"fused_add_rms_norm", "linear", "norm_rope_write_kv", "paged_attention", "gated_mlp"}
+    mostly, spec = as_kernels(plans, {"mixed": "silu_and_mul"}), model_of(MODEL)
     assert config.compilation.skip_kernels
-    assert compiled_kinds(MODEL, given, config.compilation) == {"mixed"}
+    assert compiled_kinds(spec, as_kernels(plans), config.compilation) == frozenset()
+    assert compiled_kinds(spec, mostly, config.compilation) == {"mixed"}
     forced = dataclasses.replace(config.compilation, skip_kernels=False)
-    assert compiled_kinds(MODEL, given, forced) == {"decode", "mixed"}
-    assert compiled_kinds(MODEL, given, dataclasses.replace(forced, level=0)) == frozenset()
+    assert compiled_kinds(spec, mostly, forced) == {"decode", "mixed"}
+    assert compiled_kinds(spec, mostly, dataclasses.replace(forced, level=0)) == frozenset()
+
+
+def test_a_helper_inside_of_a_stage_changes_nothing_that_is_compiled(monkeypatch):
+    """Which ops a layer calls is recorded, so how its code is cut into functions cannot matter."""
+    gpu, _ = resolve(EngineConfig(model="m", backend="torch"), MODEL, GPU)
+    cpu, _ = resolve(EngineConfig(model="m", backend="torch"), MODEL, CPU)
+    native = {"decode": "silu_and_mul", "mixed": "silu_and_mul"}
+
+    def compiled():
+        plans = make_plans(MODEL, cpu)
+        called = [layer.called for layer in plans.layers["decode"].values()]
+        return called, compiled_kinds(model_of(MODEL), as_kernels(plans, native), gpu.compilation)
+
+    def stage(*arguments):
+        return feed_forward(*arguments)
+
+    def feed_forward(ops, spec, weights, x, cache, batch):
+        return getattr(ops, "_".join(["gated", "mlp"]))(x, weights["gate_up"], None, weights["down"], None), cache
+
+    before = compiled()
+    assert before[1] == {"decode", "mixed"}
+    monkeypatch.setattr(stages, "STAGES", {**stages.STAGES, Mlp: stage})
+    assert compiled() == before
 
 
 PLAN_LEAVES_NO_EFFECT = {
@@ -267,7 +308,7 @@ def test_the_default_graph_mode_gives_way_to_attention_that_reads_the_host():
     whole, reads = with_attention(False), with_attention(True)
     assert config.compilation.cudagraph_mode.name == "FULL"
     fitted = [
-        fit_mode(config.compilation, {"decode": decode, "mixed": mixed})
+        fit_mode(config.compilation, Plans({"decode": decode, "mixed": mixed}))
         for decode, mixed in ((whole, whole), (whole, reads), (reads, whole), (reads, reads))
     ]
     modes = [compilation.cudagraph_mode.name for compilation, _ in fitted]
@@ -276,7 +317,7 @@ def test_the_default_graph_mode_gives_way_to_attention_that_reads_the_host():
     assert told == [[], ["FULL_AND_PIECEWISE"], ["PIECEWISE"], ["PIECEWISE"]]
     given = dataclasses.replace(config.compilation, mode_given=True)
     with pytest.raises(ConfigError, match=r"in mixed steps.*reads lengths on the host"):
-        fit_mode(given, {"decode": whole, "mixed": reads})
+        fit_mode(given, Plans({"decode": whole, "mixed": reads}))
 
 
 CHANGES_THE_CODE = {

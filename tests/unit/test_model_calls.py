@@ -7,10 +7,11 @@ import pytest
 from twinfer.ops import REGISTRY, resolve
 from twinfer.shared.config import DeviceInfo, EngineConfig
 from twinfer.shared.config import resolve as resolve_config
-from twinfer.shared.models import decoder
+from twinfer.shared.models import stages
 from twinfer.shared.models.calls import KINDS
 from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.models.spec import Mlp
 from twinfer.shared.worker import backend_module
 
 MODEL = parse_config(SHAPES["qwen3-0.6b"])
@@ -68,13 +69,14 @@ def test_results_without_data_are_those_of_the_ops(backend):
 @pytest.mark.parametrize("kind", ["decode", "mixed"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_calls_of_every_program_are_those_of_a_traced_layer(backend, kind, monkeypatch):
-    """A layer from outside is traced in its framework; one that does what the decoder's does makes the same calls."""
+    """A stage from outside is traced in its framework; one that does what the usual one does makes the same calls."""
     plans, config = rooms(backend)
     monkeypatch.setattr(plans, "drops_rows", lambda *_: False, raising=False)
     recorded = list(map(shapes, plans.record(WINDOWS, config, kind)))
     programs = [str(d) for d in sorted(config.table(), key=lambda d: -d.tokens) if d.kind == kind]
     assert list(dict.fromkeys(program for program, *_ in recorded)) == programs
-    monkeypatch.setitem(decoder._replaced, WINDOWS.architecture, lambda *args: decoder.layer(*args))
+    monkeypatch.setattr(stages, "_replaced", {})
+    stages.replace_stage(Mlp, lambda *args: stages.mlp_stage(*args))
     traced = list(map(shapes, plans.record(WINDOWS, config, kind)))
     assert traced == recorded
 

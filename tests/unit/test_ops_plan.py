@@ -187,7 +187,7 @@ print(json.dumps([
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     added, provider, seen, doubled, tokens = json.loads(done.stdout)
-    assert (added, provider, seen, doubled) == (True, "sample", ["layer", "rms_norm"], 42.0)
+    assert (added, provider, seen, doubled) == (True, "sample", ["attention", "rms_norm"], 42.0)
     assert len(tokens) == 4
 
 

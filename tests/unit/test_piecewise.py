@@ -14,6 +14,7 @@ from twinfer.gpu.piecewise.build import Backbone, check_state, served_by, state_
 from twinfer.gpu.piecewise.decorate import tensors_of, trace
 from twinfer.gpu.piecewise.split import describe
 from twinfer.gpu.plans import make_plans
+from twinfer.ops import BoundPlans
 from twinfer.ops.bindings.torch import bind
 from twinfer.shared.compilation_config import ResolvedCompilation
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
@@ -42,7 +43,7 @@ class Model:
         table = decoder.abstract(self.model)
         self.modules = {}
         for compiling in (False, True):
-            ops = {kind: bind(plan, compiling=compiling) for kind, plan in self.plans.by_kind.items()}
+            ops = BoundPlans(self.plans, lambda _, plan, compiling=compiling: bind(plan, compiling=compiling))
             module = Decoder(self.model, table, ops, torch.float32, torch.device("cpu"))
             generator = torch.Generator().manual_seed(0)
             with torch.no_grad():
@@ -263,7 +264,7 @@ class Counts(Decoder):
 
 def test_a_forward_that_changes_the_module_is_refused(tiny):
     source = tiny.modules[True]
-    module = Counts(tiny.model, decoder.abstract(tiny.model), source.ops, torch.float32, torch.device("cpu"))
+    module = Counts(tiny.model, decoder.abstract(tiny.model), source._ops, torch.float32, torch.device("cpu"))
     module.load_state_dict(source.state_dict())
     module.freeze()
     with pytest.raises(InternalError, match="calls"):
@@ -287,7 +288,7 @@ class Writes(Decoder):
 
 def test_a_trace_that_writes_into_a_weight_is_refused(tiny):
     source = tiny.modules[True]
-    module = Writes(tiny.model, decoder.abstract(tiny.model), source.ops, torch.float32, torch.device("cpu"))
+    module = Writes(tiny.model, decoder.abstract(tiny.model), source._ops, torch.float32, torch.device("cpu"))
     module.load_state_dict(source.state_dict())
     module.freeze()
     with pytest.raises(InternalError, match="writes into the weight"):

@@ -33,6 +33,9 @@ MODEL = ModelConfig(
 )
 
 
+LAYER_SPEC = decoder.model_of(MODEL).layers[0]
+
+
 @pytest.fixture(autouse=True)
 def _fresh():
     torch._dynamo.reset()
@@ -63,10 +66,10 @@ def run_layer(function, ops, dtype=torch.float32, layer=decoder.layer):
     weights = {name: r(*p.shape) for name, p in decoder.abstract(MODEL).items() if p.layered}
     cos, sin = (torch.from_numpy(table) for table in decoder.rotary_tables(MODEL, 5))
     pages = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32)
-    batch = decoder.Batch(cos, sin, ints(0, 4, 5, 6, -1), pages, ints(0, 1, 4), ints(1, 3), ints(1, 2))
+    batch = decoder.Batch(cos, sin, ints(0, 4, 5, 6, -1), pages, ints(0, 1, 4), ints(1, 3), ints(1, 2), 3)
     kv = r(4, 4, 4, 8)
-    result = function(ops, MODEL, weights, r(5, 32), r(5, 32), kv, batch, 0, 3)
-    return [*result, kv]
+    stream, written = function(ops, LAYER_SPEC, weights, decoder.Stream(r(5, 32), r(5, 32)), kv, batch)
+    return [*stream, written, kv]
 
 
 def compiled(function, backend):

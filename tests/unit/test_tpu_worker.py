@@ -17,9 +17,10 @@ from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.request_table import padding_column
 from twinfer.shared.step import STOP_SLOTS, DecodeLoop, NewPages, StepInput, StepShape, batch_layout, sampling_layout
-from twinfer.tpu import compilation, executables, platforms, sharding, state
+from twinfer.tpu import compilation, executables, ladder, platforms, programs, sharding, state
 from twinfer.tpu.aot_report import collectives
 from twinfer.tpu.ladder import Job
+from twinfer.tpu.plans import make_plans
 
 LLAMA = parse_config(SHAPES["llama3-8b"])
 
@@ -280,3 +281,36 @@ def test_the_ladder_of_decode_programs_by_platform():
     for platform, sizes in (("cuda", (1, 2, 4, 8, 16, 24)), ("tpu", (8, 16, 24))):
         resolved, _ = resolve(config, LLAMA, DeviceInfo(platform, platform, bytes_))
         assert resolved.table().decode_sizes == sizes
+
+
+def small_config(model, **options):
+    """A configuration of one decode and one mixed program."""
+    sizes = {"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 16, "decode_sizes": (4,)}
+    engine = EngineConfig(model="m", backend="jax", dtype="float32", **sizes, **options)
+    return resolve(engine, model, DeviceInfo("cpu", "cpu", 1 << 34))[0]
+
+
+@pytest.mark.parametrize("shards", [1, 3, 4])
+def test_plans_know_the_layers_that_programs_see(shards):
+    """A shard computes a part of each layer; programs see all shards together, with heads of zeros among them."""
+    model = replace(LLAMA, num_layers=4, layer_windows=(0, 8, 0, 8))
+    plans = make_plans(model, small_config(model, tensor_parallel_size=shards))
+    spec = decoder.model_of(sharding.physical_config(model, shards))
+    for kind in ("decode", "mixed"):
+        assert all("paged_attention" in plans.of(kind, layer) for layer in spec.layers)
+
+
+def test_windows_that_alternate_are_two_layer_bodies_in_a_program():
+    """Counted in lines of StableHLO; `scripts/compile_blocks.py` measures what they cost to compile."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+    small = replace(LLAMA, **sizes, vocab_size=64, num_layers=24)
+    lines = {}
+    for name, windows in {"uniform": (0,) * 24, "alternating": (0, 8) * 12}.items():
+        model = replace(small, layer_windows=windows)
+        config, mesh = small_config(model), sharding.make_mesh(jax.devices("cpu"), 1)
+        tools = ladder.program_model(model, config, make_plans(model, config), mesh)
+        shapes = ladder.describe(model, config, tools.blocks, 8, mesh)
+        job = ladder.jobs(tools, config.table(), shapes, jnp.dtype("float32"), mesh)[Descriptor("decode", 4, 4, 1)]
+        function = programs.named("lines", job.function)
+        lines[name] = jax.jit(function).lower(*job.arguments).as_text().count("\n")
+    assert lines["alternating"] < 1.5 * lines["uniform"]

@@ -1,4 +1,4 @@
-"""A package that is not part of Twinfer: it adds an op, replaces an implementation, and replaces a layer."""
+"""A package that is not part of Twinfer: it adds an op, replaces an implementation, and replaces a stage."""
 
 CALLS = []
 
@@ -6,7 +6,8 @@ CALLS = []
 def register():
     """The entry point: called once, before the first plan is made."""
     from twinfer.ops import define, implement, set_default
-    from twinfer.shared.models.decoder import layer, replace_layer
+    from twinfer.shared.models.spec import Attention
+    from twinfer.shared.models.stages import attention_stage, replace_stage
 
     @define(activations=("x",))
     def doubled(xp, x: "Array"):  # noqa: F821
@@ -17,11 +18,11 @@ def register():
         implement("rms_norm", provider="sample", framework=framework)(make_rms_norm(framework))
         set_default("rms_norm", framework, "sample")
 
-    def sample_layer(ops, *args):
-        CALLS.append("layer")
-        return layer(ops, *args)
+    def sample_attention(ops, *args):
+        CALLS.append("attention")
+        return attention_stage(ops, *args)
 
-    replace_layer("Qwen3ForCausalLM", sample_layer)
+    replace_stage(Attention, sample_attention)
 
 
 def make_rms_norm(framework):

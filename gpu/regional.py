@@ -1,0 +1,68 @@
+"""A forward pass as functions that are compiled by themselves: what is before the layers, and each kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..bucketing import Descriptor
+from ..shared.models.blocks import Block, single_blocks
+from ..shared.models.decoder import Stream
+from ..shared.models.stages import Batch
+from .compilation import LayerCompiler
+from .module import Decoder
+
+Cache = Sequence[torch.Tensor]
+"""[page slot 2*kvhead hdim] of each layer, written in place."""
+
+
+class RegionalPass:
+    """An `Execution` (shared/models/decoder.py) of one step.
+
+    `start` gives the stream before the first layer and the batch. `drops`: whether the last layer finishes some rows
+    only. `selects` are the tokens that the final norm is for, where the last layer does not drop the others.
+    """
+
+    def __init__(
+        self,
+        descriptor: Descriptor,
+        module: Decoder,
+        compiler: LayerCompiler,
+        start: Callable[[], tuple[Stream, Batch]],
+        *,
+        drops: bool,
+        selects: Any = None,
+        every_layer: bool = True,
+        before_layer: Callable[[Stream], None] | None = None,
+    ) -> None:
+        self._descriptor, self._module, self._start = descriptor, module, start
+        self._selects, self._before_layer = selects, before_layer
+        self._functions = compiler.functions(descriptor, drops)
+        blocks = single_blocks(len(self._functions))
+        if not every_layer:
+            # One of each function; the last layer stays the last.
+            blocks = tuple({id(self._functions[block.first]): block for block in blocks}.values())
+        self.blocks = blocks
+
+    def embed(self) -> Stream:
+        """See `Execution`."""
+        stream, self._batch = self._start()
+        return stream
+
+    def layers(self, block: Block, stream: Stream, cache: Cache, rows: torch.Tensor | None) -> tuple[Stream, Cache]:
+        """See `Execution`."""
+        if self._before_layer is not None:
+            self._before_layer(stream)
+        index = block.first
+        run, weights = self._functions[index], self._module.layer_weights[index]
+        more = () if rows is None else (rows,)
+        hidden, residual = run(weights, *stream, cache[index], self._batch, *more)
+        return Stream(hidden, residual), cache
+
+    def finish(self, stream: Stream) -> torch.Tensor:
+        """See `Execution`."""
+        if self._selects is not None:
+            stream = Stream(stream.hidden[self._selects], stream.residual[self._selects])
+        return self._module.finish(self._descriptor.kind, stream)

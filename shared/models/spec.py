@@ -1,0 +1,79 @@
+"""What a model is, as data: frozen and hashable, so that equal layers are one kind of layer.
+
+A layer is a tuple of sublayers. Each is `pre-norm -> mixer -> post-norm -> scale -> add to the residual stream`.
+A mixer says what is computed. The function that computes it is its stage (`stages.py`), one for each type of mixer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMS norm with the weight of this name."""
+
+    weight: str
+    eps: float
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention over the paged cache. `window` w > 0: position p sees positions above p - w; 0: all of them.
+
+    `norm_eps` is that of the norms of q and k heads, which a model has if `qk_norm`. `kv_scales` are what K and V are
+    divided by in a narrow cache.
+    """
+
+    mixes_tokens: ClassVar[bool] = True
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0
+    qk_norm: bool = False
+    norm_eps: float = 1e-6
+    kv_scales: tuple[float, float] = (1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A gated MLP: `down(silu(gate) * up)`."""
+
+    mixes_tokens: ClassVar[bool] = False
+
+
+Mixer = Attention | Mlp
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """x = pre(stream); y = post(mixer(x)) * scale; stream += y."""
+
+    mixer: Mixer
+    pre: Norm | None
+    post: Norm | None = None
+    scale: float = 1.0
+
+
+Layer = tuple[Sublayer, ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """The layers in order, and the norm behind the last one."""
+
+    layers: tuple[Layer, ...]
+    norm: Norm
+
+    @property
+    def kinds(self) -> tuple[Layer, ...]:
+        """The different layers, in the order in which they first come."""
+        return tuple(dict.fromkeys(self.layers))
+
+
+def mixes_tokens(sublayer: Sublayer) -> bool:
+    """Whether tokens see each other in a sublayer."""
+    return sublayer.mixer.mixes_tokens

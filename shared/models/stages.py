@@ -1,0 +1,130 @@
+"""The stages of a layer: one function for each type of mixer, and the one seam for products with weights.
+
+A stage sees the ops, what its mixer is, the layer's weights and cache, and the batch. None asks which family it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ..errors import ConfigError
+from .spec import Attention, Layer, Mixer, Mlp, Model
+
+Array = Any
+Weights = Mapping[str, Array]
+Cache = Any
+"""Keys and values of one layer [page slot 2*kvhead hdim]."""
+
+
+class Batch(NamedTuple):
+    """What every layer of a step reads: cos, sin [tok r] float32, and fields of `batch_layout`.
+
+    `max_query_len` is a Python integer. A program that gets its batch as an argument sets it inside (`within`).
+    `rows` [row]: the only tokens that anything behind the layers wants, in the last layer that mixes tokens.
+    """
+
+    cos: Array
+    sin: Array
+    slots: Array
+    page_table: Array
+    query_start: Array
+    kv_lens: Array
+    counts: Array
+    max_query_len: int = 0
+    rows: Array | None = None
+
+    def arrays(self) -> dict[str, Array]:
+        """What a step brings to the device, by name."""
+        return dict(zip(ARRAYS, self, strict=False))
+
+    def within(self, max_query_len: int, rows: Array | None = None) -> Batch:
+        """The same inside of a program."""
+        return self._replace(max_query_len=max_query_len, rows=rows)
+
+
+ARRAYS = Batch._fields[:-2]
+Stage = Callable[[Any, Any, Weights, Array, Cache, Batch], tuple[Array, Cache]]
+"""(ops, mixer, weights, x [tok dim], cache, batch) -> (y [tok dim], cache).
+
+A stage whose tokens see each other returns the tokens `batch.rows` only, if there are any.
+"""
+
+
+def project(ops: Any, weights: Weights, name: str, x: Array, batch: Batch) -> Array:
+    """x [tok in] times the weight of this name, [tok out]: the only place that knows what a weight is."""
+    return ops.linear(x, weights[name], weights.get(f"{name}_bias"))
+
+
+def gated_mlp(ops: Any, weights: Weights, up: str, down: str, x: Array, batch: Batch) -> Array:
+    """Two projections and what is between them, as the one op that covers plain weights."""
+    bias_up, bias_down = weights.get(f"{up}_bias"), weights.get(f"{down}_bias")
+    return ops.gated_mlp(x, weights[up], bias_up, weights[down], bias_down)
+
+
+def attention_stage(
+    ops: Any, spec: Attention, weights: Weights, x: Array, cache: Cache, batch: Batch
+) -> tuple[Array, Cache]:
+    """Writes the tokens' keys and values, then reads those of their requests."""
+    qkv = project(ops, weights, "qkv", x, batch)
+    q_norm = weights["q_norm"] if spec.qk_norm else None
+    k_norm = weights["k_norm"] if spec.qk_norm else None
+    # Left out where they are the defaults: providers that know no scales take such calls.
+    scales = () if spec.kv_scales == (1.0, 1.0) else spec.kv_scales
+    q, cache = ops.norm_rope_write_kv(
+        qkv, cache, q_norm, k_norm, batch.cos, batch.sin, batch.slots, spec.norm_eps, *scales
+    )
+    y = ops.paged_attention(
+        q, cache, batch.page_table, batch.query_start, batch.kv_lens, batch.counts,
+        spec.scale, spec.window, 0.0, batch.max_query_len, *scales,
+    )  # fmt: skip
+    if batch.rows is not None:
+        y = y[batch.rows]
+    heads = y.reshape(y.shape[0], spec.num_heads * spec.head_dim)
+    return project(ops, weights, "o", heads, batch), cache
+
+
+def mlp_stage(ops: Any, spec: Mlp, weights: Weights, x: Array, cache: Cache, batch: Batch) -> tuple[Array, Cache]:
+    """Each token for itself; the cache stays as it is."""
+    return gated_mlp(ops, weights, "gate_up", "down", x, batch), cache
+
+
+STAGES: Mapping[type[Mixer], Stage] = {Attention: attention_stage, Mlp: mlp_stage}
+_replaced: dict[type[Mixer], Stage] = {}
+
+
+def replace_stage(mixer: type[Mixer], stage: Stage) -> None:
+    """Run `stage` for this type of mixer, in every model that has it: for packages that are not part of this one.
+
+    Raises ConfigError for a type that has no stage, and if somebody else has replaced it.
+    """
+    if mixer not in STAGES:
+        allowed = ", ".join(known.__name__ for known in STAGES)
+        raise ConfigError(f"mixer: got {getattr(mixer, '__name__', mixer)!r}, allowed are {allowed}")
+    other = _replaced.get(mixer, stage)
+    if other is not stage:
+        raise ConfigError(
+            f"mixer: the stage of {mixer.__name__} is replaced by {_title(other)} and by {_title(stage)}, "
+            "one of them is allowed"
+        )
+    _replaced[mixer] = stage
+
+
+def stage_of(mixer: Mixer) -> Stage:
+    """The stage that runs for a mixer."""
+    kind = type(mixer)
+    return _replaced.get(kind) or STAGES[kind]
+
+
+def is_replaced(layer: Layer) -> bool:
+    """Whether a stage of a layer comes from outside: what it does between its ops is not known."""
+    return any(type(sublayer.mixer) in _replaced for sublayer in layer)
+
+
+def any_replaced(model: Model) -> bool:
+    """Whether a stage of any layer comes from outside."""
+    return any(is_replaced(layer) for layer in model.kinds)
+
+
+def _title(stage: Stage) -> str:
+    return f"{stage.__module__}.{getattr(stage, '__qualname__', stage)}"

@@ -1,0 +1,152 @@
+"""Layers as data: the blocks that cover them, what a sublayer does, and the plan of each kind of layer."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twinfer.ops import resolve
+from twinfer.ops.implement import IMPLEMENTATIONS, Refusal, implement
+from twinfer.shared.config import DeviceInfo, EngineConfig
+from twinfer.shared.config import resolve as resolve_config
+from twinfer.shared.models import decoder
+from twinfer.shared.models.blocks import MAX_PERIOD, Block, cover, single_blocks
+from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.models.spec import Attention, Mlp, Norm, Sublayer
+from twinfer.shared.worker import backend_module
+
+MODEL = parse_config(SHAPES["qwen3-0.6b"])
+ALTERNATING = replace(MODEL, num_layers=6, layer_windows=(0, 8) * 3)
+
+
+@pytest.mark.parametrize(
+    ("layers", "blocks"),
+    [
+        ("aaaa", [Block(0, 1, 4)]),
+        ("a", [Block(0, 1, 1)]),
+        ("ab" * 12, [Block(0, 2, 12)]),
+        ("aaaaab" * 4, [Block(0, 6, 4)]),
+        ("aaaaab" * 4 + "aa", [Block(0, 1, 2), Block(2, 6, 4)]),
+        ("abbbbb", [Block(0, 1, 1), Block(1, 1, 5)]),
+        ("abc", [Block(0, 1, 1), Block(1, 1, 1), Block(2, 1, 1)]),
+    ],
+)
+def test_layers_are_covered_by_the_fewest_bodies(layers, blocks):
+    assert list(cover(layers)) == blocks
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=40))
+def test_blocks_are_the_layers_in_order(layers):
+    blocks = cover(layers)
+    assert [blocks[0].first, *(block.stop for block in blocks)] == [*(block.first for block in blocks), len(layers)]
+    found = [index for block in blocks for position in range(block.period) for index in block.layers_at(position)]
+    assert sorted(found) == list(range(len(layers)))
+    for block in blocks:
+        assert 1 <= block.period <= MAX_PERIOD
+        for position in range(block.period):
+            assert len({layers[index] for index in block.layers_at(position)}) == 1
+            assert len(block.layers_at(position)) == block.repeats
+    runs = 1 + sum(a != b for a, b in pairwise(layers))
+    assert sum(block.period for block in blocks) <= runs
+
+
+def test_single_blocks_are_one_for_each_layer():
+    assert single_blocks(3) == (Block(0, 1, 1), Block(1, 1, 1), Block(2, 1, 1))
+
+
+def rows_of(rng, *shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+
+def rms(x, weight, eps):
+    return x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + eps) * weight
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize("pre", [Norm("pre", 1e-5), None], ids=["pre-norm", "none"])
+@pytest.mark.parametrize("post", [Norm("post", 1e-3), None], ids=["post-norm", "none"])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_a_sublayer_is_norm_mixer_norm_scale_and_added_to_the_stream(pre, post, scale):
+    rng = np.random.default_rng(0)
+    weights = {"gate_up": rows_of(rng, 24, 8) / 3, "down": rows_of(rng, 8, 12) / 3}
+    weights |= {"pre": rows_of(rng, 8), "post": rows_of(rng, 8)}
+    hidden, residual = rows_of(rng, 5, 8), rows_of(rng, 5, 8)
+    layer = (Sublayer(Mlp(), pre, post, scale), Sublayer(Mlp(), pre, post, scale))
+    none = np.zeros(0, np.int32)
+    batch = decoder.Batch(none, none, none, none, none, none, none, 1)
+    ops = resolve("numpy").bind()
+    stream, cache = decoder.layer(ops, layer, weights, decoder.Stream(hidden, residual), "the cache", batch)
+
+    total = hidden + residual
+    for _ in layer:
+        x = rms(total, weights["pre"], 1e-5) if pre else total
+        gate, up = np.split(x @ weights["gate_up"].T, 2, axis=1)
+        y = (silu(gate) * up) @ weights["down"].T
+        y = rms(y, weights["post"], 1e-3) if post else y
+        total = total + y * scale
+    np.testing.assert_allclose(stream.hidden + stream.residual, total, rtol=1e-4, atol=1e-5)
+    assert cache == "the cache"
+
+
+def test_kinds_are_the_different_layers_in_order():
+    spec = decoder.model_of(ALTERNATING)
+    assert [layer[0].mixer.window for layer in spec.layers] == [0, 8] * 3
+    assert spec.kinds == spec.layers[:2]
+    assert len({*spec.layers}) == 2
+    assert isinstance(spec.kinds[0][0].mixer, Attention)
+
+
+@pytest.fixture
+def whole_only():
+    """A provider of attention that refuses windows, on torch."""
+    resolve("torch")
+    before = {key: dict(value) for key, value in IMPLEMENTATIONS.items()}
+
+    def no_window(
+        q: "Array", kv: "Array", page_table: "Array", query_start: "Array", kv_lens: "Array", counts: "Array",  # noqa: F821
+        scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+    ):  # fmt: skip
+        return True if window == 0 else Refusal("it knows no windows")
+
+    def attention(
+        q: "Array", kv: "Array", page_table: "Array", query_start: "Array", kv_lens: "Array", counts: "Array",  # noqa: F821
+        scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+    ) -> "Array":  # noqa: F821  # fmt: skip
+        raise AssertionError("plans run nothing")
+
+    implement("paged_attention", provider="whole", framework="torch", supports_args=no_window)(attention)
+    yield
+    IMPLEMENTATIONS.clear()
+    IMPLEMENTATIONS.update(before)
+
+
+def plans_of(model, **options):
+    config = EngineConfig(model="m", backend="torch", max_num_seqs=4, max_model_len=64, **options)
+    resolved, _ = resolve_config(config, model, DeviceInfo("cpu", "cpu", 1 << 34))
+    return backend_module("torch", "plans").make_plans(model, resolved)
+
+
+def test_a_kind_of_layer_that_is_refused_takes_nothing_from_the_others(whole_only):
+    asked = {"op_priority": {"paged_attention": ("whole",)}}
+    plans, (full, sliding) = plans_of(ALTERNATING, **asked), decoder.model_of(ALTERNATING).kinds
+    for kind in ("decode", "mixed"):
+        assert plans.of(kind, full)["paged_attention"].provider == "whole"
+        assert plans.of(kind, sliding)["paged_attention"].provider == "native"
+        assert "it knows no windows" in plans.of(kind, sliding)["paged_attention"].passed_over[0][1]
+        assert [title for title, _ in plans.titled() if title.startswith(kind)] == [kind, f"{kind}.1"]
+    assert plans.layer_titles() == {"decode": ["decode", "decode.1"], "mixed": ["mixed", "mixed.1"]}
+    assert plans.hash != plans_of(replace(MODEL, num_layers=6, layer_windows=(0,) * 6), **asked).hash
+
+
+def test_kinds_of_layers_with_the_same_choices_share_the_plan():
+    """The hash is then that of a model with one kind of layer."""
+    plans, (full, sliding) = plans_of(ALTERNATING), decoder.model_of(ALTERNATING).kinds
+    assert plans.of("decode", full) is plans.of("decode", sliding) is plans["decode"]
+    assert plans.hash == plans_of(replace(MODEL, num_layers=6, layer_windows=(0,) * 6)).hash
