@@ -148,7 +148,7 @@ def _precision_of_a_worker(device: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _interrupts_raise():
-    """As in a terminal, also where tests run in the background, with SIGINT ignored; processes they start inherit it."""
+    """As in a terminal, also where tests run in the background, with SIGINT ignored; their processes inherit it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
