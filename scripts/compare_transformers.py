@@ -35,7 +35,7 @@ def transformers_run(model: str, dtype: str, prompts: Tokens, length: int) -> Ca
     """Greedy completions by transformers."""
     oracle = AutoModelForCausalLM.from_pretrained(model_folder(model), dtype=getattr(torch, dtype)).eval()
     ids = torch.tensor(prompts)
-    options = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "use_cache": True}
+    options = {"max_new_tokens": length, "eos_token_id": None, "do_sample": False, "use_cache": True}
 
     def run() -> Tokens:
         with torch.inference_mode():
@@ -47,7 +47,7 @@ def transformers_run(model: str, dtype: str, prompts: Tokens, length: int) -> Ca
 
 def engine_run(llm: LLM, prompts: Tokens, length: int) -> Callable[[], Tokens]:
     """Greedy completions by an engine."""
-    params = SamplingParams(temperature=0.0, max_tokens=length, min_tokens=length)
+    params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
     return lambda: [out.outputs[0].token_ids for out in llm.generate(prompts, params, progress=False)]
 
 

@@ -7,6 +7,7 @@ started by a test inherit them. All are defaults: set the variable outside to ov
 import gc
 import os
 import shutil
+import signal
 import tempfile
 import time
 import warnings
@@ -143,6 +144,14 @@ def _precision_of_a_worker(device: str) -> None:
         from twinfer.gpu.precision import pin_precision
 
         pin_precision()
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_raise():
+    """As in a terminal, also where tests run in the background, with SIGINT ignored; their processes inherit it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

@@ -106,7 +106,7 @@ VARIANTS = {
 
 
 # The JAX worker, whose programs take half a minute of compiling for each, is given all of them in `make test-slow`.
-ON_JAX = ["neither", "tiny cache"]
+ON_JAX = ["tiny cache"]
 ON_A_GPU = ["plain", "tiny cache"]
 CASES = [
     *(pytest.param(name, "jax", marks=() if name in ON_JAX else pytest.mark.slow) for name in VARIANTS),
@@ -141,6 +141,7 @@ def test_scanned_and_unrolled_layers_agree(checkpoints, alone, options, device):
     subject.close()
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_compiled_layers_agree_with_eager_ones(checkpoints, alone, device):
     """torch level 2: every shape of a small table compiled by Inductor, then nothing more."""

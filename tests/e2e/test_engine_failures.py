@@ -37,14 +37,6 @@ BOTH = pytest.mark.parametrize("backend", ["jax", "torch"])
 ON_GPUS_TOO = pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.gpu)])
 
 
-@pytest.fixture(autouse=True)
-def interrupts_raise():
-    """As in a terminal, also where the tests were started in the background, with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def open_llm(checkpoints, backend, device, setting, **options):
     folder, _ = checkpoints("qwen3")
     small = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32, "num_pages": 24}

@@ -32,7 +32,9 @@ def run(backend, device, kind, scales):
     return page, request.output, np.array([row[token].logprob for row, token in zip(rows[1:], prompt[1:], strict=True)])
 
 
-@pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("jax", marks=pytest.mark.slow), pytest.param("torch", marks=pytest.mark.gpu)]
+)
 def test_a_narrow_cache_is_smaller_and_nearly_as_good(backend, device):
     page, _, want = run(backend, device, "auto", None)
     for kind, scales in NARROW.items():

@@ -63,7 +63,7 @@ def logits_of(engine, tokens):
 
 
 # The JAX worker, whose programs take half a minute of compiling for each, is given all of them in `make test-slow`.
-ON_JAX = ["llama-biases-head96", "mistral-window", "qwen3"]
+ON_JAX = ["mistral-window", "qwen3"]
 ON_A_GPU = ["llama-biases-head96", "mistral-mqa", "qwen2-windows", "qwen3"]
 CASES = [
     *(pytest.param(name, "jax", marks=() if name in ON_JAX else pytest.mark.slow) for name in NAMES),

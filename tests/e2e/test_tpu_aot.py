@@ -111,6 +111,7 @@ def test_what_is_refused_before_anything_is_compiled(tmp_path):
         assert re.search(why, line), line
 
 
+@pytest.mark.slow
 def test_the_step_of_qwen3_for_v6e(tmp_path):
     folder = str(tmp_path / "programs")
     code, report = aot("qwen3-0.6b", "--topology", "v6e:2x2", "--tp", "2", "--num-pages", "64", "--out", folder, *SMALL)

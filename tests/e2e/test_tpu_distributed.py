@@ -21,8 +21,9 @@ STEP = StepInput(
     new_pages=NewPages(5, *np.arange(12, dtype=np.int32).reshape(3, 4)),
 )  # fmt: skip
 GENERATE = (
-    "generate --model demo --device cpu --dtype float32 --max-model-len 32 --max-num-seqs 8 --page-size 8 "
-    "--max-num-batched-tokens 16 --num-pages 16 --decode-sizes 8 --mixed-sizes 16 --max-tokens 6 --seed 3 --logprobs 2 "
+    "generate --model demo --backend jax --device cpu --dtype float32 --max-model-len 32 --max-num-seqs 8 "
+    "--page-size 8 --max-num-batched-tokens 16 --num-pages 16 --decode-sizes 8 --mixed-sizes 16 --max-tokens 6 "
+    "--seed 3 --logprobs 2 "
     "--prompt-token-ids 5,6,7 --prompt-token-ids 9,8,7,6,5,4,3,2,1,9,8,7,6,5,4,3,2,1 --prompt-token-ids 1 --json"
 ).split()
 

@@ -36,7 +36,8 @@ def table(demand, **options):
         (SamplingParams(temperature=0, logit_bias={3: 1.0}), {"greedy", "processed"}),
         (SamplingParams(temperature=0.7, top_k=3, min_tokens=2), {"filtered", "processed"}),
     ],
-    ids=str,
+    # A set's order differs between processes, and the parallel run compares the names.
+    ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_the_samplers_of_a_request(params, samplers):
     demand = Demand.of([(5, params)])
