@@ -25,7 +25,7 @@ def write_kv(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, 
     pages, page_size, heads, size = kv.shape
     xp = namespace("torch")
     rows = torch.stack([stored(xp, k, kv, k_scale), stored(xp, v, kv, v_scale)], dim=2).view(k.shape[0], heads, size)
-    target = torch.where(slots < 0, pages * page_size - 1, slots).to(torch.int64)
+    target = slots.remainder(pages * page_size).to(torch.int64)  # slot -1 is the last one
     flat = kv.view(pages * page_size, heads, size)
     if kv.dtype.itemsize == 1:  # fp8 is copied by nothing but its bytes
         flat, rows = flat.view(torch.uint8), rows.view(torch.uint8)
