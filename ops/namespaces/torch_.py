@@ -74,6 +74,11 @@ class TorchNamespace(EagerLoop):
         return torch.rsqrt(x)
 
     @staticmethod
+    def sign(x: torch.Tensor) -> torch.Tensor:
+        """-1, 0 or 1, and 0 for NaN: making it NaN takes three more operations."""
+        return torch.sign(x)
+
+    @staticmethod
     def to_int(x: torch.Tensor) -> torch.Tensor:
         """The nearest int32, ties to even."""
         return torch.round(x).to(torch.int32)

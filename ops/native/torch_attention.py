@@ -7,6 +7,7 @@ together, the others one after the other in blocks of queries.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from ..declare import Array
 from ..implement import implement
@@ -24,7 +25,7 @@ def write_kv(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, 
     pages, page_size, heads, size = kv.shape
     xp = namespace("torch")
     rows = torch.stack([stored(xp, k, kv, k_scale), stored(xp, v, kv, v_scale)], dim=2).view(k.shape[0], heads, size)
-    target = torch.where(slots < 0, pages * page_size - 1, slots).to(torch.int64)
+    target = slots.remainder(pages * page_size).to(torch.int64)  # slot -1 is the last one
     flat = kv.view(pages * page_size, heads, size)
     if kv.dtype.itemsize == 1:  # fp8 is copied by nothing but its bytes
         flat, rows = flat.view(torch.uint8), rows.view(torch.uint8)
@@ -51,56 +52,87 @@ def paged_attention(
     single, requests = counts.tolist()
     starts, lengths = query_start.tolist(), kv_lens.tolist()
     out = torch.zeros_like(q)
-    page_size = kv.shape[1]
-    settings = (scale * k_scale, v_scale, window, soft_cap)
+    attend = _attend_on_cpu if q.device.type == "cpu" and soft_cap == 0 and v_scale == 1 else _attend
+    settings = (scale * k_scale, v_scale, soft_cap)
+
     longest = max(lengths[:single], default=1)
-    pages = -(-longest // page_size)
-    step = max(1, MAX_GATHER // (pages * kv[0].numel()))
+    slots = min(longest, window) if window > 0 else longest
+    step = max(1, MAX_GATHER // (slots * kv[0, 0].numel()))
     for first in range(0, single, step):
         last = min(single, first + step)
-        cache = kv[page_table[first:last, :pages].to(torch.int64)].flatten(1, 2)
-        end = kv_lens[first:last].to(q.device, non_blocking=True)
-        out[first:last] = _attend(q[first:last, None], cache, end[:, None] - 1, *settings)[:, 0]
+        ends = kv_lens[first:last].to(q.device, torch.int64, non_blocking=True)[:, None]
+        positions = torch.arange(slots, device=q.device) + (ends - slots).clamp(min=0)
+        seen = positions < ends
+        # A slot that is not seen can hold anything, NaN included, and 0 * NaN is NaN: the last one stands in for it.
+        cache = _gather(kv, page_table[first:last], torch.minimum(positions, ends - 1))
+        all_seen = min(lengths[first:last]) >= slots
+        out[first:last] = attend(q[first:last, None], cache, None if all_seen else seen[:, None], *settings)[:, 0]
+
     for i in range(single, requests):
         start, stop, length = starts[i], starts[i + 1], lengths[i]
-        cache = kv[page_table[i, : -(-length // page_size)].to(torch.int64)].flatten(0, 1)[None, :length]
+        past = length - (stop - start)
+        lowest = max(0, past - window + 1) if window > 0 else 0
+        cache = _gather(kv, page_table[i : i + 1], torch.arange(lowest, length, device=q.device)[None])
         for first in range(start, stop, QUERY_BLOCK):
             last = min(stop, first + QUERY_BLOCK)
-            position = torch.arange(length - stop + first, length - stop + last, device=q.device)
-            seen = cache[:, : length - stop + last]
-            out[first:last] = _attend(q[None, first:last], seen, position[None], *settings)[0]
+            position = torch.arange(past + first - start, past + last - start, device=q.device)[:, None]
+            lowest_seen = max(lowest, past + first - start - window + 1) if window > 0 else 0
+            highest = past + last - start
+            slot = torch.arange(lowest_seen, highest, device=q.device)
+            seen = slot <= position
+            if window > 0:
+                seen &= slot > position - window
+            of_block = cache[:, lowest_seen - lowest : highest - lowest]
+            out[first:last] = attend(q[None, first:last], of_block, seen[None], *settings)[0]
     return out
 
 
+def _gather(kv: torch.Tensor, page_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The cache at positions [req slot] of requests with page_table [req page] -> [req slot 2*kvhead hdim]."""
+    pages, page_size, heads, size = kv.shape
+    slots = page_table.to(torch.int64).gather(1, positions // page_size) * page_size + positions % page_size
+    flat = kv.view(pages * page_size, heads * size)
+    if kv.dtype.itemsize == 1:  # fp8 is copied by nothing but its bytes
+        flat = flat.view(torch.uint8)
+    return flat.index_select(0, slots.flatten()).view(kv.dtype).view(*positions.shape, heads, size)
+
+
 def _attend(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-    v_scale: float,
-    window: int,
-    soft_cap: float,
+    q: torch.Tensor, cache: torch.Tensor, seen: torch.Tensor | None, scale: float, v_scale: float, soft_cap: float
 ) -> torch.Tensor:
-    """q [req n head hdim] at positions [req n] over cache [req slot 2*kvhead hdim], slots from position 0."""
+    """q [req n head hdim] over cache [req slot 2*kvhead hdim]; seen [req n slot], None: all."""
     requests, n, heads, size = q.shape
     kv_heads = cache.shape[2] // 2
-    slot = torch.arange(cache.shape[1], device=q.device)
-    seen = slot[None, None, :] <= positions[:, :, None]
-    if window > 0:
-        seen &= slot[None, None, :] > positions[:, :, None] - window
-    seen = seen[:, None, None]
     queries = q.view(requests, n, kv_heads, heads // kv_heads, size).permute(0, 2, 3, 1, 4).to(torch.float32)
     keys, values = (cache[:, :, j::2].permute(0, 2, 1, 3)[:, :, None].to(torch.float32) for j in (0, 1))
     scores = torch.matmul(queries, keys.transpose(-1, -2)) * scale
     if soft_cap > 0:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    scores = scores.masked_fill(~seen, -torch.inf)
+    if seen is not None:
+        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
     weights = torch.exp(scores - scores.amax(-1, keepdim=True))
     total = weights.sum(-1, keepdim=True)
     weights = weights.to(q.dtype).to(torch.float32)
-    # A slot that no query sees can hold anything, NaN included, and 0 * NaN is NaN.
-    used = slot[None, :] <= positions.amax(1)[:, None]
-    if window > 0:
-        used &= slot[None, :] > positions.amin(1)[:, None] - window
-    product = torch.matmul(weights, values.masked_fill(~used[:, None, None, :, None], 0.0)) / total * v_scale
+    product = torch.matmul(weights, values) / total * v_scale
     return product.permute(0, 3, 1, 2, 4).reshape(requests, n, heads, size).to(q.dtype)
+
+
+def _attend_on_cpu(
+    q: torch.Tensor, cache: torch.Tensor, seen: torch.Tensor | None, scale: float, v_scale: float, soft_cap: float
+) -> torch.Tensor:
+    """As `_attend` without a cap and a scale of V, by torch's kernel for CPUs, which rounds at the same places.
+
+    It reads keys and values where they lie; a batched product would first copy each head's.
+    """
+    requests, n, heads, size = q.shape
+    kv_heads = cache.shape[2] // 2
+    group = heads // kv_heads
+    # The queries of a group of heads stand beside each other, as queries of their one head of keys.
+    queries = q.view(requests, n, kv_heads, group, size).transpose(1, 2).reshape(requests, kv_heads, n * group, size)
+    keys, values = (cache[:, :, j::2].transpose(1, 2).to(q.dtype) for j in (0, 1))
+    mask = None
+    if seen is not None:
+        mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
+        mask = mask[:, None, :, None].expand(-1, -1, -1, group, -1).reshape(requests, 1, n * group, -1)
+    mean = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+    return mean.view(requests, kv_heads, n, group, size).transpose(1, 2).reshape(requests, n, heads, size)

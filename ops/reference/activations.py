@@ -134,7 +134,8 @@ def swish(xp: Any, gate: Array, up: Any, steepness: float = 1.0) -> Array:
     large `up` can make a normal number of either. With e = exp(-|y| / 2), y = steepness * gate, sigmoid(y) is
     e e / (1 + e e) below 0 and 1 / (1 + e e) above; one e goes to each factor, so nothing is lost before the result is.
     """
-    y = steepness * gate
+    y = gate if steepness == 1.0 else steepness * gate
     half = xp.exp(-0.5 * xp.abs(y))
-    share = xp.where(y < 0, half, 1.0)
+    # `half` below 0 and 1 above: in torch a comparison and a choice take longer on a CPU than all the rest.
+    share = xp.maximum(half, xp.sign(y))
     return (gate * share) * (up * share) / (1.0 + half * half)

@@ -134,6 +134,18 @@ def test_implementation_keeps_the_bound_in_every_case(op, framework, provider, d
     assert keeps_the_bound(op, framework, provider, device, found, wide_dtypes(op)), "no case is accepted"
 
 
+def test_attention_keeps_the_bound_without_the_kernel_for_cpus(monkeypatch):
+    """The plain products that a GPU runs, and a CPU where there is a cap, or a scale of V."""
+    pytest.importorskip("torch")
+    from twinfer.ops.native import torch_attention
+
+    monkeypatch.setattr(torch_attention, "_attend_on_cpu", torch_attention._attend)
+    found = implementation("paged_attention", "torch", "native", "cpu")
+    assert keeps_the_bound("paged_attention", "torch", "native", "cpu", found, wide_dtypes("paged_attention")), (
+        "no case is accepted"
+    )
+
+
 @pytest.mark.parametrize(("op", "framework", "provider"), IN_HALF)
 def test_implementation_keeps_the_bound_in_float16(op, framework, provider, device):
     found = implementation(op, framework, provider, device)
