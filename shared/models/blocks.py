@@ -7,7 +7,6 @@ A block is a period of layers that comes several times: 24 layers whose windows 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import cache
 from typing import NamedTuple
 
 MAX_PERIOD = 8
@@ -31,7 +30,6 @@ class Block(NamedTuple):
         return range(self.first + position, self.stop, self.period)
 
 
-@cache
 def single_blocks(num_layers: int) -> tuple[Block, ...]:
     """A block for each layer."""
     return tuple(Block(layer, 1, 1) for layer in range(num_layers))

@@ -193,11 +193,7 @@ class PlainCalls:
         self.ops, self.model, self.weights, self.layer_weights = ops, model, weights, layer_weights
         self.token_ids, self.batch, self.zeros = token_ids, batch, zeros
         self.ops_of = ops_of or (lambda spec: ops)
-
-    @property
-    def blocks(self) -> Sequence[Block]:
-        """Every layer by itself."""
-        return single_blocks(len(self.model.layers))
+        self.blocks: Sequence[Block] = single_blocks(len(model.layers))
 
     def embed(self) -> Stream:
         """See `Execution`."""

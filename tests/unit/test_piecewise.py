@@ -190,7 +190,7 @@ def test_there_must_be_something_to_split_at(tiny):
 
 def arguments(tiny, d):
     ids, batch, _ = tiny.inputs(d)
-    return {"token_ids": ids, "kv": tiny.kv().unbind(0), **batch._asdict()}
+    return {"token_ids": ids, "kv": tiny.kv().unbind(0), **batch.arrays()}
 
 
 def test_with_guards_kept_no_size_is_compiled_again(tiny):
