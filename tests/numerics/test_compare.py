@@ -1,6 +1,7 @@
 """`twinfer numerics compare`: results and bundles of several runs, side by side."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -52,11 +53,17 @@ def test_a_drift_within_the_gates_is_named(clean):
         metrics = replace(f.metrics, error_power=f.metrics.error_power * 1.12**2)
         return replace(f, metrics=metrics) if (f.scope, f.layer) == ("layer", 1) else f
 
+    (before,) = {round(f.metrics.sigma, 3) for f in clean.findings if (f.scope, f.layer) == ("layer", 1)}
     later = replace(clean, findings=[worse(f) for f in clean.findings])
     diff = compare(clean, later)
     assert diff.exit_code == 1
     assert len(diff.problems) == 2  # both sides
-    assert all("layer.1 sigma 1.12" in problem for problem in diff.problems)
+    assert before == pytest.approx(1.0, abs=0.05)
+    pattern = re.compile(r"layer\.1 sigma ([\d.]+), it was ([\d.]+)")
+    for problem in diff.problems:
+        sigma, was = (float(number) for number in pattern.search(problem).groups())
+        assert was == before
+        assert sigma == pytest.approx(1.12 * before, abs=0.002)
 
 
 @pytest.mark.parametrize("key", ["model_hash", "steps_hash", "dtype"])
