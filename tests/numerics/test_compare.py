@@ -1,6 +1,7 @@
 """`twinfer numerics compare`: results and bundles of several runs, side by side."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -56,7 +57,11 @@ def test_a_drift_within_the_gates_is_named(clean):
     diff = compare(clean, later)
     assert diff.exit_code == 1
     assert len(diff.problems) == 2  # both sides
-    assert all("layer.1 sigma 1.12" in problem for problem in diff.problems)
+    pattern = re.compile(r"layer\.1 sigma ([\d.]+), it was ([\d.]+)")
+    for problem in diff.problems:
+        sigma, was = (float(number) for number in pattern.search(problem).groups())
+        assert was == pytest.approx(1.0, abs=0.05)
+        assert sigma == pytest.approx(1.12 * was, abs=0.002)
 
 
 @pytest.mark.parametrize("key", ["model_hash", "steps_hash", "dtype"])
