@@ -303,7 +303,7 @@ LEVELS = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [0, 1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_level_traces_and_compiles_what_it_says(device, start, level):
     """On a GPU level 3 compiles only if it is told to: there all ops of a layer are kernels."""
     traced, generates = LEVELS[level]

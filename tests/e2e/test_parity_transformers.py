@@ -89,7 +89,7 @@ def test_logits_and_greedy_tokens(checkpoints, oracle, prompts, name, backend, d
         engine.close()
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"])
 def test_a_sharded_checkpoint_with_a_version_4_config(checkpoints, prompts, tmp_path, backend, device):
     """The same weights in several files, and `rope_theta` + `rope_scaling` as transformers 4 wrote them."""
     folder, model = checkpoints("llama3-scaled-tied")

@@ -190,6 +190,7 @@ with LLM("demo", backend="jax", tensor_parallel_size=2, progress=False, **option
 """
 
 
+@pytest.mark.slow
 def test_an_op_that_no_model_calls_does_not_stop_two_shards(tmp_path):
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     command = [sys.executable, "-c", ON_TWO_SHARDS]

@@ -143,6 +143,7 @@ except BackendUnavailable as error:
 """
 
 
+@pytest.mark.slow
 def test_jax_runs_on_the_device_of_a_number():
     done = subprocess.run([sys.executable, "-c", JAX_PROGRAM], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

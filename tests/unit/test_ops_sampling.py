@@ -42,8 +42,11 @@ def _torch(x):
     return torch.from_numpy(np.array(x))
 
 
-@pytest.mark.parametrize("framework", ["jax", "torch"])
-@pytest.mark.parametrize("vocab", [2, 33, 1000, 5003])
+QUICK_DRAWS = [("torch", 2), ("torch", 33), ("torch", 1000), ("torch", 5003), ("jax", 33)]
+SLOW_DRAWS = [pytest.param("jax", vocab, marks=pytest.mark.slow) for vocab in (2, 1000, 5003)]
+
+
+@pytest.mark.parametrize(("framework", "vocab"), [*QUICK_DRAWS, *SLOW_DRAWS])
 def test_every_framework_draws_the_same_tokens(framework, vocab):
     rng = np.random.default_rng(vocab)
     for spread in (0.01, 1.0, 8.0, 100.0):
@@ -70,7 +73,7 @@ def test_every_framework_draws_the_same_tokens(framework, vocab):
             np.testing.assert_array_equal(draw(logits, fields, filtered, framework=framework), want)
 
 
-@pytest.mark.parametrize("framework", ["jax", "torch"])
+@pytest.mark.parametrize("framework", [pytest.param("jax", marks=pytest.mark.slow), "torch"])
 def test_penalties_are_the_same_integers(framework):
     rng = np.random.default_rng(3)
     rows, vocab, length = 8, 203, 50
