@@ -49,10 +49,12 @@ def small_model(windows: tuple[int, ...]) -> ModelConfig:
 def decode_job(model: ModelConfig, requests: int) -> tuple[programs.Model, ladder.Job]:
     """The decode program of so many requests."""
     options = {"max_model_len": 512, "max_num_seqs": requests, "max_num_batched_tokens": requests, "num_pages": 64}
-    engine = EngineConfig(model="small", backend="jax", dtype="float32", **options)  # type: ignore[arg-type]
+    # Loops over the layers are the default on TPUs.
+    engine = EngineConfig(model="small", backend="jax", dtype="float32", scan_layers=True, **options)  # type: ignore[arg-type]
     config, _ = resolve(engine, model, find_device("cpu"))
     mesh = make_mesh(jax.devices("cpu"), 1)
-    tools = ladder.program_model(model, config, make_plans(model, config), mesh)
+    # As on a TPU: on a CPU, matrices would lie apart.
+    tools = replace(ladder.program_model(model, config, make_plans(model, config), mesh), apart=False)
     shapes = ladder.describe(model, config, tools.blocks, 64, mesh)
     jobs = ladder.jobs(tools, config.table(), shapes, jnp.dtype("float32"), mesh)
     return tools, jobs[Descriptor("decode", requests, requests, 1)]
