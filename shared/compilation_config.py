@@ -183,6 +183,7 @@ class ResolvedCompilation:
 
     level: int = 0
     road: str = "regional"
+    ops: str = "plain"
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.NONE
     mode_given: bool = False
     cudagraph_capture_sizes: tuple[int, ...] = ()
@@ -197,9 +198,16 @@ class ResolvedCompilation:
     debug_dump_path: str | None = None
     cache_dir: str | None = None
 
+    @property
+    def wraps(self) -> bool:
+        """Whether layers are traced over wrapped ops."""
+        return self.ops == "wrapped"
+
     def factors(self) -> dict[str, Any]:
         """The fields that change what is generated, as JSON values: part of the key of a compile cache."""
-        names = ("level", "road", "splitting_ops", "compile_sizes", "compile_ranges", "use_inductor", "skip_kernels")
+        names = ["level", "road", "splitting_ops", "compile_sizes", "compile_ranges", "use_inductor", "skip_kernels"]
+        if self.wraps:
+            names.append("ops")
         values = {name: getattr(self, name) for name in names}
         return values | {"inductor_compile_config": dict(sorted(self.inductor_compile_config.items()))}
 
@@ -246,8 +254,9 @@ def resolve_compilation(
         raise ConfigError(
             f"cache_dir: got {config.cache_dir!r}, allowed is none: level {level} on {platform} leaves nothing to keep"
         )
+    ops = config.ops or "plain"
     plain = config.use_inductor is None and not (config.inductor_compile_config or config.debug_dump_path)
-    skip_kernels = level == 3 and road == "regional" and plain
+    skip_kernels = level == 3 and road == "regional" and plain and ops == "plain"
     static: list[int] = []
     asked = config.compile_sizes
     if asked is None and level >= 2 and not skip_kernels:
@@ -257,6 +266,7 @@ def resolve_compilation(
     resolved = ResolvedCompilation(
         level=level,
         road=road,
+        ops=ops,
         cudagraph_mode=mode,
         mode_given=config.cudagraph_mode is not None,
         cudagraph_capture_sizes=sizes,
@@ -271,6 +281,7 @@ def resolve_compilation(
         debug_dump_path=config.debug_dump_path,
         cache_dir=config.cache_dir,
     )
+    check_wrapping(resolved)
     return resolved, filled
 
 
@@ -305,7 +316,7 @@ def _check_effect(config: CompilationConfig, level: int, road: str, use_inductor
     if road == "piecewise" and level < 2:
         raise ConfigError(f"road: got 'piecewise', which compiles; level {level} does not")
     if level == 0:
-        for name in ("road", "compile_sizes", "compile_ranges"):
+        for name in ("road", "ops", "compile_sizes", "compile_ranges"):
             if getattr(config, name):
                 raise ConfigError(f"{name}: got {getattr(config, name)!r}, allowed is none: level 0 compiles nothing")
     if config.use_inductor is not None and level < 2:
@@ -341,6 +352,21 @@ def _check_graph_effect(config: CompilationConfig, mode: CUDAGraphMode, road: st
         raise ConfigError(
             f"splitting_ops: got {list(config.splitting_ops)}, allowed is none: the road is regional and "
             f"cudagraph_mode is {mode.name}, so nothing is split"
+        )
+
+
+def check_wrapping(compilation: ResolvedCompilation) -> None:
+    """Raise ConfigError where the passes over wrapped ops cannot run."""
+    if not compilation.wraps:
+        return
+    if compilation.road == "piecewise":
+        raise ConfigError(
+            "ops: got 'wrapped', allowed is plain: the road is piecewise, which splits at ops as they are"
+        )
+    if compilation.cudagraph_mode.has_mode(CUDAGraphMode.PIECEWISE):
+        raise ConfigError(
+            f"ops: got 'wrapped', allowed is plain: cudagraph_mode is {compilation.cudagraph_mode.name}, "
+            f"whose graphs end inside of an op"
         )
 
 
