@@ -43,10 +43,10 @@ def engine() -> Iterator[str]:
     """A section for each owner of options of an engine."""
     options = options_of(EngineConfig).values()
     for owner, title in OWNERS.items():
-        mine = [option for option in options if option.owner == owner]
-        if mine:
+        of_owner = [option for option in options if option.owner == owner]
+        if of_owner:
             yield f"## {title[0].upper()}{title[1:]}\n"
-            yield table(mine)
+            yield table(of_owner)
 
 
 def compilation() -> Iterator[str]:
@@ -64,8 +64,8 @@ def sampling() -> Iterator[str]:
 def table(options: Iterable[Option], leave_out: str | None = None) -> str:
     """A row for each option."""
     rows = [dict(zip(COLUMNS, cells(option), strict=True)) for option in options]
-    kept = [column for column in COLUMNS if column != leave_out]
-    lines = [kept, ["---"] * len(kept), *([row[column] for column in kept] for row in rows)]
+    columns = [column for column in COLUMNS if column != leave_out]
+    lines = [columns, ["---"] * len(columns), *([row[column] for column in columns] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -74,8 +74,8 @@ def cells(option: Option) -> tuple[str, ...]:
     names = ", ".join(f"`{name}`" for name in (option.name, *option.aliases))
     flags = ", ".join(f"`{flag}`" for flag in option.flags) or option.no_flag or ""
     default = "required" if option.required else option.usually
-    said = (names, flags, option.range or "any integer", default, option.help)
-    return tuple(cell.replace("|", "\\|") for cell in said)
+    texts = (names, flags, option.range or "any integer", default, option.help)
+    return tuple(cell.replace("|", "\\|") for cell in texts)
 
 
 def main() -> int:

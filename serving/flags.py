@@ -125,8 +125,11 @@ def add_engine(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> 
 
 
 def _add_engine_flag(parser: argparse.ArgumentParser, group: Any, option: Option) -> None:
-    own = parser.get_default(destination(option))
-    default, usual = (option.default, option.usually) if own is None else (own, say(own))
+    default, usual = parser.get_default(destination(option)), option.usually
+    if default is None:
+        default = option.default
+    else:
+        usual = say(default)
     # A list that a repeated flag adds to begins with nothing.
     add_flag(group, option, None if option.kind.repeated else default, usual)
 

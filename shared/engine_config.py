@@ -203,15 +203,15 @@ class EngineConfig:
     def compilation(self) -> CompilationConfig:
         """`compilation_config` with the fields that are options here too. Raises ConfigError if both say something."""
         config = _compilation(self.compilation_config)
-        said: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, entry in options_of(EngineConfig).items():
             value = getattr(self, name)
             if entry.copy_of is None or value is None:
                 continue
             if getattr(config, entry.copy_of) not in (None, value):
                 raise ConfigError(f"{name}: got {show(value)} and another value in compilation_config")
-            said[entry.copy_of] = value
-        return replace(config, **said)
+            values[entry.copy_of] = value
+        return replace(config, **values)
 
     def check_owners(self) -> None:
         """Raise ConfigError for an option of another backend than the one that runs."""

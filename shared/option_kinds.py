@@ -13,7 +13,7 @@ INT32_MAX = 2**31 - 1
 
 
 class Refusal(ValueError):
-    """A value that is not taken. Without a text: because it is not what `Kind.allowed` says."""
+    """A value that is not orders. Without a text: because it is not what `Kind.allowed` says."""
 
 
 class Kind:
@@ -353,10 +353,10 @@ class Priorities(Kind):
         """See `Kind`."""
         if not isinstance(value, Mapping) or not all(isinstance(op, str) for op in value):
             raise Refusal
-        taken = {op: items_of(providers) for op, providers in value.items()}
-        if not all(isinstance(provider, str) for providers in taken.values() for provider in providers):
+        orders = {op: items_of(providers) for op, providers in value.items()}
+        if not all(isinstance(provider, str) for providers in orders.values() for provider in providers):
             raise Refusal
-        return taken
+        return orders
 
     def read(self, text: str) -> Any:
         """See `Kind`."""

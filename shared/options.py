@@ -77,8 +77,8 @@ class Option:
         """All flags, its own first; none where it has no flag."""
         if self.no_flag is not None:
             return ()
-        own = self.flag or _flag_of(self.name)
-        return own, *self.short, *map(_flag_of, self.aliases)
+        first = self.flag or _flag_of(self.name)
+        return first, *self.short, *map(_flag_of, self.aliases)
 
     @property
     def range(self) -> str:
@@ -140,15 +140,15 @@ def options_of(cls: type) -> Mapping[str, Option]:
 
 
 def _read(cls: type) -> Mapping[str, Option]:
-    found = {}
+    table = {}
     for item in dataclasses.fields(cls):
         default = item.default
         if item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
         elif default is dataclasses.MISSING:
             default = None
-        found[item.name] = dataclasses.replace(item.metadata[METADATA], name=item.name, default=default)
-    return found
+        table[item.name] = dataclasses.replace(item.metadata[METADATA], name=item.name, default=default)
+    return table
 
 
 def check_fields(instance: Any, error: Callable[[str, str], Exception]) -> None:
@@ -163,11 +163,11 @@ def check_fields(instance: Any, error: Callable[[str, str], Exception]) -> None:
         if isinstance(value, np.generic) and not isinstance(value, np.bool_):
             value = value.item()  # numpy's numbers stand for Python's
         try:
-            taken = entry.check(value)
+            checked_value = entry.check(value)
         except Refusal as refusal:
             raise error(name, str(refusal)) from None
-        if taken is not getattr(instance, name):
-            object.__setattr__(instance, name, taken)
+        if checked_value is not getattr(instance, name):
+            object.__setattr__(instance, name, checked_value)
 
 
 def config_error(name: str, text: str) -> ConfigError:
@@ -175,24 +175,24 @@ def config_error(name: str, text: str) -> ConfigError:
     return ConfigError(f"{name}: {text}")
 
 
-def by_name(cls: type, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+def by_name(cls: type, options: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Options by their names here, from a mapping that may use aliases.
 
     Raises ConfigError for an unknown name, with the nearest known one, and for an option that was given twice.
     """
-    options = options_of(cls)
-    names = {alias: name for name, entry in options.items() for alias in (name, *entry.aliases)}
+    table = options_of(cls)
+    names = {alias: name for name, entry in table.items() for alias in (name, *entry.aliases)}
     values: dict[str, Any] = {}
-    spelled: dict[str, str] = {}
-    for word, value in given.items():
+    spelling: dict[str, str] = {}
+    for word, value in options.items():
         if word not in names:
-            near = nearest_name(str(word), options.values())
+            near = nearest_name(str(word), table.values())
             hint = f"did you mean {near!r}?" if near else "docs/options.md lists what there is"
             raise ConfigError(f"{where}unknown option {show(word)}, got {show(value)}; {hint}")
         name = names[word]
         if name in values:
-            raise ConfigError(f"{where}{name}: got it as {spelled[name]} and as {word}, one is allowed")
-        values[name], spelled[name] = value, word
+            raise ConfigError(f"{where}{name}: got it as {spelling[name]} and as {word}, one is allowed")
+        values[name], spelling[name] = value, word
     return values
 
 
@@ -209,13 +209,13 @@ def nearest_name(unknown: str, options: Iterable[Option]) -> str | None:
 
 def near_flags(options: Iterable[Option]) -> dict[str, str]:
     """What other engines call our flags. A switch that they turn off is ours with `--no-` before it."""
-    found = {}
+    names = {}
     for entry in options:
         for word in entry.near:
             turns_off = word.startswith("disable_") and isinstance(entry.kind, Switch) and entry.default is True
-            own = entry.flags[0]
-            found[_flag_of(word)] = f"--no-{own[2:]}" if turns_off else own
-    return found
+            flag = entry.flags[0]
+            names[_flag_of(word)] = f"--no-{flag[2:]}" if turns_off else flag
+    return names
 
 
 def show(value: Any) -> str:

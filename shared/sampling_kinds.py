@@ -45,10 +45,10 @@ class Temperature(Number):
 
     def check(self, value: Any) -> Any:
         """See `Kind`."""
-        taken = super().check(value)
-        if 0.0 < taken < self.least:
+        number = super().check(value)
+        if 0.0 < number < self.least:
             raise Refusal
-        return taken
+        return number
 
 
 @dataclass(frozen=True)

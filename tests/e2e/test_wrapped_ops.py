@@ -22,15 +22,15 @@ LAYER = {"fused_add_rms_norm": 2, "linear": 2, "norm_rope_write_kv": 1, "paged_a
 @pytest.fixture
 def backends(monkeypatch):
     """All backends of passes that engines make."""
-    made = []
+    built = []
 
     def keep(*arguments):
-        made.append(build(*arguments))
-        return made[-1]
+        built.append(build(*arguments))
+        return built[-1]
 
     build = twinfer.gpu.passes.passes_backend
     monkeypatch.setattr(twinfer.gpu.passes, "passes_backend", keep)
-    return made
+    return built
 
 
 @pytest.fixture
