@@ -65,6 +65,7 @@ numerics: $(STAMP)
 	$(BIN)/twinfer numerics model --model demo --a jax:cpu --b torch:cpu
 
 docs: $(STAMP)
+	$(BIN)/python scripts/write_options.py
 	$(BIN)/python scripts/check_docs.py
 
 clean:

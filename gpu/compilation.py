@@ -128,8 +128,11 @@ class RegionCompiler:
         self._compilation = compilation
         self.enabled = compilation.level > 0
 
-    def compile(self, function: FunctionType, variant: Variant, name: str) -> Callable[..., Any]:
-        """`function` compiled for a version by the first call, for which `mark` must have named what stays open."""
+    def compile(self, function: FunctionType, variant: Variant, name: str, plan: Plan) -> Callable[..., Any]:
+        """`function` compiled for a version by the first call, for which `mark` must have named what stays open.
+
+        `plan` is that of its ops.
+        """
         if not self.enabled:
             return function
         # Dynamo keeps compiled versions on the code object and tries them one after the other: give each its own.
@@ -142,6 +145,10 @@ class RegionCompiler:
             function.__closure__,
         )
         backend = make_backend(self._compilation, title)
+        if self._compilation.wraps:
+            from .passes import passes_backend
+
+            backend = passes_backend(plan, backend)
         # Not dynamic: only what `mark` names stays open, whatever sizes an earlier engine of the process had.
         return torch.compile(copy, fullgraph=True, backend=backend, dynamic=False)
 
@@ -159,11 +166,12 @@ class LayerCompiler:
         self,
         model: Model,
         ops: BoundPlans,
+        plans: Plans,
         compiler: RegionCompiler,
         chosen: Mapping[Descriptor, Variant],
         compiled: frozenset[str],
     ) -> None:
-        self._model, self._ops, self._compiler, self._chosen = model, ops, compiler, chosen
+        self._model, self._ops, self._plans, self._compiler, self._chosen = model, ops, plans, compiler, chosen
         self.compiled = compiled
         self._functions: dict[tuple[Variant, Layer, bool], LayerFunction] = {}
         self._of_steps: dict[tuple[Descriptor, bool], list[LayerFunction]] = {}
@@ -188,7 +196,7 @@ class LayerCompiler:
             return plain
         number = self._model.kinds.index(spec)
         name = ("last_layer" if drops else "layer") + (f"_kind_{number}" if number else "")
-        return self._compiler.compile(plain, variant, name)
+        return self._compiler.compile(plain, variant, name, self._plans.of(variant.kind, spec))
 
     def mark(self, d: Descriptor, kv: Sequence[torch.Tensor], batch: decoder.Batch) -> None:
         """Name the open dimensions before the first call for a descriptor: pages, and tokens of a version for many."""

@@ -1,4 +1,7 @@
-"""The model as a `torch.nn.Module`, so that torch's own tools (hooks, state_dict, parameter counts) work on it."""
+"""The model as a `torch.nn.Module`, so that torch's own tools (hooks, state_dict, parameter counts) work on it.
+
+Every engine on torch holds its weights here; the road piecewise traces `forward` whole.
+"""
 
 from __future__ import annotations
 

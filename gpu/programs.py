@@ -46,7 +46,8 @@ class Programs:
         compiled: frozenset[str],
         loops: bool,
     ) -> None:
-        self._module, self._ops, self._compilation, self._table = module, ops, compilation, table
+        self._module, self._ops, self._plans = module, ops, plans
+        self._compilation, self._table = compilation, table
         self._inputs, self._cos, self._sin = inputs, *rotary
         rows = max(d.requests for d in table)
         self.rows = torch.zeros((rows, module.config.hidden_size), dtype=dtype, device=device)
@@ -55,7 +56,7 @@ class Programs:
         self.host_metadata = {kind: plans.host_metadata(kind) for kind in ("decode", "mixed")}
         self._variants = variants(table, compilation)
         self._compiler = RegionCompiler(compilation)
-        self._layers = LayerCompiler(module.model, ops, self._compiler, self._variants, compiled)
+        self._layers = LayerCompiler(module.model, ops, plans, self._compiler, self._variants, compiled)
         self._plumbing = plumbing.plumbing(device)
         self._loops = loops
         self._sample_is_kernel = plans["sample"]["sample"].implementation.opaque
@@ -200,7 +201,8 @@ class Programs:
     def _make_start(self, variant: Variant) -> Callable[..., Any]:
         ops = self._ops[variant.kind]
         if variant.kind in self._layers.compiled:
-            return self._compiler.compile(start_of(ops, plumbing.select), variant, "start")
+            start = start_of(ops, plumbing.select)
+            return self._compiler.compile(start, variant, "start", self._plans[variant.kind])
         return start_of(ops, self._plumbing.select)
 
     def _put_pages(self, fields: Mapping[str, torch.Tensor]) -> None:

@@ -18,7 +18,7 @@ from ..ops import BoundPlans, Choice, OpError, Plan, Plans
 from ..ops.bindings.torch import bind
 from ..ops.namespaces.torch_ import to_numpy
 from ..shared.cache_folder import write_atomically
-from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
+from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation, check_wrapping
 from ..shared.config import Change, DeviceInfo, ResolvedConfig, host_memory, parse_device
 from ..shared.errors import BackendUnavailable, ConfigError, InternalError
 from ..shared.models import decoder
@@ -489,6 +489,7 @@ def fit_mode(compilation: ResolvedCompilation, plans: Plans) -> tuple[ResolvedCo
     for kind in ("decode", "mixed"):
         if compilation.cudagraph_mode.step_mode(kind) is CUDAGraphMode.PIECEWISE:
             _check_splits(compilation, kind, plans.every(kind))
+    check_wrapping(compilation)
     return compilation, changes
 
 
@@ -513,6 +514,8 @@ def bind_plans(plans: Plans, compilation: ResolvedCompilation, compiled: frozens
     """The ops of all programs, opaque to a compiler where they must be."""
 
     def bind_one(kind: str, plan: Plan) -> Any:
+        if compilation.wraps and kind in compiled:
+            return bind(plan, wrap=True)
         split = kind != "sample" and compilation.cudagraph_mode.has_mode(CUDAGraphMode.PIECEWISE)
         chosen = splittable(plan, compilation.splitting_ops) if split else plan
         return bind(chosen, compiling=kind in compiled or compilation.road == "piecewise")

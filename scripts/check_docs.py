@@ -1,8 +1,8 @@
 """Check that the documents point at things that exist.
 
-In README.md and docs/**/*.md: relative links and their #anchors, and files named in backticks. A name in backticks
-counts as one of our files when it has a suffix and its first folder is a folder of this repository, so `shared/step.py`
-(also `twinfer/shared/step.py`) is checked and `Qwen/Qwen3-0.6B` is not. `*` may stand for any name.
+In README.md, CONTRIBUTING.md and docs/**/*.md: relative links and their #anchors, and files named in backticks. A name
+in backticks counts as one of our files when it has a suffix and its first folder is a folder of this repository, so
+`shared/step.py` (also `twinfer/shared/step.py`) is checked and `Qwen/Qwen3-0.6B` is not. `*` may stand for any name.
 """
 
 import re
@@ -62,7 +62,11 @@ def problems(document: Path) -> Iterator[tuple[int, str]]:
 
 def main() -> int:
     """Print every problem as path:line: text; the exit status says whether there was one."""
-    documents = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()]
+    documents = [
+        path
+        for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+        if path.exists()
+    ]
     found = [f"{path.relative_to(ROOT)}:{line}: {what}" for path in documents for line, what in sorted(problems(path))]
     print("\n".join([*found, f"{len(documents)} documents, {len(found)} problems"]))
     return 1 if found else 0

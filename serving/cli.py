@@ -120,7 +120,7 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     aot.set_defaults(run=run_aot)
     add_model(aot)
     add_aot_flags(aot)
-    add_engine(aot, torch=False)
+    add_engine(aot, without=["torch"])
     numerics = commands.add_parser("numerics", help="compare backends numerically: which op, in which layer, and why")
     numerics.set_defaults(run=run_numerics)
     add_numerics_parsers(numerics)

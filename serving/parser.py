@@ -1,27 +1,23 @@
-"""The parser of the command line: complains in one line, suggests the nearest flag, and reads the values of flags."""
+"""The parser of the command line: complains in one line, and suggests the nearest flag."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-UNITS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
+from ..shared import option_text
+from ..shared.engine_config import EngineConfig
+from ..shared.options import near_flags, options_of
+from ..shared.sampling_params import SamplingParams
+
 MINUS_VALUES = ("--enable-ops", "--prompt", "--stop")
 """Flags whose value may begin with a minus sign, which argparse takes for a flag."""
-SHORT_FLAGS = ("-h", "-v", "-tp")
-OTHER_NAMES = {
-    "--mem-fraction-static": "--gpu-memory-utilization",
-    "--max-running-requests": "--max-num-seqs",
-    "--chunked-prefill-size": "--max-num-batched-tokens",
-    "--disable-cuda-graph": "--enforce-eager",
-    "--disable-radix-cache": "--no-enable-prefix-caching",
-    "--attention-backend": "--op-priority",
-    "--max-new-tokens": "--max-tokens",
-}
+TABLE = (*options_of(EngineConfig).values(), *options_of(SamplingParams).values())
+SHORT_FLAGS = ("-h", "-v", *(flag for entry in TABLE for flag in entry.short if not flag.startswith("--")))
+OTHER_NAMES = near_flags(TABLE)
 """What other engines call our flags."""
 
 
@@ -92,65 +88,17 @@ def join_values(words: Sequence[str]) -> list[str]:
     return joined
 
 
-def size(text: str) -> int:
-    """A whole number, with a unit if one likes: 4096, 32k (thousands), 32K (1024)."""
-    unit = UNITS.get(text[-1:], 1)
-    digits = text if unit == 1 else text[:-1]
-    try:
-        return int(float(digits) * unit) if unit > 1 else int(digits)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4096 or 32K") from None
+def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A reader of values for argparse: what it raises is told to the user as it stands."""
+
+    def type_of(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return type_of
 
 
-def token_ids(text: str) -> list[int]:
-    """Token ids separated by commas."""
-    try:
-        return [int(part) for part in text.split(",")] if text.strip() else []
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3") from None
-
-
-def sizes(text: str) -> tuple[int, ...]:
-    """Numbers separated by commas."""
-    return tuple(size(part) for part in words(text))
-
-
-def scales(text: str) -> tuple[float, ...]:
-    """Numbers with fractions, separated by commas."""
-    try:
-        return tuple(float(part) for part in words(text))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not numbers such as 0.05,0.02") from None
-
-
-def biases(text: str) -> dict[int, float]:
-    """Token ids, and what is added to the logit of each."""
-    pairs = [part.partition(":") for part in words(text)]
-    try:
-        return {int(token): float(bias) for token, _, bias in pairs}
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 42:5,7:-100") from None
-
-
-def words(text: str) -> tuple[str, ...]:
-    """Words separated by commas."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """A JSON object."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
-
-
-def op_priority(text: str) -> tuple[str, tuple[str, ...]]:
-    """An op and the providers to try for it."""
-    op, sign, providers = text.partition("=")
-    if not sign or not words(providers):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form rms_norm=triton,native")
-    return op.strip(), words(providers)
+size = argument(option_text.size)
+token_ids = argument(option_text.token_ids)

@@ -5,14 +5,16 @@ Every field may be left open (None); `resolve_compilation()` fills it in for a p
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from .errors import ConfigError
+from .option_kinds import Built, Choice, Ranges, Refusal, Settings, Sizes, Switch, Whole, Words, folder
+from .options import by_name, check_fields, config_error, option, show
 
 LEVELS = {
     0: "the ops' functions, one after the other",
@@ -23,6 +25,7 @@ LEVELS = {
 }
 """What runs at each level, as help and documents say it."""
 ROADS = ("regional", "piecewise")
+OPS = ("plain", "wrapped")
 CAPTURE_SIZES = "cudagraph_capture_sizes"
 """The word that stands in `compile_sizes` for all sizes that are captured."""
 MAX_SIZE = 1 << 20
@@ -73,99 +76,88 @@ MODE_STEPS = {
 """Which steps are graphs in each mode, as help says it."""
 
 
+def parse_mode(value: Any) -> CUDAGraphMode:
+    """The mode of that name, in capitals or not. Raises Refusal."""
+    if isinstance(value, CUDAGraphMode):
+        return value
+    if not isinstance(value, str) or value.upper() not in MODES:
+        raise Refusal
+    return CUDAGraphMode[value.upper()]
+
+
+MODE = Built(parse_mode, ", ".join(MODES), choices=MODES, reads=str.upper)
+_option = partial(option, None, owner="torch", no_flag="a field of `--compilation-config`")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilationConfig:
-    """Options of compilation and capture. None means: chosen by `resolve_compilation()`.
+    """Options of compilation and capture, all of the torch backend; docs/options.md says what each does.
 
-    level                    0 eager, 1 Dynamo only, 2 Inductor, 3 Inductor and CUDA graphs
-    road                     regional: one layer compiled and run by every layer; piecewise: the whole model split
-    enforce_eager            True: level 0 without graphs; False allows the graphs of level 0
-    cudagraph_mode           which steps are graphs
-    cudagraph_capture_sizes  decode batch sizes that are captured, and the sizes that steps are padded to
-    cuda_graph_sizes         the same by one number n (1 2 4 8 16 32 48 ... n), or as a list
-    cudagraph_mixed_limit    the most tokens of a mixed step that is captured
-    cudagraph_copy_inputs    True: each step's inputs are copied into the buffer that the graphs read. They come from
-                             the host, so that there is no other way, and False is refused
-    splitting_ops            ops between the pieces of a piecewise graph; they run eagerly
-    compile_sizes            numbers of tokens compiled with static shapes, or the word cudagraph_capture_sizes
-    compile_ranges           ranges (first, last) of numbers of tokens, each compiled once with a dynamic shape
-    use_inductor             False: no code generation, traced graphs run as they are; True: all regions are compiled,
-                             also those that are made of kernels alone, which level 3 runs as they are
-    inductor_compile_config  options for Inductor, such as {"max_autotune": true}
-    debug_dump_path          folder for traced graphs and generated code
-    cache_dir                folder that keeps compiled code between starts
+    None means: chosen by `resolve_compilation()`.
     """
 
-    level: int | None = None
-    road: str | None = None
-    enforce_eager: bool | None = None
-    cudagraph_mode: CUDAGraphMode | None = None
-    cudagraph_capture_sizes: tuple[int, ...] | None = None
-    cuda_graph_sizes: tuple[int, ...] | None = None
-    cudagraph_mixed_limit: int | None = None
-    cudagraph_copy_inputs: bool | None = None
-    splitting_ops: tuple[str, ...] | None = None
-    compile_sizes: tuple[int | str, ...] | None = None
-    compile_ranges: tuple[tuple[int, int], ...] | None = None
-    use_inductor: bool | None = None
-    inductor_compile_config: Mapping[str, Any] = field(default_factory=dict)
-    debug_dump_path: str | None = None
-    cache_dir: str | None = None
+    level: int | None = _option(Choice(tuple(LEVELS)), help="what runs", usual="3 on a GPU, else 0", meanings=LEVELS)
+    cudagraph_mode: CUDAGraphMode | None = _option(
+        MODE, help="which steps are CUDA graphs", usual="FULL at level 3 where kernels allow it", meanings=MODE_STEPS,
+    )  # fmt: skip
+    enforce_eager: bool | None = _option(
+        Switch(), help="level 0 without graphs; off allows the graphs of level 0", usual="off"
+    )
+    road: str | None = _option(
+        Choice(ROADS), usual="regional",
+        help="regional: one layer compiled and run by every layer; piecewise: the whole model, traced and split",
+    )  # fmt: skip
+    ops: str | None = _option(
+        Choice(OPS), usual="plain",
+        help="wrapped: layers are traced with one node for each op, which passes over the graph make functional, fuse "
+        "and lower to the plan; plain: the compiler looks into the ops at once",
+    )  # fmt: skip
+    cudagraph_capture_sizes: tuple[int, ...] | None = _option(
+        Sizes(MAX_SIZE), help="decode batch sizes that are captured, and the sizes that steps are padded to",
+        usual="the ladder of decode programs",
+    )  # fmt: skip
+    cuda_graph_sizes: tuple[int, ...] | None = _option(
+        Sizes(MAX_SIZE), help="the same by one number n (1 2 4 8 16 32 48 ... n), or as a list"
+    )
+    cudagraph_mixed_limit: int | None = _option(
+        Whole(0, MAX_SIZE), help="the most tokens of a mixed step that is captured", usual="8192"
+    )
+    cudagraph_copy_inputs: bool | None = _option(
+        Switch(), usual="on",
+        help="inputs of a step are copied into the buffer that the graphs read: they come from the host, so that there "
+        "is no other way, and false is refused",
+    )  # fmt: skip
+    splitting_ops: tuple[str, ...] | None = _option(
+        Words("a list of names of ops"), usual="paged_attention",
+        help="ops between the pieces of a piecewise graph; they run eagerly",
+    )  # fmt: skip
+    compile_sizes: tuple[int | str, ...] | None = _option(
+        Sizes(MAX_SIZE, word=CAPTURE_SIZES), usual="1 where layers are compiled",
+        help="numbers of tokens compiled with static shapes; the word stands for all sizes that are captured",
+    )  # fmt: skip
+    compile_ranges: tuple[tuple[int, int], ...] | None = _option(
+        Ranges(MAX_SIZE), help="ranges of numbers of tokens, each compiled once with a dynamic shape"
+    )
+    use_inductor: bool | None = _option(
+        Switch(), usual="on from level 2, but for layers of kernels alone",
+        help="off: traced graphs run as they are; on: all regions are compiled, also those made of kernels alone, "
+        "which level 3 runs as they are",
+    )  # fmt: skip
+    inductor_compile_config: Mapping[str, Any] = _option(
+        Settings(), factory=dict, help='options for Inductor, such as {"max_autotune": true}'
+    )
+    debug_dump_path: str | None = _option(folder(), help="folder for traced graphs and generated code")
+    cache_dir: str | None = _option(
+        folder(), help="folder that keeps compiled code between starts", usual="~/.cache/twinfer/torch"
+    )
 
     def __post_init__(self) -> None:
-        if self.level is not None and (isinstance(self.level, bool) or self.level not in LEVELS):
-            raise _wrong("level", self.level, ", ".join(map(str, LEVELS)))
-        if self.road is not None and self.road not in ROADS:
-            raise _wrong("road", self.road, ", ".join(ROADS))
-        if self.cudagraph_mode is not None and not isinstance(self.cudagraph_mode, CUDAGraphMode):
-            raise _wrong("cudagraph_mode", self.cudagraph_mode, ", ".join(MODES))
-        for name in ("enforce_eager", "cudagraph_copy_inputs", "use_inductor"):
-            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
-                raise _wrong(name, getattr(self, name), "true, false")
-        for name in ("cudagraph_capture_sizes", "cuda_graph_sizes"):
-            sizes = getattr(self, name)
-            if sizes is not None and (not sizes or not all(_is_size(size) for size in sizes)):
-                raise _wrong(name, sizes, f"a list of numbers from 1 to {MAX_SIZE}")
-        if self.cudagraph_mixed_limit is not None and not (
-            self.cudagraph_mixed_limit == 0 or _is_size(self.cudagraph_mixed_limit)
-        ):
-            raise _wrong("cudagraph_mixed_limit", self.cudagraph_mixed_limit, f"a number from 0 to {MAX_SIZE}")
-        if not all(_is_size(size) or size == CAPTURE_SIZES for size in self.compile_sizes or ()):
-            raise _wrong("compile_sizes", self.compile_sizes, f"a list of numbers and the word {CAPTURE_SIZES}")
-        _check_ranges(self.compile_ranges or ())
-        if not all(isinstance(name, str) and name for name in self.splitting_ops or ()):
-            raise _wrong("splitting_ops", self.splitting_ops, "a list of names of ops")
-        if not isinstance(self.inductor_compile_config, Mapping) or not all(
-            isinstance(key, str) and isinstance(value, bool | int | float | str | None)
-            for key, value in self.inductor_compile_config.items()
-        ):
-            raise _wrong(
-                "inductor_compile_config", self.inductor_compile_config, "names with true, false, numbers, text"
-            )
-        for name in ("debug_dump_path", "cache_dir"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise _wrong(name, value, "a folder")
+        check_fields(self, config_error)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> CompilationConfig:
         """A config from JSON values: modes as text, lists for tuples. Raises ConfigError, also for unknown names."""
-        known = [f.name for f in fields(cls)]
-        values = dict(options)
-        for name in values:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"compilation_config: unknown field {name!r}{hint}")
-        if isinstance(values.get("cudagraph_mode"), str):
-            values["cudagraph_mode"] = parse_mode(values["cudagraph_mode"])
-        for name in (CAPTURE_SIZES, "cuda_graph_sizes", "splitting_ops", "compile_sizes"):
-            if values.get(name) is not None:
-                values[name] = _tuple(name, values[name])
-        if values.get("compile_ranges") is not None:
-            ranges = _tuple("compile_ranges", values["compile_ranges"])
-            values["compile_ranges"] = tuple(_tuple("compile_ranges", bounds) for bounds in ranges)
-        return cls(**values)
+        return cls(**by_name(cls, options, "compilation_config: "))
 
     @classmethod
     def from_json(cls, text: str) -> CompilationConfig:
@@ -173,9 +165,9 @@ class CompilationConfig:
         try:
             options = json.loads(text)
         except ValueError as error:
-            raise ConfigError(f"compilation_config: got {text[:80]!r}, which is not JSON: {error}") from None
+            raise ConfigError(f"compilation_config: got {show(text)}, which is not JSON: {error}") from None
         if not isinstance(options, dict):
-            raise ConfigError(f"compilation_config: got {text[:80]!r}, must be a JSON object")
+            raise ConfigError(f"compilation_config: got {show(text)}, must be a JSON object")
         return cls.from_options(options)
 
 
@@ -191,6 +183,7 @@ class ResolvedCompilation:
 
     level: int = 0
     road: str = "regional"
+    ops: str = "plain"
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.NONE
     mode_given: bool = False
     cudagraph_capture_sizes: tuple[int, ...] = ()
@@ -205,22 +198,22 @@ class ResolvedCompilation:
     debug_dump_path: str | None = None
     cache_dir: str | None = None
 
+    @property
+    def wraps(self) -> bool:
+        """Whether layers are traced over wrapped ops."""
+        return self.ops == "wrapped"
+
     def factors(self) -> dict[str, Any]:
         """The fields that change what is generated, as JSON values: part of the key of a compile cache."""
-        names = ("level", "road", "splitting_ops", "compile_sizes", "compile_ranges", "use_inductor", "skip_kernels")
+        names = ["level", "road", "splitting_ops", "compile_sizes", "compile_ranges", "use_inductor", "skip_kernels"]
+        if self.wraps:
+            names.append("ops")
         values = {name: getattr(self, name) for name in names}
         return values | {"inductor_compile_config": dict(sorted(self.inductor_compile_config.items()))}
 
 
 NOT_TORCH = ResolvedCompilation()
 """The jax backend compiles with XLA and has none of this."""
-
-
-def parse_mode(text: str) -> CUDAGraphMode:
-    """The mode of that name, in capitals or not. Raises ConfigError."""
-    if text.upper() not in MODES:
-        raise _wrong("cudagraph_mode", text, ", ".join(MODES))
-    return CUDAGraphMode[text.upper()]
 
 
 def capture_ladder(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -261,8 +254,9 @@ def resolve_compilation(
         raise ConfigError(
             f"cache_dir: got {config.cache_dir!r}, allowed is none: level {level} on {platform} leaves nothing to keep"
         )
+    ops = config.ops or "plain"
     plain = config.use_inductor is None and not (config.inductor_compile_config or config.debug_dump_path)
-    skip_kernels = level == 3 and road == "regional" and plain
+    skip_kernels = level == 3 and road == "regional" and plain and ops == "plain"
     static: list[int] = []
     asked = config.compile_sizes
     if asked is None and level >= 2 and not skip_kernels:
@@ -272,6 +266,7 @@ def resolve_compilation(
     resolved = ResolvedCompilation(
         level=level,
         road=road,
+        ops=ops,
         cudagraph_mode=mode,
         mode_given=config.cudagraph_mode is not None,
         cudagraph_capture_sizes=sizes,
@@ -286,6 +281,7 @@ def resolve_compilation(
         debug_dump_path=config.debug_dump_path,
         cache_dir=config.cache_dir,
     )
+    check_wrapping(resolved)
     return resolved, filled
 
 
@@ -320,7 +316,7 @@ def _check_effect(config: CompilationConfig, level: int, road: str, use_inductor
     if road == "piecewise" and level < 2:
         raise ConfigError(f"road: got 'piecewise', which compiles; level {level} does not")
     if level == 0:
-        for name in ("road", "compile_sizes", "compile_ranges"):
+        for name in ("road", "ops", "compile_sizes", "compile_ranges"):
             if getattr(config, name):
                 raise ConfigError(f"{name}: got {getattr(config, name)!r}, allowed is none: level 0 compiles nothing")
     if config.use_inductor is not None and level < 2:
@@ -356,6 +352,21 @@ def _check_graph_effect(config: CompilationConfig, mode: CUDAGraphMode, road: st
         raise ConfigError(
             f"splitting_ops: got {list(config.splitting_ops)}, allowed is none: the road is regional and "
             f"cudagraph_mode is {mode.name}, so nothing is split"
+        )
+
+
+def check_wrapping(compilation: ResolvedCompilation) -> None:
+    """Raise ConfigError where the passes over wrapped ops cannot run."""
+    if not compilation.wraps:
+        return
+    if compilation.road == "piecewise":
+        raise ConfigError(
+            "ops: got 'wrapped', allowed is plain: the road is piecewise, which splits at ops as they are"
+        )
+    if compilation.cudagraph_mode.has_mode(CUDAGraphMode.PIECEWISE):
+        raise ConfigError(
+            f"ops: got 'wrapped', allowed is plain: cudagraph_mode is {compilation.cudagraph_mode.name}, "
+            f"whose graphs end inside of an op"
         )
 
 
@@ -416,27 +427,3 @@ def _mode(config: CompilationConfig, platform: str, level: int, fill: Any) -> CU
 
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
-
-
-def _wrong(name: str, value: Any, allowed: str) -> ConfigError:
-    return ConfigError(f"{name}: got {str(value)[:80]!r}, allowed are {allowed}")
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_SIZE
-
-
-def _check_ranges(ranges: Sequence[Any]) -> None:
-    last = 0
-    for bounds in ranges:
-        if not isinstance(bounds, tuple) or len(bounds) != 2 or not all(_is_size(n) for n in bounds):
-            raise _wrong("compile_ranges", ranges, "a list of pairs [first, last] of numbers of tokens")
-        if not last < bounds[0] <= bounds[1]:
-            raise _wrong("compile_ranges", ranges, "pairs in rising order that do not overlap")
-        last = bounds[1]
-
-
-def _tuple(name: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise _wrong(name, value, "a list")
-    return tuple(value)

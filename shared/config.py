@@ -7,176 +7,54 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any
 
 from ..bucketing import Table, decode_ladder, mixed_ladder
 from . import kv_config
-from .compilation_config import (
-    LEVELS,
-    NOT_TORCH,
-    CompilationConfig,
-    ResolvedCompilation,
-    check_sizes,
-    parse_mode,
-    resolve_compilation,
-)
+from .compilation_config import NOT_TORCH, ResolvedCompilation, check_sizes, resolve_compilation
 from .demand import ANYTHING, Demand
+from .engine_config import (
+    BACKEND_CHOICES,
+    BACKENDS,
+    DEVICES,
+    DTYPES,
+    LOAD_FORMATS,
+    MAX_NUM_SEQS,
+    Backend,
+    EngineConfig,
+    parse_device,
+)
 from .errors import ConfigError, UnsupportedModel
-from .jax_config import check_backend, check_fields, check_ladders
+from .jax_config import check_ladders
 from .models.config import ModelConfig
+from .options import options_of
 from .page_table import default_page_size
 
-Backend = Literal["jax", "torch"]
-BACKENDS: tuple[Backend, ...] = ("jax", "torch")
-BACKEND_CHOICES = ("auto", *BACKENDS)
+__all__ = [
+    "BACKENDS",
+    "BACKEND_CHOICES",
+    "BACKEND_ON",
+    "DEVICES",
+    "DTYPES",
+    "LOAD_FORMATS",
+    "MAX_NUM_SEQS",
+    "MAX_VOCAB",
+    "Backend",
+    "Change",
+    "DeviceInfo",
+    "EngineConfig",
+    "ResolvedConfig",
+    "default_decode_sizes",
+    "host_memory",
+    "parse_device",
+    "resolve",
+]
+
 BACKEND_ON: Mapping[str, Backend] = {"tpu": "jax", "cuda": "torch", "cpu": "torch"}
 """What `backend="auto"` is on each platform (`shared/backends.py` knows more: what is installed and works)."""
-DEVICES = ("auto", "cpu", "cuda", "tpu")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-LOAD_FORMATS = ("auto", "dummy")
-POLICIES = ("fcfs", "priority")
-COMPILE_LEVELS = tuple(LEVELS)
 MAX_VOCAB = 1 << 18
-MAX_NUM_SEQS = 4096
-MAX_DECODE_STEPS = 64
-PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Options of an engine, with the names that users of vLLM know. None and auto mean: chosen by `resolve()`.
-
-    `backend`: auto is jax on TPUs, torch on GPUs and CPUs. `page_size` (tokens of a KV page) is vLLM's block size: 16,
-    on TPUs 128 or 256. `kv_cache_memory` (bytes) or `num_pages` set the size of the KV cache. `kv_cache_dtype`: auto is
-    the model's own; int8 and fp8_e4m3 hold x / scale, `kv_cache_scales` being those of K and V in all layers.
-
-    `compile_level`, `cudagraph_mode`, `enforce_eager` (torch) are fields of `compilation_config` too, which has more
-    (`shared/compilation_config.py`). `scan_layers` (JAX): one loop over stacked weights, or layers unrolled.
-    `async_scheduling`: two steps in flight. `decode_steps`: tokens that requests may be decoded for while the host does
-    not look (docs/adr/0005). `op_priority` maps ops to providers in order of preference; `enable_ops` is `all` or
-    `none`, then +op and -op: a disabled op runs natively.
-
-    JAX: `decode_sizes` and `mixed_sizes` replace the ladders of programs; `compilation_cache_dir` keeps what was
-    compiled (None: in a private folder of this user; "none": nowhere); `aot_folder` holds programs that `twinfer aot`
-    compiled for this machine (docs/tpu.md).
-
-    `capture`: steps to keep as bundles that replay on the other backend, such as `DIR,step=12,nan` (docs/numerics.md).
-    """
-
-    model: str
-    backend: Backend | Literal["auto"] = "auto"
-    device: str = "auto"
-    dtype: str = "auto"
-    load_format: str = "auto"
-    seed: int = 0
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    page_size: int | None = None
-    kv_cache_memory: int | None = None
-    num_pages: int | None = None
-    kv_cache_dtype: str = "auto"
-    kv_cache_scales: tuple[float, float] | None = None
-    memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    scheduling_policy: str = "fcfs"
-    async_scheduling: bool = True
-    decode_steps: int = 1
-    compile_level: int | None = None
-    cudagraph_mode: str | None = None
-    enforce_eager: bool | None = None
-    compilation_config: CompilationConfig | Mapping[str, Any] = field(default_factory=CompilationConfig)
-    scan_layers: bool | None = None
-    op_priority: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    enable_ops: tuple[str, ...] = ("all",)
-    tensor_parallel_size: int = 1
-    decode_sizes: tuple[int, ...] | None = None
-    mixed_sizes: tuple[int, ...] | None = None
-    compilation_cache_dir: str | None = None
-    aot_folder: str | None = None
-    capture: str | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model: got {self.model!r}, must be a folder or the word demo")
-        _choice("backend", self.backend, BACKEND_CHOICES)
-        _, number = parse_device(self.device)
-        _choice("dtype", self.dtype, DTYPES)
-        _choice("load_format", self.load_format, LOAD_FORMATS)
-        _choice("scheduling_policy", self.scheduling_policy, POLICIES)
-        self.compilation()
-        check_fields(self)
-        kv_config.check_fields(self)
-        if number is not None and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"device: got {self.device}, which is one, and tensor_parallel_size {self.tensor_parallel_size}; "
-                "leave the number out"
-            )
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "num_pages"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name}: got {value!r}, must be a positive integer")
-        if self.num_pages is not None and self.kv_cache_memory is not None:
-            raise ConfigError(
-                f"num_pages: got {self.num_pages}, and kv_cache_memory {self.kv_cache_memory}: give one of them"
-            )
-        if self.page_size is not None and (type(self.page_size) is not int or self.page_size not in PAGE_SIZES):
-            raise ConfigError(f"page_size: got {self.page_size!r}, must be a power of two from 1 to 256")
-        if type(self.decode_steps) is not int or self.decode_steps not in range(1, MAX_DECODE_STEPS + 1):
-            raise ConfigError(f"decode_steps: got {self.decode_steps!r}, allowed is 1 to {MAX_DECODE_STEPS}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise ConfigError(f"seed: got {self.seed!r}, must be an integer")
-        if isinstance(self.memory_utilization, bool) or not isinstance(self.memory_utilization, (int, float)):
-            raise ConfigError(f"memory_utilization: got {self.memory_utilization!r}, must be a number")
-        if not 0.05 <= self.memory_utilization <= 1.0:
-            raise ConfigError(f"memory_utilization: got {self.memory_utilization!r}, allowed is 0.05 to 1")
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"):
-            _choice(name, getattr(self, name), (True, False))
-        if self.scan_layers is not None:
-            _choice("scan_layers", self.scan_layers, (True, False))
-        if self.max_model_len == 1:
-            raise ConfigError("max_model_len: got 1, allowed is at least 2: a prompt of one token and one more")
-        if self.max_num_seqs is not None and self.max_num_seqs > MAX_NUM_SEQS:
-            raise ConfigError(f"max_num_seqs: got {self.max_num_seqs}, allowed is at most {MAX_NUM_SEQS}")
-        if not isinstance(self.op_priority, Mapping) or not all(
-            isinstance(op, str) and isinstance(order, (tuple, list)) for op, order in self.op_priority.items()
-        ):
-            raise ConfigError(f"op_priority: got {self.op_priority!r}, must map ops to lists of providers")
-        words = self.enable_ops if isinstance(self.enable_ops, (list, tuple)) else (None,)
-        if not all(isinstance(word, str) for word in words):
-            raise ConfigError(f"enable_ops: got {self.enable_ops!r}, must be a list such as all, -rms_norm")
-
-    def compilation(self) -> CompilationConfig:
-        """`compilation_config` with the options that have flags of their own. Raises ConfigError if both are given."""
-        if self.compile_level is not None:
-            _choice("compile_level", self.compile_level, COMPILE_LEVELS)
-        mode = None if self.cudagraph_mode is None else parse_mode(str(self.cudagraph_mode))
-        own: dict[str, Any] = {"level": self.compile_level, "cudagraph_mode": mode, "enforce_eager": self.enforce_eager}
-        given = {name: value for name, value in own.items() if value is not None}
-        config = self.compilation_config
-        if isinstance(config, Mapping):
-            config = CompilationConfig.from_options(config)
-        if not isinstance(config, CompilationConfig):
-            raise ConfigError(f"compilation_config: got {config!r}, must be a CompilationConfig or a mapping")
-        for name, value in given.items():
-            if getattr(config, name) not in (None, value):
-                raise ConfigError(f"{name}: got {value} and another value in compilation_config")
-        return replace(config, **given)
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
-        """A config from a mapping of options. Raises ConfigError for an unknown name, with the nearest known one."""
-        import difflib
-
-        known = [f.name for f in fields(cls)]
-        for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                raise ConfigError(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        return cls(**options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +112,8 @@ class ResolvedConfig:
     scheduling_policy: str
     async_scheduling: bool
     decode_steps: int
+    priority_window: int
+    watermark: float
     compilation: ResolvedCompilation
     scan_layers: bool
     op_priority: Mapping[str, tuple[str, ...]]
@@ -291,6 +171,7 @@ def resolve(
         backend = BACKEND_ON[device.platform]
         changes.append(Change("backend", "auto", backend, f"default on {device.platform}"))
         config = replace(config, backend=backend)
+    config.check_owners()
 
     def fill(name: str, value: Any, why: str) -> Any:
         current = getattr(config, name)
@@ -342,26 +223,18 @@ def resolve(
     compilation, scan = NOT_TORCH, False
     check_ladders(config, sequences, tokens)
     if config.backend == "torch":
-        check_backend(config)
         if config.tensor_parallel_size > 1:
             raise ConfigError(f"tensor_parallel_size: got {config.tensor_parallel_size}, the torch backend allows 1")
-        if config.scan_layers is not None:
-            raise ConfigError(f"scan_layers: got {config.scan_layers}, which is for the jax backend")
         ladder = default_decode_sizes(config.backend, sequences, device.platform)
         compilation, filled = resolve_compilation(config.compilation(), device.platform, ladder, sequences)
-        changes += [Change(_FLAGS.get(entry[0], entry[0]), *entry[1:]) for entry in filled]
+        ours = {entry.copy_of: name for name, entry in options_of(EngineConfig).items()}
+        changes += [Change(ours.get(entry[0], entry[0]), *entry[1:]) for entry in filled]
+    elif device.platform == "cuda":
+        scan = fill("scan_layers", False, "a scan on a GPU copies each layer's weights")
+    elif device.name == "TPU7x":
+        scan = fill("scan_layers", False, "its compiler lays the weights of a loop out anew in each step")
     else:
-        for name in ("compile_level", "cudagraph_mode", "enforce_eager"):
-            if getattr(config, name) is not None:
-                raise ConfigError(f"{name}: got {getattr(config, name)}, which is for the torch backend")
-        if config.compilation() != CompilationConfig():
-            raise ConfigError("compilation_config: is for the torch backend")
-        if device.platform == "cuda":
-            scan = fill("scan_layers", False, "a scan on a GPU copies each layer's weights")
-        elif device.name == "TPU7x":
-            scan = fill("scan_layers", False, "its compiler lays the weights of a loop out anew in each step")
-        else:
-            scan = fill("scan_layers", True, "one loop compiles faster than all layers")
+        scan = fill("scan_layers", True, "one loop compiles faster than all layers")
     same = {f.name for f in fields(ResolvedConfig)} - {"platform", "compilation", "demand"}
     values = {name: getattr(config, name) for name in same}
     values |= {
@@ -403,10 +276,6 @@ def _usable_demand(config: EngineConfig, demand: Demand) -> Demand:
     return demand
 
 
-_FLAGS = {"level": "compile_level"}
-"""What a field of `CompilationConfig` is called among the engine's options."""
-
-
 def _bounded_tokens(
     tokens: int, sequences: int, length: int, model: ModelConfig, device: DeviceInfo, changes: list[Change]
 ) -> int:
@@ -424,19 +293,3 @@ def _bounded_tokens(
             f"takes {needed} bytes, the device has {device.memory}"
         )
     return tokens
-
-
-def parse_device(device: Any) -> tuple[str, int | None]:
-    """The kind of a device and its number: of cuda:1 cuda and 1, of cuda cuda and None. Raises ConfigError."""
-    kind, colon, digits = device.partition(":") if isinstance(device, str) else (None, "", "")
-    numbered = kind != "auto" and digits.isascii() and digits.isdigit() and len(digits) <= 4
-    if kind not in DEVICES or (colon and not numbered):
-        raise ConfigError(
-            f"device: got {device!r}, allowed are {', '.join(DEVICES)}, and a number behind a kind, such as cuda:1"
-        )
-    return kind, int(digits) if colon else None
-
-
-def _choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed or (isinstance(value, bool) != isinstance(allowed[0], bool)):
-        raise ConfigError(f"{name}: got {value!r}, allowed are {', '.join(str(a) for a in allowed)}")

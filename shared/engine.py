@@ -387,7 +387,9 @@ def scheduler_config(config: ResolvedConfig, num_pages: int) -> SchedulerConfig:
         enable_prefix_caching=config.enable_prefix_caching,
         enable_chunked_prefill=config.enable_chunked_prefill,
         policy="priority" if config.scheduling_policy == "priority" else "fcfs",
+        priority_window=config.priority_window,
         pipeline_depth=2 if config.async_scheduling else 1,
+        watermark=config.watermark,
         decode_steps=config.decode_steps,
     )
 

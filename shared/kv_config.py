@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from .errors import ConfigError
@@ -10,18 +9,6 @@ from .errors import ConfigError
 NARROW = {"int8": "int8", "fp8_e4m3": "float8_e4m3fn"}
 """Caches that hold x / scale in a byte an entry, and numpy's names of their dtypes."""
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", *NARROW)
-
-
-def check_fields(config: Any) -> None:
-    """Raise ConfigError unless the fields are well formed; what they mean together is checked by `resolve_cache`."""
-    if config.kv_cache_dtype not in KV_DTYPES:
-        raise ConfigError(f"kv_cache_dtype: got {config.kv_cache_dtype!r}, allowed are {', '.join(KV_DTYPES)}")
-    scales = config.kv_cache_scales
-    if scales is None:
-        return
-    numbers = isinstance(scales, (tuple, list)) and len(scales) == 2 and all(type(x) in (int, float) for x in scales)
-    if not numbers or not all(math.isfinite(x) and x > 0 for x in scales):
-        raise ConfigError(f"kv_cache_scales: got {scales!r}, must be two positive numbers: of K and of V")
 
 
 def resolve_cache(config: Any, dtype: str) -> tuple[str, tuple[float, float]]:

@@ -11,7 +11,8 @@ from typing import Protocol
 import numpy as np
 
 from .errors import InternalError, RequestError
-from .sampling_params import INT32_MAX, SamplingParams
+from .option_kinds import INT32_MAX
+from .sampling_params import SamplingParams
 
 NOT_FINITE = "the model's logits were not finite (NaN or infinity)"
 

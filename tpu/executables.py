@@ -20,18 +20,15 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from ..ops.source_hash import source_hash
-from ..shared.config import ResolvedConfig
+from ..shared.config import EngineConfig, ResolvedConfig
 from ..shared.errors import ConfigError
 from ..shared.models.config import ModelConfig
+from ..shared.options import options_of
 from . import ladder
 from .ladder import Job
 
 MANIFEST = "manifest.json"
-NOT_SHAPING = {
-    "backend", "load_format", "seed", "num_pages", "kv_cache_memory", "memory_utilization", "enable_prefix_caching",
-    "enable_chunked_prefill", "scheduling_policy", "async_scheduling", "compilation", "op_priority", "enable_ops",
-    "compilation_cache_dir", "aot_folder", "demand",
-}  # fmt: skip
+NOT_SHAPING = {name for name, entry in options_of(EngineConfig).items() if not entry.shapes} | {"compilation", "demand"}
 """The options that change no program, or that something else in the key stands for. Every other one counts."""
 
 

@@ -1,6 +1,7 @@
 """The model as a `flax.nnx.Module`, so that the JAX ecosystem's tools work on it: `nnx.state`, `nnx.split`, `nnx.jit`.
 
-It computes whole prompts, on the same ops and weights as the worker; serving does not go through it.
+For a model in a JAX program of one's own: `load_module` reads it (docs/cli.md has an example). It computes whole
+prompts, on the same ops and weights as the worker; serving does not go through it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,16 @@ import jax.numpy as jnp
 
 from ..ops import resolve
 from ..ops.bindings.jax import bind
+from ..shared.engine_config import EngineConfig
 from ..shared.errors import BackendUnavailable
 from ..shared.models import decoder
-from ..shared.models.config import ModelConfig
+from ..shared.models.blocks import single_blocks
+from ..shared.models.config import ModelConfig, load_config
+from ..shared.models.locate import model_folder
+from ..shared.models.shapes import check_weights
+from ..shared.progress import Progress, silent
+from .sharding import make_mesh
+from .weights import load_weights
 
 try:
     from flax import nnx
@@ -22,6 +30,31 @@ except ModuleNotFoundError as error:
     raise BackendUnavailable(f"flax: {error}: pip install 'twinfer[flax]'") from error
 
 PAGE = 128
+
+
+def load_module(
+    model: str, *, dtype: str = "auto", load_format: str = "auto", seed: int = 0, progress: Progress = silent
+) -> Decoder:
+    """A model as a module, on JAX's first device.
+
+    The arguments are options of an engine (docs/options.md). Raises ConfigError, ModelError.
+    """
+    options = EngineConfig(model=model, backend="jax", dtype=dtype, load_format=load_format, seed=seed)
+    check_weights(model, options.load_format)
+    folder = model_folder(model)
+    config = load_config(folder)
+    weights = load_weights(
+        folder,
+        options.load_format,
+        config,
+        decoder.abstract(config),
+        single_blocks(config.num_layers),
+        jnp.dtype(config.dtype if options.dtype == "auto" else options.dtype),
+        options.seed,
+        make_mesh(jax.devices(), 1),
+        progress,
+    )
+    return Decoder(config, weights)
 
 
 class Decoder(nnx.Module):

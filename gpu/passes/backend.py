@@ -32,7 +32,8 @@ class PassesBackend:
     def __init__(self, plan: Plan, inner: Inner = "inductor", fusions: Sequence[str] = FUSIONS) -> None:
         self.plan = plan
         self.inner = inner
-        self.fusions = tuple(fusions)
+        # A plan covers what the model calls; only that can be run.
+        self.fusions = tuple(name for name in fusions if name in plan.choices)
         self.lowering = Lowering(plan)
         self.before: dict[str, int] = {}
         self.fused: dict[str, int] = {}
@@ -103,5 +104,5 @@ def _give_back(function: Compiled, given: dict[int, int]) -> Compiled:
 
 
 def passes_backend(plan: Plan, inner: Inner = "inductor", fusions: Sequence[str] = FUSIONS) -> PassesBackend:
-    """A backend for `torch.compile` of functions over `bind(plan, wrap=True)`; shapes must be fixed."""
+    """A backend for `torch.compile` of functions over `bind(plan, wrap=True)`; sizes may be left open."""
     return PassesBackend(plan, inner, fusions)

@@ -18,7 +18,7 @@ from .graph import Call, calls, fake_value
 
 
 class Lowering:
-    """Replaces ops by the implementations of one plan, each traced once for its shapes."""
+    """Replaces ops by the implementations of one plan, each traced once for its shapes, sizes left open included."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -55,32 +55,38 @@ class Lowering:
     def _trace(self, call: Call, names: tuple[str, ...]) -> fx.GraphModule:
         values = [fake_value(call.arguments[name]) for name in names]
         static = {name: value for name, value in call.arguments.items() if name not in names}
-        key = (
-            call.op.name,
-            tuple(static.items()),
-            *((n, _metadata(v, call)) for n, v in zip(names, values, strict=True)),
-        )
+        key = (call.op.name, tuple(static.items()), *((n, _metadata(v)) for n, v in zip(names, values, strict=True)))
         if key not in self._cache:
             function = getattr(self._functions, call.op.name)
             order = tuple(call.op.signature.parameters)
 
-            def run(*tensors: torch.Tensor) -> Any:
-                arguments = static | dict(zip(names, tensors, strict=True))
+            def run(*values: Any) -> Any:
+                arguments = static | dict(zip(names, values, strict=True))
                 return function(*(arguments[name] for name in order))
 
-            mode = next(value.fake_mode for value in values)
+            mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))
             with mode:
-                # A buffer of its own for each: what the trace writes into must not be seen as the graph's own.
-                fresh = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-                self._cache[key] = make_fx(run, pre_dispatch=True)(*fresh)
+                self._cache[key] = make_fx(run, pre_dispatch=True)(*map(_fresh, values))
             self.traces += 1
         return self._cache[key]
 
 
-def _metadata(value: Any, call: Call) -> tuple[Any, ...]:
-    if not isinstance(value, torch.Tensor) or any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride())):
-        raise OpError(f"{call.node}: lowering needs tensors of fixed shapes, got {value!r}")
-    return tuple(value.shape), value.stride(), value.dtype, value.device
+def _metadata(value: Any) -> tuple[Any, ...]:
+    """What a trace depends on. A size left open is its symbol and whose that is, which the stored trace keeps alive."""
+    if not isinstance(value, torch.Tensor):
+        return (_size(value),)
+    return tuple(map(_size, (*value.shape, *value.stride()))), value.dtype, value.device
+
+
+def _size(value: Any) -> Any:
+    return (id(value.node.shape_env), str(value.node.expr)) if isinstance(value, torch.SymInt) else value
+
+
+def _fresh(value: Any) -> Any:
+    """A buffer of its own for a tensor: what a trace writes into must not be seen as the graph's own."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _splice(module: fx.GraphModule, traced: fx.GraphModule, inputs: list[fx.Node]) -> Any:

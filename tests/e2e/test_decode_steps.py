@@ -103,7 +103,7 @@ def test_one_step_at_a_time_without_overlap(engines):
 
 @pytest.mark.parametrize("number", [0, 65, True, "8"])
 def test_the_option_is_checked(number):
-    with pytest.raises(ConfigError, match=r"decode_steps: got .*, allowed is 1 to 64"):
+    with pytest.raises(ConfigError, match=r"decode_steps: got .*, allowed is an integer from 1 to 64"):
         EngineConfig(model="demo", decode_steps=number)
 
 

@@ -29,7 +29,7 @@ from twinfer.shared.models.arguments import WORD, settle_model
 from twinfer.shared.models.locate import model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 NOT_RUN = {
     "pip install": "installs",
@@ -51,6 +51,7 @@ LONG = {
     "--a jax:cpu --b torch:cpu": "judges every op on two backends",
     "numerics report": "reads what the line before it wrote",
     "--on jax:cpu": "compiles on JAX",
+    "load_module": "compiles on JAX",
     "numerics replay": "judges every op",
     "numerics bisect": "a dozen runs",
     'compare_targets("demo", "torch:cpu", "jax:cpu"': "judges every op on two backends",

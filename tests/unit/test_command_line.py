@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from twinfer.serving.cli import _parser
-from twinfer.serving.flags import ENGINE_OPTIONS, SAMPLING_OPTIONS, engine_options, read_prompts, sampling_options
+from twinfer.serving.flags import ENGINE, SAMPLING, destination, engine_options, read_prompts, sampling_options
 from twinfer.serving.parser import OneLineParser, join_values, nearest, size
 from twinfer.shared.compilation_config import LEVELS, MODE_STEPS, MODES
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.models.arguments import settle_model
+from twinfer.shared.option_kinds import Number, Whole
 from twinfer.shared.sampling_params import SamplingParams
 
 
@@ -34,14 +35,6 @@ def parse(*words):
     return arguments, unknown
 
 
-def test_every_option_has_a_flag():
-    assert set(SAMPLING_OPTIONS) == {field.name for field in dataclasses.fields(SamplingParams)}
-    options = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "backend"}
-    arguments, _ = parse("generate", "demo")
-    assert set(engine_options(arguments)) == options
-    assert set(ENGINE_OPTIONS) == options - {"seed", "op_priority"}
-
-
 def test_what_is_not_said_is_left_to_the_defaults():
     arguments, _ = parse("generate", "demo")
     assert sampling_options(arguments) == {}
@@ -59,7 +52,7 @@ def test_every_sampling_flag_reaches_its_parameter():
         "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False, "logprobs": 2,
         "prompt_logprobs": 1,
     }  # fmt: skip
-    assert set(said) == set(SAMPLING_OPTIONS)
+    assert set(said) == set(SAMPLING)
     words = []
     for name, value in said.items():
         flag = f"--{name.replace('_', '-')}"
@@ -88,15 +81,18 @@ def test_every_flag_has_help_and_says_its_default(command):
         if takes_value and not required:
             text = formatter._get_help_string(action)
             assert "default" in text, f"{command} {action.option_strings[0]}: {text}"
-        numeric = action.type in (int, float, size) and not action.choices
+        numeric = (action.type in (int, float, size) or action.dest in NUMERIC) and not action.choices
         if takes_value and numeric and action.dest not in NO_RANGE:
             text = action.help.partition("(default")[0]
             assert re.search(r"\d|from max-", text), f"{command} {action.option_strings[0]} says no range: {text}"
     assert "None" not in parser.format_help()
 
 
-NO_RANGE = {"seed", "engine_seed", "num_pages"}
-"""Numbers that may be any, or as many as there is memory for."""
+NUMERIC = {
+    destination(option) for option in [*ENGINE.values(), *SAMPLING.values()] if isinstance(option.kind, Whole | Number)
+}
+NO_RANGE = {"seed", "engine_seed"}
+"""Numbers that may be any."""
 
 
 @pytest.mark.parametrize("command", ["generate", "plan", "bench offline"])
@@ -135,8 +131,10 @@ def test_the_benchmarks_help_says_their_own_defaults():
         ("--temp", "--temperature"),
         ("--temprature", "--temperature"),
         ("--gpu-mem", "--gpu-memory-utilization"),
-        ("--mem-fraction-static", "--gpu-memory-utilization"),
+        ("--mem-fraction-static", "--memory-utilization"),
         ("--max-running-requests", "--max-num-seqs"),
+        ("--disable-radix-cache", "--no-enable-prefix-caching"),
+        ("--disable-cuda-graph", "--enforce-eager"),
         ("--backed", "--backend"),
         ("--xyzzy", None),
     ],

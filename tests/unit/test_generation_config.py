@@ -41,10 +41,10 @@ def test_the_fields_that_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"temperature": 0.001}, "temperature: got 0.001, allowed are 0 (greedy) or 0.01 to 10"),
-        ({"temperature": "hot"}, "temperature: got 'hot', must be a number"),
-        ({"max_new_tokens": 0}, "max_new_tokens: got 0, allowed is at least 1"),
-        ({"top_p": True}, "top_p: got True, must be a number"),
+        ({"temperature": 0.001}, "temperature: got 0.001, allowed is 0 (greedy), or 0.01 to 10"),
+        ({"temperature": "hot"}, "temperature: got 'hot', allowed is 0 (greedy), or 0.01"),
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0, allowed is an integer from 1"),
+        ({"top_p": True}, "top_p: got True, allowed is a number of more than 0"),
     ],
 )
 def test_what_cannot_be_had_is_named_with_its_file_and_the_way_out(tmp_path, fields, words):

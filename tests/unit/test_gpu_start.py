@@ -323,6 +323,7 @@ def test_the_default_graph_mode_gives_way_to_attention_that_reads_the_host():
 CHANGES_THE_CODE = {
     "level": 1,
     "road": "piecewise",
+    "ops": "wrapped",
     "splitting_ops": ("linear",),
     "compile_sizes": (1, 2),
     "compile_ranges": ((2, 8),),

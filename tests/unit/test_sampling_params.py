@@ -98,7 +98,7 @@ def test_edges():
     refused("top_p", 0.0)
     assert SamplingParams(min_tokens=16).min_tokens == 16
     refused("min_tokens", 17, "must not exceed max_tokens (16)")
-    refused("min_tokens", -1, "at least 0")
+    refused("min_tokens", -1, "an integer from 0")
 
 
 # Stop strings, token ids, bias

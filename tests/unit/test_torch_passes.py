@@ -94,6 +94,64 @@ def test_both_roads_agree_bitwise(inner, dtype):
         assert_same(got, run_layer(decoder.layer, bind(plan, wrap=True), dtype))
 
 
+def run_open(function, tokens):
+    """A layer over `tokens` tokens of one request, that number and the number of pages left open."""
+    g = torch.Generator().manual_seed(0)
+
+    def r(*shape):
+        return torch.randn(shape, generator=g) * 0.3
+
+    def ints(*values):
+        return torch.tensor(values, dtype=torch.int32)
+
+    weights = {name: r(*p.shape) for name, p in decoder.abstract(MODEL).items() if p.layered}
+    cos, sin = (torch.from_numpy(table) for table in decoder.rotary_tables(MODEL, tokens))
+    slots = torch.arange(tokens, dtype=torch.int32)
+    hidden, residual, kv = r(tokens, 32), r(tokens, 32), r(4, 4, 4, 8)
+    for x in (hidden, residual, cos, sin, slots, kv):
+        torch._dynamo.mark_dynamic(x, 0)
+    batch = decoder.Batch(cos, sin, slots, ints(0, 1, 2)[None], ints(0, tokens), ints(tokens), ints(0, 1))
+    return [*function(weights, hidden, residual, kv, batch), kv]
+
+
+def open_layer(ops):
+    def layer(weights, hidden, residual, kv, batch):
+        batch = batch.within(hidden.shape[0])
+        return decoder.layer(ops, LAYER_SPEC, weights, decoder.Stream(hidden, residual), kv, batch)[0]
+
+    return layer
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_sizes_left_open_stay_open(inner):
+    plan, graphs = resolve("torch"), []
+    backend = passes_backend(plan, inner)
+
+    def counted(module, inputs):
+        graphs.append(module)
+        return backend(module, inputs)
+
+    sizes = (5, 7, 11)
+    function = compiled(open_layer(bind(plan, wrap=True)), counted)
+    got = [run_open(function, tokens) for tokens in sizes]
+    assert len(graphs) == 1
+    assert (backend.before, backend.after) == (LAYER, {})
+    torch._dynamo.reset()
+    plain = compiled(open_layer(bind(plan, compiling=True)), inner)
+    for tokens, result in zip(sizes, got, strict=True):
+        assert_same(result, run_open(plain, tokens))
+
+
+def test_only_what_a_plan_covers_is_fused():
+    whole = resolve("torch")
+    plan = type(whole)("torch", {name: c for name, c in whole.choices.items() if name != "gated_mlp"})
+    backend = passes_backend(plan, "eager")
+    x, residual, w = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    got = compiled(neighbours, backend)(bind(plan, wrap=True), x, residual, w)
+    assert backend.fused == {"fused_add_rms_norm": 1, "linear": 2, "silu_and_mul": 1}
+    assert_same(got, neighbours(whole.bind(), x, residual, w))
+
+
 def test_inductor_is_given_the_same_program():
     """Why both roads agree under Inductor: the graphs that AOTAutograd hands on are equal, node for node."""
     plan, programs = resolve("torch"), []
