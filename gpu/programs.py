@@ -17,6 +17,7 @@ from ..ops import BoundPlans, Plans
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from ..shared.models import decoder
 from ..shared.models.sampler import known_processors, sample
+from ..shared.models.spec import Model
 from ..shared.step import HOST_LENGTHS, SAMPLERS
 from . import plumbing
 from .compilation import LayerCompiler, RegionCompiler, Variant, compile_order, variants
@@ -200,8 +201,8 @@ class Programs:
     def _make_start(self, variant: Variant) -> Callable[..., Any]:
         ops = self._ops[variant.kind]
         if variant.kind in self._layers.compiled:
-            return self._compiler.compile(start_of(ops, plumbing.select), variant, "start")
-        return start_of(ops, self._plumbing.select)
+            return self._compiler.compile(start_of(ops, self._module.model, plumbing.select), variant, "start")
+        return start_of(ops, self._module.model, self._plumbing.select)
 
     def _put_pages(self, fields: Mapping[str, torch.Tensor]) -> None:
         self._plumbing.put_pages(self._inputs.pages, fields["page_index"], fields["page_value"])
@@ -269,7 +270,7 @@ class Programs:
         return None
 
 
-def start_of(ops: Any, select: Callable[..., Any]) -> Any:
+def start_of(ops: Any, model: Model, select: Callable[..., Any]) -> Any:
     """What makes the layers' inputs from a step's, with a plan's ops."""
 
     def start(
@@ -284,7 +285,7 @@ def start_of(ops: Any, select: Callable[..., Any]) -> Any:
     ) -> tuple[torch.Tensor, ...]:
         # hidden and (zero) residual [T dim], cos and sin [T r], page table [R P]
         ids, *rest = select(token_ids, positions, rows, last_tokens, cos, sin, pages)
-        hidden = decoder.embed(ops, weights, ids)
+        hidden = decoder.embed(ops, model, weights, ids)
         return hidden, torch.zeros_like(hidden), *rest
 
     return start

@@ -16,7 +16,7 @@ from twinfer.tpu.weights import load_weights
 def test_the_module_is_the_model_and_an_nnx_module(checkpoints, oracle, prompts):
     folder, reference = checkpoints("qwen3")
     config = load_config(folder)
-    table = decoder.abstract(config)
+    table = decoder.parameters_of(config)
     mesh = make_mesh(jax.devices("cpu"), 1)
     weights = load_weights(
         folder,
