@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from twinfer.ops import resolve as resolve_ops
+from twinfer.ops.namespaces.torch_ import from_numpy, to_numpy
+from twinfer.ops.testing import DTYPES
 from twinfer.shared.checkpoint import Checkpoint
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import CheckpointError, InternalError
@@ -16,6 +19,7 @@ from twinfer.shared.models.blocks import single_blocks
 from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.families import FAMILIES
 from twinfer.shared.models.placement import place, rows_of
+from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.models.table import TOP, Parameter, ParameterTable, Part, keys, parameter_count
 from twinfer.shared.weights import check_checkpoint, expected_tensors, read_parameter
 from twinfer.shared.worker import backend_module
@@ -255,6 +259,53 @@ def test_jax_loads_parameters_of_any_kind(tmp_path, dummy, shards):
         extra = [(0, n - size) for n, size in zip(sharded.shape, plain.shape, strict=True)]
         np.testing.assert_array_equal(sharded, np.pad(plain, extra))
     assert sum(len(of_layers) for (of_layers,) in loaded[0]["blocks"]) == len(values) - 1
+
+
+def test_the_number_of_parameters_is_the_published_one():
+    assert parameter_count(decoder.parameters_of(parse_config(SHAPES["phi4-mini"]))) == 3_836_021_760
+
+
+@pytest.mark.parametrize(("asked", "length", "changed"), [(None, 4096, 0), (4096, 4096, 0), (4097, 4097, 1)])
+def test_an_engine_takes_the_short_longrope_factors_unless_asked_for_more(asked, length, changed):
+    """At the short ones every sequence that is served is computed as by transformers."""
+    model, device = parse_config(SHAPES["phi4-mini"]), DeviceInfo("cuda", "H200", 1 << 37)
+    config = EngineConfig(model="m", backend="torch", max_model_len=asked)
+    resolved, changes = resolve(config, model, device)
+    assert resolved.max_model_len == length
+    assert [change.field for change in changes].count("longrope factors") == changed
+    assert (
+        resolve(EngineConfig(model="m", backend="torch"), model, DeviceInfo("cpu", "", 1 << 34))[0].max_model_len
+        == 2048
+    )
+    # Others have the model's limit.
+    granite = parse_config(SHAPES["granite3.3-8b"])
+    assert resolve(replace(config, max_model_len=None), granite, device)[0].max_model_len == 131072
+
+
+def on_jax(function, *arrays):
+    """Compiled as the worker does."""
+    import jax
+
+    lowered = jax.jit(function).lower(*arrays)
+    return np.asarray(lowered.compile(compiler_options={"xla_allow_excess_precision": False})(*arrays))
+
+
+@pytest.mark.parametrize("factor", [0.22, 12.0, 0.175, 1 / 13])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_multipliers_round_where_transformers_rounds(dtype, factor):
+    """`residual + x * multiplier`, as its modeling code has it: bit for bit on both frameworks."""
+    rng = np.random.default_rng(0)
+    x, residual = (rng.normal(size=(7, 1000)).astype(DTYPES[dtype]) for _ in range(2))
+    product = from_numpy(x) * factor
+    torch_ops, jax_ops = resolve_ops("torch").bind(), resolve_ops("jax").bind()
+    np.testing.assert_array_equal(to_numpy(torch_ops.scale(from_numpy(x), factor)), to_numpy(product))
+    np.testing.assert_array_equal(on_jax(lambda x: jax_ops.scale(x, factor), x), to_numpy(product))
+    if dtype == "bfloat16":  # what these models run in; of wider products and sums XLA may make one operation
+        total = to_numpy(from_numpy(residual) + product)
+        ours = torch_ops.add(torch_ops.scale(from_numpy(x), factor), from_numpy(residual))
+        np.testing.assert_array_equal(to_numpy(ours), total)
+        both = on_jax(lambda x, residual: jax_ops.add(jax_ops.scale(x, factor), residual), x, residual)
+        np.testing.assert_array_equal(both, total)
 
 
 def test_the_sizes_of_a_family_are_those_of_its_tensors():
