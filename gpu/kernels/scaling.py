@@ -15,7 +15,7 @@ WARPS = 4
 
 
 def _takes(x: Array, factor: float) -> bool:
-    return dtype_name(x) in FLOATS and x.ndim == 2
+    return dtype_name(x) in FLOATS
 
 
 @implement(
@@ -24,10 +24,11 @@ def _takes(x: Array, factor: float) -> bool:
 )  # fmt: skip
 def scale(x: Array, factor: float) -> Array:
     """See the op."""
-    x = x if x.stride(1) == 1 else x.contiguous()
-    rows, n = x.shape
-    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-    scale_kernel[(rows, triton.cdiv(n, BLOCK))](
-        x, out, factor, x.stride(0), N=n, BLOCK=BLOCK, num_warps=WARPS, **overlap(early=True)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    count, n = rows.shape
+    scale_kernel[(count, triton.cdiv(n, BLOCK))](
+        rows, out, factor, rows.stride(0), N=n, BLOCK=BLOCK, num_warps=WARPS, **overlap(early=True)
     )
     return out
