@@ -5,7 +5,7 @@ Every engine on torch holds its weights here; the road piecewise traces `forward
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -14,17 +14,16 @@ from ..ops import BoundPlans
 from ..shared.errors import InternalError
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
-from ..shared.models.table import ParameterTable
+from ..shared.models.table import Parameter, ParameterTable
 
 
 class Layer(torch.nn.Module):
     """The weights of one decoder layer."""
 
-    def __init__(self, table: ParameterTable, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        for name, parameter in table.items():
-            if parameter.layered:
-                self.register_parameter(name, _empty(parameter.shape, dtype, device))
+        for name, parameter in parameters.items():
+            self.register_parameter(name, _empty(parameter, dtype, device))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Weights by name, as the layer function takes them."""
@@ -46,10 +45,10 @@ class Decoder(torch.nn.Module):
         self.config = config
         self.model = decoder.model_of(config)
         self._ops = ops
-        for name, parameter in table.items():
-            if not parameter.layered:
-                self.register_parameter(name, _empty(parameter.shape, dtype, device))
-        self.layers = torch.nn.ModuleList(Layer(table, dtype, device) for _ in range(config.num_layers))
+        for name, parameter in table.top.items():
+            self.register_parameter(name, _empty(parameter, dtype, device))
+        layers = (Layer(table.layer(index), dtype, device) for index in range(config.num_layers))
+        self.layers = torch.nn.ModuleList(layers)
         self._top: dict[str, torch.Tensor] = {}
         self._layers: list[dict[str, torch.Tensor]] = []
 
@@ -106,8 +105,10 @@ class Decoder(torch.nn.Module):
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits [row vocab] of finished hidden states [row dim]."""
-        return decoder.head(self._bound["sample"], self._top, rows)
+        return decoder.head(self._bound["sample"], self.model, self._top, rows)
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+def _empty(parameter: Parameter, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
+    if parameter.dtype == "float32":
+        dtype = torch.float32
+    return torch.nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)

@@ -74,13 +74,13 @@ def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
     native = resolve("torch", enable=("none",))  # kernels do not run on the meta device
     known = results(_empty)
     ops = native.bind(lambda op, function: recorder.wrap(op, _without_data(op, function, known)))
-    top, weights = ({n: _tensor(x) for n, x in shapes.weights(layered).items()} for layered in (False, True))
+    top, *weights = ({n: _tensor(x) for n, x in some.items()} for some in (shapes.top, *shapes.layers))
     model, count = shapes.spec, len(shapes.spec.layers)
     for d in largest_first(shapes.config, kind):
         recorder.program = str(d)
         ids = torch.empty(d.tokens, dtype=torch.int32, device="meta")
         batch = decoder.Batch(*map(_tensor, shapes.batch(d)))
-        parts = ops, model, top, [weights] * count, ids, batch, torch.zeros_like
+        parts = ops, model, top, weights, ids, batch, torch.zeros_like
         calls = RecordedCalls(recorder, model.layers, *parts)
         finished, _ = decoder.forward(calls, [_tensor(shapes.cache())] * count)
         if d.requests < d.tokens:

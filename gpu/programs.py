@@ -17,6 +17,7 @@ from ..ops import BoundPlans, Plans
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from ..shared.models import decoder
 from ..shared.models.sampler import known_processors, sample
+from ..shared.models.spec import Model
 from ..shared.step import HOST_LENGTHS, SAMPLERS
 from . import plumbing
 from .compilation import LayerCompiler, RegionCompiler, Variant, compile_order, variants
@@ -201,9 +202,9 @@ class Programs:
     def _make_start(self, variant: Variant) -> Callable[..., Any]:
         ops = self._ops[variant.kind]
         if variant.kind in self._layers.compiled:
-            start = start_of(ops, plumbing.select)
+            start = start_of(ops, self._module.model, plumbing.select)
             return self._compiler.compile(start, variant, "start", self._plans[variant.kind])
-        return start_of(ops, self._plumbing.select)
+        return start_of(ops, self._module.model, self._plumbing.select)
 
     def _put_pages(self, fields: Mapping[str, torch.Tensor]) -> None:
         self._plumbing.put_pages(self._inputs.pages, fields["page_index"], fields["page_value"])
@@ -271,7 +272,7 @@ class Programs:
         return None
 
 
-def start_of(ops: Any, select: Callable[..., Any]) -> Any:
+def start_of(ops: Any, model: Model, select: Callable[..., Any]) -> Any:
     """What makes the layers' inputs from a step's, with a plan's ops."""
 
     def start(
@@ -286,7 +287,7 @@ def start_of(ops: Any, select: Callable[..., Any]) -> Any:
     ) -> tuple[torch.Tensor, ...]:
         # hidden and (zero) residual [T dim], cos and sin [T r], page table [R P]
         ids, *rest = select(token_ids, positions, rows, last_tokens, cos, sin, pages)
-        hidden = decoder.embed(ops, weights, ids)
+        hidden = decoder.embed(ops, model, weights, ids)
         return hidden, torch.zeros_like(hidden), *rest
 
     return start

@@ -8,7 +8,7 @@ from ..ops.namespaces import namespace
 from ..ops.namespaces.torch_ import from_numpy
 from ..shared.checkpoint import Checkpoint
 from ..shared.models.table import Parameter, ParameterTable
-from ..shared.weights import check_checkpoint, dummy_parameter, dummy_size, parameters_to_load, read_parameter
+from ..shared.weights import check_checkpoint, dummy_parameter, dummy_size, read_parameter
 from ..shared.worker import Progress
 from .module import Decoder
 
@@ -17,18 +17,17 @@ def load_weights(
     module: Decoder, folder: str, load_format: str, table: ParameterTable, seed: int, progress: Progress
 ) -> None:
     """Copy every weight into `module`. Raises CheckpointError before anything is copied."""
-    layers = module.config.num_layers
     checkpoint = None
     if load_format != "dummy":
         checkpoint = Checkpoint(folder)
-        check_checkpoint(checkpoint, table, layers)
-    todo = list(parameters_to_load(table, layers))
+        check_checkpoint(checkpoint, table)
+    todo = list(table.placed())
     with torch.no_grad():
         for done, (parameter, layer) in enumerate(todo):
             owner = module.layers[layer] if parameter.layered else module
             target = getattr(owner, parameter.name)
             if checkpoint is None:
-                target.copy_(_dummy(parameter, layer, seed, target.device))
+                target.copy_(_dummy(parameter, max(layer, 0), seed, target.device))
             else:
                 target.copy_(from_numpy(read_parameter(checkpoint, parameter, layer)))
             progress("weights", done + 1, len(todo))

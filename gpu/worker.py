@@ -145,11 +145,11 @@ class TorchWorker:
         self.device = device
         self._folder = folder
         self._where = torch.device(device.platform)
-        self._table = decoder.abstract(model)
+        self._table = decoder.parameters_of(model)
         pin_precision()
         if device.platform == "cuda":
             hash_compiler()
-        if device.platform == "cpu" and parameter_count(self._table, model.num_layers) < SMALL_MODEL:
+        if device.platform == "cpu" and parameter_count(self._table) < SMALL_MODEL:
             torch.set_num_threads(1)
         try:
             self._plans = make_plans(model, config)

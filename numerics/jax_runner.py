@@ -36,7 +36,7 @@ class JaxRunner(Runner):
         self._single: dict[Any, Any] = {}
         blocks = single_blocks(subject.model.num_layers)
         weights = load_weights(
-            subject.folder, self.config.load_format, subject.model, decoder.abstract(subject.model), blocks,
+            subject.folder, self.config.load_format, subject.model, decoder.parameters_of(subject.model), blocks,
             jnp.dtype(self.config.dtype), self.config.seed, make_mesh([self._where], 1), silent,
         )  # fmt: skip
         layers = [
@@ -83,7 +83,7 @@ class JaxRunner(Runner):
 
     def _embed(self, top: Any, ids: jax.Array) -> Any:
         tapped = self._tapped("embed", self._top_faulty)
-        return decoder.embed(self._bound(tapped), top, ids), tapped.values
+        return decoder.embed(self._bound(tapped), self.spec, top, ids), tapped.values
 
     def _layer(
         self, spec: Layer, faulty: bool, weights: Any, hidden: Any, residual: Any, kv: Any, batch: decoder.Batch,
@@ -101,7 +101,7 @@ class JaxRunner(Runner):
 
     def _head(self, top: Any, rows: jax.Array) -> Any:
         tapped = self._tapped("head", self._top_faulty)
-        return decoder.head(self.plans["sample"].bind(tapped.wrap), top, rows), tapped.values
+        return decoder.head(self.plans["sample"].bind(tapped.wrap), self.spec, top, rows), tapped.values
 
     def by_op(
         self, index: int, hidden: Any, residual: Any, kv: Any, replaced: Mapping[str, Callable[..., Any]]

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..ops.testing import limits
 from ..shared.errors import BackendUnavailable, ConfigError
+from ..shared.models.table import TOP, keys
 from ..shared.step import StepInput
 from ..shared.tokenizer import Tokenizer
 from .diff import Diff, Finding
@@ -180,8 +181,9 @@ def _owned(step: StepInput, owners: Sequence[int]) -> Any:
 def transformers_logits(subject: Subject, prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Logits [position vocab] of each prompt by Hugging Face transformers on the CPU, and what it ran on.
 
-    Raises BackendUnavailable if the package is not there.
+    Raises BackendUnavailable if the package is not there, ConfigError for prompts that both rotate differently.
     """
+    _check_factors(subject, prompts)
     try:
         import torch
         import transformers
@@ -204,19 +206,30 @@ def transformers_logits(subject: Subject, prompts: Sequence[np.ndarray]) -> tupl
     return found, {"target": TRANSFORMERS, "device": f"cpu, attention {attention}", "plan": transformers.__version__}
 
 
+def _check_factors(subject: Subject, prompts: Sequence[np.ndarray]) -> None:
+    """Raise ConfigError where transformers takes short longrope factors for a prompt, and an engine long ones."""
+    switch, shortest = subject.model.rope.switches_at, min(map(len, prompts))
+    if switch is not None and subject.max_model_len > switch >= shortest:
+        raise ConfigError(
+            f"max_model_len: got {subject.max_model_len}, and a prompt of {shortest} tokens; allowed is at most "
+            f"{switch}, up to which transformers takes other longrope factors, or longer prompts only"
+        )
+
+
 def _state(subject: Subject) -> dict[str, Any]:
     """The seeded random weights under their names in a checkpoint, as torch tensors."""
     from ..ops.namespaces.torch_ import from_numpy
 
-    weights, found = HostWeights(subject), {}
-    for layer in range(-1, subject.model.num_layers):
-        arrays = weights.top() if layer < 0 else weights.layer(layer)
-        for name, array in arrays.items():
-            parts = weights.parameter(name).parts
-            ends = np.cumsum([part.rows for part in parts])
-            for part, end in zip(parts, ends.tolist(), strict=True):
-                found[part.key.format(layer=layer)] = from_numpy(array[end - part.rows : end].copy())
-    return found
+    weights, found = HostWeights(subject), dict[str, np.ndarray]()
+    for parameter, layer in weights.table.placed():
+        array = (weights.top() if layer == TOP else weights.layer(layer))[parameter.name]
+        array = array / array.dtype.type(parameter.factor)
+        start = 0
+        for part, key in zip(parameter.parts, keys(parameter.parts, layer), strict=True):
+            tensor = found.setdefault(key, np.empty(parameter.part_shape(part), array.dtype))
+            tensor[part.first : part.first + part.rows] = array[start : start + part.rows]
+            start += part.rows
+    return {key: from_numpy(tensor) for key, tensor in found.items()}
 
 
 # --- servers ---------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class Reference:
         """Hidden states [tok dim]."""
         self._tracer.start(top, {"token_ids": self._ids})
         with np.errstate(all="ignore"):
-            return self.widen(decoder.embed(self._ops, top, self._ids))
+            return self.widen(decoder.embed(self._ops, self.spec, top, self._ids))
 
     def layer(self, index: int, weights: Mapping[str, np.ndarray], state: State) -> State:
         """One layer. What is given is widened first."""
@@ -111,7 +111,7 @@ class Reference:
         """Logits [tok vocab]."""
         self._tracer.start(top, {})
         with np.errstate(all="ignore"):
-            return np.asarray(decoder.head(self._ops, top, self.widen(rows)))
+            return np.asarray(decoder.head(self._ops, self.spec, top, self.widen(rows)))
 
 
 def bound(exact: bool, tracer: Tracer | None = None) -> Any:

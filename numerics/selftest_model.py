@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from ..shared.models import decoder
 from ..shared.models.config import parse_config
+from ..shared.models.table import keys
 from .subject import Subject, open_subject
 
 CONFIG = {
@@ -29,16 +30,15 @@ def write_model(folder: Path, seed: int) -> None:
     hide behind a weight of 1."""
     rng, model = np.random.default_rng(seed), parse_config(CONFIG)
     tensors = {}
-    for parameter in decoder.abstract(model).values():
-        for layer in range(model.num_layers if parameter.layered else 1):
-            for part in parameter.parts:
-                shape = parameter.part_shape(part)
-                if parameter.init == "ones":
-                    values = rng.uniform(0.5, 1.5, shape)
-                else:
-                    scale = 0.3 if len(shape) == 1 or parameter.name == "embed" else shape[-1] ** -0.5
-                    values = rng.normal(size=shape) * scale
-                tensors[part.key.format(layer=layer)] = values.astype(ml_dtypes.bfloat16)
+    for parameter, layer in decoder.parameters_of(model).placed():
+        for part, key in zip(parameter.parts, keys(parameter.parts, layer), strict=True):
+            shape = parameter.part_shape(part)
+            if parameter.init == "ones":
+                values = rng.uniform(0.5, 1.5, shape)
+            else:
+                scale = 0.3 if len(shape) == 1 or parameter.name == "embed" else shape[-1] ** -0.5
+                values = rng.normal(size=shape) * scale
+            tensors[key] = values.astype(ml_dtypes.bfloat16)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     save_file(tensors, folder / "model.safetensors")

@@ -20,7 +20,7 @@ from ..shared.models import decoder
 from ..shared.models.config import ModelConfig, load_config
 from ..shared.models.locate import model_folder
 from ..shared.models.shapes import check_weights
-from ..shared.models.table import Parameter
+from ..shared.models.table import TOP, Parameter, ParameterTable
 from ..shared.weights import check_checkpoint, dummy_parameter, dummy_size, read_parameter
 from ..shared.worker import backend_module
 
@@ -168,19 +168,19 @@ class HostWeights:
     def __init__(self, subject: Subject) -> None:
         """Raises CheckpointError if the checkpoint is not that of the model."""
         self._subject = subject
-        self._table = decoder.abstract(subject.model)
-        self._dtype = DTYPES[subject.dtype]
+        self._table = decoder.parameters_of(subject.model)
         self._checkpoint = None
         if subject.load_format != "dummy":
             self._checkpoint = Checkpoint(subject.folder)
-            check_checkpoint(self._checkpoint, self._table, subject.model.num_layers)
-        self._top = {p.name: self._read(p, 0) for p in self._table.values() if not p.layered}
+            check_checkpoint(self._checkpoint, self._table)
+        self._top = {name: self._read(p, TOP) for name, p in self._table.top.items()}
         self._kept: dict[int, dict[str, np.ndarray]] = {}
         self._left = KEPT_BYTES
 
-    def parameter(self, name: str) -> Parameter:
-        """What a name stands for."""
-        return self._table[name]
+    @property
+    def table(self) -> ParameterTable:
+        """What the names stand for."""
+        return self._table
 
     def top(self) -> dict[str, np.ndarray]:
         """Weights outside of layers, by name."""
@@ -190,7 +190,7 @@ class HostWeights:
         """Weights of one layer, by name."""
         if index in self._kept:
             return self._kept[index]
-        found = {p.name: self._read(p, index) for p in self._table.values() if p.layered}
+        found = {name: self._read(p, index) for name, p in self._table.layer(index).items()}
         size = sum(x.nbytes for x in found.values())
         if size <= self._left:
             self._kept[index] = found
@@ -198,8 +198,9 @@ class HostWeights:
         return found
 
     def _read(self, parameter: Parameter, layer: int) -> np.ndarray:
+        dtype = DTYPES[parameter.dtype_in(self._subject.dtype)]
         if self._checkpoint is not None:
-            return read_parameter(self._checkpoint, parameter, layer).astype(self._dtype)
+            return read_parameter(self._checkpoint, parameter, layer).astype(dtype)
         index = np.arange(dummy_size(parameter), dtype=np.int32)
-        values = dummy_parameter(namespace("numpy"), parameter, layer, self._subject.seed, index)
-        return np.asarray(values).astype(self._dtype).reshape(parameter.shape)
+        values = dummy_parameter(namespace("numpy"), parameter, max(layer, 0), self._subject.seed, index)
+        return np.asarray(values).astype(dtype).reshape(parameter.shape)

@@ -33,7 +33,7 @@ class TorchRunner(Runner):
         pin_precision()
         self._where = torch.device(self.device.platform)
         self._compiling = self.config.compile_level > 0
-        table = decoder.abstract(subject.model)
+        table = decoder.parameters_of(subject.model)
         module = Decoder(subject.model, table, None, getattr(torch, self.config.dtype), self._where)
         load_weights(module, subject.folder, self.config.load_format, table, self.config.seed, silent)
         layers = [{n: p.detach() for n, p in layer.named_parameters()} for layer in module.layers]
@@ -53,9 +53,9 @@ class TorchRunner(Runner):
         d, model = step.descriptor, self._model
         plan, sample = self.plans[d.kind], self.plans["sample"]
         top: dict[str, tuple[Plan, Callable[..., Any]]] = {
-            "embed": (plan, decoder.embed),
+            "embed": (plan, self._embed),
             "finish": (plan, self._finish),
-            "head": (sample, decoder.head),
+            "head": (sample, self._head),
         }
         for program, (chosen, run) in top.items():
             key = (d, self._pages, (program, self._top_faulty))
@@ -74,6 +74,12 @@ class TorchRunner(Runner):
                 hidden = torch.zeros(d.tokens, model.hidden_size, dtype=dtype, device=self._where)
                 kv = torch.zeros(self.kv_shape(), dtype=dtype, device=self._where)
                 self.layer(index, hidden, hidden.clone(), kv)
+
+    def _embed(self, ops: Any, top: Any, ids: Any) -> Any:
+        return decoder.embed(ops, self.spec, top, ids)
+
+    def _head(self, ops: Any, top: Any, rows: Any) -> Any:
+        return decoder.head(ops, self.spec, top, rows)
 
     def _finish(self, ops: Any, top: Any, hidden: Any, residual: Any) -> Any:
         return decoder.finish(ops, self.spec, top, decoder.Stream(hidden, residual))

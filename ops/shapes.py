@@ -42,6 +42,7 @@ def results(empty: Empty) -> Mapping[str, Callable[..., Any]]:
         "linear": linear,
         "logits": lambda x, weight: empty(x, (x.shape[0], weight.shape[0]), "float32"),
         "rms_norm": same,
+        "scale": same,
         "rotary_embedding": lambda q, k, *_: (same(q), same(k)),
         "silu_and_mul": lambda x: empty(x, (*x.shape[:-1], x.shape[-1] // 2)),
         "write_kv": lambda kv, *_: kv,

@@ -215,7 +215,7 @@ def step_work(ops: Any, native: Any, all_of_it: bool) -> Iterator[Work]:
     """All layers of a decode step, without what is before and after them."""
     for name in ("qwen3-0.6b", "llama3-8b"):
         config = parse_config(SHAPE_FILES[name])
-        table = [p for p in decoder.abstract(config).values() if p.layered]
+        table = decoder.parameters_of(config).layer(0).values()
         model = decoder.model_of(config)
         layers = [{p.name: normal(*p.shape) for p in table} for _ in range(config.num_layers)]
         weights = float(config.num_layers * sum(2 * math.prod(p.shape) for p in table))

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..shared.engine import Engine, derive_seed, token_array
 from ..shared.errors import RequestError
-from ..shared.models.config import show
+from ..shared.models.fields import show
 from ..shared.request import FinishReason
 from ..shared.sampling_params import SamplingParams
 from ..shared.tokenizer import Tokenizer

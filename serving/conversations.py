@@ -8,7 +8,7 @@ from typing import Any
 
 from ..shared.chat import render_chat
 from ..shared.errors import RequestError
-from ..shared.models.config import show
+from ..shared.models.fields import show
 from ..shared.tokenizer import Tokenizer
 from .batch import need_tokenizer
 

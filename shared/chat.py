@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import ModelError, RequestError
-from .models.config import show
+from .models.fields import show
 from .tokenizer import Tokenizer
 
 MAX_MESSAGES = 4096

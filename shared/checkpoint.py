@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from .errors import CheckpointError
-from .models.config import need_folder, read_json, show
+from .models.fields import nearest, need_folder, read_json, show
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -31,10 +32,6 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
 }
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
-
-# Old checkpoints carry the rotary frequencies, which follow from config.json.
-HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SHOWN = 5
@@ -100,17 +97,27 @@ class Checkpoint:
         part = (slice(None),) * axis + (slice(start, stop),)
         return self._checked(self._get(name, lambda: self._slice(name)[part]), name, dtype)
 
-    def check(self, expected: Mapping[str, Sequence[int]], optional: Collection[str] = ()) -> None:
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return name in self._files
+
+    def check(
+        self,
+        expected: Mapping[str, Sequence[int]],
+        ignored: Sequence[str] = (),
+        copies: Mapping[str, str] | None = None,
+    ) -> None:
         """Raise CheckpointError unless the tensors are those of `expected`, with these shapes and a float dtype.
 
-        Tensors in `optional` may be there too, and so may rotary frequencies and, with tied embeddings, an output head
-        that equals the embedding. One message reports everything: missing, unexpected and mismatched tensors.
+        Tensors whose names fit one of the patterns `ignored` may be there too, and so may those that `copies` maps to
+        the tensor that they must equal. One message reports everything: missing, unexpected and mismatched tensors.
         """
-        extra = [name for name in self._files if name not in expected and name not in optional]
-        unexpected = [name for name in extra if not HARMLESS.search(name)]
-        if HEAD in unexpected and EMBEDDING in expected and EMBEDDING in self._files:
-            unexpected.remove(HEAD)
-            self._check_tied()
+        copies = copies or {}
+        extra = [name for name in self._files if name not in expected]
+        unexpected = [name for name in extra if not any(fnmatchcase(name, pattern) for pattern in ignored)]
+        for name in [name for name in unexpected if copies.get(name) in self._files]:
+            unexpected.remove(name)
+            self._check_copy(name, copies[name])
         wrong = []
         for name, shape in expected.items():
             if name not in self._files:
@@ -121,22 +128,24 @@ class Checkpoint:
             elif stored not in WEIGHT_DTYPES:
                 wrong.append(f"{self._where(name)} has dtype {stored}, expected {' or '.join(WEIGHT_DTYPES)}")
         missing = [name for name in expected if name not in self._files]
-        lists = (("missing", missing), ("unexpected", unexpected), ("mismatched", wrong))
-        problems = [f"{len(found)} {what}: {_first(sorted(found))}" for what, found in lists if found]
+        strangers = [name + nearest(name, expected) for name in sorted(unexpected)[:SHOWN]]
+        strangers += sorted(unexpected)[SHOWN:]
+        lists = (("missing", sorted(missing)), ("unexpected", strangers), ("mismatched", sorted(wrong)))
+        problems = [f"{len(found)} {what}: {_first(found)}" for what, found in lists if found]
         if problems:
             self._fail(f"{self._folder}: tensors do not fit the model: {'; '.join(problems)}")
 
-    def _check_tied(self) -> None:
+    def _check_copy(self, name: str, original: str) -> None:
         """A head beside tied embeddings is a copy, or config.json is wrong; transformers 5 would use both then."""
-        head, embedding = self.shape(HEAD), self.shape(EMBEDDING)
-        equal = head == embedding and self.dtype(HEAD) == self.dtype(EMBEDDING)
-        for start in range(0, sum(head[:1]) if equal else 0, ROWS):
-            stop = min(start + ROWS, head[0])
-            one, other = (self.read_slice(name, 0, start, stop) for name in (HEAD, EMBEDDING))
+        copy, first = self.shape(name), self.shape(original)
+        equal = copy == first and self.dtype(name) == self.dtype(original)
+        for start in range(0, sum(copy[:1]) if equal else 0, ROWS):
+            stop = min(start + ROWS, copy[0])
+            one, other = (self.read_slice(tensor, 0, start, stop) for tensor in (name, original))
             equal = equal and one.tobytes() == other.tobytes()
         if not equal:
             self._fail(
-                f"{self._where(HEAD)} differs from {EMBEDDING}, though config.json ties them: set tie_word_embeddings "
+                f"{self._where(name)} differs from {original}, though config.json ties them: set tie_word_embeddings "
                 "to false there to use both"
             )
 

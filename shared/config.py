@@ -159,6 +159,18 @@ def default_decode_sizes(backend: Backend, max_num_seqs: int, platform: str) -> 
     return decode_ladder(max_num_seqs, small=small)
 
 
+def _usual_length(model: ModelConfig) -> tuple[int, str]:
+    """The default of `max_model_len` before the device has a say, and why.
+
+    A model with two lists of rotary factors has one for sequences up to some length and one for longer ones. An engine
+    runs with one of them, since keys in the cache cannot be rotated again: by default with that of short sequences.
+    """
+    limit, switch = model.max_position_embeddings, model.rope.switches_at
+    if switch is None or switch >= limit:
+        return limit, "the model's limit"
+    return switch, "the longest sequence with the model's short longrope factors"
+
+
 def resolve(
     config: EngineConfig, model: ModelConfig, device: DeviceInfo, demand: Demand = ANYTHING
 ) -> tuple[ResolvedConfig, list[Change]]:
@@ -184,9 +196,14 @@ def resolve(
     if model.vocab_size > MAX_VOCAB:
         raise UnsupportedModel(f"vocab_size: got {model.vocab_size}, the sampler's integers allow at most {MAX_VOCAB}")
     limit = model.max_position_embeddings
-    length = fill("max_model_len", min(limit, 2048) if on_cpu else limit, "the model's limit, at most 2048 on a CPU")
+    usual, why = _usual_length(model)
+    length = fill("max_model_len", min(usual, 2048) if on_cpu else usual, f"{why}, at most 2048 on a CPU")
     if length > limit:
         raise ConfigError(f"max_model_len: got {length}, the model allows at most {limit} (max_position_embeddings)")
+    if length > usual:
+        changes.append(
+            Change("longrope factors", "short", "long", f"max_model_len is above {usual}: for every sequence")
+        )
     demand = _usable_demand(config, demand)
     most = 16 if on_cpu else 256
     fitting = demand.fitting_requests(most)

@@ -22,7 +22,8 @@ from .config import Change, EngineConfig, ResolvedConfig, resolve
 from .demand import ANYTHING, Demand
 from .errors import ConfigError, EngineClosed, EngineDead, InternalError, RequestError
 from .interrupts import DeferredInterrupts
-from .models.config import ModelConfig, show
+from .models.config import ModelConfig
+from .models.fields import show
 from .packer import pack
 from .progress import Progress, silent
 from .request import FinishReason, Request

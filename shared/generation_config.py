@@ -8,7 +8,7 @@ from typing import Any
 
 from .config import Change
 from .errors import ConfigError, ModelError, RequestError
-from .models.config import Fields, need_folder, read_json
+from .models.fields import Fields, need_folder, read_json
 from .sampling_params import SamplingParams
 
 FIELDS = {

@@ -28,10 +28,10 @@ def decode_bytes(model: ModelConfig, batch: int, length: float, itemsize: int, c
     Entries of weights and of the cache have `itemsize` and `cache_itemsize` bytes. Of an embedding table that is not
     the head too, only the rows of the batch are read.
     """
-    table = decoder.abstract(model)
-    weights = parameter_count(table, model.num_layers)
+    table = decoder.parameters_of(model)
+    weights = parameter_count(table)
     if not model.tie_embeddings:
-        weights += batch * model.hidden_size - prod(table["embed"].shape)
+        weights += batch * model.hidden_size - prod(table.top["embed"].shape)
     per_token = 2 * model.num_kv_heads * model.head_dim
     seen = sum(min(length, window) if window else length for window in model.layer_windows)
     return itemsize * weights + cache_itemsize * batch * per_token * seen
@@ -43,11 +43,12 @@ def prefill_flops(model: ModelConfig, lengths: Sequence[int]) -> float:
     Two per weight of a matrix and token, and four per head entry and (query, key) pair of causal attention. In the last
     layer only K and V are wanted of every token, all else of the last one.
     """
-    table = decoder.abstract(model)
-    matrices = {p.name: p for p in table.values() if p.layered and len(p.shape) == 2}
-    layer, tokens, prompts = parameter_count(matrices, 1), sum(lengths), len(lengths)
+    table = decoder.parameters_of(model)
+    layers = [table.layer(i).values() for i in range(model.num_layers)]
+    *before, behind = [sum(prod(p.shape) for p in layer if len(p.shape) > 1) for layer in layers]
+    tokens, prompts = sum(lengths), len(lengths)
     keys = 2 * model.num_kv_heads * model.head_dim * model.hidden_size
-    dense = 2.0 * (((model.num_layers - 1) * layer + keys) * tokens + (layer - keys) * prompts)
+    dense = 2.0 * ((sum(before) + keys) * tokens + (behind - keys) * prompts)
     head = 2.0 * model.vocab_size * model.hidden_size * prompts
     *windows, last = model.layer_windows
     pairs = sum(_pairs(length, window) for length in lengths for window in windows)

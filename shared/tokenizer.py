@@ -18,7 +18,7 @@ from typing import Any, Literal
 import tokenizers
 
 from .errors import ModelError, RequestError
-from .models.config import need_folder, read_json, show
+from .models.fields import need_folder, read_json, show
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that have a role, in the order in which transformers adds them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -11,43 +11,84 @@ import numpy as np
 
 from ..ops.reference.sampling import hash_tokens
 from .checkpoint import Checkpoint
-from .models.table import Parameter, ParameterTable, expected_tensors
+from .models.table import TOP, Parameter, ParameterTable, Part, keys
 
 DUMMY_STD = 0.02
 
 
+def parts_in(checkpoint: Checkpoint, parameter: Parameter, layer: int) -> Sequence[Part]:
+    """The parts that the checkpoint has: the usual ones if it has neither those nor any alternative."""
+    for parts in (parameter.parts, *parameter.alternatives):
+        if all(checkpoint.has(key) for key in keys(parts, layer)):
+            return parts
+    return parameter.parts
+
+
 def read_parameter(checkpoint: Checkpoint, parameter: Parameter, layer: int) -> np.ndarray:
     """One parameter of one layer in the checkpoint's dtype, its parts stacked."""
-    parts = [checkpoint.read(key) for key in parameter.keys(layer)]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=0)
+    parts = parts_in(checkpoint, parameter, layer)
+    arrays = [read_rows(checkpoint, parameter, part, key) for part, key in zip(parts, keys(parts, layer), strict=True)]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=0)
 
 
-def parameters_to_load(table: ParameterTable, num_layers: int) -> Iterator[tuple[Parameter, int]]:
-    """Every (parameter, layer) of a model; layer 0 for what exists once."""
-    for parameter in table.values():
-        for layer in range(num_layers if parameter.layered else 1):
-            yield parameter, layer
+def read_rows(checkpoint: Checkpoint, parameter: Parameter, part: Part, key: str) -> np.ndarray:
+    """The rows of one part."""
+    if part.is_selection:
+        return multiplied(parameter, checkpoint.read_slice(key, 0, part.first, part.first + part.rows))
+    return multiplied(parameter, checkpoint.read(key))
 
 
-def check_checkpoint(checkpoint: Checkpoint, table: ParameterTable, num_layers: int) -> None:
-    """Raise CheckpointError unless every tensor is there with the right shape."""
-    checkpoint.check(expected_tensors(table, num_layers))
+def read_entries(
+    checkpoint: Checkpoint, parameter: Parameter, key: str, axis: int, start: int, stop: int, rows: range | None = None
+) -> np.ndarray:
+    """Entries `start` to `stop` (exclusive) of one axis of a tensor, of these `rows` if the axis is not the first."""
+    values = checkpoint.read_slice(key, axis, start, stop)
+    if rows is not None and len(rows) != values.shape[0]:
+        values = values[rows.start : rows.stop]
+    return multiplied(parameter, values)
+
+
+def multiplied(parameter: Parameter, values: np.ndarray) -> np.ndarray:
+    """Values of a checkpoint times the parameter's factor."""
+    return values if parameter.factor == 1.0 else values * values.dtype.type(parameter.factor)
+
+
+def check_checkpoint(checkpoint: Checkpoint, table: ParameterTable) -> None:
+    """Raise CheckpointError unless every tensor is there with the right shape, and every other one may be ignored."""
+    expected = {}
+    for parameter, layer in table.placed():
+        parts = parts_in(checkpoint, parameter, layer)
+        for part, key in zip(parts, keys(parts, layer), strict=True):
+            expected[key] = parameter.part_shape(part)
+    copies = {name: keys(parts_in(checkpoint, table.top[of], TOP), TOP)[0] for name, of in table.copies}
+    checkpoint.check(expected, table.ignored, copies)
+
+
+def expected_tensors(table: ParameterTable) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this table has under its usual name, with its shape."""
+    expected = {}
+    for parameter, layer in table.placed():
+        for part, key in zip(parameter.parts, keys(parameter.parts, layer), strict=True):
+            expected[key] = parameter.part_shape(part)
+    return expected
 
 
 def dummy_parameter(xp: Any, parameter: Parameter, layer: int, seed: int, index: Any) -> Any:
     """Random float32 weights of one layer, flat: `index` is arange(size) int32 in the framework of `xp`.
 
     Uniform with standard deviation 0.02 (norms are 1), from 24 bits of an integer hash and one float32 product: bitwise
-    the same on every backend.
+    the same on every backend. For what belongs to no layer, `layer` is 0.
     """
     if parameter.init == "ones":
-        return xp.astype(index * 0 + 1, xp.float32)
-    digest = hashlib.blake2b(parameter.name.encode(), digest_size=4).digest()
-    name = int.from_bytes(digest, "little", signed=True)
-    zero = index[:1] * 0  # what is the same for all elements is hashed once
-    bits = hash_tokens(xp, index, zero + layer, zero + name, zero + seed_word(seed))
-    centred = xp.astype((bits >> 7) - (1 << 23), xp.float32)
-    return centred * float(np.float32(DUMMY_STD * 3**0.5 / (1 << 23)))
+        values = xp.astype(index * 0 + 1, xp.float32)
+    else:
+        digest = hashlib.blake2b(parameter.name.encode(), digest_size=4).digest()
+        name = int.from_bytes(digest, "little", signed=True)
+        zero = index[:1] * 0  # what is the same for all elements is hashed once
+        bits = hash_tokens(xp, index, zero + layer, zero + name, zero + seed_word(seed))
+        centred = xp.astype((bits >> 7) - (1 << 23), xp.float32)
+        values = centred * float(np.float32(DUMMY_STD * 3**0.5 / (1 << 23)))
+    return values if parameter.factor == 1.0 else values * parameter.factor
 
 
 def dummy_size(parameter: Parameter) -> int:

@@ -179,11 +179,10 @@ class Slice:
         each["all of these"] = sum(each.values())
         each[f"allowed: {config.memory_utilization:.0%} of its memory (memory_utilization)"] = self.allowed
         report.too_large = [{"what": f"each device: {what}", "bytes": size} for what, size in each.items()]
-        itemsize = jnp.dtype(config.dtype).itemsize
-        parts = {
-            p.name: prod(p.shape) * itemsize * (self.model.num_layers if p.layered else 1)
-            for p in decoder.abstract(self.model).values()
-        }
+        parts: dict[str, int] = {}
+        for p, _ in decoder.parameters_of(self.model).placed():
+            size = prod(p.shape) * jnp.dtype(p.dtype_in(config.dtype)).itemsize
+            parts[p.name] = parts.get(p.name, 0) + size
         most = sorted(parts.items(), key=lambda part: -part[1])[:5]
         report.too_large += [{"what": f"whole model: {what}", "bytes": size} for what, size in most]
 

@@ -20,8 +20,9 @@ from jax.sharding import Mesh
 
 from ..shared.config import ResolvedConfig
 from ..shared.models.config import ModelConfig
+from ..shared.models.placement import local_config
 from .kernels.cache import LANES, slot_dims
-from .sharding import CACHE, local_config, on
+from .sharding import CACHE, on
 
 ROW_MAJOR = Layout((0, 1, 2, 3, 4))
 

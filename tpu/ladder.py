@@ -21,11 +21,13 @@ from ..shared.config import ResolvedConfig
 from ..shared.models import decoder
 from ..shared.models.blocks import Block
 from ..shared.models.config import ModelConfig
+from ..shared.models.placement import physical_config, place
 from ..shared.models.stages import any_replaced
+from ..shared.models.table import Parameter
 from ..shared.step import SAMPLERS, StepShape, processor_layout
 from . import kv_buffer, programs
 from .binding import bind_on
-from .sharding import REPLICATED, on, physical_config, place
+from .sharding import REPLICATED, on, partition
 from .state import State, diff_layout, state_shapes, update, update_layout
 
 
@@ -91,21 +93,24 @@ def _reads_in_place(model: ModelConfig, plans: Plans, mesh: Mesh) -> bool:
 
 def describe(model: ModelConfig, config: ResolvedConfig, blocks: Sequence[Block], num_pages: int, mesh: Mesh) -> Shapes:
     """The shapes and shardings of everything that lives on `mesh`; `num_pages` without the scratch page."""
-    shards, dtype = config.tensor_parallel_size, jnp.dtype(config.dtype)
+    shards = config.tensor_parallel_size
 
     def array(dims: tuple[int, ...], kind: Any, spec: Any = REPLICATED) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, kind, sharding=on(mesh, spec))
 
     weights: dict[str, Any] = {"blocks": [tuple({} for _ in range(block.period)) for block in blocks]}
-    for parameter in decoder.abstract(model).values():
+
+    def shape(parameter: Parameter, *stacked: int) -> jax.ShapeDtypeStruct:
         placement = place(parameter, model, shards)
-        spec = placement.spec(parameter.layered)
-        if not parameter.layered:
-            weights[parameter.name] = array(placement.shape, dtype, spec)
-            continue
-        for block, stacked in zip(blocks, weights["blocks"], strict=True):
-            for of_layers in stacked:
-                of_layers[parameter.name] = array((block.repeats, *placement.shape), dtype, spec)
+        kind = jnp.dtype(parameter.dtype_in(config.dtype))
+        return array((*stacked, *placement.shape), kind, partition(placement, parameter.layered))
+
+    table = decoder.parameters_of(model)
+    weights |= {name: shape(parameter) for name, parameter in table.top.items()}
+    for block, stacked in zip(blocks, weights["blocks"], strict=True):
+        for position, of_layers in enumerate(stacked):
+            parameters = table.layer(block.first + position)
+            of_layers |= {name: shape(parameter, block.repeats) for name, parameter in parameters.items()}
     head = "embed" if model.tie_embeddings else "head"
     rotated = decoder.rotary_tables(model, 1)[0].shape[1]
     angles = array((config.max_model_len, rotated), jnp.float32)

@@ -87,7 +87,7 @@ class ScannedPass:
 
     def embed(self) -> Stream:
         """See `Execution`."""
-        hidden = decoder.embed(self._ops[self._kind], self._weights, self._token_ids)
+        hidden = decoder.embed(self._ops[self._kind], self._model, self._weights, self._token_ids)
         return Stream(hidden, jnp.zeros_like(hidden))
 
     def layers(

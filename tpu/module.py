@@ -47,7 +47,7 @@ def load_module(
         folder,
         options.load_format,
         config,
-        decoder.abstract(config),
+        decoder.parameters_of(config),
         single_blocks(config.num_layers),
         jnp.dtype(config.dtype if options.dtype == "auto" else options.dtype),
         options.seed,
@@ -73,7 +73,7 @@ class Decoder(nnx.Module):
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """Logits [tok vocab] float32 of one sequence of token ids [tok] int32."""
         ops, config, tokens = bind(resolve("jax")), self.config, token_ids.shape[0]
-        top = {p.name: getattr(self, p.name)[...] for p in decoder.abstract(config).values() if not p.layered}
+        top = {name: getattr(self, name)[...] for name in decoder.parameters_of(config).top}
         cos, sin = decoder.rotary_tables(config, tokens)
         pages = -(-tokens // PAGE)
         place = jnp.arange(tokens, dtype=jnp.int32)
@@ -94,7 +94,7 @@ class Decoder(nnx.Module):
         model = decoder.model_of(config)
         calls = decoder.PlainCalls(ops, model, top, weights, token_ids, batch, jnp.zeros_like)
         finished, _ = decoder.forward(calls, kv)
-        return decoder.head(ops, top, finished)
+        return decoder.head(ops, model, top, finished)
 
 
 class Layer(nnx.Module):

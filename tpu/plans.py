@@ -25,12 +25,12 @@ from ..shared.models.calls import (
     record_samplers,
 )
 from ..shared.models.config import ModelConfig
+from ..shared.models.placement import local_config, physical_config
 from ..shared.models.stages import any_replaced
 from . import (
     gpu_kernels,  # noqa: F401 - registers the providers for NVIDIA GPUs
     kernels,  # noqa: F401 - registers the Pallas providers
 )
-from .sharding import local_config, physical_config
 
 PREFERRED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "cuda": {"paged_attention": ("pallas_triton",), "norm_rope_write_kv": ("pallas_triton",)},
@@ -87,7 +87,7 @@ def record(model: ModelConfig, config: ResolvedConfig, kind: str) -> list[Call]:
 def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
     """Trace the programs with JAX, with whatever a stage from outside does between its ops."""
     ops = resolve("jax", enable=("none",)).bind(recorder.wrap)
-    top, weights = ({n: _shape(x) for n, x in shapes.weights(layered).items()} for layered in (False, True))
+    top, *weights = ({n: _shape(x) for n, x in some.items()} for some in (shapes.top, *shapes.layers))
     model, count = shapes.spec, len(shapes.spec.layers)
 
     for d in largest_first(shapes.config, kind):
@@ -96,7 +96,7 @@ def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
         def program(
             top: Any, weights: Any, ids: Any, kv: Any, batch: decoder.Batch, query_len: int = d.max_query_len
         ) -> Any:
-            parts = ops, model, top, [weights] * count, ids, batch.within(query_len), jnp.zeros_like
+            parts = ops, model, top, weights, ids, batch.within(query_len), jnp.zeros_like
             return decoder.forward(RecordedCalls(recorder, model.layers, *parts), [kv] * count)
 
         batch = decoder.Batch(*map(_shape, shapes.batch(d)))

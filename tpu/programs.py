@@ -163,7 +163,7 @@ def sampler(
     """
     ops = model.ops["sample"]
     f = sampling_fields(parameters, picked["rows"], picked["position"], bits_to_float)
-    logits = decoder.head(ops, weights, hidden)
+    logits = decoder.head(ops, decoder.model_of(model.config), weights, hidden)
     arguments = None
     if processors is not None:
         fields = processor_layout(requests, model.shape).unpack(processors, bits_to_float)
@@ -231,7 +231,7 @@ def loop(
 def logprobs(model: Model, weights: Weights, rows: jax.Array, chosen: jax.Array) -> tuple[jax.Array, ...]:
     """The op `top_logprobs` for finished hidden states `rows` [n dim] and the tokens `chosen` [n]."""
     ops = model.ops["sample"]
-    return ops.top_logprobs(decoder.head(ops, weights, rows), chosen)
+    return ops.top_logprobs(decoder.head(ops, decoder.model_of(model.config), weights, rows), chosen)
 
 
 def take_rows(size: int, hidden: jax.Array, start: jax.Array) -> jax.Array:

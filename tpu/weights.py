@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,10 +16,11 @@ from ..ops.namespaces import namespace
 from ..shared.checkpoint import Checkpoint
 from ..shared.models.blocks import Block
 from ..shared.models.config import ModelConfig
-from ..shared.models.table import Parameter, ParameterTable
-from ..shared.weights import check_checkpoint, dummy_parameter
+from ..shared.models.placement import Placement, place, rows_of
+from ..shared.models.table import Parameter, ParameterTable, keys
+from ..shared.weights import check_checkpoint, dummy_parameter, parts_in, read_entries, read_rows
 from ..shared.worker import Progress
-from .sharding import Placement, on, place
+from .sharding import on, partition
 
 
 def load_weights(
@@ -37,26 +38,33 @@ def load_weights(
     checkpoint = None
     if load_format != "dummy":
         checkpoint = Checkpoint(folder)
-        check_checkpoint(checkpoint, table, model.num_layers)
+        check_checkpoint(checkpoint, table)
     shards = mesh.shape["tp"]
 
     def maker(parameter: Parameter) -> Callable[[range], jax.Array]:
-        placement = place(parameter, model, shards)
+        placement, kind = place(parameter, model, shards), jnp.dtype(parameter.dtype_in(dtype.name))
         if checkpoint is None:
-            return _dummy(parameter, placement, seed, dtype, mesh)
-        return partial(_read, checkpoint, parameter, placement, dtype, mesh)
+            return _dummy(parameter, placement, seed, kind, mesh)
+        return partial(_read, checkpoint, parameter, placement, kind, mesh)
 
     weights: dict[str, Any] = {"blocks": [tuple({} for _ in range(block.period)) for block in blocks]}
-    for done, parameter in enumerate(table.values()):
+    for done, parameter in enumerate(table):
         make = maker(parameter)
-        if parameter.layered:
-            for block, stacked in zip(blocks, weights["blocks"], strict=True):
-                for position, of_layers in enumerate(stacked):
-                    of_layers[parameter.name] = make(block.layers_at(position))
-        else:
+        if parameter.layers is None:
             weights[parameter.name] = make(range(1))
-        progress("weights", done + 1, len(table))
+        for layers, of_layers in _stacks(blocks, weights["blocks"]):
+            # The layers of a stack are of one kind, and have the same parameters.
+            if parameter.layers is not None and layers[0] in parameter.layers:
+                of_layers[parameter.name] = make(layers)
+        progress("weights", done + 1, len(table.parameters))
     return weights
+
+
+def _stacks(blocks: Sequence[Block], stacked: Sequence[Any]) -> Iterator[tuple[range, dict[str, Any]]]:
+    """The layers whose weights are stacked together, and what holds these weights."""
+    for block, of_block in zip(blocks, stacked, strict=True):
+        for position, of_layers in enumerate(of_block):
+            yield block.layers_at(position), of_layers
 
 
 def _read(
@@ -64,7 +72,7 @@ def _read(
 ) -> jax.Array:
     """One parameter of some layers. The host never holds more of it than one device does."""
     stacked = (len(layers),) if parameter.layered else ()
-    shape, sharding = (*stacked, *placement.shape), on(mesh, placement.spec(parameter.layered))
+    shape, sharding = (*stacked, *placement.shape), on(mesh, partition(placement, parameter.layered))
     arrays = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         part = np.empty((len(layers), *sharding.shard_shape(shape)[len(stacked) :]), dtype)
@@ -83,32 +91,33 @@ def _read_layer(
     out: np.ndarray,
 ) -> None:
     """Fill `out` with one shard of one layer's parameter: `index` says which entries of the placed shape it has."""
-    offset = 0
-    for part, key in zip(parameter.parts, parameter.keys(layer), strict=True):
-        shape = parameter.part_shape(part)
-        if placement.axis is None or placement.source is None:
-            out[offset : offset + part.rows] = checkpoint.read(key)
-        elif placement.axis == 0:
+    axis, source = placement.axis, placement.source
+    parts, offset = parts_in(checkpoint, parameter, layer), 0
+    for part, key in zip(parts, keys(parts, layer), strict=True):
+        read = partial(read_entries, checkpoint, parameter, key)
+        if axis is None or source is None:
+            out[offset : offset + part.rows] = read_rows(checkpoint, parameter, part, key)
+        elif axis == 0:
             # Parts are stacked along this dimension: those of the shard's entries that lie in this part.
-            _gather(checkpoint, key, 0, placement.source[index[0]] - offset, shape[0], out)
+            _gather(read, 0, rows_of(part, source[index[0]], offset), out)
         else:
-            _gather(checkpoint, key, 1, placement.source[index[1]], shape[1], out)
+            rows = out[offset : offset + part.rows]
+            _gather(partial(read, rows=range(part.first, part.first + part.rows)), axis, source[index[axis]], rows)
         offset += part.rows
-    if placement.axis is not None and placement.source is not None:
-        zeros = placement.source[index[placement.axis]] < 0
-        out[(slice(None),) * placement.axis + (zeros,)] = 0
+    if axis is not None and source is not None:
+        out[(slice(None),) * axis + (source[index[axis]] < 0,)] = 0
 
 
-def _gather(checkpoint: Checkpoint, key: str, axis: int, wanted: np.ndarray, size: int, out: np.ndarray) -> None:
-    """Copy the entries `wanted` of a tensor's axis that are within [0, size) to their places in `out`."""
-    inside = (wanted >= 0) & (wanted < size)
-    breaks = np.flatnonzero((np.diff(wanted) != 1) | np.diff(inside)) + 1
-    edges = [0, *breaks.tolist(), len(wanted)]
+def _gather(read: Callable[[int, int, int], np.ndarray], axis: int, entries: np.ndarray, out: np.ndarray) -> None:
+    """Put the entries of a tensor's axis to their places in `out`; those of -1 stay. `read(axis, start, stop)`."""
+    inside = entries >= 0
+    breaks = np.flatnonzero((np.diff(entries) != 1) | np.diff(inside)) + 1
+    edges = [0, *breaks.tolist(), len(entries)]
     for start, stop in pairwise(edges):
         if start < stop and inside[start]:
-            first = int(wanted[start])
+            first = int(entries[start])
             here = (slice(None),) * axis + (slice(start, stop),)
-            out[here] = checkpoint.read_slice(key, axis, first, first + stop - start)
+            out[here] = read(axis, first, first + stop - start)
 
 
 def _dummy(
@@ -127,7 +136,9 @@ def _dummy(
             along = np.asarray(source, np.int32).reshape([-1 if dim == axis else 1 for dim in range(len(dims))])
             at[axis] = jnp.broadcast_to(along, dims)
             real = at[axis] >= 0
-        index = at[0] if len(dims) == 1 else at[0] * parameter.shape[1] + at[1]
+        index = at[0]
+        for size, place_in in zip(parameter.shape[1:], at[1:], strict=True):
+            index = index * size + place_in
         values = dummy_parameter(namespace("jax"), parameter, layer, seed, index)
         return jnp.where(real, values, jnp.float32(0)).astype(dtype)
 
@@ -136,5 +147,5 @@ def _dummy(
             return one(first)
         return jax.lax.map(one, first + step * jnp.arange(count, dtype=jnp.int32))
 
-    program = jax.jit(stack, static_argnames="count", out_shardings=on(mesh, placement.spec(parameter.layered)))
+    program = jax.jit(stack, static_argnames="count", out_shardings=on(mesh, partition(placement, parameter.layered)))
     return lambda layers: program(np.int32(layers.start), np.int32(layers.step), count=len(layers))

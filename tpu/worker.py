@@ -97,7 +97,7 @@ class JaxWorker:
         self._num_late = 0
         self._weights: dict[str, Any] = {}
         self._head: dict[str, Any] = {}
-        self._logits = jax.jit(partial(decoder.head, self._model.ops["sample"]))
+        self._logits = jax.jit(partial(decoder.head, self._model.ops["sample"], decoder.model_of(model)))
 
     def load(self, progress: Progress) -> None:
         """Read or make the weights."""
@@ -107,7 +107,7 @@ class JaxWorker:
             self._folder,
             config.load_format,
             model,
-            decoder.abstract(model),
+            decoder.parameters_of(model),
             self._model.blocks,
             self._dtype,
             config.seed,

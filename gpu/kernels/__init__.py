@@ -16,11 +16,11 @@ if find_spec("triton") is not None:
         from .interpreter import repair
 
         repair()
-    from . import attention, cache, gemv, rows, sampling  # noqa: F401
+    from . import attention, cache, gemv, rows, sampling, scaling  # noqa: F401
 
     PREFERRED = (
         *("paged_attention", "norm_rope_write_kv", "write_kv", "rms_norm", "fused_add_rms_norm", "silu_and_mul"),
-        *("linear", "logits", "gated_mlp", "greedy_sample", "quantize_logits", "penalties", "sample"),
+        *("linear", "logits", "gated_mlp", "greedy_sample", "quantize_logits", "penalties", "sample", "scale"),
     )
 
 

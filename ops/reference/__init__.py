@@ -1,5 +1,17 @@
 """The ops: one executable reference each."""
 
-from . import activations, dense, lora, moe, norms, paged, parallel, quantization, rotary, sampling
+from . import activations, dense, lora, moe, norms, paged, parallel, quantization, rotary, sampling, scaling
 
-__all__ = ["activations", "dense", "lora", "moe", "norms", "paged", "parallel", "quantization", "rotary", "sampling"]
+__all__ = [
+    "activations",
+    "dense",
+    "lora",
+    "moe",
+    "norms",
+    "paged",
+    "parallel",
+    "quantization",
+    "rotary",
+    "sampling",
+    "scaling",
+]

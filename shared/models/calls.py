@@ -7,7 +7,7 @@ backends trace it in their own framework (`gpu/plans.py`, `tpu/plans.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,7 @@ from .blocks import Block
 from .config import ModelConfig
 from .sampler import sample
 from .spec import Layer, Model
+from .table import Parameter
 
 LAYER_KINDS = ("decode", "mixed")
 """The kinds of programs that have layers."""
@@ -72,10 +73,19 @@ class ModelShapes:
         whole = decoder.model_of(self.model)
         return replace(whole, layers=whole.layers[-1:])
 
-    def weights(self, layered: bool) -> dict[str, np.ndarray]:
-        """The weights of a layer, or those that belong to none."""
-        table = decoder.abstract(self.model).values()
-        return {p.name: without_data(p.shape, self.config.dtype) for p in table if p.layered == layered}
+    @cached_property
+    def top(self) -> dict[str, np.ndarray]:
+        """The weights that belong to no layer."""
+        return self._without_data(decoder.parameters_of(self.model).top)
+
+    @cached_property
+    def layers(self) -> list[dict[str, np.ndarray]]:
+        """The weights of a layer of each kind."""
+        table, whole = decoder.parameters_of(self.model), decoder.model_of(self.model).layers
+        return [self._without_data(table.layer(whole.index(kind))) for kind in self.spec.layers]
+
+    def _without_data(self, parameters: Mapping[str, Parameter]) -> dict[str, np.ndarray]:
+        return {name: without_data(p.shape, p.dtype_in(self.config.dtype)) for name, p in parameters.items()}
 
     def cache(self) -> np.ndarray:
         """The cache as a layer sees it; how many pages there will be is not known yet."""
@@ -140,12 +150,12 @@ def record_layers(
 
     `drops_rows` is for a backend that finishes the sampled tokens only: it says whose last layer drops the others.
     """
-    ops, top, weights = recording_ops(recorder, _empty), shapes.weights(layered=False), shapes.weights(layered=True)
+    ops, kinds = recording_ops(recorder, _empty), shapes.spec.layers
 
     def calls(model: Model, d: Descriptor) -> RecordedCalls:
-        count, ids = len(model.layers), without_data((d.tokens,), "int32")
-        parts = ops, model, top, [weights] * count, ids, shapes.batch(d), lambda hidden: hidden
-        return RecordedCalls(recorder, shapes.spec.layers, *parts)
+        weights, ids = [shapes.layers[kinds.index(kind)] for kind in model.layers], without_data((d.tokens,), "int32")
+        parts = ops, model, shapes.top, weights, ids, shapes.batch(d), lambda hidden: hidden
+        return RecordedCalls(recorder, kinds, *parts)
 
     for d in largest_first(shapes.config, kind):
         recorder.program = str(d)
@@ -162,12 +172,12 @@ def record_layers(
 
 def record_samplers(recorder: Recorder, shapes: ModelShapes, prompt_rows: Sequence[int] = ()) -> None:
     """Record what follows the layers, for each number of requests, and the log-probabilities of `prompt_rows` rows."""
-    ops, top, step = recording_ops(recorder, _empty), shapes.weights(layered=False), shapes.step()
+    ops, step = recording_ops(recorder, _empty), shapes.step()
 
     def logits(rows: int) -> np.ndarray:
         recorder.program = f"sample[{rows}]"
         hidden = without_data((rows, shapes.model.hidden_size), shapes.config.dtype)
-        out: np.ndarray = decoder.head(ops, top, hidden)
+        out: np.ndarray = decoder.head(ops, shapes.spec, shapes.top, hidden)
         return out
 
     numbers = sorted({d.requests for d in shapes.config.table()}, reverse=True)

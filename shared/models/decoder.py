@@ -12,80 +12,46 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from .blocks import Block, single_blocks
-from .config import ModelConfig, rope_inverse_frequencies
-from .families import model_of
+from .config import ModelConfig
+from .families import model_of, parameters_of
+from .rope import rope_inverse_frequencies
 from .spec import Layer, Model, Norm, mixes_tokens
 from .stages import Array, Batch, Cache, Weights, stage_of
-from .table import Parameter, ParameterTable, Part
 
 __all__ = [
     "Batch",
     "Execution",
     "PlainCalls",
     "Stream",
-    "abstract",
     "embed",
     "finish",
     "forward",
     "head",
     "layer",
     "model_of",
+    "parameters_of",
     "rotary_tables",
 ]
 
 
-def abstract(config: ModelConfig) -> ParameterTable:
-    """The parameter table of a dense decoder."""
-    c, p = config, "model.layers.{layer}."
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    qkv = (("q", q, "heads"), ("k", kv, "kv_heads"), ("v", kv, "kv_heads"))
-    gate_up = (("gate", c.intermediate_size, "mlp"), ("up", c.intermediate_size, "mlp"))
-    table: list[Parameter] = [
-        _matrix("embed", c.vocab_size, c.hidden_size, ("vocab", "embed"), "model.embed_tokens.weight", layered=False),
-        _vector("input_norm", c.hidden_size, "embed", p + "input_layernorm.weight"),
-        Parameter(
-            "qkv",
-            (q + 2 * kv, c.hidden_size),
-            ("qkv", "embed"),
-            tuple(Part(f"{p}self_attn.{name}_proj.weight", rows, axis) for name, rows, axis in qkv),
-        ),
-        _matrix("o", c.hidden_size, q, ("embed", "heads"), p + "self_attn.o_proj.weight"),
-        _vector("post_norm", c.hidden_size, "embed", p + "post_attention_layernorm.weight"),
-        Parameter(
-            "gate_up",
-            (2 * c.intermediate_size, c.hidden_size),
-            ("mlp", "embed"),
-            tuple(Part(f"{p}mlp.{name}_proj.weight", rows, axis) for name, rows, axis in gate_up),
-        ),
-        _matrix("down", c.hidden_size, c.intermediate_size, ("embed", "mlp"), p + "mlp.down_proj.weight"),
-        _vector("norm", c.hidden_size, "embed", "model.norm.weight", layered=False),
-    ]
-    if not c.tie_embeddings:
-        table.append(_matrix("head", c.vocab_size, c.hidden_size, ("vocab", "embed"), "lm_head.weight", layered=False))
-    if c.qk_norm:
-        table += [_vector(f"{x}_norm", c.head_dim, "head_dim", f"{p}self_attn.{x}_norm.weight") for x in ("q", "k")]
-    if c.qkv_bias:
-        parts = tuple(Part(f"{p}self_attn.{name}_proj.bias", rows, axis) for name, rows, axis in qkv)
-        table.append(Parameter("qkv_bias", (q + 2 * kv,), ("qkv",), parts))
-    if c.o_bias:
-        table.append(_bias("o_bias", c.hidden_size, "embed", p + "self_attn.o_proj.bias"))
-    if c.mlp_bias:
-        parts = tuple(Part(f"{p}mlp.{name}_proj.bias", rows, axis) for name, rows, axis in gate_up)
-        table.append(Parameter("gate_up_bias", (2 * c.intermediate_size,), ("mlp",), parts))
-        table.append(_bias("down_bias", c.hidden_size, "embed", p + "mlp.down_proj.bias"))
-    return {parameter.name: parameter for parameter in table}
-
-
 def rotary_tables(config: ModelConfig, positions: int) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin [positions r] float32, r = half of the rotated entries, computed in float64."""
-    inverse, scaling = rope_inverse_frequencies(config.rope, config.head_dim)
+    """cos and sin [positions r] float32, r = half of the rotated entries, computed in float64.
+
+    They are for sequences of up to `positions` tokens: with longrope, short and long ones have different tables.
+    """
+    inverse, scaling = rope_inverse_frequencies(config.rope, config.head_dim, positions)
     angles = np.arange(positions, dtype=np.float64)[:, None] * inverse[None, :]
     return (np.cos(angles) * scaling).astype(np.float32), (np.sin(angles) * scaling).astype(np.float32)
 
 
-def embed(ops: Any, weights: Weights, token_ids: Array) -> Array:
+def embed(ops: Any, model: Model, weights: Weights, token_ids: Array) -> Array:
     """Hidden states [tok dim] of token ids [tok]."""
-    return ops.embedding(token_ids, weights["embed"])
+    return scaled(ops, ops.embedding(token_ids, weights["embed"]), model.embedding_scale)
+
+
+def scaled(ops: Any, x: Array, factor: float) -> Array:
+    """x times a factor of the model, rounded to the dtype of x as a step of its own; nothing is called for a 1."""
+    return x if factor == 1.0 else ops.scale(x, factor)
 
 
 class Stream(NamedTuple):
@@ -111,8 +77,7 @@ def layer(ops: Any, spec: Layer, weights: Weights, stream: Stream, cache: Cache,
             residual = residual[rows]
         if sub.post is not None:
             hidden = ops.rms_norm(hidden, weights[sub.post.weight], sub.post.eps)
-        if sub.scale != 1.0:
-            hidden = hidden * sub.scale
+        hidden = scaled(ops, hidden, sub.scale)
     return Stream(hidden, residual), cache
 
 
@@ -197,7 +162,7 @@ class PlainCalls:
 
     def embed(self) -> Stream:
         """See `Execution`."""
-        hidden = embed(self.ops, self.weights, self.token_ids)
+        hidden = embed(self.ops, self.model, self.weights, self.token_ids)
         return Stream(hidden, self.zeros(hidden))
 
     def layers(self, block: Block, stream: Stream, cache: Cache, rows: Array | None) -> tuple[Stream, Cache]:
@@ -218,18 +183,7 @@ def finish(ops: Any, model: Model, weights: Weights, stream: Stream) -> Array:
     return pre_norm(ops, model.norm, weights, *stream)[0]
 
 
-def head(ops: Any, weights: Weights, rows: Array) -> Array:
-    """Logits [row vocab] of finished hidden states [row dim]."""
-    return ops.logits(rows, weights["head"] if "head" in weights else weights["embed"])
-
-
-def _matrix(name: str, rows: int, columns: int, axes: tuple[str, str], key: str, layered: bool = True) -> Parameter:
-    return Parameter(name, (rows, columns), axes, (Part(key, rows, axes[0]),), layered)
-
-
-def _vector(name: str, size: int, axis: str, key: str, layered: bool = True) -> Parameter:
-    return Parameter(name, (size,), (axis,), (Part(key, size, axis),), layered, "ones")
-
-
-def _bias(name: str, size: int, axis: str, key: str) -> Parameter:
-    return Parameter(name, (size,), (axis,), (Part(key, size, axis),))
+def head(ops: Any, model: Model, weights: Weights, rows: Array) -> Array:
+    """Logits [row vocab] float32 of finished hidden states [row dim]."""
+    logits = ops.logits(rows, weights["head"] if "head" in weights else weights["embed"])
+    return scaled(ops, logits, model.logits_scale)

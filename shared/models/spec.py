@@ -63,10 +63,12 @@ Layer = tuple[Sublayer, ...]
 
 @dataclass(frozen=True)
 class Model:
-    """The layers in order, and the norm behind the last one."""
+    """The layers in order, and the norm behind the last one. Embeddings and logits are multiplied by their scales."""
 
     layers: tuple[Layer, ...]
     norm: Norm
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
 
     @property
     def kinds(self) -> tuple[Layer, ...]:

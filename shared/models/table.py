@@ -2,60 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import cached_property
+from math import frexp, prod
 from typing import Literal
 
+from ..errors import InternalError
+
+TOP = -1
+"""The layer of what belongs to none."""
 Init = Literal["normal", "ones"]
+ParameterDtype = Literal["model", "float32"]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of the checkpoint: `rows` rows of a parameter. `key` may hold `{layer}`; `axis` is logical."""
+    """`rows` rows of a parameter: a tensor of the checkpoint, or with `of`, those from `first` on of its `of` rows.
+
+    `key` may hold `{layer}`; `axis` is logical.
+    """
 
     key: str
     rows: int
     axis: str
+    first: int = 0
+    of: int | None = None
+
+    @property
+    def tensor_rows(self) -> int:
+        """Rows of the tensor in the checkpoint."""
+        return self.rows if self.of is None else self.of
+
+    @property
+    def is_selection(self) -> bool:
+        """Whether the tensor has other rows too."""
+        return self.rows != self.tensor_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One weight. A layered one exists once per layer, and `shape` is that of one layer.
+    """One weight of any rank. It exists once for each of `layers`, and `shape` is that of one layer; None: once in all.
 
     `axes` names the logical axis of each dimension. `parts` are stacked along the first dimension, in order: q, k and v
-    are one parameter here and three tensors in a checkpoint, since one product of the whole is faster.
+    are one parameter here and three tensors in most checkpoints, since one product of the whole is faster.
+    `alternatives` are other parts: the first that a checkpoint has all of is read. `factor` multiplies what is read: a
+    power of two, so that it is exact. `dtype` float32: in models of any dtype.
     """
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     parts: tuple[Part, ...]
-    layered: bool = True
+    layers: Sequence[int] | None = None
     init: Init = "normal"
+    dtype: ParameterDtype = "model"
+    alternatives: tuple[tuple[Part, ...], ...] = ()
+    factor: float = 1.0
 
-    def keys(self, layer: int) -> list[str]:
-        """The checkpoint's names of the parts for one layer."""
-        return [part.key.format(layer=layer) for part in self.parts]
+    def __post_init__(self) -> None:
+        for parts in (self.parts, *self.alternatives):
+            rows = sum(part.rows for part in parts)
+            if rows != self.shape[0]:
+                raise InternalError(f"parameter {self.name}: the parts have {rows} rows, the shape {self.shape[0]}")
+        if not is_power_of_two(self.factor):
+            raise InternalError(f"parameter {self.name}: factor is {self.factor}, which is no power of two")
+
+    @property
+    def layered(self) -> bool:
+        """Whether it belongs to layers."""
+        return self.layers is not None
+
+    def dtype_in(self, model_dtype: str) -> str:
+        """The dtype that it has in a model of `model_dtype`."""
+        return model_dtype if self.dtype == "model" else self.dtype
 
     def part_shape(self, part: Part) -> tuple[int, ...]:
-        """The shape that `part` must have in the checkpoint."""
-        return (part.rows, *self.shape[1:])
+        """The shape that the tensor of `part` must have in the checkpoint."""
+        return (part.tensor_rows, *self.shape[1:])
 
 
-ParameterTable = Mapping[str, Parameter]
+@dataclass(frozen=True)
+class ParameterTable:
+    """All parameters of a model. A name may stand for one parameter in some layers and for another in others.
+
+    `ignored` are patterns (as of `fnmatch`) of tensors that a checkpoint may have and that nothing reads. `copies`:
+    tensors that a checkpoint may have and that must equal that of a parameter.
+    """
+
+    parameters: tuple[Parameter, ...]
+    ignored: tuple[str, ...] = ()
+    copies: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        seen = set()
+        for parameter, layer in self.placed():
+            if (parameter.name, layer) in seen:
+                raise InternalError(f"parameter {parameter.name}: stated twice for layer {layer}")
+            seen.add((parameter.name, layer))
+
+    def __iter__(self) -> Iterator[Parameter]:
+        return iter(self.parameters)
+
+    def placed(self) -> Iterator[tuple[Parameter, int]]:
+        """Every (parameter, layer) of the model; `TOP` for what belongs to none."""
+        for parameter in self.parameters:
+            for layer in (TOP,) if parameter.layers is None else parameter.layers:
+                yield parameter, layer
+
+    @cached_property
+    def _by_layer(self) -> dict[int, dict[str, Parameter]]:
+        found: dict[int, dict[str, Parameter]] = {}
+        for parameter, layer in self.placed():
+            found.setdefault(layer, {})[parameter.name] = parameter
+        return found
+
+    @property
+    def top(self) -> dict[str, Parameter]:
+        """Parameters that belong to no layer, by name."""
+        return self._by_layer.get(TOP, {})
+
+    def layer(self, index: int) -> dict[str, Parameter]:
+        """Parameters of one layer, by name."""
+        return self._by_layer.get(index, {})
 
 
-def expected_tensors(table: ParameterTable, num_layers: int) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of this table must have, with its shape."""
-    expected = {}
-    for parameter in table.values():
-        for layer in range(num_layers if parameter.layered else 1):
-            for part in parameter.parts:
-                expected[part.key.format(layer=layer)] = parameter.part_shape(part)
-    return expected
+def is_power_of_two(x: float) -> bool:
+    """Whether a product with `x` is exact in every binary floating-point format that holds it."""
+    return x > 0 and frexp(x)[0] == 0.5
 
 
-def parameter_count(table: ParameterTable, num_layers: int) -> int:
+def keys(parts: Sequence[Part], layer: int) -> list[str]:
+    """The checkpoint's names of parts for one layer."""
+    return [part.key.format(layer=layer) for part in parts]
+
+
+def parameter_count(table: ParameterTable) -> int:
     """Weights of the whole model."""
-    return sum(prod(p.shape) * (num_layers if p.layered else 1) for p in table.values())
+    return sum(prod(p.shape) * (1 if p.layers is None else len(p.layers)) for p in table)

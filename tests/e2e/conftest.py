@@ -1,6 +1,7 @@
 """Small random checkpoints of every supported architecture, written and read as transformers does it (the oracle)."""
 
 import contextlib
+import copy
 import warnings
 
 import numpy as np
@@ -14,6 +15,20 @@ BASE = dict(
 LLAMA3_ROPE = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
+# Three quarters of each head of 16 are rotated, as in Phi-4-mini, whose short factors are 1.
+LONGROPE = dict(
+    partial_rotary_factor=0.75,
+    rope_scaling=dict(
+        rope_type="longrope",
+        short_factor=[1.0, 1.02, 1.05, 1.1, 1.3, 1.9],
+        long_factor=[1.0, 1.5, 3.0, 8.0, 20.0, 40.0],
+    ),
+)  # fmt: skip
+# With Granite's own numbers a model this small attends to everything alike, and says its last token again.
+GRANITE = dict(
+    embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.7, logits_scaling=16.0,
+    tie_word_embeddings=True,
+)  # fmt: skip
 YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=160)
 
 MODELS = {
@@ -27,6 +42,12 @@ MODELS = {
     "qwen2-windows": ("Qwen2", dict(use_sliding_window=True, sliding_window=11, max_window_layers=1)),
     "qwen3": ("Qwen3", dict(head_dim=32, vocab_size=1023)),
     "qwen3-tied-bias": ("Qwen3", dict(head_dim=16, attention_bias=True, tie_word_embeddings=True)),
+    "phi3": ("Phi3", dict(num_key_value_heads=4, vocab_size=1007)),
+    "phi3-window": ("Phi3", dict(sliding_window=9, partial_rotary_factor=0.5, tie_word_embeddings=True)),
+    "phi4-mini-short": ("Phi3", LONGROPE | dict(original_max_position_embeddings=600)),
+    "phi4-mini-long": ("Phi3", LONGROPE | dict(original_max_position_embeddings=96)),
+    "granite": ("Granite", GRANITE),
+    "granite-odd": ("Granite", GRANITE | dict(logits_scaling=13.0, attention_bias=True, tie_word_embeddings=False)),
 }
 
 
@@ -37,7 +58,8 @@ def build(name: str, folder: str, **overrides):
 
     family, changes = MODELS[name]
     shard_size = overrides.pop("max_shard_size", "1GB")
-    config = getattr(transformers, f"{family}Config")(**(BASE | changes | overrides))
+    # A copy: configs keep and change the dictionaries that they are given.
+    config = getattr(transformers, f"{family}Config")(**copy.deepcopy(BASE | changes | overrides))
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

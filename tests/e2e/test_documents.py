@@ -43,6 +43,8 @@ NOT_RUN = {
     "twinfer aot": "minutes of libtpu: tests/e2e/test_tpu_aot.py runs it",
     "numerics selftest": "minutes: tests/numerics/test_selftest.py runs a part",
     "scaled_relu": "blocks of one program: tests/unit/test_docs.py runs it",
+    "FAMILY = Family(": "a module: tests/unit/test_docs.py runs it",
+    "tiny-phi3": "runs on the module before it: tests/unit/test_docs.py runs it",
 }
 """A part of a command or of a Python block that is not run, and why."""
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,10 +17,14 @@ from twinfer.shared.step import StepInput, batch_layout, sampling_layout
 
 NAMES = [
     "llama-mha", "llama3-scaled-tied", "llama-biases-head96", "llama-yarn", "mistral-window", "mistral-mqa", "qwen2",
-    "qwen2-windows", "qwen3", "qwen3-tied-bias",
+    "qwen2-windows", "qwen3", "qwen3-tied-bias", "phi3", "phi3-window", "phi4-mini-short", "phi4-mini-long", "granite",
+    "granite-odd",
 ]  # fmt: skip
 LENGTHS = (1, 15, 16, 17, 100, 500)
 NEW_TOKENS = 64
+# transformers takes the short longrope factors up to 600 tokens for the one, up to 96 for the other.
+LONGROPE = {"phi4-mini-short": dict(max_model_len=600), "phi4-mini-long": dict(max_model_len=640)}
+LONG_ONLY = {"phi4-mini-long": (97, 112, 500)}
 
 
 def start(folder, backend, device, **options):
@@ -63,8 +68,8 @@ def logits_of(engine, tokens):
 
 
 # The JAX worker, whose programs take half a minute of compiling for each, is given all of them in `make test-slow`.
-ON_JAX = ["mistral-window", "qwen3"]
-ON_A_GPU = ["llama-biases-head96", "mistral-mqa", "qwen2-windows", "qwen3"]
+ON_JAX = ["mistral-window", "qwen3", "phi4-mini-long", "granite"]
+ON_A_GPU = ["llama-biases-head96", "mistral-mqa", "qwen2-windows", "qwen3", "phi4-mini-long", "granite-odd"]
 CASES = [
     *(pytest.param(name, "jax", marks=() if name in ON_JAX else pytest.mark.slow) for name in NAMES),
     *(pytest.param(name, "torch", marks=pytest.mark.gpu if name in ON_A_GPU else ()) for name in NAMES),
@@ -74,9 +79,9 @@ CASES = [
 @pytest.mark.parametrize(("name", "backend"), CASES)
 def test_logits_and_greedy_tokens(checkpoints, oracle, prompts, name, backend, device):
     folder, model = checkpoints(name)
-    engine = start(folder, backend, device)
+    engine = start(folder, backend, device, **LONGROPE.get(name, {}))
     try:
-        texts = prompts(engine.model.vocab_size, *LENGTHS)
+        texts = prompts(engine.model.vocab_size, *LONG_ONLY.get(name, LENGTHS))
         got = run(engine, texts, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
         assert engine.worker.compilations_after_ready() == 0
         for prompt, tokens in zip(texts, got, strict=True):
@@ -122,3 +127,61 @@ def test_the_check_would_see_a_wrong_rope_base(checkpoints, oracle, prompts, tmp
     error = np.linalg.norm(ours - want[:100], axis=-1) / np.linalg.norm(want[:100], axis=-1)
     assert error.max() > 1e-4
     engine.close()
+
+
+def test_an_engine_for_long_sequences_takes_the_long_factors_for_all(checkpoints, prompts, device):
+    """transformers would take the short ones here. Given the long ones for both, it computes the same."""
+    import torch
+    import transformers
+
+    folder, _ = checkpoints("phi4-mini-long")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.rope_parameters["short_factor"] = config.rope_parameters["long_factor"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager").eval()
+    engine = start(folder, "torch", device, max_model_len=640)
+    (prompt,) = prompts(engine.model.vocab_size, 40)
+    with torch.no_grad():
+        want = model(torch.tensor(prompt)[None]).logits[0].numpy()
+    ours = logits_of(engine, prompt)
+    assert (np.linalg.norm(ours - want, axis=-1) / np.linalg.norm(want, axis=-1)).max() < 1e-4
+    (change,) = [change for change in engine.report.changes if change.field == "longrope factors"]
+    assert str(change) == "longrope factors: short -> long (max_model_len is above 96: for every sequence)"
+    engine.close()
+
+
+def small_faults(model, name):
+    """Models that differ from `model` in one number, by 1 % at most, or a rounding."""
+    rope = model.rope
+    found = {
+        "attention": replace(model, attention_scale=1.01 * (model.attention_scale or model.head_dim**-0.5)),
+        "part": replace(model, rope=replace(rope, partial_rotary_factor=1.0, kind="default")),
+        "longrope": replace(model, rope=replace(rope, factor=1.01 * rope.factor)),
+        "factors": replace(model, rope=replace(rope, short_factor=rope.long_factor, long_factor=rope.short_factor)),
+        "residual": replace(model, residual_scale=0.69921875),  # 0.7 rounded to bfloat16
+        "embedding": replace(model, embedding_scale=1.001 * model.embedding_scale),
+        "logits": replace(model, logits_scale=1.001 * model.logits_scale),
+    }
+    return {fault: found[fault] for fault in FAULTS[name]}
+
+
+FAULTS = {
+    "phi4-mini-short": ("attention", "part", "longrope", "factors"),
+    "phi4-mini-long": ("attention", "part", "longrope", "factors"),
+    "granite": ("attention", "residual", "embedding", "logits"),
+    "granite-odd": ("attention", "residual", "embedding", "logits"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_check_would_see_other_numbers(checkpoints, oracle, prompts, name, device):
+    """Each number of a config that these families brought is seen by the bound, where it is off by little."""
+    folder, model = checkpoints(name)
+    (prompt,) = prompts(997, 100)
+    _, want = oracle(model, prompt, 2)
+    for fault, wrong in small_faults(load_config(folder), name).items():
+        config = EngineConfig(model=folder, backend="torch", device=device, dtype="float32", **LONGROPE.get(name, {}))
+        engine = Engine(config, wrong, folder)
+        ours = logits_of(engine, prompt)
+        error = np.linalg.norm(ours - want[:100], axis=-1) / np.linalg.norm(want[:100], axis=-1)
+        assert error.max() > 1e-4, fault
+        engine.close()

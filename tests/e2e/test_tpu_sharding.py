@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
 import json, sys
@@ -100,3 +103,23 @@ def test_loops_of_decode_steps_on_shards(checkpoints):
     assert several["outputs"] == single["outputs"]
     assert several["steps"] < single["steps"]
     assert several["compilations"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["phi3", "granite"])
+def test_fused_tensors_and_scaled_streams_on_shards(checkpoints, name):
+    """Phi-3's q, k and v lie in one tensor, of which each shard reads rows of its own."""
+    folder, _ = checkpoints(name)
+    one, two, four = run(folder, [1, 2, 4])
+    assert one["outputs"] == two["outputs"] == four["outputs"]
+
+
+def test_parameters_of_any_kind_on_shards():
+    """Those of `tests/unit/test_families.py`, which one device cannot run."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_families.py"]
+    done = subprocess.run(
+        [*command, "-k", "jax_loads"], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "6 passed" in done.stdout

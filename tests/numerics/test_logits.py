@@ -39,6 +39,33 @@ def test_transformers_computes_the_same(subject):
     assert sum(entry.rows for entry in diff.logits) == sum(len(ids) - 1 for ids in PROMPTS)
 
 
+PHI3 = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 96}
+PHI3 |= {"rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 4.0, 9.0]}}
+GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 16}
+
+
+def subject_of(folder, architecture, fields, **options):
+    config = {"architectures": [architecture], "vocab_size": 200, "hidden_size": 32, "intermediate_size": 48}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"model_type": architecture.removesuffix("ForCausalLM").lower(), "max_position_embeddings": 128}
+    config |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return open_subject(str(folder), load_format="dummy", dtype="float32", **options)
+
+
+@pytest.mark.parametrize(("architecture", "fields"), [("Phi3ForCausalLM", PHI3), ("GraniteForCausalLM", GRANITE)])
+def test_transformers_gets_the_same_weights_under_their_names(tmp_path, architecture, fields):
+    """Rows of one tensor are put together again, and what was multiplied when loaded is divided."""
+    where = subject_of(tmp_path, architecture, fields, max_model_len=96)
+    compare_ends(where, [TORCH, "transformers"], PROMPTS).assert_ok()
+
+
+def test_prompts_that_transformers_rotates_otherwise_are_refused(tmp_path):
+    where = subject_of(tmp_path, "Phi3ForCausalLM", PHI3, max_model_len=97)
+    with pytest.raises(ConfigError, match="max_model_len: got 97, and a prompt of 5 tokens; allowed is at most 96"):
+        compare_ends(where, [TORCH, "transformers"], PROMPTS)
+
+
 def test_a_fault_of_ours_shows_against_transformers(subject):
     fault = plant("attention-scale-1e-2", subject.model)
     diff = compare_ends(subject, [TORCH, "transformers"], PROMPTS, faults={"a": fault})

@@ -27,6 +27,17 @@ LLAMA = QWEN3 | {
 }  # fmt: skip
 
 
+GRANITE = LLAMA | {
+    "architectures": ["GraniteForCausalLM"], "model_type": "granite", "tie_word_embeddings": True,
+    "embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 13.0,
+}  # fmt: skip
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.5, 2, 3], "long_factor": [1.0, 2, 4, 8, 16, 32]}
+PHI3 = LLAMA | {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "partial_rotary_factor": 0.75,
+    "rope_scaling": LONGROPE, "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
 SMALL = QWEN3 | {"num_hidden_layers": 2}
 """For planted faults, in layer 1: they need neither depth nor many steps."""
 
@@ -53,7 +64,10 @@ def jax_slow(values: list[tuple[str, Any]], quick: tuple[str, ...]) -> list[Any]
     ]
 
 
-@pytest.mark.parametrize(("backend", "config"), jax_slow([("qwen3", QWEN3), ("llama", LLAMA)], ("qwen3",)))
+CORRECT = [("qwen3", QWEN3), ("llama", LLAMA), ("granite", GRANITE), ("phi3", PHI3)]
+
+
+@pytest.mark.parametrize(("backend", "config"), jax_slow(CORRECT, ("qwen3",)))
 def test_a_correct_backend_passes(tmp_path, backend, config):
     diff = compare(subject(tmp_path, config), backend, "P")
     diff.assert_ok()
@@ -83,6 +97,7 @@ def arguments(**change: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 NAMES = {
+    2: ("x", "factor"),
     3: ("x", "weight", "eps"),
     10: ("q", "kv", "page_table", "query_start", "kv_lens", "counts", "scale", "window", "soft_cap", "max_query_len"),
 }
@@ -108,6 +123,17 @@ def test_a_planted_fault_is_found_in_its_op_and_layer(tmp_path, backend, name):
     assert {f.layer for f in diff.failures if f.scope in ("op", "layer")} == {1}
     with pytest.raises(AssertionError, match=r"layer\.1"):
         diff.assert_ok()
+
+
+@pytest.mark.parametrize(("backend", "layer"), jax_slow([("in", 1), ("out", -1)], ()))
+def test_a_multiplier_that_is_rounded_is_found(tmp_path, backend, layer):
+    """In bfloat16 0.22 is off by 0.1 %, and 1 / 13, outside of the layers, by 0.3 %."""
+    rounded = arguments(factor=lambda xp, x: float(np.float32(x).astype(ml_dtypes.bfloat16)))
+    where = subject(tmp_path, GRANITE | {"num_hidden_layers": 2})
+    diff = compare(where, backend, "S", Fault("rounded", ops={"scale": rounded}, layer=layer))
+    assert diff.exit_code == 1
+    assert {f.layer for f in diff.failures if f.scope == "op"} == {layer}
+    assert all("scale" in f.tap for f in diff.failures if f.scope == "op")
 
 
 def swapped(weights: dict[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:

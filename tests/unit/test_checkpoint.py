@@ -320,10 +320,17 @@ def test_check_accepts_what_fits(tmp_path):
     tensors = {name: TENSORS[name] for name in SHAPES}
     extra = {"model.rotary_emb.inv_freq": GRID, "model.layers.0.self_attn.rotary_emb.inv_freq": GRID, "extra": GRID}
     checkpoint = Checkpoint(write(tmp_path, tensors | extra))
-    checkpoint.check(SHAPES, optional={"extra"})
-    checkpoint.check(SHAPES | {"extra": [4, 6]})
+    rotary = ("model.rotary_emb.inv_freq", "*.self_attn.rotary_emb.*")
+    checkpoint.check(SHAPES, (*rotary, "extra"))
+    checkpoint.check(SHAPES | {"extra": [4, 6]}, rotary)
     with fails("1 unexpected: extra"):
-        checkpoint.check(SHAPES)
+        checkpoint.check(SHAPES, rotary)
+
+
+def test_a_tensor_that_nothing_reads_is_named_with_the_nearest_that_is(tmp_path):
+    write(tmp_path, {"layers.0.q_proj.weight": GRID, "layers.0.k_proj.weight": GRID, "layers.0.kk_proj.weight": GRID})
+    with fails("1 unexpected: layers.0.kk_proj.weight; the nearest known one is layers.0.k_proj.weight"):
+        Checkpoint(tmp_path).check({"layers.0.q_proj.weight": (4, 6), "layers.0.k_proj.weight": (4, 6)})
 
 
 def test_check_reports_everything_at_once(tmp_path):
@@ -345,16 +352,16 @@ def test_an_output_head_beside_tied_embeddings(tmp_path):
     embedding = np.random.default_rng(0).normal(size=(9000, 3)).astype(np.float32)
     name, head = "model.embed_tokens.weight", "lm_head.weight"
     write(tmp_path, {name: embedding, head: embedding})
-    Checkpoint(tmp_path).check({name: (9000, 3)})
+    Checkpoint(tmp_path).check({name: (9000, 3)}, copies={head: name})
     other = embedding.copy()
     other[8999, 2] += 1
     for wrong in (other, embedding[:8999], embedding.astype(np.float16), np.array(1.0, np.float32)):
         write(tmp_path, {name: embedding, head: wrong})
         with fails(head, name, "tie_word_embeddings"):
-            Checkpoint(tmp_path).check({name: (9000, 3)})
+            Checkpoint(tmp_path).check({name: (9000, 3)}, copies={head: name})
     write(tmp_path, {head: embedding})
     with fails("1 missing: model.embed_tokens.weight", "1 unexpected: lm_head.weight"):
-        Checkpoint(tmp_path).check({name: (9000, 3)})
+        Checkpoint(tmp_path).check({name: (9000, 3)}, copies={head: name})
 
 
 def test_names_from_a_file_cannot_break_the_message(tmp_path):

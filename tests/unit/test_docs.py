@@ -48,8 +48,7 @@ print("bound by the engines on", x.device.type)
 
 def test_adding_an_op_works_when_followed_literally(tmp_path, device):
     """In both engines, and through all their bindings: plain, opaque, in place, and as operators. On a GPU too."""
-    text = (ROOT / "docs" / "adding-an-op.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    blocks = python_blocks("adding-an-op.md")
     program = tmp_path / "new_op.py"
     program.write_text("\n\n".join([*blocks, ENGINE_BINDINGS]))
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -60,6 +59,41 @@ def test_adding_an_op_works_when_followed_literally(tmp_path, device):
     assert on_jax == "jax runs native chosen by native"
     assert on_torch == "torch runs clamp chosen by default"
     assert bound == f"bound by the engines on {device}"
+
+
+FAMILY_OF_THE_PAGE = """
+import sys
+import types
+
+from twinfer.shared.models import families
+
+module = types.ModuleType("twinfer.shared.models.families.phi3")
+module.__package__ = families.__name__
+exec(compile({source!r}, "adding-a-model.md", "exec"), module.__dict__)
+sys.modules[module.__name__] = module
+families.FAMILIES.clear()
+families.FAMILIES |= {line}
+assert families.family_of("Phi3ForCausalLM") is module.FAMILY
+"""
+
+
+def test_adding_a_model_works_when_followed_literally(tmp_path):
+    """The family of the page, and no other, runs in both engines as in transformers. It is that of the repository."""
+    source, line, check = python_blocks("adding-a-model.md")
+    families = ROOT / "shared" / "models" / "families"
+    assert source == (families / "phi3.py").read_text()
+    assert len(source.splitlines()) <= 40
+    assert line.strip("{}\n") in (families / "__init__.py").read_text()
+    program = tmp_path / "new_family.py"
+    program.write_text(FAMILY_OF_THE_PAGE.format(source=source, line=line.strip()) + check)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["torch True", "jax True"]
+
+
+def python_blocks(name):
+    """The Python code of a document."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
 
 
 def test_links_and_paths_resolve():

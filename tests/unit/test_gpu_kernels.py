@@ -248,6 +248,25 @@ def test_triton_filters_of_rows_that_tell(kernels, device):
     judge("sample", arguments, device)
 
 
+def test_triton_kernels_are_all_that_granite_and_phi_layers_call(kernels):
+    """A product with a number that is no kernel would send every layer to the compiler."""
+    from twinfer.gpu.compilation import compiled_kinds
+    from twinfer.gpu.plans import make_plans
+    from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
+    from twinfer.shared.models.config import parse_config
+    from twinfer.shared.models.families import model_of
+    from twinfer.shared.models.shapes import SHAPES
+
+    for name in ("granite3.3-8b", "phi4-mini"):
+        model = parse_config(SHAPES[name])
+        gpu = DeviceInfo("cuda", "any", 1 << 37)
+        config, _ = resolve(EngineConfig(model="m", backend="torch", max_num_seqs=8), model, gpu)
+        plans = make_plans(model, config)
+        assert compiled_kinds(model_of(model), plans, config.compilation) == frozenset(), name
+        if name.startswith("granite"):
+            assert plans["decode"]["scale"].provider == "triton"
+
+
 def test_triton_operators_pass_opcheck(kernels, device):
     """As operators of their own, with the mutations that they declare and no others."""
     import torch

@@ -12,17 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinfer.shared.errors import ModelError, ModelNotFound, TwinferError, UnsupportedModel
-from twinfer.shared.models.config import (
-    FIXED,
-    HARMLESS,
-    READ,
-    ModelConfig,
-    RopeConfig,
-    load_config,
-    parse_config,
-    rope_inverse_frequencies,
-)
-from twinfer.shared.models.decoder import rotary_tables
+from twinfer.shared.models import families
+from twinfer.shared.models.config import ModelConfig, load_config, parse_config
+from twinfer.shared.models.decoder import parameters_of, rotary_tables
+from twinfer.shared.models.families.dense import FIXED, HARMLESS, READ
+from twinfer.shared.models.rope import RopeConfig, rope_inverse_frequencies
+from twinfer.shared.weights import expected_tensors
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -42,7 +37,10 @@ LLAMA = {
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
-FAMILIES = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
+PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+GRANITE = LLAMA | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+FAMILIES = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "phi3": PHI3, "granite": GRANITE}
+NAMES = ["LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "Phi3Config", "GraniteConfig"]
 
 # As published, shortened to what differs from a plain config.
 LLAMA_3_1 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -71,7 +69,7 @@ def refused(error, *words, **fields):
 # What transformers writes
 
 
-@pytest.mark.parametrize("name", ["LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("whole", [False, True])
 def test_what_transformers_5_writes_is_read(name, whole):
     theirs = oracle(name, num_hidden_layers=3, rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
@@ -84,28 +82,25 @@ def test_what_transformers_5_writes_is_read(name, whole):
     assert ours.rms_norm_eps == theirs.rms_norm_eps
 
 
-@pytest.mark.parametrize("name", ["LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config"])
+@pytest.mark.parametrize("name", NAMES)
 def test_parameters_are_those_of_the_transformers_model(name):
     """Names and shapes of the weights that our table derives from the config."""
     import torch
     import transformers
 
-    from twinfer.shared.models.decoder import abstract
-    from twinfer.shared.models.table import expected_tensors
-
-    bias = {"attention_bias": True} if name in ("LlamaConfig", "Qwen3Config") else {}
-    bias |= {"mlp_bias": True} if name == "LlamaConfig" else {}
+    bias = {"attention_bias": True} if name in ("LlamaConfig", "Qwen3Config", "GraniteConfig") else {}
+    bias |= {"mlp_bias": True} if name in ("LlamaConfig", "GraniteConfig") else {}
     for tied, more in ((True, {}), (False, bias)):
         small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
         small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": tied}
-        config = oracle(name, bos_token_id=1, eos_token_id=2, **small, **more)
+        config = oracle(name, bos_token_id=1, eos_token_id=2, pad_token_id=None, **small, **more)
         with torch.device("meta"):
             model = getattr(transformers, name.replace("Config", "ForCausalLM"))(config)
         theirs = {key: tuple(value.shape) for key, value in model.state_dict().items()}
         if tied:
             theirs.pop("lm_head.weight")
         ours = parse_config(json.loads(config.to_json_string()))
-        assert expected_tensors(abstract(ours), ours.num_layers) == theirs
+        assert expected_tensors(parameters_of(ours)) == theirs
 
 
 def test_a_whole_config_of_version_4_is_read():
@@ -134,11 +129,14 @@ def test_smollm_fields_are_harmless():
 
 
 def test_the_fields_of_each_family():
-    llama, mistral, qwen2, qwen3 = (parse_config(raw) for raw in FAMILIES.values())
+    llama, mistral, qwen2, qwen3, phi3, granite = (parse_config(raw) for raw in FAMILIES.values())
     assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (False, False, False, False)
     assert (mistral.qkv_bias, mistral.o_bias, mistral.mlp_bias, mistral.qk_norm) == (False, False, False, False)
     assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias, qwen2.qk_norm) == (True, False, False, False)
     assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.mlp_bias, qwen3.qk_norm) == (False, False, False, True)
+    assert (phi3.qkv_bias, phi3.o_bias, phi3.mlp_bias, phi3.qk_norm) == (False, False, False, False)
+    assert (granite.attention_scale, granite.embedding_scale, granite.residual_scale, granite.logits_scale) == (1,) * 4
+    assert {config.attention_scale for config in (llama, mistral, qwen2, qwen3, phi3)} == {None}
     biased = parse_config(LLAMA | {"attention_bias": True, "mlp_bias": True})
     assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
     assert llama.dtype == "bfloat16"
@@ -280,7 +278,7 @@ def test_frequencies_are_those_of_transformers(rope, theta, head_dim):
         {"rope_theta": theta, "rope_scaling": rope, "rope_parameters": parameters},
     ):
         config = parse_config(LLAMA | raw)
-        ours, scaling = rope_inverse_frequencies(config.rope, head_dim)
+        ours, scaling = rope_inverse_frequencies(config.rope, head_dim, 1)
         assert ours.dtype == np.float64
         assert ours.shape == (head_dim // 2,)
         np.testing.assert_allclose(ours, expected.numpy(), rtol=2e-6)
@@ -288,7 +286,7 @@ def test_frequencies_are_those_of_transformers(rope, theta, head_dim):
 
 
 def test_a_part_of_a_head_may_be_rotated():
-    ours, _ = rope_inverse_frequencies(RopeConfig(partial_rotary_factor=0.25), 64)
+    ours, _ = rope_inverse_frequencies(RopeConfig(partial_rotary_factor=0.25), 64, 1)
     np.testing.assert_allclose(ours, 10000.0 ** -(np.arange(8) / 8))
 
 
@@ -377,6 +375,82 @@ def test_rope_that_versions_read_differently_is_refused():
     refused(UnsupportedModel, "short_factor", rope_scaling={"type": "linear", "factor": 2.0, "short_factor": [1.0]})
 
 
+# Longrope
+
+
+def longrope(pairs=6, **fields):
+    lists = {"short_factor": [1.0 + 0.1 * i for i in range(pairs)], "long_factor": [2.0**i for i in range(pairs)]}
+    return {"partial_rotary_factor": 0.75, "rope_scaling": {"type": "longrope"} | lists | fields}
+
+
+@pytest.mark.parametrize("fields", [{}, {"factor": 32.0}, {"attention_factor": 1.25}])
+def test_longrope_is_that_of_transformers_for_short_and_for_long_sequences(fields):
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    raw = PHI3 | longrope(**fields) | {"original_max_position_embeddings": 256}
+    theirs = oracle("Phi3Config", **json.loads(json.dumps({k: v for k, v in raw.items() if k != "architectures"})))
+    config = parse_config(raw)
+    for length in (1, 256, 257, 4096):
+        want, want_scaling = ROPE_INIT_FUNCTIONS["longrope"](theirs, seq_len=length)
+        ours, scaling = rope_inverse_frequencies(config.rope, config.head_dim, length)
+        np.testing.assert_allclose(ours, want.numpy(), rtol=2e-6)
+        assert scaling == pytest.approx(want_scaling, rel=1e-12)
+        # In the tables, cos of position 0 is the scaling and the angles of position 1 are the frequencies.
+        cos, sin = rotary_tables(config, length)
+        assert cos[0] == pytest.approx(scaling, rel=1e-6)
+        if length > 1:
+            np.testing.assert_allclose(np.arctan2(sin[1], cos[1]), ours, rtol=1e-5)
+
+
+def test_where_longrope_switches():
+    raw = PHI3 | longrope() | {"original_max_position_embeddings": 256}
+    assert parse_config(raw).rope.switches_at == 256
+    assert parse_config(raw | longrope(type="su")).rope == parse_config(raw).rope  # its first name
+    alike = longrope(long_factor=longrope()["rope_scaling"]["short_factor"])
+    assert parse_config(raw | alike).rope.switches_at is None
+    assert parse_config(PHI3).rope.switches_at is None
+    # Phi3Config's default, which counts more than what stands inside.
+    assert parse_config(PHI3 | longrope()).rope.switches_at == 4096
+    refused(UnsupportedModel, "is 256", "4096", base=PHI3, **longrope(original_max_position_embeddings=256))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (longrope(short_factor=None), ["short_factor is missing"]),
+        (longrope(pairs=5), ["short_factor has 5 entries", "(6)"]),
+        (longrope(long_factor=[1.0] * 5), ["long_factor has 5 entries", "(6)"]),
+        (longrope(long_factor=[1.0] * 5 + [0]), ["long_factor is", "more than 0"]),
+        (longrope(long_factor=[1.0] * 5 + ["2"]), ["long_factor is", "numbers"]),
+        (longrope(factor=-1), ["factor is -1"]),
+        (longrope() | {"original_max_position_embeddings": 1}, ["original_max_position_embeddings is 1", "at least 2"]),
+        ({"partial_rotary_factor": 0.7}, ["partial_rotary_factor is 0.7", "11 entries", "pairs"]),
+        ({"partial_rotary_factor": 1.5}, ["partial_rotary_factor is 1.5", "at most 1"]),
+        ({"partial_rotary_factor": 0}, ["partial_rotary_factor is 0"]),
+        (longrope(partial_rotary_factor=0.5), ["partial_rotary_factor is 0.5", "outside, 0.75"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, ["rope_type is yarn", "default, longrope"]),
+    ],
+)
+def test_malformed_longrope(fields, words):
+    refused(ModelError, *words, base=PHI3, **fields)
+
+
+def test_phi3_slides_in_every_layer_if_there_is_a_window():
+    assert parse_config(PHI3).layer_windows == (0,) * 4
+    assert parse_config(PHI3 | {"sliding_window": 2047}).layer_windows == (2047,) * 4
+    assert parse_config(PHI3 | {"sliding_window": None}).layer_windows == (0,) * 4
+
+
+def test_granite_multipliers():
+    numbers = {"embedding_multiplier": 12, "attention_multiplier": 0.0078125}
+    numbers |= {"residual_multiplier": 0.22, "logits_scaling": 16.0}
+    config = parse_config(GRANITE | numbers)
+    assert (config.embedding_scale, config.attention_scale) == (12.0, 0.0078125)
+    assert (config.residual_scale, config.logits_scale) == (0.22, 0.0625)
+    for name in numbers:
+        refused(ModelError, f"{name} is 0", base=GRANITE, **{name: 0})
+
+
 # Refusals
 
 
@@ -428,9 +502,42 @@ def test_fixed_fields_pass_at_their_value_and_null(name):
         assert parse_config(LLAMA | {name: value})
 
 
+@pytest.mark.parametrize("architecture", families.FAMILIES)
+def test_fixed_fields_of_a_family_pass_at_their_values_alone(architecture):
+    family, raw = families.family_of(architecture), FAMILIES[families.FAMILIES[architecture]]
+    for name, values in family.fixed.items():
+        for value in (*values, None):
+            assert parse_config(raw | {name: value})
+        refused(UnsupportedModel, f"{name} is other", base=raw, **{name: "other"})
+    for name in family.harmless:
+        assert parse_config(raw | {name: "anything"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sliding_windows": 8}, ["sliding_windows is 8", "the nearest known one is sliding_window)", "for llama"]),
+        ({"architectures": ["Lama4CausalLM"]}, ["Lama4CausalLM", "the nearest known one is LlamaForCausalLM"]),
+        (
+            {"base": QWEN2, "layer_types": ["slide_attention"] * 4},
+            ["layer_types is slide_attention", "nearest known one is sliding_attention", "for qwen2"],
+        ),
+        ({"rope_scaling": {"type": "yarn", "beta_fat": 1}}, ["beta_fat is 1", "the nearest known one is beta_fast"]),
+        ({"base": GRANITE, "logit_scaling": 2.0}, ["logit_scaling is 2.0", "nearest known one is logits_scaling"]),
+        ({"logits_scaling": 2.0}, ["logits_scaling is 2.0", "absent", "for llama"]),
+    ],
+)
+def test_what_is_unknown_is_refused_with_the_nearest_known(fields, words):
+    refused(UnsupportedModel, *words, **fields)
+
+
 def test_lists_of_fields_do_not_overlap():
     assert not READ & HARMLESS
     assert not (READ | HARMLESS) & set(FIXED)
+    for family in map(families.family_of, families.FAMILIES):
+        assert not family.fields & (READ | HARMLESS | family.harmless)
+        assert not family.harmless & (READ | HARMLESS | set(family.fixed_fields))
+        assert not set(family.fixed) & (family.read_fields | HARMLESS | set(FIXED))
 
 
 @pytest.mark.parametrize(
@@ -564,14 +671,36 @@ JSON = st.recursive(
 )
 ROPE_NAMES = st.sampled_from(
     "type rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast "
-    "beta_slow attention_factor mscale mscale_all_dim truncate partial_rotary_factor full_attention".split()
+    "beta_slow attention_factor mscale mscale_all_dim truncate partial_rotary_factor full_attention short_factor "
+    "long_factor".split()
 )
-ROPE_VALUES = st.sampled_from(["yarn", "llama3", "linear", "default", 1, 2, 4.0, 1e-300, 1e300, 10**400, -1, 0, None])
+EVERY_FAMILY = [families.family_of(architecture) for architecture in families.FAMILIES]
+FIELDS = sorted({name for family in EVERY_FAMILY for name in (*family.read_fields, *family.fixed_fields)})
+ROPE_VALUES = st.sampled_from(
+    [
+        [1.0] * 8,
+        [0.5, 2],
+        "longrope",
+        "yarn",
+        "llama3",
+        "linear",
+        "default",
+        1,
+        2,
+        4.0,
+        1e-300,
+        1e300,
+        10**400,
+        -1,
+        0,
+        None,
+    ]
+)
 
 
 @given(
     st.sampled_from(sorted(FAMILIES)),
-    st.dictionaries(st.sampled_from(sorted(READ | set(FIXED))) | st.text(max_size=5), JSON, max_size=4),
+    st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=5), JSON, max_size=4),
     st.dictionaries(ROPE_NAMES, ROPE_VALUES, max_size=6),
 )
 def test_any_values_give_a_config_or_one_line(family, fields, rope):
@@ -582,7 +711,7 @@ def test_any_values_give_a_config_or_one_line(family, fields, rope):
     else:
         message = ""
         assert len(config.layer_windows) == config.num_layers
-        frequencies, scaling = rope_inverse_frequencies(config.rope, config.head_dim)
+        frequencies, scaling = rope_inverse_frequencies(config.rope, config.head_dim, 1)
         assert np.isfinite(frequencies).all()
         assert np.isfinite(scaling)
     assert "\n" not in message

@@ -40,7 +40,7 @@ class Model:
         options = dict(model="x", backend="torch", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32)
         self.config, _ = resolve(EngineConfig(**options), self.model, DeviceInfo("cpu", "cpu", 1 << 34))
         self.plans = make_plans(self.model, self.config)
-        table = decoder.abstract(self.model)
+        table = decoder.parameters_of(self.model)
         self.modules = {}
         for compiling in (False, True):
             ops = BoundPlans(self.plans, lambda _, plan, compiling=compiling: bind(plan, compiling=compiling))
@@ -264,7 +264,7 @@ class Counts(Decoder):
 
 def test_a_forward_that_changes_the_module_is_refused(tiny):
     source = tiny.modules[True]
-    module = Counts(tiny.model, decoder.abstract(tiny.model), source._ops, torch.float32, torch.device("cpu"))
+    module = Counts(tiny.model, decoder.parameters_of(tiny.model), source._ops, torch.float32, torch.device("cpu"))
     module.load_state_dict(source.state_dict())
     module.freeze()
     with pytest.raises(InternalError, match="calls"):
@@ -288,7 +288,7 @@ class Writes(Decoder):
 
 def test_a_trace_that_writes_into_a_weight_is_refused(tiny):
     source = tiny.modules[True]
-    module = Writes(tiny.model, decoder.abstract(tiny.model), source._ops, torch.float32, torch.device("cpu"))
+    module = Writes(tiny.model, decoder.parameters_of(tiny.model), source._ops, torch.float32, torch.device("cpu"))
     module.load_state_dict(source.state_dict())
     module.freeze()
     with pytest.raises(InternalError, match="writes into the weight"):

@@ -17,8 +17,8 @@ from twinfer.shared.models.config import ModelConfig
 
 LAYER = {"fused_add_rms_norm": 2, "linear": 2, "norm_rope_write_kv": 1, "paged_attention": 1, "gated_mlp": 1}
 MODEL = ModelConfig(
-    architecture="any",
-    model_type="any",
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
     vocab_size=32,
     hidden_size=32,
     intermediate_size=48,
@@ -63,7 +63,7 @@ def run_layer(function, ops, dtype=torch.float32, layer=decoder.layer):
     def ints(*values):
         return torch.tensor(values, dtype=torch.int32)
 
-    weights = {name: r(*p.shape) for name, p in decoder.abstract(MODEL).items() if p.layered}
+    weights = {name: r(*p.shape) for name, p in decoder.parameters_of(MODEL).layer(0).items()}
     cos, sin = (torch.from_numpy(table) for table in decoder.rotary_tables(MODEL, 5))
     pages = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32)
     batch = decoder.Batch(cos, sin, ints(0, 4, 5, 6, -1), pages, ints(0, 1, 4), ints(1, 3), ints(1, 2), 3)
@@ -104,7 +104,7 @@ def run_open(function, tokens):
     def ints(*values):
         return torch.tensor(values, dtype=torch.int32)
 
-    weights = {name: r(*p.shape) for name, p in decoder.abstract(MODEL).items() if p.layered}
+    weights = {name: r(*p.shape) for name, p in decoder.parameters_of(MODEL).layer(0).items()}
     cos, sin = (torch.from_numpy(table) for table in decoder.rotary_tables(MODEL, tokens))
     slots = torch.arange(tokens, dtype=torch.int32)
     hidden, residual, kv = r(tokens, 32), r(tokens, 32), r(4, 4, 4, 8)

@@ -12,7 +12,7 @@ import pytest
 from twinfer.bucketing import Descriptor
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError, InternalError
-from twinfer.shared.models import decoder
+from twinfer.shared.models import decoder, placement
 from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.request_table import padding_column
@@ -23,40 +23,6 @@ from twinfer.tpu.ladder import Job
 from twinfer.tpu.plans import make_plans
 
 LLAMA = parse_config(SHAPES["llama3-8b"])
-
-
-@pytest.mark.parametrize("shards", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (4, 2), (6, 2), (6, 3), (14, 2), (5, 1), (9, 9), (12, 4)])
-def test_every_shard_reads_the_groups_of_its_own_heads(heads, kv_heads, shards):
-    layout = sharding.head_layout(heads, kv_heads, shards)
-    assert len(layout.query) % shards == len(layout.kv) % shards == 0
-    assert len(layout.query) % len(layout.kv) == 0
-    assert sorted(h for h in layout.query if h >= 0) == list(range(heads))
-    assert {h for h in layout.kv if h >= 0} == set(range(kv_heads))
-    group = len(layout.query) // len(layout.kv)
-    for i, head in enumerate(layout.query):
-        assert head < 0 or layout.kv[i // group] == head // (heads // kv_heads)
-
-
-@pytest.mark.parametrize("shards", [1, 2, 4, 8])
-def test_each_shard_of_a_stacked_projection_is_a_small_projection(shards):
-    """Shard s of qkv holds its q, then its k, then its v: what the layer's code takes apart by position."""
-    table = decoder.abstract(LLAMA)
-    placement = sharding.place(table["qkv"], LLAMA, shards)
-    assert sorted(placement.source) == list(range(6144))
-    first = placement.source.reshape(shards, -1)[-1]
-    q, k = 4096 // shards, 1024 // shards
-    assert first[:q].tolist() == list(range(4096 - q, 4096))
-    assert first[q : q + k].tolist() == list(range(5120 - k, 5120))
-    assert first[q + k :].tolist() == list(range(6144 - k, 6144))
-    assert sharding.place(table["o"], LLAMA, shards).axis == 1
-    assert sharding.place(table["input_norm"], LLAMA, shards).axis is None
-
-
-def test_a_vocabulary_that_does_not_divide_is_held_whole():
-    odd = replace(LLAMA, vocab_size=997)
-    assert sharding.place(decoder.abstract(odd)["embed"], odd, 4).axis is None
-    assert sharding.place(decoder.abstract(LLAMA)["embed"], LLAMA, 4).axis == 0
 
 
 def test_more_shards_than_devices_are_refused():
@@ -295,7 +261,7 @@ def test_plans_know_the_layers_that_programs_see(shards):
     """A shard computes a part of each layer; programs see all shards together, with heads of zeros among them."""
     model = replace(LLAMA, num_layers=4, layer_windows=(0, 8, 0, 8))
     plans = make_plans(model, small_config(model, tensor_parallel_size=shards))
-    spec = decoder.model_of(sharding.physical_config(model, shards))
+    spec = decoder.model_of(placement.physical_config(model, shards))
     for kind in ("decode", "mixed"):
         assert all("paged_attention" in plans.of(kind, layer) for layer in spec.layers)
 

@@ -1,0 +1,34 @@
+"""The product with a number by a Triton kernel, so that layers which have one are still made of kernels alone."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from ...ops.declare import Array
+from ...ops.implement import implement
+from .launch import FLOATS, dtype_name, overlap, supported
+from .scaling_kernel import scale_kernel
+
+BLOCK = 1024
+WARPS = 4
+
+
+def _takes(x: Array, factor: float) -> bool:
+    return dtype_name(x) in FLOATS
+
+
+@implement(
+    "scale", provider="triton", framework="torch", supported=supported, supports_args=_takes, opaque=True,
+    row_invariant=True,
+)  # fmt: skip
+def scale(x: Array, factor: float) -> Array:
+    """See the op."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    count, n = rows.shape
+    scale_kernel[(count, triton.cdiv(n, BLOCK))](
+        rows, out, factor, rows.stride(0), N=n, BLOCK=BLOCK, num_warps=WARPS, **overlap(early=True)
+    )
+    return out

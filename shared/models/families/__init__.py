@@ -1,0 +1,44 @@
+"""The families of models: from a config.json to the layers of the model and its parameters, as data.
+
+Each is a module here that has a `FAMILY`. What is the same for all dense decoders stands in `dense.py`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..spec import Model
+    from ..table import ParameterTable
+    from .family import Family
+
+FAMILIES = {
+    "GraniteForCausalLM": "granite",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""Architecture -> module, which has the name of the model type."""
+
+
+def family_of(architecture: str) -> Family:
+    """The family of an architecture that `FAMILIES` has."""
+    family: Family = import_module(f"{__name__}.{FAMILIES[architecture]}").FAMILY
+    return family
+
+
+@cache
+def model_of(config: ModelConfig) -> Model:
+    """The layers of the model that a config describes."""
+    return family_of(config.architecture).model(config)
+
+
+@cache
+def parameters_of(config: ModelConfig) -> ParameterTable:
+    """The parameters of the model that a config describes."""
+    return family_of(config.architecture).parameters(config)

@@ -1,0 +1,317 @@
+"""What all dense decoders have in common: attention, then a gated MLP, each behind a norm.
+
+Sources: `configuration_*.py` and `modeling_*.py` of transformers 5, which also read what version 4 wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..config import ModelConfig
+from ..fields import Fields, nearest, quoted, show
+from ..rope import PER_LAYER as LAYER_TYPES
+from ..rope import USUAL, RopeRules, read_rope
+from ..spec import Attention, Layer, Mlp, Model, Norm, Sublayer
+from ..table import Parameter, ParameterTable, Part, is_power_of_two
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_LAYERS = 10_000
+MAX_HEAD_DIM = 65_536
+
+READ = frozenset(
+    """architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim max_position_embeddings rms_norm_eps tie_word_embeddings attention_bias mlp_bias
+    sliding_window use_sliding_window max_window_layers layer_types rope_theta rope_scaling rope_parameters
+    original_max_position_embeddings dtype torch_dtype eos_token_id bos_token_id""".split()
+)
+
+# Training, bookkeeping, outputs that nobody asks for here, and defaults of sampling (which a request states itself).
+HARMLESS = frozenset(
+    """_name_or_path name_or_path _commit_hash transformers_version transformers.js_config auto_map tokenizer_class
+    unsloth_version unsloth_fixed is_llama_config keys_to_ignore_at_inference finetuning_task task_specific_params
+    prefix problem_type num_labels id2label label2id initializer_range attention_dropout use_cache pad_token_id
+    sep_token_id decoder_start_token_id max_sequence_length model_max_length gradient_checkpointing
+    output_attentions output_hidden_states output_scores return_dict return_dict_in_generate torchscript
+    use_bfloat16 tf_legacy_loss chunk_size_feed_forward is_decoder _attn_implementation attn_implementation
+    _attn_implementation_autoset _flash_attn_2_enabled _experts_implementation experts_implementation
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+    max_new_tokens no_repeat_ngram_size num_beam_groups num_beams num_return_sequences remove_invalid_values
+    repetition_penalty suppress_tokens temperature top_k top_p typical_p""".split()
+)
+
+# Fields with one value (or absent, or null) that leaves the maths as it is written here.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "pretraining_tp": (1,),
+    "partial_rotary_factor": (1.0,),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+    "bias": (False,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({},),
+    "quantization_config": (),
+}
+
+
+def read(
+    fields: Fields,
+    *,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    eps: float = 1e-6,
+    windows: Sequence[int] | None = None,
+    rope: RopeRules = USUAL,
+    **more: Any,
+) -> ModelConfig:
+    """The numbers of a config.json. `more` are fields of `ModelConfig` that the family has read.
+
+    `kv_heads`, `head_dim` and `eps` are the family's defaults. A field that is null is that of the usual formula.
+    """
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    groups = fields.size("num_key_value_heads", heads if "num_key_value_heads" in fields.raw else kv_heads)
+    if heads % groups:
+        fields.fail("num_attention_heads", f"is {heads}, which is not a multiple of num_key_value_heads ({groups})")
+    vocab, layers = fields.size("vocab_size"), fields.size("num_hidden_layers", high=MAX_LAYERS)
+    size = _head_dim(fields, hidden, heads, head_dim)
+    bos = fields.token_ids("bos_token_id", vocab)
+    return ModelConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=fields.size("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=groups,
+        head_dim=size,
+        max_position_embeddings=fields.size("max_position_embeddings"),
+        layer_windows=tuple(no_windows(fields) if windows is None else windows),
+        rms_norm_eps=fields.number("rms_norm_eps", eps, low=0.0, above=True),
+        tie_embeddings=fields.boolean("tie_word_embeddings", False),
+        rope=read_rope(fields, size, rope),
+        dtype=_dtype(fields),
+        eos_token_ids=tuple(fields.token_ids("eos_token_id", vocab)),
+        bos_token_id=bos[0] if bos else None,
+        **more,
+    )
+
+
+def no_windows(fields: Fields) -> list[int]:
+    """Every layer sees everything: for families whose modeling code has no sliding window."""
+    if fields.get("sliding_window") is not None:
+        fields.refuse("sliding_window", fields.size("sliding_window"), "null or absent")
+    return _same_in_all(fields, 0)
+
+
+def one_window(fields: Fields, default: int | None) -> list[int]:
+    """The same window in every layer, unless it is null; `default` where the field is absent."""
+    return _same_in_all(fields, _window(fields, default))
+
+
+def windows_by_layer(fields: Fields, default: int) -> list[int]:
+    """As Qwen: windows from layer `max_window_layers` on, or where `layer_types` says, if `use_sliding_window`."""
+    layers, window = _num_layers(fields), _window(fields, default)
+    if not fields.boolean("use_sliding_window", False):
+        window = 0
+    first, types = _first_window(fields), _layer_types(fields, window)
+    if types is not None:
+        return [window if name == "sliding_attention" else 0 for name in types]
+    return [window if layer >= first else 0 for layer in range(layers)]
+
+
+def _same_in_all(fields: Fields, window: int) -> list[int]:
+    """`window` in all layers. What other fields say of windows is not read by these families, so it has to agree."""
+    if fields.boolean("use_sliding_window", window > 0) != (window > 0):
+        fields.refuse("use_sliding_window", window == 0, f"what sliding_window ({window or None}) says")
+    _first_window(fields)
+    types = _layer_types(fields, window)
+    usual = "sliding_attention" if window else "full_attention"
+    if types is not None and any(name != usual for name in types):
+        fields.refuse("layer_types", types, "the same window in every layer")
+    return [window] * _num_layers(fields)
+
+
+def _num_layers(fields: Fields) -> int:
+    return fields.size("num_hidden_layers", high=MAX_LAYERS)
+
+
+def _window(fields: Fields, default: int | None) -> int:
+    if fields.get("sliding_window") is not None:
+        return fields.size("sliding_window")
+    return 0 if "sliding_window" in fields.raw else default or 0
+
+
+def _first_window(fields: Fields) -> int:
+    first = fields.get("max_window_layers")
+    first = 28 if first is None else first
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        fields.fail("max_window_layers", f"is {quoted(first)}, must be an integer of at least 0")
+    return first
+
+
+def _layer_types(fields: Fields, window: int) -> list[str] | None:
+    types, layers = fields.get("layer_types"), _num_layers(fields)
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != layers:
+        fields.fail("layer_types", f"is {show(types)}, must be a list of num_hidden_layers ({layers}) names")
+    for name in types:
+        if name not in LAYER_TYPES:
+            near = nearest(name, LAYER_TYPES) if isinstance(name, str) else ""
+            fields.refuse("layer_types", name, f"{' and '.join(LAYER_TYPES)}{near}")
+    if not window and "sliding_attention" in types:
+        fields.refuse("layer_types", "sliding_attention", "full_attention, since no sliding window is set")
+    return types
+
+
+def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> int:
+    if "head_dim" not in fields.raw and default is not None:
+        head_dim = default
+    else:
+        if fields.get("head_dim") is None and hidden % heads:
+            fields.fail("hidden_size", f"is {hidden}, which is not a multiple of num_attention_heads ({heads})")
+        head_dim = fields.size("head_dim", hidden // heads, high=MAX_HEAD_DIM)
+    if head_dim % 2:
+        fields.fail("head_dim", f"is {head_dim}, must be even: rotary embedding turns pairs")
+    return head_dim
+
+
+def _dtype(fields: Fields) -> str:
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    value = fields.get(name)
+    if value is None:
+        return "float32"
+    if not isinstance(value, str) or value.removeprefix("torch.") not in DTYPES:
+        fields.refuse(name, value, " or ".join(DTYPES))
+    return str(value).removeprefix("torch.")
+
+
+# --- the layers ------------------------------------------------------------------------------------------------------
+
+
+def model(config: ModelConfig) -> Model:
+    """Every layer is attention, then an MLP; layers differ in their windows alone."""
+    # Equal layers are one object: comparing them is then quick.
+    kinds = {window: _layer(config, window) for window in config.layer_windows}
+    return Model(
+        layers=tuple(kinds[window] for window in config.layer_windows),
+        norm=Norm("norm", config.rms_norm_eps),
+        embedding_scale=config.embedding_scale,
+        # A power of two is in the weight of the last norm.
+        logits_scale=1.0 if is_power_of_two(config.logits_scale) else config.logits_scale,
+    )
+
+
+def _layer(config: ModelConfig, window: int) -> Layer:
+    eps, scale = config.rms_norm_eps, config.residual_scale
+    attention = Attention(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+        window=window,
+        qk_norm=config.qk_norm,
+        norm_eps=eps,
+        kv_scales=config.kv_scales,
+    )
+    return (
+        Sublayer(attention, Norm("input_norm", eps), scale=scale),
+        Sublayer(Mlp(), Norm("post_norm", eps), scale=scale),
+    )
+
+
+# --- the parameters --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What projections are called on disk: one module for each part, or one that holds all parts in order."""
+
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+
+
+SEPARATE = Names()
+LAYER = "model.layers.{layer}."
+IGNORED = ("rotary_emb.inv_freq", "*.rotary_emb.inv_freq")
+"""Old checkpoints carry the rotary frequencies, which follow from config.json."""
+
+
+def parameters(config: ModelConfig, names: Names = SEPARATE) -> ParameterTable:
+    """The parameter table of a dense decoder. Every name may stand without the leading `model.` too."""
+    c, layers = config, range(config.num_layers)
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    qkv = ((q, "heads"), (kv, "kv_heads"), (kv, "kv_heads"))
+    gate_up = ((c.intermediate_size, "mlp"), (c.intermediate_size, "mlp"))
+    found = [
+        _one("embed", (c.vocab_size, c.hidden_size), ("vocab", "embed"), "model.embed_tokens.weight"),
+        _norm("input_norm", c.hidden_size, "embed", LAYER + "input_layernorm.weight", layers),
+        _stacked("qkv", names.qkv, "weight", qkv, "qkv", (c.hidden_size, "embed"), layers),
+        _one("o", (c.hidden_size, q), ("embed", "heads"), LAYER + "self_attn.o_proj.weight", layers),
+        _norm("post_norm", c.hidden_size, "embed", LAYER + "post_attention_layernorm.weight", layers),
+        _stacked("gate_up", names.gate_up, "weight", gate_up, "mlp", (c.hidden_size, "embed"), layers),
+        _one("down", (c.hidden_size, c.intermediate_size), ("embed", "mlp"), LAYER + "mlp.down_proj.weight", layers),
+        _last_norm(config),
+    ]
+    if not c.tie_embeddings:
+        found.append(_one("head", (c.vocab_size, c.hidden_size), ("vocab", "embed"), "lm_head.weight"))
+    if c.qk_norm:
+        found += [_norm(f"{x}_norm", c.head_dim, "head_dim", f"{LAYER}self_attn.{x}_norm.weight", layers) for x in "qk"]
+    if c.qkv_bias:
+        found.append(_stacked("qkv_bias", names.qkv, "bias", qkv, "qkv", None, layers))
+    if c.o_bias:
+        found.append(_one("o_bias", (c.hidden_size,), ("embed",), LAYER + "self_attn.o_proj.bias", layers))
+    if c.mlp_bias:
+        found.append(_stacked("gate_up_bias", names.gate_up, "bias", gate_up, "mlp", None, layers))
+        found.append(_one("down_bias", (c.hidden_size,), ("embed",), LAYER + "mlp.down_proj.bias", layers))
+    copies = (("lm_head.weight", "embed"),) if c.tie_embeddings else ()
+    return ParameterTable(tuple(map(_or_without_model, found)), IGNORED, copies)
+
+
+def _one(
+    name: str, shape: tuple[int, ...], axes: tuple[str, ...], key: str, layers: Sequence[int] | None = None
+) -> Parameter:
+    """A parameter that is one tensor on disk."""
+    return Parameter(name, shape, axes, (Part(key, shape[0], axes[0]),), layers)
+
+
+def _norm(name: str, size: int, axis: str, key: str, layers: Sequence[int] | None = None) -> Parameter:
+    return replace(_one(name, (size,), (axis,), key, layers), init="ones")
+
+
+def _last_norm(config: ModelConfig) -> Parameter:
+    """The norm that the head reads. A power of two that logits are multiplied by is multiplied into it."""
+    factor = config.logits_scale if is_power_of_two(config.logits_scale) else 1.0
+    return replace(_norm("norm", config.hidden_size, "embed", "model.norm.weight"), factor=factor)
+
+
+def _stacked(
+    name: str,
+    modules: tuple[str, ...],
+    kind: str,
+    sizes: Sequence[tuple[int, str]],
+    axis: str,
+    columns: tuple[int, str] | None,
+    layers: Sequence[int],
+) -> Parameter:
+    """A parameter of several parts, each with its rows and their axis."""
+    rows = sum(size for size, _ in sizes)
+    on_disk = [f"{LAYER}{module}.{kind}" for module in modules]
+    if len(on_disk) == 1:
+        starts = [sum(size for size, _ in sizes[:i]) for i in range(len(sizes))]
+        parts = [Part(on_disk[0], size, of, first, rows) for (size, of), first in zip(sizes, starts, strict=True)]
+    else:
+        parts = [Part(key, size, of) for (size, of), key in zip(sizes, on_disk, strict=True)]
+    shape, axes = ((rows,), (axis,)) if columns is None else ((rows, columns[0]), (axis, columns[1]))
+    return Parameter(name, shape, axes, tuple(parts), layers)
+
+
+def _or_without_model(parameter: Parameter) -> Parameter:
+    """The same parameter, which may also be named as in a checkpoint that was saved without the head."""
+    if not all(part.key.startswith("model.") for part in parameter.parts):
+        return parameter
+    bare = tuple(replace(part, key=part.key.removeprefix("model.")) for part in parameter.parts)
+    return replace(parameter, alternatives=(bare,))

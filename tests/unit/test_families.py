@@ -1,0 +1,314 @@
+"""Families as data: every tensor of a file is read as a whole, parameters of any kind are loaded, ones cost nothing."""
+
+from dataclasses import replace
+from math import prod
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from twinfer.ops import resolve as resolve_ops
+from twinfer.ops.namespaces.torch_ import from_numpy, to_numpy
+from twinfer.ops.testing import DTYPES
+from twinfer.shared.checkpoint import Checkpoint
+from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
+from twinfer.shared.errors import CheckpointError, InternalError
+from twinfer.shared.models import decoder
+from twinfer.shared.models.blocks import single_blocks
+from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.families import FAMILIES
+from twinfer.shared.models.placement import place, rows_of
+from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.models.table import TOP, Parameter, ParameterTable, Part, keys, parameter_count
+from twinfer.shared.weights import check_checkpoint, expected_tensors, read_parameter
+from twinfer.shared.worker import backend_module
+
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+
+
+def model_of_family(architecture, **fields):
+    return parse_config({"architectures": [architecture]} | SMALL | fields)
+
+
+GRANITE = dict(embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=16.0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_row_of_every_tensor_is_read_once(architecture, tied):
+    table = decoder.parameters_of(model_of_family(architecture, tie_word_embeddings=tied))
+    for alternative in (False, True):
+        read = {key: [] for key in expected_tensors(table)}
+        for parameter, layer in table.placed():
+            parts = parameter.alternatives[0] if alternative and parameter.alternatives else parameter.parts
+            for part, usual in zip(parts, keys(parameter.parts, layer), strict=True):
+                read[usual] += range(part.first, part.first + part.rows)
+        for key, shape in expected_tensors(table).items():
+            assert sorted(read[key]) == list(range(shape[0])), key
+
+
+def written(folder, table, dtype=np.float32, bare=False):
+    """A checkpoint of random tensors under the usual names, or under those without `model.`."""
+    rng = np.random.default_rng(0)
+    shapes = expected_tensors(table)
+    tensors = {key: rng.normal(size=shape).astype(dtype) for key, shape in shapes.items()}
+    save_file(
+        {key.removeprefix("model." if bare else ""): x for key, x in tensors.items()}, folder / "model.safetensors"
+    )
+    return tensors
+
+
+def test_fused_tensors_are_read_as_their_parts(tmp_path):
+    config = model_of_family("Phi3ForCausalLM")
+    table = decoder.parameters_of(config)
+    tensors = written(tmp_path, table)
+    checkpoint = Checkpoint(tmp_path)
+    check_checkpoint(checkpoint, table)
+    assert [part.rows for part in table.layer(1)["qkv"].parts] == [32, 16, 16]
+    for name, key in (("qkv", "self_attn.qkv_proj"), ("gate_up", "mlp.gate_up_proj")):
+        read = read_parameter(checkpoint, table.layer(1)[name], 1)
+        np.testing.assert_array_equal(read, tensors[f"model.layers.1.{key}.weight"])
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4])
+def test_a_shard_of_a_fused_tensor_is_that_of_separate_ones(shards):
+    """Phi-3 and Llama of the same sizes place the same entries, and find each in a tensor of their own."""
+    fused, separate = (model_of_family(a, intermediate_size=50) for a in ("Phi3ForCausalLM", "LlamaForCausalLM"))
+    for name in ("qkv", "gate_up"):
+        one, other = (decoder.parameters_of(m).layer(0)[name] for m in (fused, separate))
+        placed, same = place(one, fused, shards), place(other, separate, shards)
+        np.testing.assert_array_equal(placed.source, same.source)
+        offset = 0
+        for part, whole in zip(one.parts, other.parts, strict=True):
+            rows, rows_apart = rows_of(part, placed.source, offset), rows_of(whole, same.source, offset)
+            np.testing.assert_array_equal(rows, np.where(rows_apart < 0, -1, rows_apart + part.first))
+            assert (rows_apart < whole.rows).all()
+            offset += part.rows
+
+
+def test_a_checkpoint_without_the_head_may_lack_the_prefix(tmp_path):
+    """As Qwen3-Embedding and what `AutoModel` saves: layers.0 instead of model.layers.0."""
+    table = decoder.parameters_of(model_of_family("Qwen3ForCausalLM", tie_word_embeddings=True))
+    tensors = written(tmp_path, table, bare=True)
+    checkpoint = Checkpoint(tmp_path)
+    check_checkpoint(checkpoint, table)
+    read = read_parameter(checkpoint, table.layer(2)["down"], 2)
+    np.testing.assert_array_equal(read, tensors["model.layers.2.mlp.down_proj.weight"])
+    # Both names at once are one too many.
+    bare = {key.removeprefix("model."): x for key, x in tensors.items()}
+    save_file(bare | {"model.norm.weight": tensors["model.norm.weight"]}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 unexpected: norm\.weight"):
+        check_checkpoint(Checkpoint(tmp_path), table)
+
+
+def test_what_a_family_ignores_is_ignored_and_nothing_else(tmp_path):
+    table = decoder.parameters_of(model_of_family("Phi3ForCausalLM"))
+    tensors = written(tmp_path, table)
+    rotary = {"model.layers.1.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    save_file(tensors | rotary, tmp_path / "model.safetensors")
+    check_checkpoint(Checkpoint(tmp_path), table)
+    save_file(
+        tensors | {"model.layers.1.self_attn.q_proj.weight": np.ones(4, np.float32)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=r"unexpected: .*q_proj\.weight; the nearest .*\.1\.self_attn\.qkv_proj"):
+        check_checkpoint(Checkpoint(tmp_path), table)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_a_power_of_two_that_divides_logits_is_in_the_last_norm(tmp_path, dtype):
+    table = decoder.parameters_of(model_of_family("GraniteForCausalLM", **GRANITE))
+    tensors = written(tmp_path, table, dtype)
+    read = read_parameter(Checkpoint(tmp_path), table.top["norm"], TOP)
+    assert read.dtype == dtype
+    np.testing.assert_array_equal(read.astype(np.float64) * 16, tensors["model.norm.weight"].astype(np.float64))
+    odd = model_of_family("GraniteForCausalLM", **GRANITE | {"logits_scaling": 13.0})
+    assert decoder.parameters_of(odd).top["norm"].factor == 1.0
+    assert decoder.model_of(odd).logits_scale == 1 / 13
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_scales_are_called_where_they_are_not_one(backend):
+    """One op behind the embedding, and one behind each sublayer; programs of other models have none."""
+    plans = backend_module(backend, "plans")
+
+    def counts(model):
+        config = EngineConfig(model="m", backend=backend, max_num_seqs=4, max_num_batched_tokens=16)
+        resolved, _ = resolve(config, model, DeviceInfo("cpu", "cpu", 1 << 34))
+        calls = [plans.record(model, resolved, kind) for kind in ("decode", "mixed", "sample")]
+        programs = [{call.program for call in of_kind} for of_kind in calls]
+        found = [[c for c in of_kind if c.op == "scale"] for of_kind in calls]
+        factors = [sorted({c.arguments["factor"] for c in of_kind}) for of_kind in found]
+        return [len(of_kind) / len(names) for of_kind, names in zip(found, programs, strict=True)], factors
+
+    assert counts(model_of_family("LlamaForCausalLM")) == ([0, 0, 0], [[], [], []])
+    ones = dict.fromkeys("embedding_multiplier attention_multiplier residual_multiplier logits_scaling".split(), 1.0)
+    assert counts(model_of_family("GraniteForCausalLM", **ones)) == ([0, 0, 0], [[], [], []])
+    # The layers of a model are recorded once for each kind, and they are of one kind.
+    (decode, mixed, sample), factors = counts(model_of_family("GraniteForCausalLM", **GRANITE))
+    assert (decode, sample) == (3, 0)
+    assert mixed >= 3
+    assert factors == [[0.22, 12.0], [0.22, 12.0], []]
+    odd = model_of_family("GraniteForCausalLM", **GRANITE | {"logits_scaling": 13.0})
+    assert counts(odd)[1][2] == [1 / 13]
+
+
+# --- parameters of kinds that no family has yet ----------------------------------------------------------------------
+
+LAYERS = (0, 2)
+ODD = ParameterTable(
+    (
+        Parameter("embed", (6, 4), ("vocab", "embed"), (Part("embed", 6, "vocab"),)),
+        Parameter(
+            "cube",
+            (6, 4, 5),
+            ("embed", "mlp", "head_dim"),
+            (Part("cube.{layer}", 4, "embed", 1, 5), Part("rest.{layer}", 2, "embed")),
+            LAYERS,
+        ),
+        Parameter("columns", (3, 4), ("embed", "mlp"), (Part("both.{layer}", 3, "embed", 3, 6),), LAYERS),
+        Parameter("decay", (4,), ("embed",), (Part("decay.{layer}", 4, "embed"),), range(3), dtype="float32"),
+    )
+)
+
+
+def odd_values(folder):
+    """The tensors of ODD on disk, and what its parameters are."""
+    tensors = written(folder, ODD)
+    values = {("embed", TOP): tensors["embed"]}
+    for layer in range(3):
+        values["decay", layer] = tensors[f"decay.{layer}"]
+    for layer in LAYERS:
+        values["cube", layer] = np.concatenate([tensors[f"cube.{layer}"][1:], tensors[f"rest.{layer}"]])
+        values["columns", layer] = tensors[f"both.{layer}"][3:]
+    return values
+
+
+def test_a_table_says_what_each_layer_has():
+    assert list(ODD.top) == ["embed"]
+    assert [list(ODD.layer(i)) for i in range(3)] == [
+        ["cube", "columns", "decay"],
+        ["decay"],
+        ["cube", "columns", "decay"],
+    ]
+    assert parameter_count(ODD) == 24 + 2 * (120 + 12) + 3 * 4
+    assert expected_tensors(ODD)["cube.2"] == (5, 4, 5)
+    assert expected_tensors(ODD)["both.0"] == (6, 4)
+    with pytest.raises(InternalError, match="cube: stated twice for layer 2"):
+        ParameterTable((*ODD, replace(ODD.layer(0)["cube"], layers=(1, 2))))
+    with pytest.raises(InternalError, match="embed: the parts have 6 rows, the shape 7"):
+        replace(ODD.top["embed"], shape=(7, 4))
+    with pytest.raises(InternalError, match=r"embed: factor is 0\.3"):
+        replace(ODD.top["embed"], factor=0.3)
+
+
+@pytest.mark.parametrize("dummy", [False, True])
+def test_torch_loads_parameters_of_any_kind(tmp_path, dummy):
+    import torch
+
+    from twinfer.gpu.module import Decoder
+    from twinfer.gpu.weights import load_weights
+
+    values, model = odd_values(tmp_path), model_of_family("LlamaForCausalLM")
+    module = Decoder(model, ODD, None, torch.bfloat16, torch.device("cpu"))
+    load_weights(module, str(tmp_path), "dummy" if dummy else "auto", ODD, 0, lambda *_: None)
+    assert list(module.top_weights) == ["embed"]
+    for (name, layer), value in values.items():
+        loaded = module.top_weights[name] if layer == TOP else module.layer_weights[layer][name]
+        assert tuple(loaded.shape) == value.shape
+        assert loaded.dtype == (torch.float32 if name == "decay" else torch.bfloat16)
+        if not dummy:
+            np.testing.assert_array_equal(loaded.float().numpy(), value.astype(loaded_dtype(name)).astype(np.float32))
+    assert sum(len(weights) for weights in module.layer_weights) == len(values) - 1
+
+
+def loaded_dtype(name):
+    return np.float32 if name == "decay" else ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("dummy", [False, True])
+def test_jax_loads_parameters_of_any_kind(tmp_path, dummy, shards):
+    """The same entries on any number of shards, with zeros where they do not divide."""
+    import jax
+
+    from twinfer.tpu.sharding import make_mesh
+    from twinfer.tpu.weights import load_weights
+
+    if len(jax.devices("cpu")) < shards:
+        pytest.skip("needs several devices: tests/e2e/test_tpu_sharding.py runs this file with them")
+    values, model, loaded = odd_values(tmp_path), model_of_family("LlamaForCausalLM"), []
+    for count in (1, shards):
+        mesh = make_mesh(jax.devices("cpu"), count)
+        arguments = str(tmp_path), "dummy" if dummy else "auto", model, ODD, single_blocks(3)
+        loaded.append(load_weights(*arguments, jax.numpy.dtype("bfloat16"), 0, mesh, lambda *_: None))
+    for (name, layer), value in values.items():
+        plain, sharded = (np.asarray(w[name] if layer == TOP else w["blocks"][layer][0][name][0]) for w in loaded)
+        assert plain.dtype == loaded_dtype(name)
+        if not dummy:
+            np.testing.assert_array_equal(plain, value.astype(plain.dtype))
+        extra = [(0, n - size) for n, size in zip(sharded.shape, plain.shape, strict=True)]
+        np.testing.assert_array_equal(sharded, np.pad(plain, extra))
+    assert sum(len(of_layers) for (of_layers,) in loaded[0]["blocks"]) == len(values) - 1
+
+
+def test_the_number_of_parameters_is_the_published_one():
+    assert parameter_count(decoder.parameters_of(parse_config(SHAPES["phi4-mini"]))) == 3_836_021_760
+
+
+@pytest.mark.parametrize(("asked", "length", "changed"), [(None, 4096, 0), (4096, 4096, 0), (4097, 4097, 1)])
+def test_an_engine_takes_the_short_longrope_factors_unless_asked_for_more(asked, length, changed):
+    """At the short ones every sequence that is served is computed as by transformers."""
+    model, device = parse_config(SHAPES["phi4-mini"]), DeviceInfo("cuda", "H200", 1 << 37)
+    config = EngineConfig(model="m", backend="torch", max_model_len=asked)
+    resolved, changes = resolve(config, model, device)
+    assert resolved.max_model_len == length
+    assert [change.field for change in changes].count("longrope factors") == changed
+    assert (
+        resolve(EngineConfig(model="m", backend="torch"), model, DeviceInfo("cpu", "", 1 << 34))[0].max_model_len
+        == 2048
+    )
+    # Others have the model's limit.
+    granite = parse_config(SHAPES["granite3.3-8b"])
+    assert resolve(replace(config, max_model_len=None), granite, device)[0].max_model_len == 131072
+
+
+def on_jax(function, *arrays):
+    """Compiled as the worker does."""
+    import jax
+
+    lowered = jax.jit(function).lower(*arrays)
+    return np.asarray(lowered.compile(compiler_options={"xla_allow_excess_precision": False})(*arrays))
+
+
+@pytest.mark.parametrize("factor", [0.22, 12.0, 0.175, 1 / 13])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_multipliers_round_where_transformers_rounds(dtype, factor):
+    """`residual + x * multiplier`, as its modeling code has it: bit for bit on both frameworks."""
+    rng = np.random.default_rng(0)
+    x, residual = (rng.normal(size=(7, 1000)).astype(DTYPES[dtype]) for _ in range(2))
+    product = from_numpy(x) * factor
+    torch_ops, jax_ops = resolve_ops("torch").bind(), resolve_ops("jax").bind()
+    np.testing.assert_array_equal(to_numpy(torch_ops.scale(from_numpy(x), factor)), to_numpy(product))
+    np.testing.assert_array_equal(on_jax(lambda x: jax_ops.scale(x, factor), x), to_numpy(product))
+    if dtype == "bfloat16":  # what these models run in; of wider products and sums XLA may make one operation
+        total = to_numpy(from_numpy(residual) + product)
+        ours = torch_ops.add(torch_ops.scale(from_numpy(x), factor), from_numpy(residual))
+        np.testing.assert_array_equal(to_numpy(ours), total)
+        both = on_jax(lambda x, residual: jax_ops.add(jax_ops.scale(x, factor), residual), x, residual)
+        np.testing.assert_array_equal(both, total)
+
+
+def test_the_sizes_of_a_family_are_those_of_its_tensors():
+    for architecture in FAMILIES:
+        table = decoder.parameters_of(model_of_family(architecture))
+        assert parameter_count(table) == sum(prod(shape) for shape in expected_tensors(table).values())
