@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from twinfer.ops import resolve as resolve_ops
+from twinfer.ops.namespaces import namespace
 from twinfer.ops.namespaces.torch_ import from_numpy, to_numpy
 from twinfer.ops.testing import DTYPES
 from twinfer.shared.checkpoint import Checkpoint
@@ -21,7 +22,7 @@ from twinfer.shared.models.families import FAMILIES
 from twinfer.shared.models.placement import place, rows_of
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.models.table import TOP, Parameter, ParameterTable, Part, keys, parameter_count
-from twinfer.shared.weights import check_checkpoint, expected_tensors, read_parameter
+from twinfer.shared.weights import check_checkpoint, dummy_parameter, expected_tensors, read_parameter
 from twinfer.shared.worker import backend_module
 
 SMALL = {
@@ -181,8 +182,10 @@ ODD = ParameterTable(
 )
 
 
-def odd_values(folder):
-    """The tensors of ODD on disk, and what its parameters are."""
+def odd_values(folder, dummy):
+    """What the parameters of ODD are: in a checkpoint that is written, or as seeded random numbers."""
+    if dummy:
+        return {(p.name, layer): dummy_values(p, max(layer, 0)) for p, layer in ODD.placed()}
     tensors = written(folder, ODD)
     values = {("embed", TOP): tensors["embed"]}
     for layer in range(3):
@@ -191,6 +194,12 @@ def odd_values(folder):
         values["cube", layer] = np.concatenate([tensors[f"cube.{layer}"][1:], tensors[f"rest.{layer}"]])
         values["columns", layer] = tensors[f"both.{layer}"][3:]
     return values
+
+
+def dummy_values(parameter, layer):
+    """From the index of each element in its parameter, as a row of all of them."""
+    index = np.arange(prod(parameter.shape), dtype=np.int32)
+    return dummy_parameter(namespace("numpy"), parameter, layer, 0, index).reshape(parameter.shape)
 
 
 def test_a_table_says_what_each_layer_has():
@@ -218,7 +227,7 @@ def test_torch_loads_parameters_of_any_kind(tmp_path, dummy):
     from twinfer.gpu.module import Decoder
     from twinfer.gpu.weights import load_weights
 
-    values, model = odd_values(tmp_path), model_of_family("LlamaForCausalLM")
+    values, model = odd_values(tmp_path, dummy), model_of_family("LlamaForCausalLM")
     module = Decoder(model, ODD, None, torch.bfloat16, torch.device("cpu"))
     load_weights(module, str(tmp_path), "dummy" if dummy else "auto", ODD, 0, lambda *_: None)
     assert list(module.top_weights) == ["embed"]
@@ -226,8 +235,7 @@ def test_torch_loads_parameters_of_any_kind(tmp_path, dummy):
         loaded = module.top_weights[name] if layer == TOP else module.layer_weights[layer][name]
         assert tuple(loaded.shape) == value.shape
         assert loaded.dtype == (torch.float32 if name == "decay" else torch.bfloat16)
-        if not dummy:
-            np.testing.assert_array_equal(loaded.float().numpy(), value.astype(loaded_dtype(name)).astype(np.float32))
+        np.testing.assert_array_equal(loaded.float().numpy(), value.astype(loaded_dtype(name)).astype(np.float32))
     assert sum(len(weights) for weights in module.layer_weights) == len(values) - 1
 
 
@@ -246,7 +254,7 @@ def test_jax_loads_parameters_of_any_kind(tmp_path, dummy, shards):
 
     if len(jax.devices("cpu")) < shards:
         pytest.skip("needs several devices: tests/e2e/test_tpu_sharding.py runs this file with them")
-    values, model, loaded = odd_values(tmp_path), model_of_family("LlamaForCausalLM"), []
+    values, model, loaded = odd_values(tmp_path, dummy), model_of_family("LlamaForCausalLM"), []
     for count in (1, shards):
         mesh = make_mesh(jax.devices("cpu"), count)
         arguments = str(tmp_path), "dummy" if dummy else "auto", model, ODD, single_blocks(3)
@@ -254,8 +262,7 @@ def test_jax_loads_parameters_of_any_kind(tmp_path, dummy, shards):
     for (name, layer), value in values.items():
         plain, sharded = (np.asarray(w[name] if layer == TOP else w["blocks"][layer][0][name][0]) for w in loaded)
         assert plain.dtype == loaded_dtype(name)
-        if not dummy:
-            np.testing.assert_array_equal(plain, value.astype(plain.dtype))
+        np.testing.assert_array_equal(plain, value.astype(plain.dtype))
         extra = [(0, n - size) for n, size in zip(sharded.shape, plain.shape, strict=True)]
         np.testing.assert_array_equal(sharded, np.pad(plain, extra))
     assert sum(len(of_layers) for (of_layers,) in loaded[0]["blocks"]) == len(values) - 1
