@@ -26,10 +26,12 @@ $(STAMP): pyproject.toml constraints.txt
 	ln -sfn ../.. .venv/check/twinfer
 	touch $@
 
+ROOMS = bucketing shared ops gpu tpu numerics serving
+
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	MYPYPATH=.venv/check $(BIN)/mypy -p twinfer.bucketing -p twinfer.shared -p twinfer.ops
+	MYPYPATH=.venv/check $(BIN)/mypy $(ROOMS:%=-p twinfer.%)
 	$(BIN)/lint-imports --no-logo
 	git grep --no-index --exclude-standard -nIE '$(FORBIDDEN)' && exit 1 || test $$? -eq 1
 

@@ -224,4 +224,4 @@ def layer_function(spec: Layer, ops: Any, *, decode: bool) -> FunctionType:
         stream, _ = decoder.layer(ops, spec, weights, decoder.Stream(hidden, residual), kv, inside)
         return stream.hidden, stream.residual
 
-    return layer
+    return layer  # type: ignore[return-value]  # mypy does not take a function for a FunctionType

@@ -6,11 +6,11 @@ Here in torch; `step_kernels.py` has the same functions as one kernel each, for 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-Tensor = torch.Tensor
+Tensor: TypeAlias = torch.Tensor
 
 
 def plumbing(device: torch.device) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 import triton
 import triton.language as tl
@@ -10,7 +12,7 @@ from .kernels.launch import power_of_2, supported
 
 __all__ = ["advance", "keep", "put_pages", "select", "supported"]
 
-Tensor = torch.Tensor
+Tensor: TypeAlias = torch.Tensor
 BLOCK = 128
 
 

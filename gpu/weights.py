@@ -8,8 +8,8 @@ from ..ops.namespaces import namespace
 from ..ops.namespaces.torch_ import from_numpy
 from ..shared.checkpoint import Checkpoint
 from ..shared.models.table import Parameter, ParameterTable
+from ..shared.progress import Progress
 from ..shared.weights import check_checkpoint, dummy_parameter, dummy_size, read_parameter
-from ..shared.worker import Progress
 from .module import Decoder
 
 

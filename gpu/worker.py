@@ -25,8 +25,9 @@ from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
 from ..shared.models.table import parameter_count
 from ..shared.packer import padding
+from ..shared.progress import Progress
 from ..shared.step import StepInput, StepOutput, StepShape, TopLogprobs
-from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, Worker, cache_pages, kv_page_bytes
+from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Worker, cache_pages, kv_page_bytes
 from . import advice
 from .advice import advise
 from .backend import check_options, code_kept_in, key_factors, open_cache
@@ -457,7 +458,8 @@ class TorchWorker:
 
     def close(self) -> None:
         """Drop weights, cache and graphs."""
-        self._module = self._kv = self._programs = self._inputs = self._recorder = None
+        self._module = self._kv = self._programs = self._inputs = None  # type: ignore[assignment]  # closed for good
+        self._recorder = None
         self._release()
         if self._where.type == "cuda":
             torch.cuda.empty_cache()

@@ -294,7 +294,8 @@ class Suspect:
         if trusted is None:
             out, taps = runner.layer(place, *moved)
         else:
-            out, taps = runner.by_op(place, *moved, self._replaced(place, trusted))
+            hidden, residual, kv = moved
+            out, taps = runner.by_op(place, hidden, residual, kv, self._replaced(place, trusted))
         return tuple(runner.download(x) for x in out), taps
 
     def _local(self, verdict: Verdict, number: int, place: int, trusted: Collection[str] | None) -> bool:

@@ -237,7 +237,7 @@ def _tensors(data: bytes, where: str) -> dict[str, np.ndarray]:
     from safetensors import deserialize
 
     try:
-        found = deserialize(data)
+        found = deserialize(data)  # type: ignore[no-untyped-call]
         return {name: _array(info) for name, info in found}
     except (SafetensorError, ValueError, KeyError) as error:
         raise NotComparable(f"{where} is damaged: {str(error)[:120]}") from None

@@ -169,10 +169,7 @@ def load(record: Mapping[str, Any]) -> Diff:
         findings = [
             Finding(**{
                 **{name: raw[name] for name in Finding.__dataclass_fields__},
-                "metrics": Metrics(**{
-                    name: tuple(value) if isinstance(value, list) else _number(value)
-                    for name, value in raw["metrics"].items()
-                }),
+                "metrics": Metrics(**{name: _value(value) for name, value in raw["metrics"].items()}),
                 "complaints": tuple(raw["complaints"]),
                 "contract": _number(raw["contract"]),
                 "shares": {name: _number(value) for name, value in raw["shares"].items()},
@@ -180,17 +177,19 @@ def load(record: Mapping[str, Any]) -> Diff:
             for raw in record["findings"]
         ]  # fmt: skip
         logits = [
-            LogitsFinding(**{
-                name: tuple(raw[name]) if isinstance(raw[name], list) else _number(raw[name], name)
-                for name in LogitsFinding.__dataclass_fields__
-            })
+            LogitsFinding(**{name: _value(raw[name], name) for name in LogitsFinding.__dataclass_fields__})
             for raw in record["logits"]
-        ]  # fmt: skip
+        ]
         lists = {name: list(record[name]) for name in ("problems", "missing", "notes")}
         environment, seconds = dict(record["environment"]), float(record["seconds"])
         return Diff(tuple(record["sides"]), findings, logits, environment=environment, seconds=seconds, **lists)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NotComparable(f"the result is damaged or of another version: {type(error).__name__} {error}") from None
+
+
+def _value(value: Any, name: str = "") -> Any:
+    """A field from JSON, where tuples are lists."""
+    return tuple(value) if isinstance(value, list) else _number(value, name)
 
 
 def _number(value: Any, name: str = "") -> Any:

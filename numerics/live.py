@@ -58,8 +58,10 @@ def parse_policy(text: str) -> Policy:
             requests.add(value)
         elif name == "step" and value.isdecimal():
             steps.add(int(value))
-        elif name in ("most", "every") and value.isdecimal() and int(value) > 0:
-            policy = replace(policy, **{name: int(value)})
+        elif name == "most" and value.isdecimal() and int(value) > 0:
+            policy = replace(policy, most=int(value))
+        elif name == "every" and value.isdecimal() and int(value) > 0:
+            policy = replace(policy, every=int(value))
         else:
             raise ConfigError(f"capture: got {word!r} in {text!r}, allowed is {GRAMMAR}")
     policy = replace(policy, requests=frozenset(requests), steps=frozenset(steps))
@@ -85,12 +87,14 @@ class _Handle:
     """A step's handle whose result may be asked for twice."""
 
     def __init__(self, step: StepInput, handle: Any) -> None:
-        self.step, self._handle, self._output = step, handle, None
+        self.step, self._handle = step, handle
+        self._output: StepOutput | None = None
 
     def result(self) -> StepOutput:
         """Wait for the step."""
         if self._output is None:
-            self._output = self._handle.result()
+            self._output = output = self._handle.result()
+            return output
         return self._output
 
 

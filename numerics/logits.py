@@ -192,7 +192,7 @@ def transformers_logits(subject: Subject, prompts: Sequence[np.ndarray]) -> tupl
     dtype = getattr(torch, subject.dtype)
     if subject.load_format == "dummy":
         config = transformers.AutoConfig.from_pretrained(subject.folder, local_files_only=True)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
         model.load_state_dict(_state(subject), strict=False)
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(subject.folder, dtype=dtype, local_files_only=True)

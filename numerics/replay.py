@@ -241,7 +241,7 @@ class _FromStart(Comparison):
 class Replayed(_FromStart):
     """A comparison whose local runs get what the recorded run had."""
 
-    def __init__(self, bundle: Bundle, recording: Recording, runners: Mapping[str, Runner], mode: Mode) -> None:
+    def __init__(self, bundle: Bundle, recording: Recording, runners: Mapping[str, Any], mode: Mode) -> None:
         super().__init__(bundle, runners, mode)
         self._recording = recording
 
@@ -283,7 +283,7 @@ def replay(
         raise ConfigError("on: got no target, at least one is needed")
     subject = bundle.subject
     mode: Mode = "S" if subject.dtype == "float32" else "P"
-    runners: dict[str, Runner] = {}
+    runners: dict[str, Any] = {}  # a `Recording` does what a `Runner` does
     layers = all(f"layer.{i}.hidden" in r.arrays for r in bundle.steps for i in range(subject.model.num_layers))
     try:
         recording = Recording(bundle) if layers else None

@@ -228,7 +228,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1100, 250, 52, 140, 14, 34
 
 def _chart(findings: Sequence[Record], sides: Sequence[str], mode: str) -> dict[str, Any] | None:
     """Local and inherited error by layer: sigma with its band in mode P, relative error in mode S."""
-    lines = []
+    lines: list[dict[str, Any]] = []
     for index, side in enumerate(sides):
         for scope in ("layer", "inherited"):
             points = _by_layer([f for f in findings if (f["side"], f["scope"]) == (side, scope)], mode)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ class Target:
         return ":".join([self.backend, self.device, *([",".join(parts)] if parts else [])])
 
 
-OPTIONS = {"compile_level": int, "scan_layers": lambda text: text == "true"}
+OPTIONS: Mapping[str, Callable[[str], Any]] = {"compile_level": int, "scan_layers": lambda text: text == "true"}
 
 
 def parse_target(text: str) -> Target:

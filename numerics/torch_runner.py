@@ -58,9 +58,9 @@ class TorchRunner(Runner):
             "head": (sample, self._head),
         }
         for program, (chosen, run) in top.items():
-            key = (d, self._pages, (program, self._top_faulty))
-            if key not in self._programs:
-                self._programs[key] = self._program(program, chosen, run, self._top_faulty)
+            top_key = (d, self._pages, (program, self._top_faulty))
+            if top_key not in self._programs:
+                self._programs[top_key] = self._program(program, chosen, run, self._top_faulty)
         for index, spec in enumerate(self.spec.layers):
             faulty = self.fault.at(index) and bool(self.fault.ops)
             key = (d, self._pages, ("layer", spec, faulty))

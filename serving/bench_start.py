@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from typing import Any
 
 ENTERED = time.monotonic()
 
@@ -25,7 +26,7 @@ def main() -> int:
     return 0
 
 
-def with_cache(model: str, backend: str, options: dict, cache: str | None) -> dict:
+def with_cache(model: str, backend: str, options: dict[str, Any], cache: str | None) -> dict[str, Any]:
     """The options, with compiled code kept in the folder `cache` where anything is kept."""
     from ..shared.compilation_config import keeps_code
     from ..shared.config import EngineConfig
@@ -38,7 +39,7 @@ def with_cache(model: str, backend: str, options: dict, cache: str | None) -> di
     return options | {"compilation_config": {**(options.get("compilation_config") or {}), "cache_dir": cache}}
 
 
-def start(model: str, backend: str, options: dict, cache: str | None = None) -> dict:
+def start(model: str, backend: str, options: dict[str, Any], cache: str | None = None) -> dict[str, Any]:
     """The times of one start, in seconds; `_at` are readings of the machine's monotonic clock."""
     from ..shared.sampling_params import SamplingParams
     from ..shared.worker import backend_module

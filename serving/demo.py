@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +95,7 @@ class Verdict:
     total: int = 0
     equal: int = 0
     real: int = 0
-    notes: list[str] | None = None
-
-    def __post_init__(self) -> None:
-        self.notes = [] if self.notes is None else self.notes
+    notes: list[str] = field(default_factory=list)
 
 
 def compare(left: list[Result], right: list[Result]) -> Any:
@@ -108,7 +105,7 @@ def compare(left: list[Result], right: list[Result]) -> Any:
     difference is a proven tie if each side holds the same two tokens for the best, by a margin that is smaller than
     `TIE_FACTOR` times the largest difference of log-probabilities between the sides before it.
     """
-    verdict = Verdict(notes=[])
+    verdict = Verdict()
     for index, (a, b) in enumerate(zip(left, right, strict=True)):
         length = max(len(a.token_ids), len(b.token_ids))
         pairs = zip(a.token_ids, b.token_ids, strict=False)

@@ -35,8 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     options = engine_options(arguments) | {"generation_config": arguments.generation_config}
     tokenizer = Tokenizer.load(model_folder(arguments.model))
     prompts = _tokenized(tokenizer, prompts, arguments.chat)
-    known = {"tokenizer": tokenizer, "demand": _demand(prompts, params)}
-    with LLM(arguments.model, backend=arguments.backend, **known, **options) as llm:
+    demand = _demand(prompts, params)
+    with LLM(arguments.model, backend=arguments.backend, tokenizer=tokenizer, demand=demand, **options) as llm:
         if arguments.verbose:
             _print_report(llm)
         return _complete(llm, prompts, params, _writer(arguments, llm, len(prompts), params))

@@ -61,7 +61,7 @@ class OneLineParser(argparse.ArgumentParser):
         """The parser of the command that `arguments` name: of `bench offline`, that of `offline`."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                command = action.choices.get(getattr(arguments, action.dest, None))
+                command = action.choices.get(str(getattr(arguments, action.dest, None)))
                 if isinstance(command, OneLineParser):
                     return command.leaf(arguments)
         return self

@@ -20,7 +20,8 @@ from ..shared.config import EngineConfig, ResolvedConfig, resolve
 from ..shared.errors import ConfigError
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
-from ..shared.worker import Progress, cache_pages
+from ..shared.progress import Progress
+from ..shared.worker import cache_pages
 from . import compilation, executables, footprint
 from .aot_report import AotReport, ProgramCost, program_cost
 from .kv_buffer import page_bytes

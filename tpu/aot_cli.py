@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..shared.models.config import load_config
 from ..shared.models.locate import model_folder
-from ..shared.worker import Progress
+from ..shared.progress import Progress
 from .aot import build
 from .aot_report import AotReport
 from .platforms import leave_out_libtpu

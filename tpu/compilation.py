@@ -15,7 +15,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ..shared.worker import ProgramReport, Progress
+from ..shared.progress import Progress
+from ..shared.worker import ProgramReport
 from . import programs
 from .executables import Reader
 from .ladder import Job

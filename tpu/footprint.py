@@ -17,7 +17,8 @@ import jax
 from jax.sharding import Mesh
 
 from ..shared.errors import ConfigError
-from ..shared.worker import ProgramReport, Progress
+from ..shared.progress import Progress
+from ..shared.worker import ProgramReport
 from . import compilation
 from .compilation import Program
 from .ladder import Job, Shapes, bytes_per_device, is_step, kind_of, largest

@@ -154,8 +154,8 @@ def largest(work: Mapping[Any, Job]) -> dict[Any, Job]:
     Of samplers, alone or in loops, only the one that can do all that the others do.
     """
     last = {kind_of(key): key for key in work}  # sizes of a kind rise
-    loops = [kind for variant in programs.LOOP_SAMPLERS if (kind := ("loop", variant)) in last]
-    samplers = [kind for variant in SAMPLERS if (kind := (variant,)) in last]
+    loops = [("loop", variant) for variant in programs.LOOP_SAMPLERS if ("loop", variant) in last]
+    samplers = [(variant,) for variant in SAMPLERS if (variant,) in last]
     lesser = {*loops[:-1], *samplers[:-1]}
     return {key: work[key] for kind, key in last.items() if kind not in lesser and kind != "update"}
 
@@ -208,9 +208,9 @@ def jobs(model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: 
             arguments = (head, last, state.parameters, rows, picked(requests))
             if variant == "processed":
                 arguments += (array(processor_layout(requests, shape).size),)
-            function = partial(programs.sampler, model, variant, requests)
+            sampler = partial(programs.sampler, model, variant, requests)
             name = f"sample_{variant}_{requests}"
-            found[variant, requests] = Job(name, function, (1,), arguments, (whole, whole))
+            found[variant, requests] = Job(name, sampler, (1,), arguments, (whole, whole))
         if not (demand.logprobs or demand.prompt_logprobs):
             continue
         function = partial(programs.logprobs, model)

@@ -41,7 +41,7 @@ def on(mesh: Mesh, spec: P = REPLICATED) -> NamedSharding:
 
 def partition(placement: Placement, layered: bool) -> P:
     """The partition of a parameter, stacked over layers if it is layered."""
-    axes = [None] * len(placement.shape)
+    axes: list[str | None] = [None] * len(placement.shape)
     if placement.axis is not None:
         axes[placement.axis] = "tp"
     while axes and axes[-1] is None:

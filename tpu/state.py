@@ -81,7 +81,7 @@ def diff_layout(descriptor: Descriptor, shape: StepShape, loop: bool = False) ->
     batch = batch_layout(descriptor, shape).fields
     requests = descriptor.requests
     pages = max(LEAST_PAGES, requests + (0 if descriptor.kind == "decode" else descriptor.tokens // 8))
-    fields = [(name, field.shape, int) for name, field in batch.items()]
+    fields: list[tuple[str, tuple[int, ...], type]] = [(name, field.shape, int) for name, field in batch.items()]
     fields += [(name, (requests,), int) for name in MOVING]
     fields += _changes(pages, NEW_ROWS)
     if loop:

@@ -18,8 +18,8 @@ from ..shared.models.blocks import Block
 from ..shared.models.config import ModelConfig
 from ..shared.models.placement import Placement, place, rows_of
 from ..shared.models.table import Parameter, ParameterTable, keys
+from ..shared.progress import Progress
 from ..shared.weights import check_checkpoint, dummy_parameter, parts_in, read_entries, read_rows
-from ..shared.worker import Progress
 from .sharding import on, partition
 
 
@@ -132,7 +132,7 @@ def _dummy(
     def one(layer: jax.Array) -> jax.Array:
         at = [jax.lax.broadcasted_iota(jnp.int32, dims, dim) for dim in range(len(dims))]
         real: Any = True
-        if axis is not None and not np.array_equal(source, np.arange(dims[axis])):
+        if axis is not None and source is not None and not np.array_equal(source, np.arange(dims[axis])):
             along = np.asarray(source, np.int32).reshape([-1 if dim == axis else 1 for dim in range(len(dims))])
             at[axis] = jnp.broadcast_to(along, dims)
             real = at[axis] >= 0

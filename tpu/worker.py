@@ -18,6 +18,7 @@ from ..shared.errors import ConfigError, InternalError, OutsideTable
 from ..shared.models import decoder
 from ..shared.models.config import ModelConfig
 from ..shared.packer import padding
+from ..shared.progress import Progress
 from ..shared.step import (
     STOP_SLOTS,
     DecodeLoop,
@@ -26,7 +27,7 @@ from ..shared.step import (
     StepOutput,
     TopLogprobs,
 )
-from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Progress, Worker, step_temporaries
+from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Worker, step_temporaries
 from . import compilation, executables, footprint
 from .compilation_cache import use_cache
 from .hosts import on_all_hosts
@@ -213,7 +214,7 @@ class JaxWorker:
         if step.loop is not None:
             return self._execute_loop(step)
         rows, hidden, picked = self._backbone(step)
-        arguments = (self._head, self._last_tokens, self._state.parameters, rows, picked)
+        arguments: tuple[Any, ...] = (self._head, self._last_tokens, self._state.parameters, rows, picked)
         shape, size = self._model.shape, sampler_size(d.requests, self._model.shape.max_rows)
         if step.processors is not None:
             arguments += (wider_processors(step.processors, d.requests, size, shape),)
@@ -294,5 +295,5 @@ class JaxWorker:
         """Drop weights, cache and programs."""
         self._programs.clear()
         self._weights = self._head = {}
-        self._kv = self._state = self._last_tokens = self._halted = None
-        self._tables = None
+        self._kv = self._state = self._last_tokens = self._halted = None  # type: ignore[assignment]  # closed for good
+        self._tables = None  # type: ignore[assignment]

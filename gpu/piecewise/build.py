@@ -92,8 +92,8 @@ class Stitched:
             if step.single:
                 values[step.outputs[0]] = results
             else:
-                for slot, result in zip(step.outputs, results, strict=True):
-                    values[slot] = result
+                for slot, output in zip(step.outputs, results, strict=True):
+                    values[slot] = output
             for index in step.dead:
                 values[index] = None
         result: torch.Tensor = values[self._result]
@@ -247,7 +247,7 @@ class _Group:
                 piece = pieces.get(part.name)
                 single = piece is None or piece.single
                 outputs = []
-                count = 1 if single else len(piece.graph.graph.output_node().args[0])
+                count = 1 if piece is None or piece.single else len(piece.graph.graph.output_node().args[0])
                 for index in range(count):
                     slot = len(slots)
                     slots[node if single else users.get(index, (node, index))] = slot
@@ -269,8 +269,8 @@ class _Group:
         """For `wrap_piece`: a function of what changes, with weights bound."""
         if self.wrap_piece is None:
             return function, inputs
-        fixed = {p: traced.bindings[i].value for p, i in enumerate(inputs)
-                 if i < len(traced.bindings) and isinstance(traced.bindings[i], Static)}  # fmt: skip
+        bindings = {p: traced.bindings[i] for p, i in enumerate(inputs) if i < len(traced.bindings)}
+        fixed = {p: binding.value for p, binding in bindings.items() if isinstance(binding, Static)}
         free = [p for p in range(len(inputs)) if p not in fixed]
         template = [fixed.get(p) for p in range(len(inputs))]
 

@@ -35,7 +35,7 @@ def support_torch_compile(
     Raises InternalError for a name that is no parameter, and if nothing is open.
     """
 
-    def decorate(cls: type) -> type:
+    def decorate(cls: Any) -> Any:
         parameters = list(inspect.signature(cls.forward).parameters)[1:]
         dims = {name: tuple(value) for name, value in (dynamic_arg_dims or _annotated(cls.forward)).items()}
         unknown = set(dims) - set(parameters)

@@ -34,7 +34,7 @@ def prefill_attention(
     blocks = cdiv(tokens, block_q) + requests
     searches = requests.bit_length()
 
-    def prefill_attention(q, rows, page_table, query_start, kv_lens, counts, decoded, out):  # type: ignore
+    def prefill_attention(q, rows, page_table, query_start, kv_lens, counts, decoded, out):
         h = pl.program_id(0)
         block = blocks - 1 - pl.program_id(1)  # late positions, which see most, first
         live = counts[1]
