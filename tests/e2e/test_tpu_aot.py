@@ -49,7 +49,7 @@ def aot(*arguments, program=("-m", "twinfer")):
 
 
 def check(report, programs=2):
-    layers = {"llama3-8b": 32, "qwen3-0.6b": 28}[report["model"]]
+    layers = {"llama3-8b": 32, "qwen3-0.6b": 28, "phi4-mini": 32, "granite3.3-8b": 40}[report["model"]]
     backbones = [p for p in report["programs"] if p["name"].startswith("backbone")]
     assert len(backbones) == programs
     for program in backbones:
@@ -95,7 +95,7 @@ def test_what_is_refused_before_anything_is_compiled(tmp_path):
     shared.chmod(0o777)
     file.write_text("")
     expected = {
-        "llama3-8c --topology v6e:1x1": "no such folder: llama3-8c .*; known by name: llama3-8b, .*qwen3-0.6b",
+        "llama3-8c --topology v6e:1x1": "no such folder: llama3-8c .*; known by name: .*llama3-8b, .*qwen3-0.6b",
         "qwen3-0.6b --topology v6e:3x5": "topology: got 'v6e:3x5', libtpu knows no such slice",
         "qwen3-0.6b --topology v6e:2x2 --tp 5": "tensor_parallel_size: got 5, there are 4 devices",
         "qwen3-0.6b --topology v5e:4x4 --tp 8": "got 8; the 4 hosts of v5e:4x4 have 16 devices, and all take part",
@@ -136,6 +136,16 @@ def test_the_ladder_of_llama3_8b_for_four_chips():
     # Nothing that was not asked for its size takes more than those that were.
     assert report["besides"]["temporaries of the largest program"] == max(p["temporaries"] for p in report["programs"])
     assert all(p["seconds"] > 0 for p in report["programs"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["phi4-mini", "granite3.3-8b"])
+def test_the_step_of_other_families(shape):
+    """A part of each head rotated, fused tensors; streams that are multiplied."""
+    options = ["--topology", "v6e:2x2", "--tp", "4", "--num-pages", "64", *SMALL]
+    code, report = aot(shape, *options, program=("-c", BACKBONES))
+    assert code == 0
+    check(report)
 
 
 @pytest.mark.slow

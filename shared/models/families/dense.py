@@ -5,7 +5,7 @@ Sources: `configuration_*.py` and `modeling_*.py` of transformers 5, which also 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -242,33 +242,53 @@ IGNORED = ("rotary_emb.inv_freq", "*.rotary_emb.inv_freq")
 
 def parameters(config: ModelConfig, names: Names = SEPARATE) -> ParameterTable:
     """The parameter table of a dense decoder. Every name may stand without the leading `model.` too."""
-    c, layers = config, range(config.num_layers)
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    qkv = ((q, "heads"), (kv, "kv_heads"), (kv, "kv_heads"))
-    gate_up = ((c.intermediate_size, "mlp"), (c.intermediate_size, "mlp"))
-    found = [
-        _one("embed", (c.vocab_size, c.hidden_size), ("vocab", "embed"), "model.embed_tokens.weight"),
-        _norm("input_norm", c.hidden_size, "embed", LAYER + "input_layernorm.weight", layers),
-        _stacked("qkv", names.qkv, "weight", qkv, "qkv", (c.hidden_size, "embed"), layers),
-        _one("o", (c.hidden_size, q), ("embed", "heads"), LAYER + "self_attn.o_proj.weight", layers),
-        _norm("post_norm", c.hidden_size, "embed", LAYER + "post_attention_layernorm.weight", layers),
-        _stacked("gate_up", names.gate_up, "weight", gate_up, "mlp", (c.hidden_size, "embed"), layers),
-        _one("down", (c.hidden_size, c.intermediate_size), ("embed", "mlp"), LAYER + "mlp.down_proj.weight", layers),
-        _last_norm(config),
-    ]
-    if not c.tie_embeddings:
-        found.append(_one("head", (c.vocab_size, c.hidden_size), ("vocab", "embed"), "lm_head.weight"))
-    if c.qk_norm:
-        found += [_norm(f"{x}_norm", c.head_dim, "head_dim", f"{LAYER}self_attn.{x}_norm.weight", layers) for x in "qk"]
-    if c.qkv_bias:
-        found.append(_stacked("qkv_bias", names.qkv, "bias", qkv, "qkv", None, layers))
-    if c.o_bias:
-        found.append(_one("o_bias", (c.hidden_size,), ("embed",), LAYER + "self_attn.o_proj.bias", layers))
-    if c.mlp_bias:
-        found.append(_stacked("gate_up_bias", names.gate_up, "bias", gate_up, "mlp", None, layers))
-        found.append(_one("down_bias", (c.hidden_size,), ("embed",), LAYER + "mlp.down_proj.bias", layers))
-    copies = (("lm_head.weight", "embed"),) if c.tie_embeddings else ()
-    return ParameterTable(tuple(map(_or_without_model, found)), IGNORED, copies)
+    copies = (("lm_head.weight", "embed"),) if config.tie_embeddings else ()
+    found = map(_or_without_model, [*_every_model(config, names), *_some_models(config, names)])
+    return ParameterTable(tuple(found), IGNORED, copies)
+
+
+def _every_model(config: ModelConfig, names: Names) -> Iterator[Parameter]:
+    """What every dense decoder has."""
+    width, inner, layers = config.hidden_size, config.intermediate_size, range(config.num_layers)
+    heads = config.num_heads * config.head_dim
+    yield _one("embed", (config.vocab_size, width), ("vocab", "embed"), "model.embed_tokens.weight")
+    yield _norm("input_norm", width, "embed", LAYER + "input_layernorm.weight", layers)
+    yield _stacked("qkv", names.qkv, "weight", _qkv_rows(config), "qkv", (width, "embed"), layers)
+    yield _one("o", (width, heads), ("embed", "heads"), LAYER + "self_attn.o_proj.weight", layers)
+    yield _norm("post_norm", width, "embed", LAYER + "post_attention_layernorm.weight", layers)
+    yield _stacked("gate_up", names.gate_up, "weight", _gate_up_rows(config), "mlp", (width, "embed"), layers)
+    yield _one("down", (width, inner), ("embed", "mlp"), LAYER + "mlp.down_proj.weight", layers)
+    # A power of two that logits are multiplied by is multiplied into the norm that the head reads.
+    factor = config.logits_scale if is_power_of_two(config.logits_scale) else 1.0
+    yield replace(_norm("norm", width, "embed", "model.norm.weight"), factor=factor)
+
+
+def _some_models(config: ModelConfig, names: Names) -> Iterator[Parameter]:
+    """A head of its own, norms of q and k, biases."""
+    width, layers = config.hidden_size, range(config.num_layers)
+    if not config.tie_embeddings:
+        yield _one("head", (config.vocab_size, width), ("vocab", "embed"), "lm_head.weight")
+    if config.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            yield _norm(name, config.head_dim, "head_dim", f"{LAYER}self_attn.{name}.weight", layers)
+    if config.qkv_bias:
+        yield _stacked("qkv_bias", names.qkv, "bias", _qkv_rows(config), "qkv", None, layers)
+    if config.o_bias:
+        yield _one("o_bias", (width,), ("embed",), LAYER + "self_attn.o_proj.bias", layers)
+    if config.mlp_bias:
+        yield _stacked("gate_up_bias", names.gate_up, "bias", _gate_up_rows(config), "mlp", None, layers)
+        yield _one("down_bias", (width,), ("embed",), LAYER + "mlp.down_proj.bias", layers)
+
+
+def _qkv_rows(config: ModelConfig) -> tuple[tuple[int, str], ...]:
+    """Rows of q, k and v, and their axes."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return (q, "heads"), (kv, "kv_heads"), (kv, "kv_heads")
+
+
+def _gate_up_rows(config: ModelConfig) -> tuple[tuple[int, str], ...]:
+    """Rows of gate and up, and their axes."""
+    return (config.intermediate_size, "mlp"), (config.intermediate_size, "mlp")
 
 
 def _one(
@@ -280,12 +300,6 @@ def _one(
 
 def _norm(name: str, size: int, axis: str, key: str, layers: Sequence[int] | None = None) -> Parameter:
     return replace(_one(name, (size,), (axis,), key, layers), init="ones")
-
-
-def _last_norm(config: ModelConfig) -> Parameter:
-    """The norm that the head reads. A power of two that logits are multiplied by is multiplied into it."""
-    factor = config.logits_scale if is_power_of_two(config.logits_scale) else 1.0
-    return replace(_norm("norm", config.hidden_size, "embed", "model.norm.weight"), factor=factor)
 
 
 def _stacked(
