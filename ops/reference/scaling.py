@@ -10,4 +10,6 @@ from ..declare import Array, define
 @define(activations=("x",))
 def scale(xp: Any, x: Array, factor: float) -> Array:
     """x * factor, elementwise: x [... n]. The factor is not rounded to the storage dtype before."""
-    return xp.astype(xp.accumulate(x) * factor, x.dtype)
+    y = xp.accumulate(x)
+    # Without the choice, which NaN alone takes, compilers make one operation of this product and a sum behind it.
+    return xp.astype(xp.where(y == y, y * factor, y), x.dtype)

@@ -307,12 +307,12 @@ def test_multipliers_round_where_transformers_rounds(dtype, factor):
     torch_ops, jax_ops = resolve_ops("torch").bind(), resolve_ops("jax").bind()
     np.testing.assert_array_equal(to_numpy(torch_ops.scale(from_numpy(x), factor)), to_numpy(product))
     np.testing.assert_array_equal(on_jax(lambda x: jax_ops.scale(x, factor), x), to_numpy(product))
-    if dtype == "bfloat16":  # what these models run in; of wider products and sums XLA may make one operation
-        total = to_numpy(from_numpy(residual) + product)
-        ours = torch_ops.add(torch_ops.scale(from_numpy(x), factor), from_numpy(residual))
-        np.testing.assert_array_equal(to_numpy(ours), total)
-        both = on_jax(lambda x, residual: jax_ops.add(jax_ops.scale(x, factor), residual), x, residual)
-        np.testing.assert_array_equal(both, total)
+    total = to_numpy(from_numpy(residual) + product)
+    ours = torch_ops.add(torch_ops.scale(from_numpy(x), factor), from_numpy(residual))
+    np.testing.assert_array_equal(to_numpy(ours), total)
+    # XLA would make one operation of the product and the sum, which rounds once, if nothing kept them apart.
+    both = on_jax(lambda x, residual: jax_ops.add(jax_ops.scale(x, factor), residual), x, residual)
+    np.testing.assert_array_equal(both, total)
 
 
 def test_the_sizes_of_a_family_are_those_of_its_tensors():
