@@ -275,7 +275,10 @@ def dead_entries(texts: list[str]) -> list[str]:
 
 VARYING = re.compile(r"(plan )[0-9a-f]{16}|\b\d+(?:\.\d+)?( s\b| tokens/s)|(best tokens equal: )\d+|(ties )\d+")
 """What is another in each run, commit or processor: hashes of plans, which cover the sources; times; near-ties."""
-FLOAT = re.compile(r"(\d+\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+)")
+FLOAT = re.compile(
+    r"(\d+\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+|(?:(?<=sigma )|(?<=worst token )|(?<=error )|(?<=exceeded ))\d+)"
+)
+"""Numbers with fractions, and those that may lack one where they are large."""
 EXIT_CODES = {"DIFFERENT": 1, "BROKEN": 1, "FOUND": 1}
 """The exit code that the first word of a verdict stands for; else 0."""
 
@@ -283,7 +286,7 @@ EXIT_CODES = {"DIFFERENT": 1, "BROKEN": 1, "FOUND": 1}
 def compare(shown: tuple[str, ...], printed: str) -> str | None:
     """The first line shown that was not printed, or None. A line `...` stands for any lines, `...` at an end for more.
 
-    Numbers with fractions depend on the machine: they have to be alike, which is within a factor of two.
+    Such numbers (FLOAT) depend on the machine: they have to be alike, which is within a factor of two.
     """
     lines = iter(printed.rstrip("\n").split("\n"))
     skipping = False
@@ -403,6 +406,20 @@ WRONG = {
     "no such flag": (RIGHT.replace("--temperature", "--temprature"), "did you mean"),
     "code that fails": (f"{FENCE}\n{FENCE}python\nimport twinfer.nothing\n", "No module named"),
 }
+
+
+@pytest.mark.parametrize(
+    ("line", "alike"),
+    [
+        ("head 3: sigma 344 > 1.09; worst token 438 > 1; contract exceeded 2.1e+02 times at output 0", True),
+        ("head 3: sigma 338.5 > 1.09; worst token 414 > 1; contract exceeded 199 times at output 0", True),
+        ("head 3: sigma 800 > 1.09; worst token 414 > 1; contract exceeded 199 times at output 0", False),
+        ("head 4: sigma 338 > 1.09; worst token 414 > 1; contract exceeded 199 times at output 0", False),
+    ],
+)
+def test_measures_have_to_be_alike_and_counts_equal(line, alike):
+    wanted = "head 3: sigma 338 > 1.09; worst token 414 > 1; contract exceeded 199 times at output 0"
+    assert same(wanted, line) == alike
 
 
 @pytest.mark.parametrize("name", WRONG)

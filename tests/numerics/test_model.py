@@ -125,13 +125,9 @@ def test_a_planted_fault_is_found_in_its_op_and_layer(tmp_path, backend, name):
         diff.assert_ok()
 
 
-FUSED = "XLA on a CPU multiplies and adds in one instruction, which the contract of `add` does not know: a false alarm"
-ON_JAX = [pytest.mark.slow, pytest.mark.xfail(strict=True, raises=AssertionError, reason=FUSED)]
-
-
 @pytest.mark.parametrize(
     ("backend", "layer"),
-    [("torch", 1), ("torch", -1), pytest.param("jax", 1, marks=ON_JAX), pytest.param("jax", -1, marks=ON_JAX)],
+    jax_slow([("inside", 1), ("outside", -1)], ()),
 )
 def test_a_multiplier_that_is_rounded_is_found(tmp_path, backend, layer):
     """In bfloat16 0.22 is off by 0.1 %, and 1 / 13, outside of the layers, by 0.3 %."""
