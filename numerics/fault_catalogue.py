@@ -263,7 +263,7 @@ def _last_row_lost(xp: Any, a: Given) -> Any:
     return xp.where(row == xp.max(xp.where(slots >= 0, row, -1)), -1, slots)
 
 
-catalogue("rope-base", "the rotary base is its power of 1.01", "layer", tables=_other_base)
+catalogue("rope-base", "the rotary base is its power of 1.01", "layer", tables=_other_base, shown_by=(WRITE,))
 catalogue(
     "rope-bf16",
     "the rotary table is rounded to bfloat16",
@@ -459,6 +459,7 @@ catalogue(
     "gate and up lie the other way round in the loaded weights",
     "layer",
     weights=_loaded_swapped,
+    shown_by=(MLP,),
 )
 catalogue("gelu-for-silu", "the MLP has gelu for silu", "layer", instead(MLP, _gelu_mlp))
 

@@ -27,7 +27,8 @@ class Entry:
     """A catalogued fault. `what` is a sentence for people.
 
     `place`: in the layers of the model, in its `top` (embedding, logits), or in single `ops` that a dense decoder does
-    not call: those can be planted in `twinfer numerics ops` only. `needs` says what a model must have for the fault to
+    not call: those can be planted in `twinfer numerics ops` only. `shown_by` names the ops that show a fault which is
+    in no op, but in `weights` or `tables`. `needs` says what a model must have for the fault to
     make a difference, and `missing` names that.
     """
 
@@ -37,6 +38,7 @@ class Entry:
     ops: Mapping[str, Make] = field(default_factory=dict)
     weights: Callable[[dict[str, np.ndarray], Any], dict[str, np.ndarray]] | None = None
     tables: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
+    shown_by: tuple[str, ...] = ()
     needs: Callable[[ModelConfig], bool] | None = None
     missing: str = ""
 

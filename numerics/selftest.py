@@ -44,8 +44,6 @@ RELATIONS = "company", "page-permutation", "batch", "chunks", "decode-prefill"
 """The invariants of mode I: those that need one worker only."""
 SEEDS = 20
 FIRST_SEED = 1
-BLAMED = {"rope-base": "norm_rope_write_kv", "gate-up-loaded-swapped": "gated_mlp"}
-"""The op that shows a fault which is not in an op."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +232,7 @@ class _Bench:
         found = f"{first.name}: {first.complaints[0]}"
         if self.mode == "X":
             return Sight(side, self.mode, found)
-        ops = (*entry.ops, *filter(None, [BLAMED.get(entry.name)]))
+        ops = (*entry.ops, *entry.shown_by)
         layer = LAYER if entry.place == "layer" else -1
         return Sight(side, self.mode, found, first.layer == layer and any(op in first.tap for op in ops))
 
