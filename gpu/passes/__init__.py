@@ -2,8 +2,8 @@
 
 from .backend import PassesBackend, passes_backend
 from .functionalize import functionalize
-from .fuse import FUSIONS, fuse
+from .fuse import fuse, fusible
 from .graph import count_calls
 from .lower import Lowering
 
-__all__ = ["FUSIONS", "Lowering", "PassesBackend", "count_calls", "functionalize", "fuse", "passes_backend"]
+__all__ = ["Lowering", "PassesBackend", "count_calls", "functionalize", "fuse", "fusible", "passes_backend"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -14,7 +14,7 @@ from ...ops import Plan
 from ...ops.bindings import torch as binding
 from ...ops.source_hash import closure
 from .functionalize import functionalize
-from .fuse import FUSIONS, fuse
+from .fuse import fuse, fusible
 from .graph import count_calls
 from .lower import Lowering
 
@@ -29,11 +29,11 @@ class PassesBackend:
     `before`, `fused` and `after` count the ops of the last graph: as it came, after fusion, and after lowering.
     """
 
-    def __init__(self, plan: Plan, inner: Inner = "inductor", fusions: Sequence[str] = FUSIONS) -> None:
+    def __init__(self, plan: Plan, inner: Inner = "inductor") -> None:
         self.plan = plan
         self.inner = inner
         # A plan covers what the model calls; only that can be run.
-        self.fusions = tuple(name for name in fusions if name in plan.choices)
+        self.fusions = fusible(plan.choices)
         self.lowering = Lowering(plan)
         self.before: dict[str, int] = {}
         self.fused: dict[str, int] = {}
@@ -103,6 +103,6 @@ def _give_back(function: Compiled, given: dict[int, int]) -> Compiled:
     return call
 
 
-def passes_backend(plan: Plan, inner: Inner = "inductor", fusions: Sequence[str] = FUSIONS) -> PassesBackend:
+def passes_backend(plan: Plan, inner: Inner = "inductor") -> PassesBackend:
     """A backend for `torch.compile` of functions over `bind(plan, wrap=True)`; sizes may be left open."""
-    return PassesBackend(plan, inner, fusions)
+    return PassesBackend(plan, inner)

@@ -1,13 +1,15 @@
 """Fusion of known neighbours: where a graph spells out the composition of a coarse op, it becomes that op.
 
 A pattern is the coarse op's own reference, so none is written twice, and the plan's implementation of the coarse op
-meets its contract whether a model or this pass called it. The table says for which ops to look.
+meets its contract whether a model or this pass called it. Looked for are coarse
+ops that are several calls and nothing else.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +18,6 @@ from torch import fx
 from ...ops import REGISTRY, Op, OpError
 from ...ops.bindings.torch import front, result_count
 from .graph import DONATED, Call, as_call
-
-FUSIONS = ("fused_add_rms_norm", "gated_mlp")
-"""Coarse ops to look for, in this order. Their compositions must consist of calls of ops and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,17 @@ def pattern(name: str) -> Pattern:
     return Pattern(op, tuple(tracer.steps), results)
 
 
-def fuse(graph: fx.Graph, fusions: Sequence[str] = FUSIONS) -> int:
+def fusible(names: Collection[str]) -> tuple[str, ...]:
+    """Those of some ops that a graph can be searched for, the longest compositions first."""
+    steps: dict[str, int] = {}
+    for name in names:
+        if REGISTRY[name].level == "coarse":
+            with suppress(OpError):
+                steps[name] = len(pattern(name).steps)
+    return tuple(sorted((name for name in steps if steps[name] > 1), key=lambda name: -steps[name]))
+
+
+def fuse(graph: fx.Graph, fusions: Sequence[str]) -> int:
     """Replace what matches; returns how often. The graph must be functional."""
     done = 0
     for name in fusions:

@@ -8,8 +8,8 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 
-from twinfer.gpu.passes import Lowering, count_calls, functionalize, fuse, passes_backend
-from twinfer.ops import OpError, implement, resolve
+from twinfer.gpu.passes import Lowering, count_calls, functionalize, fuse, fusible, passes_backend
+from twinfer.ops import REGISTRY, OpError, implement, resolve
 from twinfer.ops.bindings.torch import bind, front
 from twinfer.ops.implement import IMPLEMENTATIONS
 from twinfer.shared.models import decoder
@@ -438,7 +438,7 @@ def test_passes_on_a_graph_made_by_hand():
     hidden = graph.call_function(front("rms_norm").functional, (total, w), {"eps": 1e-6})
     graph.output((hidden, total))
     assert count_calls(graph) == {"add": 1, "rms_norm": 1}
-    assert fuse(graph) == 1
+    assert fuse(graph, ("fused_add_rms_norm",)) == 1
     assert count_calls(graph) == {"fused_add_rms_norm": 1}
     assert [node.target for node in graph.nodes if node.op == "call_function"][1:] == [operator.getitem] * 2
     module = fx.GraphModule({}, graph)
@@ -456,5 +456,14 @@ def test_uuid_says_what_would_be_built(overwriting):
     native = resolve("torch")
     one = passes_backend(native, "eager").uuid()
     assert one == passes_backend(resolve("torch"), "eager").uuid()
-    others = passes_backend(native), passes_backend(overwriting, "eager"), passes_backend(native, "eager", ())
-    assert len({one, *(other.uuid() for other in others)}) == 4
+    others = passes_backend(native), passes_backend(overwriting, "eager")
+    assert len({one, *(other.uuid() for other in others)}) == 3
+
+
+def test_graphs_are_searched_for_what_is_several_calls_and_nothing_else():
+    """Projections of shards are one call each; the write of K and V looks at arrays between its calls."""
+    found = fusible([op.name for op in REGISTRY])
+    assert set(found) == {
+        "gated_mlp", "fused_add_rms_norm", "fused_add_gemma_rms_norm", "fused_add_layer_norm"
+    }  # fmt: skip
+    assert found.index("gated_mlp") < found.index("fused_add_rms_norm")
