@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from ..bucketing import Descriptor
-from ..ops import Op, Plan, Plans, Recorder, resolve
+from ..ops import REGISTRY, Plan, Plans, Recorder, resolve
 from ..ops.recording import Call
-from ..ops.shapes import results
+from ..ops.shapes import without_data
 from ..shared.config import ResolvedConfig
 from ..shared.models import decoder
 from ..shared.models.calls import (
@@ -26,7 +26,7 @@ from ..shared.models.calls import (
 from ..shared.models.config import ModelConfig
 from ..shared.models.spec import Model
 from ..shared.models.stages import any_replaced, is_replaced
-from .kernels import preferred
+from . import kernels  # noqa: F401 - registers the Triton providers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_DTYPES = DTYPES | {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
@@ -36,9 +36,7 @@ PROMPT_ROWS = 64
 
 def chooser(config: ResolvedConfig) -> Callable[..., Plan]:
     """`resolve` as it chooses here: `calls=None` gives a plan over all ops."""
-    return partial(
-        resolve, "torch", config.op_priority, platform=preferred(config.platform), enable=config.enable_ops
-    )  # fmt: skip
+    return partial(resolve, "torch", config.op_priority, platform=config.platform, enable=config.enable_ops)
 
 
 def make_plans(model: ModelConfig, config: ResolvedConfig) -> Plans:
@@ -72,8 +70,9 @@ def drops_rows(model: Model, d: Descriptor) -> bool:
 def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
     """Run the programs on the meta device, with whatever a stage from outside does between its ops."""
     native = resolve("torch", enable=("none",))  # kernels do not run on the meta device
-    known = results(_empty)
-    ops = native.bind(lambda op, function: recorder.wrap(op, _without_data(op, function, known)))
+    # torch's own shape functions are in Python and import Dynamo, which takes seconds.
+    shaped = {op.name: without_data(op, _empty) for op in REGISTRY if op.level == "fine" and op.shapes is not None}
+    ops = native.bind(lambda op, function: recorder.wrap(op, shaped.get(op.name, function)))
     top, *weights = ({n: _tensor(x) for n, x in some.items()} for some in (shapes.top, *shapes.layers))
     model, count = shapes.spec, len(shapes.spec.layers)
     for d in largest_first(shapes.config, kind):
@@ -86,13 +85,6 @@ def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
         if d.requests < d.tokens:
             rows = finished[: d.requests]
             calls.finish(decoder.Stream(rows, rows))
-
-
-def _without_data(op: Op, function: Callable[..., Any], known: Any) -> Callable[..., Any]:
-    """The function, or its results' shapes where they are known: on the meta device, torch's own shape functions are in
-    Python and import Dynamo, which takes seconds."""
-    shapes: Callable[..., Any] = known.get(op.name, function)
-    return shapes
 
 
 def _empty(like: torch.Tensor, shape: tuple[int, ...], dtype: str | None = None) -> torch.Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .annotations import PARAMETERS, Array, signature_in_words
+from .dimensions import Choose, Shapes, ShapesError, parse
 
 __all__ = ["DOT", "REGISTRY", "Array", "Contract", "Op", "OpError", "Registry", "define"]
 
@@ -42,10 +43,16 @@ DOT = "BF16_BF16_F32 for bfloat16, F32_F32_F32 for float32: never the framework'
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One op of the dialect. `activations` names the inputs whose memory an implementation may reuse.
+    """One op of the dialect.
 
-    `state` names those among them that the op is called to write: they are its last results, in order, and nothing ever
-    stands a copy in for them.
+    `activations` names the inputs whose memory an implementation may reuse. `state` names those among them that the op
+    is called to write: they are its last results, in order, and nothing ever stands a copy in for them.
+
+    `shapes` says what goes in and comes out (None: an op from outside that does not say it). `shards` names the
+    dimensions that shards of a tensor-parallel layer deal out among them: the op runs on each shard's part, which it
+    computes alone. With none, all of it is whole on each shard. None: only a partitioner that sees through the
+    implementation knows.
+    `host` names the arguments that implementations with `host_metadata` read on the host.
     """
 
     name: str
@@ -57,12 +64,20 @@ class Op:
     composition: tuple[str, ...] = ()
     state: tuple[str, ...] = ()
     native: Literal["reference", "per framework"] = "reference"
+    shapes: Shapes | None = None
+    shards: tuple[str, ...] | None = None
+    host: tuple[str, ...] = ()
 
     @property
     def static_parameters(self) -> tuple[str, ...]:
         """Names of the parameters that are Python values, fixed when a program is compiled."""
         scalars = ("int", "float", "bool", "str")
         return tuple(p.name for p in self.signature.parameters.values() if p.annotation in scalars)
+
+    @property
+    def gives_one(self) -> bool:
+        """Whether it returns an array, not a tuple of them."""
+        return bool(self.signature.return_annotation == "Array")
 
 
 @dataclass(slots=True)
@@ -78,10 +93,22 @@ class Registry:
         unknown = [name for name in op.activations if name not in op.signature.parameters]
         if unknown:
             raise OpError(f"op {op.name!r}: activations {unknown} are not parameters of {op.signature}")
+        self._check_names(op)
         foreign = [name for name in op.state if name not in op.activations]
         if foreign:
             raise OpError(f"op {op.name!r}: state {foreign} is not among its activations {list(op.activations)}")
         self.ops[op.name] = op
+
+    @staticmethod
+    def _check_names(op: Op) -> None:
+        unknown = [name for name in op.host if name not in op.signature.parameters]
+        if unknown:
+            raise OpError(f"op {op.name!r}: host metadata {unknown} are not parameters of {op.signature}")
+        axes = op.shapes.arrays.values() if op.shapes else ()
+        known = {name for array in axes for dimension in array.dimensions for name in dimension.names}
+        unknown = [name for name in op.shards or () if name not in known]
+        if unknown:
+            raise OpError(f"op {op.name!r}: shards deal out {unknown}, which are no dimensions of its shapes")
 
     def __getitem__(self, name: str) -> Op:
         if name not in self.ops:
@@ -97,19 +124,24 @@ REGISTRY = Registry()
 
 def define(
     *,
+    shapes: str = "",
+    choose: Choose | None = None,
     level: Literal["fine", "coarse"] = "fine",
     contract: Contract | None = None,
     activations: tuple[str, ...] = (),
     composition: tuple[str, ...] = (),
     state: tuple[str, ...] = (),
+    shards: tuple[str, ...] | None = None,
+    host: tuple[str, ...] = (),
     native: Literal["reference", "per framework"] = "reference",
     registry: Registry = REGISTRY,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare the decorated function as the reference of an op of its name.
 
     Its first parameter is `xp` (fine) or `ops` (coarse); the others are the op's signature, each annotated as an array
-    or as a Python value (`annotations.PARAMETERS`). With `native="per framework"` the reference serves numpy only, and
-    each framework registers a native implementation. Raises OpError.
+    or as a Python value (`annotations.PARAMETERS`). `shapes` are written as `dimensions` says, `choose(name=size, ...)`
+    gives those sizes of results that no expression does. With `native="per framework"` the reference serves numpy only,
+    and each framework registers a native implementation. Raises OpError.
     """
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,10 +155,41 @@ def define(
             _check_annotation(name, parameter)
         contract_ = contract or Contract()
         signature = in_words.replace(parameters=rest)
-        registry.add(Op(name, level, reference, signature, contract_, activations, composition, state, native))
+        said = _shapes(name, signature, shapes, choose) if shapes else None
+        registry.add(
+            Op(
+                name,
+                level,
+                reference,
+                signature,
+                contract_,
+                activations,
+                composition,
+                state,
+                native,
+                said,
+                shards,
+                host,
+            )
+        )
         return reference
 
     return register
+
+
+def _shapes(op: str, signature: inspect.Signature, text: str, choose: Choose | None) -> Shapes:
+    """The shapes of an op as they are written. Raises OpError."""
+    arrays = tuple(p.name for p in signature.parameters.values() if p.annotation.startswith("Array"))
+    words = tuple(p.name for p in signature.parameters.values() if p.annotation in ("int", "str"))
+    try:
+        shapes = parse(text, arrays, words, choose)
+    except ShapesError as error:
+        raise OpError(f"op {op!r}: {error}") from error
+    returned = signature.return_annotation
+    count = returned.count("Array") if isinstance(returned, str) else len(shapes.results)
+    if count != len(shapes.results):
+        raise OpError(f"op {op!r} returns {returned}, its shapes have {len(shapes.results)} results")
+    return shapes
 
 
 def _check_annotation(op: str, parameter: inspect.Parameter) -> None:

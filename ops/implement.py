@@ -34,6 +34,9 @@ class Implementation:
     ragged lengths on the host, so they are passed as CPU tensors and no graph can capture it. `opaque`: it launches
     what no compiler can look into (a raw kernel), so that it is an operator of its own in compiled code.
     `row_invariant`: a row's result does not depend on the batch.
+
+    `preferred_on` names platforms (`cpu`, `cuda`, `tpu`) whose plans try it unless somebody says otherwise.
+    `required_on` those where it is an error if it refuses a program and nobody has chosen another.
     """
 
     op: str
@@ -47,6 +50,8 @@ class Implementation:
     row_invariant: bool = False
     host_metadata: bool = False
     opaque: bool = False
+    preferred_on: tuple[str, ...] = ()
+    required_on: tuple[str, ...] = ()
 
 
 IMPLEMENTATIONS: dict[tuple[str, Framework], dict[str, Implementation]] = {}
@@ -73,6 +78,22 @@ def implement(
         return function
 
     return register
+
+
+def preferred(framework: Framework, platform: str) -> dict[str, list[str]]:
+    """By op, the providers of a framework that a platform prefers, in the order in which they were registered."""
+    found: dict[str, list[str]] = {}
+    for (op, where), implementations in IMPLEMENTATIONS.items():
+        if where == framework:
+            for provider, implementation in implementations.items():
+                if platform in implementation.preferred_on:
+                    found.setdefault(op, []).append(provider)
+    return found
+
+
+def is_required(op: str, framework: Framework, platform: str) -> bool:
+    """Whether an implementation of the op is required on a platform."""
+    return any(platform in found.required_on for found in IMPLEMENTATIONS.get((op, framework), {}).values())
 
 
 def check_framework(framework: str) -> None:

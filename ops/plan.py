@@ -18,7 +18,7 @@ from typing import Any
 
 from .choosing import COMPOSITION, DISABLED, NATIVE, Choice, Chooser, Voice, named
 from .declare import REGISTRY, Op, OpError
-from .implement import Framework, check_framework
+from .implement import Framework, check_framework, preferred
 from .recording import OUTSIDE, Call
 
 __all__ = [
@@ -254,16 +254,17 @@ def resolve(
     framework: Framework,
     priorities: Mapping[str, Sequence[str]] | None = None,
     *,
-    platform: Mapping[str, Sequence[str]] | None = None,
+    platform: str = "",
     enable: Sequence[str] = ("all",),
     calls: Sequence[Call] | None = None,
 ) -> Plan:
     """Choose implementations for `framework`: `choosing.py` says how.
 
-    `priorities` are the user's wishes, `platform` those of the machine's backend. With `calls`, what a model calls, the
-    plan covers these ops and the finer ones of compositions, and a provider must take the arguments of every call.
-    Without, it covers all ops that have an implementation. Raises OpError for an unknown op or provider, for an op of
-    the model without an implementation that takes everything, and for a predicate that takes some programs only.
+    `priorities` are the user's wishes; what implementations prefer on `platform` (`cpu`, `cuda`, `tpu`) is heard after
+    them. With `calls`, what a model calls, the plan covers these ops and the finer ones of compositions, and a provider
+    must take the arguments of every call. Without, it covers all ops that have an implementation. Raises OpError for an
+    unknown op or provider, for an op of the model without an implementation that takes everything, and for a predicate
+    that takes some programs only.
     """
     from .plugins import load_plugins
 
@@ -271,8 +272,11 @@ def resolve(
     _load(framework)
     defaults = {op: order for (op, where), order in _defaults.items() if where == framework}
     wishes: dict[Voice, Mapping[str, Sequence[str]]] = {
-        "scoped": _scoped.get(), "user": priorities or {}, "default": defaults, "platform": platform or {},
-    }  # fmt: skip
+        "scoped": _scoped.get(),
+        "user": priorities or {},
+        "default": defaults,
+        "platform": preferred(framework, platform),
+    }
     by_op: dict[str, list[Call]] = {}
     for call in calls or ():
         by_op.setdefault(call.op, []).append(call)

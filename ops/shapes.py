@@ -2,66 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from .choosing import named
-from .declare import REGISTRY
+from .declare import REGISTRY, Op, OpError
+from .dimensions import ShapesError
 from .recording import Recorder
-from .reference.sampling import TOP
 
 Empty = Callable[..., Any]
 """(like, shape, dtype=None): an array of that shape without data, of the named dtype or of that of `like`."""
 
 
-def results(empty: Empty) -> Mapping[str, Callable[..., Any]]:
-    """The fine ops of the decoder and its samplers, by name."""
+def without_data(op: Op, empty: Empty, *, donated: bool = True) -> Callable[..., Any]:
+    """A function of the op's parameters that makes its results without data; arguments of other shapes are refused.
 
-    def same(x: Any, *_: Any) -> Any:
-        return empty(x, x.shape)
+    A result that is an argument is that argument, or new memory unless `donated`. Raises OpError, when it is called,
+    for what the op does not take.
+    """
+    shapes, names = op.shapes, tuple(op.signature.parameters)
+    if shapes is None:
+        raise OpError(f"op {op.name!r} does not say its shapes, so that it cannot be recorded without data")
 
-    def scores(logits: Any, *_: Any, **__: Any) -> Any:
-        return empty(logits, logits.shape, "int32")
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        try:
+            sizes = shapes.check(given)
+        except ShapesError as error:
+            raise OpError(f"op {op.name!r}: {error}") from error
+        like = next(given[name] for name in shapes.arrays)
+        made = []
+        for result, (shape, dtype) in zip(shapes.results, shapes.outputs(sizes), strict=True):
+            if donated and result.same is not None:
+                made.append(given[result.same])
+            elif dtype in shapes.arrays:
+                made.append(empty(given[dtype], shape))
+            else:
+                made.append(empty(like, shape, given.get(dtype, dtype)))
+        return made[0] if op.gives_one else tuple(made)
 
-    def tokens(logits: Any, *_: Any) -> Any:
-        return empty(logits, logits.shape[:1], "int32")
-
-    def linear(x: Any, weight: Any, _: Any) -> Any:
-        return empty(x, (*x.shape[:-1], weight.shape[0]))
-
-    def top_logprobs(logits: Any, _: Any) -> tuple[Any, ...]:
-        rows, best = logits.shape[0], min(TOP, logits.shape[1])
-        chosen, rank = empty(logits, (rows,), "float32"), empty(logits, (rows,), "int32")
-        return chosen, rank, empty(logits, (rows, best), "int32"), empty(logits, (rows, best), "float32")
-
-    return {
-        "embedding": lambda ids, table: empty(table, (ids.shape[0], table.shape[1])),
-        "add": same,
-        "linear": linear,
-        "logits": lambda x, weight: empty(x, (x.shape[0], weight.shape[0]), "float32"),
-        "rms_norm": same,
-        "scale": same,
-        "rotary_embedding": lambda q, k, *_: (same(q), same(k)),
-        "silu_and_mul": lambda x: empty(x, (*x.shape[:-1], x.shape[-1] // 2)),
-        "write_kv": lambda kv, *_: kv,
-        "paged_attention": same,
-        "quantize_logits": scores,
-        "penalties": scores,
-        "sample": tokens,
-        "greedy_sample": tokens,
-        "top_logprobs": top_logprobs,
-    }
+    return call
 
 
 def recording_ops(recorder: Recorder, empty: Empty) -> Any:
-    """A namespace of these ops, and of the coarse ones as compositions of them, whose calls are recorded."""
-    space, fine = SimpleNamespace(), results(empty)
+    """A namespace of the ops, the coarse ones as compositions of the others, whose calls are recorded."""
+    space = SimpleNamespace()
     for op in REGISTRY:
-        function = fine.get(op.name)
-        if function is None and op.level == "coarse":
-            function = named(op, partial(op.reference, space))
-        if function is not None:
-            setattr(space, op.name, recorder.wrap(op, function))
+        if op.level == "coarse":
+            setattr(space, op.name, recorder.wrap(op, named(op, partial(op.reference, space))))
+        elif op.shapes is not None:
+            setattr(space, op.name, recorder.wrap(op, without_data(op, empty)))
     return space

@@ -39,8 +39,6 @@ DTYPES: dict[str, Any] = {
     "float16": np.float16,
     "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
 }
-HOST_METADATA = ("query_start", "kv_lens", "counts")
-"""Arguments that an implementation with `host_metadata` gets as CPU tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,7 +438,7 @@ def run(
         given = {n: jax.device_put(v, where) if isinstance(v, np.ndarray) else v for n, v in arguments.items()}
         return tuple(np.asarray(out) for out in _tuple(function(**given)))
     implementation = IMPLEMENTATIONS.get((op, framework), {}).get(provider or NATIVE)
-    host = HOST_METADATA if implementation is not None and implementation.host_metadata else ()
+    host = REGISTRY[op].host if implementation is not None and implementation.host_metadata else ()
     moved = {n: _to_torch(v, "cpu" if n in host else device) for n, v in arguments.items()}
     from .namespaces.torch_ import to_numpy
 

@@ -294,10 +294,10 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--json", help="file for the configurations and the figures")
     arguments = parser.parse_args()
-    from twinfer.gpu.kernels import PREFERRED
+    from twinfer.ops.implement import preferred
 
     native = resolve("torch", enable=("none",)).bind()
-    plan = resolve("torch", {op: ("triton",) for op in PREFERRED})
+    plan = resolve("torch", preferred("torch", "cuda"))
     ops, rate = plan.bind(), copy_rate()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, plan {plan.hash}: "

@@ -6,7 +6,7 @@ whose columns are dealt out by `sharding.place`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,22 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from ..ops import OpError, Plan
 from ..ops.bindings.jax import bind, named_jit
-from ..ops.declare import Op
+from ..ops.declare import REGISTRY, Op
+from ..ops.dimensions import Axes
 from ..ops.plan import COMPOSITION, NATIVE
-from .sharding import CACHE, HEADS, REPLICATED
-
-COLUMNS = P(None, "tp")
-SPECS: Mapping[str, tuple[Mapping[str, P], Any]] = {
-    "norm_rope_write_kv": ({"qkv": COLUMNS, "kv": CACHE}, (HEADS, CACHE)),
-    "rotary_embedding": ({"q": HEADS, "k": HEADS}, (HEADS, HEADS)),
-    "write_kv": ({"kv": CACHE, "k": HEADS, "v": HEADS}, CACHE),
-    "paged_attention": ({"q": HEADS, "kv": CACHE}, HEADS),
-    "silu_and_mul": ({"x": COLUMNS}, COLUMNS),
-}
-"""Ops that run shard by shard: how the arguments lie (others are whole on each shard), and the results."""
-
-WHOLE = frozenset("rms_norm add fused_add_rms_norm greedy_sample quantize_logits penalties sample top_logprobs".split())
-"""Ops whose arguments are whole on each shard, so that a kernel may compute them everywhere."""
+from .sharding import REPLICATED
 
 
 def bind_on(plan: Plan, mesh: Mesh) -> Any:
@@ -42,7 +30,7 @@ def bind_on(plan: Plan, mesh: Mesh) -> Any:
 
     def wrap(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
         kernel = plan[op.name].provider not in (NATIVE, COMPOSITION)
-        if op.name in SPECS or kernel:
+        if op.shards or kernel:
             return _sharded(op, getattr(local, op.name), mesh)
         # XLA partitions it; a composition calls the ops of this namespace, each of them as it should be.
         return named_jit(op, function)
@@ -53,12 +41,24 @@ def bind_on(plan: Plan, mesh: Mesh) -> Any:
 def check_partition(plan: Plan) -> None:
     """Raise OpError if a kernel of the plan is for an op that is not known to run shard by shard."""
     for name, choice in plan.choices.items():
-        if choice.provider not in (NATIVE, COMPOSITION) and name not in SPECS and name not in WHOLE:
+        if choice.provider not in (NATIVE, COMPOSITION) and not _says_its_shards(REGISTRY[name]):
             raise OpError(f"op {name!r}: {choice.provider!r} does not run on several shards; disable it (-{name})")
 
 
+def _says_its_shards(op: Op) -> bool:
+    return op.shapes is not None and op.shards is not None
+
+
+def _spec(op: Op, axes: Axes, rank: int) -> P:
+    """How an array lies: its dimensions that the shards of an op deal out are split, the others whole."""
+    dealt = ["tp" if set(dimension.names) & set(op.shards or ()) else None for dimension in axes.dimensions]
+    return P(*[None] * (rank - len(dealt)), *dealt) if any(dealt) else REPLICATED
+
+
 def _sharded(op: Op, function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    specs, results = SPECS.get(op.name, ({}, REPLICATED))
+    if op.shapes is None:
+        raise OpError(f"op {op.name!r} does not say its shapes, so that it cannot run on several shards")
+    shapes = op.shapes
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = op.signature.bind(*args, **kwargs)
@@ -69,8 +69,11 @@ def _sharded(op: Op, function: Callable[..., Any], mesh: Mesh) -> Callable[..., 
         def shard(*values: Any) -> Any:
             return function(**fixed, **dict(zip(arrays, values, strict=True)))
 
-        inputs = tuple(specs.get(name, REPLICATED) for name in arrays)
-        run = jax.shard_map(shard, mesh=mesh, in_specs=inputs, out_specs=results, check_vma=False)
+        inputs = tuple(_spec(op, shapes.arrays[name], x.ndim) for name, x in arrays.items())
+        outputs = shapes.outputs(shapes.check(bound.arguments))
+        results = [_spec(op, r.axes, len(shape)) for r, (shape, _) in zip(shapes.results, outputs, strict=True)]
+        out = results[0] if op.gives_one else tuple(results)
+        run = jax.shard_map(shard, mesh=mesh, in_specs=inputs, out_specs=out, check_vma=False)
         return run(*arrays.values())
 
     return call

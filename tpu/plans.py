@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..ops import Choice, Plan, Plans, Recorder, resolve
+from ..ops.implement import is_required
 from ..ops.plan import DISABLED
 from ..ops.recording import Call
 from ..shared.config import ResolvedConfig
@@ -32,21 +33,10 @@ from . import (
     kernels,  # noqa: F401 - registers the Pallas providers
 )
 
-PREFERRED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "cuda": {"paged_attention": ("pallas_triton",), "norm_rope_write_kv": ("pallas_triton",)},
-    "tpu": {"paged_attention": ("pallas",), "write_kv": ("pallas",)},
-}
-"""The providers that platforms prefer."""
-
-REQUIRED: Mapping[str, tuple[str, ...]] = {"tpu": ("paged_attention", "write_kv")}
-"""By platform, ops that run as preferred or as somebody says. What refuses them is an error there: natively, attention
-lays the whole cache out anew in each layer."""
-
 
 def chooser(config: ResolvedConfig) -> Callable[..., Plan]:
     """`resolve` as it chooses here: `calls=None` gives a plan over all ops."""
-    platform = PREFERRED.get(config.platform, {})
-    return partial(resolve, "jax", config.op_priority, platform=platform, enable=config.enable_ops)
+    return partial(resolve, "jax", config.op_priority, platform=config.platform, enable=config.enable_ops)
 
 
 def make_plans(model: ModelConfig, config: ResolvedConfig) -> Plans:
@@ -56,14 +46,17 @@ def make_plans(model: ModelConfig, config: ResolvedConfig) -> Plans:
     plans = plan_programs(physical, chooser(config), lambda kind: record(model, config, kind))
     for kind in plans.by_kind:
         for plan in plans.every(kind):
-            for op in REQUIRED.get(config.platform, ()):
-                if op in plan:
-                    _require(plan[op], kind)
+            for choice in plan.choices.values():
+                if is_required(choice.op, "jax", config.platform):
+                    _require(choice, kind)
     return plans
 
 
 def _require(choice: Choice, kind: str) -> None:
-    """Raise ConfigError if nobody asked for a choice, and what somebody asked for refuses the programs."""
+    """Raise ConfigError if nobody asked for a choice, and what runs on this platform refuses the programs.
+
+    Natively, attention lays the whole cache out anew in each layer there.
+    """
     refused = [f"{provider}: {why}" for provider, why in choice.passed_over if why != DISABLED]
     if refused and choice.chosen_by == "native":
         how = f"op_priority {choice.op}={choice.provider} runs it without a kernel"

@@ -16,7 +16,6 @@ AXES = ("dp", "tp")
 """Mesh axes. One process group holds one replica, so dp is 1; whoever runs several replicas runs several engines."""
 
 REPLICATED = P()
-HEADS = P(None, "tp", None)
 CACHE = P(None, None, "tp", None)
 
 

@@ -7,7 +7,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...ops.declare import Array, OpError
-from ...ops.implement import Refusal, implement
+from ...ops.implement import Refusal
 from .counters import COUNTERS, counters
 from .decode_kernel import decode_kernel
 from .launch import (
@@ -20,7 +20,7 @@ from .launch import (
     processors,
     refused_cache,
     shared_memory,
-    supported,
+    triton_kernel,
 )
 from .prefill_kernel import gather_kernel, prefill_kernel
 
@@ -58,9 +58,7 @@ def _takes(
     return True if refusal is None else refusal
 
 
-@implement(
-    "paged_attention", provider="triton", framework="torch", supported=supported, supports_args=_takes, opaque=True
-)
+@triton_kernel("paged_attention", supports_args=_takes)
 def paged_attention(
     q: Array,
     kv: Array,

@@ -7,9 +7,9 @@ import torch
 import triton
 
 from ...ops.declare import Array, OpError
-from ...ops.implement import Refusal, implement
+from ...ops.implement import Refusal
 from .cache_kernels import norm_rope_write_kernel, write_kernel
-from .launch import FLOATS, config, dtype_name, overlap, power_of_2, refused_cache, supported
+from .launch import FLOATS, config, dtype_name, overlap, power_of_2, refused_cache, triton_kernel
 
 KINDS = {"int8": "int8", "float8_e4m3fn": "fp8"}
 """What the kernels call a cache that is narrower than the model's dtype."""
@@ -28,10 +28,7 @@ def _takes_dtypes(x: Array, kv: Array) -> bool | Refusal:
     return True if refusal is None else refusal
 
 
-@implement(
-    "write_kv", provider="triton", framework="torch", supported=supported, supports_args=_takes_write, inplace=True,
-    opaque=True, row_invariant=True,
-)  # fmt: skip
+@triton_kernel("write_kv", supports_args=_takes_write, inplace=True, row_invariant=True)
 def write_kv(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0) -> Array:
     """Write the rows of K and V into their slots, in place; rows with slot -1 write nothing."""
     setting, heads, size = config("write_kv"), k.shape[1], k.shape[2]
@@ -63,10 +60,7 @@ def _takes_all(
     return same and _takes_dtypes(qkv, kv)
 
 
-@implement(
-    "norm_rope_write_kv", provider="triton", framework="torch", supported=supported, supports_args=_takes_all,
-    inplace=True, opaque=True, row_invariant=True,
-)  # fmt: skip
+@triton_kernel("norm_rope_write_kv", supports_args=_takes_all, inplace=True, row_invariant=True)
 def norm_rope_write_kv(
     qkv: Array,
     kv: Array,

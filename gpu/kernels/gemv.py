@@ -10,10 +10,9 @@ import torch.nn.functional as F
 import triton
 
 from ...ops.declare import Array
-from ...ops.implement import implement
 from .counters import COUNTERS, counters
 from .gemv_kernels import gemv_kernel, skinny_kernel
-from .launch import config, dtype_name, overlap, power_of_2, processors, supported
+from .launch import config, dtype_name, overlap, power_of_2, processors, triton_kernel
 from .rows import silu_and_mul
 
 HALVES = ("bfloat16", "float16")
@@ -24,9 +23,7 @@ def _takes_linear(x: Array, weight: Array, bias: Array | None) -> bool:
     return dtype_name(x) in HALVES and dtype_name(weight) == dtype_name(x) and x.ndim == 2
 
 
-@implement(
-    "linear", provider="triton", framework="torch", supported=supported, supports_args=_takes_linear, opaque=True
-)
+@triton_kernel("linear", supports_args=_takes_linear)
 def linear(x: Array, weight: Array, bias: Array | None) -> Array:
     """See the op."""
     few = _few(x, weight, bias, x.dtype)
@@ -42,9 +39,7 @@ def _takes_logits(x: Array, weight: Array) -> bool:
     return dtype_name(x) in HALVES and dtype_name(weight) == dtype_name(x)
 
 
-@implement(
-    "logits", provider="triton", framework="torch", supported=supported, supports_args=_takes_logits, opaque=True
-)
+@triton_kernel("logits", supports_args=_takes_logits)
 def logits(x: Array, weight: Array) -> Array:
     """See the op."""
     few = _few(x, weight, None, torch.float32)
@@ -55,9 +50,7 @@ def _takes_mlp(x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array
     return _takes_linear(x, gate_up, gate_up_bias) and _takes_linear(x, down, down_bias)
 
 
-@implement(
-    "gated_mlp", provider="triton", framework="torch", supported=supported, supports_args=_takes_mlp, opaque=True
-)
+@triton_kernel("gated_mlp", supports_args=_takes_mlp)
 def gated_mlp(x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None) -> Array:
     """See the op. For one or two rows gate and up are not rounded; else it is the composition of the ops here."""
     if 0 < x.shape[0] <= _limits(gate_up)[0]:

@@ -7,7 +7,7 @@ chips that it does not name (`scripts/tune_kernels.py` measures them).
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import triton
 
 from ...ops.declare import OpError
-from ...ops.implement import Refusal
+from ...ops.implement import Refusal, implement
 from .overlap import EARLY, LATE
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -35,6 +35,12 @@ def capability() -> tuple[int, int]:
 def supported() -> bool:
     """Whether the kernels run here: on an NVIDIA GPU from Ampere on, or on any CPU in Triton's interpreter."""
     return INTERPRETED or capability() >= (8, 0)
+
+
+triton_kernel = partial(
+    implement, provider="triton", framework="torch", supported=supported, opaque=True, preferred_on=("cuda",)
+)
+"""Registers the decorated function, which launches a kernel, as the implementation of an op that GPUs prefer."""
 
 
 def refused_cache(kv: Any) -> Refusal | None:

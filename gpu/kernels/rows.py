@@ -6,9 +6,8 @@ import torch
 import triton
 
 from ...ops.declare import Array
-from ...ops.implement import implement
 from .counters import COUNTERS, counters
-from .launch import FLOATS, config, dtype_name, overlap, power_of_2, processors, supported
+from .launch import FLOATS, config, dtype_name, overlap, power_of_2, processors, triton_kernel
 from .row_kernels import add_rms_norm_kernel, greedy_kernel, rms_norm_kernel, silu_and_mul_kernel
 
 MAX_WIDTH = 16384
@@ -30,9 +29,7 @@ def _takes_norm(x: Array, weight: Array, eps: float) -> bool:
     return dtype_name(x) in FLOATS and dtype_name(weight) in FLOATS and x.ndim in (2, 3) and x.shape[-1] <= MAX_WIDTH
 
 
-@implement(
-    "rms_norm", provider="triton", framework="torch", supported=supported, supports_args=_takes_norm, opaque=True
-)
+@triton_kernel("rms_norm", supports_args=_takes_norm)
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """See the op: one pass, float32 between."""
     x, weight = (y if y.stride(-1) == 1 else y.contiguous() for y in (x, weight))
@@ -52,10 +49,7 @@ def _takes_add_norm(x: Array, residual: Array, weight: Array, eps: float) -> boo
     return _takes_norm(x, weight, eps) and x.ndim == 2 and dtype_name(residual) == dtype_name(x)
 
 
-@implement(
-    "fused_add_rms_norm", provider="triton", framework="torch", supported=supported, supports_args=_takes_add_norm,
-    inplace=True, opaque=True,
-)  # fmt: skip
+@triton_kernel("fused_add_rms_norm", supports_args=_takes_add_norm, inplace=True)
 def fused_add_rms_norm(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
     """See the op: in place, x becomes the norm and residual the sum."""
     if x.stride(1) != 1 or residual.stride(1) != 1:
@@ -75,10 +69,7 @@ def _takes_gate(x: Array) -> bool:
     return dtype_name(x) in FLOATS and x.ndim == 2
 
 
-@implement(
-    "silu_and_mul", provider="triton", framework="torch", supported=supported, supports_args=_takes_gate, opaque=True,
-    row_invariant=True,
-)  # fmt: skip
+@triton_kernel("silu_and_mul", supports_args=_takes_gate, row_invariant=True)
 def silu_and_mul(x: Array) -> Array:
     """See the op."""
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -94,10 +85,7 @@ def _takes_logits(logits: Array) -> bool:
     return dtype_name(logits) == "float32"
 
 
-@implement(
-    "greedy_sample", provider="triton", framework="torch", supported=supported, supports_args=_takes_logits,
-    opaque=True, row_invariant=True,
-)  # fmt: skip
+@triton_kernel("greedy_sample", supports_args=_takes_logits, row_invariant=True)
 def greedy_sample(logits: Array) -> Array:
     """See the op: ties go to the lower id, in whatever parts a row is taken."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()

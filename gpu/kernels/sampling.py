@@ -6,9 +6,8 @@ import torch
 import triton
 
 from ...ops.declare import Array
-from ...ops.implement import implement
 from .counters import COUNTERS, counters
-from .launch import config, dtype_name, overlap, power_of_2, processors, supported
+from .launch import config, dtype_name, overlap, power_of_2, processors, triton_kernel
 from .sample_kernels import (
     COLUMNS,
     LEVELS,
@@ -26,10 +25,7 @@ def _takes_logits(logits: Array) -> bool:
     return dtype_name(logits) == "float32"
 
 
-@implement(
-    "quantize_logits", provider="triton", framework="torch", supported=supported, supports_args=_takes_logits,
-    opaque=True, row_invariant=True,
-)  # fmt: skip
+@triton_kernel("quantize_logits", supports_args=_takes_logits, row_invariant=True)
 def quantize_logits(logits: Array) -> Array:
     """See the op."""
     logits, setting = _dense(logits), config("words")
@@ -56,10 +52,7 @@ def _takes_penalties(
     return dtype_name(logits) == "float32"
 
 
-@implement(
-    "penalties", provider="triton", framework="torch", supported=supported, supports_args=_takes_penalties,
-    opaque=True, row_invariant=True,
-)  # fmt: skip
+@triton_kernel("penalties", supports_args=_takes_penalties, row_invariant=True)
 def penalties(
     logits: Array,
     history: Array,
@@ -113,10 +106,7 @@ def _takes_sample(
     return dtype_name(logits) == "float32" and dtype_name(scores) == "int32"
 
 
-@implement(
-    "sample", provider="triton", framework="torch", supported=supported, supports_args=_takes_sample, opaque=True,
-    row_invariant=True,
-)  # fmt: skip
+@triton_kernel("sample", supports_args=_takes_sample, row_invariant=True)
 def sample(
     logits: Array,
     scores: Array,

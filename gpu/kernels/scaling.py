@@ -6,8 +6,7 @@ import torch
 import triton
 
 from ...ops.declare import Array
-from ...ops.implement import implement
-from .launch import FLOATS, dtype_name, overlap, supported
+from .launch import FLOATS, dtype_name, overlap, triton_kernel
 from .scaling_kernel import scale_kernel
 
 BLOCK = 1024
@@ -18,10 +17,7 @@ def _takes(x: Array, factor: float) -> bool:
     return dtype_name(x) in FLOATS
 
 
-@implement(
-    "scale", provider="triton", framework="torch", supported=supported, supports_args=_takes, opaque=True,
-    row_invariant=True,
-)  # fmt: skip
+@triton_kernel("scale", supports_args=_takes, row_invariant=True)
 def scale(x: Array, factor: float) -> Array:
     """See the op."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -31,6 +31,7 @@ from ..declare import REGISTRY, Op, OpError
 from ..implement import Implementation
 from ..namespaces import namespace
 from ..plan import COMPOSITION, Plan, resolve
+from ..shapes import without_data
 
 NAMESPACE = "twinfer"
 IMPLEMENTATIONS = "twinfer_impl"
@@ -255,14 +256,11 @@ class _Fakes:
             return partial(op.reference, self)
         if op.native == "reference":
             return partial(op.reference, namespace("torch"))
-        first = next(p.name for p in op.signature.parameters.values() if p.annotation == "Array")
+        return without_data(op, _empty_tensor, donated=False)
 
-        def shape(*args: Any, **kwargs: Any) -> Any:
-            given = op.signature.bind(*args, **kwargs).arguments
-            results = tuple(torch.empty_like(given[first]) for _ in range(result_count(op) or 1))
-            return results[0] if result_count(op) is None else results
 
-        return shape
+def _empty_tensor(like: torch.Tensor, shape: tuple[Any, ...], dtype: str | None = None) -> torch.Tensor:
+    return like.new_empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype))
 
 
 @cache

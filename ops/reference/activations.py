@@ -28,41 +28,41 @@ GATED = Contract(
 )
 
 
-@define(activations=("x",), contract=GATED)
+@define(shapes="x [... 2*inter] -> [... inter] x", shards=("inter",), activations=("x",), contract=GATED)
 def silu_and_mul(xp: Any, x: Array) -> Array:
     """silu(gate) * up for x [... 2 inter] = (gate, up) -> [... inter], silu(y) = y / (1 + exp(-y))."""
     gate, up = _halves(xp, x)
     return xp.astype(swish(xp, gate, up), x.dtype)
 
 
-@define(activations=("x",), contract=GATED)
+@define(shapes="x [... 2*inter] -> [... inter] x", shards=("inter",), activations=("x",), contract=GATED)
 def mul_and_silu(xp: Any, x: Array) -> Array:
     """up * silu(gate) for x [... 2 inter] = (up, gate) -> [... inter]: silu_and_mul with the halves swapped."""
     up, gate = _halves(xp, x)
     return xp.astype(swish(xp, gate, up), x.dtype)
 
 
-@define(activations=("x",), contract=ELEMENTWISE)
+@define(shapes="x [... n] -> [... n] x", activations=("x",), contract=ELEMENTWISE)
 def gelu_new(xp: Any, x: Array) -> Array:
     """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), elementwise: BERT's and GPT-2's gelu."""
     return xp.astype(_gelu_tanh(xp, xp.accumulate(x)), x.dtype)
 
 
-@define(activations=("x",), contract=ELEMENTWISE)
+@define(shapes="x [... n] -> [... n] x", activations=("x",), contract=ELEMENTWISE)
 def gelu_fast(xp: Any, x: Array) -> Array:
     """x/2 (1 + tanh(0.7978845608 x (1 + 0.044715 x^2))), elementwise: gelu_new with its root written to 10 digits."""
     y = xp.accumulate(x)
     return xp.astype(0.5 * y * (1.0 + xp.tanh(0.7978845608 * y * (1.0 + 0.044715 * y * y))), x.dtype)
 
 
-@define(activations=("x",), contract=ELEMENTWISE)
+@define(shapes="x [... n] -> [... n] x", activations=("x",), contract=ELEMENTWISE)
 def quick_gelu(xp: Any, x: Array) -> Array:
     """x sigmoid(1.702 x), elementwise: CLIP's gelu."""
     y = xp.accumulate(x)
     return xp.astype(swish(xp, y, 1.0, 1.702), x.dtype)
 
 
-@define(activations=("x",), contract=ELEMENTWISE)
+@define(shapes="x [... 2*inter] -> [... inter] x", shards=("inter",), activations=("x",), contract=ELEMENTWISE)
 def gelu_and_mul(xp: Any, x: Array, approximate: str) -> Array:
     """gelu(gate) * up for x [... 2 inter] = (gate, up) -> [... inter]; `approximate`: none (erf) or tanh."""
     gate, up = _halves(xp, x)
@@ -75,7 +75,7 @@ def gelu_and_mul(xp: Any, x: Array, approximate: str) -> Array:
     return xp.astype(activated * up, x.dtype)
 
 
-@define(activations=("x",), contract=ELEMENTWISE)
+@define(shapes="x [... 2*inter] -> [... inter] x", activations=("x",), contract=ELEMENTWISE)
 def swigluoai_and_mul(xp: Any, x: Array, alpha: float, limit: float) -> Array:
     """(up + 1) gate sigmoid(alpha gate) for x [... 2 inter], gate at even and up at odd places -> [... inter].
 
@@ -88,7 +88,7 @@ def swigluoai_and_mul(xp: Any, x: Array, alpha: float, limit: float) -> Array:
     return xp.astype(swish(xp, gate, up + 1.0, alpha), x.dtype)
 
 
-@define(activations=("x",), contract=ELEMENTWISE)
+@define(shapes="x [... n] -> [... n] x", activations=("x",), contract=ELEMENTWISE)
 def relu2(xp: Any, x: Array) -> Array:
     """max(x, 0)^2, elementwise: Primer (arXiv:2109.08668)."""
     y = xp.accumulate(x)
@@ -96,14 +96,14 @@ def relu2(xp: Any, x: Array) -> Array:
     return xp.astype(positive * positive, x.dtype)
 
 
-@define(activations=("x",), contract=ELEMENTWISE)
+@define(shapes="x [... 2*inter] -> [... inter] x", shards=("inter",), activations=("x",), contract=ELEMENTWISE)
 def fatrelu_and_mul(xp: Any, x: Array, threshold: float) -> Array:
     """up * (gate if gate > threshold else 0) for x [... 2 inter] = (gate, up) -> [... inter]: FATReLU, MiniCPM-S."""
     gate, up = _halves(xp, x)
     return xp.astype(xp.where(gate <= threshold, 0.0, gate) * up, x.dtype)
 
 
-@define(activations=("x",), contract=ELEMENTWISE)
+@define(shapes="x [... n], alpha_p [p], alpha_n [q] -> [... n] x", activations=("x",), contract=ELEMENTWISE)
 def xielu(xp: Any, x: Array, alpha_p: Array, alpha_n: Array, beta: float, eps: float) -> Array:
     """xIELU (arXiv:2411.13010), elementwise: x [... n]; alpha_p, alpha_n [1] or [n], what they are *after* softplus.
 

@@ -17,25 +17,31 @@ MLP = Contract(
 )
 
 
-@define(contract=Contract(rounds="nowhere", accumulate="none", nan="copied"))
+@define(
+    shapes="ids [tok], table [vocab dim] -> [tok dim] table",
+    contract=Contract(rounds="nowhere", accumulate="none", nan="copied"),
+)
 def embedding(xp: Any, ids: Array, table: Array) -> Array:
     """Rows `table[ids]`: ids [tok] int32, table [vocab dim] -> [tok dim]."""
     return xp.take(table, ids, axis=0)
 
 
-@define(contract=PRODUCT)
+@define(shapes="x [tok k], weight [n k], bias [n] -> [tok n] x", contract=PRODUCT)
 def linear(xp: Any, x: Array, weight: Array, bias: Array | None) -> Array:
     """x [tok k] times weight [n k] transposed, plus bias [n] or None -> [tok n]. The weight lies as in checkpoints."""
     return xp.linear(x, weight, bias)
 
 
-@define(contract=Contract(rounds="nowhere: the result keeps the accumulation dtype", dot=DOT))
+@define(
+    shapes="x [row dim], weight [vocab dim] -> [row vocab] float32",
+    contract=Contract(rounds="nowhere: the result keeps the accumulation dtype", dot=DOT),
+)
 def logits(xp: Any, x: Array, weight: Array) -> Array:
     """x [row dim] times weight [vocab dim] transposed -> [row vocab], not rounded: greedy decoding needs margins."""
     return xp.linear_accumulated(x, weight)
 
 
-@define(activations=("x",))
+@define(shapes="x [... n], weight [n] -> [... n] x", shards=(), activations=("x",))
 def rms_norm(xp: Any, x: Array, weight: Array, eps: float) -> Array:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis: x [... n], weight [n] -> [... n]."""
     y = xp.accumulate(x)
@@ -43,20 +49,36 @@ def rms_norm(xp: Any, x: Array, weight: Array, eps: float) -> Array:
     return xp.astype(y * scale * along(xp.accumulate(weight), y), x.dtype)
 
 
-@define(activations=("x",), contract=Contract(accumulate="the storage dtype's own addition, rounded once"))
+@define(
+    shapes="x [tok dim], residual [tok dim] -> [tok dim] x",
+    shards=(),
+    activations=("x",),
+    contract=Contract(accumulate="the storage dtype's own addition, rounded once"),
+)
 def add(xp: Any, x: Array, residual: Array) -> Array:
     """x + residual, both [tok dim]."""
     return x + residual
 
 
-@define(level="coarse", activations=("x", "residual"), composition=("add", "rms_norm"), contract=FUSED_ADD)
+@define(
+    shapes="x [tok dim], residual [tok dim], weight [dim] -> [tok dim] x, [tok dim] x",
+    shards=(),
+    level="coarse",
+    activations=("x", "residual"),
+    composition=("add", "rms_norm"),
+    contract=FUSED_ADD,
+)
 def fused_add_rms_norm(ops: Any, x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
     """(rms_norm(s), s) with s = x + residual. The norm reads s as it was rounded, so both roads agree bitwise."""
     total = ops.add(x, residual)
     return ops.rms_norm(total, weight, eps), total
 
 
-@define(activations=("q", "k"))
+@define(
+    shapes="q [tok head hdim], k [tok kvhead hdim], cos [tok r], sin [tok r] -> [tok head hdim] q, [tok kvhead hdim] k",
+    shards=("head", "kvhead"),
+    activations=("q", "k"),
+)
 def rotary_embedding(xp: Any, q: Array, k: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
     """Rotate the first 2r entries of each head, neox style: q [tok head hdim], k likewise, cos and sin [tok r] float32.
 
@@ -73,7 +95,14 @@ def _rotate(xp: Any, x: Array, cos: Array, sin: Array) -> Array:
     return xp.astype(xp.concat([a * c - b * s, b * c + a * s, rest], axis=-1), x.dtype)
 
 
-@define(level="coarse", activations=("x",), composition=("linear", "silu_and_mul", "linear"), contract=MLP)
+@define(
+    shapes="x [tok dim], gate_up [2*inter dim], gate_up_bias [2*inter], down [dim inter], down_bias [dim] "
+    "-> [tok dim] x",
+    level="coarse",
+    activations=("x",),
+    composition=("linear", "silu_and_mul", "linear"),
+    contract=MLP,
+)
 def gated_mlp(
     ops: Any, x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None
 ) -> Array:

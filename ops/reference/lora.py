@@ -14,13 +14,20 @@ from ..declare import DOT, Array, Contract, define
 ROWS = "a row depends on its own input and its own adapter only"
 
 
-@define(contract=Contract(dot=DOT, masked=f"{ROWS}; rows of no adapter are 0"))
+@define(
+    shapes="x [tok dim], a [adapters rank dim], index [tok] -> [tok rank] x",
+    contract=Contract(dot=DOT, masked=f"{ROWS}; rows of no adapter are 0"),
+)
 def lora_shrink(xp: Any, x: Array, a: Array, index: Array) -> Array:
     """a[index] x: x [tok dim], a [adapters rank dim] -> [tok rank], rounded to x's dtype."""
     return xp.astype(_grouped(xp, x, a, index), x.dtype)
 
 
-@define(activations=("y",), contract=Contract(dot=DOT, masked=f"{ROWS}; rows of no adapter are y, bit for bit"))
+@define(
+    shapes="y [tok out], x [tok rank], b [adapters out rank], index [tok], scale [adapters] -> [tok out] y",
+    activations=("y",),
+    contract=Contract(dot=DOT, masked=f"{ROWS}; rows of no adapter are y, bit for bit"),
+)
 def lora_expand(xp: Any, y: Array, x: Array, b: Array, index: Array, scale: Array) -> Array:
     """y + scale[index] b[index] x: y [tok out], x [tok rank], b [adapters out rank], scale [adapters] float32.
 

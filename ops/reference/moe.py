@@ -28,7 +28,7 @@ BLOCK = Contract(
 )
 
 
-@define(contract=ROUTED)
+@define(shapes="logits [tok expert] -> [tok top_k] float32, [tok top_k] int32", contract=ROUTED)
 def moe_route(xp: Any, logits: Array, top_k: int, renormalize: bool) -> tuple[Array, Array]:
     """(weights [tok k] float32, experts [tok k] int32) of the k largest of logits [tok expert], ties to the lower id.
 
@@ -43,7 +43,7 @@ def moe_route(xp: Any, logits: Array, top_k: int, renormalize: bool) -> tuple[Ar
     return chosen / total, experts
 
 
-@define(contract=MOVED)
+@define(shapes="x [tok dim], experts [tok k] -> [tok*k dim] x, [tok k] int32, [num_experts] int32", contract=MOVED)
 def moe_permute(xp: Any, x: Array, experts: Array, num_experts: int) -> tuple[Array, Array, Array]:
     """x [tok dim] sorted by experts [tok k] -> (rows [row dim], place [tok k], group_sizes [expert]), int32.
 
@@ -58,7 +58,7 @@ def moe_permute(xp: Any, x: Array, experts: Array, num_experts: int) -> tuple[Ar
     return xp.take(x, order // k, axis=0), xp.reshape(place, (tokens, k)), sizes
 
 
-@define(contract=GROUPED)
+@define(shapes="x [row k], weight [expert n k], group_sizes [expert] -> [row n] x", contract=GROUPED)
 def grouped_matmul(xp: Any, x: Array, weight: Array, group_sizes: Array) -> Array:
     """x [row k] times weight[e] [n k] transposed, e the row's expert -> [row n], rounded once.
 
@@ -76,7 +76,10 @@ def grouped_matmul(xp: Any, x: Array, weight: Array, group_sizes: Array) -> Arra
     return xp.astype(xp.loop(1, weight.shape[0], select, select(0, 0.0)), x.dtype)
 
 
-@define(contract=Contract(masked="a token depends on its own rows only"))
+@define(
+    shapes="rows [row dim], place [tok k], weights [tok k] -> [tok dim] rows",
+    contract=Contract(masked="a token depends on its own rows only"),
+)
 def moe_unpermute(xp: Any, rows: Array, place: Array, weights: Array) -> Array:
     """sum over k of weights[t, k] * rows[place[t, k]]: rows [row dim], place and weights [tok k] -> [tok dim]."""
     tokens, k = place.shape
@@ -85,6 +88,7 @@ def moe_unpermute(xp: Any, rows: Array, place: Array, weights: Array) -> Array:
 
 
 @define(
+    shapes="x [tok dim], logits [tok expert], gate_up [expert 2*inter dim], down [expert dim inter] -> [tok dim] x",
     level="coarse",
     composition=("moe_route", "moe_permute", "grouped_matmul", "silu_and_mul", "grouped_matmul", "moe_unpermute"),
     contract=BLOCK,

@@ -15,14 +15,14 @@ GATED = Contract(rounds="once, at the output: neither the gated input nor the no
 CENTRED = Contract(accumulate="float32 (float64 for float64 inputs), any order; the variance from centred values")
 
 
-@define(activations=("x",))
+@define(shapes="x [... n], weight [n] -> [... n] x", shards=(), activations=("x",))
 def gemma_rms_norm(xp: Any, x: Array, weight: Array, eps: float) -> Array:
     """x / sqrt(mean(x^2) + eps) * (1 + weight); the sum is made before rounding (`GemmaRMSNorm` of transformers)."""
     y = xp.accumulate(x)
     return xp.astype(_rms(xp, y, eps) * (1.0 + along(xp.accumulate(weight), y)), x.dtype)
 
 
-@define(activations=("x",), contract=GATED)
+@define(shapes="x [... n], gate [... n], weight [... n] -> [... n] x", activations=("x",), contract=GATED)
 def gated_rms_norm(xp: Any, x: Array, gate: Array, weight: Array, eps: float, norm_before_gate: bool) -> Array:
     """norm(x) silu(gate), or norm(x silu(gate)) unless `norm_before_gate`, with norm(y) = y / rms(y) * weight.
 
@@ -36,7 +36,7 @@ def gated_rms_norm(xp: Any, x: Array, gate: Array, weight: Array, eps: float, no
     return xp.astype(out, x.dtype)
 
 
-@define(activations=("x",), contract=CENTRED)
+@define(shapes="x [... n], weight [n], bias [n] -> [... n] x", shards=(), activations=("x",), contract=CENTRED)
 def layer_norm(xp: Any, x: Array, weight: Array | None, bias: Array | None, eps: float) -> Array:
     """(x - mean) / sqrt(var + eps) * weight + bias with the biased variance (arXiv:1607.06450).
 
@@ -52,14 +52,28 @@ def layer_norm(xp: Any, x: Array, weight: Array | None, bias: Array | None, eps:
     return xp.astype(out, x.dtype)
 
 
-@define(level="coarse", activations=("x", "residual"), composition=("add", "gemma_rms_norm"), contract=FUSED_ADD)
+@define(
+    shapes="x [tok dim], residual [tok dim], weight [dim] -> [tok dim] x, [tok dim] x",
+    shards=(),
+    level="coarse",
+    activations=("x", "residual"),
+    composition=("add", "gemma_rms_norm"),
+    contract=FUSED_ADD,
+)
 def fused_add_gemma_rms_norm(ops: Any, x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
     """(gemma_rms_norm(s), s) with s = x + residual, read as it was rounded."""
     total = ops.add(x, residual)
     return ops.gemma_rms_norm(total, weight, eps), total
 
 
-@define(level="coarse", activations=("x", "residual"), composition=("add", "layer_norm"), contract=FUSED_ADD)
+@define(
+    shapes="x [tok dim], residual [tok dim], weight [dim], bias [dim] -> [tok dim] x, [tok dim] x",
+    shards=(),
+    level="coarse",
+    activations=("x", "residual"),
+    composition=("add", "layer_norm"),
+    contract=FUSED_ADD,
+)
 def fused_add_layer_norm(
     ops: Any, x: Array, residual: Array, weight: Array, bias: Array | None, eps: float
 ) -> tuple[Array, Array]:

@@ -17,6 +17,8 @@ from .quantization import stored
 
 
 @define(
+    shapes="kv [page slot 2*kvhead hdim], k [tok kvhead hdim], v [tok kvhead hdim], slots [tok] -> kv",
+    shards=("kvhead",),
     native="per framework",
     activations=("kv",),
     state=("kv",),
@@ -41,6 +43,9 @@ def write_kv(xp: Any, kv: Array, k: Array, v: Array, slots: Array, k_scale: floa
 
 
 @define(
+    shapes="qkv [tok (head+2*kvhead)*hdim], kv [page slot 2*kvhead hdim], q_weight [hdim], "
+    "k_weight [hdim], cos [tok r], sin [tok r], slots [tok] -> [tok head hdim] qkv, kv",
+    shards=("head", "kvhead"),
     level="coarse",
     activations=("kv",),
     state=("kv",),
@@ -81,6 +86,10 @@ def norm_rope_write_kv(
 
 
 @define(
+    shapes="q [tok head hdim], kv [page slot 2*kvhead hdim], page_table [req pages], query_start [req+1], "
+    "kv_lens [req], counts [2] -> [tok head hdim] q",
+    shards=("head", "kvhead"),
+    host=("query_start", "kv_lens", "counts"),
     native="per framework",
     contract=Contract(
         rounds="softmax weights, not normalised yet, to q's dtype before the product with V, but not in their own sum; "

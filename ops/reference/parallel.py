@@ -20,12 +20,13 @@ LOCAL = Contract(dot=DOT)
 
 
 @define(
+    shapes="ids [tok], table_shard [shard dim] -> [tok dim] table_shard",
     contract=Contract(
         rounds="nowhere: the sum over shards is exact, since all but one are 0",
         accumulate="none",
         masked="ids outside the shard (padding and -1 too) give 0 and read nothing into the result",
         nan="copied",
-    )
+    ),
 )
 def vocab_parallel_embedding(xp: Any, ids: Array, table_shard: Array, start: int) -> Array:
     """Rows of the words [start, start + shard) and 0 for other ids: ids [tok] int32, table [shard dim] -> [tok dim]."""
@@ -34,13 +35,23 @@ def vocab_parallel_embedding(xp: Any, ids: Array, table_shard: Array, start: int
     return xp.where(inside[:, None], rows, xp.zeros_like(rows))
 
 
-@define(level="coarse", composition=("linear",), contract=LOCAL)
+@define(
+    shapes="x [tok k], weight_shard [n k], bias_shard [n] -> [tok n] x",
+    level="coarse",
+    composition=("linear",),
+    contract=LOCAL,
+)
 def column_linear(ops: Any, x: Array, weight_shard: Array, bias_shard: Array | None) -> Array:
     """This shard's columns of a projection: x [tok k], weight [n/shards k], bias [n/shards] or None: `linear`."""
     return ops.linear(x, weight_shard, bias_shard)
 
 
-@define(level="coarse", composition=("linear",), contract=PARTIAL)
+@define(
+    shapes="x_shard [tok k], weight_shard [n k], bias [n] -> [tok n] x_shard",
+    level="coarse",
+    composition=("linear",),
+    contract=PARTIAL,
+)
 def row_linear(ops: Any, x_shard: Array, weight_shard: Array, bias: Array | None, shard: int) -> Array:
     """This shard's part of a sum over k: x [tok k/shards], weight [n k/shards] -> [tok n].
 
@@ -49,13 +60,20 @@ def row_linear(ops: Any, x_shard: Array, weight_shard: Array, bias: Array | None
     return ops.linear(x_shard, weight_shard, bias if shard == 0 else None)
 
 
-@define(level="coarse", composition=("linear",), contract=LOCAL)
+@define(
+    shapes="x [tok k], weight [n k], bias [n] -> [tok n] x", level="coarse", composition=("linear",), contract=LOCAL
+)
 def replicated_linear(ops: Any, x: Array, weight: Array, bias: Array | None) -> Array:
     """The same projection on every shard: `linear`."""
     return ops.linear(x, weight, bias)
 
 
-@define(activations=("logits",), contract=Contract(rounds="once, at the output (float32 logits: nowhere else)"))
+@define(
+    shapes="logits [row vocab] -> [row vocab] logits",
+    shards=(),
+    activations=("logits",),
+    contract=Contract(rounds="once, at the output (float32 logits: nowhere else)"),
+)
 def logits_processor(xp: Any, logits: Array, scale: float, soft_cap: float) -> Array:
     """scale * c tanh(logits / c) with c = `soft_cap`, or scale * logits if it is 0: [row vocab].
 

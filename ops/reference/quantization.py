@@ -36,40 +36,51 @@ BITWISE = Contract(
 SCALED = "product and scales in float32, then bias, then once to the storage dtype"
 
 
-@define(contract=BITWISE)
+def _scale_shape(per: str, block: int, row: int, k: int, **_: Any) -> dict[str, int]:
+    """The sizes [s t] of the scales of x [row k]."""
+    return {"s": 1 if per in ("tensor", "column") else row, "t": {"column": k, "block": k // max(block, 1)}.get(per, 1)}
+
+
+@define(shapes="x [row k], scale [s t] -> [row k] int8", contract=BITWISE)
 def quantize_int8(xp: Any, x: Array, scale: Array) -> Array:
     """x [row k] by given (static) scales -> [row k] int8 in [-127, 127]."""
     return _to_int8(xp, _scaled(xp, x, scale))
 
 
-@define(contract=BITWISE)
+@define(shapes="x [row k] -> [row k] int8, [s t] float32", choose=_scale_shape, contract=BITWISE)
 def quantize_int8_dynamic(xp: Any, x: Array, per: str, block: int) -> tuple[Array, Array]:
     """(values [row k] int8, scales) of x [row k]; `per`: tensor, row, column, or block (of `block` neighbours in k)."""
     scale = _scales(xp, x, INT8_MAX, per, block)
     return _to_int8(xp, _scaled(xp, x, scale)), _as_wide(xp, scale, x)
 
 
-@define(contract=BITWISE)
+@define(shapes="x [row k], scale [s t] -> [row k] float8_e4m3fn", contract=BITWISE)
 def quantize_fp8(xp: Any, x: Array, scale: Array) -> Array:
     """x [row k] by given (static) scales -> [row k] float8_e4m3fn in [-448, 448]."""
     return _as_wide(xp, _to_fp8(xp, _scaled(xp, x, scale)), x)
 
 
-@define(contract=BITWISE)
+@define(shapes="x [row k] -> [row k] float8_e4m3fn, [s t] float32", choose=_scale_shape, contract=BITWISE)
 def quantize_fp8_dynamic(xp: Any, x: Array, per: str, block: int) -> tuple[Array, Array]:
     """(values [row k] float8_e4m3fn, scales) of x [row k]; `per`: tensor, row, column, or block (of `block` in k)."""
     scale = _scales(xp, x, FP8_MAX, per, block)
     return _as_wide(xp, _to_fp8(xp, _scaled(xp, x, scale)), x), _as_wide(xp, scale, x)
 
 
-@define(contract=Contract(rounds="value * scale in float32, then once to the storage dtype"))
+@define(
+    shapes="values [row k], scale [s t] -> [row k] dtype",
+    contract=Contract(rounds="value * scale in float32, then once to the storage dtype"),
+)
 def dequantize(xp: Any, values: Array, scale: Array, dtype: str) -> Array:
     """values [row k] int8 or fp8 times their scales -> [row k] of `dtype`: float32, bfloat16, float16."""
     blocks = _blocks(xp, xp.astype(values, scale.dtype), scale) * scale[..., None]
     return _rounded(xp, xp.reshape(blocks, values.shape), dtype)
 
 
-@define(contract=Contract(rounds=SCALED, accumulate="int32, exact, then float32", dot="int8 by int8 in int32"))
+@define(
+    shapes="x [tok k], weight [n k], x_scale [s 1], weight_scale [t 1], bias [n] -> [tok n] dtype",
+    contract=Contract(rounds=SCALED, accumulate="int32, exact, then float32", dot="int8 by int8 in int32"),
+)
 def linear_int8(
     xp: Any, x: Array, weight: Array, x_scale: Array, weight_scale: Array, bias: Array | None, dtype: str
 ) -> Array:
@@ -82,7 +93,10 @@ def linear_int8(
     return _rounded(xp, _scale_and_add(xp, total, x_scale, weight_scale, bias), dtype)
 
 
-@define(contract=Contract(rounds=SCALED, dot="products of e4m3 (exact in bfloat16) in float32: BF16_BF16_F32"))
+@define(
+    shapes="x [tok k], weight [n k], x_scale [s 1], weight_scale [t 1], bias [n] -> [tok n] dtype",
+    contract=Contract(rounds=SCALED, dot="products of e4m3 (exact in bfloat16) in float32: BF16_BF16_F32"),
+)
 def linear_fp8(
     xp: Any, x: Array, weight: Array, x_scale: Array, weight_scale: Array, bias: Array | None, dtype: str
 ) -> Array:
@@ -95,7 +109,10 @@ def linear_fp8(
     return _rounded(xp, _scale_and_add(xp, total, x_scale, weight_scale, bias), dtype)
 
 
-@define(contract=Contract(rounds=SCALED, dot=DOT))
+@define(
+    shapes="x [tok k], weight [n k], weight_scale [t 1], bias [n] -> [tok n] x",
+    contract=Contract(rounds=SCALED, dot=DOT),
+)
 def linear_weight_only(xp: Any, x: Array, weight: Array, weight_scale: Array, bias: Array | None) -> Array:
     """x [tok k] times weight [n k] (int8 or fp8) transposed, times weight_scale [n 1] or [1 1], plus bias -> [tok n].
 

@@ -12,7 +12,11 @@ import numpy as np
 from ..declare import Array, OpError, define
 
 
-@define(activations=("q", "k"))
+@define(
+    shapes="q [tok head hdim], k [tok kvhead hdim], cos [tok r], sin [tok r] -> [tok head hdim] q, [tok kvhead hdim] k",
+    shards=("head", "kvhead"),
+    activations=("q", "k"),
+)
 def rotary_embedding_gptj(xp: Any, q: Array, k: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
     """Rotate the first 2r entries of each head in neighbouring pairs: q [tok head hdim], k likewise, cos, sin [tok r].
 

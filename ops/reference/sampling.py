@@ -43,7 +43,11 @@ NO_TOKEN = -1
 NO_TOKEN_FOR_NAN = "a row with a NaN or an infinity gives -1"
 
 
-@define(contract=Contract(rounds="nowhere", accumulate="none", nan=NO_TOKEN_FOR_NAN))
+@define(
+    shapes="logits [row vocab] -> [row] int32",
+    shards=(),
+    contract=Contract(rounds="nowhere", accumulate="none", nan=NO_TOKEN_FOR_NAN),
+)
 def greedy_sample(xp: Any, logits: Array) -> Array:
     """The first of the largest logits, -1 if one is not finite: [row vocab] float32 -> [row] int32."""
     return _if_finite(xp, logits, xp.argmax(logits, axis=-1))
@@ -55,13 +59,19 @@ def _if_finite(xp: Any, logits: Array, token: Array) -> Array:
     return xp.astype(xp.where(finite, token, NO_TOKEN), xp.int32)
 
 
-@define(contract=INTEGER)
+@define(shapes="logits [row vocab] -> [row vocab] int32", shards=(), contract=INTEGER)
 def quantize_logits(xp: Any, logits: Array) -> Array:
     """Logits [row vocab] float32 in Q16, NaN as masked -> scores [row vocab] int32."""
     return _quantize(xp, logits, logits * float(ONE))
 
 
-@define(contract=INTEGER)
+@define(
+    shapes="logits [row vocab], history [row len], prompt_len [row], presence [row], frequency [row], "
+    "repetition [row], repetition_inverse [row], bias_ids [row n], bias [row n], mask [row words] "
+    "-> [row vocab] int32",
+    shards=(),
+    contract=INTEGER,
+)
 def penalties(
     xp: Any,
     logits: Array,
@@ -102,7 +112,12 @@ def _quantize(xp: Any, logits: Array, scaled: Array) -> Array:
     return xp.where(xp.isnan(logits), MASKED, xp.to_int(xp.clip(number, -limit, limit)))
 
 
-@define(contract=replace(INTEGER, nan=NO_TOKEN_FOR_NAN))
+@define(
+    shapes="logits [row vocab], scores [row vocab], position [row], seed_lo [row], seed_hi [row], "
+    "greedy [row], scale [row], top_k [row], top_p [row], min_p [row] -> [row] int32",
+    shards=(),
+    contract=replace(INTEGER, nan=NO_TOKEN_FOR_NAN),
+)
 def sample(
     xp: Any,
     logits: Array,
@@ -251,7 +266,15 @@ def _horner(x: Array, *coefficients: int) -> Array:
     return value
 
 
-@define(contract=Contract(rounds="nowhere", accumulate="float32, any order"))
+def _best(vocab: int, **_: Any) -> dict[str, int]:
+    return {"best": min(TOP, vocab)}
+
+
+@define(
+    shapes="logits [row vocab], chosen [row] -> [row] float32, [row] int32, [row best] int32, [row best] float32",
+    choose=_best,
+    contract=Contract(rounds="nowhere", accumulate="float32, any order"),
+)
 def top_logprobs(xp: Any, logits: Array, chosen: Array) -> tuple[Array, Array, Array, Array]:
     """Log-probabilities [row], rank [row] of `chosen` [row], and the 20 best: ids [row 20] and values [row 20].
 

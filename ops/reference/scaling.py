@@ -7,7 +7,7 @@ from typing import Any
 from ..declare import Array, define
 
 
-@define(activations=("x",))
+@define(shapes="x [... n] -> [... n] x", shards=(), activations=("x",))
 def scale(xp: Any, x: Array, factor: float) -> Array:
     """x * factor, elementwise: x [... n]. The factor is not rounded to the storage dtype before."""
     y = xp.accumulate(x)

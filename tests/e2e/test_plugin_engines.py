@@ -18,7 +18,6 @@ from twinfer.ops.reference import dense
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.models import stages
 from twinfer.shared.models.spec import Attention, Mlp
-from twinfer.shared.worker import backend_module
 
 BACKENDS = ("torch", "jax")
 VOICES = ("scoped", "user", "default")
@@ -86,15 +85,10 @@ def asked_by(voice, op, provider, backend, run):
         return run()
 
 
-def prefer(monkeypatch, backend, *ops):
+def prefer(backend, *ops):
     """A platform that prefers kernels `chip` for `ops`: played on the CPU."""
-    room, order = backend_module(backend, "plans"), dict.fromkeys(ops, ("chip",))
     for op in ops:
-        provide(op, "chip", backend, never)
-    if backend == "torch":
-        monkeypatch.setattr(room, "preferred", lambda platform: order)
-    else:
-        monkeypatch.setattr(room, "PREFERRED", {"cpu": order})
+        provide(op, "chip", backend, never, preferred_on=("cpu",))
 
 
 @pytest.mark.parametrize("voice", VOICES)
@@ -110,9 +104,9 @@ def test_a_plugin_runs_in_the_engine_whoever_asks_for_it(backend, voice):
 
 @pytest.mark.parametrize("voice", VOICES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_plugin_runs_on_a_platform_that_prefers_its_own_kernels(backend, voice, monkeypatch):
+def test_a_plugin_runs_on_a_platform_that_prefers_its_own_kernels(backend, voice):
     """The kernels of the platform, for the op and for the coarse ops that would swallow it, must not run at all."""
-    prefer(monkeypatch, backend, "rms_norm", *COARSE)
+    prefer(backend, "rms_norm", *COARSE)
     got, plans = asked_by(voice, "rms_norm", "acme", backend, functools.partial(tokens, backend))
     assert all(len(out) == 4 for out in got)
     assert set(CALLS) == {("rms_norm", "acme")}
@@ -122,8 +116,8 @@ def test_a_plugin_runs_on_a_platform_that_prefers_its_own_kernels(backend, voice
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_disabled_op_runs_natively_inside_of_the_platforms_coarse_kernels_too(backend, monkeypatch):
-    prefer(monkeypatch, backend, "rms_norm", *COARSE)
+def test_a_disabled_op_runs_natively_inside_of_the_platforms_coarse_kernels_too(backend):
+    prefer(backend, "rms_norm", *COARSE)
     tokens(backend, enable_ops=("all", "-rms_norm"))
     assert not CALLS
 

@@ -151,10 +151,11 @@ def test_triton_launches_overlap_without_a_trace(kernels, device, monkeypatch):
         pytest.skip("launches do not overlap here")
     import torch
 
-    from twinfer.gpu.kernels import PREFERRED, attention, cache, gemv, rows
+    from twinfer.gpu.kernels import attention, cache, gemv, rows
     from twinfer.ops import resolve
+    from twinfer.ops.implement import preferred
 
-    ops = resolve("torch", {op: ("triton",) for op in PREFERRED}).bind()
+    ops = resolve("torch", preferred("torch", "cuda")).bind()
     torch.manual_seed(0)
 
     def normal(*shape):
@@ -271,13 +272,14 @@ def test_triton_operators_pass_opcheck(kernels, device):
     """As operators of their own, with the mutations that they declare and no others."""
     import torch
 
-    from twinfer.gpu.kernels import PREFERRED
     from twinfer.ops import REGISTRY
     from twinfer.ops.bindings.torch import opaque
-    from twinfer.ops.implement import IMPLEMENTATIONS
+    from twinfer.ops.implement import IMPLEMENTATIONS, preferred
     from twinfer.ops.namespaces.torch_ import from_numpy
 
-    for name in PREFERRED:
+    wanted = preferred("torch", "cuda")
+    assert len(wanted) == 14
+    for name in wanted:
         opaque(REGISTRY[name], IMPLEMENTATIONS[name, "torch"]["triton"])
         case = min(ci_cases(TESTING[name], "float32"), key=lambda c: sum(np.size(v) for v in c.arguments.values()))
         few = {key: case.arguments[key][:2] for key in TESTING[name].rows} if name == "sample" else {}

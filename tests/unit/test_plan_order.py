@@ -14,7 +14,7 @@ from twinfer.ops.implement import IMPLEMENTATIONS
 from twinfer.ops.plan import _defaults
 from twinfer.ops.recording import Call
 
-CHIP = {op: ("chip",) for op in ("rms_norm", "fused_add_rms_norm", "norm_rope_write_kv", "silu_and_mul", "gated_mlp")}
+CHIP = "rms_norm", "fused_add_rms_norm", "norm_rope_write_kv", "silu_and_mul", "gated_mlp"
 STEPS_BACK = ("fused_add_rms_norm", "norm_rope_write_kv")
 
 
@@ -34,7 +34,7 @@ def providers():
         resolve(framework)
     before = {key: dict(value) for key, value in IMPLEMENTATIONS.items()}
     for op in CHIP:
-        provide(op, "chip")
+        provide(op, "chip", preferred_on=("tpu",))
         provide(op, "acme")
     yield
     IMPLEMENTATIONS.clear()
@@ -50,13 +50,13 @@ PREFERRED = {op: ("chip", "platform") for op in CHIP}
 
 
 def test_a_platform_is_heard_before_nobody_and_after_everybody():
-    assert chosen(resolve("numpy", platform=CHIP)) == PREFERRED
+    assert chosen(resolve("numpy", platform="tpu")) == PREFERRED
     set_default("rms_norm", "numpy", "acme")
-    assert resolve("numpy", platform=CHIP)["rms_norm"].chosen_by == "default"
-    plan = resolve("numpy", {"rms_norm": ("native",)}, platform=CHIP)
+    assert resolve("numpy", platform="tpu")["rms_norm"].chosen_by == "default"
+    plan = resolve("numpy", {"rms_norm": ("native",)}, platform="tpu")
     assert (plan["rms_norm"].provider, plan["rms_norm"].chosen_by) == ("native", "user")
     with priority("rms_norm", "chip"):
-        plan = resolve("numpy", {"rms_norm": ("native",)}, platform=CHIP)
+        plan = resolve("numpy", {"rms_norm": ("native",)}, platform="tpu")
     assert (plan["rms_norm"].provider, plan["rms_norm"].chosen_by) == ("chip", "scoped")
 
 
@@ -68,7 +68,7 @@ def test_a_platforms_coarse_kernel_steps_back_for_a_finer_op_that_somebody_chose
     elif voice == "user":
         user = {"rms_norm": ("acme",)}
     with priority("rms_norm", *(("acme",) if voice == "scoped" else ())):
-        plan = resolve("numpy", user, platform=CHIP)
+        plan = resolve("numpy", user, platform="tpu")
     assert chosen(plan) == PREFERRED | {"rms_norm": ("acme", voice)} | {
         op: ("composition", "native") for op in STEPS_BACK
     }
@@ -77,7 +77,7 @@ def test_a_platforms_coarse_kernel_steps_back_for_a_finer_op_that_somebody_chose
 
 
 def test_a_platforms_coarse_kernel_steps_back_for_a_finer_op_that_is_disabled():
-    plan = resolve("numpy", platform=CHIP, enable=("all", "-silu_and_mul"))
+    plan = resolve("numpy", platform="tpu", enable=("all", "-silu_and_mul"))
     assert chosen(plan) == PREFERRED | {
         op: ("composition" if op == "gated_mlp" else "native", "native") for op in ("silu_and_mul", "gated_mlp")
     }
@@ -87,20 +87,20 @@ def test_a_platforms_coarse_kernel_steps_back_for_a_finer_op_that_is_disabled():
 
 def test_a_coarse_op_that_is_asked_for_as_loudly_stays():
     user = {"rms_norm": ("acme",), "fused_add_rms_norm": ("chip",)}
-    plan = resolve("numpy", user, platform=CHIP)
+    plan = resolve("numpy", user, platform="tpu")
     assert plan["fused_add_rms_norm"].provider == "chip"
     assert plan["norm_rope_write_kv"].provider == "composition"
-    plan = resolve("numpy", platform=CHIP, enable=("none", "+fused_add_rms_norm"))
+    plan = resolve("numpy", platform="tpu", enable=("none", "+fused_add_rms_norm"))
     assert plan["fused_add_rms_norm"].provider == "chip", "enabled by name"
     set_default("fused_add_rms_norm", "numpy", "acme")
-    plan = resolve("numpy", {"rms_norm": ("native",)}, platform=CHIP)
+    plan = resolve("numpy", {"rms_norm": ("native",)}, platform="tpu")
     assert plan["fused_add_rms_norm"].passed_over[0] == ("acme", "its finer op rms_norm is native (user)")
 
 
 def test_nothing_steps_back_for_what_does_not_run_here():
     provide("rms_norm", "elsewhere", supported=lambda: False)
     set_default("rms_norm", "numpy", "elsewhere")
-    plan = resolve("numpy", platform=CHIP)
+    plan = resolve("numpy", platform="tpu")
     assert chosen(plan) == PREFERRED
     assert plan["rms_norm"].passed_over == (("elsewhere", "not supported on this machine"),)
 
@@ -114,7 +114,7 @@ def test_a_plan_covers_what_is_called_and_the_finer_ops_of_compositions():
     fused = x_of(8, op="fused_add_rms_norm")
     calls = [fused, x_of(8, ("fused_add_rms_norm",)), x_of(8, ("fused_add_rms_norm",), op="add")]
     assert set(resolve("numpy", calls=calls).choices) == {"fused_add_rms_norm", "rms_norm", "add"}
-    assert set(resolve("numpy", platform=CHIP, calls=calls).choices) == {"fused_add_rms_norm"}
+    assert set(resolve("numpy", platform="tpu", calls=calls).choices) == {"fused_add_rms_norm"}
     plan = resolve("numpy", calls=calls)
     assert not hasattr(plan.bind(), "linear")
     with pytest.raises(OpError, match="'linear' is not in this plan"):

@@ -7,9 +7,9 @@ import pytest
 from twinfer.ops import resolve
 from twinfer.ops.cases import load_all
 from twinfer.ops.cases.attention import BELOW_ONE, equal_values
+from twinfer.ops.implement import preferred
 from twinfer.ops.testing import TESTING, Judge, ci_cases
 from twinfer.tpu.gpu_kernels import attention, decode, write
-from twinfer.tpu.plans import PREFERRED
 
 load_all()
 QUICK = ("decode, padded", "mixed, window and soft cap", "norms", "no norms")
@@ -86,7 +86,9 @@ def test_the_bound_sees_a_part_that_is_not_added(monkeypatch):
 
 
 def test_gpus_prefer_the_kernels_and_others_pass_them_over():
-    plan = resolve("jax", platform=PREFERRED["cuda"])
-    for op, (provider,) in PREFERRED["cuda"].items():
+    plan = resolve("jax", platform="cuda")
+    wanted = preferred("jax", "cuda")
+    assert set(wanted) == {"paged_attention", "norm_rope_write_kv"}
+    for op, (provider,) in wanted.items():
         assert provider == "pallas_triton"
         assert plan[op].passed_over == ((provider, "not supported on this machine"),)

@@ -53,7 +53,14 @@ def attend(
     return out
 
 
-@implement("paged_attention", provider="pallas_triton", framework="jax", supported=on_gpu, supports_args=takes)
+@implement(
+    "paged_attention",
+    provider="pallas_triton",
+    framework="jax",
+    supported=on_gpu,
+    supports_args=takes,
+    preferred_on=("cuda",),
+)
 def paged_attention(
     q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array, scale: float,
     window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,

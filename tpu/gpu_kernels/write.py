@@ -92,7 +92,14 @@ def _write(
         plgpu.store(out.at[row, at[None, :]], x.astype(out.dtype), mask=written)
 
 
-@implement("norm_rope_write_kv", provider="pallas_triton", framework="jax", supported=on_gpu, supports_args=takes)
+@implement(
+    "norm_rope_write_kv",
+    provider="pallas_triton",
+    framework="jax",
+    supported=on_gpu,
+    supports_args=takes,
+    preferred_on=("cuda",),
+)
 def norm_rope_write_kv(
     qkv: Array, kv: Array, q_weight: Array | None, k_weight: Array | None, cos: Array, sin: Array, slots: Array,
     eps: float, k_scale: float = 1.0, v_scale: float = 1.0,

@@ -109,7 +109,10 @@ def vmem_need(sizes: BlockSizes, q: Any, kv: Any, max_query_len: int) -> dict[st
     return max(decode, need(sizes.mixed_kv, tokens * heads, tokens), key=lambda parts: sum(parts.values()))
 
 
-@implement("paged_attention", provider="pallas", framework="jax", supported=on_tpu, supports_args=compiles)
+@implement(
+    "paged_attention", provider="pallas", framework="jax", supported=on_tpu, supports_args=compiles,
+    preferred_on=("tpu",), required_on=("tpu",),
+)  # fmt: skip
 def paged_attention(
     q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array, scale: float,
     window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,

@@ -119,7 +119,10 @@ def compiles(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, 
     return answer(refused_size(kv), refused_words(kv, 1, "a slot"), takes(kv, k, v, slots, k_scale, v_scale))
 
 
-@implement("write_kv", provider="pallas", framework="jax", supported=on_tpu, supports_args=compiles)
+@implement(
+    "write_kv", provider="pallas", framework="jax", supported=on_tpu, supports_args=compiles,
+    preferred_on=("tpu",), required_on=("tpu",),
+)  # fmt: skip
 def write_kv(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0) -> Array:
     """See the op."""
     return write(kv, k, v, slots, k_scale, v_scale, False)
