@@ -8,17 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 _PUBLIC = {
-    "Diff": "diff",
+    "Diff": "judging.diff",
     "capture": "api",
-    "compare": "saved",
-    "compare_ends": "logits",
-    "compare_model": "model",
+    "compare": "questions.saved",
+    "compare_ends": "questions.logits",
+    "compare_model": "questions.model",
     "compare_targets": "api",
-    "default_prompts": "steps",
-    "make_steps": "steps",
-    "open_subject": "subject",
-    "parse_target": "subject",
-    "read": "bundle",
+    "default_prompts": "sides.steps",
+    "make_steps": "sides.steps",
+    "open_subject": "sides.subject",
+    "parse_target": "sides.subject",
+    "read": "bundles.bundle",
     "write_report": "api",
 }
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from . import bundle
-from .bundle import Bundle
-from .diff import Diff
+from .bundles import bundle
+from .bundles.bundle import Bundle
 from .errors import InfrastructureError
-from .faults import plant_by_side
-from .gates import MODES, Mode
-from .model import compare_model
-from .report import page
-from .steps import default_prompts, encode, make_steps
-from .subject import Subject, open_subject, parse_target
+from .faults.planting import plant_by_side
+from .judging.diff import Diff
+from .judging.gates import MODES, Mode
+from .questions.model import compare_model
+from .showing.report import page
+from .sides.steps import default_prompts, encode, make_steps
+from .sides.subject import Subject, open_subject, parse_target
 
 Prompts = Sequence[str | Sequence[int] | np.ndarray] | None
 
@@ -30,7 +30,7 @@ def capture(
 
     `options` are those of `open_subject`: dtype, load_format, seed, tokens. `prompts` are texts or token ids.
     """
-    from .capturing import capture_model
+    from .bundles.capturing import capture_model
 
     if out is not None:
         bundle.check_free(str(out))

@@ -15,7 +15,7 @@ from .cli_runs import add_parsers as add_run_parsers
 from .cli_runs import write as _write
 from .cli_selftest import add_parsers as add_selftest_parsers
 from .errors import InfrastructureError
-from .gates import parse_modes
+from .judging.gates import parse_modes
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -77,12 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_model(arguments: argparse.Namespace) -> int:
     """`twinfer numerics model`."""
-    from .faults import plant_by_side
-    from .junit import junit
-    from .model import compare_model
-    from .steps import default_prompts, make_steps, read_prompts
-    from .subject import open_subject, parse_target
-    from .terminal import render
+    from .faults.planting import plant_by_side
+    from .questions.model import compare_model
+    from .showing.junit import junit
+    from .showing.terminal import render
+    from .sides.steps import default_prompts, make_steps, read_prompts
+    from .sides.subject import open_subject, parse_target
 
     modes = parse_modes(arguments.mode)
     if arguments.tokens < 8:
@@ -113,10 +113,10 @@ def run_model(arguments: argparse.Namespace) -> int:
 
 def run_ops(arguments: argparse.Namespace) -> int:
     """`twinfer numerics ops`."""
-    from .faults import plant_by_side
-    from .junit import suite_xml
-    from .ops_check import check_ops, render
-    from .subject import parse_target
+    from .faults.planting import plant_by_side
+    from .questions.ops_check import check_ops, render
+    from .showing.junit import suite_xml
+    from .sides.subject import parse_target
 
     targets = [parse_target(arguments.a), parse_target(arguments.b)]
     faults = plant_by_side(arguments.plant)

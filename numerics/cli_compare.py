@@ -38,8 +38,8 @@ def add_parsers(commands: Any) -> None:
 
 def run_logits(arguments: argparse.Namespace) -> int:
     """`twinfer numerics logits`."""
-    from .faults import plant_by_side
-    from .logits import compare_ends, parse_side
+    from .faults.planting import plant_by_side
+    from .questions.logits import compare_ends, parse_side
 
     if arguments.positions < 1:
         raise ConfigError(f"positions: got {arguments.positions}, allowed is at least 1")
@@ -57,7 +57,7 @@ def run_logits(arguments: argparse.Namespace) -> int:
 
 def run_compare(arguments: argparse.Namespace) -> int:
     """`twinfer numerics compare`."""
-    from .saved import compare
+    from .questions.saved import compare
 
     if len(arguments.items) < 2:
         raise ConfigError("compare: got one result, needs two or more")
@@ -70,7 +70,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     """`twinfer numerics report`. Its exit code is 0 whatever the verdict is: the file was written."""
     from pathlib import Path
 
-    from .report import page, read_record
+    from .showing.report import page, read_record
 
     text = page(read_record(arguments.result))
     out = arguments.out or str(Path(arguments.result).with_suffix(".html"))
@@ -82,8 +82,8 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 def finish(diff: Any, arguments: argparse.Namespace) -> int:
     """Show a comparison, write what was asked for, and give the exit code."""
-    from .junit import junit
-    from .terminal import render
+    from .showing.junit import junit
+    from .showing.terminal import render
 
     if arguments.json != "-":
         print(render(diff))

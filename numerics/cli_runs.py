@@ -90,7 +90,7 @@ def output_flags(parser: argparse.ArgumentParser) -> None:
 
 def subject_of(arguments: argparse.Namespace, dtype: str | None = None) -> Any:
     """The subject that `model_flags` name. Raises ConfigError, ModelError."""
-    from .subject import open_subject
+    from .sides.subject import open_subject
 
     if arguments.tokens < 8:
         raise ConfigError(f"tokens: got {arguments.tokens}, allowed is at least 8")
@@ -105,14 +105,14 @@ def subject_of(arguments: argparse.Namespace, dtype: str | None = None) -> Any:
 
 def prompts_of(arguments: argparse.Namespace, subject: Any) -> Any:
     """The prompts that `model_flags` name. Raises ConfigError."""
-    from .steps import default_prompts, read_prompts
+    from .sides.steps import default_prompts, read_prompts
 
     given = arguments.prompts
     return read_prompts(given, subject) if given else default_prompts(subject, arguments.seed)
 
 
 def _fault(text: str | None, subject: Any) -> Any:
-    from .faults import plant
+    from .faults.planting import plant
 
     return plant(text, subject.model) if text else None
 
@@ -135,10 +135,10 @@ def write(path: str | None, text: Any) -> None:
 
 def run_capture(arguments: argparse.Namespace) -> int:
     """`twinfer numerics capture`."""
-    from . import bundle
-    from .capturing import capture_model
-    from .steps import make_steps
-    from .subject import parse_target
+    from .bundles import bundle
+    from .bundles.capturing import capture_model
+    from .sides.steps import make_steps
+    from .sides.subject import parse_target
 
     subject, target = subject_of(arguments), parse_target(arguments.on)
     if arguments.steps is not None and arguments.steps < 1:
@@ -159,11 +159,11 @@ def run_capture(arguments: argparse.Namespace) -> int:
 
 def run_replay(arguments: argparse.Namespace) -> int:
     """`twinfer numerics replay`."""
-    from .bundle import read
-    from .junit import junit
-    from .replay import replay
-    from .subject import parse_target
-    from .terminal import render
+    from .bundles.bundle import read
+    from .questions.replay import replay
+    from .showing.junit import junit
+    from .showing.terminal import render
+    from .sides.subject import parse_target
 
     targets = [parse_target(text) for text in arguments.on or ["torch:cpu"]]
     bundle = read(arguments.bundle, arguments.model)
@@ -178,9 +178,9 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
 def run_invariants(arguments: argparse.Namespace) -> int:
     """`twinfer numerics invariants`."""
-    from .invariants import check_invariants, render
-    from .junit import suite_xml
-    from .subject import parse_target
+    from .questions.invariants import check_invariants, render
+    from .showing.junit import suite_xml
+    from .sides.subject import parse_target
 
     target = parse_target(arguments.on)
     if target.backend == "jax":
@@ -205,11 +205,11 @@ def run_invariants(arguments: argparse.Namespace) -> int:
 
 def run_bisect(arguments: argparse.Namespace) -> int:
     """`twinfer numerics bisect`."""
-    from .bisect import bisect_model
-    from .bisect_knobs import bisect_knobs
-    from .bundle import read
-    from .steps import make_steps
-    from .subject import parse_target
+    from .bundles.bundle import read
+    from .questions.bisect import bisect_model
+    from .questions.bisect_knobs import bisect_knobs
+    from .sides.steps import make_steps
+    from .sides.subject import parse_target
 
     target, modes = parse_target(arguments.on), _modes(arguments.mode)
     if arguments.steps < 1:
@@ -235,8 +235,8 @@ def run_bisect(arguments: argparse.Namespace) -> int:
 
 
 def _finish_bisect(report: Any, arguments: argparse.Namespace) -> int:
-    from .bisect import render
-    from .junit import suite_xml
+    from .questions.bisect import render
+    from .showing.junit import suite_xml
 
     if arguments.json != "-":
         print(render(report))

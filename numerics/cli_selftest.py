@@ -33,12 +33,12 @@ def add_parsers(commands: Any) -> None:
 
 def run_selftest(arguments: argparse.Namespace) -> int:
     """`twinfer numerics selftest`."""
-    from .engine_faults import ENGINE_FAULTS
-    from .faults import describe
-    from .gates import parse_modes
-    from .junit import suite_xml
-    from .selftest import MODES, render, selftest
-    from .subject import parse_target
+    from .faults.engine import ENGINE_FAULTS
+    from .faults.planting import describe
+    from .judging.gates import parse_modes
+    from .questions.selftest import MODES, render, selftest
+    from .showing.junit import suite_xml
+    from .sides.subject import parse_target
 
     if arguments.list:
         print("\n".join([*describe(), *(f"{f.name:28} engine {f.what}" for f in ENGINE_FAULTS.values())]))

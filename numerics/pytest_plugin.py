@@ -26,7 +26,7 @@ class Numerics:
 
     def compare(self, *items: Any, **options: Any) -> Any:
         """See `twinfer.numerics.compare`: results, bundles, or their paths."""
-        from .saved import compare
+        from .questions.saved import compare
 
         return self._keep(compare(*items, **options))
 
@@ -42,8 +42,8 @@ class Numerics:
         Raises AssertionError if one does not, NotComparable if there was nothing to judge.
         """
         from .errors import FAILED, NotComparable
-        from .ops_check import check_ops, render
-        from .subject import parse_target
+        from .questions.ops_check import check_ops, render
+        from .sides.subject import parse_target
 
         report = check_ops([parse_target(target)], [op])
         self.texts.append(render(report))
@@ -54,7 +54,7 @@ class Numerics:
             raise NotComparable(f"{op} on {target}: not compared: {', '.join(report.missing) or 'nothing to judge'}")
 
     def _keep(self, diff: Any) -> Any:
-        from .terminal import render
+        from .showing.terminal import render
 
         self.texts.append(render(diff))
         return diff

@@ -165,7 +165,7 @@ def backend_module(backend: str, name: str = "worker") -> Any:
 def attach_camera(engine: Any, config: Any, folder: str) -> None:
     """Let an engine keep the steps that its option `capture` names. Raises ConfigError."""
     # By name: comparing backends is a room above this one, which nothing needs that does not ask for it.
-    import_module(f"{__package__.rpartition('.')[0]}.numerics.live").attach(engine, config, folder)
+    import_module(f"{__package__.rpartition('.')[0]}.numerics.questions.live").attach(engine, config, folder)
 
 
 def create_worker(model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> Worker:

@@ -4,7 +4,7 @@ import pytest
 
 import twinfer.numerics as numerics
 from twinfer.numerics.errors import NotComparable
-from twinfer.numerics.gates import Gate
+from twinfer.numerics.judging.gates import Gate
 
 pytest_plugins = "pytester"
 PROMPTS = [[*range(3, 20)], [7, 8, 9, 10, 11]]

@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-from twinfer.numerics.bisect import bisect_model, render, smallest
-from twinfer.numerics.bisect_knobs import bisect_knobs
 from twinfer.numerics.errors import NotComparable
-from twinfer.numerics.fault_catalogue import CATALOGUE
-from twinfer.numerics.faults import plant
-from twinfer.numerics.runners import Fault
-from twinfer.numerics.steps import default_prompts, make_steps
-from twinfer.numerics.subject import open_subject, parse_target
-from twinfer.numerics.terminal import LINES
+from twinfer.numerics.faults.catalogue import CATALOGUE
+from twinfer.numerics.faults.planting import plant
+from twinfer.numerics.questions.bisect import bisect_model, render, smallest
+from twinfer.numerics.questions.bisect_knobs import bisect_knobs
+from twinfer.numerics.showing.terminal import LINES
+from twinfer.numerics.sides.runners import Fault
+from twinfer.numerics.sides.steps import default_prompts, make_steps
+from twinfer.numerics.sides.subject import open_subject, parse_target
 
 LAYERS = 6
 CONFIG = {
@@ -130,7 +130,7 @@ def test_places_outside_of_layers(subject, name, place):
 
 def test_a_fault_of_several_layers_that_only_the_end_shows(subject, monkeypatch):
     """With local verdicts shut off, the logits show it; the layers that it takes together are found."""
-    import twinfer.numerics.bisect as module
+    import twinfer.numerics.questions.bisect as module
 
     monkeypatch.setattr(module, "VERDICTS", ("logits",))
     report = search(subject, TORCH, plant("attention-scale-1e-2@1", subject.model))
@@ -139,7 +139,7 @@ def test_a_fault_of_several_layers_that_only_the_end_shows(subject, monkeypatch)
 
 
 def test_a_layer_that_is_wrong_only_as_it_is_compiled(subject, monkeypatch):
-    from twinfer.numerics.torch_runner import TorchRunner
+    from twinfer.numerics.sides.torch_runner import TorchRunner
 
     right = TorchRunner.layer
 

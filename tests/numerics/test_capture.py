@@ -6,14 +6,14 @@ import shutil
 import numpy as np
 import pytest
 
-from twinfer.numerics import bundle as bundles
-from twinfer.numerics.capturing import capture_model
+from twinfer.numerics.bundles import bundle as bundles
+from twinfer.numerics.bundles.capturing import capture_model
 from twinfer.numerics.errors import NotComparable
-from twinfer.numerics.faults import plant
-from twinfer.numerics.live import parse_policy
-from twinfer.numerics.replay import replay
-from twinfer.numerics.steps import default_prompts, make_steps
-from twinfer.numerics.subject import open_subject, parse_target
+from twinfer.numerics.faults.planting import plant
+from twinfer.numerics.questions.live import parse_policy
+from twinfer.numerics.questions.replay import replay
+from twinfer.numerics.sides.steps import default_prompts, make_steps
+from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine
 from twinfer.shared.errors import ConfigError

@@ -9,9 +9,9 @@ import pytest
 from twinfer.numerics import compare, compare_targets
 from twinfer.numerics.api import capture
 from twinfer.numerics.cli_compare import command
-from twinfer.numerics.diff import load
 from twinfer.numerics.errors import NotComparable
-from twinfer.numerics.report import page
+from twinfer.numerics.judging.diff import load
+from twinfer.numerics.showing.report import page
 from twinfer.serving.cli import _parser, main
 
 FAULT = "attention-scale-1e-2@1"

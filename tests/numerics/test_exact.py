@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from twinfer.numerics.exact import ExactComparison, ExactJudge
-from twinfer.numerics.exact_probes import PROBES, probes
-from twinfer.numerics.faults import plant
-from twinfer.numerics.ops_check import check_ops
-from twinfer.numerics.reference import evaluate
-from twinfer.numerics.runners import Fault, create_runner
-from twinfer.numerics.selftest_model import LAYER, open_model
-from twinfer.numerics.steps import default_prompts, make_steps
-from twinfer.numerics.subject import parse_target
+from twinfer.numerics.faults.planting import plant
+from twinfer.numerics.questions.exact import ExactComparison, ExactJudge
+from twinfer.numerics.questions.exact_probes import PROBES, probes
+from twinfer.numerics.questions.ops_check import check_ops
+from twinfer.numerics.questions.selftest_model import LAYER, open_model
+from twinfer.numerics.sides.reference import evaluate
+from twinfer.numerics.sides.runners import Fault, create_runner
+from twinfer.numerics.sides.steps import default_prompts, make_steps
+from twinfer.numerics.sides.subject import parse_target
 from twinfer.ops.cases import load_all
 from twinfer.ops.testing import TESTING, ci_cases
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from twinfer.numerics.fault_catalogue import CATALOGUE, dense_attention
-from twinfer.numerics.fault_making import changed, instead
-from twinfer.numerics.faults import FaultyPlan, describe, faulty, faulty_plans, plant, plant_by_side
-from twinfer.numerics.runners import Fault
-from twinfer.numerics.selftest_model import CONFIG
+from twinfer.numerics.faults.catalogue import CATALOGUE, dense_attention
+from twinfer.numerics.faults.making import changed, instead
+from twinfer.numerics.faults.planting import FaultyPlan, describe, faulty, faulty_plans, plant, plant_by_side
+from twinfer.numerics.questions.selftest_model import CONFIG
+from twinfer.numerics.sides.runners import Fault
 from twinfer.ops import Plans, resolve
 from twinfer.ops.cases import load_all
 from twinfer.ops.namespaces import namespace

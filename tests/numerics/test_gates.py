@@ -4,9 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from twinfer.numerics.gates import accumulated, semantics
-from twinfer.numerics.metrics import measure
-from twinfer.numerics.reference import evaluate
+from twinfer.numerics.judging.gates import accumulated, semantics
+from twinfer.numerics.judging.metrics import measure
+from twinfer.numerics.sides.reference import evaluate
 from twinfer.ops.cases import load_all
 from twinfer.ops.testing import TESTING, Judge, ci_cases, oracle, run
 

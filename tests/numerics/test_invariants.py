@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from twinfer.numerics.bench import Bench, Schedule
-from twinfer.numerics.faults import plant
-from twinfer.numerics.invariants import RELATIONS, Judge, check_invariants, render
-from twinfer.numerics.junit import suite_xml
-from twinfer.numerics.steps import default_prompts
-from twinfer.numerics.subject import open_subject, parse_target
-from twinfer.numerics.terminal import LINES
+from twinfer.numerics.faults.planting import plant
+from twinfer.numerics.questions.bench import Bench, Schedule
+from twinfer.numerics.questions.invariants import RELATIONS, Judge, check_invariants, render
+from twinfer.numerics.showing.junit import suite_xml
+from twinfer.numerics.showing.terminal import LINES
+from twinfer.numerics.sides.steps import default_prompts
+from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.shared.errors import ConfigError
 
 CONFIG = {
@@ -87,7 +87,7 @@ def wrong_tables(step):
 @pytest.mark.parametrize("relation", sorted(HERE - {"overlap"}))
 def test_each_relation_can_fail(subject, relation, monkeypatch):
     """A stale page in the run that is compared, and in that one only."""
-    import twinfer.numerics.invariants as module
+    import twinfer.numerics.questions.invariants as module
 
     monkeypatch.setitem(module.BREAKS, relation, lambda lab: wrong_tables)
     report = check(subject, TORCH, names=[relation, "repeat"], modes=("S",), breaks=[relation])

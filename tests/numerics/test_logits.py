@@ -7,10 +7,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import numpy as np
 import pytest
 
-from twinfer.numerics.faults import plant
-from twinfer.numerics.logits import compare_ends, parse_side
-from twinfer.numerics.metrics import log_softmax
-from twinfer.numerics.subject import open_subject, parse_target
+from twinfer.numerics.faults.planting import plant
+from twinfer.numerics.judging.metrics import log_softmax
+from twinfer.numerics.questions.logits import compare_ends, parse_side
+from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.serving.cli import main
 from twinfer.shared.errors import ConfigError
 
@@ -26,7 +26,7 @@ def subject(small_model):
 @pytest.fixture(scope="module")
 def oracle(subject):
     """Logits [position vocab] of each prompt, by transformers."""
-    from twinfer.numerics.logits import transformers_logits
+    from twinfer.numerics.questions.logits import transformers_logits
 
     return transformers_logits(subject, PROMPTS)[0]
 

@@ -8,13 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from twinfer.numerics.diff import Diff, layer_sigmas
-from twinfer.numerics.junit import junit
-from twinfer.numerics.model import Comparison
-from twinfer.numerics.runners import Fault, create_runner
-from twinfer.numerics.steps import default_prompts, make_steps
-from twinfer.numerics.subject import open_subject, parse_target
-from twinfer.numerics.terminal import LINES, render
+from twinfer.numerics.judging.diff import Diff, layer_sigmas
+from twinfer.numerics.questions.model import Comparison
+from twinfer.numerics.showing.junit import junit
+from twinfer.numerics.showing.terminal import LINES, render
+from twinfer.numerics.sides.runners import Fault, create_runner
+from twinfer.numerics.sides.steps import default_prompts, make_steps
+from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.shared.errors import ConfigError
 
 QWEN3 = {

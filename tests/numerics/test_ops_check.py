@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from twinfer.numerics import ops_check
-from twinfer.numerics.junit import suite_xml
-from twinfer.numerics.ops_check import check_ops, render
-from twinfer.numerics.subject import parse_target
-from twinfer.numerics.terminal import LINES
+from twinfer.numerics.questions import ops_check
+from twinfer.numerics.questions.ops_check import check_ops, render
+from twinfer.numerics.showing.junit import suite_xml
+from twinfer.numerics.showing.terminal import LINES
+from twinfer.numerics.sides.subject import parse_target
 from twinfer.ops import REGISTRY
 from twinfer.shared.errors import ConfigError
 

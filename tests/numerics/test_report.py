@@ -8,7 +8,7 @@ import pytest
 
 from twinfer.numerics import compare_targets, write_report
 from twinfer.numerics.errors import NotComparable
-from twinfer.numerics.report import page, read_record
+from twinfer.numerics.showing.report import page, read_record
 from twinfer.serving.cli import main
 
 FAULT = "attention-scale-1e-2@1"

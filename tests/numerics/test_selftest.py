@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from twinfer.numerics import selftest as room
-from twinfer.numerics.engine_faults import ENGINE_FAULTS
-from twinfer.numerics.fault_catalogue import CATALOGUE
-from twinfer.numerics.fault_making import Entry, changed
-from twinfer.numerics.faults import plant
-from twinfer.numerics.junit import suite_xml
-from twinfer.numerics.selftest import render, selftest
-from twinfer.numerics.subject import parse_target
+from twinfer.numerics.faults.catalogue import CATALOGUE
+from twinfer.numerics.faults.engine import ENGINE_FAULTS
+from twinfer.numerics.faults.making import Entry, changed
+from twinfer.numerics.faults.planting import plant
+from twinfer.numerics.questions import selftest as room
+from twinfer.numerics.questions.selftest import render, selftest
+from twinfer.numerics.showing.junit import suite_xml
+from twinfer.numerics.sides.subject import parse_target
 from twinfer.serving.cli import main
 from twinfer.shared.errors import ConfigError
 

@@ -1,0 +1,1 @@
+"""Runs kept on disk: what a bundle holds, written and read."""

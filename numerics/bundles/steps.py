@@ -1,0 +1,186 @@
+"""Steps in a bundle: as JSON and back, checked; and on a cache that holds their own pages only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+
+from ...bucketing import Descriptor
+from ...shared.step import (
+    SAMPLERS,
+    Layout,
+    StepInput,
+    StepShape,
+    batch_layout,
+    processor_layout,
+    sampling_layout,
+)
+from ..errors import NotComparable
+from ..sides.subject import Subject
+
+MAX_SIZE, MAX_BUFFER = 1 << 20, 1 << 28
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A step, the arrays that it brought, and the taps of its ops by program (`embed`, `layer.3`, ...).
+
+    A tap is {"op", "key", "arguments": {name: place}, "outputs": [place]}; a place is "" for an array of its own,
+    `kv_in` or `kv_out`.
+    """
+
+    step: StepInput
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    taps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+def to_json(recorded: Recorded) -> dict[str, Any]:
+    """A step, which has its page table, and its taps, fit for JSON."""
+    step = recorded.step
+    d, shape = step.descriptor, step.shape
+    return {
+        "step_id": step.step_id,
+        "descriptor": [d.kind, d.tokens, d.requests, d.max_query_len],
+        "shape": [getattr(shape, f.name) for f in fields(StepShape)],
+        "sampler": step.sampler,
+        "logprobs": step.logprobs,
+        "batch": _lists(batch_layout(d, shape), step.batch) | {"page_table": step.field("page_table").ravel().tolist()},
+        "sampling": _lists(sampling_layout(d.requests), step.sampling),
+        "processors": None if step.processors is None else _lists(processor_layout(d.requests, shape), step.processors),
+        "prompt_targets": None if step.prompt_targets is None else step.prompt_targets.tolist(),
+        "taps": recorded.taps,
+    }
+
+
+def _lists(layout: Layout, buffer: np.ndarray) -> dict[str, Any]:
+    """Fields by name, flat. Floats as the integers that have their bits: nothing is lost, not even a NaN."""
+    return {name: layout.view(buffer, name).view(np.int32).reshape(-1).tolist() for name in layout.fields}
+
+
+def from_json(line: Mapping[str, Any], where: str, subject: Subject) -> Recorded:
+    """A step from JSON. `where` names the place. Raises NotComparable for what is none, or reaches outside."""
+    numbers = _numbers(line.get("descriptor", [None])[1:], 3, f"{where}: descriptor")
+    kind = line["descriptor"][0]
+    if kind not in ("decode", "mixed"):
+        raise NotComparable(f"{where}: descriptor is of kind {str(kind)[:20]!r}, allowed are decode and mixed")
+    descriptor = Descriptor(kind, *numbers)
+    shape = StepShape(*_numbers(line.get("shape"), len(fields(StepShape)), f"{where}: shape"))
+    if shape.vocab_size != subject.model.vocab_size:
+        raise NotComparable(f"{where}: vocabulary of {shape.vocab_size}, the model has {subject.model.vocab_size}")
+    sampler = line.get("sampler")
+    if sampler not in SAMPLERS:
+        raise NotComparable(f"{where}: sampler is {str(sampler)[:20]!r}, allowed are {', '.join(SAMPLERS)}")
+    batch, page_table = _batch(descriptor, shape, line.get("batch"), f"{where}: batch")
+    sampling = _buffer(sampling_layout(descriptor.requests), line.get("sampling"), f"{where}: sampling")
+    processors, targets = line.get("processors"), line.get("prompt_targets")
+    if processors is not None:
+        layout = processor_layout(descriptor.requests, shape)
+        processors = _buffer(layout, processors, f"{where}: processors")
+    if targets is not None:
+        targets = _integers(targets, descriptor.tokens, f"{where}: prompt_targets")
+    step = StepInput(
+        int(line.get("step_id", 0)), descriptor, shape, sampler, batch, sampling, processors,
+        bool(line.get("logprobs")), targets, page_table=page_table,
+    )  # fmt: skip
+    _check_ranges(step, subject, where)
+    taps = line.get("taps", {})
+    if not isinstance(taps, dict) or not all(isinstance(entry, list) for entry in taps.values()):
+        raise NotComparable(f"{where}: taps must be lists by program")
+    return Recorded(step, taps=taps)
+
+
+def _numbers(value: Any, count: int, where: str) -> list[int]:
+    found = _integers(value, count, where).tolist()
+    if min(found) < 0 or max(found) > MAX_SIZE:
+        raise NotComparable(f"{where} is {found}, allowed are sizes up to {MAX_SIZE}")
+    return [int(number) for number in found]
+
+
+def _integers(value: Any, count: int, where: str) -> np.ndarray:
+    """`count` int32 numbers."""
+    if not isinstance(value, list) or len(value) != count:
+        size = len(value) if isinstance(value, list) else str(value)[:20]
+        raise NotComparable(f"{where} has {size} numbers, must have {count}")
+    if not all(type(number) is int and -(2**31) <= number < 2**31 for number in value):
+        raise NotComparable(f"{where} holds what is no 32-bit integer")
+    return np.asarray(value, np.int32)
+
+
+def _batch(descriptor: Descriptor, shape: StepShape, value: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """The buffer of the batch, and the page table [R, P], which stands among its fields."""
+    size = descriptor.requests * shape.pages_per_request
+    if size > MAX_BUFFER:
+        raise NotComparable(f"{where}: page_table has {size} numbers, allowed are {MAX_BUFFER}")
+    fields_ = dict(value) if isinstance(value, dict) else {}
+    page_table = _integers(fields_.pop("page_table", None), size, f"{where}: page_table")
+    buffer = _buffer(batch_layout(descriptor, shape), fields_, where)
+    return buffer, page_table.reshape(descriptor.requests, shape.pages_per_request)
+
+
+def _buffer(layout: Layout, value: Any, where: str) -> np.ndarray:
+    if not isinstance(value, dict) or set(value) != set(layout.fields):
+        found = ", ".join(sorted(value))[:120] if isinstance(value, dict) else str(value)[:40]
+        raise NotComparable(f"{where} has {found}, must have {', '.join(layout.fields)}")
+    if layout.size > MAX_BUFFER:
+        raise NotComparable(f"{where} has {layout.size} numbers, allowed are {MAX_BUFFER}")
+    buffer = layout.allocate()
+    for name, field_ in layout.fields.items():
+        part = buffer[field_.offset : field_.offset + field_.size]
+        part[:] = _integers(value[name], field_.size, f"{where}: {name}")
+    return buffer
+
+
+def _check_ranges(step: StepInput, subject: Subject, where: str) -> None:
+    """Nothing may reach outside of the cache, the vocabulary or the tables, whoever wrote the numbers."""
+    d, slots = step.descriptor, subject.page_size * subject.num_pages
+    limits = {
+        "token_ids": (0, subject.model.vocab_size),
+        "positions": (0, subject.max_model_len),
+        "slots": (-1, slots),
+        "page_table": (0, subject.num_pages),
+        "query_start": (0, d.tokens + 1),
+        "kv_lens": (0, step.shape.pages_per_request * subject.page_size + 1),
+        "rows": (0, step.shape.max_rows + 1),
+        "sample_index": (0, d.tokens),
+        "counts": (0, d.requests + 1),
+    }
+    for name, (low, high) in limits.items():
+        value = step.field(name)
+        if value.size and (value.min() < low or value.max() >= high):
+            found = f"{value.min()} to {value.max()}"
+            raise NotComparable(f"{where}: {name} is {found}, allowed is {low} to {high - 1}")
+    if (np.diff(step.field("query_start")) < 0).any():
+        raise NotComparable(f"{where}: query_start falls")
+
+
+def used_pages(step: StepInput, page_size: int) -> np.ndarray:
+    """The pages that a step's requests hold tokens in, sorted."""
+    count = int(step.field("counts")[1])
+    table, lengths = step.field("page_table")[:count], step.field("kv_lens")[:count]
+    held = np.arange(table.shape[1])[None, :] < -(-lengths // page_size)[:, None]
+    return np.unique(table[held])
+
+
+def renumbered(step: StepInput, pages: Sequence[int] | np.ndarray, page_size: int) -> StepInput:
+    """The step on a cache that holds only `pages`, in that order."""
+    place = {int(page): index for index, page in enumerate(pages)}
+    batch = step.batch.copy()
+    slots = batch_layout(step.descriptor, step.shape).view(batch, "slots")
+    for i in np.flatnonzero(slots >= 0).tolist():
+        slots[i] = place[int(slots[i]) // page_size] * page_size + int(slots[i]) % page_size
+    new_place = np.vectorize(lambda page: place.get(int(page), 0), otypes=[np.int32])
+    return replace(step, batch=batch, page_table=new_place(step.field("page_table")))
+
+
+def filled(step: StepInput, page_size: int, pages: int) -> np.ndarray:
+    """Which slots [page slot] hold tokens before the step."""
+    known = np.zeros((pages, page_size), np.bool_)
+    starts, table = step.field("query_start"), step.field("page_table")
+    for i in range(int(step.field("counts")[1])):
+        length = int(step.field("kv_lens")[i]) - int(starts[i + 1] - starts[i])
+        position = np.arange(length)
+        known[table[i, position // page_size], position % page_size] = True
+    return known

@@ -1,0 +1,1 @@
+"""Faults to plant on purpose, and the catalogue of them."""

@@ -1,0 +1,572 @@
+"""The faults themselves. Each says what is wrong in a sentence; `plant` in `planting.py` finds it by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...ops.namespaces import device_of
+from ...shared.models.config import ModelConfig
+from .making import Entry, Given, after, around, bf16, changed, index, instead, storage
+
+CATALOGUE: dict[str, Entry] = {}
+
+
+def catalogue(name: str, what: str, place: Any, *makes: Any, **rest: Any) -> None:
+    """Add a fault."""
+    CATALOGUE[name] = Entry(name, what, place, dict(makes), **rest)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+ATTENTION = "paged_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a mask is made of, to broadcast to [tok slot]: the slots, and each token's position, request and length."""
+
+    slot: Any
+    position: Any
+    length: Any
+    last: Any
+    window: int
+
+
+def right_mask(xp: Any, s: Seen) -> Any:
+    """Causal, within the window: what the op says."""
+    seen = s.slot <= s.position
+    return seen & (s.slot > s.position - s.window) if s.window > 0 else seen
+
+
+def right_softmax(xp: Any, scores: Any) -> Any:
+    """Softmax of scores whose maximum is 0."""
+    weights = xp.exp(scores)
+    return weights / xp.sum(weights, axis=-1, keepdims=True)
+
+
+def dense_attention(
+    xp: Any, a: Given, mask: Callable[[Any, Seen], Any] = right_mask,
+    softmax: Callable[[Any, Any], Any] = right_softmax,
+) -> Any:  # fmt: skip
+    """`paged_attention` once more, with two places to be wrong in: every token gathers all pages of its request."""
+    q, kv = a["q"], a["kv"]
+    device = device_of(q)
+    table, start, lens = (xp.asarray(a[name], device=device) for name in ("page_table", "query_start", "kv_lens"))
+    tokens, heads, size = q.shape
+    page, kv_heads = kv.shape[1], kv.shape[2] // 2
+    token = index(xp, tokens, q)
+    request = xp.sum(xp.astype(token[:, None] >= start[None, 1:], xp.int32), axis=1, dtype=xp.int32)
+    real = request < table.shape[0]
+    request = xp.where(real, request, table.shape[0] - 1)
+    stop, length = xp.take(start[1:], request, axis=0), xp.take(lens, request, axis=0)
+    pages = xp.reshape(xp.take(table, request, axis=0), (tokens * table.shape[1],))
+    cache = xp.reshape(xp.take(kv, pages, axis=0), (tokens, table.shape[1] * page, kv_heads, 2, size))
+    keys, values = (xp.permute_dims(xp.accumulate(cache[:, :, :, i]), (0, 2, 1, 3))[:, :, None] for i in (0, 1))
+    slot = index(xp, table.shape[1] * page, q)[None, :]
+    place = Seen(slot, (length - stop + token)[:, None], length[:, None], (token == stop - 1)[:, None], a["window"])
+    seen = (mask(xp, place) & (slot < length[:, None]) & real[:, None])[:, None, None]
+    grouped = xp.reshape(xp.accumulate(q), (tokens, kv_heads, heads // kv_heads, 1, size))
+    # A sum of products, not a matrix product: frameworks have defaults for those.
+    scores = xp.sum(grouped * keys, axis=-1) * (a["scale"] * a.get("k_scale", 1.0))
+    if a["soft_cap"] > 0:
+        scores = a["soft_cap"] * xp.tanh(scores / a["soft_cap"])
+    scores = xp.where(seen, scores, -1e30)
+    scores = scores - xp.max(scores, axis=-1, keepdims=True)
+    weights = xp.where(seen, softmax(xp, scores), 0.0)
+    weights = storage(xp, weights, q)
+    values = xp.where(seen[..., None], values, 0.0)
+    out = xp.sum(weights[..., None] * values, axis=-2) * a.get("v_scale", 1.0)
+    return xp.astype(xp.reshape(out, (tokens, heads, size)), q.dtype)
+
+
+def _own_key_hidden(xp: Any, s: Seen) -> Any:
+    return right_mask(xp, s) & ~((s.slot == s.position) & s.last & (s.length > 1))
+
+
+def _next_key_seen(xp: Any, s: Seen) -> Any:
+    return right_mask(xp, s) | (s.slot == s.position + 1)
+
+
+def _rounded_softmax(xp: Any, scores: Any) -> Any:
+    weights = bf16(xp, xp.exp(bf16(xp, scores)))
+    return bf16(xp, weights / bf16(xp, xp.sum(weights, axis=-1, keepdims=True)))
+
+
+def _scaled(factor: float) -> Callable[[Any, Given], Any]:
+    return lambda xp, a: a["scale"] * factor
+
+
+def _column_repeated(xp: Any, a: Given) -> Any:
+    table = a["page_table"]
+    return xp.concat([table[:, :1], table[:, :1], table[:, 2:]], axis=1) if table.shape[1] > 1 else table
+
+
+def _stale_key(xp: Any, a: Given) -> Any:
+    """The cache with K of slot 1 of the first request's first page as that of slot 0."""
+    kv, table = a["kv"], xp.asarray(a["page_table"], device=device_of(a["kv"]))
+    pages, page, entries, _ = kv.shape
+    here = index(xp, pages, kv)[:, None, None, None] == table[:1, :1, None, None]
+    here = here & (index(xp, page, kv) == 1)[None, :, None, None]
+    here = here & (index(xp, entries, kv) % 2 == 0)[None, None, :, None]
+    return xp.where(here, xp.roll(kv, 1, axis=1), kv)
+
+
+def _last_head_is_first(xp: Any, a: Given) -> Any:
+    kv = a["kv"]
+    return xp.concat([kv[:, :, :-2], kv[:, :, :2]], axis=2)
+
+
+def _heads_interleaved(xp: Any, function: Callable[..., Any], a: Given) -> Any:
+    """Query head h reads K and V head h % kvhead, not h // group."""
+    heads, kv_heads = a["q"].shape[1], a["kv"].shape[2] // 2
+    shape = (a["q"].shape[0], heads // kv_heads, kv_heads, a["q"].shape[2])
+
+    def swapped(x: Any, shape: tuple[int, ...]) -> Any:
+        return xp.reshape(xp.permute_dims(xp.reshape(x, shape), (0, 2, 1, 3)), x.shape)
+
+    out = function(swapped(a["q"], shape), *list(a.values())[1:])
+    return swapped(out, (shape[0], shape[2], shape[1], shape[3]))
+
+
+def _windowed(model: ModelConfig) -> bool:
+    return any(model.layer_windows)
+
+
+def _grouped(model: ModelConfig) -> bool:
+    return 1 < model.num_kv_heads < model.num_heads
+
+
+WINDOW: dict[str, Any] = {"needs": _windowed, "missing": "a sliding window"}
+
+catalogue(
+    "mask-hides-own-key",
+    "the last query of a request does not see its own key",
+    "layer",
+    instead(ATTENTION, partial(dense_attention, mask=_own_key_hidden)),
+)
+catalogue(
+    "mask-shows-next-key",
+    "causal mask off by one: a query sees the key after its own",
+    "layer",
+    instead(ATTENTION, partial(dense_attention, mask=_next_key_seen)),
+)
+catalogue(
+    "window-off-by-one",
+    "the sliding window is one position too long",
+    "layer",
+    changed(ATTENTION, window=lambda xp, a: a["window"] + 1 if a["window"] > 0 else 0),
+    **WINDOW,
+)
+catalogue(
+    "window-missing",
+    "the sliding window is ignored",
+    "layer",
+    changed(ATTENTION, window=lambda xp, a: 0),
+    **WINDOW,
+)
+catalogue("attention-skipped", "attention adds nothing", "layer", after(ATTENTION, lambda xp, out: xp.zeros_like(out)))
+catalogue(
+    "attention-scale-1e-2", "attention scores are 1 % too large", "layer", changed(ATTENTION, scale=_scaled(1.01))
+)
+catalogue(
+    "attention-scale-1e-3", "attention scores are 0.1 % too large", "layer", changed(ATTENTION, scale=_scaled(1.001))
+)
+catalogue(
+    "softmax-bf16",
+    "softmax is computed in bfloat16",
+    "layer",
+    instead(ATTENTION, partial(dense_attention, softmax=_rounded_softmax)),
+)
+catalogue(
+    "page-table-row",
+    "each request reads the page table of the one before it",
+    "layer",
+    changed(ATTENTION, page_table=lambda xp, a: xp.roll(a["page_table"], 1, axis=0)),
+)
+catalogue(
+    "stale-page",
+    "the second page of each request is read as the first one",
+    "layer",
+    changed(ATTENTION, page_table=_column_repeated),
+)
+catalogue(
+    "stale-key", "one key of one request is that of the slot before it", "layer", changed(ATTENTION, kv=_stale_key)
+)
+catalogue(
+    "kv-head-dropped",
+    "queries of the last K/V head read the first one",
+    "layer",
+    changed(ATTENTION, kv=_last_head_is_first),
+    needs=lambda m: m.num_kv_heads > 1,
+    missing="several K/V heads",
+)
+catalogue(
+    "query-heads-interleaved",
+    "query heads are dealt out to K/V heads one by one, not in groups",
+    "layer",
+    around(ATTENTION, _heads_interleaved),
+    needs=_grouped,
+    missing="several K/V heads, each for several query heads",
+)
+catalogue(
+    "soft-cap-missing", "the cap on attention scores is ignored", "ops", changed(ATTENTION, soft_cap=lambda xp, a: 0.0)
+)
+catalogue(
+    "kv-scales-swapped",
+    "a quantised cache is read with the scales of K and V swapped",
+    "ops",
+    changed(ATTENTION, k_scale=lambda xp, a: a.get("v_scale", 1.0), v_scale=lambda xp, a: a.get("k_scale", 1.0)),
+)
+
+
+# --- rotary embedding and KV write -----------------------------------------------------------------------------------
+
+WRITE = "norm_rope_write_kv"
+
+
+def _other_base(cos: np.ndarray, sin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tables of theta^1.01: angles of position 1 are the frequencies, theta^(-2j/d)."""
+    scaling, inverse = np.hypot(cos[1], sin[1]), np.arctan2(sin[1], cos[1]).astype(np.float64)
+    angles = np.arange(len(cos), dtype=np.float64)[:, None] * np.maximum(inverse, 1e-300) ** 1.01
+    return (np.cos(angles) * scaling).astype(cos.dtype), (np.sin(angles) * scaling).astype(sin.dtype)
+
+
+def _split(a: Given) -> tuple[int, int]:
+    """Where K and V begin in qkv."""
+    heads = a["kv"].shape[2] // 2 * a["kv"].shape[3]
+    return a["qkv"].shape[1] - 2 * heads, a["qkv"].shape[1] - heads
+
+
+def _k_and_v_swapped(xp: Any, a: Given) -> Any:
+    k, v = _split(a)
+    return xp.concat([a["qkv"][:, :k], a["qkv"][:, v:], a["qkv"][:, k:v]], axis=1)
+
+
+def _k_and_v_in_fp8(xp: Any, a: Given) -> Any:
+    k, x = _split(a)[0], a["qkv"]
+    narrow = xp.astype(xp.clip(xp.astype(x[:, k:], xp.float32), -448.0, 448.0), xp.float_dtype("float8_e4m3fn"))
+    return xp.concat([x[:, :k], xp.astype(xp.astype(narrow, xp.float32), x.dtype)], axis=1)
+
+
+def _next_slot(xp: Any, a: Given) -> Any:
+    slots, total = a["slots"], a["kv"].shape[0] * a["kv"].shape[1]
+    return xp.where(slots < 0, slots, xp.where(slots < total - 1, slots + 1, slots))
+
+
+def _last_row_lost(xp: Any, a: Given) -> Any:
+    slots = a["slots"]
+    row = index(xp, slots.shape[0], slots)
+    return xp.where(row == xp.max(xp.where(slots >= 0, row, -1)), -1, slots)
+
+
+catalogue("rope-base", "the rotary base is its power of 1.01", "layer", tables=_other_base, shown_by=(WRITE,))
+catalogue(
+    "rope-bf16",
+    "the rotary table is rounded to bfloat16",
+    "layer",
+    changed(WRITE, cos=lambda xp, a: bf16(xp, a["cos"]), sin=lambda xp, a: bf16(xp, a["sin"])),
+)
+catalogue(
+    "position-off-by-one",
+    "each token is rotated by the position of the next one",
+    "layer",
+    changed(WRITE, cos=lambda xp, a: xp.roll(a["cos"], -1, axis=0), sin=lambda xp, a: xp.roll(a["sin"], -1, axis=0)),
+)
+catalogue(
+    "rope-sign", "queries and keys are rotated the other way", "layer", changed(WRITE, sin=lambda xp, a: -a["sin"])
+)
+catalogue("kv-slot-off-by-one", "K and V are written to the next slot", "layer", changed(WRITE, slots=_next_slot))
+catalogue(
+    "kv-row-lost", "K and V of a step's last token are not written", "layer", changed(WRITE, slots=_last_row_lost)
+)
+catalogue("kv-swapped", "K and V are taken for each other", "layer", changed(WRITE, qkv=_k_and_v_swapped))
+catalogue(
+    "kv-fp8", "K and V lose bits as in an fp8 cache that nobody asked for", "layer", changed(WRITE, qkv=_k_and_v_in_fp8)
+)
+catalogue(
+    "qk-norms-swapped",
+    "queries are normed with the weight of keys and the reverse",
+    "layer",
+    changed(WRITE, q_weight=lambda xp, a: a["k_weight"], k_weight=lambda xp, a: a["q_weight"]),
+    needs=lambda m: m.qk_norm,
+    missing="norms of queries and keys",
+)
+catalogue(
+    "qk-norm-eps",
+    "epsilon of the norms of queries and keys is ten times too large",
+    "layer",
+    changed(WRITE, eps=lambda xp, a: 10.0 * a["eps"]),
+    needs=lambda m: m.qk_norm,
+    missing="norms of queries and keys",
+)
+
+
+# --- norm and residual -----------------------------------------------------------------------------------------------
+
+NORM = "fused_add_rms_norm"
+
+
+def _rms(xp: Any, y: Any, eps: float) -> Any:
+    return xp.rsqrt(xp.mean(y * y, axis=-1, keepdims=True) + eps)
+
+
+def _norm_in_bf16(xp: Any, a: Given) -> Any:
+    total = a["x"] + a["residual"]
+    y = bf16(xp, xp.accumulate(total))
+    scale = bf16(xp, _rms(xp, bf16(xp, y), a["eps"]))
+    return xp.astype(bf16(xp, y * scale) * xp.accumulate(a["weight"])[None], total.dtype), total
+
+
+def _weight_after_rounding(xp: Any, a: Given) -> Any:
+    total = a["x"] + a["residual"]
+    y = xp.accumulate(total)
+    normed = bf16(xp, y * _rms(xp, y, a["eps"]))
+    return xp.astype(normed * xp.accumulate(a["weight"])[None], total.dtype), total
+
+
+def _unrounded_sum(xp: Any, a: Given) -> Any:
+    y = xp.accumulate(a["x"]) + xp.accumulate(a["residual"])
+    total = a["x"] + a["residual"]
+    return xp.astype(y * _rms(xp, y, a["eps"]) * xp.accumulate(a["weight"])[None], total.dtype), total
+
+
+def _residual_kept(xp: Any, a: Given) -> Any:
+    total = a["x"] + a["residual"]
+    y = xp.accumulate(total)
+    normed = xp.astype(y * _rms(xp, y, a["eps"]) * xp.accumulate(a["weight"])[None], total.dtype)
+    return normed, a["residual"] + xp.zeros_like(total)
+
+
+catalogue(
+    "norm-eps", "epsilon of the norms is ten times too large", "layer", changed(NORM, eps=lambda xp, a: 10.0 * a["eps"])
+)
+catalogue("norm-bf16", "the norm is computed in bfloat16", "layer", instead(NORM, _norm_in_bf16))
+catalogue(
+    "norm-weight-after-rounding",
+    "the normed value is rounded to bfloat16 before the weight",
+    "layer",
+    instead(NORM, _weight_after_rounding),
+)
+catalogue(
+    "norm-weight-plus-one",
+    "the norm multiplies by 1 + weight, as Gemma does",
+    "layer",
+    changed(NORM, weight=lambda xp, a: a["weight"] + 1.0),
+)
+catalogue(
+    "rounding-dropped", "the norm reads the residual sum before it was rounded", "layer", instead(NORM, _unrounded_sum)
+)
+catalogue(
+    "residual-twice",
+    "the residual is added twice",
+    "layer",
+    changed(NORM, residual=lambda xp, a: a["residual"] + a["residual"]),
+)
+catalogue(
+    "residual-stale", "the residual is handed on without what the block added", "layer", instead(NORM, _residual_kept)
+)
+
+
+# --- products and MLP ------------------------------------------------------------------------------------------------
+
+LINEAR, MLP = "linear", "gated_mlp"
+TILE = 8
+
+
+def _tile_transposed(xp: Any, a: Given) -> Any:
+    w = a["weight"]
+    tile = xp.permute_dims(w[:TILE, :TILE], (1, 0))
+    top = xp.concat([tile, w[:TILE, TILE:]], axis=1)
+    return xp.concat([top, w[TILE:]], axis=0)
+
+
+def _tail_dropped(xp: Any, a: Given) -> Any:
+    x = a["x"]
+    return xp.concat([x[:, :-TILE], xp.zeros_like(x[:, -TILE:])], axis=1)
+
+
+def _partials_rounded(xp: Any, function: Callable[..., Any], a: Given) -> Any:
+    x, w, half = a["x"], a["weight"], a["x"].shape[1] // 2
+    first = xp.concat([x[:, :half], xp.zeros_like(x[:, half:])], axis=1)
+    second = xp.concat([xp.zeros_like(x[:, :half]), x[:, half:]], axis=1)
+    return function(first, w, a["bias"]) + function(second, w, None)
+
+
+def _tf32(xp: Any, x: Any) -> Any:
+    """x with 10 bits of mantissa; bfloat16 has fewer."""
+    return xp.from_bits((xp.bits(x) + 0x1000) & ~0x1FFF) if x.dtype == xp.float32 else x
+
+
+def _gate_and_up_swapped(xp: Any, a: Given) -> Any:
+    half = a["gate_up"].shape[0] // 2
+    return xp.concat([a["gate_up"][half:], a["gate_up"][:half]], axis=0)
+
+
+def _loaded_swapped(weights: dict[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:
+    gate, up = np.split(weights["gate_up"], 2)
+    return weights | {"gate_up": np.concatenate([up, gate])}
+
+
+def _gelu_mlp(xp: Any, a: Given) -> Any:
+    hidden = xp.accumulate(xp.linear(a["x"], a["gate_up"], a["gate_up_bias"]))
+    half = hidden.shape[1] // 2
+    gate, up = hidden[:, :half], hidden[:, half:]
+    curve = 0.5 * gate * (1.0 + xp.tanh(0.7978845608 * (gate + 0.044715 * gate * gate * gate)))
+    return xp.linear(xp.astype(curve * up, a["x"].dtype), a["down"], a["down_bias"])
+
+
+catalogue(
+    "bias-forgotten",
+    "the bias of a projection is left out",
+    "layer",
+    changed(LINEAR, bias=lambda xp, a: None),
+    needs=lambda m: m.qkv_bias or m.o_bias or m.mlp_bias,
+    missing="biases",
+)
+catalogue(
+    "weight-tile-transposed",
+    "one 8 by 8 tile of each weight is transposed",
+    "layer",
+    changed(LINEAR, weight=_tile_transposed),
+)
+catalogue(
+    "k-tail-dropped", "the last 8 terms of each product's sums are missing", "layer", changed(LINEAR, x=_tail_dropped)
+)
+catalogue(
+    "split-k-rounded",
+    "the two halves of each product's sums are rounded before they are added",
+    "layer",
+    around(LINEAR, _partials_rounded),
+)
+catalogue(
+    "tf32-products",
+    "float32 products keep 10 bits of mantissa",
+    "layer",
+    changed(LINEAR, x=lambda xp, a: _tf32(xp, a["x"]), weight=lambda xp, a: _tf32(xp, a["weight"])),
+)
+catalogue(
+    "gate-up-swapped",
+    "gate and up of the MLP are taken for each other",
+    "layer",
+    changed(MLP, gate_up=_gate_and_up_swapped),
+)
+catalogue(
+    "gate-up-loaded-swapped",
+    "gate and up lie the other way round in the loaded weights",
+    "layer",
+    weights=_loaded_swapped,
+    shown_by=(MLP,),
+)
+catalogue("mlp-skipped", "the MLP adds nothing", "layer", after(MLP, lambda xp, out: xp.zeros_like(out)))
+catalogue("gelu-for-silu", "the MLP has gelu for silu", "layer", instead(MLP, _gelu_mlp))
+
+
+# --- before and after the layers -------------------------------------------------------------------------------------
+
+
+def _words_lost(xp: Any, out: Any) -> Any:
+    return xp.concat([out[:, :-TILE], xp.zeros_like(out[:, -TILE:])], axis=1)
+
+
+catalogue(
+    "embedding-off-by-one",
+    "each token gets the embedding of the next word",
+    "top",
+    changed("embedding", ids=lambda xp, a: (a["ids"] + 1) % a["table"].shape[0]),
+)
+catalogue("logits-rounded", "logits are rounded to bfloat16", "top", after("logits", bf16))
+catalogue("vocab-tail-lost", "the logits of the last 8 words are 0", "top", after("logits", _words_lost))
+
+
+# --- sampling, quantisation, experts, adapters: ops outside of a dense decoder's layers ------------------------------
+
+
+def _last_word_allowed(xp: Any, a: Given) -> Any:
+    mask = a["mask"]
+    return xp.concat([mask[:, :-1], xp.zeros_like(mask[:, -1:]) - 1], axis=1)
+
+
+def _int8(xp: Any, a: Given, convert: Callable[[Any, Any], Any]) -> Any:
+    x, scale = xp.astype(a["x"], xp.float32), xp.astype(a["scale"], xp.float32)
+    blocks = xp.reshape(x, (x.shape[0], scale.shape[1], x.shape[1] // scale.shape[1])) / scale[..., None]
+    y = xp.reshape(blocks, x.shape)
+    return xp.astype(convert(xp, xp.where(xp.isnan(y), 0.0, y)), xp.int8)
+
+
+def _wrapped(xp: Any, y: Any) -> Any:
+    """Rounded, modulo 256."""
+    whole = xp.astype(xp.round(xp.clip(y, -1e6, 1e6)), xp.int32)
+    return (whole + 128) % 256 - 128
+
+
+def _truncated(xp: Any, y: Any) -> Any:
+    return xp.trunc(xp.clip(y, -127.0, 127.0))
+
+
+catalogue(
+    "token-off-by-one",
+    "greedy sampling returns the token after the best one",
+    "ops",
+    after("greedy_sample", lambda xp, out: out + 1),
+)
+catalogue(
+    "vocab-mask-truncated",
+    "the last 32 words of a mask are allowed whatever it says",
+    "ops",
+    changed("penalties", mask=_last_word_allowed),
+)
+catalogue(
+    "noise-position-off-by-one",
+    "sampling noise is that of the next position",
+    "ops",
+    changed("sample", position=lambda xp, a: a["position"] + 1),
+)
+catalogue(
+    "top-k-off-by-one",
+    "top-k keeps one token more",
+    "ops",
+    changed("sample", top_k=lambda xp, a: xp.where(a["top_k"] > 0, a["top_k"] + 1, 0)),
+)
+catalogue(
+    "int8-wrapped",
+    "int8 values wrap around where they must saturate",
+    "ops",
+    instead("quantize_int8", partial(_int8, convert=_wrapped)),
+)
+catalogue(
+    "int8-truncated",
+    "int8 values are cut, not rounded",
+    "ops",
+    instead("quantize_int8", partial(_int8, convert=_truncated)),
+)
+catalogue(
+    "dequantize-next-scale",
+    "values are dequantised with the scale of the next row",
+    "ops",
+    changed("dequantize", scale=lambda xp, a: xp.roll(a["scale"], -1, axis=0)),
+)
+catalogue(
+    "experts-renormalised",
+    "router weights are renormalised where they must not be, and the reverse",
+    "ops",
+    changed("moe_route", renormalize=lambda xp, a: not a["renormalize"]),
+)
+catalogue(
+    "expert-off-by-one",
+    "rows of an expert go to the one before it",
+    "ops",
+    changed("grouped_matmul", group_sizes=lambda xp, a: xp.roll(a["group_sizes"], -1, axis=0)),
+)
+catalogue(
+    "adapter-off-by-one",
+    "each row gets the next adapter",
+    "ops",
+    changed(
+        "lora_shrink", index=lambda xp, a: xp.where(a["index"] < 0, a["index"], (a["index"] + 1) % a["a"].shape[0])
+    ),
+)

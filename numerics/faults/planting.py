@@ -1,0 +1,103 @@
+"""A catalogue of faults to plant on purpose: what a comparison must be able to see (`questions/selftest.py` checks it).
+
+A fault wraps what a backend's plan has chosen for an op, from outside, or changes weights or the rotary tables on the
+way to the device: nothing of it is in the code that serves. Each is written once over an array namespace, so it can be
+planted in either backend. `plant("NAME")` is the fault in every layer, `plant("NAME@3")` in layer 3 only.
+
+Most wrap the ops that the decoder itself calls, which every plan has, fused or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...ops import Op, Plan, Plans
+from ...ops.namespaces import namespace
+from ...shared.errors import ConfigError
+from ...shared.models.config import ModelConfig
+from ..sides.runners import Fault
+from .catalogue import CATALOGUE
+
+
+def plant(text: str, model: ModelConfig | None = None) -> Fault:
+    """The fault that `NAME` or `NAME@LAYER` names. Raises ConfigError, also for one that `model` cannot show."""
+    name, sign, where = text.partition("@")
+    if name not in CATALOGUE:
+        raise ConfigError(f"plant: got {name!r}, allowed are {', '.join(CATALOGUE)}")
+    entry = CATALOGUE[name]
+    if sign and entry.place != "layer":
+        raise ConfigError(f"plant: got {text!r}; {name} is not in a layer, allowed is {name}")
+    if sign and not where.isdecimal():
+        raise ConfigError(f"plant: got {text!r}, allowed is {name}@LAYER with a number")
+    layer = int(where) if sign else None
+    if model is not None:
+        if layer is not None and layer >= model.num_layers:
+            raise ConfigError(f"plant: got {text!r}, allowed are layers below {model.num_layers}")
+        if entry.place == "ops":
+            raise ConfigError(f"plant: {name} is in {', '.join(entry.ops)}, which this model does not call")
+        if entry.needs is not None and not entry.needs(model):
+            raise ConfigError(f"plant: {name} shows only in a model with {entry.missing}")
+    return entry.fault(layer)
+
+
+def plant_by_side(texts: Sequence[str], model: ModelConfig | None = None, default: str = "b") -> dict[str, Fault]:
+    """Faults by side (`a`, `b`), from `[SIDE=]NAME[@LAYER]`. Raises ConfigError, also for two on one side."""
+    found: dict[str, Fault] = {}
+    for text in texts:
+        side, sign, rest = text.partition("=")
+        side, rest = (side, rest) if sign else (default, text)
+        if side not in ("a", "b") or side in found:
+            raise ConfigError(f"plant: got {text!r}, allowed is one [a=|b=]NAME[@LAYER] a side")
+        found[side] = plant(rest, model)
+    return found
+
+
+def faulty(fault: Fault, framework: str, op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, an implementation of `op`, with the fault, or as it is if the fault is elsewhere."""
+    make = fault.ops.get(op)
+    return function if make is None else make(namespace(framework), function)
+
+
+@dataclass(frozen=True, slots=True)
+class FaultyPlan(Plan):
+    """A plan whose bound ops have a fault, in all layers: for workers, which bind their plans themselves."""
+
+    fault: Fault = field(default_factory=lambda: Fault("none"))
+
+    def bind(self, wrap: Callable[[Op, Callable[..., Any]], Callable[..., Any]] | None = None) -> Any:
+        """As `Plan.bind`; what is wrapped is faulty already."""
+
+        def both(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
+            wrong = faulty(self.fault, self.framework, op.name, function)
+            return wrap(op, wrong) if wrap else wrong
+
+        return Plan.bind(self, both)
+
+    @property
+    def hash(self) -> str:
+        """Not that of the plan without the fault: nothing compiled may be taken from there."""
+        return f"{Plan(self.framework, self.choices).hash}+{self.fault.name}"
+
+
+def faulty_plans(plans: Plans, fault: Fault) -> Plans:
+    """`plans` with the fault in them. Raises ConfigError for one that is not in an op, or in one layer only."""
+    if not fault.ops or fault.layer is not None:
+        raise ConfigError(f"plant: {fault.name} cannot be planted in a plan: allowed are faults of ops, in all layers")
+
+    def faulty_plan(plan: Plan) -> Plan:
+        return FaultyPlan(plan.framework, plan.choices, fault=fault)
+
+    kinds = {kind: faulty_plan(plan) for kind, plan in plans.by_kind.items()}
+    layers = {
+        kind: {layer: replace(planned, plan=faulty_plan(planned.plan)) for layer, planned in of_kind.items()}
+        for kind, of_kind in plans.layers.items()
+    }
+    return Plans(kinds, layers)
+
+
+def describe() -> Iterator[str]:
+    """The catalogue as lines of text: name, place, what is wrong."""
+    for entry in CATALOGUE.values():
+        yield f"{entry.name:28} {entry.place:6} {entry.what}"

@@ -1,0 +1,1 @@
+"""Metrics, gates, and the findings that they give."""

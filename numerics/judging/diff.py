@@ -1,0 +1,232 @@
+"""What a comparison found: rows of findings, a verdict, and where the first fault is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import EQUAL, FAILED, NOT_COMPARED, NotComparable
+from .gates import Mode, Scope
+from .metrics import Metrics, jsonable
+
+ORDER: dict[Scope, int] = {"op": 0, "layer": 1, "inherited": 2, "logits": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One tensor of one side, compared. `layer` is -1 outside of layers.
+
+    `scope`: `op`, judged on that op's own inputs; `layer`, on the reference's inputs of the layer; `inherited`, in the
+    run as a whole; `logits`, its end. `contract` is the error in units of what the op's contract allows, `shares` are
+    metrics in units of their gates, `place` says where the largest error is.
+    """
+
+    side: str
+    mode: Mode
+    scope: Scope
+    step: int
+    layer: int
+    tap: str
+    implementation: str
+    metrics: Metrics
+    complaints: tuple[str, ...] = ()
+    contract: float | None = None
+    place: str = ""
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.complaints
+
+    @property
+    def name(self) -> str:
+        """`layer.7.linear[qkv]`, or the tap alone outside of layers."""
+        return f"layer.{self.layer}.{self.tap}" if self.layer >= 0 else self.tap
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return {
+            "side": self.side, "mode": self.mode, "scope": self.scope, "step": self.step, "layer": self.layer,
+            "tap": self.tap, "implementation": self.implementation, "metrics": self.metrics.to_json(),
+            "complaints": list(self.complaints), "contract": jsonable(self.contract), "place": self.place,
+            "shares": {name: jsonable(share) for name, share in self.shares.items()},
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsFinding:
+    """The ends of two runs: KL in nats both ways and of the noise, flips, and agreement of the 5 best tokens.
+
+    `step` is the step's number, -1 for rows of several steps.
+    """
+
+    rows: int
+    kl_ab: float
+    kl_ba: float
+    kl_a: float
+    kl_b: float
+    kl_noise: float
+    argmax_equal: int
+    top5: float
+    ties: int
+    real: int
+    flips: tuple[Mapping[str, Any], ...] = ()
+    complaints: tuple[str, ...] = ()
+    mode: str = ""
+    step: int = -1
+
+
+@dataclass(slots=True)
+class Diff:
+    """All findings of one comparison. `problems` are failures that are no tensor's: unequal weights, unequal bits.
+
+    `missing` names what should have been compared and was not.
+    """
+
+    sides: tuple[str, ...]
+    findings: list[Finding] = field(default_factory=list)
+    logits: list[LogitsFinding] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def extend(self, other: Diff) -> None:
+        """Take over the findings of another comparison of the same sides."""
+        for name in ("findings", "logits", "problems", "missing", "notes"):
+            getattr(self, name).extend(getattr(other, name))
+        self.seconds += other.seconds
+
+    @property
+    def failures(self) -> list[Finding]:
+        """Findings with complaints, in the order in which the model computes them; local ones first."""
+        return sorted((f for f in self.findings if not f.passed), key=_order)
+
+    @property
+    def exit_code(self) -> int:
+        """0 equal, 1 a numeric failure, 3 nothing or not everything compared."""
+        if self.failures or self.problems or any(entry.complaints for entry in self.logits):
+            return FAILED
+        return NOT_COMPARED if self.missing or not self.findings else EQUAL
+
+    def first_divergence(self, side: str | None = None) -> Finding | None:
+        """The earliest tap that is wrong by itself: its own inputs are right. None if there is none.
+
+        A finding on an op's own inputs goes before one that only shows what came before it.
+        """
+        failures = [f for f in self.failures if side is None or f.side == side]
+        return failures[0] if failures else None
+
+    def worst(self, count: int = 5) -> list[Finding]:
+        """The findings with the largest sigma, one per side, tap and layer."""
+        best: dict[Any, Finding] = {}
+        for f in self.findings:
+            key = f.side, f.mode, f.scope, f.layer, f.tap
+            if key not in best or _severity(f) > _severity(best[key]):
+                best[key] = f
+        return sorted(best.values(), key=_severity, reverse=True)[:count]
+
+    def assert_ok(self) -> None:
+        """Raise AssertionError for a numeric failure, NotComparable if not everything was compared."""
+        if self.exit_code == FAILED:
+            first = self.first_divergence()
+            what = [f"{first.side} {first.name}: {'; '.join(first.complaints)}"] if first else []
+            entries = [complaint for entry in self.logits for complaint in entry.complaints]
+            raise AssertionError("\n".join([*what, *self.problems, *entries]))
+        if self.exit_code == NOT_COMPARED:
+            raise NotComparable("not compared: " + (", ".join(self.missing[:5]) or "anything"))
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        first = self.first_divergence()
+        return {
+            "exit_code": self.exit_code,
+            "sides": list(self.sides),
+            "first_divergence": None if first is None else first.to_json(),
+            "problems": self.problems,
+            "missing": self.missing,
+            "notes": self.notes,
+            "seconds": self.seconds,
+            "environment": self.environment,
+            "logits": [
+                {k: jsonable(getattr(entry, k)) for k in LogitsFinding.__dataclass_fields__} for entry in self.logits
+            ],
+            "findings": [f.to_json() for f in self.findings],
+        }
+
+    def dumps(self) -> str:
+        """JSON text."""
+        return json.dumps(self.to_json(), allow_nan=False)
+
+
+def load(record: Mapping[str, Any]) -> Diff:
+    """The comparison that `to_json` wrote. Raises NotComparable if something is missing."""
+    try:
+        findings = [
+            Finding(**{
+                **{name: raw[name] for name in Finding.__dataclass_fields__},
+                "metrics": Metrics(**{name: _value(value) for name, value in raw["metrics"].items()}),
+                "complaints": tuple(raw["complaints"]),
+                "contract": _number(raw["contract"]),
+                "shares": {name: _number(value) for name, value in raw["shares"].items()},
+            })
+            for raw in record["findings"]
+        ]  # fmt: skip
+        logits = [
+            LogitsFinding(**{name: _value(raw[name], name) for name in LogitsFinding.__dataclass_fields__})
+            for raw in record["logits"]
+        ]
+        lists = {name: list(record[name]) for name in ("problems", "missing", "notes")}
+        environment, seconds = dict(record["environment"]), float(record["seconds"])
+        return Diff(tuple(record["sides"]), findings, logits, environment=environment, seconds=seconds, **lists)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise NotComparable(f"the result is damaged or of another version: {type(error).__name__} {error}") from None
+
+
+def _value(value: Any, name: str = "") -> Any:
+    """A field from JSON, where tuples are lists."""
+    return tuple(value) if isinstance(value, list) else _number(value, name)
+
+
+def _number(value: Any, name: str = "") -> Any:
+    """A number from JSON, where infinities and NaN are text."""
+    return float(value) if isinstance(value, str) and name != "mode" else value
+
+
+def _severity(f: Finding) -> float:
+    return max(f.metrics.sigma if f.mode != "S" else 0.0, f.contract or 0.0, float(len(f.complaints)))
+
+
+def _order(f: Finding) -> tuple[Any, ...]:
+    """Local before inherited; then as the model computes: by step, layer (what stands before the layers first)."""
+    local = f.scope in ("op", "layer")
+    last = f.layer < 0 and f.tap.split("[")[0] in ("fused_add_rms_norm", "logits", "final")
+    return (not local, f.step, 1_000_000 if last else f.layer, ORDER[f.scope])
+
+
+POOLED_SIGMA = 1.05
+
+
+def layer_sigmas(diff: Diff, side: str, scope: Scope = "layer", mode: Mode = "P") -> dict[int, float]:
+    """Sigma of each layer of a side, over all steps."""
+    sums: dict[int, list[float]] = {}
+    for f in diff.findings:
+        if (f.side, f.scope, f.mode) == (side, scope, mode):
+            entry = sums.setdefault(f.layer, [0.0, 0.0])
+            entry[0] += f.metrics.error_power
+            entry[1] += f.metrics.noise_power
+    return {layer: (e / n) ** 0.5 if n else 1.0 for layer, (e, n) in sorted(sums.items())}
+
+
+def pooled_problems(diff: Diff) -> list[str]:
+    """Layers whose sigma over all steps is more than 1.05: enough numbers to leave nothing to chance."""
+    return [
+        f"{side}: layer.{layer} sigma {sigma:.3f} over all steps > {POOLED_SIGMA}"
+        for side in diff.sides
+        for layer, sigma in layer_sigmas(diff, side).items()
+        if not sigma <= POOLED_SIGMA
+    ]

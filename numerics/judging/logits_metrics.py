@@ -1,0 +1,112 @@
+"""The ends of two runs: divergence, agreement, and the tokens that flip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ...shared.step import StepInput
+from ..sides.steps import where
+from .diff import LogitsFinding
+from .gates import Mode
+from .metrics import TIE_FACTOR, Flip, agreement, divergence, flips, log_softmax
+
+KL_LIMIT = 1.3
+"""Mean divergence of a side from the exact reference, over that of the faithful reference."""
+KL_FLOOR = 1e-9
+"""Nats below which a divergence is the rounding of its own computation."""
+
+
+def compare_logits(
+    a: np.ndarray, b: np.ndarray, exact: np.ndarray, faithful: np.ndarray, step: StepInput | None, mode: Mode,
+    kl_limit_b: float = KL_LIMIT,
+) -> LogitsFinding:  # fmt: skip
+    """Compare logits [row vocab] of two sides. `step` names the rows, if they are its tokens."""
+    kl = {name: float(divergence(exact, x).mean()) for name, x in (("a", a), ("b", b), ("noise", faithful))}
+    found = flips(a, b, exact, faithful)
+    real = [flip for flip in found if not flip.tie]
+    complaints = [f"{len(real)} tokens differ by more than rounding explains"] if real else []
+    if mode == "P":
+        noise = kl["noise"] + _spread(exact, faithful)
+        for side, limit in (("a", KL_LIMIT), ("b", kl_limit_b)):
+            if not kl[side] <= limit * noise + KL_FLOOR:
+                complaints.append(f"{side}: KL {kl[side]:.3g} nats > {limit} x {noise:.3g}")
+    return LogitsFinding(
+        rows=len(a),
+        kl_ab=float(divergence(a, b).mean()),
+        kl_ba=float(divergence(b, a).mean()),
+        kl_a=kl["a"],
+        kl_b=kl["b"],
+        kl_noise=kl["noise"],
+        argmax_equal=int((a.argmax(-1) == b.argmax(-1)).sum()),
+        top5=agreement(a, b),
+        ties=len(found) - len(real),
+        real=len(real),
+        flips=tuple(_flip(f, where(step, f.row) if step is not None else "") for f in found[:50]),
+        complaints=tuple(complaints),
+        mode=mode,
+        step=-1 if step is None else step.step_id - 1,
+    )
+
+
+def compare_named(
+    a: np.ndarray, named: Sequence[Mapping[int, float]], exact: np.ndarray, faithful: np.ndarray,
+    places: Sequence[str], half_ulp: float, mode: Mode, step: int,
+) -> LogitsFinding:  # fmt: skip
+    """Compare logits [row vocab] with the log-probabilities of the tokens that the other side named, by row.
+
+    Divergences are of the named tokens and the rest as one. `half_ulp` is that of the run dtype: the other side may
+    round its logits to it, which is noise beside that of the faithful reference.
+    """
+    divergences: dict[str, list[float]] = {name: [] for name in ("ab", "ba", "a", "b", "noise")}
+    flips, errors, noises, shared = [], [], [], []
+    for row, top in enumerate(named):
+        ids = list(top)
+        sides = {name: log_softmax(x[row])[ids] for name, x in (("a", a), ("exact", exact), ("noise", faithful))}
+        sides["b"] = np.asarray(list(top.values()))
+        pairs = {
+            "ab": ("a", "b"),
+            "ba": ("b", "a"),
+            "a": ("exact", "a"),
+            "b": ("exact", "b"),
+            "noise": ("exact", "noise"),
+        }
+        for name, (p, q) in pairs.items():
+            divergences[name].append(_coarse(sides[p], sides[q]))
+        rounding = half_ulp * float(np.abs(exact[row][ids]).max()) / 3**0.5
+        noise = (float(((faithful[row] - exact[row]) ** 2).mean()) + rounding**2) ** 0.5
+        errors += ((sides["b"] - sides["exact"]) ** 2).tolist()
+        noises += [noise**2] * len(ids)
+        best_a, best_b = int(a[row].argmax()), ids[int(sides["b"].argmax())]
+        count = len(ids)
+        shared.append(len(set(np.argpartition(-a[row], count - 1)[:count].tolist()) & set(ids)) / count)
+        if best_a != best_b:
+            flips.append(Flip(row, best_a, best_b, abs(float(exact[row, best_a] - exact[row, best_b])), noise))
+    real = sum(not flip.tie for flip in flips)
+    complaints = [f"{real} tokens differ by more than rounding explains"] if real else []
+    error, allowed = float(np.mean(errors)) ** 0.5, TIE_FACTOR * float(np.mean(noises)) ** 0.5 + KL_FLOOR
+    if not error <= allowed:
+        complaints.append(f"b: log-probabilities are off by {error:.3g} nats, {allowed:.3g} are allowed")
+    mean = {name: float(np.mean(values)) for name, values in divergences.items()}
+    return LogitsFinding(
+        len(named), mean["ab"], mean["ba"], mean["a"], mean["b"], mean["noise"], len(named) - len(flips),
+        float(np.mean(shared)), len(flips) - real, real,
+        tuple(_flip(flip, places[flip.row]) for flip in flips[:50]), tuple(complaints), mode, step,
+    )  # fmt: skip
+
+
+def _coarse(p: np.ndarray, q: np.ndarray) -> float:
+    """KL(p || q) in nats of log-probabilities of some tokens, all others taken together."""
+    p, q = (np.append(x, np.log(max(1.0 - float(np.exp(x).sum()), 1e-12))) for x in (p, q))
+    return float((np.exp(p) * (p - q)).sum())
+
+
+def _flip(f: Flip, place: str) -> dict[str, object]:
+    return {"row": f.row, "place": place, "a": f.a, "b": f.b, "margin": f.margin, "noise": f.noise, "tie": f.tie}
+
+
+def _spread(exact: np.ndarray, faithful: np.ndarray) -> float:
+    """Twice the standard error of the noise's mean divergence: few rows say little."""
+    values = divergence(exact, faithful)
+    return 2.0 * float(values.std()) / max(len(values), 1) ** 0.5

@@ -1,0 +1,279 @@
+"""A worker under forced tokens: the same requests through any schedule, with the logits of every token.
+
+The schedules differ in what must not matter: batch, chunks, pages, padding, preemption. All run on one worker, through
+the programs that it serves with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from ...bucketing import Table
+from ...shared.config import EngineConfig, resolve
+from ...shared.packer import pack
+from ...shared.progress import silent
+from ...shared.request import Request
+from ...shared.request_table import ScheduledStep
+from ...shared.sampling_params import SamplingParams
+from ...shared.scheduler import Scheduler, SchedulerConfig
+from ...shared.step import StepInput, StepShape, batch_layout
+from ...shared.worker import Worker, backend_module, create_worker
+from ..sides.runners import Fault
+from ..sides.subject import Subject, Target
+
+Change = Callable[[StepInput], StepInput]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How requests run.
+
+    `budget` tokens of a step at most (at least as many as there may be requests), `decoded` tokens of a request that
+    are decoded one by one (all but the first at most), `pages` of the cache in use; `alone`: one request after the
+    other; `rounds` of the same requests; `large`: the largest program only. `change` is done to each step before it
+    runs; such steps have their page tables, all others the new pages, as in an engine.
+    """
+
+    budget: int | None = None
+    decoded: int = 3
+    pages: int | None = None
+    prefix: bool = False
+    alone: bool = False
+    rounds: int = 1
+    large: bool = False
+    change: Change | None = None
+
+
+@dataclass(slots=True)
+class Rows:
+    """What a run gave: (request, position) of each row, in the order of computing, and its logits [vocab], or the best
+    log-probabilities. `computed` are the keys of all tokens, also of those that gave no row.
+    """
+
+    keys: list[tuple[int, int]] = field(default_factory=list)
+    values: list[np.ndarray] = field(default_factory=list)
+    computed: list[tuple[int, int]] = field(default_factory=list)
+    preemptions: int = 0
+    cached: int = 0
+    steps: list[StepInput] = field(default_factory=list)
+
+    def first(self) -> dict[tuple[int, int], np.ndarray]:
+        """The first row of each key."""
+        found: dict[tuple[int, int], np.ndarray] = {}
+        for key, value in zip(self.keys, self.values, strict=True):
+            found.setdefault(key, value)
+        return found
+
+
+class Bench:
+    """A loaded worker of a target, and the schedules that it can run."""
+
+    def __init__(
+        self, subject: Subject, target: Target, pages: int, fault: Fault | None = None, **options: Any
+    ) -> None:  # fmt: skip
+        """A cache of `pages`; `options` are engine options. Raises ConfigError, ModelError, BackendUnavailable."""
+        device = backend_module(target.backend).find_device(target.device)
+        most = max(subject.tokens, subject.max_num_seqs)
+        sizes: dict[str, Any] = {}
+        if target.backend == "jax":
+            # Few programs: each takes seconds to compile.
+            sizes = {"decode_sizes": (subject.max_num_seqs,), "mixed_sizes": tuple(sorted({16, most}))}
+        config = EngineConfig(
+            model=subject.name, backend=target.backend, device=target.device, dtype=subject.dtype,  # type: ignore[arg-type]
+            load_format=subject.load_format, seed=subject.seed, max_model_len=subject.max_model_len,
+            max_num_seqs=subject.max_num_seqs, max_num_batched_tokens=most, page_size=subject.page_size,
+            op_priority=dict(target.providers), **(sizes | dict(target.options) | options),
+        )  # fmt: skip
+        self.subject, self.target, self.pages = subject, target, pages
+        self.config, _ = resolve(config, subject.model, device)
+        self.table = self.config.table()
+        self.shape = StepShape(
+            self.config.pages_per_request, subject.max_num_seqs, subject.max_model_len, subject.model.vocab_size
+        )
+        with _planted(target.backend, fault):
+            self.worker: Worker = create_worker(subject.model, self.config, device, subject.folder)
+        self.worker.load(silent)
+        self.worker.allocate_kv(pages)
+        self.worker.warm_up(self.table, silent)
+
+    def close(self) -> None:
+        """Free the device."""
+        self.worker.close()
+
+    def _scheduler(self, schedule: Schedule, depth: int = 1) -> Scheduler:
+        s, table = self.subject, self.table
+        if schedule.large:
+            table = Table((), table.mixed_sizes[-1:], table.max_requests)
+        config = SchedulerConfig(
+            max_num_seqs=s.max_num_seqs,
+            max_num_batched_tokens=schedule.budget or table.mixed_sizes[-1],
+            max_model_len=s.max_model_len,
+            page_size=s.page_size,
+            num_pages=schedule.pages or self.pages,
+            enable_prefix_caching=schedule.prefix,
+            pipeline_depth=depth,
+            watermark=0.0,
+        )  # fmt: skip
+        return Scheduler(config, table)
+
+    def logits(self, schedule: Schedule, prompts: Sequence[np.ndarray]) -> Rows:
+        """The logits of every token, all tokens given."""
+
+        def execute(step: StepInput) -> Callable[[int, int], np.ndarray]:
+            logits = self.worker.logits(step)
+            return lambda request, row: logits[row].copy()
+
+        return self._run(schedule, prompts, execute)
+
+    def outputs(self, schedule: Schedule, prompts: Sequence[np.ndarray]) -> Rows:
+        """The best log-probabilities, falling, where tokens are sampled, all tokens given: through `execute`."""
+
+        def execute(step: StepInput) -> Callable[[int, int], np.ndarray | None]:
+            top = self.worker.execute(replace(step, logprobs=True)).result().logprobs
+            sampled = step.field("sample_index")
+
+            def value(request: int, row: int) -> np.ndarray | None:
+                return top.top[request].copy() if top is not None and sampled[request] == row else None
+
+            return value
+
+        return self._run(schedule, prompts, execute)
+
+    def scrub(self) -> None:
+        """Write other tokens over the whole cache: what the run before left would be right for the next one too."""
+        size, pages, rng = self.subject.page_size, self.pages, np.random.default_rng(11)
+        held = np.array_split(np.arange(pages), min(self.subject.max_num_seqs, pages))
+        # One more token is decoded, so that the last slot of the last page is written too.
+        prompts = [rng.integers(0, self.subject.model.vocab_size, len(h) * size).astype(np.int32) for h in held]
+        scheduler, made = self._scheduler(Schedule()), {}
+        for i, prompt in enumerate(prompts):
+            made[str(i)] = i
+            params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+            scheduler.add(Request(str(i), prompt[:-1], params, seed=i))
+
+        def execute(step: StepInput) -> Callable[[int, int], None]:
+            self.worker.execute(step).result()
+            return lambda request, row: None
+
+        self._drain(scheduler, Schedule(), prompts, made, execute, Rows())
+
+    def _run(
+        self, schedule: Schedule, prompts: Sequence[np.ndarray],
+        execute: Callable[[StepInput], Callable[[int, int], np.ndarray | None]],
+    ) -> Rows:  # fmt: skip
+        self.scrub()
+        scheduler, found = self._scheduler(schedule), Rows()
+        groups = [[i] for i in range(len(prompts))] if schedule.alone else [list(range(len(prompts)))]
+        for round_ in range(schedule.rounds):
+            for group in groups:
+                made = {}
+                for i in group:
+                    made[f"{i}/{round_}"] = i
+                    decoded = min(schedule.decoded, len(prompts[i]) - 1)
+                    params = SamplingParams(temperature=0.0, max_tokens=decoded, ignore_eos=True)
+                    request = Request(f"{i}/{round_}", prompts[i][: len(prompts[i]) - decoded], params, seed=i)
+                    scheduler.add(request)
+                self._drain(scheduler, schedule, prompts, made, execute, found)
+        metrics = scheduler.metrics()
+        found.preemptions, found.cached = metrics.preemptions, metrics.prefix_hits
+        return found
+
+    def _drain(
+        self, scheduler: Scheduler, schedule: Schedule, prompts: Sequence[np.ndarray], made: dict[str, int],
+        execute: Any, found: Rows,
+    ) -> None:  # fmt: skip
+        while (scheduled := scheduler.schedule()) is not None:
+            step = pack(scheduled, scheduler.table, self.shape, len(found.steps) + 1, with_page_table=True)
+            if schedule.change is not None:
+                step = schedule.change(step)
+                value = execute(step)
+            else:
+                value = execute(_as_difference(step, scheduled))
+            found.steps.append(step)
+            first = step.field("query_start")
+            tokens = np.zeros(len(scheduled.requests), np.int32)
+            for i, request in enumerate(scheduled.requests):
+                index, start, end = made[request.request_id], int(scheduled.starts[i]), int(scheduled.ends[i])
+                tokens[i] = prompts[index][min(end, len(prompts[index]) - 1)]
+                for position in range(start, end):
+                    found.computed.append((index, position))
+                    row = value(i, int(first[i]) + position - start)
+                    if row is not None:
+                        found.keys.append((index, position))
+                        found.values.append(row)
+            scheduler.update(scheduled, tokens)
+
+    def generate(self, prompts: Sequence[np.ndarray], depth: int, new_tokens: int = 8) -> Rows:
+        """Free running with `depth` steps in flight: the token and the best log-probabilities, by request and place."""
+        self.scrub()
+        scheduler, found = self._scheduler(Schedule(), depth), Rows()
+        for i, prompt in enumerate(prompts):
+            # Every other one draws: the noise must not depend on what is in flight either.
+            params = SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=new_tokens, ignore_eos=True)
+            scheduler.add(Request(str(i), prompt[: self.subject.max_model_len - new_tokens], params, seed=i))
+        in_flight: list[Any] = []
+        while True:
+            while len(in_flight) < depth and (scheduled := scheduler.schedule()) is not None:
+                number = len(found.steps) + 1
+                step = pack(scheduled, scheduler.table, self.shape, number, with_page_table=True)
+                step = replace(step, logprobs=True)
+                found.steps.append(step)
+                in_flight.append((scheduled, self.worker.execute(_as_difference(step, scheduled))))
+            if not in_flight:
+                return found
+            scheduled, handle = in_flight.pop(0)
+            output = handle.result()
+            events = scheduler.update(scheduled, output.tokens)
+            for request, token, index in zip(events.requests, events.tokens, events.indices, strict=True):
+                key = int(request.request_id), int(scheduled.ends[index])
+                found.keys.append(key)
+                found.values.append(np.append(output.logprobs.top[index], np.float32(token)))
+
+
+def _as_difference(step: StepInput, scheduled: ScheduledStep) -> StepInput:
+    """The step as an engine sends it, with its new pages instead of its page table."""
+    return replace(step, page_table=None, new_pages=scheduled.new_pages)
+
+
+@contextmanager
+def _planted(backend: str, fault: Fault | None) -> Iterator[None]:
+    """Let a worker that is made within the block have a fault in its plan."""
+    if fault is None:
+        yield
+        return
+    from ..faults.planting import faulty_plans
+
+    module = backend_module(backend)
+    right = module.make_plans
+    with patch.object(module, "make_plans", lambda *args: faulty_plans(right(*args), fault)):
+        yield
+
+
+# --- changes of steps ------------------------------------------------------------------------------------------------
+
+
+def permuted_pages(pages: int, page_size: int, seed: int, *, table: bool = True, slots: bool = True) -> Change:
+    """Put every page elsewhere: in the `slots` that are written and in the page `table` that is read.
+
+    For steps that have their page table.
+    """
+    places = np.random.default_rng(seed).permutation(pages).astype(np.int32)
+
+    def change(step: StepInput) -> StepInput:
+        batch, page_table = step.batch.copy(), step.field("page_table").copy()
+        if table:
+            count = int(step.field("counts")[1])
+            page_table[:count] = places[page_table[:count]]
+        if slots:
+            written = batch_layout(step.descriptor, step.shape).view(batch, "slots")
+            moved = places[written // page_size] * page_size + written % page_size
+            written[...] = np.where(written >= 0, moved, written)
+        return replace(step, batch=batch, page_table=page_table)
+
+    return change

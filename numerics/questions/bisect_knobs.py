@@ -1,0 +1,155 @@
+"""Finds the smallest set of an engine's switches that makes its worker fail: compilation, CUDA graphs, implementations.
+
+The suspect's worker differs from the plainest one (eager, no graphs, every op native) in some switches. Workers with
+some of them on run the same steps through `execute`, graphs and samplers included. The log-probabilities where tokens
+are sampled are judged against both references, until the verdict hangs on one switch or on a few together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...ops.plan import COMPOSITION, NATIVE
+from ...shared.errors import ConfigError
+from ..judging.gates import Mode
+from ..judging.metrics import measure
+from ..judging.outputs import gate_for
+from ..sides.environment import describe_side
+from ..sides.runners import Fault
+from ..sides.subject import Subject, Target
+from .bench import Bench, Rows, Schedule
+from .bisect import BisectReport, Culprit, _bound, smallest
+from .invariants import SPARE, best_logprobs, reference_rows
+
+Progress = Callable[[str], None]
+COMPILED, GRAPHS, SCAN = "compiled", "graphs", "scan_layers"
+
+
+class _Engines:
+    """Workers of a target with some of its switches on. `runs` counts them."""
+
+    def __init__(
+        self, subject: Subject, target: Target, prompts: Sequence[np.ndarray], mode: Mode, fault: Fault | None
+    ) -> None:  # fmt: skip
+        self.subject, self.target, self.prompts, self.mode, self.fault = subject, target, prompts, mode, fault
+        self.pages = sum(-(-(len(p) + SPARE) // subject.page_size) for p in prompts)
+        self.runs, self.notes = 0, list[str]()
+        self.environment: dict[str, Any] = {}
+        self._noise: dict[Any, Any] | None = None
+        self.units: list[str] = []
+        self.whole = self._verdict(self._open())
+
+    def _open(self, **options: Any) -> Bench:
+        return Bench(self.subject, self.target, self.pages, self.fault, **options)
+
+    def fails(self, on: Sequence[str]) -> bool:
+        """Whether a worker with these switches on, and no others, fails. One that cannot be built passes."""
+        try:
+            return self._verdict(self._open(**self._options(on)))
+        except ConfigError as error:
+            self.notes.append(f"with {', '.join(on) or 'none'} alone there is no engine: {error}")
+            return False
+
+    def _options(self, on: Sequence[str]) -> dict[str, Any]:
+        """Engine options that leave only these switches of the target on."""
+        off = [unit.partition("=")[0] for unit in self.units if "=" in unit and unit not in on]
+        options: dict[str, Any] = {"enable_ops": ("all", *(f"-{op}" for op in off))}
+        if self.target.backend == "jax":
+            return options | {"scan_layers": SCAN in on}
+        level = min(self.level, 2) if COMPILED in on else 0
+        if GRAPHS in on and level:
+            level = 3
+        elif GRAPHS in on:
+            options |= {"enforce_eager": False, "cudagraph_mode": self.graphs}
+        return options | {"compile_level": level}
+
+    def _verdict(self, bench: Bench) -> bool:
+        self.runs += 1
+        try:
+            if not self.environment:
+                self._describe(bench)
+            rows = bench.outputs(Schedule(), self.prompts)
+        finally:
+            bench.close()
+        return self._judged(rows)
+
+    def _describe(self, bench: Bench) -> None:
+        """The switches of the whole suspect."""
+        plans, config = bench.worker.plans(), bench.config
+        self.environment = describe_side(self.target, bench.worker.device, plans)
+        self.level = config.compile_level
+        self.graphs = config.compilation.cudagraph_mode.name
+        if self.level:
+            self.units.append(COMPILED)
+        if self.graphs != "NONE":
+            self.units.append(GRAPHS)
+        if config.scan_layers:
+            self.units.append(SCAN)
+        chosen = {
+            f"{op}={choice.provider}"
+            for plan in plans.by_kind.values()
+            for op, choice in plan.choices.items()
+            if choice.provider not in (NATIVE, COMPOSITION)
+        }
+        self.units += sorted(chosen)
+
+    def _judged(self, rows: Rows) -> bool:
+        if self._noise is None:
+            self._noise = reference_rows(self.subject, rows)
+        width = rows.values[0].shape[-1]
+        pairs = [self._noise[key] for key in rows.keys]
+        right, noisy = (best_logprobs(np.stack([pair[i] for pair in pairs]), width) for i in (0, 1))
+        model = self.subject.model
+        m = measure(np.stack(rows.values), right, noisy)
+        gate = gate_for(self.mode, "logits", m, max(model.hidden_size, model.intermediate_size), model.num_layers)
+        return any(gate.complaints(m))
+
+
+def bisect_knobs(
+    subject: Subject, target: Target, prompts: Sequence[np.ndarray], *, modes: Sequence[Mode] = ("S", "P"),
+    fault: Fault | None = None, progress: Progress = lambda text: None,
+) -> BisectReport:  # fmt: skip
+    """Find the switches of `target` that its failure hangs on, in float32 first, then in the run dtype."""
+    report, started = BisectReport(str(target), verdict="engine"), time.perf_counter()
+    for mode in modes:
+        where = subject if mode != "S" else subject.with_dtype("float32")
+        progress(f"mode {mode}: {target}")
+        engines = _Engines(where, target, prompts, mode, fault)
+        progress(
+            f"mode {mode}: {'fails' if engines.whole else 'passes'}; switches: {', '.join(engines.units) or 'none'}"
+        )
+        report.compared, report.mode = True, mode
+        report.environment = {"model": subject.name, "dtype": where.dtype} | engines.environment
+
+        def fails(on: list[str], engines: _Engines = engines, mode: Mode = mode) -> bool:
+            result = engines.fails(on)
+            progress(f"mode {mode}: with {', '.join(on) or 'none'}: {'fails' if result else 'passes'}")
+            return result
+
+        found: list[str] = []
+        if engines.whole:
+            report.units = len(engines.units)
+            report.bound += 2
+            if fails([]):
+                report.problems.append(
+                    "it fails with every switch off too: look for the layer and the op (without --over)"
+                )
+            else:
+                found = smallest(engines.units, fails)
+                report.bound += _bound(len(engines.units), len(found))
+        else:
+            report.bound += 1
+        report.runs += engines.runs
+        report.notes += engines.notes
+        for unit in found:
+            op, _, provider = unit.partition("=") if "=" in unit else ("", "", "")
+            what = "the failure hangs on it" + (f", together with {len(found) - 1} more" if len(found) > 1 else "")
+            report.culprits.append(Culprit(-1, unit, op, "", provider, what))
+        if engines.whole:
+            break
+    report.seconds = time.perf_counter() - started
+    return report

@@ -1,0 +1,481 @@
+"""Metamorphic relations: what must not change a model's logits, on one backend. No other backend is needed.
+
+Each relation is promised *bitwise* or up to *rounding*. Rounding is judged in float32 by the relative error that sums
+in another order may have (mode S), in the run dtype against the noise of the faithful reference (mode P): two runs
+whose roundings are independent differ by sqrt(2) of it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from ...shared.errors import ConfigError, TwinferError
+from ...shared.models import decoder
+from ..errors import EQUAL, FAILED, NOT_COMPARED
+from ..judging.gates import HALF_ULP32, Gate, Mode
+from ..judging.metrics import DEVIATIONS, jsonable, log_softmax, measure
+from ..showing.terminal import LINES, WORDS
+from ..sides.environment import describe_side
+from ..sides.reference import Reference
+from ..sides.runners import Fault
+from ..sides.steps import pages_of, real_tokens
+from ..sides.subject import HostWeights, Subject, Target
+from .bench import Bench, Change, Rows, Schedule, permuted_pages
+
+Progress = Callable[[str], None]
+SPARE = 8
+"""Tokens that a request may grow by when it runs free."""
+Promise = Literal["bitwise", "rounding"]
+LEVELS = {"traced": 1, "compiled": 2, "graphs": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """`what` must not matter. `reason` says why it is promised bitwise, or why it cannot be.
+
+    `run` gives the pair (as usual, the other way). `refuses` says why it does not apply to a target, or "".
+    """
+
+    name: str
+    what: str
+    promise: Promise
+    reason: str
+    run: Callable[[Lab], tuple[Rows, Rows]]
+    refuses: Callable[[Target, str], str] = lambda target, platform: ""
+    costly: bool = False
+
+
+@dataclass(slots=True)
+class Result:
+    """One relation in one mode. `figure` is the error in units of what is allowed (0 if bitwise equal)."""
+
+    relation: str
+    mode: Mode
+    promise: Promise
+    reason: str = ""
+    compared: int = 0
+    figure: float = 0.0
+    detail: str = ""
+    complaints: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class InvariantsReport:
+    """All results. `absent` are relations that do not apply and why, `missing` what had to be compared and was not."""
+
+    target: str
+    environment: dict[str, Any] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def failures(self) -> list[Result]:
+        """Relations that do not hold."""
+        return [r for r in self.results if r.complaints]
+
+    @property
+    def exit_code(self) -> int:
+        """0 all hold, 1 one does not, 3 nothing or not everything compared."""
+        if self.failures:
+            return FAILED
+        return NOT_COMPARED if self.missing or not self.results else EQUAL
+
+    def dumps(self) -> str:
+        """JSON text."""
+        results = [{n: jsonable(getattr(r, n)) for n in Result.__dataclass_fields__} for r in self.results]
+        record = {
+            "exit_code": self.exit_code, "target": self.target, "environment": self.environment, "results": results,
+            "absent": self.absent, "missing": self.missing, "seconds": self.seconds,
+        }  # fmt: skip
+        return json.dumps(record, allow_nan=False)
+
+    def cases(self) -> dict[tuple[str, str], list[str]]:
+        """Complaints by (group, name), for JUnit."""
+        return {(f"{self.target}.{r.mode}", r.relation): r.complaints for r in self.results}
+
+
+class Lab:
+    """What the relations of one target and mode share: the worker, the usual run, the prompts."""
+
+    def __init__(
+        self, subject: Subject, target: Target, prompts: Sequence[np.ndarray], fault: Fault | None,
+        breaks: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.subject, self.target, self.prompts, self.fault = subject, target, prompts, fault
+        # As few as hold everything: each run begins with other tokens all over them.
+        self.pages = sum(-(-(len(p) + SPARE) // subject.page_size) for p in prompts)
+        self.bench = Bench(subject, target, self.pages, fault)
+        self.broken = {name: BREAKS[name](self) for name in breaks}
+        self.usual = self.bench.logits(Schedule(), prompts)
+
+    def change(self, relation: str, change: Change | None) -> Change | None:
+        """The change of a relation's steps, or what a test breaks it with."""
+        return self.broken.get(relation, change)
+
+    def logits(self, relation: str, schedule: Schedule, prompts: Sequence[np.ndarray] | None = None) -> Rows:
+        """Another schedule on the same worker."""
+        schedule = replace(schedule, change=self.change(relation, schedule.change))
+        return self.bench.logits(schedule, self.prompts if prompts is None else prompts)
+
+    def other(self, relation: str, usual: bool = True, **options: Any) -> Rows:
+        """The usual schedule on another worker: its logits, or, not `usual`, what `execute` gives."""
+        bench = Bench(self.subject, self.target, self.pages, self.fault, **options)
+        try:
+            schedule = Schedule(change=self.change(relation, None))
+            return bench.logits(schedule, self.prompts) if usual else bench.outputs(schedule, self.prompts)
+        finally:
+            bench.close()
+
+
+# --- the relations ---------------------------------------------------------------------------------------------------
+
+
+def _repeat(lab: Lab) -> tuple[Rows, Rows]:
+    return lab.usual, lab.logits("repeat", Schedule())
+
+
+def _company(lab: Lab) -> tuple[Rows, Rows]:
+    """Every request but the first and third has other tokens."""
+    vocab, rng = lab.subject.model.vocab_size, np.random.default_rng(7)
+    kept = {0, 2} if len(lab.prompts) > 2 else {0}
+    others = [
+        p if i in kept else rng.integers(0, vocab, len(p)).astype(np.int32) for i, p in enumerate(lab.prompts)
+    ]  # fmt: skip
+    rows = lab.logits("company", Schedule(), others)
+    return lab.usual, _only(rows, lambda key: key[0] in kept)
+
+
+def _pages(lab: Lab) -> tuple[Rows, Rows]:
+    change = permuted_pages(lab.pages, lab.subject.page_size, seed=3)
+    return lab.usual, lab.logits("page-permutation", Schedule(change=change))
+
+
+def _batch(lab: Lab) -> tuple[Rows, Rows]:
+    return lab.usual, lab.logits("batch", Schedule(alone=True))
+
+
+def _chunks(lab: Lab) -> tuple[Rows, Rows]:
+    return lab.usual, lab.logits("chunks", Schedule(budget=lab.subject.max_num_seqs))
+
+
+def _prefix(lab: Lab) -> tuple[Rows, Rows]:
+    rows = lab.logits("prefix-cache", Schedule(prefix=True, rounds=2))
+    if not rows.cached:
+        raise _Empty("no prefix was found in the cache")
+    return lab.usual, rows
+
+
+def _preemption(lab: Lab) -> tuple[Rows, Rows]:
+    s = lab.subject
+    longest = -(-max(len(p) for p in lab.prompts) // s.page_size)
+    rows = lab.logits("preemption", Schedule(pages=longest + 2, decoded=24))
+    if not rows.preemptions:
+        raise _Empty("no request was preempted")
+    return lab.usual, rows
+
+
+def _padding(lab: Lab) -> tuple[Rows, Rows]:
+    return lab.usual, lab.logits("padding", Schedule(large=True))
+
+
+def _decode(lab: Lab) -> tuple[Rows, Rows]:
+    return lab.usual, lab.logits("decode-prefill", Schedule(decoded=1 << 20))
+
+
+def _overlap(lab: Lab) -> tuple[Rows, Rows]:
+    return lab.bench.generate(lab.prompts, 1), lab.bench.generate(lab.prompts, 2)
+
+
+def _scan(lab: Lab) -> tuple[Rows, Rows]:
+    return lab.usual, lab.other("scan", scan_layers=not lab.bench.config.scan_layers)
+
+
+def _shards(lab: Lab) -> tuple[Rows, Rows]:
+    return lab.usual, lab.other("tensor-parallel", tensor_parallel_size=2)
+
+
+def _level(name: str) -> Callable[[Lab], tuple[Rows, Rows]]:
+    def run(lab: Lab) -> tuple[Rows, Rows]:
+        if lab.bench.config.compile_level != 0:
+            usual = lab.other(name, False, compile_level=0)
+        else:
+            usual = lab.bench.outputs(Schedule(), lab.prompts)
+        return usual, lab.other(name, False, compile_level=LEVELS[name])
+
+    return run
+
+
+def _jax_only(target: Target, platform: str) -> str:
+    return "" if target.backend == "jax" else f"the {target.backend} backend does not have it"
+
+
+def _torch_only(target: Target, platform: str) -> str:
+    if target.backend != "torch":
+        return f"the {target.backend} backend compiles everything"
+    return "the target names a level" if "compile_level" in target.options else ""
+
+
+def _shards_here(target: Target, platform: str) -> str:
+    if target.backend != "jax":
+        return _jax_only(target, platform)
+    import jax
+
+    return "" if jax.device_count() > 1 else "there is one device only"
+
+
+def _graphs_here(target: Target, platform: str) -> str:
+    return _torch_only(target, platform) or ("" if platform == "cuda" else "CUDA graphs need a cuda device")
+
+
+SAME = "the same programs on the same numbers"
+OTHER_SHAPE = "another program shape: products are summed in another order"
+RELATIONS = {
+    r.name: r
+    for r in (
+        Relation("repeat", "running the same once more", "bitwise", f"{SAME}; nothing is left to chance", _repeat),
+        Relation("company", "what other requests say", "bitwise", f"{SAME}: rows know only their own", _company),
+        Relation("page-permutation", "where pages lie", "bitwise", f"{SAME}, gathered from elsewhere", _pages),
+        Relation("overlap", "one step in flight or two", "bitwise", f"{SAME}; only the host waits less", _overlap),
+        Relation("batch", "a request alone or among others", "rounding", OTHER_SHAPE, _batch),
+        Relation("chunks", "the lengths of a prompt's chunks", "rounding", OTHER_SHAPE, _chunks),
+        Relation("prefix-cache", "a prefix found in the cache or computed", "rounding", OTHER_SHAPE, _prefix),
+        Relation("preemption", "being preempted and resumed", "rounding", OTHER_SHAPE, _preemption),
+        Relation("padding", "the size that a step is padded to", "rounding", OTHER_SHAPE, _padding),
+        Relation("decode-prefill", "tokens decoded or prefilled", "rounding", OTHER_SHAPE, _decode),
+        Relation("scan", "layers in a loop or unrolled", "rounding", "XLA fuses it otherwise", _scan, _jax_only),
+        Relation("tensor-parallel", "1 shard or 2", "rounding", "partial sums are added up", _shards, _shards_here),
+        Relation("traced", "eager or traced", "bitwise", "the same kernels", _level("traced"), _torch_only),
+        Relation(
+            "compiled", "eager or compiled by Inductor", "rounding", "fused kernels sum in another order",
+            _level("compiled"), _torch_only, costly=True,
+        ),
+        Relation(
+            "graphs", "eager or compiled and replayed as CUDA graphs", "rounding", "fused kernels sum in another order",
+            _level("graphs"), _graphs_here,
+        ),
+    )
+}  # fmt: skip
+BREAKS: dict[str, Callable[[Lab], Change]] = {
+    "page-permutation": lambda lab: permuted_pages(lab.pages, lab.subject.page_size, seed=3, table=False),
+}
+"""Relations that can be broken on purpose, to see them fail: a page is put elsewhere without its table."""
+
+
+class _Empty(Exception):
+    """A run did not do what it is about."""
+
+
+def _only(rows: Rows, keep: Callable[[tuple[int, int]], bool]) -> Rows:
+    chosen = [i for i, key in enumerate(rows.keys) if keep(key)]
+    return Rows([rows.keys[i] for i in chosen], [rows.values[i] for i in chosen])
+
+
+# --- judging ---------------------------------------------------------------------------------------------------------
+
+
+class Judge:
+    """Judges a pair of runs. The noise (mode P) is that of the references over the steps of the `usual` run."""
+
+    def __init__(self, subject: Subject, mode: Mode, usual: Rows) -> None:
+        self._subject, self._mode, self._usual = subject, mode, usual
+        self._noise: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] | None = None
+
+    def __call__(self, relation: Relation, pair: tuple[Rows, Rows]) -> Result:
+        """The result of a relation."""
+        one, other = pair[0].first(), pair[1]
+        result = Result(relation.name, self._mode, relation.promise, relation.reason)
+        keys = [key for key in other.keys if key in one]
+        result.compared = len(keys)
+        a = np.stack([one[key] for key in keys]) if keys else np.zeros((0, 1))
+        b = np.stack([v for k, v in zip(other.keys, other.values, strict=True) if k in one]) if keys else a
+        lost = set(one) - set(other.keys)
+        if lost and relation.name != "company":
+            result.complaints.append(f"{len(lost)} of {len(one)} rows were not computed")
+        if relation.promise == "bitwise":
+            self._bitwise(result, keys, a, b)
+        else:
+            self._rounding(result, keys, a, b)
+        return result
+
+    def _bitwise(self, result: Result, keys: list[tuple[int, int]], a: np.ndarray, b: np.ndarray) -> None:
+        unequal = (a.view(np.uint8).reshape(len(a), -1) != b.view(np.uint8).reshape(len(b), -1)).any(axis=1)
+        result.detail = f"{len(keys)} rows, bitwise"
+        if unequal.any():
+            with np.errstate(invalid="ignore"):
+                off = float(np.nanmax(np.abs(a - b), initial=0.0))
+            result.figure = float("inf")
+            result.detail = f"{int(unequal.sum())} of {len(keys)} rows differ, by {off:.3g} at most"
+            result.complaints.append(f"{result.detail}; first {_place(keys[int(unequal.argmax())])}")
+
+    def _rounding(self, result: Result, keys: list[tuple[int, int]], a: np.ndarray, b: np.ndarray) -> None:
+        model = self._subject.model
+        if self._mode == "S":
+            exact, faithful = a, a
+            # Each of the two runs is off by what a float32 sum of so many terms may be, in each layer.
+            terms = max(model.hidden_size, model.intermediate_size) * 2 * (1 + model.num_layers)
+            allowed = 2.0 * HALF_ULP32 * terms**0.5
+            gate = Gate(rel_l2=allowed)
+        else:
+            right, noisy = self._of_noise(keys, a.shape[1])
+            exact, faithful = a, a + 2**0.5 * (noisy - right)
+        m = measure(b, exact, faithful)
+        if self._mode == "P":
+            gate = Gate(sigma=1.15 + DEVIATIONS / max(m.effective, 1.0) ** 0.5, excess=2.0)
+            result.figure = max(m.sigma / (gate.sigma or 1.0), m.excess / 2.0)
+            result.detail = f"{len(keys)} rows, sigma {m.sigma:.3f}"
+        else:
+            with np.errstate(invalid="ignore", divide="ignore"):
+                rows = np.sqrt(((b - a).astype(np.float64) ** 2).mean(1)) / np.sqrt((a.astype(np.float64) ** 2).mean())
+            worst = float(rows.max(initial=0.0)) if np.isfinite(rows).all() else float("inf")
+            result.figure = max(m.rel_l2 / allowed, worst / (ROW_FACTOR * allowed))
+            result.detail = f"{len(keys)} rows, relative error {m.rel_l2:.2g}, worst row {worst:.2g}"
+            if worst > ROW_FACTOR * allowed:
+                where = _place(keys[int(np.nan_to_num(rows, nan=np.inf).argmax())])
+                result.complaints.append(f"worst row {worst:.3g} > {ROW_FACTOR * allowed:.3g} at {where}")
+        found = list(gate.complaints(m))
+        place = _place(keys[m.worst[0]]) if m.worst else ""
+        result.complaints += [f"{complaint}; largest error at {place}" for complaint in found]
+
+    def _of_noise(self, keys: Sequence[tuple[int, int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of both references: logits, or their best log-probabilities if that is what rows hold."""
+        if self._noise is None:
+            self._noise = reference_rows(self._subject, self._usual)
+        pairs = [self._noise[key] for key in keys]
+        right, noisy = (np.stack([pair[i] for pair in pairs]).astype(np.float64) for i in (0, 1))
+        if width != right.shape[1]:
+            right, noisy = (best_logprobs(x, width) for x in (right, noisy))
+        return right, noisy
+
+
+ROW_FACTOR = 4.0
+"""A row may be off by so many times what all rows together may."""
+
+
+def best_logprobs(logits: np.ndarray, count: int) -> np.ndarray:
+    """The best log-probabilities of logits [row vocab], falling: [row count] float64."""
+    best: np.ndarray = -np.sort(-log_softmax(logits), axis=1)[:, :count]
+    return best
+
+
+def reference_rows(subject: Subject, usual: Rows) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
+    """The logits of the exact and of the faithful reference, by (request, position), over the steps of a run."""
+    model, steps = subject.model, usual.steps
+    weights, tables = HostWeights(subject), decoder.rotary_tables(subject.model, subject.max_model_len)
+    found: list[list[np.ndarray]] = []
+    for exact in (True, False):
+        reference = Reference(model, tables, exact=exact)
+        dtype = np.float64 if exact else weights.top()["embed"].dtype
+        shape = (pages_of(steps), subject.page_size, 2 * model.num_kv_heads, model.head_dim)
+        caches, rows = [np.full(shape, np.nan, dtype)] * model.num_layers, []
+        for step in steps:
+            reference.begin(step)
+            finished, caches = reference.run(weights.top(), weights.layer, caches)
+            rows += list(reference.head(weights.top(), finished)[: real_tokens(step)])
+        found.append(rows)
+    return dict(zip(usual.computed, zip(*found, strict=True), strict=True))
+
+
+def _place(key: tuple[int, int]) -> str:
+    return f"request {key[0]}, position {key[1]}"
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def check_invariants(
+    subject: Subject, target: Target, prompts: Sequence[np.ndarray], *, names: Sequence[str] = (),
+    modes: Sequence[Mode] = ("S", "P"), fault: Fault | None = None, breaks: Sequence[str] = (),
+    progress: Progress = lambda text: None,
+) -> InvariantsReport:  # fmt: skip
+    """Check relations (`names`; none: all that apply and are not costly) on `target`.
+
+    `fault` is planted in the worker; `breaks` are relations that are broken on purpose. Raises ConfigError.
+    """
+    for name in (*names, *breaks):
+        if name not in RELATIONS:
+            raise ConfigError(f"relation: got {name!r}, allowed are {', '.join(RELATIONS)}")
+    for name in breaks:
+        if name not in BREAKS:
+            raise ConfigError(f"break: got {name!r}, allowed are {', '.join(BREAKS)}")
+    report, started = InvariantsReport(str(target)), time.perf_counter()
+    for mode in modes:
+        where = subject if mode != "S" else subject.with_dtype("float32")
+        progress(f"mode {mode}: loading")
+        lab = Lab(where, target, prompts, fault, breaks)
+        report.environment = {"model": subject.name, "dtype": subject.dtype} | describe_side(
+            target, lab.bench.worker.device, lab.bench.worker.plans()
+        )
+        try:
+            judge = Judge(where, mode, lab.usual)
+            for relation in _chosen(names, lab, report):
+                progress(f"mode {mode}: {relation.name}")
+                _check(report, judge, relation, lab)
+        finally:
+            lab.bench.close()
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _chosen(names: Sequence[str], lab: Lab, report: InvariantsReport) -> Iterator[Relation]:
+    platform = lab.bench.worker.device.platform
+    for relation in RELATIONS.values():
+        if names and relation.name not in names:
+            continue
+        why = relation.refuses(lab.target, platform)
+        if not why and relation.costly and not names and platform == "cpu":
+            why = "takes minutes on a CPU; name it to have it"
+        if not why:
+            yield relation
+            continue
+        # Who asks for it by name must not get a pass without it.
+        entry, kept = f"{relation.name}: {why}", report.missing if names else report.absent
+        if entry not in kept:
+            kept.append(entry)
+
+
+def _check(report: InvariantsReport, judge: Judge, relation: Relation, lab: Lab) -> None:
+    started = time.perf_counter()
+    try:
+        result = judge(relation, relation.run(lab))
+    except (_Empty, TwinferError) as error:
+        report.missing.append(f"{relation.name}: {error}")
+        return
+    result.seconds = time.perf_counter() - started
+    if not result.compared:
+        report.missing.append(f"{relation.name}: no row was computed both ways")
+        return
+    report.results.append(result)
+
+
+def render(report: InvariantsReport) -> str:
+    """The verdict and a line a relation: at most 25 lines."""
+    word = {EQUAL: "ALL HOLD", FAILED: "BROKEN"}.get(
+        report.exit_code, WORDS.get(report.exit_code, "NOT (fully) COMPARED")
+    )
+    e, names = report.environment, list(dict.fromkeys(r.relation for r in report.results))
+    lines = [
+        f"{word}: {len(names)} relations of {e.get('model')} on {report.target}, {report.seconds:.1f} s",
+        f"{e.get('device')}, plan {e.get('plan')}; modes: S float32, P {e.get('dtype')}",
+    ]
+    for name in names:
+        mine = [r for r in report.results if r.relation == name]
+        bad = next((r for r in mine if r.complaints), None)
+        verdict = f"BROKEN in mode {bad.mode}" if bad else "holds"
+        found = (
+            bad.complaints[0]
+            if bad
+            else "; ".join(f"{r.mode}: {r.detail}" for r in mine if mine[0].promise != "bitwise")
+        )
+        lines.append(f"{name:16} {mine[0].promise:9}{verdict:17} {found or mine[0].detail}"[:150].rstrip())
+    lines += [f"not compared: {entry}"[:150] for entry in report.missing[:3]]
+    lines += [f"does not apply: {entry}"[:150] for entry in report.absent[: LINES - len(lines)]]
+    return "\n".join(lines[:LINES])

@@ -1,0 +1,198 @@
+"""Keeps steps of a live engine as bundles: those of a request, some steps, those with a NaN, or those that another
+backend computes otherwise. It is on only where an engine has the option `capture`; an engine without it has no part of
+this.
+
+A step that is kept costs: the cache that it reads is copied, the model runs once more for the logits, and the next step
+waits. With `nan` and `mismatch` every step costs that (with `every=N` each N-th), with `mismatch` a run on the other
+backend and of the references too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...shared.config import EngineConfig
+from ...shared.errors import ConfigError
+from ...shared.packer import page_table_of
+from ...shared.step import StepInput, StepOutput, batch_layout
+from ..bundles.bundle import Bundle, write
+from ..bundles.steps import Recorded, filled, renumbered, used_pages
+from ..errors import FAILED
+from ..sides.environment import describe_side
+from ..sides.steps import real_tokens
+from ..sides.subject import Subject, Target, parse_target
+from .replay import replay
+
+GRAMMAR = "DIR followed by some of request=ID, step=N, nan, mismatch=BACKEND:DEVICE, most=N, every=N, after commas"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What to keep: `most` bundles in `folder`. `every`: of steps, for `nan` and `mismatch`."""
+
+    folder: str
+    requests: frozenset[str] = frozenset()
+    steps: frozenset[int] = frozenset()
+    nan: bool = False
+    mismatch: Target | None = None
+    most: int = 4
+    every: int = 1
+
+
+def parse_policy(text: str) -> Policy:
+    """A policy from `DIR,request=ID,step=N,nan,mismatch=torch:cpu,most=4,every=1`. Raises ConfigError."""
+    folder, *words = text.split(",")
+    policy, requests, steps = Policy(folder), set(), set()
+    for word in words:
+        name, sign, value = word.partition("=")
+        if name == "nan" and not sign:
+            policy = replace(policy, nan=True)
+        elif name == "mismatch" and value:
+            policy = replace(policy, mismatch=parse_target(value))
+        elif name == "request" and value:
+            requests.add(value)
+        elif name == "step" and value.isdecimal():
+            steps.add(int(value))
+        elif name == "most" and value.isdecimal() and int(value) > 0:
+            policy = replace(policy, most=int(value))
+        elif name == "every" and value.isdecimal() and int(value) > 0:
+            policy = replace(policy, every=int(value))
+        else:
+            raise ConfigError(f"capture: got {word!r} in {text!r}, allowed is {GRAMMAR}")
+    policy = replace(policy, requests=frozenset(requests), steps=frozenset(steps))
+    if not folder or not (requests or steps or policy.nan or policy.mismatch):
+        raise ConfigError(f"capture: got {text!r}, which captures nothing; allowed is {GRAMMAR}")
+    return policy
+
+
+def attach(engine: Any, config: EngineConfig, folder: str) -> Camera:
+    """Let `engine` keep what its option `capture` asks for. Raises ConfigError for what cannot be kept."""
+    policy = parse_policy(str(config.capture))
+    wanted = {"tensor_parallel_size": 1, "decode_steps": 1, "kv_cache_dtype": engine.config.dtype}
+    for name, value in wanted.items():
+        if getattr(engine.config, name) != value:
+            raise ConfigError(f"capture: got {name} {getattr(engine.config, name)}, allowed is {value}")
+    if any(Path(policy.folder).glob("step-*")):
+        raise ConfigError(f"capture: {policy.folder} holds bundles of an earlier run; give another folder")
+    engine.worker = camera = Camera(engine, policy, config.model, folder)
+    return camera
+
+
+class _Handle:
+    """A step's handle whose result may be asked for twice."""
+
+    def __init__(self, step: StepInput, handle: Any) -> None:
+        self.step, self._handle = step, handle
+        self._output: StepOutput | None = None
+
+    def result(self) -> StepOutput:
+        """Wait for the step."""
+        if self._output is None:
+            self._output = output = self._handle.result()
+            return output
+        return self._output
+
+
+class Camera:
+    """A worker that keeps some of the steps that it passes on. All else is the worker's. `kept` are folders."""
+
+    def __init__(self, engine: Any, policy: Policy, model: str, folder: str) -> None:
+        self._worker, self._policy, self._engine = engine.worker, policy, engine
+        self._model, self._folder = model, folder
+        self._last: dict[int, int] = {}
+        self._open: deque[_Handle] = deque()
+        self._seen = 0
+        self.kept: list[Path] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    def execute(self, step: StepInput) -> Any:
+        """Start a step; keep it if it is to be kept."""
+        self._seen += 1
+        why = self._asked_for(step)
+        looked_at = (self._policy.nan or self._policy.mismatch is not None) and self._seen % self._policy.every == 0
+        if len(self.kept) >= self._policy.most or not (why or looked_at):
+            return self._started(step)
+        known = self._known(step)
+        size = self._engine.config.page_size
+        pages = used_pages(known, size)
+        before = self._worker.read_pages(pages)
+        logits = np.asarray(self._worker.logits(known))[: real_tokens(known)]
+        handle = self._started(step)
+        if not why and self._policy.nan and not np.isfinite(logits).all():
+            why = "nan"
+        bundle = self._bundle(known, pages, before, logits, handle)
+        if not why and self._policy.mismatch is not None:
+            why = self._mismatch(bundle)
+        if why:
+            bundle.source |= {"why": why}
+            name = f"step-{step.step_id:06d}-{why.split()[0].rstrip(':')}"
+            self.kept.append(write(bundle, str(Path(self._policy.folder) / name)))
+        return handle
+
+    def _asked_for(self, step: StepInput) -> str:
+        if step.step_id in self._policy.steps:
+            return "step"
+        if not self._policy.requests:
+            return ""
+        rows = step.field("rows")[: int(step.field("counts")[1])]
+        running = self._engine.scheduler.table.requests
+        named = [running[row].request_id for row in rows.tolist() if running[row] is not None]
+        return "request" if self._policy.requests.intersection(named) else ""
+
+    def _started(self, step: StepInput) -> _Handle:
+        handle = _Handle(step, self._worker.execute(step))
+        self._open.append(handle)
+        # At most two steps are in flight: those before are read, and reading them again costs nothing.
+        while len(self._open) > 2:
+            self._read(self._open.popleft())
+        return handle
+
+    def _read(self, handle: _Handle) -> None:
+        rows = handle.step.field("rows")
+        for row, token in zip(rows.tolist(), handle.result().tokens.tolist(), strict=False):
+            self._last[row] = token
+
+    def _known(self, step: StepInput) -> StepInput:
+        """The step with the tokens that only the device has, and with its page table: waits for the steps before."""
+        while self._open:
+            self._read(self._open.popleft())
+        batch = step.batch.copy()
+        views = batch_layout(step.descriptor, step.shape).views(batch)
+        for i in np.flatnonzero(views["token_ids"] < 0).tolist():
+            views["token_ids"][i] = self._last[int(views["rows"][i])]
+        rows = views["rows"][: int(views["counts"][1])]
+        pages = page_table_of(rows, step.descriptor.requests, self._engine.scheduler.table, step.shape)
+        return replace(step, batch=batch, new_pages=None, page_table=pages)
+
+    def _bundle(
+        self, step: StepInput, pages: np.ndarray, before: np.ndarray, logits: np.ndarray, handle: _Handle
+    ) -> Bundle:  # fmt: skip
+        config, size = self._engine.config, self._engine.config.page_size
+        compact = renumbered(step, pages, size)
+        # What no token of the step's requests was written to says nothing, and is not theirs.
+        start = np.where(filled(compact, size, len(pages))[None, :, :, None, None], before, np.nan).astype(before.dtype)
+        subject = Subject(
+            self._model, self._folder, self._engine.model, config.dtype, config.load_format, config.seed,
+            config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, size, max(len(pages), 1),
+        )  # fmt: skip
+        tokens = handle.result().tokens[: int(step.field("counts")[1])]
+        target = f"{config.backend}:{config.platform}"
+        source = describe_side(target, self._worker.device, self._worker.plans())
+        recorded = Recorded(compact, {"logits": logits, "tokens": np.asarray(tokens, np.int32)})
+        return Bundle(subject, [recorded], source, start)
+
+    def _mismatch(self, bundle: Bundle) -> str:
+        """What another backend computes otherwise, or ""."""
+        diff = replay(bundle, [self._policy.mismatch])  # type: ignore[list-item]
+        if diff.exit_code != FAILED:
+            return ""
+        first = diff.first_divergence()
+        what = f"{first.side} {first.name}: {'; '.join(first.complaints)}" if first else "; ".join(diff.problems)
+        return f"mismatch: {what or [c for entry in diff.logits for c in entry.complaints]}"

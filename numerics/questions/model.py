@@ -1,0 +1,305 @@
+"""The comparison of whole models, layer by layer: every side runs the same steps in lockstep with both references.
+
+At each layer a side runs twice: on the exact reference's inputs, rounded to the run dtype (*local*: what this layer
+does wrong by itself), and on its own (*inherited*: what it has become by now). Within the local run each op is judged
+on its own inputs. Nothing is kept but the findings, so memory does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...shared.models import decoder
+from ...shared.step import StepInput
+from ..errors import NotComparable
+from ..judging.diff import Diff, Finding, pooled_problems
+from ..judging.gates import Mode
+from ..judging.logits_metrics import compare_logits
+from ..judging.metrics import measure
+from ..judging.outputs import OpJudge, gate_for
+from ..judging.weights import check_weights
+from ..sides.environment import describe
+from ..sides.passes import run_stepwise
+from ..sides.reference import Reference, State, storage_dtype
+from ..sides.runners import Fault, Program, Runner, create_runner, plan_of
+from ..sides.steps import pages_of, place, real_tokens
+from ..sides.subject import HostWeights, Subject, Target
+from ..sides.taps import Declared
+from ..sides.tracing import declare_programs, traced
+from .exact import ExactComparison
+
+Progress = Callable[[str], None]
+Streams = dict[bool, tuple[np.ndarray, np.ndarray]]
+"""hidden and residual of the exact reference (True) and of the faithful one."""
+Caches = dict[bool, np.ndarray]
+"""The cache of a layer in both references."""
+
+
+@dataclass(slots=True)
+class _Side:
+    """One backend under comparison, its carried state, and the taps of each program."""
+
+    runner: Runner
+    name: str
+    kv: list[Any]
+    hidden: Any = None
+    residual: Any = None
+    rows: Any = None
+    logits: Any = None
+
+
+class Comparison:
+    """Compares runners on one subject. Use `compare_model`."""
+
+    def __init__(
+        self, subject: Subject, runners: Mapping[str, Runner], mode: Mode, *,
+        layers: Sequence[int] | None = None, taps: Sequence[str] = ("*",),
+    ) -> None:  # fmt: skip
+        self.subject, self.mode, self.taps = subject, mode, tuple(taps)
+        self.dtype = storage_dtype(subject.dtype)
+        self.model = subject.model
+        self.layers = set(range(self.model.num_layers) if layers is None else layers)
+        self.weights = HostWeights(subject)
+        tables = decoder.rotary_tables(self.model, subject.max_model_len)
+        self.exact = Reference(self.model, tables, exact=True)
+        self.faithful = Reference(self.model, tables, exact=False)
+        self.local = Reference(self.model, tables, exact=True)
+        self.local_faithful = Reference(self.model, tables, exact=False)
+        self.sides = [_Side(runner, name, []) for name, runner in runners.items()]
+        self.diff = Diff(tuple(runners))
+        self.reduction = max(self.model.hidden_size, self.model.intermediate_size)
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def check_weights(self) -> None:
+        """Every side's weights must be those of the checkpoint, bit for bit."""
+        for side in self.sides:
+            check_weights(self.diff, side.name, side.runner, self.weights, self.model.num_layers)
+
+    # --- what layers are given; a replay gives what was recorded -----------------------------------------------------
+
+    def start(self, shape: tuple[int, ...]) -> list[np.ndarray]:
+        """The cache of each layer before the first step."""
+        return [np.full(shape, np.nan, self.dtype)] * self.model.num_layers
+
+    def given(self, index: int) -> State:
+        """What a layer is given in a local run."""
+        hidden, residual = self.given_end()
+        return hidden, residual, self._kv[index][True].astype(self.dtype)
+
+    def given_end(self) -> tuple[np.ndarray, np.ndarray]:
+        """What the final norm is given."""
+        hidden, residual = self._streams[True]
+        return hidden.astype(self.dtype), residual.astype(self.dtype)
+
+    def given_rows(self, exact: np.ndarray) -> np.ndarray:
+        """What the head is given, where the exact reference has `exact`."""
+        return exact.astype(self.dtype)
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def run(self, steps: Sequence[StepInput], progress: Progress = lambda text: None) -> Diff:
+        """Compare all steps. Raises NotComparable if there are none, or a program calls other ops."""
+        if not steps:
+            raise NotComparable("there are no steps to compare")
+        started = time.perf_counter()
+        pages, c = pages_of(steps), self.model
+        shape = (pages, self.subject.page_size, 2 * c.num_kv_heads, c.head_dim)
+        # Slots that nobody wrote hold NaN: whoever reads one shows it.
+        start = self.start(shape)
+        self._kv = [{True: x.astype(np.float64), False: x} for x in start]
+        for side in self.sides:
+            side.runner.allocate(pages)
+            side.kv = [side.runner.upload(x) for x in start]
+        self.check_weights()
+        for number, step in enumerate(steps):
+            progress(f"step {number + 1} of {len(steps)}, {step.descriptor}")
+            self._step(number, step)
+        self.diff.environment = describe(self.subject, {s.name: s.runner for s in self.sides}, steps)
+        self.diff.problems += pooled_problems(self.diff) if self.mode == "P" else []
+        self.diff.seconds = time.perf_counter() - started
+        return self.diff
+
+    def _step(self, number: int, step: StepInput) -> None:
+        self.number, self.step, self.real = number, step, real_tokens(step)
+        for reference in (self.exact, self.faithful, self.local, self.local_faithful):
+            reference.begin(step)
+        declared = self._declare()
+        for side in self.sides:
+            side.runner.prepare(step, declared[side.name])
+            side.runner.begin(step)
+        self._declared = declared
+        _, self._kv = run_stepwise(self._embed, self._layer, self._end, self._kv)
+
+    def _declare(self) -> dict[str, dict[Program, tuple[Declared, ...]]]:
+        """The taps of each side's programs."""
+        calls = traced(self.local, self.weights, self._kv[0][True])
+        return {
+            side.name: declare_programs(calls, side.runner.plans, self.step.descriptor.kind, self.taps)
+            for side in self.sides
+        }
+
+    def _embed(self) -> Streams:
+        top = self.weights.top()
+        hidden = {True: self.exact.embed(top), False: self.faithful.embed(top)}
+        self._streams: Streams = {exact: (x, np.zeros_like(x)) for exact, x in hidden.items()}
+        for side in self.sides:
+            side.hidden, taps = side.runner.embed()
+            side.residual = side.runner.upload(np.zeros(hidden[False].shape, self.dtype))
+            self._ops(side, "embed", -1, self.exact.calls, taps)
+        return self._streams
+
+    def _layer(self, index: int, streams: Streams, caches: Caches) -> tuple[Streams, Caches]:
+        weights, given = self.weights.layer(index), self.given(index)
+        after, written = {}, {}
+        for exact, reference in ((True, self.exact), (False, self.faithful)):
+            *stream, cache = reference.layer(index, weights, (*streams[exact], caches[exact]))
+            after[exact], written[exact] = (stream[0], stream[1]), cache
+        self._streams = after
+        judged = index in self.layers
+        if judged:
+            right = _sum(self.local.layer(index, weights, given))
+            noisy = _sum(self.local_faithful.layer(index, weights, given))
+            calls = self.local.calls
+        for side in self.sides:
+            runner = side.runner
+            if judged:
+                out, taps = runner.layer(index, *(runner.upload(x) for x in given))
+                self._ops(side, self.exact.spec.layers[index], index, calls, taps)
+                got = _sum(tuple(runner.download(x) for x in out[:2]))
+                self._find(side, "layer", index, "output", got, right, noisy)
+            (side.hidden, side.residual, side.kv[index]), _ = runner.layer(
+                index, side.hidden, side.residual, side.kv[index]
+            )
+            if judged:
+                own = _sum(tuple(runner.download(x) for x in (side.hidden, side.residual)))
+                right_, noisy_ = (_sum(after[exact]) for exact in (True, False))
+                self._find(side, "inherited", index, "output", own, right_, noisy_)
+        return after, written
+
+    def _end(self, streams: Streams) -> None:
+        top = self.weights.top()
+        given = self.given_end()
+        rows = {
+            exact: reference.finish(top, *streams[exact])
+            for exact, reference in ((True, self.exact), (False, self.faithful))
+        }
+        self.local.finish(top, *given)
+        calls = self.local.calls
+        for side in self.sides:
+            runner = side.runner
+            _out, taps = runner.finish(*(runner.upload(x) for x in given))
+            self._ops(side, "finish", -1, calls, taps)
+            side.rows, _ = runner.finish(side.hidden, side.residual)
+        logits = {True: self.exact.head(top, rows[True]), False: self.faithful.head(top, rows[False])}
+        rounded = self.given_rows(rows[True])
+        self.local.head(top, rounded)
+        for side in self.sides:
+            runner = side.runner
+            _, taps = runner.head(runner.upload(rounded))
+            self._ops(side, "head", -1, self.local.calls, taps)
+            side.logits = runner.download(runner.head(side.rows)[0])
+            self._find(side, "logits", -1, "final logits", side.logits, logits[True], logits[False])
+        self._logits(logits[True], logits[False])
+
+    def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
+        real = self.real
+        for other in self.sides[1:]:
+            a, b = (side.logits[:real] for side in (self.sides[0], other))
+            self.diff.logits.append(compare_logits(a, b, exact[:real], faithful[:real], self.step, self.mode))
+
+    # --- findings ----------------------------------------------------------------------------------------------------
+
+    def _ops(self, side: _Side, program: Program, layer: int, calls: Any, taps: Any) -> None:
+        judge = OpJudge(self.mode, calls, self.real, self.reduction)
+        plan = plan_of(side.runner.plans, self.step.descriptor.kind, program)
+        for declared, tap in zip(self._declared[side.name][program], taps, strict=True):
+            if tap is None:
+                continue
+            for found, output in zip(judge(declared, *tap), tap[1], strict=True):
+                self.diff.findings.append(
+                    Finding(
+                        side.name,
+                        self.mode,
+                        "op",
+                        self.number,
+                        layer,
+                        found.name,
+                        plan[declared.op].provider,
+                        found.metrics,
+                        found.complaints,
+                        found.bound,
+                        place(self.step, found.metrics.worst, output.ndim, self.subject.page_size),
+                        found.shares,
+                    )
+                )
+
+    def _find(self, side: _Side, scope: Any, layer: int, tap: str, got: Any, right: Any, noisy: Any) -> None:
+        got, right, noisy = (x[: self.real] for x in (got, right, noisy))
+        metrics = measure(got, right, noisy)
+        gate = gate_for(self.mode, scope, metrics, self.reduction, self.model.num_layers)
+        self.diff.findings.append(
+            Finding(
+                side.name,
+                self.mode,
+                scope,
+                self.number,
+                layer,
+                tap,
+                "",
+                metrics,
+                tuple(gate.complaints(metrics)),
+                None,
+                place(self.step, metrics.worst, got.ndim, self.subject.page_size),
+                gate.shares(metrics),
+            )
+        )
+
+
+def _sum(state: Sequence[np.ndarray]) -> np.ndarray:
+    """hidden + residual in float64: the state of the model at a layer's end."""
+    total: np.ndarray = state[0].astype(np.float64) + state[1].astype(np.float64)
+    return total
+
+
+def compare_model(
+    subject: Subject,
+    targets: Sequence[Target],
+    steps: Sequence[StepInput],
+    *,
+    modes: Sequence[Mode] = ("S", "P"),
+    layers: Sequence[int] | None = None,
+    taps: Sequence[str] = ("*",),
+    faults: Mapping[str, Fault] | None = None,
+    progress: Progress = lambda text: None,
+) -> Diff:
+    """Compare `targets` on `subject` in the given modes. `faults` plants faults by side (`a`, `b`, ...): for tests."""
+
+    names = [f"{chr(ord('a') + i)} {target}" for i, target in enumerate(targets)]
+    whole = Diff(tuple(names))
+    for mode in modes:
+        where_ = subject if mode != "S" else subject.with_dtype("float32")
+        progress(f"mode {mode}: loading")
+        runners: dict[str, Runner] = {}
+        try:
+            for name, target in zip(names, targets, strict=True):
+                runners[name] = create_runner(where_, target, (faults or {}).get(name[0]))
+
+            def tell(text: str, mode: str = mode) -> None:
+                progress(f"mode {mode}: {text}")
+
+            if mode == "X":
+                found = ExactComparison(where_, runners).run(steps, layers, tell)
+            else:
+                found = Comparison(where_, runners, mode, layers=layers, taps=taps).run(steps, tell)
+        finally:
+            for runner in runners.values():
+                runner.close()
+        whole.extend(found)
+        whole.environment |= {k: v for k, v in found.environment.items() if mode == "P" or k not in whole.environment}
+    return whole

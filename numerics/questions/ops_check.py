@@ -1,0 +1,309 @@
+"""`twinfer numerics ops`: every implementation of every op against the oracle, over the op's own cases.
+
+In float32 an op keeps its contract's bound (`ops/testing.py`): mode S; in the narrower dtypes that is mode P. Mode X
+asks for equal bits: of ops that are judged bitwise on their own cases, of the others on exact probes of the same shapes
+(`numerics/questions/exact_probes.py`). No model and no weights are needed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...ops import REGISTRY, resolve
+from ...ops.cases import load_all
+from ...ops.implement import Implementation
+from ...ops.plan import COMPOSITION, NATIVE
+from ...ops.plugins import load_plugins
+from ...ops.testing import TESTING, Arguments, Case, Judge, ci_cases, providers, run
+from ...shared.errors import ConfigError
+from ...shared.worker import backend_module
+from ..errors import EQUAL, FAILED, NOT_COMPARED
+from ..faults.planting import faulty
+from ..judging.gates import ALL_MODES, Mode
+from ..judging.metrics import jsonable
+from ..showing.terminal import LINES, WORDS
+from ..sides.environment import versions
+from ..sides.runners import Fault
+from ..sides.subject import Target
+from .exact import ExactJudge
+from .exact_probes import probes
+
+Progress = Callable[[str], None]
+INTERPRETED = "_interpret"
+"""Implementations whose name ends so run another chip's kernel in an interpreter: only where a target names them."""
+
+
+@dataclass(slots=True)
+class OpResult:
+    """One implementation of an op in one dtype. `error` and `gain` are the worst ones, in units of what is allowed.
+
+    `refused` counts cases that the implementation does not take. `raised` are cases that ended in an exception.
+    """
+
+    side: str
+    op: str
+    provider: str
+    dtype: str
+    mode: str
+    compared: int = 0
+    refused: int = 0
+    error: float = 0.0
+    gain: float = 0.0
+    case: str = ""
+    complaints: list[str] = field(default_factory=list)
+    raised: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """`rms_norm=native`."""
+        return f"{self.op}={self.provider}"
+
+    @property
+    def factor(self) -> float:
+        """The larger of both."""
+        return max(self.error, self.gain)
+
+
+@dataclass(slots=True)
+class OpsReport:
+    """All results. `absent` are implementations that were not judged and why, `missing` what had to be compared."""
+
+    sides: tuple[str, ...]
+    devices: dict[str, str]
+    results: list[OpResult] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def failures(self) -> list[OpResult]:
+        """Results with complaints."""
+        return [r for r in self.results if r.complaints]
+
+    @property
+    def compared(self) -> int:
+        """How many cases were compared."""
+        return sum(r.compared for r in self.results)
+
+    @property
+    def exit_code(self) -> int:
+        """0 equal, 1 a numeric failure, 3 nothing or not everything compared."""
+        if self.failures:
+            return FAILED
+        return NOT_COMPARED if self.missing or not self.compared else EQUAL
+
+    def dumps(self) -> str:
+        """JSON text."""
+        results = [
+            {name: jsonable(getattr(r, name)) for name in OpResult.__dataclass_fields__} for r in self.results
+        ]  # fmt: skip
+        record = {
+            "exit_code": self.exit_code, "sides": list(self.sides), "devices": self.devices, "versions": versions(),
+            "compared": self.compared, "absent": self.absent, "missing": self.missing, "seconds": self.seconds,
+            "results": results,
+        }  # fmt: skip
+        return json.dumps(record, allow_nan=False)
+
+    def cases(self) -> dict[tuple[str, str], list[str]]:
+        """Complaints by (group, name), for JUnit."""
+        return {(f"{r.side}.{r.mode}.{r.dtype}", r.name): r.complaints for r in self.results}
+
+
+def check_ops(
+    targets: Sequence[Target], names: Sequence[str] = (), faults: Mapping[str, Fault] | None = None,
+    modes: Sequence[Mode] = ALL_MODES, progress: Progress = lambda text: None,
+) -> OpsReport:  # fmt: skip
+    """Judge all implementations of `names` (none: all ops) on `targets`. `faults` plants faults by side (`a`, `b`).
+
+    Raises ConfigError, BackendUnavailable.
+    """
+    load_all()
+    load_plugins()  # whose ops are judged if they bring cases, or are asked for
+    known = sorted(op.name for op in REGISTRY)
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"op: got {name!r}, allowed are {', '.join(known)}")
+    for target in targets:
+        if target.options:
+            raise ConfigError(f"target: {target} has {', '.join(target.options)}, which single ops do not know")
+    sides = tuple(f"{chr(ord('a') + i)} {target}" for i, target in enumerate(targets))
+    devices = [backend_module(target.backend).find_device(target.device) for target in targets]
+    report = OpsReport(sides, {s: f"{d.platform} {d.name}" for s, d in zip(sides, devices, strict=True)})
+    started = time.perf_counter()
+    for target in targets:
+        backend_module(target.backend, "plans")  # registers the kernels
+    for name in names or known:
+        progress(f"op {name}")
+        if name not in TESTING:
+            # Who asks for it by name must not get a pass without it.
+            (report.missing if names else report.absent).append(f"{name} has no cases")
+            continue
+        cases = _probes(name, modes)
+        if not cases:
+            report.absent.append(f"{name} has no case in mode {', '.join(modes)}")
+            continue
+        for side, target, device in zip(sides, targets, devices, strict=True):
+            for provider, implementation in _runnable(name, target, side, report):
+                where = Where(target.backend, device.platform, (faults or {}).get(side[0]))
+                _check(report, side, where, provider, implementation, cases)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A backend on a device, with a fault or none."""
+
+    backend: str
+    device: str
+    fault: Fault | None = None
+
+    def run(self, op: str, provider: str | None, arguments: Arguments) -> tuple[np.ndarray, ...]:
+        """The outputs of one provider of an op; None: the fallback."""
+        fault = self.fault
+        if fault is None or op not in fault.ops:
+            return run(op, self.backend, provider, arguments, self.device)  # type: ignore[arg-type]
+        wrap = partial(faulty, fault, self.backend, op)
+        return run(op, self.backend, provider, arguments, self.device, wrap)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """A case with its judge, and the dtypes that outputs must have."""
+
+    op: str
+    mode: Mode
+    dtype: str
+    case: Case
+    judge: Judge | ExactJudge
+    like: tuple[Any, ...]
+
+
+def _probes(op: str, modes: Sequence[Mode]) -> list[_Probe]:
+    made: list[_Probe] = []
+    for dtype in TESTING[op].dtypes:
+        mode: Mode = "X" if TESTING[op].bitwise else "S" if dtype == "float32" else "P"
+        for case in ci_cases(TESTING[op], dtype):
+            if mode in modes:
+                made.append(_Probe(op, mode, dtype, case, Judge(op, case.arguments), _like(op, case)))
+            if mode != "X" and "X" in modes:
+                for exact in probes(op, case.arguments):
+                    named = Case(f"{case.name}, {exact.name}", exact.arguments)
+                    made.append(_Probe(op, "X", dtype, named, ExactJudge(op, exact.arguments), _like(op, exact)))
+    return made
+
+
+def _like(op: str, case: Case) -> tuple[Any, ...]:
+    return _dtypes(run(op, "numpy", None, case.arguments))
+
+
+def _dtypes(outputs: Sequence[np.ndarray]) -> tuple[Any, ...]:
+    return tuple(out.dtype for out in outputs)
+
+
+def _runnable(op: str, target: Target, side: str, report: OpsReport) -> Iterator[tuple[str, Implementation | None]]:
+    """The implementations to judge: those that the target names, or all. Raises ConfigError for an unknown one."""
+    available = providers(op, target.backend)  # type: ignore[arg-type]
+    wanted = target.providers.get(op, ())
+    why = resolve(target.backend).unavailable.get(op)  # type: ignore[arg-type]
+    if why is not None and not wanted:
+        report.absent.append(f"{side}: {why}")
+        return
+    for provider in wanted or available:
+        if provider not in available:
+            raise ConfigError(f"target {target}: {op} has no provider {provider!r}, known are {', '.join(available)}")
+        implementation = available[provider]
+        if not wanted and provider.endswith(INTERPRETED):
+            report.absent.append(f"{side}: {op}={provider} is interpreted; name it in the target to judge it")
+        elif implementation is None or implementation.supported():
+            yield provider, implementation
+        else:
+            # Who asks for it by name must not get a pass without it.
+            (report.missing if wanted else report.absent).append(f"{side}: {op}={provider} cannot run on this machine")
+
+
+def _check(
+    report: OpsReport, side: str, where: Where, provider: str, implementation: Implementation | None,
+    cases: Sequence[_Probe],
+) -> None:  # fmt: skip
+    """Judge one implementation in all dtypes."""
+    takes = implementation.supports_args if implementation is not None else None
+    results: dict[tuple[str, str], OpResult] = {}
+    for probe in cases:
+        key = probe.dtype, probe.mode
+        result = results.setdefault(key, OpResult(side, probe.op, provider, probe.dtype, probe.mode))
+        if takes is not None and not takes(**probe.case.arguments):
+            result.refused += 1
+        else:
+            _judge(result, probe, where)
+    report.results.extend(results.values())
+    report.missing += [f"{side}: {r.name}, {r.dtype}, {entry}" for r in results.values() for entry in r.raised]
+    if not any(r.compared or r.raised for r in results.values()):
+        report.missing.append(f"{side}: {cases[0].op}={provider} takes no case")
+
+
+def _judge(result: OpResult, probe: _Probe, where: Where) -> None:
+    """Run one case. An implementation may raise anything; what it could not compute was not compared."""
+    name = None if result.provider in (NATIVE, COMPOSITION) else result.provider
+    try:
+        outputs = where.run(probe.op, name, probe.case.arguments)
+    except Exception as error:
+        line = next(iter(str(error).splitlines()), "")
+        result.raised.append(f"case {probe.case.name} raised {type(error).__name__}: {line[:120]}")
+        return
+    result.compared += 1
+    if _dtypes(outputs) != probe.like:
+        got, want = (", ".join(map(str, dtypes)) for dtypes in (_dtypes(outputs), probe.like))
+        result.complaints.append(f"case {probe.case.name}: dtypes {got}, wanted {want}")
+        return
+    verdict = probe.judge(outputs)
+    if not (result.case and max(verdict.error, verdict.gain) <= result.factor):
+        result.error, result.gain, result.case = verdict.error, verdict.gain, probe.case.name
+    if not verdict.passed:
+        what = "is not bitwise equal" if result.mode == "X" else f"error {verdict.error:.3g}, gain {verdict.gain:.3g}"
+        result.complaints.append(f"case {probe.case.name}: {what} at {verdict.where}")
+
+
+# --- the view --------------------------------------------------------------------------------------------------------
+
+
+def render(report: OpsReport) -> str:
+    """The verdict, what is wrong, and the rows with the largest errors: at most 25 lines."""
+    failing, sides = report.failures, report.sides
+    lines = [
+        f"{WORDS.get(report.exit_code, 'NOT (fully) COMPARED')}: {report.compared} cases of "
+        f"{len({r.op for r in report.results})} ops, {report.seconds:.1f} s"
+    ]
+    for side in sides:
+        mine = [r for r in report.results if r.side == side]
+        bad = sum(bool(r.complaints) for r in mine)
+        refused = sum(r.refused for r in mine)
+        lines.append(
+            f"{side} on {report.devices[side]}: {len({r.name for r in mine})} implementations, "
+            f"{sum(r.compared for r in mine)} cases compared, {refused} not taken, {bad} rows fail"
+        )
+    if report.absent:
+        lines += [f"not judged: {entry}" for entry in report.absent[:3]]
+        more = len(report.absent) - 3
+        lines += [f"not judged: {more} more implementations (--json names them)"] if more > 0 else []
+    lines += [f"not compared: {entry[:150]}" for entry in report.missing[:4]]
+    if len(report.missing) > 4:
+        lines.append(f"not compared: {len(report.missing) - 4} more")
+    lines += [f"wrong: {r.side}, {r.name}, {r.dtype}: {r.complaints[0]}"[:160] for r in failing[:5]]
+    rows = sorted(report.results, key=lambda r: (not r.complaints, -r.factor))
+    lines.append(f"{'op=implementation':44} {'side':4} mode {'dtype':14} cases  error   gain   (1 is what is allowed)")
+    room = LINES - 1 - len(lines)
+    for r in rows[:room]:
+        worst = "FAIL" if r.complaints else ""
+        numbers = f"{r.compared:5} {r.error:6.2f} {r.gain:6.2f}"
+        lines.append(f"{r.name:44.44} {r.side[:1]:4} {r.mode:4} {r.dtype:14} {numbers}   {worst}".rstrip())
+    if len(rows) > room:
+        lines.append(f"... and {len(rows) - room} rows with smaller errors (--json has everything)")
+    return "\n".join(lines)

@@ -1,0 +1,337 @@
+"""`twinfer numerics selftest`: is what the comparison promises true? Every catalogued fault planted, 20 clean runs.
+
+A fault must be seen by at least one mode on every backend, and modes S and P must blame the layer and the op that it
+is in. A clean run must not alarm. Faults of the model are planted in the last layer of a small random model; faults of
+ops that a dense decoder does not call are judged by the ops' own cases; faults of what an engine keeps between steps
+are planted in a worker, and what looks for them are the invariants: mode I.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from ...shared.errors import ConfigError
+from ...shared.step import StepInput
+from ...shared.worker import create_worker
+from ..errors import EQUAL, FAILED, NOT_COMPARED
+from ..faults.catalogue import CATALOGUE
+from ..faults.engine import ENGINE_FAULTS, EngineFault, Planted
+from ..faults.making import Entry
+from ..faults.planting import plant
+from ..judging.diff import Diff
+from ..judging.gates import ALL_MODES
+from ..sides.environment import versions
+from ..sides.runners import Fault, Runner, create_runner
+from ..sides.steps import default_prompts, make_steps
+from ..sides.subject import Subject, Target
+from . import bench
+from .exact import ExactComparison
+from .invariants import check_invariants
+from .model import Comparison
+from .ops_check import check_ops
+from .selftest_model import LAYER, open_model
+
+Progress = Callable[[str], None]
+MODES = (*ALL_MODES, "I")
+RELATIONS = "company", "page-permutation", "batch", "chunks", "decode-prefill"
+"""The invariants of mode I: those that need one worker only."""
+SEEDS = 20
+FIRST_SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What one mode found on one side: its first finding, empty if there is none, and whether the fault is there."""
+
+    side: str
+    mode: str
+    found: str = ""
+    right_place: bool = True
+
+
+@dataclass(slots=True)
+class FaultResult:
+    """One fault, looked at by each mode on each side."""
+
+    name: str
+    what: str
+    place: str
+    sights: list[Sight] = field(default_factory=list)
+
+    def modes(self, side: str) -> list[str]:
+        """The modes that saw it on a side."""
+        return [s.mode for s in self.sights if s.side == side and s.found]
+
+
+@dataclass(slots=True)
+class SelfTest:
+    """All results. `alarms` are findings in clean runs, `clean` counts these (a seed, a mode and a side are one)."""
+
+    sides: tuple[str, ...]
+    modes: tuple[str, ...]
+    faults: list[FaultResult] = field(default_factory=list)
+    alarms: list[str] = field(default_factory=list)
+    clean: int = 0
+    seconds: float = 0.0
+
+    @property
+    def missed(self) -> list[str]:
+        """Faults that no mode saw, by side."""
+        return [f"{side}: {fault.name}" for fault in self.faults for side in self.sides if not fault.modes(side)]
+
+    @property
+    def misplaced(self) -> list[str]:
+        """Faults that a mode saw elsewhere."""
+        return [
+            f"{sight.side}: {fault.name} in mode {sight.mode} at {sight.found}"
+            for fault in self.faults
+            for sight in fault.sights
+            if not sight.right_place
+        ]
+
+    @property
+    def exit_code(self) -> int:
+        """0 all faults seen and no alarm, 1 otherwise, 3 if nothing was looked at."""
+        if self.missed or self.misplaced or self.alarms:
+            return FAILED
+        return EQUAL if self.faults or self.clean else NOT_COMPARED
+
+    def dumps(self) -> str:
+        """JSON text."""
+        record = {
+            "exit_code": self.exit_code, "sides": list(self.sides), "modes": list(self.modes), "versions": versions(),
+            "missed": self.missed, "misplaced": self.misplaced, "alarms": self.alarms, "clean_runs": self.clean,
+            "seconds": self.seconds,
+            "faults": [
+                {
+                    "name": fault.name, "what": fault.what, "place": fault.place,
+                    "seen": {side: fault.modes(side) for side in self.sides},
+                    "findings": [
+                        {"side": s.side, "mode": s.mode, "found": s.found, "right_place": s.right_place}
+                        for s in fault.sights
+                    ],
+                }
+                for fault in self.faults
+            ],
+        }  # fmt: skip
+        return json.dumps(record, allow_nan=False)
+
+    def cases(self) -> dict[tuple[str, str], list[str]]:
+        """Complaints by (group, name), for JUnit."""
+        found = {("faults", fault.name): [m for m in self.missed if m.endswith(f": {fault.name}")]
+                 for fault in self.faults}  # fmt: skip
+        for entry in self.misplaced:
+            found["faults", entry.split(": ", 1)[1].split(" in mode ")[0]].append(entry)
+        return found | {("clean", "no false alarm"): list(self.alarms)}
+
+
+def selftest(
+    targets: Sequence[Target], *, names: Sequence[str] = (), modes: Sequence[str] = MODES, seeds: int = SEEDS,
+    progress: Progress = lambda text: None,
+) -> SelfTest:  # fmt: skip
+    """Plant `names` (none: all of the catalogue) on every target, and run `seeds` clean models.
+
+    Raises ConfigError for an unknown fault, BackendUnavailable.
+    """
+    for name in names:
+        if name not in ENGINE_FAULTS:
+            plant(name)
+    if seeds < 0:
+        raise ConfigError(f"seeds: got {seeds}, allowed is at least 0")
+    entries = [e for e in CATALOGUE.values() if set(modes) - {"I"} and (not names or e.name in names)]
+    states = [f for f in ENGINE_FAULTS.values() if "I" in modes and (not names or f.name in names)]
+    sides = tuple(f"{chr(ord('a') + i)} {target}" for i, target in enumerate(targets))
+    report = SelfTest(sides, tuple(modes), [FaultResult(e.name, e.what, e.place) for e in entries])
+    report.faults += [FaultResult(fault.name, fault.what, "engine") for fault in states]
+    results = {result.name: result for result in report.faults}
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="twinfer-selftest-") as folder:
+        for mode in [mode for mode in modes if mode != "I"]:
+            with _Bench(Path(folder), dict(zip(sides, targets, strict=True)), mode) as bench:
+                for entry in entries:
+                    if entry.place != "ops":
+                        sights = bench.look(entry)
+                        results[entry.name].sights += sights
+                        progress(f"mode {mode}: {entry.name}: {_told(sights)}")
+                for seed in range(FIRST_SEED, FIRST_SEED + seeds):
+                    alarms = list(bench.clean(seed))
+                    report.alarms += alarms
+                    report.clean += len(sides)
+                    progress(f"mode {mode}: clean seed {seed}: {alarms or 'no alarm'}")
+        for side, target in zip(sides, targets, strict=True) if "I" in modes else ():
+            with _Engine(Path(folder) / side[0], target) as engine:
+                for fault in states:
+                    sight = Sight(side, "I", next(iter(engine.run(FIRST_SEED, fault)), ""))
+                    results[fault.name].sights.append(sight)
+                    progress(f"mode I: {fault.name}: {_told([sight])}")
+                for seed in range(FIRST_SEED, FIRST_SEED + seeds):
+                    alarms = [f"{side}: mode I, seed {seed}, {text}" for text in engine.run(seed)]
+                    report.alarms += alarms
+                    report.clean += 1
+                    progress(f"mode I: clean seed {seed} on {side}: {alarms or 'no alarm'}")
+    for entry in entries:
+        if entry.place == "ops":
+            results[entry.name].sights += _look_at_ops(entry, targets, sides, modes)
+            progress(f"ops: {entry.name}: {_told(results[entry.name].sights)}")
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _told(sights: Sequence[Sight]) -> str:
+    """For a progress line: a long run that is interrupted has said what it found."""
+    return ", ".join(f"{s.side} {s.mode} {'seen' if s.found else 'not seen'}" for s in sights)
+
+
+class _Bench:
+    """Runners of one mode, whose programs are compiled once; only what has a fault is compiled anew."""
+
+    def __init__(self, folder: Path, targets: Mapping[str, Target], mode: str) -> None:
+        self.folder, self.targets, self.mode = folder / mode, targets, mode
+        self.subject, self.steps = self._open(FIRST_SEED)
+        self.runners = self._runners(self.subject)
+        self.exact = ExactComparison(self.subject, self.runners)
+
+    def __enter__(self) -> _Bench:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _close(self.runners)
+
+    def _open(self, seed: int) -> tuple[Subject, list[StepInput]]:
+        subject = open_model(self.folder, seed)
+        subject = subject.with_dtype("float32") if self.mode == "S" else subject
+        return subject, make_steps(subject, default_prompts(subject, seed))
+
+    def _runners(self, subject: Subject) -> dict[str, Runner]:
+        return {side: create_runner(subject, target) for side, target in self.targets.items()}
+
+    def look(self, entry: Entry) -> list[Sight]:
+        """Plant a fault in the last layer (or where it belongs) and run one step, a ragged batch of prompts."""
+        for runner in self.runners.values():
+            runner.plant(entry.fault(LAYER if entry.place == "layer" else None))
+        if self.mode == "X":
+            diff = self.exact.run(self.steps[:1])
+        else:
+            diff = Comparison(self.subject, self.runners, self.mode).run(self.steps[:1])  # type: ignore[arg-type]
+        for runner in self.runners.values():
+            runner.plant(None)
+        return [self._sight(diff, side, entry) for side in self.targets]
+
+    def _sight(self, diff: Diff, side: str, entry: Entry) -> Sight:
+        first = diff.first_divergence(side)
+        problem = next(iter(_problems(diff, side)), "")
+        if first is None:
+            return Sight(side, self.mode, problem)
+        found = f"{first.name}: {first.complaints[0]}"
+        if self.mode == "X":
+            return Sight(side, self.mode, found)
+        ops = (*entry.ops, *entry.shown_by)
+        layer = LAYER if entry.place == "layer" else -1
+        return Sight(side, self.mode, found, first.layer == layer and any(op in first.tap for op in ops))
+
+    def clean(self, seed: int) -> Iterator[str]:
+        """Run a model of another seed, whole, without a fault; yields what is found."""
+        subject, steps = self._open(seed)
+        runners = self._runners(subject)
+        try:
+            for side, runner in runners.items():
+                runner.share(self.runners[side])
+            if self.mode == "X":
+                # The programs are those of the other seeds, and so is what was run already; the probes are not.
+                diff = self.exact.another_seed(subject, runners, seed).run(steps)
+            else:
+                diff = Comparison(subject, runners, self.mode).run(steps)  # type: ignore[arg-type]
+            for side, runner in runners.items():
+                self.runners[side].share(runner)
+        finally:
+            _close(runners)
+        for finding in diff.failures:
+            yield f"{finding.side}: mode {self.mode}, seed {seed}, {finding.name}: {'; '.join(finding.complaints)}"
+        for text in (*diff.problems, *diff.missing, *(c for entry in diff.logits for c in entry.complaints)):
+            yield f"mode {self.mode}, seed {seed}, {text}"
+
+
+class _Engine:
+    """One worker of a target, which serves all faults and all clean runs: only prompts change with the seed."""
+
+    def __init__(self, folder: Path, target: Target) -> None:
+        self.subject, self.target = open_model(folder, FIRST_SEED).with_dtype("float32"), target
+        self.planted: Planted | None = None
+
+    def __enter__(self) -> _Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.planted is not None:
+            self.planted.worker.close()
+
+    def run(self, seed: int, fault: EngineFault | None = None) -> Iterator[str]:
+        """What the invariants say of the prompts of a seed."""
+
+        def create(*given: Any) -> Planted:
+            self.planted = self.planted or Planted(create_worker(*given))
+            self.planted.plant(fault)
+            return self.planted
+
+        prompts = default_prompts(self.subject, seed)
+        with patch.object(bench, "create_worker", create):
+            report = check_invariants(self.subject, self.target, prompts, names=RELATIONS, modes=("S",))
+        yield from (f"{result.relation}: {result.complaints[0]}" for result in report.failures)
+        if fault is None:
+            yield from report.missing
+
+
+def _close(runners: Mapping[str, Runner]) -> None:
+    for runner in runners.values():
+        runner.close()
+
+
+def _problems(diff: Diff, side: str) -> Iterator[str]:
+    yield from (problem for problem in diff.problems if problem.startswith(side))
+
+
+def _look_at_ops(
+    entry: Entry, targets: Sequence[Target], sides: Sequence[str], modes: Sequence[str]
+) -> Iterator[Sight]:
+    """A fault of an op that the model does not call: its own cases, on every side, for every implementation."""
+    fault: Fault = entry.fault()
+    looking = tuple(mode for mode in ALL_MODES if mode in modes)
+    report = check_ops(targets, list(entry.ops), {side[0]: fault for side in sides}, looking)
+    for side in sides:
+        for mode in looking:
+            rows = [row for row in report.results if row.side == side and row.mode == mode]
+            if rows:
+                # An implementation that lets it pass has not been seen through.
+                wrong = [row for row in rows if row.complaints]
+                seen = {row.provider for row in wrong} == {row.provider for row in rows}
+                yield Sight(side, mode, f"{wrong[0].name}: {wrong[0].complaints[0]}" if seen and wrong else "")
+
+
+def render(report: SelfTest) -> str:
+    """The matrix, a line a fault, and what is wrong."""
+    width = max([len(fault.name) for fault in report.faults], default=5)
+    lines = [f"{'fault':{width}}  " + "  ".join(f"{side:20}" for side in report.sides)]
+    for fault in report.faults:
+        cells = []
+        for side in report.sides:
+            looked = {s.mode for s in fault.sights if s.side == side}
+            seen = fault.modes(side)
+            marks = [mode if mode in seen else "." if mode in looked else " " for mode in report.modes]
+            cells.append(f"{' '.join(marks):20}")
+        lines.append(f"{fault.name:{width}}  {'  '.join(cells)}".rstrip())
+    lines.append(
+        f"{len(report.faults)} faults on {len(report.sides)} sides: {len(report.missed)} missed, "
+        f"{len(report.misplaced)} blamed elsewhere; {report.clean} clean runs: {len(report.alarms)} false alarms; "
+        f"{report.seconds:.0f} s"
+    )
+    lines += [f"MISSED {text}" for text in report.missed]
+    lines += [f"BLAMED ELSEWHERE {text}" for text in report.misplaced]
+    lines += [f"FALSE ALARM {text}" for text in report.alarms[:20]]
+    return "\n".join(lines)

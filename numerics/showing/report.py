@@ -1,0 +1,386 @@
+"""A result as one static HTML file: no scripts, nothing loaded from elsewhere, dark and light.
+
+`page(record)` takes what `--json` wrote. Numbers are put together here; `report.html` only lays them out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from ..errors import EQUAL, FAILED, NOT_COMPARED, NotComparable
+
+WORDS = {EQUAL: "Equal within the gates", FAILED: "Different", NOT_COMPARED: "Not (fully) compared"}
+MODES = {
+    "S": "semantics, in float32: is it the same mathematics?",
+    "P": "precision, in the run dtype: is the error that of rounding alone?",
+}
+METRICS = "sigma", "relative error", "worst token", "largest error", "|bias|", "|slope|", "overlap", "contract"
+LAST = ("fused_add_rms_norm", "logits", "final")
+"""Taps outside of layers that stand behind them."""
+KINDS = {"findings", "results"}
+
+Record = Mapping[str, Any]
+
+
+def read_record(path: str) -> dict[str, Any]:
+    """A result that `--json` wrote. Raises NotComparable if it is none."""
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NotComparable(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise NotComparable(f"{path}: is not JSON: {str(error)[:120]}") from None
+    if not isinstance(record, dict) or "sides" not in record or not KINDS & set(record):
+        raise NotComparable(f"{path}: is no result of model, logits, ops or compare: no sides, no findings")
+    return record
+
+
+def page(record: Record) -> str:
+    """The HTML text. Raises NotComparable for a record that lacks what a result has."""
+    try:
+        environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+        template = environment.from_string(resources.files(__package__).joinpath("report.html").read_text("utf-8"))
+        return template.render(_context(record))
+    except (KeyError, TypeError, ValueError, AttributeError, jinja2.UndefinedError) as error:
+        raise NotComparable(f"report: the result is damaged: {type(error).__name__} {str(error)[:120]}") from error
+
+
+def _context(record: Record) -> dict[str, Any]:
+    findings = [_finding(f) for f in record.get("findings", [])]
+    sides = list(record["sides"])
+    environment = record.get("environment", {})
+    modes = [mode for mode in ("X", "S", "P") if any(f["mode"] == mode for f in findings)]
+    return {
+        "verdict": WORDS.get(record["exit_code"], "Failed"),
+        "good": record["exit_code"] == EQUAL,
+        "exit_code": record["exit_code"],
+        "triage": _triage(record),
+        "first": record.get("first_divergence"),
+        "sides": [{"name": name, "letter": "ab"[i] if i < 2 else "c"} for i, name in enumerate(sides)],
+        "facts": _facts(record, findings),
+        "environment": _environment(record, sides),
+        "modes": [
+            {
+                "name": mode,
+                "what": MODES.get(mode, "exact probes: equal bits"),
+                "heat": [_heat([f for f in findings if f["mode"] == mode], side) for side in sides],
+                "chart": _chart([f for f in findings if f["mode"] == mode], sides, mode),
+                "layers": _tables([f for f in findings if f["mode"] == mode], sides),
+            }
+            for mode in modes
+        ],
+        "worst": _worst(findings),
+        "logits": [_logits(entry) for entry in record.get("logits", [])],
+        "flips": [
+            {**flip, "mode": entry.get("mode", ""), "ratio": _ratio(flip)}
+            for entry in record.get("logits", [])
+            for flip in entry["flips"]
+        ],
+        "ops": _ops(record.get("results", []), sides),
+        "problems": [
+            *record.get("problems", []),
+            *(f"logits, mode {e.get('mode')}: {c}" for e in record.get("logits", []) for c in e["complaints"]),
+        ],
+        "missing": record.get("missing", []),
+        "notes": [*record.get("notes", []), *record.get("absent", [])],
+        "command": environment.get("command", ""),
+    }
+
+
+def _finding(raw: Record) -> dict[str, Any]:
+    """A finding with numbers instead of names of infinities, and its shares, the contract's among them."""
+    metrics = {k: _number(v) for k, v in raw["metrics"].items() if not isinstance(v, list)}
+    shares = {name: _number(v) for name, v in raw["shares"].items()}
+    if raw["contract"] is not None:
+        shares["contract"] = _number(raw["contract"])
+    name, program = raw["tap"], raw["layer"]
+    row = program if program >= 0 else (math.inf if name.split("[")[0].split(" ")[0] in LAST else -1)
+    return {**raw, "metrics": metrics, "shares": shares, "row": row, "share": max(shares.values(), default=0.0)}
+
+
+def _number(value: Any) -> float:
+    return float(value)
+
+
+def _triage(record: Record) -> str:
+    """What to make of it, in a sentence."""
+    first = record.get("first_divergence")
+    if record["exit_code"] == EQUAL:
+        ties = sum(entry["ties"] for entry in record.get("logits", []))
+        tail = f" {ties} best tokens differ where rounding alone decides." if ties else ""
+        return f"What differs between the sides is rounding.{tail}"
+    if record["exit_code"] == NOT_COMPARED:
+        return "Something that had to be compared was not, so this is no statement about it."
+    if first is None:
+        return "No single op is at fault; see the problems below."
+    local = first["scope"] in ("op", "layer")
+    what = (
+        "wrong mathematics or wrong indexing, since it shows in float32"
+        if first["mode"] == "S"
+        else "wrong bits in an exact computation"
+        if first["mode"] == "X"
+        else "too little precision, or a fault that this mode alone was asked about"
+    )
+    where = "by itself, on inputs that are right" if local else "but only in the run as a whole"
+    return f"The first op that goes wrong does so {where}: {what}."
+
+
+def _facts(record: Record, findings: Sequence[Record]) -> list[tuple[str, str]]:
+    e = record.get("environment", {})
+    count = len(findings) or record.get("compared", 0)
+    facts = [("model", e.get("model")), ("architecture", e.get("architecture")), ("dtype", e.get("dtype"))]
+    facts += [("layers", e.get("layers")), ("tokens", e.get("tokens")), ("steps", e.get("steps"))]
+    facts += [("weights", e.get("load_format")), ("seed", e.get("seed")), ("comparisons", count)]
+    facts += [("seconds", f"{record.get('seconds', 0.0):.1f}")]
+    return [(name, str(value)) for name, value in facts if value not in (None, "")]
+
+
+def _environment(record: Record, sides: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of what the sides ran on, and whether it differs."""
+    e = record.get("environment", {})
+    infos = [e.get("sides", {}).get(side, {}) for side in sides]
+    rows: list[tuple[str, list[str]]] = []
+    for key in ("target", "device", "plan", "model_hash", "steps_hash", "machine"):
+        values = [str(info.get(key, e.get(key, ""))) for info in infos]
+        rows.append((key.replace("_", " "), values))
+    kinds = sorted({kind for info in infos for kind in info.get("implementations", {})})
+    for kind in kinds:
+        chosen = [info.get("implementations", {}).get(kind, {}) for info in infos]
+        for op in sorted({op for choice in chosen for op in choice}):
+            values = [choice.get(op, "–") for choice in chosen]
+            if len(set(values)) > 1:
+                rows.append((f"{op} ({kind})", values))
+    for name, found in (e.get("versions") or record.get("versions") or {}).items():
+        # Results that were put together from two runs have versions by side.
+        own = [str(info.get("versions", {}).get(name, found)) for info in infos]
+        rows.append((name, own))
+    return [{"name": n, "values": v, "differs": len(set(v)) > 1} for n, v in rows if any(v)]
+
+
+# --- heat map --------------------------------------------------------------------------------------------------------
+
+
+def _heat(findings: Sequence[Record], side: str) -> dict[str, Any]:
+    """Rows of layers, columns of metrics and of ops: the largest share of a gate over all steps."""
+    mine = [f for f in findings if f["side"] == side]
+    local = [f for f in mine if f["scope"] in ("op", "layer")]
+    metrics = [name for name in METRICS if any(name in f["shares"] for f in local)]
+    taps = list(dict.fromkeys(f["tap"] for f in local if f["scope"] == "op" and f["layer"] >= 0))
+    rows = []
+    for row in sorted({f["row"] for f in local}):
+        here = [f for f in local if f["row"] == row]
+        cells = [_cell((f["shares"].get(name) for f in here), here, name) for name in metrics]
+        cells = cells or [_cell((f["share"] for f in here), here)]
+        ops = [
+            _cell((f["share"] for f in here if f["tap"] == tap), [f for f in here if f["tap"] == tap]) for tap in taps
+        ]
+        whole = [f for f in mine if f["row"] == row and f["scope"] in ("inherited", "logits")]
+        inherited = _cell((f["share"] for f in whole), whole)
+        rows.append({"name": _row_name(row), "cells": [*cells, inherited], "ops": ops})
+    return {
+        "side": side,
+        "metrics": [*(metrics or ["equal bits"]), "inherited"],
+        "taps": [_short(tap) for tap in taps],
+        "rows": rows,
+    }
+
+
+def _row_name(row: float) -> str:
+    return "embed" if row < 0 else "end" if row == math.inf else str(int(row))
+
+
+def _short(tap: str) -> str:
+    """The op of a tap, with its weight: what it is part of says its place."""
+    head, _, tail = tap.rpartition("/")
+    return f"· {tail}" if head else tail
+
+
+def _cell(values: Iterable[float | None], findings: Sequence[Record], metric: str = "") -> dict[str, Any] | None:
+    """A share for the map; None where nothing was compared."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    value = max(known)
+    failing = [f for f in findings if f["complaints"]]
+    failed = not value <= 1.0 or (not metric and bool(failing))
+    text = "" if failed and value <= 1.0 else _brief(value)
+    return {"share": value, "text": text, "heat": round(100 * min(value, 1.0)), "failed": failed}
+
+
+def _brief(value: float) -> str:
+    if value > 99:
+        return ">99"
+    return f"{value:.2f}".removeprefix("0") if value < 1 else f"{value:.3g}"
+
+
+# --- lines -----------------------------------------------------------------------------------------------------------
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1100, 250, 52, 140, 14, 34
+
+
+def _chart(findings: Sequence[Record], sides: Sequence[str], mode: str) -> dict[str, Any] | None:
+    """Local and inherited error by layer: sigma with its band in mode P, relative error in mode S."""
+    lines: list[dict[str, Any]] = []
+    for index, side in enumerate(sides):
+        for scope in ("layer", "inherited"):
+            points = _by_layer([f for f in findings if (f["side"], f["scope"]) == (side, scope)], mode)
+            if points:
+                word = "local" if scope == "layer" else "inherited"
+                lines.append({"side": index, "scope": word, "name": f"{side[:1]} {word}", "points": points})
+    if not lines:
+        return None
+    layers = sorted({layer for line in lines for layer, _ in line["points"]})
+    values = [y for line in lines for _, y in line["points"]]
+    if mode == "P":
+        low, high, band, log = min(0.9, *values) - 0.02, max(1.1, *values) + 0.02, (0.95, 1.05), max(values) > 4
+    else:
+        noise = [f["metrics"]["rel_noise"] for f in findings if f["scope"] in ("layer", "inherited")]
+        gates = [f["metrics"]["rel_l2"] / f["shares"]["relative error"] for f in findings
+                 if f["scope"] == "layer" and f["shares"].get("relative error")]  # fmt: skip
+        band = (min(noise, default=0.0), min(gates, default=max(noise, default=1.0)))
+        low, high, log = 0.5 * min(v for v in (*values, *band) if v > 0), 2.0 * max(*values, band[1]), True
+    y = _scale(max(low, 1e-12) if log else low, high, log)
+    first, last = layers[0], layers[-1]
+
+    def x(layer: int) -> float:
+        return round(LEFT + (WIDTH - LEFT - RIGHT) * (layer - first) / max(last - first, 1), 1)
+
+    for line in lines:
+        line["places"] = [(x(layer), y(value), layer, value) for layer, value in line["points"]]
+        line["path"] = " ".join(f"{a},{b}" for a, b, *_ in line["places"])
+    return {
+        "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM,
+        "lines": lines, "labels": _labels(lines),
+        "band": (y(band[1]), y(max(band[0], low)) - y(band[1])),
+        "title": "sigma by layer: 1 is what rounding alone does" if mode == "P" else "relative error by layer",
+        "band_name": "sigma 0.95 to 1.05" if mode == "P" else "up to the gate of one layer",
+        "y": [(y(tick), f"{tick:g}") for tick in _ticks(low, high, log)],
+        "x": [(x(layer), layer) for layer in layers[:: max(1, len(layers) // 16)]],
+    }  # fmt: skip
+
+
+def _by_layer(findings: Sequence[Record], mode: str) -> list[tuple[int, float]]:
+    """(layer, sigma over all steps, or the largest relative error)."""
+    found = []
+    for layer in sorted({f["layer"] for f in findings}):
+        here = [f["metrics"] for f in findings if f["layer"] == layer]
+        noise = sum(m["noise_power"] for m in here)
+        sigma = math.sqrt(sum(m["error_power"] for m in here) / noise) if noise else 1.0
+        value = sigma if mode == "P" else max(m["rel_l2"] for m in here)
+        if math.isfinite(value):
+            found.append((layer, value))
+    return found
+
+
+def _scale(low: float, high: float, log: bool) -> Any:
+    f = math.log10 if log else float
+
+    def place(value: float) -> float:
+        share = (f(min(max(value, low), high)) - f(low)) / ((f(high) - f(low)) or 1.0)
+        return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
+
+    return place
+
+
+def _ticks(low: float, high: float, log: bool) -> list[float]:
+    if log:
+        powers = range(math.ceil(math.log10(max(low, 1e-12))), math.floor(math.log10(high)) + 1)
+        return [10.0**p for p in powers][:: max(1, len(powers) // 5)] or [high]
+    step = next(s for s in (0.05, 0.1, 0.25, 0.5, 1.0, math.inf) if (high - low) / s <= 7)
+    return [round(i * step, 2) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _labels(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Names at the lines' ends, pushed apart where they would lie on each other."""
+    labels = sorted(({"y": line["places"][-1][1], **line} for line in lines), key=lambda label: label["y"])
+    for before, label in pairwise(labels):
+        label["y"] = max(label["y"], before["y"] + 15)
+    below = max((label["y"] for label in labels), default=0) - (HEIGHT - BOTTOM)
+    for label in labels:
+        label["y"] = round(label["y"] - max(below, 0) + 4, 1)
+    return labels
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _tables(findings: Sequence[Record], sides: Sequence[str]) -> list[dict[str, Any]]:
+    """The op table by layer: for each tap the implementation and the errors on each side."""
+    tables = []
+    for row in sorted({f["row"] for f in findings}):
+        here = [f for f in findings if f["row"] == row]
+        taps = []
+        for scope, tap in dict.fromkeys((f["scope"], f["tap"]) for f in here):
+            both = [[f for f in here if (f["scope"], f["tap"], f["side"]) == (scope, tap, side)] for side in sides]
+            taps.append({"name": tap if scope == "op" else f"{tap} ({scope})", "sides": [_summary(fs) for fs in both]})
+        failed = sum(bool(f["complaints"]) for f in here)
+        tables.append({"name": _row_name(row), "taps": taps, "failed": failed})
+    return tables
+
+
+def _summary(findings: Sequence[Record]) -> dict[str, Any] | None:
+    """A tap of a side over all steps."""
+    if not findings:
+        return None
+    metrics = [f["metrics"] for f in findings]
+    noise, error = (sum(m[key] for m in metrics) for key in ("noise_power", "error_power"))
+    contracts = [f["shares"]["contract"] for f in findings if "contract" in f["shares"]]
+    return {
+        "implementation": findings[0]["implementation"],
+        "sigma": f"{math.sqrt(error / noise):.3f}" if noise else ("exact" if not error else "off"),
+        "rel": f"{max(m['rel_l2'] for m in metrics):.1e}",
+        "contract": f"{max(contracts):.2f}" if contracts else "",
+        "complaint": next((f["complaints"][0] for f in findings if f["complaints"]), ""),
+    }
+
+
+def _worst(findings: Sequence[Record], count: int = 12) -> list[dict[str, Any]]:
+    """Where errors are largest, one row for each side, mode and tap: failing ones first, as the model computes them."""
+    best: dict[Any, Record] = {}
+    for f in findings:
+        key = f["side"], f["mode"], f["scope"], f["tap"]
+        if key not in best or (bool(f["complaints"]), f["share"]) > (bool(best[key]["complaints"]), best[key]["share"]):
+            best[key] = f
+    rows = sorted(best.values(), key=lambda f: (not f["complaints"], -f["share"]))[:count]
+    return [
+        {
+            "side": f["side"], "mode": f["mode"], "step": f["step"], "place": f["place"], "scope": f["scope"],
+            "name": f"layer.{f['layer']}.{f['tap']}" if f["layer"] >= 0 else f["tap"],
+            "error": f"{f['metrics']['max_abs']:.3g}", "share": _brief(f["share"]),
+            "complaints": "; ".join(f["complaints"]),
+        }
+        for f in rows
+    ]  # fmt: skip
+
+
+def _logits(entry: Record) -> dict[str, Any]:
+    nats = {key: f"{_number(entry[key]):.2e}" for key in ("kl_a", "kl_b", "kl_noise", "kl_ab", "kl_ba")}
+    step = entry.get("step", -1)
+    return {**entry, **nats, "top5": f"{_number(entry['top5']):.3f}", "step": "" if step < 0 else step}
+
+
+def _ratio(flip: Record) -> str:
+    noise = _number(flip["noise"])
+    return f"{_number(flip['margin']) / noise:.2f}" if noise else "–"
+
+
+def _ops(results: Sequence[Record], sides: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of `twinfer numerics ops`, worst first."""
+    rows = [
+        {
+            "letter": "ab"[sides.index(r["side"])] if r["side"] in sides[:2] else "c",
+            "name": f"{r['op']}={r['provider']}", "side": r["side"], "dtype": r["dtype"], "mode": r["mode"],
+            "compared": r["compared"], "error": _number(r["error"]), "gain": _number(r["gain"]), "case": r["case"],
+            "complaint": "; ".join(r["complaints"]),
+        }
+        for r in results
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: (not row["complaint"], -max(row["error"], row["gain"])))

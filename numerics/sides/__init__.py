@@ -1,0 +1,1 @@
+"""What is compared: the subject, its steps, the exact reference, and runners of both backends."""

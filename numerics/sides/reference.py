@@ -1,0 +1,175 @@
+"""The two references: exact (float64, no rounding) and faithful (the run dtype, rounded where the contracts say so).
+
+The exact one says what is right; the faithful one says how far a correct implementation in the run dtype may be off.
+Both are the model of `shared/models/decoder.py` over the ops' references, in numpy, and take one layer at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from ...ops import REGISTRY, Op, resolve
+from ...ops.namespaces import namespace
+from ...ops.testing import widened
+from ...shared.models import decoder
+from ...shared.models.config import ModelConfig
+from ...shared.step import StepInput
+from .passes import run_stepwise
+from .taps import Call, Tracer
+
+State = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""hidden, residual [tok dim], and the layer's cache [page slot 2*kvhead hdim]."""
+
+
+FIELDS = "positions", "slots", "page_table", "query_start", "kv_lens", "counts"
+
+
+def step_batch(
+    step: StepInput,
+    tables: tuple[np.ndarray, np.ndarray],
+    change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None,
+) -> decoder.Batch:
+    """What a step gives every layer besides weights and activations, in numpy; `change` plants a fault."""
+    fields = {name: np.array(step.field(name)) for name in FIELDS}
+    if change is not None:
+        fields = change(fields)
+    positions = fields.pop("positions")
+    cos, sin = (table[positions] for table in tables)
+    return decoder.Batch(cos, sin, **fields, max_query_len=step.descriptor.max_query_len)
+
+
+class Reference:
+    """A model in numpy, one program (embed, layer, finish, head) at a time. `calls` are those of the last program."""
+
+    def __init__(self, model: ModelConfig, tables: tuple[np.ndarray, np.ndarray], *, exact: bool) -> None:
+        self.model = model
+        self.spec = decoder.model_of(model)
+        self.exact = exact
+        self._tables = tables
+        self._tracer = Tracer()
+        self._ops = bound(exact, self._tracer)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls of the last program, in the order in which they began."""
+        return self._tracer.calls
+
+    def widen(self, x: np.ndarray) -> np.ndarray:
+        """An activation in the dtype that this reference computes in."""
+        return x.astype(np.float64) if self.exact else x
+
+    def begin(self, step: StepInput) -> None:
+        """Take the step that the next programs belong to."""
+        self._batch = step_batch(step, self._tables)
+        self._ids = np.array(step.field("token_ids"))
+
+    def embed(self, top: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Hidden states [tok dim]."""
+        self._tracer.start(top, {"token_ids": self._ids})
+        with np.errstate(all="ignore"):
+            return self.widen(decoder.embed(self._ops, self.spec, top, self._ids))
+
+    def layer(self, index: int, weights: Mapping[str, np.ndarray], state: State) -> State:
+        """One layer. What is given is widened first."""
+        hidden, residual, kv = (self.widen(x) for x in state)
+        self._tracer.start(weights, self._batch.arrays())
+        with np.errstate(all="ignore"):
+            stream, kv = decoder.layer(
+                self._ops, self.spec.layers[index], weights, decoder.Stream(hidden, residual), kv, self._batch
+            )
+        return stream.hidden, stream.residual, kv
+
+    def finish(self, top: Mapping[str, np.ndarray], hidden: np.ndarray, residual: np.ndarray) -> np.ndarray:
+        """Finished hidden states [tok dim]."""
+        self._tracer.start(top, {})
+        with np.errstate(all="ignore"):
+            stream = decoder.Stream(self.widen(hidden), self.widen(residual))
+            return np.asarray(decoder.finish(self._ops, self.spec, top, stream))
+
+    def run(
+        self, top: Mapping[str, np.ndarray], weights: Callable[[int], Mapping[str, np.ndarray]],
+        caches: Sequence[np.ndarray],
+    ) -> tuple[np.ndarray, list[np.ndarray]]:  # fmt: skip
+        """A whole pass: (finished hidden states [tok dim], the caches behind it). `weights` are those of a layer."""
+
+        def start() -> tuple[np.ndarray, np.ndarray]:
+            hidden = self.embed(top)
+            return hidden, np.zeros_like(hidden)
+
+        def layer(index: int, stream: tuple[np.ndarray, np.ndarray], cache: np.ndarray) -> Any:
+            hidden, residual, cache = self.layer(index, weights(index), (*stream, cache))
+            return (hidden, residual), cache
+
+        return run_stepwise(start, layer, lambda stream: self.finish(top, *stream), caches)
+
+    def head(self, top: Mapping[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
+        """Logits [tok vocab]."""
+        self._tracer.start(top, {})
+        with np.errstate(all="ignore"):
+            return np.asarray(decoder.head(self._ops, self.spec, top, self.widen(rows)))
+
+
+def bound(exact: bool, tracer: Tracer | None = None) -> Any:
+    """The numpy ops, exact or faithful."""
+
+    def wrap(op: Op, function: Any) -> Any:
+        if op.name == "paged_attention" and not exact:
+            function = faithful_attention
+        return tracer.wrap(op, function) if tracer is not None else function
+
+    return resolve("numpy", enable=("none",)).bind(wrap)
+
+
+@cache
+def _ops(exact: bool) -> SimpleNamespace:
+    space: SimpleNamespace = bound(exact)
+    return space
+
+
+def evaluate(op: str, arguments: Mapping[str, Any], *, exact: bool) -> tuple[np.ndarray, ...]:
+    """One op: exactly, on float64 copies of its floating arguments, or faithfully, in the dtypes that they have."""
+    given = widened(REGISTRY[op], dict(arguments)) if exact else arguments
+    with np.errstate(all="ignore"):
+        out = getattr(_ops(exact), op)(**given)
+    return out if isinstance(out, tuple) else (out,)
+
+
+def faithful_attention(
+    q: Any, kv: Any, page_table: Any, query_start: Any, kv_lens: Any, counts: Any, scale: float, window: int,
+    soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+) -> np.ndarray:  # fmt: skip
+    """`paged_attention` with the rounding that its contract has besides the output's: softmax weights to q's dtype.
+
+    They are rounded before they are normalised, as every implementation does: a row's largest weight is 1 there, exact,
+    so normalised weights would be off by up to a fifth more in rows that see few slots.
+    """
+    _, page_size, kv_heads, size = kv.shape
+    group = q.shape[1] // (kv_heads // 2)
+    out = np.zeros_like(q)
+    for i in range(int(counts[1])):
+        start, stop, length = int(query_start[i]), int(query_start[i + 1]), int(kv_lens[i])
+        pages = page_table[i, : -(-length // page_size)]
+        cache_ = kv[pages].reshape(-1, kv_heads, size)[:length].astype(np.float32)
+        keys, values = (cache_[:, j::2].repeat(group, axis=1) for j in (0, 1))
+        scores = np.einsum("thd,shd->hts", q[start:stop].astype(np.float32), keys) * np.float32(scale * k_scale)
+        if soft_cap > 0:
+            scores = soft_cap * np.tanh(scores / soft_cap)
+        position = np.arange(length - (stop - start), length)[:, None]
+        slot = np.arange(length)[None, :]
+        seen = (slot <= position) & ((slot > position - window) if window > 0 else True)
+        scores = np.where(seen, scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        total = weights.sum(-1).T[:, :, None] / np.float32(v_scale)
+        product = np.einsum("hts,shd->thd", weights.astype(q.dtype).astype(np.float32), values)
+        out[start:stop] = (product / total).astype(q.dtype)
+    return out
+
+
+def storage_dtype(name: str) -> Any:
+    """The numpy dtype of that name."""
+    return namespace("numpy").float_dtype(name)

@@ -1,0 +1,158 @@
+"""The steps that are compared: prompts through the real scheduler and packer, with given tokens, not sampled ones.
+
+Prompts of different lengths, more tokens than a step holds, and some continuation: so there are chunks, ragged batches
+of prefill and decode, pure decode steps, and padding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ...bucketing import Table
+from ...shared.errors import ConfigError, RequestError
+from ...shared.packer import pack
+from ...shared.request import Request
+from ...shared.sampling_params import SamplingParams
+from ...shared.scheduler import Scheduler, SchedulerConfig
+from ...shared.step import StepInput, StepShape
+from ...shared.tokenizer import Tokenizer
+from .subject import Subject
+
+LENGTHS = (40, 3, 61, 17, 30, 1)
+"""Tokens of the prompts: with 64 tokens a step, some are split, some share a step."""
+NEW_TOKENS = 3
+TEXTS = (
+    "def read_file(path):\n    with open(path) as file:\n        return file.read()\n\n\nclass Node:\n    def __init__",
+    "import json\n\n\ndef load_config(filename):\n    with open(filename) as file:\n        return json.load(file)\n",
+    "The two sides run the same steps; what differs is judged against what rounding alone would do. " * 2,
+)
+
+
+def default_prompts(subject: Subject, seed: int = 0) -> list[np.ndarray]:
+    """Prompts with their continuation, token ids int32: text if the model has a tokenizer, else random."""
+    rng = np.random.default_rng(seed)
+    lengths = [min(length, subject.max_model_len - NEW_TOKENS) + NEW_TOKENS for length in LENGTHS]
+    tokenizer = Tokenizer.load(subject.folder) if seed == 0 else None
+    if tokenizer is not None:
+        texts = [tokenizer.encode(text) for text in TEXTS]
+        streams = [np.tile(np.asarray(ids, np.int32), 1 + max(lengths) // len(ids)) for ids in texts]
+        return [streams[i % len(streams)][7 * i : 7 * i + n] for i, n in enumerate(lengths)]
+    return [rng.integers(0, subject.model.vocab_size, n).astype(np.int32) for n in lengths]
+
+
+def read_prompts(path: str, subject: Subject) -> list[np.ndarray]:
+    """Prompts from a file of JSON lines: {"token_ids": [...]} or {"prompt": "text"}. Raises ConfigError."""
+    prompts = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompts: cannot read {path}: {error}") from error
+    for number, line in enumerate(filter(str.strip, lines), 1):
+        try:
+            record = json.loads(line)
+            ids = record["token_ids"] if "token_ids" in record else encode(record["prompt"], subject)
+            prompts.append(np.asarray(ids, np.int32))
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise ConfigError(f"prompts: line {number} of {path} has no token_ids or prompt ({error})") from error
+    if not prompts:
+        raise ConfigError(f"prompts: {path} has none")
+    return prompts
+
+
+def encode(text: str, subject: Subject) -> list[int]:
+    """The token ids of a text. Raises ConfigError if the model has no tokenizer."""
+    tokenizer = Tokenizer.load(subject.folder)
+    if tokenizer is None:
+        raise ConfigError(f"prompt: {subject.folder} has no tokenizer.json; give token ids")
+    return tokenizer.encode(text)
+
+
+def make_steps(subject: Subject, prompts: Sequence[np.ndarray], new_tokens: int = NEW_TOKENS) -> list[StepInput]:
+    """Steps that run each prompt but for its last `new_tokens` ids, and then these, one at a time.
+
+    Raises RequestError for a prompt that is too short, too long, or outside of the vocabulary.
+    """
+    return [step for step, _ in make_owned_steps(subject, prompts, new_tokens)]
+
+
+def make_owned_steps(
+    subject: Subject, prompts: Sequence[np.ndarray], new_tokens: int = NEW_TOKENS
+) -> Iterator[tuple[StepInput, list[int]]]:
+    """The same, each with the prompts that its requests are of, by number."""
+    table = Table((subject.max_num_seqs,), (max(subject.tokens, subject.max_num_seqs),), subject.max_num_seqs)
+    config = SchedulerConfig(
+        max_num_seqs=subject.max_num_seqs,
+        max_num_batched_tokens=table.mixed_sizes[-1],
+        max_model_len=subject.max_model_len,
+        page_size=subject.page_size,
+        num_pages=subject.num_pages,
+        enable_prefix_caching=False,
+        pipeline_depth=1,
+    )
+    pages = -(-subject.max_model_len // subject.page_size)
+    shape = StepShape(pages, subject.max_num_seqs, subject.max_model_len, subject.model.vocab_size)
+    scheduler = Scheduler(config, table)
+    for index, ids in enumerate(prompts):
+        _check(ids, index, subject, new_tokens)
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        scheduler.add(Request(str(index), ids[: len(ids) - new_tokens], params, seed=index))
+    step_id = 0
+    while (scheduled := scheduler.schedule()) is not None:
+        step_id += 1
+        owners = [int(request.request_id) for request in scheduled.requests]
+        yield pack(scheduled, scheduler.table, shape, step_id, with_page_table=True), owners
+        following = [prompts[owner] for owner in owners]
+        tokens = [ids[min(end, len(ids) - 1)] for ids, end in zip(following, scheduled.ends.tolist(), strict=True)]
+        scheduler.update(scheduled, np.asarray(tokens, np.int32))
+
+
+def _check(ids: np.ndarray, index: int, subject: Subject, new_tokens: int) -> None:
+    if not new_tokens < len(ids) <= subject.max_model_len:
+        allowed = f"{new_tokens + 1} to {subject.max_model_len}"
+        raise RequestError("prompts", f"prompt {index} has {len(ids)} tokens, allowed are {allowed}")
+    if ids.min() < 0 or ids.max() >= subject.model.vocab_size:
+        raise RequestError("prompts", f"prompt {index} has a token outside of the vocabulary")
+
+
+def real_tokens(step: StepInput) -> int:
+    """Tokens of a step that are not padding."""
+    return int(step.field("query_start")[int(step.field("counts")[1])])
+
+
+def pages_of(steps: Sequence[StepInput]) -> int:
+    """Pages that steps name, with the scratch page that stands behind them."""
+    return 2 + max(int(step.field("page_table").max(initial=0)) for step in steps)
+
+
+def where(step: StepInput, token: int) -> str:
+    """Row `token` of a step, as (request, position)."""
+    starts, count = step.field("query_start"), int(step.field("counts")[1])
+    request = int(np.searchsorted(starts[1 : count + 1], token, side="right"))
+    if request >= count:
+        return "padding"
+    return f"request {int(step.field('rows')[request])}, position {int(step.field('positions')[token])}"
+
+
+def place(step: StepInput, worst: tuple[int, ...], ndim: int, page_size: int) -> str:
+    """Where an element of an output is: index `worst` of its rows [tok ...], or slots [slot 2*kvhead hdim] of a cache,
+    which has 4 dimensions. Names request, position, page, and the head where there is one.
+    """
+    if not worst:
+        return ""
+    parts = []
+    if ndim == 4:
+        page, offset = divmod(worst[0], page_size)
+        written = np.flatnonzero(step.field("slots")[: real_tokens(step)] == worst[0])
+        parts = [where(step, int(written[0])) if len(written) else "not written in this step"]
+        parts += [f"page {page}, slot {offset}", f"{'KV'[worst[1] % 2]} head {worst[1] // 2}"]
+    elif worst[0] < real_tokens(step):
+        starts, count = step.field("query_start"), int(step.field("counts")[1])
+        request = int(np.searchsorted(starts[1 : count + 1], worst[0], side="right"))
+        position = int(step.field("positions")[worst[0]])
+        page = int(step.field("page_table")[request, position // page_size])
+        parts = [where(step, worst[0]), f"page {page}"] + ([f"head {worst[1]}"] if ndim == 3 else [])
+    return ", ".join(parts)

@@ -1,0 +1,206 @@
+"""What is compared, and where it runs: a model with its sizes (`Subject`), and a backend on a device (`Target`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ...ops import REGISTRY
+from ...ops.namespaces import namespace
+from ...ops.plugins import load_plugins
+from ...ops.testing import DTYPES
+from ...shared.checkpoint import Checkpoint
+from ...shared.config import BACKENDS, DEVICES, LOAD_FORMATS, EngineConfig, ResolvedConfig, resolve
+from ...shared.errors import ConfigError
+from ...shared.models import decoder
+from ...shared.models.config import ModelConfig, load_config
+from ...shared.models.locate import model_folder
+from ...shared.models.shapes import check_weights
+from ...shared.models.table import TOP, Parameter, ParameterTable
+from ...shared.weights import check_checkpoint, dummy_parameter, dummy_size, read_parameter
+from ...shared.worker import backend_module
+
+RUN_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A backend on a device. `options` are options of its engine, `providers` the first choice for some ops."""
+
+    backend: str
+    device: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    providers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [f"{name}={value}" for name, value in self.options.items()]
+        parts += [f"{op}={'+'.join(names)}" for op, names in self.providers.items()]
+        return ":".join([self.backend, self.device, *([",".join(parts)] if parts else [])])
+
+
+OPTIONS: Mapping[str, Callable[[str], Any]] = {"compile_level": int, "scan_layers": lambda text: text == "true"}
+
+
+def parse_target(text: str) -> Target:
+    """`backend:device[:key=value,...]`; a key is an engine option or an op, whose value is providers joined by +.
+
+    Raises ConfigError.
+    """
+    backend, _, rest = text.partition(":")
+    device, _, tail = rest.partition(":")
+    if backend not in BACKENDS or (device or "auto") not in DEVICES:
+        raise ConfigError(
+            f"target: got {text!r}, allowed is BACKEND:DEVICE[:KEY=VALUE,...] with {', '.join(BACKENDS)} and "
+            f"{', '.join(DEVICES)}, such as torch:cuda or jax:cpu:rms_norm=native"
+        )
+    options: dict[str, Any] = {}
+    providers: dict[str, tuple[str, ...]] = {}
+    load_plugins()
+    for pair in filter(None, tail.split(",")):
+        key, sign, value = pair.partition("=")
+        if not sign or not value:
+            raise ConfigError(f"target: got {pair!r} in {text!r}, allowed is KEY=VALUE")
+        if key in OPTIONS:
+            try:
+                options[key] = OPTIONS[key](value)
+            except ValueError:
+                raise ConfigError(f"target: {key} in {text!r} must be a number") from None
+        elif key in {op.name for op in REGISTRY}:
+            providers[key] = tuple(value.split("+"))
+        else:
+            raise ConfigError(f"target: {key!r} in {text!r} is neither an op nor one of {', '.join(OPTIONS)}")
+    return Target(backend, device or "auto", options, providers)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model and the sizes of the steps that are compared. `folder` holds config.json, and weights unless `dummy`."""
+
+    name: str
+    folder: str
+    model: ModelConfig
+    dtype: str
+    load_format: str = "auto"
+    seed: int = 0
+    max_model_len: int = 256
+    max_num_seqs: int = 8
+    tokens: int = 64
+    page_size: int = 16
+    num_pages: int = 64
+
+    def with_dtype(self, dtype: str) -> Subject:
+        """The same in another run dtype."""
+        return replace(self, dtype=dtype)
+
+    def resolved(self, target: Target) -> ResolvedConfig:
+        """The engine configuration on `target`. Raises ConfigError, BackendUnavailable."""
+        config = EngineConfig(
+            model=self.name,
+            backend=target.backend,  # type: ignore[arg-type]
+            device=target.device,
+            dtype=self.dtype,
+            load_format=self.load_format,
+            seed=self.seed,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=max(self.tokens, self.max_num_seqs),
+            page_size=self.page_size,
+            num_pages=self.num_pages,
+            op_priority=dict(target.providers),
+            **target.options,
+        )
+        return resolve(config, self.model, backend_module(target.backend).find_device(target.device))[0]
+
+    @property
+    def identity(self) -> str:
+        """Hex digest of what must be equal for two captures to be of the same model: config, weights' source, seed."""
+        weights = f"dummy {self.seed}" if self.load_format == "dummy" else "checkpoint"
+        return hashlib.sha256(f"{self.model.raw_hash}/{weights}".encode()).hexdigest()[:16]
+
+
+def open_subject(
+    name: str,
+    *,
+    dtype: str = "auto",
+    load_format: str = "auto",
+    seed: int = 0,
+    tokens: int = 64,
+    max_num_seqs: int = 8,
+    max_model_len: int = 256,
+    page_size: int = 16,
+) -> Subject:
+    """The subject for a model folder, or the word demo. Raises ModelError, ConfigError."""
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format: got {load_format!r}, allowed are {', '.join(LOAD_FORMATS)}")
+    if dtype not in ("auto", *RUN_DTYPES):
+        raise ConfigError(f"dtype: got {dtype!r}, allowed are auto, {', '.join(RUN_DTYPES)}")
+    check_weights(name, load_format)
+    folder = model_folder(name)
+    model = load_config(folder)
+    length = min(max_model_len, model.max_position_embeddings)
+    pages = max_num_seqs * -(-length // page_size)
+    return Subject(
+        name,
+        folder,
+        model,
+        model.dtype if dtype == "auto" else dtype,
+        load_format,
+        seed,
+        length,
+        max_num_seqs,
+        tokens,
+        page_size,
+        pages,
+    )
+
+
+KEPT_BYTES = 4 << 30
+"""Of layers' weights that are kept on the host between steps: making dummy ones anew takes longer than using them."""
+
+
+class HostWeights:
+    """A model's weights as numpy arrays in the run dtype, read on demand: what every side's weights must equal."""
+
+    def __init__(self, subject: Subject) -> None:
+        """Raises CheckpointError if the checkpoint is not that of the model."""
+        self._subject = subject
+        self._table = decoder.parameters_of(subject.model)
+        self._checkpoint = None
+        if subject.load_format != "dummy":
+            self._checkpoint = Checkpoint(subject.folder)
+            check_checkpoint(self._checkpoint, self._table)
+        self._top = {name: self._read(p, TOP) for name, p in self._table.top.items()}
+        self._kept: dict[int, dict[str, np.ndarray]] = {}
+        self._left = KEPT_BYTES
+
+    @property
+    def table(self) -> ParameterTable:
+        """What the names stand for."""
+        return self._table
+
+    def top(self) -> dict[str, np.ndarray]:
+        """Weights outside of layers, by name."""
+        return self._top
+
+    def layer(self, index: int) -> dict[str, np.ndarray]:
+        """Weights of one layer, by name."""
+        if index in self._kept:
+            return self._kept[index]
+        found = {name: self._read(p, index) for name, p in self._table.layer(index).items()}
+        size = sum(x.nbytes for x in found.values())
+        if size <= self._left:
+            self._kept[index] = found
+            self._left -= size
+        return found
+
+    def _read(self, parameter: Parameter, layer: int) -> np.ndarray:
+        dtype = DTYPES[parameter.dtype_in(self._subject.dtype)]
+        if self._checkpoint is not None:
+            return read_parameter(self._checkpoint, parameter, layer).astype(dtype)
+        index = np.arange(dummy_size(parameter), dtype=np.int32)
+        values = dummy_parameter(namespace("numpy"), parameter, max(layer, 0), self._subject.seed, index)
+        return np.asarray(values).astype(dtype).reshape(parameter.shape)
