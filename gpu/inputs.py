@@ -70,12 +70,13 @@ class _Target:
 
 
 class _Slot:
-    """One pinned buffer and the event behind the copy that last read it."""
+    """One pinned buffer and the event behind the copy that last read it; on a CPU the static buffer itself."""
 
-    def __init__(self, size: int, pinned: bool) -> None:
-        self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+    def __init__(self, static: torch.Tensor) -> None:
+        cuda = static.device.type == "cuda"
+        self.tensor = torch.zeros(len(static), dtype=torch.int32, pin_memory=True) if cuda else static
         self.array = self.tensor.numpy()
-        self.read = torch.cuda.Event() if pinned else None
+        self.read = torch.cuda.Event() if cuda else None
         self.targets: dict[Descriptor, _Target] = {}
 
     def target(self, d: Descriptor, places: _Places, device: torch.Tensor) -> _Target:
@@ -101,7 +102,7 @@ class StepInputs:
         self.pages = torch.zeros((shape.max_rows + 1, shape.pages_per_request), dtype=torch.int32, device=device)
         self._flat_pages = self.pages.view(-1)
         self._entries = PageEntries(shape)
-        self._slots = [_Slot(size, self._cuda) for _ in range(RING if self._cuda else 1)]
+        self._slots = [_Slot(self.buffer) for _ in range(RING if self._cuda else 1)]
         self._next = 0
         # For implementations that read lengths on the host; a copy, as a call that was captured keeps its arguments.
         self._on_host = torch.zeros(size, dtype=torch.int32)
@@ -157,8 +158,8 @@ class StepInputs:
         self._stage_pages(step, target)
         if host:
             self._on_host.numpy()[: places.size] = slot.array[: places.size]
-        target.device.copy_(target.host, non_blocking=True)
         if slot.read is not None:
+            target.device.copy_(target.host, non_blocking=True)
             slot.read.record()
 
     def _stage_pages(self, step: StepInput, target: _Target) -> None:

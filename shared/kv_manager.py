@@ -28,6 +28,9 @@ DIGEST_BYTES = 16
 """128 bits: by the birthday bound 2**40 different pages collide with a probability below 2**-48."""
 
 
+_EMPTY = blake2b(digest_size=DIGEST_BYTES)
+
+
 def root_digest(salt: str) -> bytes:
     """The digest before the first page of every sequence under `salt`."""
     # The prefix makes a root differ from the digest of a page, whatever a client writes into its salt.
@@ -65,8 +68,9 @@ def append_digests(sequences: Sequence[Hashed], columns: Sequence[int], tokens: 
         chained = sequence.page_hashes
         if len(chained) == column:
             before = chained[-1] if chained else root_digest(sequence.cache_salt)
-            page = data[offset : offset + width]
-            chained.append(blake2b(before + page, digest_size=DIGEST_BYTES).digest())
+            state = _EMPTY.copy()  # sooner made than a new one
+            state.update(before + data[offset : offset + width])
+            chained.append(state.digest())
         elif len(chained) < column:
             raise InternalError(f"page {column} of a sequence has {len(chained)} digests before it")
         digests.append(chained[column])
@@ -190,7 +194,7 @@ class KVManager:
         Raises InternalError if a page is not held or has a digest already.
         """
         page_of, digest_of = self._page_of, self._digest_of
-        held = self._references[pages].tolist()
+        held, new = self._references[pages].tolist(), []
         for page, digest, references in zip(pages, digests, held, strict=True):
             if digest in page_of:
                 continue
@@ -198,7 +202,8 @@ class KVManager:
                 raise InternalError(f"page {page} cannot be registered: it is not held, or registered already")
             page_of[digest] = page
             digest_of[page] = digest
-            self._registered[page] = True
+            new.append(page)
+        self._registered[new] = True
 
     def forget(self, pages: Iterable[int]) -> None:
         """Let nobody find the held `pages` any more: their content is doubtful. Whoever holds one keeps it."""

@@ -270,7 +270,7 @@ class Scheduler:
             needy = self._without_room(group, last)
             if not len(needy):
                 break
-            if self._pages_missing(group, needy, last) <= self.kv.available:
+            if self._pages_missing(group, needy, last, steps) <= self.kv.available:
                 self._grow(group, needy, starts)
                 while steps > 1 and len(needy := self._without_room(group, last)):
                     self._grow(group, needy, starts)
@@ -288,8 +288,10 @@ class Scheduler:
         needy: np.ndarray = (positions >= self.table.capacity[group.rows]).nonzero()[0]
         return needy
 
-    def _pages_missing(self, group: Group, needy: np.ndarray, positions: np.ndarray) -> int:
-        """Pages that requests of `group` lack for tokens up to `positions`."""
+    def _pages_missing(self, group: Group, needy: np.ndarray, positions: np.ndarray, steps: int) -> int:
+        """Pages that requests of `group` lack for their next tokens, as many as `steps`, up to `positions`."""
+        if steps == 1:
+            return len(needy)
         missing = positions[needy] + 1 - self.table.capacity[group.rows[needy]]
         return int((-(-missing // self.config.page_size)).sum())
 
