@@ -13,6 +13,7 @@ import time
 import warnings
 import weakref
 import zlib
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -107,19 +108,17 @@ NEED_A_GPU = {"cuda", "kernels"}
 """Fixtures that only a GPU can fill, or fills with the real thing."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test that asks for a GPU is in the GPU's suite, so that none can be left out of it."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Every test that asks for a GPU is in the GPU's suite, so that none can be left out of it.
+
+    When `-m` has selected, put the tests of a share in their order.
+    """
     for item in items:
         if NEED_A_GPU & set(getattr(item, "fixturenames", ())):
             item.add_marker("gpu")
-
-
-@pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)  # after -m has selected
-def pick_share(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the tests of a share in their order."""
-    wanted = config.getoption("--share")
-    if wanted is not None:
+    yield
+    if (wanted := config.getoption("--share")) is not None:
         items[:] = in_turn(items, wanted[0])
 
 

@@ -113,3 +113,21 @@ def test_structure_document_names_every_room():
         pytest.skip("not written yet")
     text = document.read_text()
     assert not [room for room in ROOMS if f"{room}/" not in text]
+
+
+def test_a_share_begins_elsewhere_for_another_word():
+    """And is in no file's order: pytest ignores a hook whose name does not begin with its own."""
+
+    def collected(*options: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *options]
+        files = ["tests/unit/test_bucketing.py", "tests/unit/test_source_hash.py"]
+        done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, check=True)
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    whole, *shares = collected(), collected("--share", "one:1"), collected("--share", "another:1")
+    assert len(whole) > 5
+    assert all(sorted(tests) == sorted(whole) for tests in shares)
+    assert shares[0] != shares[1]
+    assert whole not in shares
+    place = shares[1].index(shares[0][0])
+    assert shares[1][place:] + shares[1][:place] == shares[0]
