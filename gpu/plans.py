@@ -11,6 +11,7 @@ import torch
 
 from ..bucketing import Descriptor
 from ..ops import REGISTRY, Plan, Plans, Recorder, resolve
+from ..ops.bindings.torch import empty_tensor
 from ..ops.recording import Call
 from ..ops.shapes import without_data
 from ..shared.config import ResolvedConfig
@@ -71,7 +72,9 @@ def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
     """Run the programs on the meta device, with whatever a stage from outside does between its ops."""
     native = resolve("torch", enable=("none",))  # kernels do not run on the meta device
     # torch's own shape functions are in Python and import Dynamo, which takes seconds.
-    shaped = {op.name: without_data(op, _empty) for op in REGISTRY if op.level == "fine" and op.shapes is not None}
+    shaped = {
+        op.name: without_data(op, empty_tensor) for op in REGISTRY if op.level == "fine" and op.shapes is not None
+    }
     ops = native.bind(lambda op, function: recorder.wrap(op, shaped.get(op.name, function)))
     top, *weights = ({n: _tensor(x) for n, x in some.items()} for some in (shapes.top, *shapes.layers))
     model, count = shapes.spec, len(shapes.spec.layers)
@@ -85,10 +88,6 @@ def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
         if d.requests < d.tokens:
             rows = finished[: d.requests]
             calls.finish(decoder.Stream(rows, rows))
-
-
-def _empty(like: torch.Tensor, shape: tuple[int, ...], dtype: str | None = None) -> torch.Tensor:
-    return like.new_empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype))
 
 
 def _tensor(value: Any) -> Any:

@@ -31,10 +31,16 @@ DIGEST_BYTES = 16
 _EMPTY = blake2b(digest_size=DIGEST_BYTES)
 
 
+def _digest(data: bytes) -> bytes:
+    state = _EMPTY.copy()  # sooner made than a new one
+    state.update(data)
+    return state.digest()
+
+
 def root_digest(salt: str) -> bytes:
     """The digest before the first page of every sequence under `salt`."""
     # The prefix makes a root differ from the digest of a page, whatever a client writes into its salt.
-    return blake2b(b"root:" + salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
+    return _digest(b"root:" + salt.encode("utf-8", "surrogatepass"))
 
 
 def extend_digests(digests: list[bytes], tokens: np.ndarray, count: int, page_size: int, salt: str) -> None:
@@ -46,7 +52,7 @@ def extend_digests(digests: list[bytes], tokens: np.ndarray, count: int, page_si
     width = 4 * page_size
     digest = digests[-1] if digests else root_digest(salt)
     for offset in range(0, len(data), width):
-        digest = blake2b(digest + data[offset : offset + width], digest_size=DIGEST_BYTES).digest()
+        digest = _digest(digest + data[offset : offset + width])
         digests.append(digest)
 
 
@@ -68,9 +74,7 @@ def append_digests(sequences: Sequence[Hashed], columns: Sequence[int], tokens: 
         chained = sequence.page_hashes
         if len(chained) == column:
             before = chained[-1] if chained else root_digest(sequence.cache_salt)
-            state = _EMPTY.copy()  # sooner made than a new one
-            state.update(before + data[offset : offset + width])
-            chained.append(state.digest())
+            chained.append(_digest(before + data[offset : offset + width]))
         elif len(chained) < column:
             raise InternalError(f"page {column} of a sequence has {len(chained)} digests before it")
         digests.append(chained[column])

@@ -28,8 +28,8 @@ class Entry:
 
     `place`: in the layers of the model, in its `top` (embedding, logits), or in single `ops` that a dense decoder does
     not call: those can be planted in `twinfer numerics ops` only. `shown_by` names the ops that show a fault which is
-    in no op, but in `weights` or `tables`. `needs` says what a model must have for the fault to
-    make a difference, and `missing` names that.
+    in no op, but in `weights` or `tables`. `needs` says what a model must have for the fault to make a difference, and
+    `missing` names that.
     """
 
     name: str

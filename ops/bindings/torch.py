@@ -256,10 +256,11 @@ class _Fakes:
             return partial(op.reference, self)
         if op.native == "reference":
             return partial(op.reference, namespace("torch"))
-        return without_data(op, _empty_tensor, donated=False)
+        return without_data(op, empty_tensor, donated=False)
 
 
-def _empty_tensor(like: torch.Tensor, shape: tuple[Any, ...], dtype: str | None = None) -> torch.Tensor:
+def empty_tensor(like: torch.Tensor, shape: tuple[Any, ...], dtype: str | None = None) -> torch.Tensor:
+    """A tensor on the device of `like`, of the named dtype or of that of `like`."""
     return like.new_empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype))
 
 
