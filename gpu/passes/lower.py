@@ -41,7 +41,7 @@ class Lowering:
             given = {name: call.arguments[name] for name in names}
             if writes(self.plan, call.op.name):
                 for name in set(call.op.activations) - call.donated:
-                    given[name] = module.graph.call_function(torch.ops.aten.clone.default, (given[name],))
+                    given[name] = _copy(module.graph, given[name])
             traced = self._trace(call, names)
             result = _splice(module, traced, [given[name] for name in names])
         if isinstance(result, tuple | list):
@@ -54,6 +54,8 @@ class Lowering:
 
     def _trace(self, call: Call, names: tuple[str, ...]) -> fx.GraphModule:
         values = [fake_value(call.arguments[name]) for name in names]
+        if any(value is None for value in values):
+            raise OpError(f"{call.node}: no shape is known of an argument")
         static = {name: value for name, value in call.arguments.items() if name not in names}
         key = (call.op.name, tuple(static.items()), *((n, _metadata(v)) for n, v in zip(names, values, strict=True)))
         if key not in self._cache:
@@ -69,6 +71,15 @@ class Lowering:
                 self._cache[key] = make_fx(run, pre_dispatch=True)(*map(_fresh, values))
             self.traces += 1
         return self._cache[key]
+
+
+def _copy(graph: fx.Graph, source: fx.Node) -> fx.Node:
+    """A copy of a tensor of the graph, which says its shape as every node does: the next op is traced for it."""
+    node = graph.call_function(torch.ops.aten.clone.default, (source,))
+    value = fake_value(source)
+    with value.fake_mode:
+        node.meta["val"] = value.clone()
+    return node
 
 
 def _metadata(value: Any) -> tuple[Any, ...]:

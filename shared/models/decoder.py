@@ -157,7 +157,8 @@ class PlainCalls:
     ) -> None:
         self.ops, self.model, self.weights, self.layer_weights = ops, model, weights, layer_weights
         self.token_ids, self.batch, self.zeros = token_ids, batch, zeros
-        self.ops_of = ops_of or (lambda spec: ops)
+        # Not `or`: Dynamo of torch 2.11 cannot tell whether a partial function is true.
+        self.ops_of = (lambda spec: ops) if ops_of is None else ops_of
         self.blocks: Sequence[Block] = single_blocks(len(model.layers))
 
     def embed(self) -> Stream:

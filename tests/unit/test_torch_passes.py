@@ -356,6 +356,21 @@ def test_donation_saves_the_copy_after_the_passes(overwriting):
     assert torch.equal(first, second)
 
 
+def test_an_op_may_read_the_copy_that_another_wrote_into(overwriting):
+    """The copy is a node that no tracer made; the next op is traced for its shape all the same."""
+    x, w = torch.randn(3, 8), torch.randn(8)
+
+    def twice(x, w):
+        once = front("rms_norm").functional(x, w, 1e-6, plan=overwriting.hash)
+        return front("silu_and_mul").functional(once, plan=overwriting.hash)
+
+    bind(overwriting, wrap=True)
+    want = twice(x, w)
+    got, count = copied(twice, passes_backend(overwriting, "eager"), x, w)
+    assert count == 1
+    assert torch.equal(got, want)
+
+
 def test_fusion_keeps_what_was_donated(overwriting):
     """Two donations become the coarse op's own where nothing else reads what was given."""
 
