@@ -5,8 +5,10 @@ SHELL := bash
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n auto --dist loadfile
-# One process: the tests share one GPU. Without an environment: python -m pytest $(make -s print-gpu-args)
-GPU_ARGS := --device cuda -m gpu -p twinfer.gpu.kernels --ignore-glob=*/test_tpu_* --durations=15 tests/unit tests/e2e
+# A process for each GPU, which sees no other. Without an environment: python -m pytest $(make -s print-gpu-args)
+GPUS ?= $(shell nvidia-smi -L 2> /dev/null | grep -c ^GPU)
+GPU_ARGS = --device cuda -m gpu -p twinfer.gpu.kernels --ignore-glob=*/test_tpu_* --durations=15 -n $(GPUS) \
+	--dist worksteal tests/unit tests/e2e
 
 BIN := .venv/bin
 STAMP := .venv/.stamp

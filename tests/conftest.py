@@ -50,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") != "cpu":
         os.environ.pop("JAX_PLATFORMS", None)
     if config.getoption("--device") == "cuda":
+        if (worker := getattr(config, "workerinput", None)) is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(worker["workerid"], os.environ.get("CUDA_VISIBLE_DEVICES"))
         check_gpu()
         # Both frameworks are in this process: JAX would take three quarters of the memory for itself.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -94,6 +96,16 @@ def _temporary_folder(config: pytest.Config, prefix: str) -> str:
     folder = tempfile.mkdtemp(prefix=prefix)
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     return folder
+
+
+def gpu_of(worker: str, visible: str | None) -> str:
+    """The GPU of one of xdist's workers, of those that are visible: engines measure the memory that is left on it."""
+    index = int(worker.removeprefix("gw"))
+    if visible is None:
+        return str(index)
+    if index >= len(each := visible.split(",")):
+        raise pytest.UsageError(f"-n: got more processes than GPUs, CUDA_VISIBLE_DEVICES names {len(each)}")
+    return each[index]
 
 
 def check_gpu() -> None:
