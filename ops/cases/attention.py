@@ -351,6 +351,9 @@ def _attention_cases(dtype: str) -> Iterator[Case]:
     yield Case("mixed, padded", mixed)
     yield Case("mixed, window and soft cap", mixed | {"window": 11, "soft_cap": 3.0})
     yield Case("mixed, window of a page", mixed | {"window": 4})
+    alike = paged(np.random.default_rng(10), dtype, [33] * 3, [1] * 3, (4, 2), 32, 16)
+    yield Case("decode, equal lengths", alike)
+    yield Case("decode, equal lengths, window", alike | {"window": 20})
     prefix = paged(rng, dtype, [40, 37, 33], [1, 5, 1], (3, 1), 33, 8, shared=4)
     yield Case("shared prefix, odd head size", prefix)
     # Longer than the blocks in which implementations take queries (256) and slots (128).

@@ -51,9 +51,10 @@ def paged_attention(
     """See the op. Scores and softmax in float32, weights not normalised and rounded to q's dtype, one rounding."""
     single, requests = counts.tolist()
     starts, lengths = query_start.tolist(), kv_lens.tolist()
-    out = torch.zeros_like(q)
-    on_cpu = q.device.type == "cpu" and q.dtype == torch.float32
-    attend = _attend_on_cpu if on_cpu and soft_cap == 0 else _attend
+    out: torch.Tensor | None = None
+    # With a scale of values torch's kernel would round twice in half precision.
+    on_cpu = q.device.type == "cpu" and soft_cap == 0 and (v_scale == 1.0 or q.dtype == torch.float32)
+    attend = _attend_on_cpu if on_cpu else _attend
     settings = (scale * k_scale, v_scale, soft_cap)
 
     longest = max(lengths[:single], default=1)
@@ -61,14 +62,22 @@ def paged_attention(
     step = max(1, MAX_GATHER // (slots * kv[0, 0].numel()))
     for first in range(0, single, step):
         last = min(single, first + step)
-        ends = kv_lens[first:last].to(q.device, torch.int64, non_blocking=True)[:, None]
-        positions = torch.arange(slots, device=q.device) + (ends - slots).clamp(min=0)
-        seen = positions < ends
-        # A slot that is not seen can hold anything, NaN included, and 0 * NaN is NaN: the last one stands in for it.
-        cache = _gather(kv, page_table[first:last], torch.minimum(positions, ends - 1))
-        all_seen = min(lengths[first:last]) >= slots
-        out[first:last] = attend(q[first:last, None], cache, None if all_seen else seen[:, None], *settings)[:, 0]
+        positions = torch.arange(slots, device=q.device)[None]
+        seen = None
+        if lengths[first:last] != [slots] * (last - first):
+            ends = kv_lens[first:last].to(q.device, torch.int64, non_blocking=True)[:, None]
+            positions = positions + (ends - slots).clamp(min=0)
+            seen = (positions < ends)[:, None] if min(lengths[first:last]) < slots else None
+            # A slot that is not seen can hold anything, and 0 * NaN is NaN: the last one stands in for it.
+            positions = torch.minimum(positions, ends - 1)
+        cache = _gather(kv, page_table[first:last], positions)
+        result = attend(q[first:last, None], cache, seen, *settings)[:, 0]
+        if result.shape == q.shape:
+            return result
+        out = torch.zeros_like(q) if out is None else out
+        out[first:last] = result
 
+    out = torch.zeros_like(q) if out is None else out
     for i in range(single, requests):
         start, stop, length = starts[i], starts[i + 1], lengths[i]
         past = length - (stop - start)
@@ -89,13 +98,15 @@ def paged_attention(
 
 
 def _gather(kv: torch.Tensor, page_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The cache at positions [req slot] of requests with page_table [req page] -> [req slot 2*kvhead hdim]."""
+    """The cache at positions [req or 1, slot] of requests with page_table [req page] -> [req slot 2*kvhead hdim]."""
     pages, page_size, heads, size = kv.shape
-    slots = page_table.to(torch.int64).gather(1, positions // page_size) * page_size + positions % page_size
+    columns, offsets = positions // page_size, positions % page_size
+    pages_of = page_table[:, columns[0]] if len(positions) == 1 else page_table.gather(1, columns)
+    slots = torch.add(offsets, pages_of, alpha=page_size)
     flat = kv.view(pages * page_size, heads * size)
     if kv.dtype.itemsize == 1:  # fp8 is copied by nothing but its bytes
         flat = flat.view(torch.uint8)
-    return flat.index_select(0, slots.flatten()).view(kv.dtype).view(*positions.shape, heads, size)
+    return flat.index_select(0, slots.flatten()).view(kv.dtype).view(*slots.shape, heads, size)
 
 
 def _attend(
@@ -121,20 +132,20 @@ def _attend(
 def _attend_on_cpu(
     q: torch.Tensor, cache: torch.Tensor, seen: torch.Tensor | None, scale: float, v_scale: float, soft_cap: float
 ) -> torch.Tensor:
-    """As `_attend` without a cap, in float32, by torch's kernel for CPUs.
+    """As `_attend` without a cap, by torch's kernel for CPUs: it rounds weights where the op says.
 
-    It reads keys and values where they lie; a batched product would first copy each head's. In half precision it does
-    not round the weights where the op says.
+    It reads keys and values where they lie; a batched product would first copy each head's.
     """
     requests, n, heads, size = q.shape
     kv_heads = cache.shape[2] // 2
     group = heads // kv_heads
     # The queries of a group of heads stand beside each other, as queries of their one head of keys.
     queries = q.view(requests, n, kv_heads, group, size).transpose(1, 2).reshape(requests, kv_heads, n * group, size)
-    keys, values = (cache[:, :, j::2].transpose(1, 2).to(torch.float32) for j in (0, 1))
+    keys, values = (cache[:, :, j::2].transpose(1, 2).to(q.dtype) for j in (0, 1))
     mask = None
     if seen is not None:
-        mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
+        mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
         mask = mask[:, None, :, None].expand(-1, -1, -1, group, -1).reshape(requests, 1, n * group, -1)
-    mean = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale) * v_scale
+    mean = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+    mean = mean if v_scale == 1.0 else mean * v_scale
     return mean.view(requests, kv_heads, n, group, size).transpose(1, 2).reshape(requests, n, heads, size)
