@@ -1,4 +1,7 @@
-"""The JAX binding: each op is a named jit that is not inlined, so that it stands in the jaxpr under its name."""
+"""The JAX binding: each op is a named jit that is not inlined, so that it stands in the jaxpr under its name.
+
+What takes the KV cache stands there as what it does.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 import jax
 
-from ..declare import Op
+from ..declare import REGISTRY, Op
 from ..plan import Plan
 
 
@@ -17,11 +20,17 @@ def bind(plan: Plan) -> Any:
 
 
 def named_jit(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as a jit of the op's name, its Python values static."""
+    """`function` as a jit of the op's name, its Python values static.
+
+    Those that take the KV cache are inlined. The TPU's compiler does not see that a reshape of the cache, for heads
+    of 64, is undone inside of a call: it copied the whole cache in each layer that stood for itself.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
     call.__name__ = call.__qualname__ = op.name
     call.__signature__ = op.signature  # type: ignore[attr-defined]
-    return jax.jit(call, static_argnames=op.static_parameters, inline=False)
+    states = {name for known in REGISTRY for name in known.state}
+    inline = not states.isdisjoint(op.signature.parameters)
+    return jax.jit(call, static_argnames=op.static_parameters, inline=inline)

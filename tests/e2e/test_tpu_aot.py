@@ -14,6 +14,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from twinfer.shared.models.shapes import SHAPES
+
 pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 
 SMALL = ["--max-num-seqs", "16", "--max-num-batched-tokens", "512", "--decode-sizes", "16", "--mixed-sizes", "512"]
@@ -156,6 +158,18 @@ def test_the_step_for_every_chip(shape, topology):
     code, report = aot(shape, *options, program=("-c", BACKBONES))
     assert code == 0
     check(report)
+
+
+@pytest.mark.slow
+def test_layers_that_stand_for_themselves_do_not_copy_a_cache_of_narrow_heads(tmp_path):
+    """Two heads of 64 share the lanes of a row, so the ops see the cache reshaped. It takes what is left here."""
+    config = SHAPES["llama3.2-1b"] | {"num_hidden_layers": 2, "vocab_size": 2048, "bos_token_id": 1, "eos_token_id": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ["--load-format", "dummy", "--topology", "v6e:1x1", "--no-scan-layers", *SMALL]
+    code, report = aot(str(tmp_path), *options, program=("-c", BACKBONES))
+    assert code == 0, report["too_large"]
+    assert (report["num_pages"] + 1) * report["page_bytes"] > 24 << 30
+    assert all(program["temporaries"] < 64 << 20 for program in report["programs"])
 
 
 @pytest.mark.slow
