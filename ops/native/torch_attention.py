@@ -52,9 +52,8 @@ def paged_attention(
     single, requests = counts.tolist()
     starts, lengths = query_start.tolist(), kv_lens.tolist()
     out: torch.Tensor | None = None
-    # With a scale of values torch's kernel would round twice in half precision.
-    on_cpu = q.device.type == "cpu" and soft_cap == 0 and (v_scale == 1.0 or q.dtype == torch.float32)
-    attend = _attend_on_cpu if on_cpu else _attend
+    on_cpu = q.device.type == "cpu" and q.dtype == torch.float32
+    attend = _attend_on_cpu if on_cpu and soft_cap == 0 else _attend
     settings = (scale * k_scale, v_scale, soft_cap)
 
     longest = max(lengths[:single], default=1)
@@ -132,19 +131,21 @@ def _attend(
 def _attend_on_cpu(
     q: torch.Tensor, cache: torch.Tensor, seen: torch.Tensor | None, scale: float, v_scale: float, soft_cap: float
 ) -> torch.Tensor:
-    """As `_attend` without a cap, by torch's kernel for CPUs: it rounds weights where the op says.
+    """As `_attend` without a cap, in float32, by torch's kernel for CPUs.
 
-    It reads keys and values where they lie; a batched product would first copy each head's.
+    It reads keys and values where they lie; a batched product would first copy each head's. In half precision its
+    results lie within the op's bound, but `twinfer numerics` finds pages of the demo model that are farther from
+    float64 than roundings where the op says would be.
     """
     requests, n, heads, size = q.shape
     kv_heads = cache.shape[2] // 2
     group = heads // kv_heads
     # The queries of a group of heads stand beside each other, as queries of their one head of keys.
     queries = q.view(requests, n, kv_heads, group, size).transpose(1, 2).reshape(requests, kv_heads, n * group, size)
-    keys, values = (cache[:, :, j::2].transpose(1, 2).to(q.dtype) for j in (0, 1))
+    keys, values = (cache[:, :, j::2].transpose(1, 2).to(torch.float32) for j in (0, 1))
     mask = None
     if seen is not None:
-        mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
+        mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
         mask = mask[:, None, :, None].expand(-1, -1, -1, group, -1).reshape(requests, 1, n * group, -1)
     mean = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
     mean = mean if v_scale == 1.0 else mean * v_scale

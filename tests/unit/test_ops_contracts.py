@@ -135,7 +135,7 @@ def test_implementation_keeps_the_bound_in_every_case(op, framework, provider, d
 
 
 def test_attention_keeps_the_bound_without_the_kernel_for_cpus(monkeypatch):
-    """The plain products that a GPU runs, and a CPU where there is a cap."""
+    """The plain products that a GPU runs, and a CPU in half precision or where there is a cap."""
     pytest.importorskip("torch")
     from twinfer.ops.native import torch_attention
 
