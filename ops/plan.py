@@ -309,4 +309,4 @@ def _load(framework: Framework) -> None:
     if framework == "jax":
         from .native import jax_attention  # noqa: F401
     elif framework == "torch":
-        from .native import torch_attention, torch_rows  # noqa: F401
+        from .native import torch_attention  # noqa: F401
