@@ -51,7 +51,7 @@ def paged_attention(
     """See the op. Scores and softmax in float32, weights not normalised and rounded to q's dtype, one rounding."""
     single, requests = counts.tolist()
     starts, lengths = query_start.tolist(), kv_lens.tolist()
-    out: torch.Tensor | None = None
+    out = torch.zeros_like(q)
     on_cpu = q.device.type == "cpu" and q.dtype == torch.float32
     attend = _attend_on_cpu if on_cpu and soft_cap == 0 else _attend
     settings = (scale * k_scale, v_scale, soft_cap)
@@ -70,13 +70,8 @@ def paged_attention(
             # A slot that is not seen can hold anything, and 0 * NaN is NaN: the last one stands in for it.
             positions = torch.minimum(positions, ends - 1)
         cache = _gather(kv, page_table[first:last], positions)
-        result = attend(q[first:last, None], cache, seen, *settings)[:, 0]
-        if result.shape == q.shape:
-            return result
-        out = torch.zeros_like(q) if out is None else out
-        out[first:last] = result
+        out[first:last] = attend(q[first:last, None], cache, seen, *settings)[:, 0]
 
-    out = torch.zeros_like(q) if out is None else out
     for i in range(single, requests):
         start, stop, length = starts[i], starts[i + 1], lengths[i]
         past = length - (stop - start)
@@ -147,6 +142,5 @@ def _attend_on_cpu(
     if seen is not None:
         mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
         mask = mask[:, None, :, None].expand(-1, -1, -1, group, -1).reshape(requests, 1, n * group, -1)
-    mean = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
-    mean = mean if v_scale == 1.0 else mean * v_scale
+    mean = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale) * v_scale
     return mean.view(requests, kv_heads, n, group, size).transpose(1, 2).reshape(requests, n, heads, size)
