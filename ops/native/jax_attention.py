@@ -21,6 +21,8 @@ from ..reference.quantization import stored
 KV_BLOCK = 128
 QUERY_BLOCK = 128
 LOWEST = -1e30
+EVERYTHING = 1 << 30
+"""A window that no context fills."""
 
 
 @implement("write_kv", provider="native", framework="jax")
@@ -144,10 +146,10 @@ def _attend(
     page_size, kv_heads = kv.shape[1], kv.shape[2] // 2
     block = block_pages * page_size
     q = q.reshape(requests, n, kv_heads, heads // kv_heads, size)
-    oldest = jnp.zeros(requests, jnp.int32)
-    if window > 0:
-        far = jnp.iinfo(jnp.int32).max
-        oldest = jnp.maximum(0, jnp.where(positions < 0, far, positions).min(1) - window + 1)
+    # The barrier hides the window's value, so layers that differ in it are one code to XLA, which is compiled once.
+    reach = jax.lax.optimization_barrier(jnp.asarray(window if window > 0 else EVERYTHING, jnp.int32))
+    far = jnp.iinfo(jnp.int32).max
+    oldest = jnp.maximum(0, jnp.where(positions < 0, far, positions).min(1) - reach + 1)
     products = partial(jnp.einsum, "rnkgd,rskd->rkgns"), partial(jnp.einsum, "rkgns,rskd->rkgnd")
     scored, weighted = (partial(with_float32_sums, product) for product in products)
 
@@ -159,8 +161,7 @@ def _attend(
         if soft_cap > 0:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         seen = slot[None, None, :] <= positions[:, :, None]
-        if window > 0:
-            seen &= slot[None, None, :] > positions[:, :, None] - window
+        seen &= slot[None, None, :] > positions[:, :, None] - reach
         seen = seen[:, None, None]
         scores = jnp.where(seen, scores, LOWEST)
         maximum = jnp.maximum(state.maximum, scores.max(-1, keepdims=True))
