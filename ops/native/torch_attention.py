@@ -109,17 +109,22 @@ def _attend(
     """q [req n head hdim] over cache [req slot 2*kvhead hdim]; seen [req n slot], None: all."""
     requests, n, heads, size = q.shape
     kv_heads = cache.shape[2] // 2
-    queries = q.view(requests, n, kv_heads, heads // kv_heads, size).permute(0, 2, 3, 1, 4).to(torch.float32)
-    keys, values = (cache[:, :, j::2].permute(0, 2, 1, 3)[:, :, None].to(torch.float32) for j in (0, 1))
-    scores = torch.matmul(queries, keys.transpose(-1, -2)) * scale
+    group = heads // kv_heads
+    # The queries of a group of heads are rows of one product; a batched product copies what is not contiguous.
+    queries = q.view(requests, n, kv_heads, group, size).permute(0, 2, 3, 1, 4).to(torch.float32)
+    queries = queries.reshape(requests, kv_heads, group * n, size)
+    keys, values = (
+        cache[:, :, j::2].transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format) for j in (0, 1)
+    )
+    scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scale).view(requests, kv_heads, group, n, -1)
     if soft_cap > 0:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     if seen is not None:
-        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+        scores = scores.masked_fill_(~seen[:, None, None], -torch.inf)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp_()
     total = weights.sum(-1, keepdim=True)
-    weights = weights.to(q.dtype).to(torch.float32)
-    product = torch.matmul(weights, values) / total * v_scale
+    weights = weights.to(q.dtype).to(torch.float32).view(requests, kv_heads, group * n, -1)
+    product = torch.matmul(weights, values).view(requests, kv_heads, group, n, size) / total * v_scale
     return product.permute(0, 3, 1, 2, 4).reshape(requests, n, heads, size).to(q.dtype)
 
 
