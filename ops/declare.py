@@ -51,7 +51,7 @@ class Op:
     `shapes` says what goes in and comes out (None: an op from outside that does not say it). `shards` names the
     dimensions that shards of a tensor-parallel layer deal out among them: the op runs on each shard's part, which it
     computes alone. With none, all of it is whole on each shard. None: only a partitioner that sees through the
-    implementation knows.
+    implementation knows. Shards need shapes, which have those dimensions.
     `host` names the arguments that implementations with `host_metadata` read on the host.
     """
 
@@ -87,7 +87,11 @@ class Registry:
     ops: dict[str, Op] = field(default_factory=dict)
 
     def add(self, op: Op) -> None:
-        """Register `op`. Raises OpError if the name is taken, or for an activation or a state that it does not have."""
+        """Register `op`.
+
+        Raises OpError if the name is taken, for an activation or a state that it does not have, and for shards that its
+        shapes do not name.
+        """
         if op.name in self.ops:
             raise OpError(f"op {op.name!r} is registered twice")
         unknown = [name for name in op.activations if name not in op.signature.parameters]
@@ -104,6 +108,11 @@ class Registry:
         unknown = [name for name in op.host if name not in op.signature.parameters]
         if unknown:
             raise OpError(f"op {op.name!r}: host metadata {unknown} are not parameters of {op.signature}")
+        if op.shards is not None and op.shapes is None:
+            raise OpError(
+                f"op {op.name!r}: shards are {list(op.shards)}, but it has no shapes: say shapes=..., which name the "
+                "dimensions that shards deal out"
+            )
         axes = op.shapes.arrays.values() if op.shapes else ()
         known = {name for array in axes for dimension in array.dimensions for name in dimension.names}
         unknown = [name for name in op.shards or () if name not in known]

@@ -33,6 +33,23 @@ def test_an_op_is_registered_once_and_needs_its_first_parameter():
         define(registry=Registry(), activations=("y",))(double)
 
 
+@pytest.mark.parametrize("shards", [(), ("n",)])
+def test_shards_of_unknown_shapes_are_refused(shards):
+    """Without shapes nothing says where a dimension lies, so several shards would refuse the op at their start."""
+    registry = Registry()
+
+    def double(xp: object, x: "Array") -> "Array":  # noqa: F821
+        return x + x
+
+    with pytest.raises(OpError, match=r"op 'double': shards are \[.*\], but it has no shapes: say shapes=") as error:
+        define(registry=registry, shards=shards)(double)
+    assert str(list(shards)) in str(error.value)
+    assert not registry.ops
+    define(registry=registry, shapes="x [... n] -> [... n] x", shards=shards)(double)
+    with pytest.raises(OpError, match=r"shards deal out \['m'\], which are no dimensions"):
+        define(registry=Registry(), shapes="x [... n] -> [... n] x", shards=("m",))(double)
+
+
 def rms_norm_wrong_name(x: "Array", weight: "Array", epsilon: "float") -> "Array": ...  # noqa: F821
 def rms_norm_wrong_type(x: "Array", weight: "Array", eps: "int") -> "Array": ...  # noqa: F821
 def rms_norm_default(x: "Array", weight: "Array", eps: "float" = 1e-6) -> "Array": ...  # noqa: F821
