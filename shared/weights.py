@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -16,12 +17,26 @@ from .models.table import TOP, Parameter, ParameterTable, Part, keys
 DUMMY_STD = 0.02
 
 
-def parts_in(checkpoint: Checkpoint, parameter: Parameter, layer: int) -> Sequence[Part]:
-    """The parts that the checkpoint has: the usual ones if it has neither those nor any alternative."""
-    for parts in (parameter.parts, *parameter.alternatives):
-        if all(checkpoint.has(key) for key in keys(parts, layer)):
-            return parts
-    return parameter.parts
+def parts_in(checkpoint: Checkpoint, parameter: Parameter, layer: int, default: int = 0) -> Sequence[Part]:
+    """The first parts that the checkpoint has all of. If there are none, those of the number `default`, if there are
+    so many: 0 are the usual ones, and 1 the first alternative.
+    """
+    whole, every = _whole(checkpoint, parameter, layer), (parameter.parts, *parameter.alternatives)
+    number = whole[0] if whole else default
+    return every[number] if number < len(every) else parameter.parts
+
+
+def _whole(checkpoint: Checkpoint, parameter: Parameter, layer: int) -> list[int]:
+    """The numbers of the parts that the checkpoint has all of."""
+    every = (parameter.parts, *parameter.alternatives)
+    return [i for i, parts in enumerate(every) if all(map(checkpoint.has, keys(parts, layer)))]
+
+
+def _most_frequent(checkpoint: Checkpoint, table: ParameterTable) -> int:
+    """The number of the parts that the checkpoint has for most parameters with alternatives."""
+    several = [(parameter, layer) for parameter, layer in table.placed() if parameter.alternatives]
+    found = Counter(number for parameter, layer in several for number in _whole(checkpoint, parameter, layer)[:1])
+    return max(found, key=lambda number: found[number], default=0)
 
 
 def read_parameter(checkpoint: Checkpoint, parameter: Parameter, layer: int) -> np.ndarray:
@@ -54,10 +69,13 @@ def multiplied(parameter: Parameter, values: np.ndarray) -> np.ndarray:
 
 
 def check_checkpoint(checkpoint: Checkpoint, table: ParameterTable) -> None:
-    """Raise CheckpointError unless every tensor is there with the right shape, and every other one may be ignored."""
-    expected = {}
+    """Raise CheckpointError unless every tensor is there with the right shape, and every other one may be ignored.
+
+    What is missing is named as most of what is there.
+    """
+    expected, spelling = {}, _most_frequent(checkpoint, table)
     for parameter, layer in table.placed():
-        parts = parts_in(checkpoint, parameter, layer)
+        parts = parts_in(checkpoint, parameter, layer, spelling)
         for part, key in zip(parts, keys(parts, layer), strict=True):
             expected[key] = parameter.part_shape(part)
     copies = {name: keys(parts_in(checkpoint, table.top[of], TOP), TOP)[0] for name, of in table.copies}

@@ -105,8 +105,12 @@ def test_a_checkpoint_without_the_head_may_lack_the_prefix(tmp_path):
     check_checkpoint(checkpoint, table)
     read = read_parameter(checkpoint, table.layer(2)["down"], 2)
     np.testing.assert_array_equal(read, tensors["model.layers.2.mlp.down_proj.weight"])
-    # Both names at once are one too many.
     bare = {key.removeprefix("model."): x for key, x in tensors.items()}
+    # A part that is missing is called as the file calls the others.
+    save_file({key: x for key, x in bare.items() if "1.self_attn.k_proj" not in key}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 missing: layers\.1\.self_attn\.k_proj\.weight$"):
+        check_checkpoint(Checkpoint(tmp_path), table)
+    # Both names at once are one too many.
     save_file(bare | {"model.norm.weight": tensors["model.norm.weight"]}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"1 unexpected: norm\.weight"):
         check_checkpoint(Checkpoint(tmp_path), table)
