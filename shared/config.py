@@ -204,6 +204,8 @@ def resolve(
         changes.append(
             Change("longrope factors", "short", "long", f"max_model_len is above {usual}: for every sequence")
         )
+    if model.left_out:
+        changes.append(Change("prompts", "text and images", "text", f"not read: {', '.join(model.left_out)}"))
     demand = _usable_demand(config, demand)
     most = 16 if on_cpu else 256
     fitting = demand.fitting_requests(most)

@@ -182,6 +182,10 @@ class Engine:
             raise RequestError(
                 "prompt", f"token id {token} is out of range: the vocabulary has {self.model.vocab_size}"
             )
+        images = np.isin(tokens, self.model.image_token_ids)
+        if images.any():
+            token = int(tokens[images.argmax()])
+            raise RequestError("prompt", f"token id {token} stands for an image, and prompts are text for this engine")
         params.check_vocabulary(self.model.vocab_size)
         self.config.demand.check(params)
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:

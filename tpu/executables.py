@@ -31,10 +31,13 @@ MANIFEST = "manifest.json"
 NOT_SHAPING = {name for name, entry in options_of(EngineConfig).items() if not entry.shapes} | {"compilation", "demand"}
 """The options that change no program, or that something else in the key stands for. Every other one counts."""
 
+NOT_SIZES = ("raw_hash", "eos_token_ids", "image_token_ids", "left_out")
+"""Fields of a model that change no program."""
+
 
 def key(model: ModelConfig, config: ResolvedConfig, plan_hash: str, mesh: Mesh, num_pages: int) -> dict[str, Any]:
     """Everything that a program depends on."""
-    sizes = {name: value for name, value in asdict(model).items() if name not in ("raw_hash", "eos_token_ids")}
+    sizes = {name: value for name, value in asdict(model).items() if name not in NOT_SIZES}
     return {
         "plan_hash": plan_hash,
         "sources": source_hash(ladder.jobs, "jax"),

@@ -22,6 +22,8 @@ class ModelConfig:
     `eos_token_ids` joins config.json and generation_config.json. `raw_hash` is the SHA-256 of config.json's content.
     `kv_scales` are what K and V are divided by in a narrow cache: the engine's choice, not config.json's. The other
     scales multiply: embeddings, scores (None: head_dim^-0.5), what a sublayer adds to the stream, logits.
+    `left_out` names parts of the checkpoint that do not run, since they are not text; `image_token_ids` are those that
+    stand for their output in a prompt.
     """
 
     architecture: str = ""
@@ -51,6 +53,8 @@ class ModelConfig:
     attention_scale: float | None = None
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    image_token_ids: tuple[int, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def load_config(folder: str | Path) -> ModelConfig:

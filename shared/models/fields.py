@@ -18,13 +18,27 @@ MAX_SIZE = 2**31 - 1
 class Fields:
     """Typed access to a JSON object. Null counts as absent. Errors name the file, the field, the value and the rule.
 
-    `family` is the model type whose rules hold, if there are such.
+    `family` is the model type whose rules hold, if there are such. `within` is the path of the object in its file, with
+    the dot behind it; fields `outside` do not lie there but at the top.
     """
 
-    def __init__(self, raw: Mapping[str, Any], where: str, family: str = "") -> None:
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        where: str,
+        family: str = "",
+        within: str = "",
+        outside: frozenset[str] = frozenset(),
+    ) -> None:
         self.raw = raw
         self.where = where
         self.family = family
+        self._within = within
+        self._outside = outside
+
+    def path(self, name: str) -> str:
+        """Where a field lies in the file."""
+        return name if name in self._outside else self._within + name
 
     def get(self, name: str) -> Any:
         """The value, None if absent."""
@@ -39,12 +53,12 @@ class Fields:
 
     def fail(self, name: str, message: str) -> NoReturn:
         """Raise ModelError about a field."""
-        raise ModelError(f"{self.where}: {name} {message}")
+        raise ModelError(f"{self.where}: {self.path(name)} {message}")
 
     def refuse(self, name: str, value: Any, allowed: str) -> NoReturn:
         """Raise UnsupportedModel about a field."""
         whose = f", for {self.family}" if self.family else ""
-        raise UnsupportedModel(f"{self.where}: {name} is {show(value)}, allowed: {allowed}{whose}")
+        raise UnsupportedModel(f"{self.where}: {self.path(name)} is {show(value)}, allowed: {allowed}{whose}")
 
     def only(self, name: str, *allowed: Any) -> None:
         """Refuse a field that is there and has none of these values."""

@@ -156,7 +156,7 @@ def read_rope(fields: Fields, head_dim: int, rules: RopeRules = USUAL) -> RopeCo
             if nested and not isinstance(part, dict):
                 fields.refuse(label, part, "an object")
             if part:
-                found.append((label, _read_block(fields, Fields(part, f"{fields.where}: {label}"), rules)))
+                found.append((label, _read_block(fields, Fields(part, f"{fields.where}: {fields.path(label)}"), rules)))
     if not found:
         theta = fields.number("rope_theta", 10_000.0, low=1.0, above=True)
         found.append(("rope_theta", RopeConfig(theta=theta, partial_rotary_factor=_partial(fields, fields, rules))))
@@ -164,7 +164,7 @@ def read_rope(fields: Fields, head_dim: int, rules: RopeRules = USUAL) -> RopeCo
         if rope != found[0][1]:
             fields.refuse(label, fields.get(label.partition(".")[0]), f"the same as {found[0][0]}")
     label, rope = found[0]
-    _check_size(Fields(fields.raw, f"{fields.where}: {label}"), rope, rope.rotated(head_dim))
+    _check_size(Fields(fields.raw, f"{fields.where}: {fields.path(label)}"), rope, rope.rotated(head_dim))
     return rope
 
 

@@ -48,21 +48,59 @@ MODELS = {
     "phi4-mini-long": ("Phi3", LONGROPE | dict(original_max_position_embeddings=96)),
     "granite": ("Granite", GRANITE),
     "granite-odd": ("Granite", GRANITE | dict(logits_scaling=13.0, attention_bias=True, tie_word_embeddings=False)),
+    "mistral3": ("Mistral3", dict(head_dim=24, vocab_size=1009, sliding_window=None, rope_theta=1e9)),
+    "mistral3-tied-window": ("Mistral3", dict(tie_word_embeddings=True, sliding_window=8)),
 }
+OLD_NAMES = {
+    "lm_head.": "language_model.lm_head.",
+    "model.language_model.": "language_model.model.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+}
+"""What tensors of Mistral3 are called by transformers 5 in memory -> in published files."""
+VISION = dict(
+    model_type="pixtral", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+    image_size=16, patch_size=8,
+)  # fmt: skip
+
+
+def make_model(family: str, fields: dict):
+    """The transformers model of a family, eager: a text model, or one that has a text model of `fields` as a part."""
+    import transformers
+
+    if family == "Mistral3":
+        # The last token stands for images; what transformers reads of tied embeddings is the outer field.
+        outer = {"tie_word_embeddings": fields.pop("tie_word_embeddings", False)}
+        outer |= {"image_token_index": fields["vocab_size"] - 1, "vision_config": dict(VISION)}
+        fields = outer | {"text_config": fields | {"model_type": "mistral"}}
+    config = getattr(transformers, f"{family}Config")(**fields)
+    config._attn_implementation = "eager"
+    task = "ForConditionalGeneration" if family == "Mistral3" else "ForCausalLM"
+    return getattr(transformers, family + task)(config).eval()
+
+
+def rename_tensors(folder: str, old: bool):
+    """Give the tensors of a saved Mistral3 their names in published files, or those in transformers' memory."""
+    from safetensors.numpy import load_file, save_file
+
+    path = f"{folder}/model.safetensors"
+    names = OLD_NAMES if old else {published: ours for ours, published in OLD_NAMES.items()}
+
+    def renamed(key):
+        return next((new + key.removeprefix(start) for start, new in names.items() if key.startswith(start)), key)
+
+    save_file({renamed(key): value for key, value in load_file(path).items()}, path, {"format": "pt"})
 
 
 def build(name: str, folder: str, **overrides):
     """Write the random checkpoint `name` to `folder` and return the transformers model, float32 and eager."""
     import torch
-    import transformers
 
     family, changes = MODELS[name]
     shard_size = overrides.pop("max_shard_size", "1GB")
-    # A copy: configs keep and change the dictionaries that they are given.
-    config = getattr(transformers, f"{family}Config")(**copy.deepcopy(BASE | changes | overrides))
-    config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    # A copy: configs keep and change the dictionaries that they are given.
+    model = make_model(family, copy.deepcopy(BASE | changes | overrides))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -70,6 +108,8 @@ def build(name: str, folder: str, **overrides):
             # Norm weights and biases too: at their initial ones and zeros, half of the mistakes would not show.
             parameter.copy_(1 + 0.2 * noise if "norm" in key else 0.1 * noise)
     model.save_pretrained(folder, max_shard_size=shard_size)
+    if family == "Mistral3":  # which of both names are saved depends on the version of transformers
+        rename_tensors(folder, old=name == "mistral3")
     return model
 
 

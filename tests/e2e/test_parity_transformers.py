@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from twinfer.bucketing import Descriptor
+from twinfer.shared.checkpoint import Checkpoint
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine
+from twinfer.shared.errors import RequestError
 from twinfer.shared.models.config import load_config
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.step import StepInput, batch_layout, sampling_layout
@@ -18,7 +20,7 @@ from twinfer.shared.step import StepInput, batch_layout, sampling_layout
 NAMES = [
     "llama-mha", "llama3-scaled-tied", "llama-biases-head96", "llama-yarn", "mistral-window", "mistral-mqa", "qwen2",
     "qwen2-windows", "qwen3", "qwen3-tied-bias", "phi3", "phi3-window", "phi4-mini-short", "phi4-mini-long", "granite",
-    "granite-odd",
+    "granite-odd", "mistral3", "mistral3-tied-window",
 ]  # fmt: skip
 LENGTHS = (1, 15, 16, 17, 100, 500)
 NEW_TOKENS = 64
@@ -68,7 +70,7 @@ def logits_of(engine, tokens):
 
 
 # The JAX worker, whose programs take half a minute of compiling for each, is given all of them in `make test-slow`.
-ON_JAX = ["mistral-window", "qwen3", "phi4-mini-long", "granite"]
+ON_JAX = ["mistral-window", "qwen3", "phi4-mini-long", "granite", "mistral3"]
 ON_A_GPU = ["llama-biases-head96", "mistral-mqa", "qwen2-windows", "qwen3", "phi4-mini-long", "granite-odd"]
 CASES = [
     *(pytest.param(name, "jax", marks=() if name in ON_JAX else pytest.mark.slow) for name in NAMES),
@@ -81,7 +83,9 @@ def test_logits_and_greedy_tokens(checkpoints, oracle, prompts, name, backend, d
     folder, model = checkpoints(name)
     engine = start(folder, backend, device, **LONGROPE.get(name, {}))
     try:
-        texts = prompts(engine.model.vocab_size, *LONG_ONLY.get(name, LENGTHS))
+        # A token that stands for images is the last one, and no prompt may have it.
+        vocabulary = engine.model.vocab_size - len(engine.model.image_token_ids)
+        texts = prompts(vocabulary, *LONG_ONLY.get(name, LENGTHS))
         got = run(engine, texts, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
         assert engine.worker.compilations_after_ready() == 0
         for prompt, tokens in zip(texts, got, strict=True):
@@ -92,6 +96,24 @@ def test_logits_and_greedy_tokens(checkpoints, oracle, prompts, name, backend, d
             assert error.max() < 1e-4, f"prompt of {len(prompt)} tokens, position {error.argmax()}: {error.max():.2e}"
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("name", ["mistral3", "mistral3-tied-window"])
+def test_a_prompt_with_a_token_of_an_image_is_refused(checkpoints, name, device):
+    """The check is of one request: others run on."""
+    folder, _ = checkpoints(name)
+    first = {"mistral3": "language_model.model.", "mistral3-tied-window": "model.language_model."}[name]
+    assert Checkpoint(folder).has(f"{first}norm.weight")
+    engine = start(folder, "torch", device)
+    image = engine.model.vocab_size - 1
+    params = SamplingParams(temperature=0, max_tokens=4)
+    assert engine.model.image_token_ids == (image,)
+    with pytest.raises(RequestError, match=f"^prompt: token id {image} stands for an image, and prompts are text"):
+        engine.add("image", [1, 2, image, 3], params)
+    ((*tokens,),) = run(engine, [[1, 2, 3]], params)
+    assert len(tokens) == 4
+    assert any(change.field == "prompts" for change in engine.report.changes)
+    engine.close()
 
 
 @pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"])

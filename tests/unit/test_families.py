@@ -37,8 +37,14 @@ SMALL = {
 }
 
 
+NESTED = ("Mistral3ForConditionalGeneration",)
+
+
 def model_of_family(architecture, **fields):
-    return parse_config({"architectures": [architecture]} | SMALL | fields)
+    sizes = SMALL | fields
+    return parse_config(
+        {"architectures": [architecture]} | ({"text_config": sizes} if architecture in NESTED else sizes)
+    )
 
 
 GRANITE = dict(embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=16.0)

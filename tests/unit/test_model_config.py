@@ -39,7 +39,10 @@ QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
 PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 GRANITE = LLAMA | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
-FAMILIES = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "phi3": PHI3, "granite": GRANITE}
+ALONE = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "phi3": PHI3, "granite": GRANITE}
+# What else there is of such configs is in test_nested_models.py.
+MISTRAL3 = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": MISTRAL}
+FAMILIES = ALONE | {"mistral3": MISTRAL3}
 NAMES = ["LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "Phi3Config", "GraniteConfig"]
 
 # As published, shortened to what differs from a plain config.
@@ -129,7 +132,7 @@ def test_smollm_fields_are_harmless():
 
 
 def test_the_fields_of_each_family():
-    llama, mistral, qwen2, qwen3, phi3, granite = (parse_config(raw) for raw in FAMILIES.values())
+    llama, mistral, qwen2, qwen3, phi3, granite = (parse_config(raw) for raw in ALONE.values())
     assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (False, False, False, False)
     assert (mistral.qkv_bias, mistral.o_bias, mistral.mlp_bias, mistral.qk_norm) == (False, False, False, False)
     assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias, qwen2.qk_norm) == (True, False, False, False)
@@ -702,10 +705,13 @@ ROPE_VALUES = st.sampled_from(
     st.sampled_from(sorted(FAMILIES)),
     st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=5), JSON, max_size=4),
     st.dictionaries(ROPE_NAMES, ROPE_VALUES, max_size=6),
+    st.booleans(),
 )
-def test_any_values_give_a_config_or_one_line(family, fields, rope):
+def test_any_values_give_a_config_or_one_line(family, fields, rope, inside):
+    raw, fields = FAMILIES[family], fields | {"rope_parameters": rope}
     try:
-        config = parse_config(FAMILIES[family] | fields | {"rope_parameters": rope})
+        text = {"text_config": MISTRAL | fields} if inside and family == "mistral3" else fields
+        config = parse_config(raw | text)
     except TwinferError as error:
         message = str(error)
     else:

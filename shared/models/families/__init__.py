@@ -1,6 +1,7 @@
 """The families of models: from a config.json to the layers of the model and its parameters, as data.
 
-Each is a module here that has a `FAMILY`. What is the same for all dense decoders stands in `dense.py`.
+Each is a module here that has a `FAMILY`. What is the same for all dense decoders stands in `dense.py`, where a
+decoder lies that is a part of a larger model in `nested.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 FAMILIES = {
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "llama",
+    "Mistral3ForConditionalGeneration": "mistral3",
     "MistralForCausalLM": "mistral",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",

@@ -1,0 +1,137 @@
+"""Models of several parts, of which the text decoder alone runs: where its config and its tensors lie.
+
+Sources: `configuration_*.py` and `conversion_mapping.py` of transformers 5. Of the outer config it reads the dtype and
+whether embeddings are tied, of the inner one all else; version 4 read the inner one for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from ...errors import InternalError
+from ..config import ModelConfig
+from ..fields import Fields, show
+from ..spec import Model
+from ..table import Parameter, ParameterTable, Part
+from . import FAMILIES, dense, family_of
+from .family import Family
+
+SHARED = (("dtype", "torch_dtype"), ("tie_word_embeddings",), ("eos_token_id",), ("bos_token_id",))
+"""Fields, with their other names, that stand inside or outside: where both say something, they must agree."""
+IMAGE_TOKEN = ("image_token_index", "image_token_id")
+
+Spelling = Mapping[str, str]
+"""Beginnings of tensors' names: what the text model has alone -> what it has as a part."""
+
+
+def nested(
+    text: str,
+    *,
+    spellings: Sequence[Spelling],
+    left_out: Mapping[str, Sequence[str]],
+    image_token: int,
+    harmless: frozenset[str],
+    within: str = "text_config",
+) -> Family:
+    """The family of models that have a text model of the architecture `text` as a part, which alone runs.
+
+    Its config is the field `within`. A checkpoint has its tensors in one of `spellings`, the first of which is that of
+    transformers in memory. `left_out` names the parts that do not run, and the patterns of their tensors; `harmless`
+    are fields of theirs. `image_token` is the id that stands for images in a prompt where config.json does not say it.
+    """
+
+    def read(fields: Fields) -> ModelConfig:
+        inner = _inside(fields, within, text)
+        family_of(text).refuse_unknown(inner)
+        config = family_of(text).read(inner)
+        images = _image_tokens(fields, config.vocab_size, image_token)
+        return replace(config, image_token_ids=images, left_out=tuple(left_out))
+
+    def model(config: ModelConfig) -> Model:
+        return family_of(text).model(config)
+
+    def parameters(config: ModelConfig) -> ParameterTable:
+        alone = family_of(text).parameters(config)
+        copies = [(_renamed(key, names), of) for key, of in alone.copies for names in spellings]
+        return ParameterTable(
+            tuple(_spelt(parameter, spellings) for parameter in alone),
+            (*alone.ignored, *chain(*left_out.values())),
+            tuple(copies),
+        )
+
+    own = frozenset({within, *IMAGE_TOKEN})
+    return Family(read=read, model=model, parameters=parameters, fields=own, harmless=harmless)
+
+
+def _inside(outer: Fields, within: str, text: str) -> Fields:
+    """The config of the text model, with what the outer one says in its place."""
+    raw = outer.need(within, None)
+    if not isinstance(raw, dict):
+        outer.fail(within, f"is {show(raw)}, must be an object")
+    inner = Fields(raw, outer.where, outer.family, f"{within}.")
+    # transformers takes a text model that does not say its type for this one.
+    inner.only("model_type", FAMILIES[text])
+    if inner.get("architectures") not in (None, [], [text]):
+        inner.refuse("architectures", inner.get("architectures"), f"{text} or absent")
+    merged, outside = dict(raw), set()
+    for names in SHARED:
+        name, value = _said(outer, names)
+        if value is None:
+            continue
+        other, inside = _said(inner, names)
+        # transformers 5 writes the text model's default, false, beside the outer field, which alone it reads.
+        unread = name == "tie_word_embeddings" and inside is False
+        if inside is not None and not unread and _plain(inside) != _plain(value):
+            _contradicts(outer, name, inner, other)
+        merged |= dict.fromkeys(names) | {name: value}
+        outside.add(name)
+    for name in dense.READ - {"model_type", "architectures", *chain(*SHARED)}:
+        if outer.get(name) not in (None, inner.get(name)):
+            _contradicts(outer, name, inner, name)
+    return Fields(merged, outer.where, outer.family, f"{within}.", frozenset(outside))
+
+
+def _said(fields: Fields, names: Sequence[str]) -> tuple[str, Any]:
+    """The first of `names` that has a value, and that; or the first and None."""
+    return next(((name, fields.get(name)) for name in names if fields.get(name) is not None), (names[0], None))
+
+
+def _plain(value: Any) -> Any:
+    """What may be written in two ways, in one: a dtype with its module, a list of one id."""
+    if isinstance(value, str):
+        return value.removeprefix("torch.")
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _contradicts(one: Fields, name: str, other: Fields, known: str) -> None:
+    value = other.get(known)
+    one.refuse(name, one.get(name), f"absent, or as {other.path(known)} ({'absent' if value is None else show(value)})")
+
+
+def _image_tokens(fields: Fields, vocab_size: int, default: int) -> tuple[int, ...]:
+    """Ids that stand for images. The default may be one that the vocabulary has not."""
+    found = [(name, fields.token_ids(name, vocab_size)) for name in IMAGE_TOKEN if fields.get(name) is not None]
+    for name, ids in found[1:]:
+        if ids != found[0][1]:
+            _contradicts(fields, name, fields, found[0][0])
+    return tuple(found[0][1]) if found else (default,) if default < vocab_size else ()
+
+
+def _spelt(parameter: Parameter, spellings: Sequence[Spelling]) -> Parameter:
+    """The parameter under the names that it has as a part."""
+    usual, *others = [tuple(_part(part, names) for part in parameter.parts) for names in spellings]
+    return replace(parameter, parts=usual, alternatives=tuple(others))
+
+
+def _part(part: Part, names: Spelling) -> Part:
+    return replace(part, key=_renamed(part.key, names))
+
+
+def _renamed(key: str, names: Spelling) -> str:
+    for alone, within in names.items():
+        if key.startswith(alone):
+            return within + key.removeprefix(alone)
+    raise InternalError(f"tensor {key}: begins with none of {', '.join(names)}")
