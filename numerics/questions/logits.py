@@ -190,12 +190,14 @@ def transformers_logits(subject: Subject, prompts: Sequence[np.ndarray]) -> tupl
     except ImportError as error:
         raise BackendUnavailable(f"{TRANSFORMERS}: {error}: pip install 'twinfer[transformers]'") from error
     dtype = getattr(torch, subject.dtype)
+    # Where parts other than text are left out here, transformers has the model under another task.
+    auto = transformers.AutoModelForImageTextToText if subject.model.left_out else transformers.AutoModelForCausalLM
     if subject.load_format == "dummy":
         config = transformers.AutoConfig.from_pretrained(subject.folder, local_files_only=True)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        model = auto.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
         model.load_state_dict(_state(subject), strict=False)
     else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(subject.folder, dtype=dtype, local_files_only=True)
+        model = auto.from_pretrained(subject.folder, dtype=dtype, local_files_only=True)
     model.eval()
     with torch.inference_mode():
         found = [

@@ -49,11 +49,26 @@ def subject_of(folder, architecture, fields, **options):
     config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config |= {"model_type": architecture.removesuffix("ForCausalLM").lower(), "max_position_embeddings": 128}
     config |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if "text_config" in fields:
+        config = {name: config[name] for name in ("architectures", "tie_word_embeddings")}
     (folder / "config.json").write_text(json.dumps(config | fields))
     return open_subject(str(folder), load_format="dummy", dtype="float32", **options)
 
 
-@pytest.mark.parametrize(("architecture", "fields"), [("Phi3ForCausalLM", PHI3), ("GraniteForCausalLM", GRANITE)])
+def mistral3():
+    """A config of several parts, whose text model transformers finds by a class of its own."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    text |= {"model_type": "mistral", "sliding_window": None}
+    config = {"text_config": text, "vision_config": sizes | {"model_type": "pixtral"}, "image_token_index": 199}
+    return config | {"model_type": "mistral3"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [("Phi3ForCausalLM", PHI3), ("GraniteForCausalLM", GRANITE), ("Mistral3ForConditionalGeneration", mistral3())],
+)
 def test_transformers_gets_the_same_weights_under_their_names(tmp_path, architecture, fields):
     """Rows of one tensor are put together again, and what was multiplied when loaded is divided."""
     where = subject_of(tmp_path, architecture, fields, max_model_len=96)
