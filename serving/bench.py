@@ -114,7 +114,13 @@ class Runner:
         low, high = (MARGIN, self.model.vocab_size - MARGIN)
         if low >= high:
             low, high = 0, self.model.vocab_size
-        return [[self._rng.randrange(low, high) for _ in range(length)] for length in lengths]
+        return [[self._token(low, high) for _ in range(length)] for length in lengths]
+
+    def _token(self, low: int, high: int) -> int:
+        """A random token that stands for text."""
+        while (token := self._rng.randrange(low, high)) in self.model.image_token_ids:
+            pass
+        return token
 
     def seconds(self, lengths: Sequence[int], outputs: Sequence[int]) -> float:
         """Time to complete a prompt of each length with as many tokens as `outputs` says."""

@@ -1,6 +1,7 @@
 """The benchmark's arithmetic: what is run, how a figure is made of times, and what a device's limit is held against."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,12 @@ from twinfer.shared.models.locate import model_folder
 from twinfer.shared.models.shapes import SHAPES
 
 NO_LIMITS = Limits(None, None, "")
+
+
+def test_prompts_have_no_tokens_of_images():
+    model = SimpleNamespace(vocab_size=4, image_token_ids=(1, 3))
+    runner = bench.Runner(SimpleNamespace(tokenizer=None, engine=SimpleNamespace(model=model)))
+    assert {token for prompt in runner.prompts([50, 50]) for token in prompt} == {0, 2}
 
 
 class FakeRunner:
