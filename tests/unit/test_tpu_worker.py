@@ -256,6 +256,18 @@ def small_config(model, **options):
     return resolve(engine, model, DeviceInfo("cpu", "cpu", 1 << 34))[0]
 
 
+def test_what_a_request_may_not_have_changes_no_program():
+    """Programs are found again by their key: fields of a model that none of them reads are not in it."""
+    model = LLAMA
+    mesh = sharding.make_mesh(jax.devices("cpu"), 1)
+
+    def key(**changes):
+        return executables.key(replace(model, **changes), small_config(model), "plan", mesh, 4)
+
+    assert key(image_token_ids=(7,), left_out=("vision tower",), eos_token_ids=(2,), raw_hash="x") == key()
+    assert key(hidden_size=2 * model.hidden_size) != key()
+
+
 @pytest.mark.parametrize("shards", [1, 3, 4])
 def test_plans_know_the_layers_that_programs_see(shards):
     """A shard computes a part of each layer; programs see all shards together, with heads of zeros among them."""
