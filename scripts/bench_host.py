@@ -71,7 +71,8 @@ def measure(worker: str, requests: int, context: int, steps: int, clock: Callabl
     from twinfer.shared.packer import pack
     from twinfer.shared.request import Request
     from twinfer.shared.sampling_params import SamplingParams
-    from twinfer.shared.scheduler import Scheduler, SchedulerConfig
+    from twinfer.shared.scheduler import Scheduler
+    from twinfer.shared.scheduler_config import SchedulerConfig
     from twinfer.shared.step import StepShape
 
     prompt = context - steps // 2

@@ -24,7 +24,8 @@ from twinfer.shared.packer import pack
 from twinfer.shared.request import Request
 from twinfer.shared.request_table import ScheduledStep
 from twinfer.shared.sampling_params import SamplingParams
-from twinfer.shared.scheduler import Scheduler, SchedulerConfig
+from twinfer.shared.scheduler import Scheduler
+from twinfer.shared.scheduler_config import SchedulerConfig
 from twinfer.shared.step import StepShape
 
 PROMPT = 128

@@ -29,7 +29,8 @@ from .progress import Progress, silent
 from .request import FinishReason, Request
 from .request_table import ScheduledStep
 from .sampling_params import SamplingParams
-from .scheduler import Scheduler, SchedulerConfig, SchedulerMetrics
+from .scheduler import Scheduler, SchedulerMetrics
+from .scheduler_config import SchedulerConfig
 from .step import StepInput, StepOutput, StepShape, TopLogprobs
 from .worker import ProgramReport, StepHandle, attach_camera, cache_pages, create_worker
 

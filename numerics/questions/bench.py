@@ -21,7 +21,8 @@ from ...shared.progress import silent
 from ...shared.request import Request
 from ...shared.request_table import ScheduledStep
 from ...shared.sampling_params import SamplingParams
-from ...shared.scheduler import Scheduler, SchedulerConfig
+from ...shared.scheduler import Scheduler
+from ...shared.scheduler_config import SchedulerConfig
 from ...shared.step import StepInput, StepShape, batch_layout
 from ...shared.worker import Worker, backend_module, create_worker
 from ..sides.runners import Fault

@@ -17,7 +17,8 @@ from ...shared.errors import ConfigError, RequestError
 from ...shared.packer import pack
 from ...shared.request import Request
 from ...shared.sampling_params import SamplingParams
-from ...shared.scheduler import Scheduler, SchedulerConfig
+from ...shared.scheduler import Scheduler
+from ...shared.scheduler_config import SchedulerConfig
 from ...shared.step import StepInput, StepShape
 from ...shared.tokenizer import Tokenizer
 from .subject import Subject

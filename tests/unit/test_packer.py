@@ -17,7 +17,8 @@ from twinfer.shared.request import Request
 from twinfer.shared.request_table import ScheduledStep
 from twinfer.shared.sampling_encoding import FAR, ONE, encode_bias, encode_mask, encode_processors, encode_sampling
 from twinfer.shared.sampling_params import SamplingParams
-from twinfer.shared.scheduler import Scheduler, SchedulerConfig
+from twinfer.shared.scheduler import Scheduler
+from twinfer.shared.scheduler_config import SchedulerConfig
 from twinfer.shared.step import (
     SAMPLERS,
     StepShape,

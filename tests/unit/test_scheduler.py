@@ -13,7 +13,8 @@ from twinfer.shared.errors import ConfigError, InternalError, OutsideTable, Requ
 from twinfer.shared.request import FinishReason, Request, RequestState, WaitingQueue
 from twinfer.shared.request_table import Loop, RequestTable, ScheduledStep, StepEvents
 from twinfer.shared.sampling_params import SamplingParams
-from twinfer.shared.scheduler import Scheduler, SchedulerConfig
+from twinfer.shared.scheduler import Scheduler
+from twinfer.shared.scheduler_config import SchedulerConfig
 
 PAGE = 4
 

@@ -24,7 +24,8 @@ from twinfer.shared.packer import pack
 from twinfer.shared.request import FinishReason, Request, RequestState
 from twinfer.shared.sampling_encoding import FAR, ONE, encode_sampling
 from twinfer.shared.sampling_params import SamplingParams
-from twinfer.shared.scheduler import Scheduler, SchedulerConfig
+from twinfer.shared.scheduler import Scheduler
+from twinfer.shared.scheduler_config import SchedulerConfig
 from twinfer.shared.step import NewPages, StepInput, StepShape, batch_layout, processor_layout, sampling_layout
 
 VOCABULARY = 50
