@@ -25,7 +25,8 @@ import numpy as np
 
 from ..bucketing import PaddingAccount, Table
 from .errors import ConfigError, InternalError, OutsideTable, RequestError
-from .kv_manager import KVManager, append_digests, extend_digests
+from .kv_manager import KVManager
+from .prefix_cache import PrefixCache
 from .request import FinishReason, Request, RequestState, WaitingQueue
 from .request_table import Group, Loop, RequestTable, ScheduledStep, StepEvents
 from .scheduler_config import SchedulerConfig
@@ -80,6 +81,7 @@ class Scheduler:
         self.programs = programs
         self.table = RequestTable(config.max_num_seqs, config.max_model_len, config.page_size)
         self.kv = KVManager(config.num_pages, config.page_size, config.enable_prefix_caching)
+        self.prefixes = PrefixCache(self.table, self.kv)
         self.padding = PaddingAccount()
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
@@ -92,14 +94,11 @@ class Scheduler:
         self._in_flight: deque[ScheduledStep] = deque()
         # A loop stopped early, and the loop chained to it, which does nothing, was not read yet.
         self._halted = False
-        self._offsets = np.arange(config.page_size)
         self._reserve = int(config.watermark * config.num_pages)
         # (arrival of the head of the queue that lacked pages, `kv.num_releases` then): it is not worth another look
         # before the next release. The hit that a registration might bring meanwhile is not worth one either.
         self._blocked: tuple[int, int] | None = None
         self._arrivals = 0
-        self._prefix_queries = 0
-        self._prefix_hits = 0
         self._preemptions = 0
         self._errors = 0
 
@@ -162,7 +161,7 @@ class Scheduler:
         table, row = self.table, request.row
         if trusted:
             num_written = int(min(table.known[row], table.computed[row]))
-            self._register(request, row, num_written // self.config.page_size)
+            self.prefixes.register(request, row, num_written // self.config.page_size)
         else:
             self.kv.forget(table.pages_of(row))
         if self._decoding.pop(row, None) is None:
@@ -268,30 +267,11 @@ class Scheduler:
     def _grow(self, group: Group, needy: np.ndarray, starts: np.ndarray) -> None:
         """One more page for each of the requests `needy`, whose pages are full of the tokens before `starts`."""
         rows = group.rows[needy]
-        if self.config.enable_prefix_caching:
+        if self.prefixes.enabled:
             # Steps in flight compute them all, and a loop always does its first step; not all ids are known, maybe.
             counts = np.minimum(starts[needy], self.table.known[rows]) // self.config.page_size
-            self._register_each(group, needy, counts)
+            self.prefixes.register_each(group, needy, counts)
         self.table.append_page_each(rows, self.kv.allocate(len(rows)))
-
-    def _register_each(self, group: Group, indices: np.ndarray, counts: np.ndarray) -> None:
-        """`_register` for some requests of `group`; mostly one page of each is new, which they do together."""
-        table, size = self.table, self.config.page_size
-        rows = group.rows[indices]
-        columns = counts - 1
-        is_single = table.registered[rows] == columns
-        if np.count_nonzero(is_single) < len(rows):
-            for index in (~is_single).nonzero()[0].tolist():
-                self._register(group.requests[indices[index]], int(rows[index]), int(counts[index]))
-            indices, rows, counts, columns = (x[is_single] for x in (indices, rows, counts, columns))
-            if not len(rows):
-                return
-        first = group.first_token[indices] + columns * size
-        tokens = table.tokens_flat.take(first[:, None] + self._offsets)
-        requests = [group.requests[index] for index in indices.tolist()]
-        digests = append_digests(requests, columns.tolist(), tokens)
-        self.kv.register(table.pages_flat.take(group.first_page[indices] + columns).tolist(), digests)
-        table.registered[rows] = counts
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, at its old place, with the tokens that are known; those in flight are sampled again."""
@@ -322,14 +302,9 @@ class Scheduler:
             return False
         kv, config = self.kv, self.config
         tokens = request.known_tokens()
-        cached: list[int] = []
-        # Log-probabilities of the prompt need its logits, which a cached page does not have.
-        lookup = config.enable_prefix_caching and request.params.prompt_logprobs is None
-        if lookup:
-            self._extend_hashes(request, tokens, len(tokens) // config.page_size)
-            # One token at least is computed: its logits are sampled from.
-            cached = kv.match(request.page_hashes, (len(tokens) - 1) // config.page_size)
-        if not config.enable_chunked_prefill and len(tokens) - len(cached) * config.page_size > budget:
+        cached = self.prefixes.match(request, tokens)
+        num_cached = len(cached) * config.page_size
+        if not config.enable_chunked_prefill and len(tokens) - num_cached > budget:
             return False
         # The next token must find room too, or a request that gave way for its own sake would come back at once.
         needed = kv.pages_for(len(tokens) + 1) - len(cached)
@@ -342,15 +317,13 @@ class Scheduler:
         self._waiting.remove(request)
         row = self.table.assign(request, tokens)
         self.table.append_pages(row, np.concatenate((np.array(cached, np.int64), fresh)))
-        self.table.computed[row] = len(cached) * config.page_size
+        self.table.computed[row] = num_cached
         self.table.registered[row] = len(cached)
         request.state = RequestState.RUNNING
         self._prefilling.append(request)
-        if lookup:
-            self._prefix_queries += len(tokens)
-            self._prefix_hits += len(cached) * config.page_size
+        self.prefixes.record(request, len(tokens), num_cached)
         if not request.num_preemptions:
-            request.num_cached_tokens = len(cached) * config.page_size
+            request.num_cached_tokens = num_cached
         return True
 
     def _advance(self, request: Request, budget: int) -> _Chunk:
@@ -364,23 +337,8 @@ class Scheduler:
             self._decoding[row] = request
             self._group = None
         # Requests that start later in this step may share these pages at once, see `KVManager.register`.
-        self._register(request, row, end // self.config.page_size)
+        self.prefixes.register(request, row, end // self.config.page_size)
         return _Chunk(request, row, start, end, end == known)
-
-    def _register(self, request: Request, row: int, count: int) -> None:
-        """Offer the first `count` pages of the row to the prefix cache: all their tokens are known and computed."""
-        table = self.table
-        first = int(table.registered[row])
-        if count <= first or not self.config.enable_prefix_caching:
-            return
-        hashes = request.page_hashes
-        if len(hashes) < count:
-            self._extend_hashes(request, table.tokens[row], count)
-        self.kv.register(table.pages[row, first:count].tolist(), hashes[first:count])
-        table.registered[row] = count
-
-    def _extend_hashes(self, request: Request, tokens: np.ndarray, count: int) -> None:
-        extend_digests(request.page_hashes, tokens, count, self.config.page_size, request.cache_salt)
 
     def _mixed_step(self, group: Group, starts: np.ndarray, chunks: list[_Chunk]) -> ScheduledStep:
         chunks.sort(key=lambda chunk: chunk.end - chunk.start > 1)
@@ -525,8 +483,8 @@ class Scheduler:
             running=self.table.num_used,
             waiting=len(self._waiting),
             cache_usage=self.kv.num_held / self.kv.num_pages,
-            prefix_queries=self._prefix_queries,
-            prefix_hits=self._prefix_hits,
+            prefix_queries=self.prefixes.num_queries,
+            prefix_hits=self.prefixes.num_hits,
             preemptions=self._preemptions,
             padded_share=self.padding.padded_share,
             errors=self._errors,
