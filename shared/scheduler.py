@@ -30,6 +30,7 @@ from .prefix_cache import PrefixCache
 from .request import FinishReason, Request, RequestState, WaitingQueue
 from .request_table import Group, Loop, RequestTable, ScheduledStep, StepEvents
 from .scheduler_config import SchedulerConfig
+from .step_results import count_iterations, count_taken, find_finished, flatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +414,7 @@ class Scheduler:
         lengths = ends + 1
         self.table.tokens_flat[group.first_token + ends] = taken
         self.table.known[group.rows] = lengths
-        finished = self._find_finished(group, lengths, taken)
+        finished = find_finished(group, lengths, taken)
         for request, reason in finished:
             self._end(request, reason)
         failures = [step.requests[index] for index in failed]
@@ -429,7 +430,7 @@ class Scheduler:
 
     def _update_loop(self, step: ScheduledStep, loop: Loop, tokens: np.ndarray) -> StepEvents:
         is_void = loop.chained and self._halted
-        done = _iterations(tokens, len(step.rows), loop, is_void)
+        done = count_iterations(tokens, len(step.rows), loop, is_void)
         stopped_early = done < loop.steps
         self._in_flight.popleft()
         self._halted = stopped_early and not is_void and bool(self._in_flight)
@@ -442,14 +443,14 @@ class Scheduler:
         if stopped_early:
             # Neither the steps that were left out nor a loop chained to this one happened.
             table.computed[rows] = ends - 1 + done
-        counts, last = _count_taken(group.stop_ids, taken)
+        counts, last = count_taken(group.stop_ids, taken)
         broken = last < 0
-        owner, iteration, flat = _flatten(taken, counts)
+        owner, iteration, flat = flatten(taken, counts)
         table.tokens_flat[rows[owner] * table.max_model_len + ends[owner] + iteration] = flat
         lengths = ends + counts
         table.known[rows] = lengths
         sound = np.flatnonzero(~broken)
-        finished = self._find_finished(group.select(sound), lengths[sound], last[sound])
+        finished = find_finished(group.select(sound), lengths[sound], last[sound])
         for request, reason in finished:
             self._end(request, reason)
         failed = np.flatnonzero(broken).tolist()
@@ -459,21 +460,6 @@ class Scheduler:
         ended += [requests[index] for index in failed if counts[index]]
         failures = [requests[index] for index in failed if not counts[index]]
         return StepEvents([requests[index] for index in owner.tolist()], flat, live[owner], ended, failures)
-
-    def _find_finished(
-        self, group: Group, lengths: np.ndarray, tokens: np.ndarray
-    ) -> list[tuple[Request, FinishReason]]:
-        """The requests that end with `tokens`, their last ones, which make them so long."""
-        is_done = lengths >= group.max_total
-        is_stop = group.stop_ids == tokens[:, None]
-        if not (np.count_nonzero(is_done) or np.count_nonzero(is_stop)):
-            return []
-        # A stop id at a masked position cannot have been sampled; it is no end even if a worker says so.
-        stopped = is_stop.any(axis=1) & (lengths > group.min_total)
-        return [
-            (group.requests[index], FinishReason.STOP if stopped[index] else FinishReason.LENGTH)
-            for index in np.flatnonzero(is_done | stopped).tolist()
-        ]
 
     # Upkeep
 
@@ -531,39 +517,3 @@ class Scheduler:
         for request in held:
             known = table.tokens[request.row, : table.known[request.row]]
             self.kv.check_content(table.pages_of(request.row), known, request.cache_salt)
-
-
-def _iterations(tokens: np.ndarray, requests: int, loop: Loop, is_void: bool) -> int:
-    """How many decode steps a loop did that brought `tokens`. Raises InternalError if it cannot have."""
-    if tokens.ndim == 2 and tokens.shape[1] >= requests:
-        done = int(tokens.shape[0])
-        if is_void and done == 0:
-            return 0
-        if not is_void and 1 <= done <= loop.steps:
-            return done
-    raise InternalError(f"a loop of {loop.steps} steps came back with tokens of shape {tokens.shape}")
-
-
-def _count_taken(stop_ids: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many of the tokens [m, n] of a loop each request takes, and the last that it looks at.
-
-    All up to the first of its `stop_ids` [n, any], without that one if it is no token.
-    """
-    done, width = tokens.shape
-    if not done or not width:
-        return np.zeros(width, np.int64), np.zeros(width, np.int64)
-    is_end = (stop_ids == tokens[:, :, None]).any(axis=2) | (tokens < 0)
-    looked_at = np.where(is_end.any(axis=0), is_end.argmax(axis=0) + 1, done)
-    last = tokens[looked_at - 1, np.arange(width)]
-    return looked_at - (last < 0), last
-
-
-def _flatten(taken: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The first `counts[i]` tokens of each column i of `taken` [m, n], one request's after another's.
-
-    Returns (owner, iteration, token) of each: of [[5, 6], [7, 8]] and counts 2, 1: (0, 0, 5), (0, 1, 7), (1, 0, 6).
-    """
-    owner = np.arange(len(counts)).repeat(counts)
-    first = np.cumsum(counts) - counts
-    iteration = np.arange(len(owner)) - first.repeat(counts)
-    return owner, iteration, taken[iteration, owner]
