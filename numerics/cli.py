@@ -135,10 +135,15 @@ def parse_layers(text: str, count: int) -> list[int]:
     layers: set[int] = set()
     for part in text.split(","):
         first, sign, last = (word.strip() for word in part.partition("-"))
-        ends = [
-            count - 1 if word == "last" else int(word) if word.isdecimal() else -1 for word in (first, last or first)
-        ]
+        ends = [_layer(word, count) for word in (first, last or first)]
         if min(ends) < 0 or max(ends) >= count or ends[0] > ends[1] or (sign and not last):
             raise ConfigError(f"layers: got {part!r}, allowed is such as 0-3,last below {count}")
         layers.update(range(ends[0], ends[1] + 1))
     return sorted(layers)
+
+
+def _layer(word: str, count: int) -> int:
+    """The layer that `last` or a number means; -1 for any other word."""
+    if word == "last":
+        return count - 1
+    return int(word) if word.isdecimal() else -1

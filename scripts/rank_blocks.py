@@ -32,6 +32,8 @@ DECODE = [(256, 256), (512, 256), (1024, 256), (512, 512), (1024, 512), (256, 12
 """Tokens of a block and of a step of it."""
 MIXED = [(256, 256, 32), (512, 256, 32), (512, 512, 32), (512, 512, 16), (256, 256, 64), (512, 256, 64), (512, 512, 64)]
 """The same, and query tokens. Pairs of both lists share a compilation."""
+ITEMSIZE = {"int8": 1, "float8_e4m3fn": 1, "float32": 4}
+"""Bytes of an element of the cache, where they are not 2."""
 
 
 def decode_score(cost: static_cost.KernelCost, block: int, page: int) -> float:
@@ -54,8 +56,7 @@ def candidates(device: Any, call: Call, folder: Path) -> tuple[list[dict[str, An
     decode: list[dict[str, Any]] = []
     mixed: list[dict[str, Any]] = []
     rest = (call.hdim**-0.5, 0, 0.0, 512, 1.0, 1.0, False)
-    itemsize = 1 if call.cache in ("int8", "float8_e4m3fn") else 4 if call.cache == "float32" else 2
-    smallest = IN_FLIGHT // (2 * call.kv_heads * call.hdim * itemsize)
+    smallest = IN_FLIGHT // (2 * call.kv_heads * call.hdim * ITEMSIZE.get(call.cache, 2))
     for (d_block, d_step), (m_block, m_step, queries) in zip(DECODE, MIXED, strict=True):
         chosen = {
             "decode_kv": d_block, "decode_step": d_step, "mixed_kv": m_block, "mixed_step": m_step,

@@ -94,7 +94,10 @@ class Strings(Kind):
 
     def check(self, value: Any) -> Any:
         """See `Kind`."""
-        value = () if value is None else (value,) if isinstance(value, str) else value
+        if value is None:
+            value = ()
+        elif isinstance(value, str):
+            value = (value,)
         items = items_of(value)
         if not all(isinstance(item, str) for item in items):
             raise Refusal

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -330,19 +330,21 @@ def _with_lifetimes(steps: Sequence[Sequence[Any]], fixed: int, result: int) -> 
     return made
 
 
+def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
+    """(key, entry) of a dict or a list; anything else is one entry without a key."""
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, list):
+        return enumerate(value)
+    return [("", value)]
+
+
 def state_of(module: torch.nn.Module) -> dict[str, Any]:
     """What identifies a module's attributes, parameters and buffers, with the versions of tensors."""
     state: dict[str, Any] = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            items = (
-                value.items()
-                if isinstance(value, dict)
-                else enumerate(value)
-                if isinstance(value, list)
-                else [("", value)]
-            )
-            for key, item in items:
+            for key, item in _entries(value):
                 version = item._version if isinstance(item, torch.Tensor) and not item.is_inference() else None
                 state[f"{path}.{name}.{key}"] = (id(item), version)
     return state

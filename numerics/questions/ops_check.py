@@ -189,7 +189,7 @@ class _Probe:
 def _probes(op: str, modes: Sequence[Mode]) -> list[_Probe]:
     made: list[_Probe] = []
     for dtype in TESTING[op].dtypes:
-        mode: Mode = "X" if TESTING[op].bitwise else "S" if dtype == "float32" else "P"
+        mode = _mode(op, dtype)
         for case in ci_cases(TESTING[op], dtype):
             if mode in modes:
                 made.append(_Probe(op, mode, dtype, case, Judge(op, case.arguments), _like(op, case)))
@@ -198,6 +198,13 @@ def _probes(op: str, modes: Sequence[Mode]) -> list[_Probe]:
                     named = Case(f"{case.name}, {exact.name}", exact.arguments)
                     made.append(_Probe(op, "X", dtype, named, ExactJudge(op, exact.arguments), _like(op, exact)))
     return made
+
+
+def _mode(op: str, dtype: str) -> Mode:
+    """The mode that judges the cases of `op` in `dtype`."""
+    if TESTING[op].bitwise:
+        return "X"
+    return "S" if dtype == "float32" else "P"
 
 
 def _like(op: str, case: Case) -> tuple[Any, ...]:

@@ -326,4 +326,6 @@ def _as_tuple(result: Any) -> tuple[Any, ...]:
 
 def _of_graph(parts: tuple[Any, ...]) -> Any:
     """Results as an operator returns them: nothing, one, or a tuple."""
-    return parts if len(parts) > 1 else parts[0] if parts else None
+    if len(parts) > 1:
+        return parts
+    return parts[0] if parts else None

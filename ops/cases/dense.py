@@ -308,7 +308,9 @@ def _wrong_mlp(ops: Any, x: Any, gate_up: Any, gate_up_bias: Any, down: Any, dow
     if fault == "down bias dropped":
         down_bias = None
     out = ops.linear(ops.rounded(hidden), down, down_bias)
-    return out * 1.005 if fault == "scaled by 1.005" else out + x if fault == "residual added" else out
+    if fault == "scaled by 1.005":
+        return out * 1.005
+    return out + x if fault == "residual added" else out
 
 
 MLP_FAULTS = (

@@ -380,7 +380,9 @@ def _wrong_block(
         halves = np.roll(gate_up[e], len(gate_up[e]) // 2, axis=0) if fault == "gate and up swapped" else gate_up[e]
         other = down[(e + 2) % 5] if fault == "down of another expert" else down[e]
         out += weight * _mlp(x, halves, np.nan_to_num(other), ops.rounded)
-    return out * 1.005 if fault == "scaled by 1.005" else out + x if fault == "residual added" else out
+    if fault == "scaled by 1.005":
+        return out * 1.005
+    return out + x if fault == "residual added" else out
 
 
 BLOCK_FAULTS = (

@@ -91,7 +91,9 @@ class Fields:
     def token_ids(self, name: str, vocab_size: int) -> list[int]:
         """An id, a list of ids, or nothing."""
         value = self.get(name)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if value is None:
+            return []
+        ids = value if isinstance(value, list) else [value]
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
                 rule = f"must be below vocab_size ({vocab_size}): an id, or a list of ids"
