@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ class Refusal(ValueError):
     """A value that is not orders. Without a text: because it is not what `Kind.allowed` says."""
 
 
-class Kind:
+class Kind(ABC):
     """The values of an option.
 
     metavar   what stands for a value in help
@@ -40,9 +41,9 @@ class Kind:
         """The same behind the word "allowed" of an error: "is an integer from 1 to 64"."""
         return f"is {self.words}"
 
+    @abstractmethod
     def check(self, value: Any) -> Any:
         """The value as it is kept. Raises Refusal."""
-        raise NotImplementedError
 
     def read(self, text: str) -> Any:
         """The value that a text of the command line stands for. Raises ValueError."""

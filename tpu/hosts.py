@@ -103,6 +103,7 @@ def unpack(parts: list[bytes]) -> tuple[str, list[Any]]:
 def _array_out(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
+    # What msgspec expects of its hook for a type that neither knows.
     raise NotImplementedError(f"a {type(value).__name__} cannot be sent")
 
 
