@@ -228,6 +228,14 @@ Filled = tuple[str, Any, Any, str]
 """A value that was filled in or changed: its field, before, after, and why."""
 
 
+def _static_sizes(sizes: Sequence[int | str], capture_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Token counts with code of their own, with the capture sizes in place of the word for them."""
+    static: set[int] = set()
+    for size in sizes:
+        static.update(capture_sizes if size == CAPTURE_SIZES else [int(size)])
+    return tuple(sorted(static))
+
+
 def resolve_compilation(
     config: CompilationConfig, platform: str, decode_sizes: Sequence[int], max_num_seqs: int
 ) -> tuple[ResolvedCompilation, list[Filled]]:
@@ -257,12 +265,10 @@ def resolve_compilation(
     ops = config.ops or "plain"
     plain = config.use_inductor is None and not (config.inductor_compile_config or config.debug_dump_path)
     skip_kernels = level == 3 and road == "regional" and plain and ops == "plain"
-    static: list[int] = []
-    asked = config.compile_sizes
-    if asked is None and level >= 2 and not skip_kernels:
-        asked = fill("compile_sizes", (1,), "a step of one token has code of its own")
-    for size in asked or ():
-        static += sizes if size == CAPTURE_SIZES else [int(size)]
+    if level >= 2 and not skip_kernels:
+        compile_sizes = fill("compile_sizes", (1,), "a step of one token has code of its own")
+    else:
+        compile_sizes = config.compile_sizes or ()
     resolved = ResolvedCompilation(
         level=level,
         road=road,
@@ -273,7 +279,7 @@ def resolve_compilation(
         cudagraph_mixed_limit=_or(config.cudagraph_mixed_limit, 8192),
         splitting_ops=_or(config.splitting_ops, ("paged_attention",)),
         splitting_given=config.splitting_ops is not None,
-        compile_sizes=tuple(sorted(set(static))),
+        compile_sizes=_static_sizes(compile_sizes, sizes),
         compile_ranges=_or(config.compile_ranges, ()),
         use_inductor=use_inductor,
         skip_kernels=skip_kernels,

@@ -155,7 +155,9 @@ def default_decode_sizes(backend: Backend, max_num_seqs: int, platform: str) -> 
     """
     if backend == "jax" and platform == "cuda":
         return mixed_ladder(max_num_seqs, smallest=1)
-    small = (1, 2, 4) if backend == "torch" else (1,) if platform == "cpu" else ()
+    small: tuple[int, ...] = (1,) if platform == "cpu" else ()
+    if backend == "torch":
+        small = (1, 2, 4)
     return decode_ladder(max_num_seqs, small=small)
 
 
@@ -184,76 +186,22 @@ def resolve(
         changes.append(Change("backend", "auto", backend, f"default on {device.platform}"))
         config = replace(config, backend=backend)
     config.check_owners()
-
-    def fill(name: str, value: Any, why: str) -> Any:
-        current = getattr(config, name)
-        if current is None or current == "auto":
-            changes.append(Change(name, current, value, why))
-            return value
-        return current
-
-    on_cpu = device.platform == "cpu"
     if model.vocab_size > MAX_VOCAB:
         raise UnsupportedModel(f"vocab_size: got {model.vocab_size}, the sampler's integers allow at most {MAX_VOCAB}")
-    limit = model.max_position_embeddings
-    usual, why = _usual_length(model)
-    length = fill("max_model_len", min(usual, 2048) if on_cpu else usual, f"{why}, at most 2048 on a CPU")
-    if length > limit:
-        raise ConfigError(f"max_model_len: got {length}, the model allows at most {limit} (max_position_embeddings)")
-    if length > usual:
-        changes.append(
-            Change("longrope factors", "short", "long", f"max_model_len is above {usual}: for every sequence")
-        )
+    defaults = _Defaults(config, model, device, _usable_demand(config, demand), changes)
+    length = defaults.max_model_len()
     if model.left_out:
         changes.append(Change("prompts", "text and images", "text", f"not read: {', '.join(model.left_out)}"))
-    demand = _usable_demand(config, demand)
-    most = 16 if on_cpu else 256
-    fitting = demand.fitting_requests(most)
-    why = f"default on {device.platform}" if fitting == most else f"enough for {demand.requests} requests"
-    sequences = fill("max_num_seqs", fitting, why)
-    page = config.page_size
-    if page is None:
-        page, fitting, why = default_page_size(device.platform, length, sequences)
-        fill("page_size", page, why)
-        if fitting < sequences:
-            if config.max_num_seqs is not None:
-                raise ConfigError(f"max_num_seqs: got {sequences}, allowed is at most {fitting}: {why}")
-            changes.append(Change("max_num_seqs", sequences, fitting, why))
-            sequences = fitting
-    most = min(512, max(16, length)) if on_cpu else 8192
-    enough = demand.fitting_tokens(most)
-    why = f"default on {device.platform}" if enough == most else f"enough for {demand.prompt_tokens} tokens of prompts"
-    tokens = fill("max_num_batched_tokens", enough, why)
-    if tokens < sequences:
-        changes.append(
-            Change("max_num_batched_tokens", tokens, sequences, "every running request needs one token a step")
-        )
-        tokens = sequences
-    if not config.enable_chunked_prefill and tokens < length:
-        changes.append(Change("max_num_batched_tokens", tokens, length, "without chunked prefill a prompt runs whole"))
-        tokens = length
-    tokens = _bounded_tokens(tokens, sequences, length, model, device, changes)
-    dtype = fill("dtype", model.dtype, "the checkpoint's dtype")
+    sequences, page = defaults.max_num_seqs_and_page_size(length)
+    tokens = defaults.max_num_batched_tokens(sequences, length)
+    dtype = defaults.fill("dtype", model.dtype, "the checkpoint's dtype")
     cache, scales = kv_config.resolve_cache(config, dtype)
     if config.capture is not None:
         for name, value, kept in (("decode_steps", config.decode_steps, 1), ("kv_cache_dtype", cache, dtype)):
             if value != kept:
                 raise ConfigError(f"capture: keeps steps with {name} {kept}, got {value}")
-    compilation, scan = NOT_TORCH, False
     check_ladders(config, sequences, tokens)
-    if config.backend == "torch":
-        if config.tensor_parallel_size > 1:
-            raise ConfigError(f"tensor_parallel_size: got {config.tensor_parallel_size}, the torch backend allows 1")
-        ladder = default_decode_sizes(config.backend, sequences, device.platform)
-        compilation, filled = resolve_compilation(config.compilation(), device.platform, ladder, sequences)
-        ours = {entry.copy_of: name for name, entry in options_of(EngineConfig).items()}
-        changes += [Change(ours.get(entry[0], entry[0]), *entry[1:]) for entry in filled]
-    elif device.platform == "cuda":
-        scan = fill("scan_layers", False, "a scan on a GPU copies each layer's weights")
-    elif device.name == "TPU7x":
-        scan = fill("scan_layers", False, "its compiler lays the weights of a loop out anew in each step")
-    else:
-        scan = fill("scan_layers", True, "one loop compiles faster than all layers")
+    is_torch = config.backend == "torch"
     same = {f.name for f in fields(ResolvedConfig)} - {"platform", "compilation", "demand"}
     values = {name: getattr(config, name) for name in same}
     values |= {
@@ -265,17 +213,111 @@ def resolve(
         "max_num_seqs": sequences,
         "max_num_batched_tokens": tokens,
         "page_size": page,
-        "compilation": compilation,
-        "scan_layers": scan,
-        "demand": demand,
+        "compilation": defaults.compilation(sequences) if is_torch else NOT_TORCH,
+        "scan_layers": False if is_torch else defaults.scan_layers(),
+        "demand": defaults.demand,
     }
     resolved = ResolvedConfig(**values)
-    mixed = demand.fitting_sizes(resolved.table().mixed_sizes, sequences)
+    mixed = defaults.demand.fitting_sizes(resolved.table().mixed_sizes, sequences)
     if mixed is not None:
         resolved = replace(resolved, mixed_sizes=mixed)
-    if config.backend == "torch":
+    if is_torch:
         check_sizes(config.compilation(), {d.tokens for d in resolved.table()})
     return resolved, changes
+
+
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    """What stands for the options that a config leaves open, where one depends on another. Appends to `changes`."""
+
+    config: EngineConfig
+    model: ModelConfig
+    device: DeviceInfo
+    demand: Demand
+    changes: list[Change]
+
+    def fill(self, name: str, value: Any, why: str) -> Any:
+        """The option `name`, or `value` where the config leaves it open."""
+        current = getattr(self.config, name)
+        if current is None or current == "auto":
+            self.changes.append(Change(name, current, value, why))
+            return value
+        return current
+
+    def max_model_len(self) -> int:
+        """Raises ConfigError if the model does not reach so far."""
+        limit = self.model.max_position_embeddings
+        usual, why = _usual_length(self.model)
+        default = min(usual, 2048) if self._on_cpu else usual
+        length: int = self.fill("max_model_len", default, f"{why}, at most 2048 on a CPU")
+        if length > limit:
+            raise ConfigError(
+                f"max_model_len: got {length}, the model allows at most {limit} (max_position_embeddings)"
+            )
+        if length > usual:
+            why = f"max_model_len is above {usual}: for every sequence"
+            self.changes.append(Change("longrope factors", "short", "long", why))
+        return length
+
+    def max_num_seqs_and_page_size(self, length: int) -> tuple[int, int]:
+        """Both at once: fewer requests where the page table of more would not fit."""
+        config, platform = self.config, self.device.platform
+        most = 16 if self._on_cpu else 256
+        default = self.demand.fitting_requests(most)
+        why = f"default on {platform}" if default == most else f"enough for {self.demand.requests} requests"
+        sequences: int = self.fill("max_num_seqs", default, why)
+        if config.page_size is not None:
+            return sequences, config.page_size
+        page, fitting, why = default_page_size(platform, length, sequences)
+        self.fill("page_size", page, why)
+        if fitting < sequences:
+            if config.max_num_seqs is not None:
+                raise ConfigError(f"max_num_seqs: got {sequences}, allowed is at most {fitting}: {why}")
+            self.changes.append(Change("max_num_seqs", sequences, fitting, why))
+        return fitting, page
+
+    def max_num_batched_tokens(self, sequences: int, length: int) -> int:
+        """No less than a step may need, no more than it can have. Raises ConfigError if memory ends before."""
+        most = min(512, max(16, length)) if self._on_cpu else 8192
+        enough = self.demand.fitting_tokens(most)
+        why = f"enough for {self.demand.prompt_tokens} tokens of prompts"
+        if enough == most:
+            why = f"default on {self.device.platform}"
+        tokens: int = self.fill("max_num_batched_tokens", enough, why)
+        if tokens < sequences:
+            why = "every running request needs one token a step"
+            self.changes.append(Change("max_num_batched_tokens", tokens, sequences, why))
+            tokens = sequences
+        if not self.config.enable_chunked_prefill and tokens < length:
+            why = "without chunked prefill a prompt runs whole"
+            self.changes.append(Change("max_num_batched_tokens", tokens, length, why))
+            tokens = length
+        return _bounded_tokens(tokens, sequences, length, self.model, self.device, self.changes)
+
+    def compilation(self, sequences: int) -> ResolvedCompilation:
+        """Of the torch backend."""
+        config, platform = self.config, self.device.platform
+        if config.tensor_parallel_size > 1:
+            raise ConfigError(f"tensor_parallel_size: got {config.tensor_parallel_size}, the torch backend allows 1")
+        ladder = default_decode_sizes("torch", sequences, platform)
+        compilation, filled = resolve_compilation(config.compilation(), platform, ladder, sequences)
+        # Reported by the names that these options have here.
+        names = {entry.copy_of: name for name, entry in options_of(EngineConfig).items()}
+        self.changes.extend(Change(names.get(entry[0], entry[0]), *entry[1:]) for entry in filled)
+        return compilation
+
+    def scan_layers(self) -> bool:
+        """Of the JAX backend."""
+        default, why = True, "one loop compiles faster than all layers"
+        if self.device.platform == "cuda":
+            default, why = False, "a scan on a GPU copies each layer's weights"
+        elif self.device.name == "TPU7x":
+            default, why = False, "its compiler lays the weights of a loop out anew in each step"
+        return bool(self.fill("scan_layers", default, why))
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.device.platform == "cpu"
 
 
 def _usable_demand(config: EngineConfig, demand: Demand) -> Demand:
