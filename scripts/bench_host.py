@@ -63,6 +63,14 @@ def make_fill(worker: str, table: Any, shape: Any) -> Callable[[Any], Any]:
     return make(shape).pack
 
 
+def summary(samples: list[tuple[float, ...]]) -> dict[str, float]:
+    """What `measure` returns, of seconds [step, phase]."""
+    phases = np.array(samples) * 1e6
+    sums = phases.sum(axis=1)
+    medians = dict(zip(PHASES, np.median(phases, axis=0).tolist(), strict=True))
+    return medians | {"step": float(np.median(sums)), "p5": float(np.percentile(sums, 5))}
+
+
 def measure(worker: str, requests: int, context: int, steps: int, clock: Callable[[], float]) -> dict[str, float]:
     """Microseconds of a step by phase: the medians, and of their sum the median and the 5th percentile, which tells
     most on a machine that others use.
@@ -71,8 +79,7 @@ def measure(worker: str, requests: int, context: int, steps: int, clock: Callabl
     from twinfer.shared.packer import pack
     from twinfer.shared.request import Request
     from twinfer.shared.sampling_params import SamplingParams
-    from twinfer.shared.scheduler import Scheduler
-    from twinfer.shared.scheduler_config import SchedulerConfig
+    from twinfer.shared.scheduler import Scheduler, SchedulerConfig  # where another checkout may have it
     from twinfer.shared.step import StepShape
 
     prompt = context - steps // 2
@@ -96,8 +103,11 @@ def measure(worker: str, requests: int, context: int, steps: int, clock: Callabl
     tokens = random.integers(1000, VOCABULARY, requests).astype(np.int32)
     in_flight: deque[Any] = deque()
     samples: list[tuple[float, ...]] = []
+    number = 0
 
-    def step(number: int) -> None:
+    def step() -> None:
+        nonlocal number
+        number += 1
         times = [clock()]
         scheduled = scheduler.schedule()
         times.append(clock())
@@ -111,23 +121,16 @@ def measure(worker: str, requests: int, context: int, steps: int, clock: Callabl
         times.append(clock())
         samples.append(tuple(np.diff(times).tolist()))
 
-    number = 0
     while len(scheduler.requests) and any(r.row < 0 for r in scheduler.requests.values()):
-        number += 1
-        step(number)
+        step()
     for _ in range(SLACK):
-        number += 1
-        step(number)
+        step()
     samples.clear()
     gc.collect()
     gc.freeze()
     for _ in range(steps):
-        number += 1
-        step(number)
-    taken = np.array(samples) * 1e6
-    result = dict(zip(PHASES, np.median(taken, axis=0).tolist(), strict=True))
-    whole = taken.sum(axis=1)
-    return result | {"step": float(np.median(whole)), "p5": float(np.percentile(whole, 5))}
+        step()
+    return summary(samples)
 
 
 def run_child(folder: str, worker: str, context: int, args: argparse.Namespace) -> dict[str, float]:
@@ -141,8 +144,8 @@ def run_child(folder: str, worker: str, context: int, args: argparse.Namespace) 
     return result
 
 
-def main() -> None:
-    """Measure and print a table."""
+def parse_arguments() -> argparse.Namespace:
+    """What to measure, and in which checkouts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=256, help="requests that decode")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 3000, 32000], help="tokens of each request")
@@ -153,7 +156,25 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="time of the thread, for a machine that others use")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", metavar="DIR", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def best_result(
+    checkouts: dict[str, str], worker: str, context: int, args: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Of each checkout the round with the least `step`; the checkouts take turns."""
+    best: dict[str, dict[str, float]] = {}
+    for _ in range(args.rounds):
+        for name, folder in checkouts.items():
+            result = run_child(folder, worker, context, args)
+            if name not in best or result["step"] < best[name]["step"]:
+                best[name] = result
+    return best
+
+
+def main() -> None:
+    """Measure and print a table."""
+    args = parse_arguments()
     if args.child is not None:
         use_checkout(args.child)
         clock = time.thread_time if args.cpu_time else time.perf_counter
@@ -163,12 +184,7 @@ def main() -> None:
     rows = []
     for worker in args.workers:
         for context in args.contexts:
-            best: dict[str, dict[str, float]] = {}
-            for _ in range(args.rounds):
-                for name, folder in checkouts.items():
-                    result = run_child(folder, worker, context, args)
-                    if name not in best or result["step"] < best[name]["step"]:
-                        best[name] = result
+            best = best_result(checkouts, worker, context, args)
             rows += [{"worker": worker, "context": context, "checkout": name} | best[name] for name in checkouts]
     if args.json:
         json.dump(rows, sys.stdout, indent=1)

@@ -106,8 +106,8 @@ def measure(engine: Engine, clock: Clock, ends: list[Any], batch: int, prompt: i
     }
 
 
-def main() -> None:
-    """Print a table, and write JSON if asked."""
+def parse_arguments() -> argparse.Namespace:
+    """What to run, and how."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--batch-sizes", default="1,8,64,256")
@@ -119,7 +119,11 @@ def main() -> None:
     parser.add_argument("--op-priority", type=json.loads, default={})
     parser.add_argument("--kernels", type=int, default=0, help="list this many kernels of a step, by time")
     parser.add_argument("--json")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def load_engine(arguments: argparse.Namespace) -> Engine:
+    """An engine with dummy weights of the shape."""
     folder = model_folder(arguments.shape)
     config = EngineConfig(
         model=folder,
@@ -131,8 +135,14 @@ def main() -> None:
         compilation_config=arguments.compilation_config,
         op_priority={op: tuple(order) for op, order in arguments.op_priority.items()},
     )
+    return Engine(config, load_config(folder), folder)
+
+
+def main() -> None:
+    """Print a table, and write JSON if asked."""
+    arguments = parse_arguments()
     start = time.perf_counter()
-    engine = Engine(config, load_config(folder), folder)
+    engine = load_engine(arguments)
     ready = time.perf_counter() - start
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     print(

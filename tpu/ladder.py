@@ -162,58 +162,79 @@ def largest(work: Mapping[Any, Job]) -> dict[Any, Job]:
 
 def jobs(model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: Mesh) -> dict[Any, Job]:
     """Every program of the table that the model's demand needs, by what the worker looks it up with."""
-    whole = on(mesh)
-
-    def array(*dims: int, kind: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, kind, sharding=whole)
-
-    width, shape, demand = model.config.hidden_size, model.shape, model.demand
-    weights, head, tables, kv, state, last = shapes
-    whole_state = State(whole, whole)
     found: dict[Any, Job] = {}
-
-    def picked(requests: int) -> dict[str, Any]:
-        return {name: array(requests) for name in programs.PICKED}
-
     for d in table:
-        # last_tokens is read here and written by the sampler: only the cache and the state are donated.
-        arguments: tuple[Any, ...] = (weights, tables, kv, state, last, array(diff_layout(d, shape).size))
-        function = partial(programs.backbone, model, d)
-        results: Any = (kv.format, whole_state, whole, whole, {name: whole for name in programs.PICKED})
-        found[d] = Job(f"backbone_{d.kind}_{d.tokens}", function, (2, 3), arguments, results)
-        if d.kind == "mixed" and demand.prompt_logprobs:
-            take = partial(programs.take_rows, table.max_requests)
-            arguments = (array(d.tokens, width, kind=dtype), array())
-            found["take", d.tokens] = Job(f"take_rows_{d.tokens}", take, (), arguments, whole)
+        found |= _backbone_jobs(model, table, d, shapes, dtype, mesh)
         if d.kind == "decode" and model.decode_steps > 1:
-            arguments = (
-                weights,
-                tables,
-                kv,
-                state,
-                last,
-                array(kind=jnp.bool_),
-                array(diff_layout(d, shape, True).size),
-            )
-            results = (kv.format, whole_state, whole, whole, whole)
-            for variant in programs.loop_samplers(demand):
-                function = partial(programs.loop, model, variant, d)
-                name = f"loop_{variant}_{d.tokens}"
-                found["loop", variant, d.requests] = Job(name, function, (2, 3, 4, 5), arguments, results)
-    arguments = (state, array(update_layout().size))
-    found["update"] = Job("update", partial(update, shape), (0,), arguments, whole_state)
+            found |= _loop_jobs(model, d, shapes, mesh)
+    replicated = on(mesh)
+    arguments = (shapes.state, _array(mesh, update_layout().size))
+    found["update"] = Job("update", partial(update, model.shape), (0,), arguments, State(replicated, replicated))
     for requests in sorted({programs.sampler_size(d.requests, table.max_requests) for d in table}):
-        rows = array(requests, width, kind=dtype)
-        for variant in demand.samplers:
-            arguments = (head, last, state.parameters, rows, picked(requests))
-            if variant == "processed":
-                arguments += (array(processor_layout(requests, shape).size),)
-            sampler = partial(programs.sampler, model, variant, requests)
-            name = f"sample_{variant}_{requests}"
-            found[variant, requests] = Job(name, sampler, (1,), arguments, (whole, whole))
-        if not (demand.logprobs or demand.prompt_logprobs):
-            continue
+        found |= _sampler_jobs(model, requests, shapes, dtype, mesh)
+    return found
+
+
+def _array(mesh: Mesh, *dims: int, kind: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    """An argument that is the same on all of `mesh`."""
+    return jax.ShapeDtypeStruct(dims, kind, sharding=on(mesh))
+
+
+def _backbone_jobs(
+    model: programs.Model, table: Table, d: Descriptor, shapes: Shapes, dtype: Any, mesh: Mesh
+) -> dict[Any, Job]:
+    """The backbone, and beside it what takes the rows of prompts whose log-probabilities are asked for."""
+    replicated, demand = on(mesh), model.demand
+    weights, _, tables, kv, state, last = shapes
+    # last_tokens is read here and written by the sampler: only the cache and the state are donated.
+    arguments = (weights, tables, kv, state, last, _array(mesh, diff_layout(d, model.shape).size))
+    results = (
+        kv.format,
+        State(replicated, replicated),
+        replicated,
+        replicated,
+        {name: replicated for name in programs.PICKED},
+    )
+    function = partial(programs.backbone, model, d)
+    found: dict[Any, Job] = {d: Job(f"backbone_{d.kind}_{d.tokens}", function, (2, 3), arguments, results)}
+    if d.kind == "mixed" and demand.prompt_logprobs:
+        take = partial(programs.take_rows, table.max_requests)
+        rows = (_array(mesh, d.tokens, model.config.hidden_size, kind=dtype), _array(mesh))
+        found["take", d.tokens] = Job(f"take_rows_{d.tokens}", take, (), rows, replicated)
+    return found
+
+
+def _loop_jobs(model: programs.Model, d: Descriptor, shapes: Shapes, mesh: Mesh) -> dict[Any, Job]:
+    """Several decode steps in one, with each sampler that may be in a loop."""
+    replicated = on(mesh)
+    halted, difference = _array(mesh, kind=jnp.bool_), _array(mesh, diff_layout(d, model.shape, True).size)
+    weights, _, tables, kv, state, last = shapes
+    arguments = (weights, tables, kv, state, last, halted, difference)
+    results = (kv.format, State(replicated, replicated), replicated, replicated, replicated)
+    return {
+        ("loop", variant, d.requests): Job(
+            f"loop_{variant}_{d.tokens}", partial(programs.loop, model, variant, d), (2, 3, 4, 5), arguments, results
+        )
+        for variant in programs.loop_samplers(model.demand)
+    }
+
+
+def _sampler_jobs(model: programs.Model, requests: int, shapes: Shapes, dtype: Any, mesh: Mesh) -> dict[Any, Job]:
+    """What samples for `requests` requests, and what computes their log-probabilities."""
+    replicated, demand = on(mesh), model.demand
+    rows = _array(mesh, requests, model.config.hidden_size, kind=dtype)
+    picked = {name: _array(mesh, requests) for name in programs.PICKED}
+    found: dict[Any, Job] = {}
+    for variant in demand.samplers:
+        arguments: tuple[Any, ...] = (shapes.head, shapes.last_tokens, shapes.state.parameters, rows, picked)
+        if variant == "processed":
+            arguments += (_array(mesh, processor_layout(requests, model.shape).size),)
+        sampler = partial(programs.sampler, model, variant, requests)
+        found[variant, requests] = Job(
+            f"sample_{variant}_{requests}", sampler, (1,), arguments, (replicated, replicated)
+        )
+    if demand.logprobs or demand.prompt_logprobs:
+        arguments = (shapes.head, rows, _array(mesh, requests))
         function = partial(programs.logprobs, model)
-        arguments = (head, rows, array(requests))
-        found["logprobs", requests] = Job(f"logprobs_{requests}", function, (), arguments, whole)
+        found["logprobs", requests] = Job(f"logprobs_{requests}", function, (), arguments, replicated)
     return found

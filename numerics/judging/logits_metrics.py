@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -59,41 +60,78 @@ def compare_named(
     Divergences are of the named tokens and the rest as one. `half_ulp` is that of the run dtype: the other side may
     round its logits to it, which is noise beside that of the faithful reference.
     """
-    divergences: dict[str, list[float]] = {name: [] for name in ("ab", "ba", "a", "b", "noise")}
-    flips, errors, noises, shared = [], [], [], []
-    for row, top in enumerate(named):
-        ids = list(top)
-        sides = {name: log_softmax(x[row])[ids] for name, x in (("a", a), ("exact", exact), ("noise", faithful))}
-        sides["b"] = np.asarray(list(top.values()))
-        pairs = {
-            "ab": ("a", "b"),
-            "ba": ("b", "a"),
-            "a": ("exact", "a"),
-            "b": ("exact", "b"),
-            "noise": ("exact", "noise"),
-        }
-        for name, (p, q) in pairs.items():
-            divergences[name].append(_coarse(sides[p], sides[q]))
-        rounding = half_ulp * float(np.abs(exact[row][ids]).max()) / 3**0.5
-        noise = (float(((faithful[row] - exact[row]) ** 2).mean()) + rounding**2) ** 0.5
-        errors += ((sides["b"] - sides["exact"]) ** 2).tolist()
-        noises += [noise**2] * len(ids)
-        best_a, best_b = int(a[row].argmax()), ids[int(sides["b"].argmax())]
-        count = len(ids)
-        shared.append(len(set(np.argpartition(-a[row], count - 1)[:count].tolist()) & set(ids)) / count)
-        if best_a != best_b:
-            flips.append(Flip(row, best_a, best_b, abs(float(exact[row, best_a] - exact[row, best_b])), noise))
-    real = sum(not flip.tie for flip in flips)
+    rows = [_compare_row(i, a[i], top, exact[i], faithful[i], half_ulp) for i, top in enumerate(named)]
+    found = [row.flip for row in rows if row.flip is not None]
+    real = sum(not flip.tie for flip in found)
     complaints = [f"{real} tokens differ by more than rounding explains"] if real else []
+    errors = np.concatenate([row.squared_errors for row in rows])
+    noises = np.repeat([row.noise**2 for row in rows], [len(row.squared_errors) for row in rows])
     error, allowed = float(np.mean(errors)) ** 0.5, TIE_FACTOR * float(np.mean(noises)) ** 0.5 + KL_FLOOR
     if not error <= allowed:
         complaints.append(f"b: log-probabilities are off by {error:.3g} nats, {allowed:.3g} are allowed")
-    mean = {name: float(np.mean(values)) for name, values in divergences.items()}
+    kl = {name: float(np.mean([row.divergences[name] for row in rows])) for name in NAMED_PAIRS}
     return LogitsFinding(
-        len(named), mean["ab"], mean["ba"], mean["a"], mean["b"], mean["noise"], len(named) - len(flips),
-        float(np.mean(shared)), len(flips) - real, real,
-        tuple(_flip(flip, places[flip.row]) for flip in flips[:50]), tuple(complaints), mode, step,
-    )  # fmt: skip
+        rows=len(named),
+        kl_ab=kl["ab"],
+        kl_ba=kl["ba"],
+        kl_a=kl["a"],
+        kl_b=kl["b"],
+        kl_noise=kl["noise"],
+        argmax_equal=len(named) - len(found),
+        top5=float(np.mean([row.agreement for row in rows])),
+        ties=len(found) - real,
+        real=real,
+        flips=tuple(_flip(flip, places[flip.row]) for flip in found[:50]),
+        complaints=tuple(complaints),
+        mode=mode,
+        step=step,
+    )
+
+
+NAMED_PAIRS = {
+    "ab": ("a", "b"),
+    "ba": ("b", "a"),
+    "a": ("exact", "a"),
+    "b": ("exact", "b"),
+    "noise": ("exact", "noise"),
+}
+"""Whose divergence from whom each number of a finding is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _NamedRow:
+    """One row of `compare_named`, before the rows are put together."""
+
+    divergences: dict[str, float]
+    squared_errors: np.ndarray
+    """Of the log-probabilities of the named tokens."""
+    noise: float
+    agreement: float
+    """Share of the named tokens that are among as many best ones of the logits."""
+    flip: Flip | None
+
+
+def _compare_row(
+    row: int, logits: np.ndarray, named: Mapping[int, float], exact: np.ndarray, faithful: np.ndarray, half_ulp: float
+) -> _NamedRow:
+    ids = list(named)
+    sides = {name: log_softmax(x)[ids] for name, x in (("a", logits), ("exact", exact), ("noise", faithful))}
+    sides["b"] = np.asarray(list(named.values()))
+    rounding = half_ulp * float(np.abs(exact[ids]).max()) / 3**0.5
+    noise = (float(((faithful - exact) ** 2).mean()) + rounding**2) ** 0.5
+    best_a, best_b = int(logits.argmax()), ids[int(sides["b"].argmax())]
+    count = len(ids)
+    best_ids = set(np.argpartition(-logits, count - 1)[:count].tolist())
+    flip = None
+    if best_a != best_b:
+        flip = Flip(row, best_a, best_b, abs(float(exact[best_a] - exact[best_b])), noise)
+    return _NamedRow(
+        divergences={name: _coarse(sides[p], sides[q]) for name, (p, q) in NAMED_PAIRS.items()},
+        squared_errors=(sides["b"] - sides["exact"]) ** 2,
+        noise=noise,
+        agreement=len(best_ids & set(ids)) / count,
+        flip=flip,
+    )
 
 
 def _coarse(p: np.ndarray, q: np.ndarray) -> float:

@@ -81,6 +81,10 @@ class SelfTest:
     clean: int = 0
     seconds: float = 0.0
 
+    def by_name(self) -> dict[str, FaultResult]:
+        """The faults by their names."""
+        return {fault.name: fault for fault in self.faults}
+
     @property
     def missed(self) -> list[str]:
         """Faults that no mode saw, by side."""
@@ -150,7 +154,7 @@ def selftest(
     sides = tuple(f"{chr(ord('a') + i)} {target}" for i, target in enumerate(targets))
     report = SelfTest(sides, tuple(modes), [FaultResult(e.name, e.what, e.place) for e in entries])
     report.faults += [FaultResult(fault.name, fault.what, "engine") for fault in states]
-    results = {result.name: result for result in report.faults}
+    results = report.by_name()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="twinfer-selftest-") as folder:
         for mode in [mode for mode in modes if mode != "I"]:
@@ -167,15 +171,7 @@ def selftest(
                     progress(f"mode {mode}: clean seed {seed}: {alarms or 'no alarm'}")
         for side, target in zip(sides, targets, strict=True) if "I" in modes else ():
             with _Engine(Path(folder) / side[0], target) as engine:
-                for fault in states:
-                    sight = Sight(side, "I", next(iter(engine.run(FIRST_SEED, fault)), ""))
-                    results[fault.name].sights.append(sight)
-                    progress(f"mode I: {fault.name}: {_told([sight])}")
-                for seed in range(FIRST_SEED, FIRST_SEED + seeds):
-                    alarms = [f"{side}: mode I, seed {seed}, {text}" for text in engine.run(seed)]
-                    report.alarms += alarms
-                    report.clean += 1
-                    progress(f"mode I: clean seed {seed} on {side}: {alarms or 'no alarm'}")
+                _look_at_engine(engine, side, states, seeds, report, progress)
     for entry in entries:
         if entry.place == "ops":
             results[entry.name].sights += _look_at_ops(entry, targets, sides, modes)
@@ -314,6 +310,29 @@ def _look_at_ops(
                 yield Sight(side, mode, f"{wrong[0].name}: {wrong[0].complaints[0]}" if seen and wrong else "")
 
 
+def _look_at_engine(
+    engine: _Engine, side: str, faults: Sequence[EngineFault], seeds: int, report: SelfTest, progress: Progress
+) -> None:
+    """Mode I on one side: each of `faults` planted, then `seeds` runs without one."""
+    results = report.by_name()
+    for fault in faults:
+        sight = Sight(side, "I", next(iter(engine.run(FIRST_SEED, fault)), ""))
+        results[fault.name].sights.append(sight)
+        progress(f"mode I: {fault.name}: {_told([sight])}")
+    for seed in range(FIRST_SEED, FIRST_SEED + seeds):
+        alarms = [f"{side}: mode I, seed {seed}, {text}" for text in engine.run(seed)]
+        report.alarms += alarms
+        report.clean += 1
+        progress(f"mode I: clean seed {seed} on {side}: {alarms or 'no alarm'}")
+
+
+def _marks(fault: FaultResult, side: str, modes: Sequence[str]) -> list[str]:
+    """For each mode: its letter if it saw the fault, a dot if it looked and did not, else a blank."""
+    looked = {s.mode for s in fault.sights if s.side == side}
+    marks = {mode: "." for mode in looked} | {mode: mode for mode in fault.modes(side)}
+    return [marks.get(mode, " ") for mode in modes]
+
+
 def render(report: SelfTest) -> str:
     """The matrix, a line a fault, and what is wrong."""
     width = max([len(fault.name) for fault in report.faults], default=5)
@@ -321,10 +340,7 @@ def render(report: SelfTest) -> str:
     for fault in report.faults:
         cells = []
         for side in report.sides:
-            looked = {s.mode for s in fault.sights if s.side == side}
-            seen = fault.modes(side)
-            marks = [mode if mode in seen else "." if mode in looked else " " for mode in report.modes]
-            cells.append(f"{' '.join(marks):20}")
+            cells.append(f"{' '.join(_marks(fault, side, report.modes)):20}")
         lines.append(f"{fault.name:{width}}  {'  '.join(cells)}".rstrip())
     lines.append(
         f"{len(report.faults)} faults on {len(report.sides)} sides: {len(report.missed)} missed, "

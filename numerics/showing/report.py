@@ -67,16 +67,7 @@ def _context(record: Record) -> dict[str, Any]:
         "sides": [{"name": name, "letter": "ab"[i] if i < 2 else "c"} for i, name in enumerate(sides)],
         "facts": _facts(record, findings),
         "environment": _environment(record, sides),
-        "modes": [
-            {
-                "name": mode,
-                "what": MODES.get(mode, "exact probes: equal bits"),
-                "heat": [_heat([f for f in findings if f["mode"] == mode], side) for side in sides],
-                "chart": _chart([f for f in findings if f["mode"] == mode], sides, mode),
-                "layers": _tables([f for f in findings if f["mode"] == mode], sides),
-            }
-            for mode in modes
-        ],
+        "modes": [_mode([f for f in findings if f["mode"] == mode], sides, mode) for mode in modes],
         "worst": _worst(findings),
         "logits": [_logits(entry) for entry in record.get("logits", [])],
         "flips": [
@@ -101,13 +92,38 @@ def _finding(raw: Record) -> dict[str, Any]:
     shares = {name: _number(v) for name, v in raw["shares"].items()}
     if raw["contract"] is not None:
         shares["contract"] = _number(raw["contract"])
-    name, program = raw["tap"], raw["layer"]
-    row = program if program >= 0 else (math.inf if name.split("[")[0].split(" ")[0] in LAST else -1)
+    row = _row(raw["tap"], raw["layer"])
     return {**raw, "metrics": metrics, "shares": shares, "row": row, "share": max(shares.values(), default=0.0)}
+
+
+def _mode(findings: Sequence[Record], sides: Sequence[str], mode: str) -> dict[str, Any]:
+    """What the page shows of the findings of one mode."""
+    return {
+        "name": mode,
+        "what": MODES.get(mode, "exact probes: equal bits"),
+        "heat": [_heat(findings, side) for side in sides],
+        "chart": _chart(findings, sides, mode),
+        "layers": _tables(findings, sides),
+    }
+
+
+def _row(tap: str, layer: int) -> float:
+    """The row of the map: the layer, or, outside layers, -1 before them and infinity behind them."""
+    if layer >= 0:
+        return layer
+    return math.inf if tap.split("[")[0].split(" ")[0] in LAST else -1
 
 
 def _number(value: Any) -> float:
     return float(value)
+
+
+CAUSES = {
+    "S": "wrong mathematics or wrong indexing, since it shows in float32",
+    "X": "wrong bits in an exact computation",
+}
+"""What a fault that a mode shows first most likely is."""
+OTHER_CAUSE = "too little precision, or a fault that this mode alone was asked about"
 
 
 def _triage(record: Record) -> str:
@@ -122,15 +138,8 @@ def _triage(record: Record) -> str:
     if first is None:
         return "No single op is at fault; see the problems below."
     local = first["scope"] in ("op", "layer")
-    what = (
-        "wrong mathematics or wrong indexing, since it shows in float32"
-        if first["mode"] == "S"
-        else "wrong bits in an exact computation"
-        if first["mode"] == "X"
-        else "too little precision, or a fault that this mode alone was asked about"
-    )
     where = "by itself, on inputs that are right" if local else "but only in the run as a whole"
-    return f"The first op that goes wrong does so {where}: {what}."
+    return f"The first op that goes wrong does so {where}: {CAUSES.get(first['mode'], OTHER_CAUSE)}."
 
 
 def _facts(record: Record, findings: Sequence[Record]) -> list[tuple[str, str]]:
@@ -194,7 +203,9 @@ def _heat(findings: Sequence[Record], side: str) -> dict[str, Any]:
 
 
 def _row_name(row: float) -> str:
-    return "embed" if row < 0 else "end" if row == math.inf else str(int(row))
+    if row < 0:
+        return "embed"
+    return "end" if row == math.inf else str(int(row))
 
 
 def _short(tap: str) -> str:
@@ -228,25 +239,11 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1100, 250, 52, 140, 14, 34
 
 def _chart(findings: Sequence[Record], sides: Sequence[str], mode: str) -> dict[str, Any] | None:
     """Local and inherited error by layer: sigma with its band in mode P, relative error in mode S."""
-    lines: list[dict[str, Any]] = []
-    for index, side in enumerate(sides):
-        for scope in ("layer", "inherited"):
-            points = _by_layer([f for f in findings if (f["side"], f["scope"]) == (side, scope)], mode)
-            if points:
-                word = "local" if scope == "layer" else "inherited"
-                lines.append({"side": index, "scope": word, "name": f"{side[:1]} {word}", "points": points})
+    lines = _lines(findings, sides, mode)
     if not lines:
         return None
     layers = sorted({layer for line in lines for layer, _ in line["points"]})
-    values = [y for line in lines for _, y in line["points"]]
-    if mode == "P":
-        low, high, band, log = min(0.9, *values) - 0.02, max(1.1, *values) + 0.02, (0.95, 1.05), max(values) > 4
-    else:
-        noise = [f["metrics"]["rel_noise"] for f in findings if f["scope"] in ("layer", "inherited")]
-        gates = [f["metrics"]["rel_l2"] / f["shares"]["relative error"] for f in findings
-                 if f["scope"] == "layer" and f["shares"].get("relative error")]  # fmt: skip
-        band = (min(noise, default=0.0), min(gates, default=max(noise, default=1.0)))
-        low, high, log = 0.5 * min(v for v in (*values, *band) if v > 0), 2.0 * max(*values, band[1]), True
+    low, high, band, log = _limits(findings, [y for line in lines for _, y in line["points"]], mode)
     y = _scale(max(low, 1e-12) if log else low, high, log)
     first, last = layers[0], layers[-1]
 
@@ -265,6 +262,30 @@ def _chart(findings: Sequence[Record], sides: Sequence[str], mode: str) -> dict[
         "y": [(y(tick), f"{tick:g}") for tick in _ticks(low, high, log)],
         "x": [(x(layer), layer) for layer in layers[:: max(1, len(layers) // 16)]],
     }  # fmt: skip
+
+
+def _lines(findings: Sequence[Record], sides: Sequence[str], mode: str) -> list[dict[str, Any]]:
+    """The lines of a chart: the local and the inherited error of each side, where there are any."""
+    lines: list[dict[str, Any]] = []
+    for index, side in enumerate(sides):
+        for scope, word in (("layer", "local"), ("inherited", "inherited")):
+            points = _by_layer([f for f in findings if (f["side"], f["scope"]) == (side, scope)], mode)
+            if points:
+                lines.append({"side": index, "scope": word, "name": f"{side[:1]} {word}", "points": points})
+    return lines
+
+
+def _limits(
+    findings: Sequence[Record], values: Sequence[float], mode: str
+) -> tuple[float, float, tuple[float, float], bool]:
+    """(lowest y, highest y, band of what is right, whether the scale is logarithmic) of a chart of `values`."""
+    if mode == "P":
+        return min(0.9, *values) - 0.02, max(1.1, *values) + 0.02, (0.95, 1.05), max(values) > 4
+    noise = [f["metrics"]["rel_noise"] for f in findings if f["scope"] in ("layer", "inherited")]
+    gates = [f["metrics"]["rel_l2"] / f["shares"]["relative error"] for f in findings
+             if f["scope"] == "layer" and f["shares"].get("relative error")]  # fmt: skip
+    band = (min(noise, default=0.0), min(gates, default=max(noise, default=1.0)))
+    return 0.5 * min(v for v in (*values, *band) if v > 0), 2.0 * max(*values, band[1]), band, True
 
 
 def _by_layer(findings: Sequence[Record], mode: str) -> list[tuple[int, float]]:
@@ -326,6 +347,13 @@ def _tables(findings: Sequence[Record], sides: Sequence[str]) -> list[dict[str, 
     return tables
 
 
+def _sigma(error: float, noise: float) -> str:
+    """An error in units of the rounding noise, as text; without noise only no error is right."""
+    if noise:
+        return f"{math.sqrt(error / noise):.3f}"
+    return "off" if error else "exact"
+
+
 def _summary(findings: Sequence[Record]) -> dict[str, Any] | None:
     """A tap of a side over all steps."""
     if not findings:
@@ -335,7 +363,7 @@ def _summary(findings: Sequence[Record]) -> dict[str, Any] | None:
     contracts = [f["shares"]["contract"] for f in findings if "contract" in f["shares"]]
     return {
         "implementation": findings[0]["implementation"],
-        "sigma": f"{math.sqrt(error / noise):.3f}" if noise else ("exact" if not error else "off"),
+        "sigma": _sigma(error, noise),
         "rel": f"{max(m['rel_l2'] for m in metrics):.1e}",
         "contract": f"{max(contracts):.2f}" if contracts else "",
         "complaint": next((f["complaints"][0] for f in findings if f["complaints"]), ""),

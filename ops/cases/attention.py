@@ -263,6 +263,32 @@ judged_by(
 # --- paged_attention -------------------------------------------------------------------------------------------------
 
 
+def _paged_cache(
+    rng: np.random.Generator,
+    lengths: Sequence[int],
+    requests: int,
+    kv_heads: int,
+    hdim: int,
+    page: int,
+    shared: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(KV cache, page table of `requests` rows) with `lengths` slots written; see `paged`."""
+    num_pages = [-(-n // page) for n in lengths]
+    total = sum(num_pages) + 3
+    free = [int(p) for p in rng.permutation(total - 1)]
+    prefix = [free.pop() for _ in range(shared)]
+    kv = np.full((total, page, 2 * kv_heads, hdim), np.nan)
+    table = np.zeros((requests, max(num_pages) + 1), np.int32)
+    for i, n in enumerate(lengths):
+        pages = [*prefix[: num_pages[i]], *(free.pop() for _ in range(num_pages[i] - len(prefix)))]
+        table[i, : num_pages[i]] = pages
+        for j, number in enumerate(pages):
+            used = min(page, n - j * page)
+            kv[number, :used] = rng.normal(size=(used, 2 * kv_heads, hdim))
+    kv[..., 1::2, :] += 0.5  # values with a mean: what is wrong with the weights adds up
+    return kv, table
+
+
 def paged(
     rng: np.random.Generator,
     dtype: str,
@@ -283,19 +309,7 @@ def paged(
     order = sorted(range(len(lengths)), key=lambda i: queries[i] != 1)
     lengths, queries = [lengths[i] for i in order], [queries[i] for i in order]
     requests, tokens = requests or len(lengths), tokens or sum(queries)
-    need = [-(-n // page) for n in lengths]
-    pages = sum(need) + 3
-    free = [int(p) for p in rng.permutation(pages - 1)]
-    common = [free.pop() for _ in range(shared)]
-    kv = np.full((pages, page, 2 * heads[1], hdim), np.nan)
-    table = np.zeros((requests, max(need) + 1), np.int32)
-    for i, n in enumerate(lengths):
-        mine = [*common[: need[i]], *(free.pop() for _ in range(need[i] - len(common)))]
-        table[i, : need[i]] = mine
-        for j, number in enumerate(mine):
-            used = min(page, n - j * page)
-            kv[number, :used] = rng.normal(size=(used, 2 * heads[1], hdim))
-    kv[..., 1::2, :] += 0.5  # values with a mean: what is wrong with the weights adds up
+    kv, table = _paged_cache(rng, lengths, requests, heads[1], hdim, page, shared)
     start = np.full(requests + 1, sum(queries), np.int32)
     start[: len(queries)] = np.cumsum([0, *queries])[:-1]
     lens = np.zeros(requests, np.int32)
