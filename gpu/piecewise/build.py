@@ -323,11 +323,11 @@ def _with_lifetimes(steps: Sequence[Sequence[Any]], fixed: int, result: int) -> 
     last: dict[int, int] = {}
     for number, (_, inputs, outputs, _single) in enumerate(steps):
         last |= dict.fromkeys((*inputs, *outputs), number)
-    made = []
+    instructions = []
     for number, (function, inputs, outputs, single) in enumerate(steps):
         ended = {slot for slot in (*inputs, *outputs) if last[slot] == number and slot >= fixed and slot != result}
-        made.append(Instruction(function, tuple(inputs), tuple(outputs), single, tuple(sorted(ended))))
-    return made
+        instructions.append(Instruction(function, tuple(inputs), tuple(outputs), single, tuple(sorted(ended))))
+    return instructions
 
 
 def _entries(value: Any) -> Iterable[tuple[Any, Any]]:

@@ -190,46 +190,46 @@ def _object(text: str | bytes, where: str) -> dict[str, Any]:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    place = path / MANIFEST
+    file = path / MANIFEST
     try:
-        if place.stat().st_size > MAX_MANIFEST:
-            raise NotComparable(f"{place}: has {place.stat().st_size} bytes, allowed are {MAX_MANIFEST}")
-        manifest = _object(place.read_bytes(), str(place))
+        if file.stat().st_size > MAX_MANIFEST:
+            raise NotComparable(f"{file}: has {file.stat().st_size} bytes, allowed are {MAX_MANIFEST}")
+        manifest = _object(file.read_bytes(), str(file))
     except OSError as error:
         raise NotComparable(f"bundle {path}: cannot read {MANIFEST}: {error.strerror}") from None
     if manifest.get("format") != FORMAT:
-        raise NotComparable(f"{place}: format is {str(manifest.get('format'))[:60]!r}, a bundle has {FORMAT!r}")
+        raise NotComparable(f"{file}: format is {str(manifest.get('format'))[:60]!r}, a bundle has {FORMAT!r}")
     if manifest.get("version") != VERSION:
-        raise NotComparable(f"{place}: version is {str(manifest.get('version'))[:20]}, this program reads {VERSION}")
+        raise NotComparable(f"{file}: version is {str(manifest.get('version'))[:20]}, this program reads {VERSION}")
     digest = manifest.pop("sha256", None)
     if digest != _sha(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()):
-        raise NotComparable(f"{place}: is damaged or was edited: its own SHA-256 does not hold")
+        raise NotComparable(f"{file}: is damaged or was edited: its own SHA-256 does not hold")
     kinds = {"model": str, "fingerprint": str, "sizes": dict, "source": dict, "files": dict}
     for name, kind in kinds.items():
         if not isinstance(manifest.get(name), kind):
-            raise NotComparable(f"{place}: {name} is {str(manifest.get(name))[:60]!r}, must be a {kind.__name__}")
+            raise NotComparable(f"{file}: {name} is {str(manifest.get(name))[:60]!r}, must be a {kind.__name__}")
     for name, entry in manifest["files"].items():
         if not FILE.fullmatch(name):
-            raise NotComparable(f"{place}: names the file {name[:80]!r}, which is no plain name of this folder")
+            raise NotComparable(f"{file}: names the file {name[:80]!r}, which is no plain name of this folder")
         if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or "sha256" not in entry:
-            raise NotComparable(f"{place}: says {str(entry)[:60]!r} of {name}, must be bytes and sha256")
+            raise NotComparable(f"{file}: says {str(entry)[:60]!r} of {name}, must be bytes and sha256")
     return manifest
 
 
 def _checked(path: Path, name: str, entry: Mapping[str, Any]) -> bytes:
     """A file's bytes, if they are those of the manifest."""
-    place = path / name
+    file = path / name
     try:
-        if place.is_symlink():
-            raise NotComparable(f"{place}: is a link, which leads out of the bundle")
-        size = place.stat().st_size
+        if file.is_symlink():
+            raise NotComparable(f"{file}: is a link, which leads out of the bundle")
+        size = file.stat().st_size
         if size != entry["bytes"]:
-            raise NotComparable(f"{place}: has {size} bytes, the manifest says {entry['bytes']}: it is truncated")
-        data = place.read_bytes()
+            raise NotComparable(f"{file}: has {size} bytes, the manifest says {entry['bytes']}: it is truncated")
+        data = file.read_bytes()
     except OSError as error:
-        raise NotComparable(f"{place}: cannot be read: {error.strerror}") from None
+        raise NotComparable(f"{file}: cannot be read: {error.strerror}") from None
     if _sha(data) != entry["sha256"]:
-        raise NotComparable(f"{place}: is damaged: its SHA-256 is not that of the manifest")
+        raise NotComparable(f"{file}: is damaged: its SHA-256 is not that of the manifest")
     return data
 
 

@@ -27,7 +27,7 @@ ATTENTION = "paged_attention"
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class MaskInputs:
     """What a mask is made of, to broadcast to [tok slot]: the slots, and each token's position, request and length."""
 
     slot: Any
@@ -37,10 +37,10 @@ class Seen:
     window: int
 
 
-def right_mask(xp: Any, s: Seen) -> Any:
+def right_mask(xp: Any, s: MaskInputs) -> Any:
     """Causal, within the window: what the op says."""
-    seen = s.slot <= s.position
-    return seen & (s.slot > s.position - s.window) if s.window > 0 else seen
+    causal = s.slot <= s.position
+    return causal & (s.slot > s.position - s.window) if s.window > 0 else causal
 
 
 def right_softmax(xp: Any, scores: Any) -> Any:
@@ -50,7 +50,7 @@ def right_softmax(xp: Any, scores: Any) -> Any:
 
 
 def dense_attention(
-    xp: Any, a: Given, mask: Callable[[Any, Seen], Any] = right_mask,
+    xp: Any, a: Given, mask: Callable[[Any, MaskInputs], Any] = right_mask,
     softmax: Callable[[Any, Any], Any] = right_softmax,
 ) -> Any:  # fmt: skip
     """`paged_attention` once more, with two places to be wrong in: every token gathers all pages of its request."""
@@ -68,27 +68,29 @@ def dense_attention(
     cache = xp.reshape(xp.take(kv, pages, axis=0), (tokens, table.shape[1] * page, kv_heads, 2, size))
     keys, values = (xp.permute_dims(xp.accumulate(cache[:, :, :, i]), (0, 2, 1, 3))[:, :, None] for i in (0, 1))
     slot = index(xp, table.shape[1] * page, q)[None, :]
-    place = Seen(slot, (length - stop + token)[:, None], length[:, None], (token == stop - 1)[:, None], a["window"])
-    seen = (mask(xp, place) & (slot < length[:, None]) & real[:, None])[:, None, None]
+    mask_inputs = MaskInputs(
+        slot, (length - stop + token)[:, None], length[:, None], (token == stop - 1)[:, None], a["window"]
+    )
+    visible = (mask(xp, mask_inputs) & (slot < length[:, None]) & real[:, None])[:, None, None]
     grouped = xp.reshape(xp.accumulate(q), (tokens, kv_heads, heads // kv_heads, 1, size))
     # A sum of products, not a matrix product: frameworks have defaults for those.
     scores = xp.sum(grouped * keys, axis=-1) * (a["scale"] * a.get("k_scale", 1.0))
     if a["soft_cap"] > 0:
         scores = a["soft_cap"] * xp.tanh(scores / a["soft_cap"])
-    scores = xp.where(seen, scores, -1e30)
+    scores = xp.where(visible, scores, -1e30)
     scores = scores - xp.max(scores, axis=-1, keepdims=True)
-    weights = xp.where(seen, softmax(xp, scores), 0.0)
+    weights = xp.where(visible, softmax(xp, scores), 0.0)
     weights = storage(xp, weights, q)
-    values = xp.where(seen[..., None], values, 0.0)
+    values = xp.where(visible[..., None], values, 0.0)
     out = xp.sum(weights[..., None] * values, axis=-2) * a.get("v_scale", 1.0)
     return xp.astype(xp.reshape(out, (tokens, heads, size)), q.dtype)
 
 
-def _own_key_hidden(xp: Any, s: Seen) -> Any:
+def _own_key_hidden(xp: Any, s: MaskInputs) -> Any:
     return right_mask(xp, s) & ~((s.slot == s.position) & s.last & (s.length > 1))
 
 
-def _next_key_seen(xp: Any, s: Seen) -> Any:
+def _next_key_seen(xp: Any, s: MaskInputs) -> Any:
     return right_mask(xp, s) | (s.slot == s.position + 1)
 
 

@@ -124,10 +124,10 @@ def smallest(units: Sequence[Any], fails: Callable[[list[Any]], bool]) -> list[A
 
 
 @dataclass(slots=True)
-class _Right:
-    """What is right at one place of one step: what it is given, what comes out, and how far rounding may be off."""
+class _Expected:
+    """What is right at one place of one step: what goes in, what comes out, and how far rounding may be off."""
 
-    given: Any
+    inputs: Any
     exact: np.ndarray
     faithful: np.ndarray
     calls: list[Call]
@@ -151,10 +151,10 @@ class Oracle:
         self.pages, c = pages_of(steps), self.model
         empty = np.full((self.pages, subject.page_size, 2 * c.num_kv_heads, c.head_dim), np.nan, self.dtype)
         self.start = [empty.copy() for _ in range(c.num_layers)]
-        for cache, given in zip(self.start, () if start is None else start, strict=False):
-            cache[: len(given)] = given.astype(self.dtype)
+        for cache, content in zip(self.start, () if start is None else start, strict=False):
+            cache[: len(content)] = content.astype(self.dtype)
         self.faithful = Reference(self.model, self.tables, exact=False)
-        self.rights: list[dict[int, _Right]] = []
+        self.expected: list[dict[int, _Expected]] = []
         self.logits: list[tuple[np.ndarray, np.ndarray]] = []
         self.calls: list[dict[Program, list[Call]]] = []
         self._run()
@@ -162,51 +162,53 @@ class Oracle:
     def _run(self) -> None:
         exact, local = (Reference(self.model, self.tables, exact=True) for _ in range(2))
         kv = [cache.astype(np.float64) for cache in self.start]
-        own_kv = list(self.start)
+        faithful_kv = list(self.start)
         for step in self.steps:
             for reference in (exact, local, self.faithful):
                 reference.begin(step)
             self.calls.append(traced(local, self.weights, self.start[0]))
-            kv, own_kv = self._step(exact, local, kv, own_kv)
+            kv, faithful_kv = self._step(exact, local, kv, faithful_kv)
 
     def _step(
-        self, exact: Reference, local: Reference, exact_kv: list[np.ndarray], own_kv: list[np.ndarray]
+        self, exact: Reference, local: Reference, exact_kv: list[np.ndarray], faithful_kv: list[np.ndarray]
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Run the step that the references have begun; returns their caches behind it."""
         top, faithful = self.weights.top(), self.faithful
-        right: dict[int, _Right] = {}
+        expected: dict[int, _Expected] = {}
 
         def start() -> _Streams:
-            hidden, own = exact.embed(top), faithful.embed(top)
-            right[EMBED] = _Right(None, hidden, own, exact.calls)
-            return (hidden, np.zeros_like(hidden)), (own, np.zeros_like(own))
+            hidden, faithful_hidden = exact.embed(top), faithful.embed(top)
+            expected[EMBED] = _Expected(None, hidden, faithful_hidden, exact.calls)
+            return (hidden, np.zeros_like(hidden)), (faithful_hidden, np.zeros_like(faithful_hidden))
 
         def layer(index: int, streams: _Streams, caches: Any) -> tuple[_Streams, Any]:
-            (hidden, residual), (own, own_residual) = streams
-            kv, own_kv = caches
+            (hidden, residual), (faithful_hidden, faithful_residual) = streams
+            kv, faithful_kv = caches
             weights = self.weights.layer(index)
-            given: State = (
+            inputs: State = (
                 hidden.astype(self.dtype), residual.astype(self.dtype), kv.astype(self.dtype)
             )  # fmt: skip
             hidden, residual, kv = exact.layer(index, weights, (hidden, residual, kv))
-            out = _sum(local.layer(index, weights, given))
-            noisy = _sum(faithful.layer(index, weights, given))
-            right[index] = _Right(given, out, noisy, local.calls)
-            own, own_residual, own_kv = faithful.layer(index, weights, (own, own_residual, own_kv))
-            return ((hidden, residual), (own, own_residual)), (kv, own_kv)
+            out = _sum(local.layer(index, weights, inputs))
+            noisy = _sum(faithful.layer(index, weights, inputs))
+            expected[index] = _Expected(inputs, out, noisy, local.calls)
+            faithful_hidden, faithful_residual, faithful_kv = faithful.layer(
+                index, weights, (faithful_hidden, faithful_residual, faithful_kv)
+            )
+            return ((hidden, residual), (faithful_hidden, faithful_residual)), (kv, faithful_kv)
 
         def end(streams: _Streams) -> None:
-            (hidden, residual), own = streams
-            given = hidden.astype(self.dtype), residual.astype(self.dtype)
-            rows = local.finish(top, *given)
-            right[FINISH] = _Right(given, rows, faithful.finish(top, *given), local.calls)
+            (hidden, residual), faithful_stream = streams
+            inputs = hidden.astype(self.dtype), residual.astype(self.dtype)
+            rows = local.finish(top, *inputs)
+            expected[FINISH] = _Expected(inputs, rows, faithful.finish(top, *inputs), local.calls)
             rows = rows.astype(self.dtype)
-            right[HEAD] = _Right(rows, local.head(top, rows), faithful.head(top, rows), local.calls)
-            self.rights.append(right)
+            expected[HEAD] = _Expected(rows, local.head(top, rows), faithful.head(top, rows), local.calls)
+            self.expected.append(expected)
             exact_logits = exact.head(top, exact.finish(top, hidden, residual))
-            self.logits.append((exact_logits, faithful.head(top, faithful.finish(top, *own))))
+            self.logits.append((exact_logits, faithful.head(top, faithful.finish(top, *faithful_stream))))
 
-        _, caches = run_stepwise(start, layer, end, list(zip(exact_kv, own_kv, strict=True)))
+        _, caches = run_stepwise(start, layer, end, list(zip(exact_kv, faithful_kv, strict=True)))
         return [kv for kv, _ in caches], [kv for _, kv in caches]
 
 
@@ -271,42 +273,42 @@ class Suspect:
         runner, names = self.runner, tuple(REGISTRY[op].signature.parameters)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = dict(zip(names, args, strict=False)) | kwargs
-            given = {n: runner.download(x) if hasattr(x, "dtype") and x.ndim else x for n, x in given.items()}
-            out = tuple(runner.upload(x) for x in evaluate(op, given, exact=False))
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            arguments = {n: runner.download(x) if hasattr(x, "dtype") and x.ndim else x for n, x in arguments.items()}
+            out = tuple(runner.upload(x) for x in evaluate(op, arguments, exact=False))
             return out if len(out) > 1 else out[0]
 
         return call
 
-    def _compute(self, place: int, given: Any, trusted: Collection[str] | None) -> tuple[Any, Any]:
-        """What the suspect makes of what a place is given, on the host, and the taps."""
+    def _compute(self, place: int, inputs: Any, trusted: Collection[str] | None) -> tuple[Any, Any]:
+        """What the suspect computes at a place, on the host, and the taps."""
         runner = self.runner
         if place == EMBED:
             out, taps = runner.embed()
             return runner.download(out), taps
         if place == HEAD:
-            out, taps = runner.head(runner.upload(given))
+            out, taps = runner.head(runner.upload(inputs))
             return runner.download(out), taps
-        moved = [runner.upload(x) for x in given]
+        on_device = [runner.upload(x) for x in inputs]
         if place == FINISH:
-            out, taps = runner.finish(*moved)
+            out, taps = runner.finish(*on_device)
             return runner.download(out), taps
         if trusted is None:
-            out, taps = runner.layer(place, *moved)
+            out, taps = runner.layer(place, *on_device)
         else:
-            hidden, residual, kv = moved
+            hidden, residual, kv = on_device
             out, taps = runner.by_op(place, hidden, residual, kv, self._replaced(place, trusted))
         return tuple(runner.download(x) for x in out), taps
 
     def _local(self, verdict: Verdict, number: int, place: int, trusted: Collection[str] | None) -> bool:
-        oracle, right = self.oracle, self.oracle.rights[number][place]
-        real = real_tokens(oracle.steps[number])
-        out, taps = self._compute(place, right.given, trusted)
-        got = _sum(out) if place >= 0 else out
+        oracle, expected = self.oracle, self.oracle.expected[number][place]
+        num_tokens = real_tokens(oracle.steps[number])
+        out, taps = self._compute(place, expected.inputs, trusted)
+        output = _sum(out) if place >= 0 else out
         if verdict == "layers":
-            m = measure(got[:real], right.exact[:real], right.faithful[:real])
+            m = measure(output[:num_tokens], expected.exact[:num_tokens], expected.faithful[:num_tokens])
             return any(gate_for(oracle.mode, "layer", m, oracle.reduction).complaints(m))
-        judge = OpJudge(oracle.mode, right.calls, real, oracle.reduction)
+        judge = OpJudge(oracle.mode, expected.calls, num_tokens, oracle.reduction)
         declared = self._declared[number][NAMES[place] if place < 0 else self._layer(place)]
         pairs = zip(declared, taps, strict=True)
         return any(found.complaints for tap, values in pairs if values is not None for found in judge(tap, *values))
@@ -320,8 +322,8 @@ class Suspect:
             oracle.faithful.begin(step)
             rows, kv = self._rows(kv, places, trusted)
             logits = self._compute(HEAD, rows, None)[0] if HEAD in places else oracle.faithful.head(top, rows)
-            real = real_tokens(step)
-            m = measure(logits[:real], *(x[:real] for x in oracle.logits[number]))
+            num_tokens = real_tokens(step)
+            m = measure(logits[:num_tokens], *(x[:num_tokens] for x in oracle.logits[number]))
             if any(gate_for(oracle.mode, "logits", m, oracle.reduction, model.num_layers).complaints(m)):
                 return True
         return False
@@ -357,23 +359,23 @@ class Suspect:
 
     def wrong_weights(self) -> list[str]:
         """Weights that are not those of the checkpoint."""
-        wrong = []
+        names = []
         for layer in range(-1, self.oracle.model.num_layers):
-            wanted = self.oracle.weights.top() if layer < 0 else self.oracle.weights.layer(layer)
-            found = self.runner.weights(layer)
-            for name, value in wanted.items():
-                if name not in found or not _equal(found[name], value):
-                    wrong.append(f"layer.{layer}.{name}" if layer >= 0 else name)
-        return wrong
+            expected = self.oracle.weights.top() if layer < 0 else self.oracle.weights.layer(layer)
+            actual = self.runner.weights(layer)
+            for name, value in expected.items():
+                if name not in actual or not _equal(actual[name], value):
+                    names.append(f"layer.{layer}.{name}" if layer >= 0 else name)
+        return names
 
     def wrong_fields(self, layer: int) -> list[str]:
         """What a layer reads of a step (rotary tables, page table, ...) and is not what the step says."""
         wrong: list[str] = []
         for number, step in enumerate(self.oracle.steps):
             self._begin(number)
-            wanted = step_batch(step, self.oracle.tables).arrays()
-            found = self.runner.inputs(layer)
-            wrong += [name for name in wanted if not _equal(found[name], wanted[name])]
+            expected = step_batch(step, self.oracle.tables).arrays()
+            actual = self.runner.inputs(layer)
+            wrong += [name for name in expected if not _equal(actual[name], expected[name])]
         return list(dict.fromkeys(wrong))
 
 
@@ -441,17 +443,17 @@ class _Search:
             report.problems.append(f"weights differ from the checkpoint's: {', '.join(wrong)}")
             self._add(_layer_of(wrong[0]), "", "", "the weights, as the device holds them, are not the checkpoint's")
             return
-        found = next((v for v in VERDICTS if self._fails(v, places)), None)
+        verdict = next((v for v in VERDICTS if self._fails(v, places)), None)
         report.runs += suspect.runs
         suspect.runs = 0
-        if found is None:
+        if verdict is None:
             return
-        report.mode, report.verdict = self._mode, found
-        chosen = smallest(places, lambda part: self._fails(found, part))
+        report.mode, report.verdict = self._mode, verdict
+        failing = smallest(places, lambda part: self._fails(verdict, part))
         report.units += len(places)
-        report.bound += VERDICTS.index(found) + 1 + _bound(len(places), len(chosen))
-        for place in chosen:
-            self._within(found, place, [p for p in chosen if p != place])
+        report.bound += VERDICTS.index(verdict) + 1 + _bound(len(places), len(failing))
+        for place in failing:
+            self._within(verdict, place, [p for p in failing if p != place])
         report.runs += suspect.runs
         suspect.runs = 0
 

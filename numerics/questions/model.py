@@ -155,7 +155,7 @@ class Comparison:
         return self._streams
 
     def _layer(self, index: int, streams: Streams, caches: Caches) -> tuple[Streams, Caches]:
-        weights, given = self.weights.layer(index), self.given(index)
+        weights, inputs = self.weights.layer(index), self.given(index)
         after, written = {}, {}
         for exact, reference in ((True, self.exact), (False, self.faithful)):
             *stream, cache = reference.layer(index, weights, (*streams[exact], caches[exact]))
@@ -163,23 +163,23 @@ class Comparison:
         self._streams = after
         judged = index in self.layers
         if judged:
-            right = _sum(self.local.layer(index, weights, given))
-            noisy = _sum(self.local_faithful.layer(index, weights, given))
+            expected = _sum(self.local.layer(index, weights, inputs))
+            noisy = _sum(self.local_faithful.layer(index, weights, inputs))
             calls = self.local.calls
         for side in self.sides:
             runner = side.runner
             if judged:
-                out, taps = runner.layer(index, *(runner.upload(x) for x in given))
+                out, taps = runner.layer(index, *(runner.upload(x) for x in inputs))
                 self._ops(side, self.exact.spec.layers[index], index, calls, taps)
-                got = _sum(tuple(runner.download(x) for x in out[:2]))
-                self._find(side, "layer", index, "output", got, right, noisy)
+                output = _sum(tuple(runner.download(x) for x in out[:2]))
+                self._find(side, "layer", index, "output", output, expected, noisy)
             (side.hidden, side.residual, side.kv[index]), _ = runner.layer(
                 index, side.hidden, side.residual, side.kv[index]
             )
             if judged:
-                own = _sum(tuple(runner.download(x) for x in (side.hidden, side.residual)))
-                right_, noisy_ = (_sum(after[exact]) for exact in (True, False))
-                self._find(side, "inherited", index, "output", own, right_, noisy_)
+                inherited = _sum(tuple(runner.download(x) for x in (side.hidden, side.residual)))
+                run_expected, run_noisy = (_sum(after[exact]) for exact in (True, False))
+                self._find(side, "inherited", index, "output", inherited, run_expected, run_noisy)
         return after, written
 
     def _end(self, streams: Streams) -> None:
@@ -281,7 +281,7 @@ def compare_model(
     """Compare `targets` on `subject` in the given modes. `faults` plants faults by side (`a`, `b`, ...): for tests."""
 
     names = [f"{chr(ord('a') + i)} {target}" for i, target in enumerate(targets)]
-    whole = Diff(tuple(names))
+    merged = Diff(tuple(names))
     for mode in modes:
         where_ = subject if mode != "S" else subject.with_dtype("float32")
         progress(f"mode {mode}: loading")
@@ -294,12 +294,12 @@ def compare_model(
                 progress(f"mode {mode}: {text}")
 
             if mode == "X":
-                found = ExactComparison(where_, runners).run(steps, layers, tell)
+                diff = ExactComparison(where_, runners).run(steps, layers, tell)
             else:
-                found = Comparison(where_, runners, mode, layers=layers, taps=taps).run(steps, tell)
+                diff = Comparison(where_, runners, mode, layers=layers, taps=taps).run(steps, tell)
         finally:
             for runner in runners.values():
                 runner.close()
-        whole.extend(found)
-        whole.environment |= {k: v for k, v in found.environment.items() if mode == "P" or k not in whole.environment}
-    return whole
+        merged.extend(diff)
+        merged.environment |= {k: v for k, v in diff.environment.items() if mode == "P" or k not in merged.environment}
+    return merged

@@ -419,8 +419,8 @@ def _open(a: Arguments) -> np.ndarray:
         slots = a["kv"][pages].reshape(-1, *a["kv"].shape[2:])[:length].astype(np.float32)
         spoilt = np.isnan(slots).any((1, 2))
         position, slot = np.arange(length - (stop - start), length)[:, None], np.arange(length)[None, :]
-        seen = (slot <= position) & ((slot > position - a["window"]) if a["window"] > 0 else True)
-        hit = (seen & spoilt).any(1)
+        visible = (slot <= position) & ((slot > position - a["window"]) if a["window"] > 0 else True)
+        hit = (visible & spoilt).any(1)
         free[start:stop, 0, 0] = hit.any() & ~hit
     return free
 
@@ -468,8 +468,8 @@ class _Fault:
             cache = self._cache(kv, page_table[i], length)
             keys, values = self._heads(cache, q.shape[1])
             scores, size = self._scores(q[start:stop], keys, scale, soft_cap)
-            seen = self._seen(length, stop - start, window)
-            out[start:stop] = self._weighted(scores, size, seen, values, soft_cap)
+            visible = self._visible(length, stop - start, window)
+            out[start:stop] = self._weighted(scores, size, visible, values, soft_cap)
         return out * 1.005 if self.fault == "scaled by 1.005" else out
 
     def _cache(self, kv: Any, table: Any, length: int) -> Any:
@@ -512,26 +512,26 @@ class _Fault:
             scores = soft_cap * np.tanh(scores if self.fault == "soft cap without division" else scores / soft_cap)
         return scores, size
 
-    def _seen(self, length: int, queries: int, window: int) -> Any:
+    def _visible(self, length: int, queries: int, window: int) -> Any:
         position, slot = np.arange(length - queries, length)[:, None], np.arange(length)[None, :]
         if self.fault == "positions from 0":
             position = np.arange(queries)[:, None]
-        seen = slot <= position
+        visible = slot <= position
         if self.fault == "mask off by one, future seen":
-            seen = slot <= position + 1
+            visible = slot <= position + 1
         elif self.fault == "mask off by one, self unseen":
-            seen = (slot < position) | (slot == 0)
+            visible = (slot < position) | (slot == 0)
         elif self.fault == "not causal":
-            seen = slot < length + 0 * position
+            visible = slot < length + 0 * position
         off = {"window one longer": 1, "window one shorter": -1}.get(self.fault, 0)
         if window > 0 and self.fault != "window ignored":
-            seen = seen & (slot > position - max(1, window + off))
-        return seen
+            visible = visible & (slot > position - max(1, window + off))
+        return visible
 
-    def _weighted(self, scores: Any, size: Any, seen: Any, values: Any, soft_cap: float) -> Any:
+    def _weighted(self, scores: Any, size: Any, visible: Any, values: Any, soft_cap: float) -> Any:
         if soft_cap > 0 and self.fault == "soft cap of the mask":
-            scores, seen = np.where(seen, scores, -soft_cap), np.ones_like(seen)
-        scores = np.where(seen, scores, -np.inf)
+            scores, visible = np.where(visible, scores, -soft_cap), np.ones_like(visible)
+        scores = np.where(visible, scores, -np.inf)
         top = scores.max(-1, keepdims=True)
         weights = np.exp(scores - top)
         if self.fault == "maximum not taken off":
@@ -545,13 +545,13 @@ class _Fault:
         weights = weights / total
         if self.sizes:
             # An error e of a score moves its weight by the factor e, and those of all others by their share in it.
-            spread = np.where(seen, 1.0 + size, 0.0) * (
+            spread = np.where(visible, 1.0 + size, 0.0) * (
                 math.sqrt(size.shape[-1]) / 4.0 if self.sizes == "sums" else 0.0
             )
             spread = spread + 1.0 + (weights * spread).sum(-1, keepdims=True)
             return np.einsum("hts,shd->thd", weights * spread, np.abs(np.where(np.isnan(values), 0.0, values)))
         mean = np.einsum("hts,shd->thd", weights, np.where(np.isnan(values), 0.0, values))
-        return np.where(np.einsum("ts,shd->thd", 1.0 * seen, 1.0 * np.isnan(values)) > 0, np.nan, mean)
+        return np.where(np.einsum("ts,shd->thd", 1.0 * visible, 1.0 * np.isnan(values)) > 0, np.nan, mean)
 
 
 def _sizes(a: Arguments, which: str) -> Any:

@@ -26,9 +26,9 @@ def _values(seed: int, dtype: str, *shape: int) -> np.ndarray:
 
 
 def _static_scales(k: int) -> dict[str, np.ndarray]:
-    made = {"tensor": np.full((1, 1), 1.0), "row": np.linspace(0.01, 3.0, 7)[:, None]}
-    made |= {"column": np.geomspace(0.01, 3.0, k)[None, :], "block": np.geomspace(0.01, 3.0, 21).reshape(7, 3)}
-    return {name: scale.astype(np.float32) for name, scale in made.items()}
+    scales = {"tensor": np.full((1, 1), 1.0), "row": np.linspace(0.01, 3.0, 7)[:, None]}
+    scales |= {"column": np.geomspace(0.01, 3.0, k)[None, :], "block": np.geomspace(0.01, 3.0, 21).reshape(7, 3)}
+    return {name: scale.astype(np.float32) for name, scale in scales.items()}
 
 
 def _floored(limit: float, dtype: str) -> Function:
@@ -36,11 +36,11 @@ def _floored(limit: float, dtype: str) -> Function:
 
     def mutant(xp: Any, x: Any, scale: Any = None, per: str = "", block: int = 0) -> Any:
         reference = quantization.quantize_int8_dynamic if dtype == "int8" else quantization.quantize_fp8_dynamic
-        made = reference(xp, x, per, block)[1] if scale is None else scale
-        share = np.repeat(made, x.shape[1] // made.shape[1], axis=1)
+        scales = reference(xp, x, per, block)[1] if scale is None else scale
+        share = np.repeat(scales, x.shape[1] // scales.shape[1], axis=1)
         step = 1.0 if dtype == "int8" else 0.125
         values = np.clip(np.floor(x / share / step) * step, -limit, limit).astype(xp.float_dtype(dtype))
-        return values if scale is not None else (values, made)
+        return values if scale is not None else (values, scales)
 
     return mutant
 
@@ -87,20 +87,20 @@ _quantizers("float8_e4m3fn", quantization.quantize_fp8, quantization.quantize_fp
 
 def quantized(kind: str, x: np.ndarray, per: str, block: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """(values, scales) of x as the reference makes them; `kind`: int8 or fp8."""
-    made: tuple[np.ndarray, np.ndarray] = {
+    result: tuple[np.ndarray, np.ndarray] = {
         "int8": quantization.quantize_int8_dynamic,
         "fp8": quantization.quantize_fp8_dynamic,
     }[kind](namespace("numpy"), x, per, block)
-    return made
+    return result
 
 
 def _dequantize_cases(dtype: str) -> dict[str, Arguments]:
-    made = {}
+    cases = {}
     for kind in ("int8", "fp8"):
         for per in ("tensor", "row", "column", "block"):
             values, scale = quantized(kind, rows(52, "float32", 7, 96), per, 32)
-            made[f"{kind} {per}"] = {"values": values, "scale": scale, "dtype": dtype}
-    return made
+            cases[f"{kind} {per}"] = {"values": values, "scale": scale, "dtype": dtype}
+    return cases
 
 
 judged(
@@ -120,8 +120,8 @@ judged(
 def _linear_case(kind: str, dtype: str, bias: bool, x_per: str) -> Arguments:
     x, x_scale = quantized(kind, rows(53, "float32", 7, 96, scale=1.0), x_per)
     weight, weight_scale = quantized(kind, normal(54, "float32", 33, 96), "row")
-    made = {"x": x, "weight": weight, "x_scale": x_scale, "weight_scale": weight_scale}
-    return {**made, "bias": normal(55, dtype, 33) if bias else None, "dtype": dtype}
+    arguments = {"x": x, "weight": weight, "x_scale": x_scale, "weight_scale": weight_scale}
+    return {**arguments, "bias": normal(55, dtype, 33) if bias else None, "dtype": dtype}
 
 
 def _products(arguments: Arguments) -> Any:
@@ -158,13 +158,13 @@ _quantized_linear(quantization.linear_fp8, "fp8")
 
 
 def _weight_only_cases(dtype: str) -> dict[str, Arguments]:
-    made = {}
+    cases = {}
     for kind in ("int8", "fp8"):
         for bias in (True, False):
             case = _linear_case(kind, dtype, bias, "row")
             arguments = {name: case[name] for name in ("weight", "weight_scale", "bias")}
-            made[f"{kind} bias {bias}"] = {"x": rows(56, dtype, 7, 96, scale=1.0), **arguments}
-    return made
+            cases[f"{kind} bias {bias}"] = {"x": rows(56, dtype, 7, 96, scale=1.0), **arguments}
+    return cases
 
 
 judged(
@@ -182,9 +182,9 @@ judged(
 
 def _adapters(dtype: str, n: int, k: int) -> np.ndarray:
     """Four adapters; no row of a case uses the last, which is NaN."""
-    made = normal(60, dtype, 4, n, k)
-    made[3] = np.nan
-    return made
+    weights = normal(60, dtype, 4, n, k)
+    weights[3] = np.nan
+    return weights
 
 
 INDEX = np.array([2, -1, 0, 0, 1, -1, 2], np.int32)
