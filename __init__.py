@@ -1,6 +1,8 @@
-"""Twinfer: one LLM inference engine for TPUs (JAX) and GPUs (PyTorch), and the proof that both compute the same thing.
+"""Twinfer: one LLM inference engine for TPUs (JAX) and GPUs (PyTorch), and the proof that both
+compute the same thing.
 
-Importing this package imports neither JAX nor torch; building an `LLM` imports the framework of its backend.
+Importing this package imports neither JAX nor torch; building an `LLM` imports the framework of its
+backend.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ _WHERE = {
     "TwinferError": ".shared.errors",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "TwinferError", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "TwinferError",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

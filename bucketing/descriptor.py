@@ -13,11 +13,12 @@ Kind = Literal["decode", "mixed"]
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """The shape of one step's program: an XLA executable on one side, a compiled graph on the other.
+    """The shape of one step's program: an XLA executable on one side, a compiled graph on the
+    other.
 
-    `tokens` rows of tokens, `requests` rows of requests, both after padding. In a `decode` program every request has
-    exactly one token, so `tokens == requests` and `max_query_len == 1`; a `mixed` program holds prefill chunks and
-    decodes in one ragged row of tokens.
+    `tokens` rows of tokens, `requests` rows of requests, both after padding. In a `decode` program
+    every request has exactly one token, so `tokens == requests` and `max_query_len == 1`; a `mixed`
+    program holds prefill chunks and decodes in one ragged row of tokens.
     """
 
     kind: Kind
@@ -26,12 +27,18 @@ class Descriptor:
     max_query_len: int
 
     def __str__(self) -> str:
-        return f"{self.kind}[{self.tokens}]" if self.kind == "decode" else f"mixed[{self.tokens}x{self.requests}]"
+        return (
+            f"{self.kind}[{self.tokens}]"
+            if self.kind == "decode"
+            else f"mixed[{self.tokens}x{self.requests}]"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """All programs of one engine, enumerated at start. `decode_sizes` and `mixed_sizes` are sorted ladders."""
+    """All programs of one engine, enumerated at start. `decode_sizes` and `mixed_sizes` are
+    sorted ladders.
+    """
 
     decode_sizes: tuple[int, ...]
     mixed_sizes: tuple[int, ...]
@@ -47,7 +54,9 @@ class Table:
         return len(self.decode_sizes) + len(self.mixed_sizes)
 
     def decide(self, num_tokens: int, num_requests: int, max_query_len: int) -> Descriptor | None:
-        """The program for a step of that size, or None if the table has none that is large enough."""
+        """The program for a step of that size, or None if the table has none that is large
+        enough.
+        """
         if max_query_len == 1:
             size = smallest_at_least(self.decode_sizes, num_requests)
             if size is not None:

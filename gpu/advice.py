@@ -1,4 +1,6 @@
-"""What to lower when the device's memory is too small for a start: torch's own error names no option of ours."""
+"""What to lower when the device's memory is too small for a start: torch's own error names no
+option of ours.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,20 @@ R = TypeVar("R")
 
 def weights(config: ResolvedConfig) -> str:
     """Advice where the weights do not fit."""
-    return f"dtype: got {config.dtype}, too little memory for the weights; take a smaller dtype or a smaller model"
+    return (
+        f"dtype: got {config.dtype}, too little memory for the weights; take a smaller dtype "
+        "or a smaller model"
+    )
 
 
 def steps(config: ResolvedConfig) -> str:
     """Advice where the largest steps, or the graphs, do not fit."""
     return (
-        f"max_num_batched_tokens: got {config.max_num_batched_tokens}, with max_num_seqs {config.max_num_seqs}, too "
-        "little memory for the largest steps and the graphs; lower one of both, or leave them more memory by a lower "
+        f"max_num_batched_tokens: got {config.max_num_batched_tokens}, with max_num_seqs "
+        f"{config.max_num_seqs}, too "
+        "little memory for the largest steps and the graphs; lower one of both, or leave them "
+        "more "
+        "memory by a lower "
         "memory_utilization, kv_cache_memory or num_pages"
     )
 
@@ -33,11 +41,15 @@ def cache(config: ResolvedConfig) -> str:
     """Advice where the KV cache does not fit."""
     names = "num_pages", "kv_cache_memory", "memory_utilization"
     name = next(name for name in names if getattr(config, name) is not None)
-    return f"{name}: got {getattr(config, name)}, too little memory for such a KV cache; lower {name}"
+    return (
+        f"{name}: got {getattr(config, name)}, too little memory for such a KV cache; lower {name}"
+    )
 
 
 def advise(advice: Callable[[ResolvedConfig], str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a phase of the worker's start: where torch finds no memory, a ConfigError with the advice is raised."""
+    """Decorates a phase of the worker's start: where torch finds no memory, a ConfigError with
+    the advice is raised.
+    """
 
     def decorate(phase: Callable[P, R]) -> Callable[P, R]:
         @wraps(phase)
@@ -47,7 +59,9 @@ def advise(advice: Callable[[ResolvedConfig], str]) -> Callable[[Callable[P, R]]
             except torch.OutOfMemoryError as error:
                 worker: Any = args[0]
                 free, total = (size / 1e9 for size in torch.cuda.mem_get_info())
-                raise ConfigError(f"{advice(worker.config)} ({free:.1f} of {total:.1f} GB are free)") from error
+                raise ConfigError(
+                    f"{advice(worker.config)} ({free:.1f} of {total:.1f} GB are free)"
+                ) from error
 
         return run
 

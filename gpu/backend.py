@@ -1,4 +1,6 @@
-"""What compiles a traced graph: Inductor with our options, or nothing; and the folders that keep and show it."""
+"""What compiles a traced graph: Inductor with our options, or nothing; and the folders that keep
+and show it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
 def make_backend(compilation: ResolvedCompilation, name: str) -> Backend:
-    """A backend for `torch.compile`: Inductor, or (level 1, `use_inductor` off) the graph as it was traced."""
+    """A backend for `torch.compile`: Inductor, or (level 1, `use_inductor` off) the graph as it
+    was traced.
+    """
     options = dict(compilation.inductor_compile_config)
     dump = compilation.debug_dump_path
 
@@ -47,7 +51,9 @@ def make_backend(compilation: ResolvedCompilation, name: str) -> Backend:
 def write_graph(folder: str, name: str, module: torch.fx.GraphModule) -> None:
     """Write a traced graph as readable code."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    (Path(folder) / f"{name}.graph.py").write_text(module.print_readable(print_output=False), encoding="utf-8")
+    (Path(folder) / f"{name}.graph.py").write_text(
+        module.print_readable(print_output=False), encoding="utf-8"
+    )
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -59,11 +65,17 @@ def check_options(options: Mapping[str, Any]) -> None:
     known = config.get_config_copy()
     for name in options:
         if name.replace("-", "_") not in known:
-            raise ConfigError(f"inductor_compile_config: torch {torch.__version__} has no option {name!r}")
+            raise ConfigError(
+                f"inductor_compile_config: torch {torch.__version__} has no option {name!r}"
+            )
 
 
-def key_factors(plan_hash: str, compilation: ResolvedCompilation, model: Mapping[str, Any]) -> dict[str, Any]:
-    """All that the generated code depends on, as JSON values. The plan hash covers the sources of the kernels."""
+def key_factors(
+    plan_hash: str, compilation: ResolvedCompilation, model: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All that the generated code depends on, as JSON values. The plan hash covers the sources
+    of the kernels.
+    """
     versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
     try:
         import triton
@@ -81,9 +93,13 @@ def key_factors(plan_hash: str, compilation: ResolvedCompilation, model: Mapping
 
 
 def open_cache(root: str | None, factors: Mapping[str, Any]) -> Path | None:
-    """The folder of these factors below `root` (None: the default one, if it can be had). Raises ConfigError."""
+    """The folder of these factors below `root` (None: the default one, if it can be had). Raises
+    ConfigError.
+    """
     try:
-        return open_private("cache_dir", default_root("torch") if root is None else Path(root), factors)
+        return open_private(
+            "cache_dir", default_root("torch") if root is None else Path(root), factors
+        )
     except (OSError, ValueError) as error:
         if root is None:
             return None

@@ -1,7 +1,9 @@
-"""Regional compilation: the layer function compiled once per kind and range of sizes, run by every layer.
+"""Regional compilation: the layer function compiled once per kind and range of sizes, run by every
+layer.
 
-Sizes named in `compile_sizes` are compiled with static shapes, all others of a kind share code with an open number of
-tokens: one compilation serves a whole ladder, and the number of tokens only moves the bounds of loops.
+Sizes named in `compile_sizes` are compiled with static shapes, all others of a kind share code with
+an open number of tokens: one compilation serves a whole ladder, and the number of tokens only moves
+the bounds of loops.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from ..shared.models.stages import any_replaced
 from .backend import make_backend
 
 LayerFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""(weights, hidden, residual [tok dim], kv, batch) -> hidden, residual. One more argument: `rows` of the batch."""
+"""(weights, hidden, residual [tok dim], kv, batch) -> hidden, residual. One more argument:
+`rows` of the batch.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +45,16 @@ class Variant:
         return self.first == self.last
 
     def __str__(self) -> str:
-        return f"{self.kind}_{self.first}" if self.static else f"{self.kind}_{self.first}_to_{self.last}"
+        return (
+            f"{self.kind}_{self.first}"
+            if self.static
+            else f"{self.kind}_{self.first}_to_{self.last}"
+        )
 
 
-def variants(descriptors: Iterable[Descriptor], compilation: ResolvedCompilation) -> dict[Descriptor, Variant]:
+def variants(
+    descriptors: Iterable[Descriptor], compilation: ResolvedCompilation
+) -> dict[Descriptor, Variant]:
     """The version that serves each descriptor."""
     chosen = {}
     largest: dict[str, int] = {}
@@ -64,7 +74,9 @@ def variants(descriptors: Iterable[Descriptor], compilation: ResolvedCompilation
 
 
 def compile_order(chosen: Mapping[Descriptor, Variant]) -> list[Descriptor]:
-    """All descriptors, the middle one of each version first: its size is what the code generator tunes for."""
+    """All descriptors, the middle one of each version first: its size is what the code generator
+    tunes for.
+    """
     members: dict[Variant, list[Descriptor]] = {}
     for d, variant in chosen.items():
         members.setdefault(variant, []).append(d)
@@ -73,14 +85,17 @@ def compile_order(chosen: Mapping[Descriptor, Variant]) -> list[Descriptor]:
 
 
 def compiled_kinds(model: Model, plans: Plans, compilation: ResolvedCompilation) -> frozenset[str]:
-    """The kinds of steps whose layers go to the compiler. With `skip_kernels`, those made of kernels alone do not: each
-    would be an opaque call, so there is nothing to generate, and tracing them is most of a start.
+    """The kinds of steps whose layers go to the compiler. With `skip_kernels`, those made of
+    kernels alone do not: each would be an opaque call, so there is nothing to generate, and tracing
+    them is most of a start.
     """
     if compilation.level == 0:
         return frozenset()
     # What a stage from outside does between its ops is not known.
     skips = compilation.skip_kernels and not any_replaced(model)
-    return frozenset(kind for kind in ("decode", "mixed") if not (skips and _all_kernels(plans, kind)))
+    return frozenset(
+        kind for kind in ("decode", "mixed") if not (skips and _all_kernels(plans, kind))
+    )
 
 
 def _all_kernels(plans: Plans, kind: str) -> bool:
@@ -99,13 +114,15 @@ def check_effect(compilation: ResolvedCompilation, compiled: frozenset[str]) -> 
         asked = getattr(compilation, name)
         if asked and not compiled:
             raise ConfigError(
-                f"{name}: got {asked}, allowed is none: every op of a layer is a kernel, so no layer is compiled; "
+                f"{name}: got {asked}, allowed is none: every op of a layer is a kernel, so no "
+                "layer is compiled; "
                 f"use_inductor=True compiles all of them"
             )
     mode = compilation.cudagraph_mode
     if compilation.splitting_given and not mode.has_mode(CUDAGraphMode.PIECEWISE):
         raise ConfigError(
-            f"splitting_ops: got {list(compilation.splitting_ops)}, allowed is none: cudagraph_mode is {mode.name}, "
+            f"splitting_ops: got {list(compilation.splitting_ops)}, allowed is none: "
+            f"cudagraph_mode is {mode.name}, "
             f"which captures nothing in pieces"
         )
 
@@ -122,20 +139,26 @@ def _only_kernels(plan: Plan, ops: Iterable[str]) -> bool:
 
 
 class RegionCompiler:
-    """Compiles functions of a step: a copy of the function for each version, so that versions do not see each other."""
+    """Compiles functions of a step: a copy of the function for each version, so that versions do
+    not see each other.
+    """
 
     def __init__(self, compilation: ResolvedCompilation) -> None:
         self._compilation = compilation
         self.enabled = compilation.level > 0
 
-    def compile(self, function: FunctionType, variant: Variant, name: str, plan: Plan) -> Callable[..., Any]:
-        """`function` compiled for a version by the first call, for which `mark` must have named what stays open.
+    def compile(
+        self, function: FunctionType, variant: Variant, name: str, plan: Plan
+    ) -> Callable[..., Any]:
+        """`function` compiled for a version by the first call, for which `mark` must have named
+        what stays open.
 
         `plan` is that of its ops.
         """
         if not self.enabled:
             return function
-        # Dynamo keeps compiled versions on the code object and tries them one after the other: give each its own.
+        # Dynamo keeps compiled versions on the code object and tries them one after the other: give
+        # each its own.
         title = f"{name}_{variant}"
         copy = FunctionType(
             function.__code__.replace(co_name=title),
@@ -149,11 +172,14 @@ class RegionCompiler:
             from .passes import passes_backend
 
             backend = passes_backend(plan, backend)
-        # Not dynamic: only what `mark` names stays open, whatever sizes an earlier engine of the process had.
+        # Not dynamic: only what `mark` names stays open, whatever sizes an earlier engine of the
+        # process had.
         return torch.compile(copy, fullgraph=True, backend=backend, dynamic=False)
 
     def mark(self, variant: Variant, tensors: Sequence[torch.Tensor]) -> None:
-        """Leave the first dimension of these open in what the next call compiles. Fails if the code fixes it."""
+        """Leave the first dimension of these open in what the next call compiles. Fails if the
+        code fixes it.
+        """
         if self.enabled and not variant.static:
             for tensor in tensors:
                 torch._dynamo.mark_dynamic(tensor, 0)
@@ -171,13 +197,21 @@ class LayerCompiler:
         chosen: Mapping[Descriptor, Variant],
         compiled: frozenset[str],
     ) -> None:
-        self._model, self._ops, self._plans, self._compiler, self._chosen = model, ops, plans, compiler, chosen
+        self._model, self._ops, self._plans, self._compiler, self._chosen = (
+            model,
+            ops,
+            plans,
+            compiler,
+            chosen,
+        )
         self.compiled = compiled
         self._functions: dict[tuple[Variant, Layer, bool], LayerFunction] = {}
         self._of_steps: dict[tuple[Descriptor, bool], list[LayerFunction]] = {}
 
     def functions(self, d: Descriptor, drops: bool) -> list[LayerFunction]:
-        """What runs each layer in the steps of a descriptor. A last layer that drops rows has a function of its own."""
+        """What runs each layer in the steps of a descriptor. A last layer that drops rows has a
+        function of its own.
+        """
         if (d, drops) not in self._of_steps:
             *others, last = self._model.layers
             variant = self._chosen[d]
@@ -191,7 +225,9 @@ class LayerCompiler:
         return self._functions[key]
 
     def _build(self, variant: Variant, spec: Layer, drops: bool) -> LayerFunction:
-        plain = layer_function(spec, self._ops.of(variant.kind, spec), decode=variant.kind == "decode")
+        plain = layer_function(
+            spec, self._ops.of(variant.kind, spec), decode=variant.kind == "decode"
+        )
         if variant.kind not in self.compiled:
             return plain
         number = self._model.kinds.index(spec)
@@ -199,10 +235,14 @@ class LayerCompiler:
         return self._compiler.compile(plain, variant, name, self._plans.of(variant.kind, spec))
 
     def mark(self, d: Descriptor, kv: Sequence[torch.Tensor], batch: decoder.Batch) -> None:
-        """Name the open dimensions before the first call for a descriptor: pages, and tokens of a version for many."""
+        """Name the open dimensions before the first call for a descriptor: pages, and tokens of
+        a version for many.
+        """
         for cache in kv:
             torch._dynamo.mark_dynamic(cache, 0)
-        per_request = (batch.page_table, batch.query_start, batch.kv_lens) if d.kind == "decode" else ()
+        per_request = (
+            (batch.page_table, batch.query_start, batch.kv_lens) if d.kind == "decode" else ()
+        )
         open_ones = [x for x in per_request if x.device == batch.slots.device]
         self._compiler.mark(self._chosen[d], [batch.cos, batch.sin, batch.slots, *open_ones])
 

@@ -1,7 +1,8 @@
-"""What code inside a compiled or captured forward must know and cannot be passed: which capture is under way.
+"""What code inside a compiled or captured forward must know and cannot be passed: which capture is
+under way.
 
-Everything else is an argument. The context is set while a program is captured and reset afterwards, so that a replay
-or an eager run finds none.
+Everything else is an argument. The context is set while a program is captured and reset afterwards,
+so that a replay or an eager run finds none.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ class Splitter(Protocol):
     """A capture that can be interrupted."""
 
     def split(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """End the graph under capture, note the call for replays, begin the next graph. Returns the call's result."""
+        """End the graph under capture, note the call for replays, begin the next graph. Returns
+        the call's result.
+        """
         ...
 
 
@@ -63,12 +66,16 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
 
 
 def splittable(plan: Plan, names: tuple[str, ...]) -> Plan:
-    """The plan with the ops `names` interrupting a piecewise capture; anywhere else they run as before."""
+    """The plan with the ops `names` interrupting a piecewise capture; anywhere else they run as
+    before.
+    """
     choices = dict(plan.choices)
     for name in set(names).intersection(choices):
         choice = choices[name]
         function = _splitting(choice.implementation.function)
-        choices[name] = replace(choice, implementation=replace(choice.implementation, function=function, opaque=True))
+        choices[name] = replace(
+            choice, implementation=replace(choice.implementation, function=function, opaque=True)
+        )
     return Plan(plan.framework, choices)
 
 

@@ -1,8 +1,8 @@
 """Captures programs as CUDA graphs: each in one graph, or in pieces between calls that run eagerly.
 
-All graphs of a recorder share one memory pool: replays run one after the other on one stream, and what outlives a
-replay is copied to buffers outside of the pool (`tests/e2e/test_gpu_levels.py` poisons the pool between replays to show
-it).
+All graphs of a recorder share one memory pool: replays run one after the other on one stream, and
+what outlives a replay is copied to buffers outside of the pool (`tests/e2e/test_gpu_levels.py`
+poisons the pool between replays to show it).
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ class _Memory:
     """What `torch.as_tensor` needs to know of memory that it shall not own."""
 
     def __init__(
-        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, word: str, owner: Any = None
+        self,
+        address: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None,
+        word: str,
+        owner: Any = None,
     ) -> None:
         self.owner = owner
         self.__cuda_array_interface__ = {
@@ -42,29 +47,40 @@ class _Memory:
         }
 
 
-def alias_of(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: int, owner: Any = None) -> torch.Tensor:
-    """A contiguous tensor over memory of a CUDA device that torch does not manage. It keeps `owner` alive."""
+def alias_of(
+    address: int, shape: tuple[int, ...], dtype: torch.dtype, device: int, owner: Any = None
+) -> torch.Tensor:
+    """A contiguous tensor over memory of a CUDA device that torch does not manage. It keeps
+    `owner` alive.
+    """
     memory = _Memory(address, shape, None, WORDS[dtype.itemsize], owner)
     return torch.as_tensor(memory, device=torch.device("cuda", device)).view(dtype)
 
 
 def alias(x: Any) -> Any:
-    """A tensor over the memory of a CUDA tensor that does not keep that memory: addresses in a graph's pool are fixed,
-    and whoever owned them would keep later graphs from using them again. Other values are themselves."""
+    """A tensor over the memory of a CUDA tensor that does not keep that memory: addresses in a
+    graph's pool are fixed, and whoever owned them would keep later graphs from using them again.
+    Other values are themselves.
+    """
     if not isinstance(x, torch.Tensor) or not x.is_cuda or x.numel() == 0:
         return x
     size = x.element_size()
-    memory = _Memory(x.data_ptr(), tuple(x.shape), tuple(stride * size for stride in x.stride()), WORDS[size])
+    memory = _Memory(
+        x.data_ptr(), tuple(x.shape), tuple(stride * size for stride in x.stride()), WORDS[size]
+    )
     return torch.as_tensor(memory, device=x.device).view(x.dtype)
 
 
 _idle_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)
-"""By device, the streams of recorders that are gone. They are used again: torch keeps a workspace of cuBLAS for every
-stream that it has seen, 32 MiB on some chips, until the process ends."""
+"""By device, the streams of recorders that are gone. They are used again: torch keeps a workspace
+of cuBLAS for every stream that it has seen, 32 MiB on some chips, until the process ends.
+"""
 
 
 class GraphRecorder:
-    """Captures programs on a stream of its own into one pool. It must live as long as what it has captured."""
+    """Captures programs on a stream of its own into one pool. It must live as long as what it
+    has captured.
+    """
 
     def __init__(self) -> None:
         idle = _idle_streams[torch.cuda.current_device()]
@@ -82,7 +98,9 @@ class GraphRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around a series of captures: warm-up runs belong inside, so that libraries get their workspaces there."""
+        """Around a series of captures: warm-up runs belong inside, so that libraries get their
+        workspaces there.
+        """
         gc.collect()
         torch.cuda.synchronize()
         gc.disable()  # freeing a tensor of another stream in the middle of a capture would break it
@@ -93,8 +111,12 @@ class GraphRecorder:
         finally:
             gc.enable()
 
-    def capture(self, descriptor: Descriptor, mode: CUDAGraphMode, run: Callable[[], Any]) -> tuple[Replay, Any]:
-        """Capture `run`, which was run before, and return what replays it and aliases of its result's tensors."""
+    def capture(
+        self, descriptor: Descriptor, mode: CUDAGraphMode, run: Callable[[], Any]
+    ) -> tuple[Replay, Any]:
+        """Capture `run`, which was run before, and return what replays it and aliases of its
+        result's tensors.
+        """
         segments = _Segments(self.pool)
         splitter = segments if mode is CUDAGraphMode.PIECEWISE else None
         context = ForwardContext(descriptor, mode, splitter)
@@ -127,10 +149,14 @@ class _Segments:
             self._graph = None
 
     def split(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """See `Splitter`. The result looks like the first argument and lies in the pool, for the next graph to read."""
+        """See `Splitter`. The result looks like the first argument and lies in the pool, for the
+        next graph to read.
+        """
         result = torch.empty_like(args[0])
         self.end()
-        self._parts.append(partial(_run_into, function, tuple(alias(x) for x in args), alias(result)))
+        self._parts.append(
+            partial(_run_into, function, tuple(alias(x) for x in args), alias(result))
+        )
         self.begin()
         return result
 

@@ -1,7 +1,9 @@
-"""The inputs of a step on the device: one static buffer that all programs read, filled by one copy a step.
+"""The inputs of a step on the device: one static buffer that all programs read, filled by one copy
+a step.
 
-A graph reads fixed addresses, so each program's fields lie at fixed places of one buffer. Page tables stay on the
-device, one permanent row per request: a step brings only the entries that are new, and one kernel scatters them.
+A graph reads fixed addresses, so each program's fields lie at fixed places of one buffer. Page
+tables stay on the device, one permanent row per request: a step brings only the entries that are
+new, and one kernel scatters them.
 """
 
 from __future__ import annotations
@@ -24,16 +26,22 @@ from ..shared.step import (
 )
 
 ALIGNMENT = 16
-"""int32 entries between the starts of fields: 64 bytes, so that vectorised loads are aligned in every program."""
+"""int32 entries between the starts of fields: 64 bytes, so that vectorised loads are aligned in
+every program.
+"""
 RING = 4
-"""Pinned buffers: more than steps in flight, so that none is written while the device still reads it."""
+"""Pinned buffers: more than steps in flight, so that none is written while the device still
+reads it.
+"""
 OF_TOKENS = ("token_ids", "positions", "slots")
 OF_REQUESTS = ("query_start", "kv_lens", "rows", "sample_index", "counts")
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Fields of equal size, one behind the other in a buffer of the step, and where their first one goes."""
+    """Fields of equal size, one behind the other in a buffer of the step, and where their first
+    one goes.
+    """
 
     from_sampling: bool
     source: slice
@@ -44,7 +52,9 @@ class _Run:
     def of(self, buffer: np.ndarray) -> np.ndarray:
         """Their places in the static buffer: [field entry]."""
         fields, entries = self.shape
-        return buffer[self.target : self.target + fields * self.stride].reshape(fields, self.stride)[:, :entries]
+        return buffer[self.target : self.target + fields * self.stride].reshape(
+            fields, self.stride
+        )[:, :entries]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +80,15 @@ class _Target:
 
 
 class _Slot:
-    """One pinned buffer and the event behind the copy that last read it; on a CPU the static buffer itself."""
+    """One pinned buffer and the event behind the copy that last read it; on a CPU the static
+    buffer itself.
+    """
 
     def __init__(self, static: torch.Tensor) -> None:
         cuda = static.device.type == "cuda"
-        self.tensor = torch.zeros(len(static), dtype=torch.int32, pin_memory=True) if cuda else static
+        self.tensor = (
+            torch.zeros(len(static), dtype=torch.int32, pin_memory=True) if cuda else static
+        )
         self.array = self.tensor.numpy()
         self.read = torch.cuda.Event() if cuda else None
         self.targets: dict[Descriptor, _Target] = {}
@@ -93,18 +107,23 @@ class _Slot:
 class StepInputs:
     """Fills the static buffer from `StepInput`s, in order; hands out views of it by program."""
 
-    def __init__(self, table: Table, shape: StepShape, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, table: Table, shape: StepShape, page_size: int, device: torch.device
+    ) -> None:
         self._shape, self.page_size = shape, page_size
         self._cuda = device.type == "cuda"
         self._places = {d: _places(d, shape, page_size) for d in table}
         size = max(places.size for places in self._places.values())
         self.buffer = torch.zeros(size, dtype=torch.int32, device=device)
-        self.pages = torch.zeros((shape.max_rows + 1, shape.pages_per_request), dtype=torch.int32, device=device)
+        self.pages = torch.zeros(
+            (shape.max_rows + 1, shape.pages_per_request), dtype=torch.int32, device=device
+        )
         self._flat_pages = self.pages.view(-1)
         self._entries = PageEntries(shape)
         self._slots = [_Slot(self.buffer) for _ in range(RING if self._cuda else 1)]
         self._next = 0
-        # For implementations that read lengths on the host; a copy, as a call that was captured keeps its arguments.
+        # For implementations that read lengths on the host; a copy, as a call that was captured
+        # keeps its arguments.
         self._on_host = torch.zeros(size, dtype=torch.int32)
         layout = processor_layout(table.max_requests, shape)
         self._processors = torch.zeros(layout.size, dtype=torch.int32, device=device)
@@ -112,7 +131,9 @@ class StepInputs:
         self._host_views: dict[Descriptor, dict[str, torch.Tensor]] = {}
 
     def fields(self, descriptor: Descriptor) -> dict[str, torch.Tensor]:
-        """The program's fields on the device: those of the batch, of sampling, and the new entries of page tables."""
+        """The program's fields on the device: those of the batch, of sampling, and the new
+        entries of page tables.
+        """
         if descriptor not in self._views:
             self._views[descriptor] = self._cut(self.buffer, descriptor)
         return self._views[descriptor]
@@ -141,9 +162,11 @@ class StepInputs:
         return views
 
     def fill(self, step: StepInput, host: bool = False) -> None:
-        """Bring a step's inputs to the device without waiting for it; `host` keeps the lengths here too.
+        """Bring a step's inputs to the device without waiting for it; `host` keeps the lengths here
+        too.
 
-        Raises OutsideTable for a program that was not in the table, InternalError if a step was lost.
+        Raises OutsideTable for a program that was not in the table, InternalError if a step was
+        lost.
         """
         places = self._places.get(step.descriptor)
         if places is None:
@@ -154,7 +177,9 @@ class StepInputs:
             slot.read.synchronize()  # long done: at most two steps are in flight
         target = slot.target(step.descriptor, places, self.buffer)
         for run, view in zip(places.runs, target.runs, strict=True):
-            view[:] = (step.sampling if run.from_sampling else step.batch)[run.source].reshape(run.shape)
+            view[:] = (step.sampling if run.from_sampling else step.batch)[run.source].reshape(
+                run.shape
+            )
         self._stage_pages(step, target)
         if host:
             self._on_host.numpy()[: places.size] = slot.array[: places.size]
@@ -183,7 +208,9 @@ class StepInputs:
 
 
 def _places(d: Descriptor, shape: StepShape, page_size: int) -> _Places:
-    """What depends on the number of requests stands first, so that it lies alike in all programs of that number."""
+    """What depends on the number of requests stands first, so that it lies alike in all programs
+    of that number.
+    """
     batch, sampling = batch_layout(d, shape), sampling_layout(d.requests)
     runs: list[_Run] = []
     fields: dict[str, tuple[int, tuple[int, ...], bool]] = {}
@@ -196,7 +223,11 @@ def _places(d: Descriptor, shape: StepShape, page_size: int) -> _Places:
         start, offset = offset, offset + -(-size // ALIGNMENT) * ALIGNMENT
         return slice(start, start + size)
 
-    for layout, names in ((sampling, tuple(sampling.fields)), (batch, OF_REQUESTS), (batch, OF_TOKENS)):
+    for layout, names in (
+        (sampling, tuple(sampling.fields)),
+        (batch, OF_REQUESTS),
+        (batch, OF_TOKENS),
+    ):
         for name in names:
             field, start = layout.fields[name], offset
             place(name, field.shape, field.floating)
@@ -204,10 +235,14 @@ def _places(d: Descriptor, shape: StepShape, page_size: int) -> _Places:
             last = runs[-1] if runs and name != names[0] else None
             if last and last.shape[1] == field.size and last.source.stop == field.offset:
                 runs[-1] = replace(
-                    last, source=slice(last.source.start, source.stop), shape=(last.shape[0] + 1, field.size)
+                    last,
+                    source=slice(last.source.start, source.stop),
+                    shape=(last.shape[0] + 1, field.size),
                 )
             else:
-                runs.append(_Run(layout is sampling, source, (1, field.size), start, offset - start))
+                runs.append(
+                    _Run(layout is sampling, source, (1, field.size), start, offset - start)
+                )
     changes = (2 * d.requests + -(-d.tokens // page_size),)
 
     return _Places(

@@ -1,4 +1,6 @@
-"""What this device does at most, by measurement: the copy and the matrix product that figures are held against."""
+"""What this device does at most, by measurement: the copy and the matrix product that figures
+are held against.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,26 @@ REPEATS = 10
 
 
 def measure_limits(device: DeviceInfo, dtype: str) -> Limits:
-    """Measure for a second. Call it while nothing else is on the device; what it allocates is freed."""
+    """Measure for a second. Call it while nothing else is on the device; what it allocates is
+    freed.
+    """
     if device.platform != "cuda":
-        return Limits(None, None, "not measured on a CPU: its cores and caches are shared, so no rate is a limit")
+        return Limits(
+            None,
+            None,
+            "not measured on a CPU: its cores and caches are shared, so no rate is a limit",
+        )
     with torch.cuda.device(device.index):  # None: whichever is current
-        copy, product = 2 * COPY_BYTES / _seconds(_copy()), 2 * MATRIX**3 / _seconds(_product(DTYPES[dtype]))
+        copy, product = (
+            2 * COPY_BYTES / _seconds(_copy()),
+            2 * MATRIX**3 / _seconds(_product(DTYPES[dtype])),
+        )
         torch.cuda.empty_cache()
-    return Limits(copy, product, f"copy of {COPY_BYTES >> 20} MiB, {dtype} product of {MATRIX}x{MATRIX} matrices")
+    return Limits(
+        copy,
+        product,
+        f"copy of {COPY_BYTES >> 20} MiB, {dtype} product of {MATRIX}x{MATRIX} matrices",
+    )
 
 
 def _copy() -> Callable[[], object]:

@@ -1,4 +1,5 @@
-"""The model as a `torch.nn.Module`, so that torch's own tools (hooks, state_dict, parameter counts) work on it.
+"""The model as a `torch.nn.Module`, so that torch's own tools (hooks, state_dict, parameter counts)
+work on it.
 
 Every engine on torch holds its weights here; the road piecewise traces `forward` whole.
 """
@@ -20,7 +21,9 @@ from ..shared.models.table import Parameter, ParameterTable
 class Layer(torch.nn.Module):
     """The weights of one decoder layer."""
 
-    def __init__(self, parameters: Mapping[str, Parameter], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Parameter], dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         for name, parameter in parameters.items():
             self.register_parameter(name, _empty(parameter, dtype, device))
@@ -65,7 +68,8 @@ class Decoder(torch.nn.Module):
         kind: str,
         max_query_len: int,
     ) -> torch.Tensor:
-        """Finished hidden states [tok dim]; kv [page slot 2*kvhead hdim] of each layer is written in place.
+        """Finished hidden states [tok dim]; kv [page slot 2*kvhead hdim] of each layer is written
+        in place.
 
         `kind` names the plan.
         """
@@ -111,4 +115,6 @@ class Decoder(torch.nn.Module):
 def _empty(parameter: Parameter, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
     if parameter.dtype == "float32":
         dtype = torch.float32
-    return torch.nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
+    return torch.nn.Parameter(
+        torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False
+    )

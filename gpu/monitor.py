@@ -1,4 +1,6 @@
-"""Counts compilations in this process: graphs of Dynamo, code of Inductor, kernels and autotuning of Triton."""
+"""Counts compilations in this process: graphs of Dynamo, code of Inductor, kernels and
+autotuning of Triton.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def watch_triton() -> None:
 
 
 def count_late(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """A worker's `execute`, which adds what is compiled in the process while it runs to the worker's `num_late`.
+    """A worker's `execute`, which adds what is compiled in the process while it runs to the
+    worker's `num_late`.
 
     Only then: another engine that starts, or the user's own code, compiles too.
     """

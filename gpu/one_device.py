@@ -1,7 +1,7 @@
 """A worker on one of several GPUs: whatever it calls, the current CUDA device is its own.
 
-torch, Triton and the CUDA driver allocate, launch and record on the current device, which belongs to the thread and may
-be another engine's, or whatever the user has chosen.
+torch, Triton and the CUDA driver allocate, launch and record on the current device, which belongs
+to the thread and may be another engine's, or whatever the user has chosen.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from ..shared.config import DeviceInfo
 from ..shared.worker import Worker
 
 CALLS = ("load", "measure", "allocate_kv", "warm_up", "execute", "logits", "read_pages", "close")
-"""What a worker does on its device. The other calls, and reading a step that was started, touch none."""
+"""What a worker does on its device. The other calls, and reading a step that was started, touch
+none.
+"""
 
 
 def on_device(device: DeviceInfo, make: Callable[[], Worker]) -> Worker:
-    """The worker that `make` returns. If the device has a number, it is made there and stays there."""
+    """The worker that `make` returns. If the device has a number, it is made there and stays
+    there.
+    """
     if device.platform != "cuda" or device.index is None:
         return make()
     with torch.cuda.device(device.index):

@@ -1,4 +1,6 @@
-"""The plans of a model on torch, from shapes alone: tensors on the meta device, no weight is loaded."""
+"""The plans of a model on torch, from shapes alone: tensors on the meta device, no weight is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ PROMPT_ROWS = 64
 
 def chooser(config: ResolvedConfig) -> Callable[..., Plan]:
     """`resolve` as it chooses here: `calls=None` gives a plan over all ops."""
-    return partial(resolve, "torch", config.op_priority, platform=config.platform, enable=config.enable_ops)
+    return partial(
+        resolve, "torch", config.op_priority, platform=config.platform, enable=config.enable_ops
+    )
 
 
 def make_plans(model: ModelConfig, config: ResolvedConfig) -> Plans:
@@ -60,23 +64,35 @@ def record(model: ModelConfig, config: ResolvedConfig, kind: str) -> list[Call]:
 
 
 def drops_rows(model: Model, d: Descriptor) -> bool:
-    """Whether the last layer drops the tokens that nothing is sampled from, behind attention: most of its work in a
-    prompt.
+    """Whether the last layer drops the tokens that nothing is sampled from, behind attention: most
+    of its work in a prompt.
     """
     *others, last = model.layers
-    # Log-probabilities of prompts run it for all tokens, and at start nothing but another such layer compiles that.
-    return last in others and not is_replaced(last) and d.kind == "mixed" and 2 * d.requests <= d.tokens
+    # Log-probabilities of prompts run it for all tokens, and at start nothing but another such
+    # layer compiles that.
+    return (
+        last in others
+        and not is_replaced(last)
+        and d.kind == "mixed"
+        and 2 * d.requests <= d.tokens
+    )
 
 
 def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
-    """Run the programs on the meta device, with whatever a stage from outside does between its ops."""
+    """Run the programs on the meta device, with whatever a stage from outside does between its
+    ops.
+    """
     native = resolve("torch", enable=("none",))  # kernels do not run on the meta device
     # torch's own shape functions are in Python and import Dynamo, which takes seconds.
     shaped = {
-        op.name: without_data(op, empty_tensor) for op in REGISTRY if op.level == "fine" and op.shapes is not None
+        op.name: without_data(op, empty_tensor)
+        for op in REGISTRY
+        if op.level == "fine" and op.shapes is not None
     }
     ops = native.bind(lambda op, function: recorder.wrap(op, shaped.get(op.name, function)))
-    top, *weights = ({n: _tensor(x) for n, x in some.items()} for some in (shapes.top, *shapes.layers))
+    top, *weights = (
+        {n: _tensor(x) for n, x in some.items()} for some in (shapes.top, *shapes.layers)
+    )
     model, count = shapes.spec, len(shapes.spec.layers)
     for d in largest_first(shapes.config, kind):
         recorder.program = str(d)

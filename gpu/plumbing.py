@@ -1,4 +1,5 @@
-"""What a step does around the model: page changes, gathers by row and position, tokens kept, the next step of a loop.
+"""What a step does around the model: page changes, gathers by row and position, tokens kept, the
+next step of a loop.
 
 Here in torch; `step_kernels.py` has the same functions as one kernel each, for GPUs.
 """
@@ -38,7 +39,13 @@ def put_pages(pages: Tensor, index: Tensor, value: Tensor) -> None:
 
 
 def select(
-    token_ids: Tensor, positions: Tensor, rows: Tensor, last_tokens: Tensor, cos: Tensor, sin: Tensor, pages: Tensor
+    token_ids: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    last_tokens: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pages: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Token ids [T], cos and sin [T r], page table [R P] of a step.
 
@@ -50,18 +57,22 @@ def select(
 
 
 def keep(sampled: Tensor, sample_rows: Tensor, last_tokens: Tensor, tokens: Tensor) -> None:
-    """Put `sampled` [R] where the next step finds it (`last_tokens` at `sample_rows` [R]), and into `tokens` [R].
+    """Put `sampled` [R] where the next step finds it (`last_tokens` at `sample_rows` [R]), and into
+    `tokens` [R].
 
-    The next step finds token 0 in place of -1 (no token): it may have started before the host ends such a request.
+    The next step finds token 0 in place of -1 (no token): it may have started before the host ends
+    such a request.
     """
     last_tokens[sample_rows] = sampled.clamp(min=0)
     tokens.copy_(sampled)
 
 
 def advance(fields: dict[str, Tensor], pages: Tensor, page_size: int) -> None:
-    """Turn the inputs of a decode step into those of the step after it, whose tokens are the ones just sampled.
+    """Turn the inputs of a decode step into those of the step after it, whose tokens are the ones
+    just sampled.
 
-    `pages` [row P] is the page table of all rows; entries behind counts[1] are padding and stay as they are.
+    `pages` [row P] is the page table of all rows; entries behind counts[1] are padding and stay as
+    they are.
     """
     live = torch.arange(fields["rows"].shape[0], device=pages.device) < fields["counts"][1]
     for name in ("positions", "kv_lens", "position"):

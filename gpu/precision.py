@@ -8,7 +8,9 @@ import torch
 
 
 def pin_precision() -> None:
-    """No framework defaults: float32 products in float32, bfloat16 products accumulated in float32."""
+    """No framework defaults: float32 products in float32, bfloat16 products accumulated in
+    float32.
+    """
     # Inductor advises what we refuse on purpose.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -1,4 +1,5 @@
-"""Compiles Triton kernels side by side: a first pass over all programs notes them, threads compile them into the cache.
+"""Compiles Triton kernels side by side: a first pass over all programs notes them, threads compile
+them into the cache.
 
 Launched one after the other, the kernels of a model take ten seconds to compile on one core.
 """
@@ -19,7 +20,8 @@ THREADS = 16
 
 @contextmanager
 def kernels_noted() -> Iterator[Noted]:
-    """Within the block, a launch of a kernel that is not compiled yet is noted and skipped: its results are undefined.
+    """Within the block, a launch of a kernel that is not compiled yet is noted and skipped: its
+    results are undefined.
 
     Without Triton, or with one older than 3.4, nothing is noted.
     """
@@ -43,7 +45,9 @@ def kernels_noted() -> Iterator[Noted]:
 
 
 def hash_compiler() -> None:
-    """Begin what Triton does before its first kernel: a digest of its own files, a third of a second."""
+    """Begin what Triton does before its first kernel: a digest of its own files, a third of a
+    second.
+    """
     try:
         from triton.runtime.cache import triton_key
     except ImportError:
@@ -54,11 +58,13 @@ def hash_compiler() -> None:
 def compile_together(noted: Noted, progress: Callable[[int], None]) -> None:
     """Compile what was noted on all cores, and load it; the first launch of each then finds it.
 
-    What fails here is compiled at its first launch, or fails for good there, where its error belongs.
+    What fails here is compiled at its first launch, or fails for good there, where its error
+    belongs.
     """
 
     def make(kernel: Any, data: str) -> None:
-        # What launches it, C code for each signature, is compiled when it is first asked for: a quarter of a second.
+        # What launches it, C code for each signature, is compiled when it is first asked for: a
+        # quarter of a second.
         kernel.preload(data).run  # noqa: B018
 
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:

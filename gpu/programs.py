@@ -1,7 +1,9 @@
-"""The programs of a step: from the static inputs to the sampled tokens, eager, compiled or captured.
+"""The programs of a step: from the static inputs to the sampled tokens, eager, compiled or
+captured.
 
-A step is two programs: the backbone of its descriptor, which leaves one finished row per request in `rows`, and the
-sampler of its number of requests, which reads them. Each is a plain function until `warm_up` has captured it.
+A step is two programs: the backbone of its descriptor, which leaves one finished row per request in
+`rows`, and the sampler of its number of requests, which reads them. Each is a plain function until
+`warm_up` has captured it.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class Programs:
         self.host_metadata = {kind: plans.host_metadata(kind) for kind in ("decode", "mixed")}
         self._variants = variants(table, compilation)
         self._compiler = RegionCompiler(compilation)
-        self._layers = LayerCompiler(module.model, ops, plans, self._compiler, self._variants, compiled)
+        self._layers = LayerCompiler(
+            module.model, ops, plans, self._compiler, self._variants, compiled
+        )
         self._plumbing = plumbing.plumbing(device)
         self._loops = loops
         self._sample_is_kernel = plans["sample"]["sample"].implementation.opaque
@@ -79,19 +83,24 @@ class Programs:
         self.last_tokens.zero_()
 
     def run_whole(self, build: Callable[[], Callable[..., torch.Tensor]]) -> None:
-        """Run the model as one program (token_ids, kv, batch, kind, max_query_len) -> hidden, made once by `build`."""
+        """Run the model as one program (token_ids, kv, batch, kind, max_query_len) -> hidden,
+        made once by `build`.
+        """
         self._whole = self._whole or build()
 
     def use_cache(self, kv: Sequence[torch.Tensor]) -> None:
-        """Run on this cache: [page slot 2*kvhead hdim] of each layer. What was captured on another is dropped."""
+        """Run on this cache: [page slot 2*kvhead hdim] of each layer. What was captured on
+        another is dropped.
+        """
         self._backbones.clear()
         self._samplers.clear()
         self._recorder = None
         self._kv = tuple(kv)
 
     def order(self) -> list[tuple[Descriptor, bool, bool]]:
-        """The descriptors, those whose size code is tuned for first; whether `run_eagerly` must run all layers of each,
-        and all samplers: those of the largest number of requests need the most memory.
+        """The descriptors, those whose size code is tuned for first; whether `run_eagerly` must run
+        all layers of each, and all samplers: those of the largest number of requests need the most
+        memory.
         """
         order = compile_order(self._variants)
         tuned = set(order[: len(set(self._variants.values()))])
@@ -114,8 +123,8 @@ class Programs:
     def sample(self, requests: int, sampler: str) -> Any:
         """Sample from `rows` into `tokens` and `last_tokens`.
 
-        The sampler `top` gives the log-probabilities of what was just sampled instead: the results of `top_logprobs`,
-        valid until the next call.
+        The sampler `top` gives the log-probabilities of what was just sampled instead: the results
+        of `top_logprobs`, valid until the next call.
         """
         made = self._samplers.get((requests, sampler))
         if made is None:
@@ -134,7 +143,9 @@ class Programs:
         return self._module.logits(rows)
 
     def advance(self, d: Descriptor) -> None:
-        """Turn the inputs of a decode step into those of the next one, whose tokens are those just sampled."""
+        """Turn the inputs of a decode step into those of the next one, whose tokens are those
+        just sampled.
+        """
         self._plumbing.advance(self._inputs.fields(d), self._inputs.pages, self._inputs.page_size)
         if self.host_metadata[d.kind]:
             lengths = self._inputs.host_fields(d)
@@ -143,8 +154,8 @@ class Programs:
     def run_eagerly(self, d: Descriptor, layers: bool, samplers: bool) -> None:
         """Run both programs without graphs, which compiles what they call.
 
-        Without `layers`, only one of the layers that share a function; without `samplers`, only samplers whose kernels
-        depend on the size.
+        Without `layers`, only one of the layers that share a function; without `samplers`, only
+        samplers whose kernels depend on the size.
         """
         self._rows(d, layers)
         if self._loops and d.kind == "decode":
@@ -163,7 +174,9 @@ class Programs:
             for sampler in self._samplers_of(d):
                 if (d.requests, sampler) not in self._samplers:
                     run = lambda sampler=sampler: self._sample(d.requests, sampler)  # noqa: E731
-                    self._samplers[d.requests, sampler] = recorder.capture(d, CUDAGraphMode.FULL, run)
+                    self._samplers[d.requests, sampler] = recorder.capture(
+                        d, CUDAGraphMode.FULL, run
+                    )
 
     def _is_captured(self, d: Descriptor, mode: CUDAGraphMode) -> bool:
         if mode is CUDAGraphMode.NONE:
@@ -189,11 +202,21 @@ class Programs:
     def _run_whole(self, whole: Callable[..., torch.Tensor], d: Descriptor) -> torch.Tensor:
         f = self._inputs.fields(d)
         self._put_pages(f)
-        given = f["token_ids"], f["positions"], f["rows"], self.last_tokens, self._cos, self._sin, self._inputs.pages
+        given = (
+            f["token_ids"],
+            f["positions"],
+            f["rows"],
+            self.last_tokens,
+            self._cos,
+            self._sin,
+            self._inputs.pages,
+        )
         ids, cos, sin, pages = self._plumbing.select(*given)
         return whole(ids, self._kv, self._batch(d, cos, sin, pages), d.kind, d.max_query_len)
 
-    def _batch(self, d: Descriptor, cos: torch.Tensor, sin: torch.Tensor, pages: torch.Tensor) -> decoder.Batch:
+    def _batch(
+        self, d: Descriptor, cos: torch.Tensor, sin: torch.Tensor, pages: torch.Tensor
+    ) -> decoder.Batch:
         f = self._inputs.fields(d)
         lengths = self._inputs.host_fields(d) if self.host_metadata[d.kind] else f
         metadata = {name: lengths[name] for name in HOST_LENGTHS}
@@ -220,7 +243,9 @@ class Programs:
         rows: torch.Tensor | None = None,
         selects: Any = None,
     ) -> torch.Tensor:
-        """Finished hidden states of all tokens, or of the tokens `rows` (which the last layer keeps) or `selects`."""
+        """Finished hidden states of all tokens, or of the tokens `rows` (which the last layer
+        keeps) or `selects`.
+        """
         marking = self._marking and d.kind in self._layers.compiled
 
         def mark(stream: decoder.Stream) -> None:
@@ -251,7 +276,12 @@ class Programs:
             self._compiler.mark(variant, given if d.kind == "decode" else given[:2])
         start = self._starts[variant]
         hidden, residual, cos, sin, pages = start(
-            *given, self.last_tokens, self._cos, self._sin, self._inputs.pages, self._module.top_weights
+            *given,
+            self.last_tokens,
+            self._cos,
+            self._sin,
+            self._inputs.pages,
+            self._module.top_weights,
         )
         batch = self._batch(d, cos, sin, pages)
         if marking:
@@ -266,7 +296,9 @@ class Programs:
             return ops.top_logprobs(logits, self.tokens[:requests])
         processors = None
         if sampler == "processed":
-            processors = known_processors(torch.where, self._inputs.processors(requests), self.last_tokens)
+            processors = known_processors(
+                torch.where, self._inputs.processors(requests), self.last_tokens
+            )
         tokens = sample(ops, sampler, logits, f, processors)
         self._plumbing.keep(tokens, f["sample_rows"], self.last_tokens, self.tokens[:requests])
         return None

@@ -1,4 +1,6 @@
-"""A forward pass as functions that are compiled by themselves: what is before the layers, and each kind of layer."""
+"""A forward pass as functions that are compiled by themselves: what is before the layers, and
+each kind of layer.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ Cache = Sequence[torch.Tensor]
 class RegionalPass:
     """An `Execution` (shared/models/decoder.py) of one step.
 
-    `start` gives the stream before the first layer and the batch. `drops`: whether the last layer finishes some rows
-    only. `selects` are the tokens that the final norm is for, where the last layer does not drop the others.
+    `start` gives the stream before the first layer and the batch. `drops`: whether the last layer
+    finishes some rows only. `selects` are the tokens that the final norm is for, where the last
+    layer does not drop the others.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class RegionalPass:
         stream, self._batch = self._start()
         return stream
 
-    def layers(self, block: Block, stream: Stream, cache: Cache, rows: torch.Tensor | None) -> tuple[Stream, Cache]:
+    def layers(
+        self, block: Block, stream: Stream, cache: Cache, rows: torch.Tensor | None
+    ) -> tuple[Stream, Cache]:
         """See `Execution`."""
         if self._before_layer is not None:
             self._before_layer(stream)

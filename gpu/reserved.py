@@ -1,8 +1,8 @@
 """A KV cache whose addresses exist before its memory does, through CUDA's virtual memory calls.
 
-Graphs hold the addresses of the cache, and how large it can be is known only once all graphs are captured. So the
-addresses of the largest cache are reserved, graphs are captured with a page or two behind them, and the rest of the
-memory is put there afterwards: programs are built once.
+Graphs hold the addresses of the cache, and how large it can be is known only once all graphs are
+captured. So the addresses of the largest cache are reserved, graphs are captured with a page or two
+behind them, and the rest of the memory is put there afterwards: programs are built once.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class _Held:
 
 
 def _give_back(held: _Held) -> list[Exception]:
-    """Give all of it back. What fails is returned, not raised: a finalizer must not raise, and the rest is tried."""
+    """Give all of it back. What fails is returned, not raised: a finalizer must not raise, and
+    the rest is tried.
+    """
     failures: list[Exception] = []
 
     def attempt(call: Callable[..., Any], *args: Any) -> None:
@@ -91,8 +93,9 @@ def _give_back(held: _Held) -> list[Exception]:
         except Exception as error:
             failures.append(error)
 
-    # To unmap does not wait for programs that still run. Streams are waited for, not the device: another engine of this
-    # process may be capturing, and waiting for the device would spoil its capture.
+    # To unmap does not wait for programs that still run. Streams are waited for, not the device:
+    # another engine of this process may be capturing, and waiting for the device would spoil its
+    # capture.
     for work in held.work:
         attempt(work.synchronize)
     held.work.clear()
@@ -106,7 +109,9 @@ def _give_back(held: _Held) -> list[Exception]:
 
 
 class _AddressRange:
-    """Reserved addresses and the memory mapped there: given back by `free`, or once nobody holds this any more."""
+    """Reserved addresses and the memory mapped there: given back by `free`, or once nobody holds
+    this any more.
+    """
 
     def __init__(self, size: int, device: int) -> None:
         location = _Location(DEVICE, device)
@@ -123,7 +128,13 @@ class _AddressRange:
     def create(self, size: int) -> ctypes.c_ulonglong:
         """Memory that has no address yet."""
         handle = ctypes.c_ulonglong()
-        _call("cuMemCreate", ctypes.byref(handle), _size(size), ctypes.byref(self._properties), ctypes.c_ulonglong(0))
+        _call(
+            "cuMemCreate",
+            ctypes.byref(handle),
+            _size(size),
+            ctypes.byref(self._properties),
+            ctypes.c_ulonglong(0),
+        )
         self._held.handles.append(handle)
         return handle
 
@@ -154,15 +165,20 @@ def _granule(device: int) -> int:
 
 
 class ReservedCache:
-    """One tensor [page ...] a layer over reserved addresses; only pages that `back` was called for have memory.
+    """One tensor [page ...] a layer over reserved addresses; only pages that `back` was called for
+    have memory.
 
-    A tensor has more pages than the `max_pages` that can be backed: the last slot of the last page takes the rows of
-    padding (see `ops/reference/paged.py`) at any time. It lies in memory that all layers share, as nobody reads it.
+    A tensor has more pages than the `max_pages` that can be backed: the last slot of the last page
+    takes the rows of padding (see `ops/reference/paged.py`) at any time. It lies in memory that all
+    layers share, as nobody reads it.
 
-    `free` gives everything back. Else that happens once neither this nor one of the tensors is held any more.
+    `free` gives everything back. Else that happens once neither this nor one of the tensors is held
+    any more.
     """
 
-    def __init__(self, layers: int, max_pages: int, page: tuple[int, ...], dtype: torch.dtype, device: int) -> None:
+    def __init__(
+        self, layers: int, max_pages: int, page: tuple[int, ...], dtype: torch.dtype, device: int
+    ) -> None:
         """`page`: the shape of one page of one layer."""
         torch.cuda.synchronize(device)  # the driver's calls below need the device's context
         self.granule = _granule(device)
@@ -182,9 +198,14 @@ class ReservedCache:
         scratch = self._range.create(size)
         for start in starts:
             self._range.map(start + self._scratch, size, scratch)
-        self.back(1)  # torch asks which device an address belongs to: only one with memory behind it has an answer
-        # The tensors hold the range, which must not hold this: the collector sees no way through a tensor.
-        self.layers = tuple(alias_of(start, (pages, *page), dtype, device, self._range) for start in starts)
+        # torch asks which device an address belongs to: only one with memory behind it has an
+        # answer
+        self.back(1)
+        # The tensors hold the range, which must not hold this: the collector sees no way through a
+        # tensor.
+        self.layers = tuple(
+            alias_of(start, (pages, *page), dtype, device, self._range) for start in starts
+        )
 
     @property
     def bytes(self) -> int:
@@ -208,7 +229,9 @@ class ReservedCache:
         self._mapped += size
 
     def wait_for(self, work: Work) -> None:
-        """Programs run there too, beside the default stream: hold it, and wait for it before memory is given back."""
+        """Programs run there too, beside the default stream: hold it, and wait for it before
+        memory is given back.
+        """
         self._range.wait_for(work)
 
     def free(self) -> None:

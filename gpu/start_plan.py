@@ -1,7 +1,8 @@
-"""How much memory the KV cache took when this start was last measured, kept beside the compiled code.
+"""How much memory the KV cache took when this start was last measured, kept beside the compiled
+code.
 
-A later start with the same fingerprint (model, configuration, plan, versions, device, free memory to within a class)
-takes what was measured then, so that it has the same number of pages.
+A later start with the same fingerprint (model, configuration, plan, versions, device, free memory
+to within a class) takes what was measured then, so that it has the same number of pages.
 """
 
 from __future__ import annotations
@@ -19,14 +20,22 @@ from .backend import key_factors, open_cache
 
 PLAN = "start.json"
 CLASS = 1 << 28
-"""Starts whose free memory differs by less than this (bytes, both counted down to a multiple) share a plan."""
+"""Starts whose free memory differs by less than this (bytes, both counted down to a multiple)
+share a plan.
+"""
 
 
 def start_factors(
     model: ModelConfig, config: ResolvedConfig, plan_hash: str, device: DeviceInfo, free: int
 ) -> dict[str, Any]:
-    """All that the memory left for the cache depends on. `free`: bytes free once the weights are loaded."""
-    asked = {name: value for name, value in asdict(config).items() if name not in ("compilation", "demand")}
+    """All that the memory left for the cache depends on. `free`: bytes free once the weights are
+    loaded.
+    """
+    asked = {
+        name: value
+        for name, value in asdict(config).items()
+        if name not in ("compilation", "demand")
+    }
     compilation = asdict(config.compilation) | {"debug_dump_path": None, "cache_dir": None}
     memory = {"total": device.memory, "free_class": free // CLASS, "class_bytes": CLASS}
     more = {"config": asked, "compilation": compilation, "memory": memory}
@@ -36,7 +45,9 @@ def start_factors(
 
 
 def read_start_plan(root: str | None, factors: Mapping[str, Any], free: int) -> int | None:
-    """Bytes of the KV cache of a start with these factors, or None: not measured yet, or more than is free now."""
+    """Bytes of the KV cache of a start with these factors, or None: not measured yet, or more
+    than is free now.
+    """
     folder = open_cache(root, factors)
     if folder is None or not (folder / PLAN).exists():
         return None

@@ -31,14 +31,17 @@ def put_pages(pages: Tensor, index: Tensor, value: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["tokens", "requests"])
 def _select_kernel(
-    token_ids, positions, rows, last_tokens, cos, sin, pages, cos_out, sin_out, pages_out, tokens, requests,
+    token_ids, positions, rows, last_tokens, cos, sin, pages, cos_out, sin_out, pages_out, tokens,
+    requests,
     HALF: tl.constexpr, BLOCK_H: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Grid: a program for each token, then one for each request."""
     t = tl.program_id(0)
     if t < tokens:
         if tl.load(token_ids + t) < 0:
-            tl.store(token_ids + t, tl.load(last_tokens + tl.load(rows + tl.minimum(t, requests - 1))))
+            tl.store(
+                token_ids + t, tl.load(last_tokens + tl.load(rows + tl.minimum(t, requests - 1)))
+            )
         h = tl.arange(0, BLOCK_H)
         source = tl.load(positions + t).to(tl.int64) * HALF + h
         target = t.to(tl.int64) * HALF + h
@@ -57,15 +60,27 @@ def _select_kernel(
 
 
 def select(
-    token_ids: Tensor, positions: Tensor, rows: Tensor, last_tokens: Tensor, cos: Tensor, sin: Tensor, pages: Tensor
+    token_ids: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    last_tokens: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pages: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `plumbing.select`. The ids are written into `token_ids`, so that they are valid ones at any time."""
+    """See `plumbing.select`. The ids are written into `token_ids`, so that they are valid ones
+    at any time.
+    """
     tokens, requests, half, width = token_ids.shape[0], rows.shape[0], cos.shape[1], pages.shape[1]
-    cos_out, sin_out = (torch.empty((tokens, half), dtype=x.dtype, device=x.device) for x in (cos, sin))
+    cos_out, sin_out = (
+        torch.empty((tokens, half), dtype=x.dtype, device=x.device) for x in (cos, sin)
+    )
     table = torch.empty((requests, width), dtype=pages.dtype, device=pages.device)
     _select_kernel[(tokens + requests,)](
-        token_ids, positions, rows, last_tokens, cos, sin, pages, cos_out, sin_out, table, tokens, requests,
-        HALF=half, BLOCK_H=power_of_2(half), WIDTH=width, BLOCK_W=min(1024, power_of_2(width)), num_warps=1,
+        token_ids, positions, rows, last_tokens, cos, sin, pages, cos_out, sin_out, table, tokens,
+        requests,
+        HALF=half, BLOCK_H=power_of_2(half), WIDTH=width, BLOCK_W=min(1024, power_of_2(width)),
+        num_warps=1,
     )  # fmt: skip
     return token_ids, cos_out, sin_out, table
 
@@ -82,12 +97,15 @@ def _keep_kernel(sampled, sample_rows, last_tokens, tokens, count, BLOCK: tl.con
 def keep(sampled: Tensor, sample_rows: Tensor, last_tokens: Tensor, tokens: Tensor) -> None:
     """See `plumbing.keep`."""
     count = sampled.shape[0]
-    _keep_kernel[(triton.cdiv(count, BLOCK),)](sampled, sample_rows, last_tokens, tokens, count, BLOCK=BLOCK)
+    _keep_kernel[(triton.cdiv(count, BLOCK),)](
+        sampled, sample_rows, last_tokens, tokens, count, BLOCK=BLOCK
+    )
 
 
 @triton.jit
 def _advance_kernel(
-    counts, rows, token_ids, positions, kv_lens, position, slots, pages, page_size, WIDTH: tl.constexpr,
+    counts, rows, token_ids, positions, kv_lens, position, slots, pages, page_size,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -14,7 +14,12 @@ from .module import Decoder
 
 
 def load_weights(
-    module: Decoder, folder: str, load_format: str, table: ParameterTable, seed: int, progress: Progress
+    module: Decoder,
+    folder: str,
+    load_format: str,
+    table: ParameterTable,
+    seed: int,
+    progress: Progress,
 ) -> None:
     """Copy every weight into `module`. Raises CheckpointError before anything is copied."""
     checkpoint = None

@@ -1,4 +1,6 @@
-"""The torch worker: the same steps as the JAX worker, eager or with compiled layers, tokens fed back on the device."""
+"""The torch worker: the same steps as the JAX worker, eager or with compiled layers, tokens fed
+back on the device.
+"""
 
 from __future__ import annotations
 
@@ -47,17 +49,22 @@ from .start_plan import read_start_plan, start_factors, write_start_plan
 from .weights import load_weights
 
 SMALL_MODEL = 64_000_000
-"""Weights below which a CPU runs on one thread: more gain nothing there, and wait for cores that others hold (measured:
-5 instead of 330 tokens/s with one of two cores busy)."""
+"""Weights below which a CPU runs on one thread: more gain nothing there, and wait for cores that
+others hold (measured: 5 instead of 330 tokens/s with one of two cores busy).
+"""
 BUILT = "built"
 """A file in the cache's folder that says that a start has left all its code there."""
 
 
 def find_device(device: str) -> DeviceInfo:
-    """The torch device that `device` (auto, cpu, cuda, tpu, cuda:1) names. Raises BackendUnavailable."""
+    """The torch device that `device` (auto, cpu, cuda, tpu, cuda:1) names. Raises
+    BackendUnavailable.
+    """
     kind, index = parse_device(device)
     if kind == "tpu":
-        raise BackendUnavailable("device: torch has no tpu device here; use the jax backend on TPUs")
+        raise BackendUnavailable(
+            "device: torch has no tpu device here; use the jax backend on TPUs"
+        )
     if kind == "cuda" and not torch.cuda.is_available():
         raise BackendUnavailable("device: torch has no cuda device here")
     cuda = kind == "cuda" or (kind == "auto" and torch.cuda.is_available())
@@ -70,13 +77,17 @@ def find_device(device: str) -> DeviceInfo:
     return DeviceInfo("cuda", properties.name, properties.total_memory, index)
 
 
-def make_worker(model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> Worker:
+def make_worker(
+    model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str
+) -> Worker:
     """A worker on `device` for the model in `folder`."""
     return on_device(device, lambda: TorchWorker(model, config, device, folder))
 
 
 class Download:
-    """Brings the sampled tokens to the host on a stream of its own, through pinned buffers that are used again."""
+    """Brings the sampled tokens to the host on a stream of its own, through pinned buffers that
+    are used again.
+    """
 
     def __init__(self, rows: int, cuda: bool) -> None:
         self._rows = rows
@@ -96,7 +107,9 @@ class Download:
             kept = tokens.numpy().copy()
             return lambda: kept
         if not self._free:
-            self._free.append((torch.empty(self._rows, dtype=torch.int32, pin_memory=True), torch.cuda.Event()))
+            self._free.append(
+                (torch.empty(self._rows, dtype=torch.int32, pin_memory=True), torch.cuda.Event())
+            )
         host, done = self._free.pop()
         target = host[: tokens.numel()].view(tokens.shape)
         self._made.record()
@@ -117,7 +130,9 @@ class Download:
 
 @dataclass(slots=True)
 class Handle:
-    """A started step. What is not the tokens is on its way to the host; `ready` is recorded behind it on a GPU."""
+    """A started step. What is not the tokens is on its way to the host; `ready` is recorded
+    behind it on a GPU.
+    """
 
     step: StepInput
     tokens: Callable[[], np.ndarray]
@@ -132,7 +147,9 @@ class Handle:
         top = None if self.top is None else TopLogprobs(*(x.numpy() for x in self.top))
         prompt = None
         if self.prompt is not None:
-            prompt = TopLogprobs(*(torch.cat(column).numpy() for column in zip(*self.prompt, strict=True)))
+            prompt = TopLogprobs(
+                *(torch.cat(column).numpy() for column in zip(*self.prompt, strict=True))
+            )
         return StepOutput(self.step.step_id, self.tokens(), top, prompt)
 
 
@@ -142,7 +159,9 @@ class TorchWorker:
     multi_step = True
 
     @advise(advice.weights)
-    def __init__(self, model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> None:
+    def __init__(
+        self, model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str
+    ) -> None:
         self.device = device
         self._folder = folder
         self._where = torch.device(device.platform)
@@ -162,7 +181,9 @@ class TorchWorker:
         check_effect(self._compilation, self._compiled)
         self.config = config = replace(config, compilation=self._compilation)
         self._ops = bind_plans(self._plans, self._compilation, self._compiled)
-        self._shape = StepShape(config.pages_per_request, config.max_num_seqs, config.max_model_len, model.vocab_size)
+        self._shape = StepShape(
+            config.pages_per_request, config.max_num_seqs, config.max_model_len, model.vocab_size
+        )
         self._dtype = DTYPES[config.dtype]
         self._cache_dtype = CACHE_DTYPES[config.kv_cache_dtype]
         self._module = Decoder(model, self._table, self._ops, self._dtype, self._where)
@@ -186,7 +207,9 @@ class TorchWorker:
         """Read or make the weights."""
         config = self.config
         self._progress = progress
-        load_weights(self._module, self._folder, config.load_format, self._table, config.seed, progress)
+        load_weights(
+            self._module, self._folder, config.load_format, self._table, config.seed, progress
+        )
         tables = decoder.rotary_tables(self._module.config, config.max_model_len)
         rotary = tuple(torch.from_numpy(table).to(self._where) for table in tables)
         table = config.table()
@@ -210,9 +233,11 @@ class TorchWorker:
 
     @advise(advice.steps)
     def measure(self) -> int:
-        """Bytes for the KV cache: what is left once all programs run, captured on a cache that has addresses only.
+        """Bytes for the KV cache: what is left once all programs run, captured on a cache that has
+        addresses only.
 
-        A start with the fingerprint of an earlier one takes what that one measured (`start_plan.py`).
+        A start with the fingerprint of an earlier one takes what that one measured
+        (`start_plan.py`).
         """
         if self.device.platform == "cpu":
             return HOST_MEMORY_FOR_KV
@@ -220,7 +245,9 @@ class TorchWorker:
         free, total = torch.cuda.mem_get_info()
         kept_free = int(total * (1 - self.config.memory_utilization))
         root = self._compilation.cache_dir
-        factors = start_factors(self._module.config, self.config, self._plans.hash, self.device, free)
+        factors = start_factors(
+            self._module.config, self.config, self._plans.hash, self.device, free
+        )
         known = read_start_plan(root, factors, free - kept_free)
         if known is not None:
             return known
@@ -231,7 +258,8 @@ class TorchWorker:
             self._use_cache(self._reserved.layers)
         self._reports = self._build(self.config.table())
         torch.cuda.synchronize()
-        # What torch has reserved by now, graphs hold or eager steps use again (`_take_eager_memory`).
+        # What torch has reserved by now, graphs hold or eager steps use again
+        # (`_take_eager_memory`).
         free = torch.cuda.mem_get_info()[0]
         most = cache_pages(self.config, free, self.page_bytes())
         if self._reserved is not None:
@@ -243,13 +271,17 @@ class TorchWorker:
         return size
 
     def _reserve(self, free: int) -> ReservedCache | None:
-        """Addresses of the largest cache that may be asked for; None where the driver has no virtual memory."""
+        """Addresses of the largest cache that may be asked for; None where the driver has no
+        virtual memory.
+        """
         most = cache_pages(self.config, free, self.page_bytes())
         layers, page = self._module.config.num_layers, self._page_shape()
         try:
             return ReservedCache(layers, most, page, self._cache_dtype, torch.cuda.current_device())
         except (InternalError, OSError) as error:
-            warnings.warn(f"programs are built twice: no addresses could be reserved ({error})", stacklevel=2)
+            warnings.warn(
+                f"programs are built twice: no addresses could be reserved ({error})", stacklevel=2
+            )
             return None
 
     def page_bytes(self) -> int:
@@ -283,12 +315,15 @@ class TorchWorker:
     @advise(advice.steps)
     @torch.inference_mode()
     def warm_up(self, table: Table, progress: Progress) -> list[ProgramReport]:
-        """Run each program on padding, which compiles it, and capture those that are replayed as graphs."""
+        """Run each program on padding, which compiles it, and capture those that are replayed as
+        graphs.
+        """
         self._progress = progress
         reports = self._reports or self._build(table)
         if self._recorder is not None:
-            # torch's sorts, launched outside of graphs, leave the device in a state where graphs begin each kernel
-            # late, by 0.3 to 0.6 us (2 to 6 % of a decode step of a small model), until one of ours is launched so.
+            # torch's sorts, launched outside of graphs, leave the device in a state where graphs
+            # begin each kernel late, by 0.3 to 0.6 us (2 to 6 % of a decode step of a small model),
+            # until one of ours is launched so.
             self._run_eagerly(min(table, key=lambda d: d.tokens))
         self._programs.freeze()
         self._is_ready = True
@@ -305,14 +340,18 @@ class TorchWorker:
         if self._compilation.road == "piecewise":
             programs.run_whole(lambda: self._whole(table))
 
-        def built(what: str, order: Sequence[Descriptor], build: Callable[[Descriptor], None]) -> None:
+        def built(
+            what: str, order: Sequence[Descriptor], build: Callable[[Descriptor], None]
+        ) -> None:
             for done, d in enumerate(order):
                 start = time.perf_counter()
                 build(d)
                 seconds[d] += time.perf_counter() - start
                 self._progress(f"{what}{self._free_memory()}", done + 1, len(order))
 
-        extent = {d: {"layers": layers, "samplers": samplers} for d, layers, samplers in programs.order()}
+        extent = {
+            d: {"layers": layers, "samplers": samplers} for d, layers, samplers in programs.order()
+        }
 
         with code_kept_in(self._kept_in), recorder.recording() if recorder else nullcontext():
             if self._kernels_missing():
@@ -336,10 +375,12 @@ class TorchWorker:
         self._programs.run_eagerly(d, layers, samplers)
 
     def _take_eager_memory(self, table: Table) -> None:
-        """Run the largest steps as they run where no graph holds them, so that none takes memory from the device later.
+        """Run the largest steps as they run where no graph holds them, so that none takes memory
+        from the device later.
 
-        torch keeps what is free by stream. What the runs before took on the stream of the captures would serve nobody:
-        it goes back, and these run on the stream of the steps. Log-probabilities of prompts never come from graphs.
+        torch keeps what is free by stream. What the runs before took on the stream of the captures
+        would serve nobody: it goes back, and these run on the stream of the steps.
+        Log-probabilities of prompts never come from graphs.
         """
         if self._recorder is not None:
             torch.cuda.empty_cache()
@@ -358,10 +399,16 @@ class TorchWorker:
         self._inputs.fill(padding(d, self._shape), host=self._programs.host_metadata[d.kind])
 
     def _free_memory(self) -> str:
-        return f"; {torch.cuda.mem_get_info()[0] / 1e9:.1f} GB free" if self._where.type == "cuda" else ""
+        return (
+            f"; {torch.cuda.mem_get_info()[0] / 1e9:.1f} GB free"
+            if self._where.type == "cuda"
+            else ""
+        )
 
     def _kernels_missing(self) -> bool:
-        """Whether it pays to look for kernels first: nothing else is compiled, and they are not in the cache yet."""
+        """Whether it pays to look for kernels first: nothing else is compiled, and they are not
+        in the cache yet.
+        """
         if self._where.type != "cuda" or self._compiled or self._compilation.road == "piecewise":
             return False
         return self._kept_in is None or not (self._kept_in / BUILT).exists()
@@ -369,7 +416,9 @@ class TorchWorker:
     def _whole(self, table: Table) -> Callable[..., torch.Tensor]:
         from .piecewise import build  # what only this road needs takes a second to import
 
-        return build(self._module, self.config, self._plans, table, self._kv, progress=self._progress)
+        return build(
+            self._module, self.config, self._plans, table, self._kv, progress=self._progress
+        )
 
     @count_late
     @torch.inference_mode()
@@ -383,7 +432,9 @@ class TorchWorker:
         programs.backbone(d)
         self._download.wait_for_last()
         if step.loop is not None:
-            return Handle(step, self._download.start(self._decode(step, step.loop.steps)), None, None, None)
+            return Handle(
+                step, self._download.start(self._decode(step, step.loop.steps)), None, None, None
+            )
         if step.processors is not None:
             self._inputs.fill_processors(step.processors)
         programs.sample(d.requests, step.sampler)
@@ -397,7 +448,9 @@ class TorchWorker:
         return Handle(step, self._download.start(tokens), top, prompt, ready)
 
     def _decode(self, step: StepInput, steps: int) -> torch.Tensor:
-        """The tokens [steps R] of a loop, whose first backbone has run: all steps, as graphs cannot stop."""
+        """The tokens [steps R] of a loop, whose first backbone has run: all steps, as graphs
+        cannot stop.
+        """
         programs, d = self._programs, step.descriptor
         made = self._loop[: steps * d.requests].view(steps, d.requests)
         for index in range(steps):
@@ -410,18 +463,29 @@ class TorchWorker:
 
     @torch.inference_mode()
     def logits(self, step: StepInput) -> np.ndarray:
-        """Run a step and return its logits at every token: [T, vocab] float32. For comparisons only."""
+        """Run a step and return its logits at every token: [T, vocab] float32. For comparisons
+        only.
+        """
         self._inputs.fill(step, host=self._programs.host_metadata[step.descriptor.kind])
-        logits: np.ndarray = self._programs.logits(self._programs.hidden(step.descriptor)).cpu().numpy()
+        logits: np.ndarray = (
+            self._programs.logits(self._programs.hidden(step.descriptor)).cpu().numpy()
+        )
         return logits
 
-    def _prompt_logprobs(self, targets: np.ndarray, hidden: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    def _prompt_logprobs(
+        self, targets: np.ndarray, hidden: torch.Tensor
+    ) -> list[tuple[torch.Tensor, ...]]:
         chosen = self._upload(np.maximum(targets, 0))
         parts = zip(hidden.split(PROMPT_ROWS), chosen.split(PROMPT_ROWS), strict=True)
-        return [self._to_host(self._ops["sample"].top_logprobs(self._module.logits(rows), ids)) for rows, ids in parts]
+        return [
+            self._to_host(self._ops["sample"].top_logprobs(self._module.logits(rows), ids))
+            for rows, ids in parts
+        ]
 
     def _upload(self, x: np.ndarray) -> torch.Tensor:
-        """A copy on the device that never waits for it: through pinned memory, which torch frees when it was read."""
+        """A copy on the device that never waits for it: through pinned memory, which torch frees
+        when it was read.
+        """
         if self._where.type == "cpu":
             return torch.from_numpy(x)
         pinned = torch.empty(x.shape, dtype=torch.int32, pin_memory=True)
@@ -432,7 +496,9 @@ class TorchWorker:
         if self._where.type == "cpu":
             return tensors
         pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
-        return tuple(host.copy_(x, non_blocking=True) for host, x in zip(pinned, tensors, strict=True))
+        return tuple(
+            host.copy_(x, non_blocking=True) for host, x in zip(pinned, tensors, strict=True)
+        )
 
     @torch.inference_mode()
     def read_pages(self, pages: Sequence[int]) -> np.ndarray:
@@ -465,11 +531,14 @@ class TorchWorker:
             torch.cuda.empty_cache()
 
 
-def fit_mode(compilation: ResolvedCompilation, plans: Plans) -> tuple[ResolvedCompilation, list[Change]]:
-    """The options, with a graph mode that the chosen attention can be captured in: PIECEWISE where it reads the host.
+def fit_mode(
+    compilation: ResolvedCompilation, plans: Plans
+) -> tuple[ResolvedCompilation, list[Change]]:
+    """The options, with a graph mode that the chosen attention can be captured in: PIECEWISE where
+    it reads the host.
 
-    Raises ConfigError if the user chose a mode that cannot be had, or to split elsewhere than such a graph is split or
-    must be.
+    Raises ConfigError if the user chose a mode that cannot be had, or to split elsewhere than such
+    a graph is split or must be.
     """
     changes = []
     for kind in ("decode", "mixed"):
@@ -479,14 +548,18 @@ def fit_mode(compilation: ResolvedCompilation, plans: Plans) -> tuple[ResolvedCo
             why = f"in {kind} steps {op} is {provider!r}, which reads lengths on the host"
             if compilation.mode_given:
                 raise ConfigError(
-                    f"cudagraph_mode: got {mode.name}, allowed are PIECEWISE and NONE: {why} and cannot be captured"
+                    f"cudagraph_mode: got {mode.name}, allowed are PIECEWISE and NONE: {why} and "
+                    "cannot be captured"
                 )
-            fitted = CUDAGraphMode.FULL_AND_PIECEWISE if kind == "mixed" else CUDAGraphMode.PIECEWISE
+            fitted = (
+                CUDAGraphMode.FULL_AND_PIECEWISE if kind == "mixed" else CUDAGraphMode.PIECEWISE
+            )
             compilation = replace(compilation, cudagraph_mode=fitted)
             changes.append(Change("cudagraph_mode", mode.name, fitted.name, why))
     if compilation.road == "regional" and set(compilation.splitting_ops) - {"paged_attention"}:
         raise ConfigError(
-            f"splitting_ops: got {compilation.splitting_ops}, the road 'regional' splits at paged_attention only"
+            f"splitting_ops: got {compilation.splitting_ops}, the road 'regional' splits at "
+            "paged_attention only"
         )
     for kind in ("decode", "mixed"):
         if compilation.cudagraph_mode.step_mode(kind) is CUDAGraphMode.PIECEWISE:
@@ -496,23 +569,36 @@ def fit_mode(compilation: ResolvedCompilation, plans: Plans) -> tuple[ResolvedCo
 
 
 def host_readers(plans: Sequence[Plan]) -> list[Choice]:
-    """The choices of plans that read lengths on the host, which a graph would replay as they were at its capture."""
-    return [choice for plan in plans for choice in plan.choices.values() if choice.implementation.host_metadata]
+    """The choices of plans that read lengths on the host, which a graph would replay as they
+    were at its capture.
+    """
+    return [
+        choice
+        for plan in plans
+        for choice in plan.choices.values()
+        if choice.implementation.host_metadata
+    ]
 
 
 def _check_splits(compilation: ResolvedCompilation, kind: str, plans: Sequence[Plan]) -> None:
-    """Raise ConfigError if a graph between splits would hold an op that reads lengths on the host."""
+    """Raise ConfigError if a graph between splits would hold an op that reads lengths on the
+    host.
+    """
     for choice in host_readers(plans):
         if choice.op not in compilation.splitting_ops:
             raise ConfigError(
                 f"splitting_ops: got {list(compilation.splitting_ops)}, with cudagraph_mode "
-                f"{compilation.cudagraph_mode.name} it must name {choice.op}: in {kind} steps that is "
-                f"{choice.provider!r}, which reads lengths on the host, and a graph would keep those of its capture; "
+                f"{compilation.cudagraph_mode.name} it must name {choice.op}: in {kind} steps "
+                "that is "
+                f"{choice.provider!r}, which reads lengths on the host, and a graph would keep "
+                "those of its capture; "
                 "leave splitting_ops out, or set cudagraph_mode to NONE"
             )
 
 
-def bind_plans(plans: Plans, compilation: ResolvedCompilation, compiled: frozenset[str]) -> BoundPlans:
+def bind_plans(
+    plans: Plans, compilation: ResolvedCompilation, compiled: frozenset[str]
+) -> BoundPlans:
     """The ops of all programs, opaque to a compiler where they must be."""
 
     def bind_one(kind: str, plan: Plan) -> Any:

@@ -1,6 +1,8 @@
-"""Comparing backends: which op, in which layer, computes something else, and is it rounding or an error?
+"""Comparing backends: which op, in which layer, computes something else, and is it rounding or an
+error?
 
-Importing this package imports neither JAX nor torch. One process may run both sides here (and only here).
+Importing this package imports neither JAX nor torch. One process may run both sides here (and only
+here).
 """
 
 from __future__ import annotations

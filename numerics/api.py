@@ -26,23 +26,28 @@ def capture(
     model: str, target: str = "jax:cpu", *, prompts: Prompts = None, taps: Sequence[str] = ("*",),
     out: str | Path | None = None, **options: Any,
 ) -> Bundle:  # fmt: skip
-    """Run a model on `target` and keep what each layer and each op call that `taps` match gave; written to `out`.
+    """Run a model on `target` and keep what each layer and each op call that `taps` match gave;
+    written to `out`.
 
-    `options` are those of `open_subject`: dtype, load_format, seed, tokens. `prompts` are texts or token ids.
+    `options` are those of `open_subject`: dtype, load_format, seed, tokens. `prompts` are texts or
+    token ids.
     """
     from .bundles.capturing import capture_model
 
     if out is not None:
         bundle.check_free(str(out))
     subject = open_subject(model, **options)
-    made = capture_model(subject, parse_target(target), make_steps(subject, _ids(subject, prompts)), taps=taps)
+    made = capture_model(
+        subject, parse_target(target), make_steps(subject, _ids(subject, prompts)), taps=taps
+    )
     if out is not None:
         bundle.write(made, str(out))
     return made
 
 
 def compare_targets(
-    model: str, a: str = "jax:cpu", b: str = "torch:cpu", *, modes: Sequence[Mode] = MODES, prompts: Prompts = None,
+    model: str, a: str = "jax:cpu", b: str = "torch:cpu", *, modes: Sequence[Mode] = MODES,
+    prompts: Prompts = None,
     layers: Sequence[int] | None = None, plant: Sequence[str] = (), **options: Any,
 ) -> Diff:  # fmt: skip
     """`twinfer numerics model`: two targets on the same steps, layer by layer and op by op.
@@ -51,7 +56,8 @@ def compare_targets(
     """
     subject = open_subject(model, **options)
     return compare_model(
-        subject, [parse_target(a), parse_target(b)], make_steps(subject, _ids(subject, prompts)), modes=modes,
+        subject, [parse_target(a), parse_target(b)], make_steps(subject, _ids(subject, prompts)),
+        modes=modes,
         layers=layers, faults=plant_by_side(list(plant), subject.model),
     )  # fmt: skip
 

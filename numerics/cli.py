@@ -1,4 +1,6 @@
-"""`twinfer numerics`: the parser and what its commands run. Frameworks are loaded when a command runs."""
+"""`twinfer numerics`: the parser and what its commands run. Frameworks are loaded when a command
+runs.
+"""
 
 from __future__ import annotations
 
@@ -23,48 +25,83 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 def add_parsers(parser: argparse.ArgumentParser) -> None:
     """Add the commands to the parser of `twinfer numerics`."""
     commands = parser.add_subparsers(dest="numerics_command", required=True, metavar="COMMAND")
-    model = commands.add_parser("model", help="two backends layer by layer and op by op, against both references")
+    model = commands.add_parser(
+        "model", help="two backends layer by layer and op by op, against both references"
+    )
     model.set_defaults(run_numerics=run_model)
     add_model(model)
     _common_flags(model)
-    model.add_argument("--dtype", choices=DTYPES, default="auto", help="of mode P; mode S is in float32")
-    model.add_argument("--mode", default="S,P", metavar="S,X,P", help="S: semantics, X: exact probes, P: precision")
-    model.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: seeded random weights")
     model.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of dummy weights; other than 0 also of the prompts"
-    )
-    model.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens of a step at most, from 8")
-    model.add_argument(
-        "--layers", metavar="0-3,last", help="judge these layers only, from 0; all of them run (default: all)"
+        "--dtype", choices=DTYPES, default="auto", help="of mode P; mode S is in float32"
     )
     model.add_argument(
-        "--prompts", metavar="FILE", help="JSON lines with token_ids or prompt (default: six of its own)"
+        "--mode", default="S,P", metavar="S,X,P", help="S: semantics, X: exact probes, P: precision"
     )
-    ops = commands.add_parser("ops", help="every implementation of every op against the reference; no model needed")
+    model.add_argument(
+        "--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: seeded random weights"
+    )
+    model.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of dummy weights; other than 0 also of the prompts",
+    )
+    model.add_argument(
+        "--tokens", type=int, default=64, metavar="N", help="tokens of a step at most, from 8"
+    )
+    model.add_argument(
+        "--layers",
+        metavar="0-3,last",
+        help="judge these layers only, from 0; all of them run (default: all)",
+    )
+    model.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="JSON lines with token_ids or prompt (default: six of its own)",
+    )
+    ops = commands.add_parser(
+        "ops", help="every implementation of every op against the reference; no model needed"
+    )
     ops.set_defaults(run_numerics=run_ops)
     _common_flags(ops)
-    ops.add_argument("--op", nargs="+", default=[], metavar="NAME", help="these ops only (default: all)")
-    ops.add_argument("--mode", default="S,X,P", metavar="S,X,P", help="S: float32, X: exact probes, P: narrower dtypes")
+    ops.add_argument(
+        "--op", nargs="+", default=[], metavar="NAME", help="these ops only (default: all)"
+    )
+    ops.add_argument(
+        "--mode",
+        default="S,X,P",
+        metavar="S,X,P",
+        help="S: float32, X: exact probes, P: narrower dtypes",
+    )
     add_run_parsers(commands)
     add_compare_parsers(commands)
     add_selftest_parsers(commands)
 
 
 def _common_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--a", default="jax:cpu", metavar="TARGET", help="BACKEND:DEVICE[:KEY=VALUE,...]")
-    parser.add_argument("--b", default="torch:cpu", metavar="TARGET", help="such as torch:cuda:rms_norm=native")
-    parser.add_argument("--json", metavar="FILE", help="write everything that was found; - is standard output")
+    parser.add_argument(
+        "--a", default="jax:cpu", metavar="TARGET", help="BACKEND:DEVICE[:KEY=VALUE,...]"
+    )
+    parser.add_argument(
+        "--b", default="torch:cpu", metavar="TARGET", help="such as torch:cuda:rms_norm=native"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write everything that was found; - is standard output"
+    )
     parser.add_argument("--junit", metavar="FILE", help="write the verdicts as JUnit XML")
     parser.add_argument(
         "--plant", action="append", default=[], metavar="[a=|b=]FAULT[@LAYER]",
-        help="plant a fault on one side (b if none is named): to see what is found; `numerics selftest --list` has all",
+        help="plant a fault on one side (b if none is named): to see what is found; `numerics "
+             "selftest --list` has all",
     )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run a command of `twinfer numerics`; returns the exit code (see `errors`).
 
-    What nobody expected is no verdict: it must not look like a numeric failure, which Python's own exit code is.
+    What nobody expected is no verdict: it must not look like a numeric failure, which Python's own
+    exit code is.
     """
     try:
         return int(arguments.run_numerics(arguments))
@@ -121,7 +158,11 @@ def run_ops(arguments: argparse.Namespace) -> int:
     targets = [parse_target(arguments.a), parse_target(arguments.b)]
     faults = plant_by_side(arguments.plant)
     report = check_ops(
-        targets, arguments.op, faults, parse_modes(arguments.mode), lambda text: print(text, file=sys.stderr)
+        targets,
+        arguments.op,
+        faults,
+        parse_modes(arguments.mode),
+        lambda text: print(text, file=sys.stderr),
     )
     if arguments.json != "-":
         print(render(report))

@@ -11,23 +11,42 @@ from .cli_runs import model_flags, output_flags, prompts_of, subject_of, tell, w
 
 def add_parsers(commands: Any) -> None:
     """Add the commands to the sub-commands of `twinfer numerics`."""
-    logits = commands.add_parser("logits", help="the ends of two runs: against a backend, transformers, or a server")
+    logits = commands.add_parser(
+        "logits", help="the ends of two runs: against a backend, transformers, or a server"
+    )
     logits.set_defaults(run_numerics=run_logits)
     model_flags(logits)
-    logits.add_argument("--a", default="jax:cpu", metavar="SIDE", help="BACKEND:DEVICE[:KEY=VALUE,...]")
     logits.add_argument(
-        "--b", default="torch:cpu", metavar="SIDE", help="the same, transformers, or http://HOST:PORT of a server"
+        "--a", default="jax:cpu", metavar="SIDE", help="BACKEND:DEVICE[:KEY=VALUE,...]"
     )
     logits.add_argument(
-        "--positions", type=int, default=8, metavar="N", help="places of a prompt to ask a server at, from 1"
+        "--b",
+        default="torch:cpu",
+        metavar="SIDE",
+        help="the same, transformers, or http://HOST:PORT of a server",
     )
-    logits.add_argument("--plant", action="append", default=[], metavar="[a=|b=]FAULT[@LAYER]", help="plant a fault")
+    logits.add_argument(
+        "--positions",
+        type=int,
+        default=8,
+        metavar="N",
+        help="places of a prompt to ask a server at, from 1",
+    )
+    logits.add_argument(
+        "--plant", action="append", default=[], metavar="[a=|b=]FAULT[@LAYER]", help="plant a fault"
+    )
     output_flags(logits)
-    compare = commands.add_parser("compare", help="results or bundles of several runs, side by side")
+    compare = commands.add_parser(
+        "compare", help="results or bundles of several runs, side by side"
+    )
     compare.set_defaults(run_numerics=run_compare)
-    compare.add_argument("items", nargs="+", metavar="RESULT", help="a file of --json, or a folder of capture")
     compare.add_argument(
-        "--model", metavar="MODEL", help="its folder, if it is not where a bundle was made (default: there)"
+        "items", nargs="+", metavar="RESULT", help="a file of --json, or a folder of capture"
+    )
+    compare.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="its folder, if it is not where a bundle was made (default: there)",
     )
     output_flags(compare)
     report = commands.add_parser("report", help="a result as one HTML file")
@@ -49,7 +68,12 @@ def run_logits(arguments: argparse.Namespace) -> int:
     subject = subject_of(arguments)
     faults = plant_by_side(arguments.plant, subject.model)
     diff = compare_ends(
-        subject, sides, prompts_of(arguments, subject), positions=arguments.positions, faults=faults, progress=tell
+        subject,
+        sides,
+        prompts_of(arguments, subject),
+        positions=arguments.positions,
+        faults=faults,
+        progress=tell,
     )
     diff.environment["command"] = command(arguments)
     return finish(diff, arguments)
@@ -67,7 +91,9 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 
 def run_report(arguments: argparse.Namespace) -> int:
-    """`twinfer numerics report`. Its exit code is 0 whatever the verdict is: the file was written."""
+    """`twinfer numerics report`. Its exit code is 0 whatever the verdict is: the file was
+    written.
+    """
     from pathlib import Path
 
     from .showing.report import page, read_record
@@ -92,8 +118,28 @@ def finish(diff: Any, arguments: argparse.Namespace) -> int:
     return int(diff.exit_code)
 
 
-DEFAULTS = {"dtype": "auto", "load_format": "auto", "seed": 0, "tokens": 64, "positions": 8, "mode": "S,P"}
-ASKED = "model", "a", "b", "mode", "dtype", "load_format", "seed", "tokens", "layers", "prompts", "positions", "plant"
+DEFAULTS = {
+    "dtype": "auto",
+    "load_format": "auto",
+    "seed": 0,
+    "tokens": 64,
+    "positions": 8,
+    "mode": "S,P",
+}
+ASKED = (
+    "model",
+    "a",
+    "b",
+    "mode",
+    "dtype",
+    "load_format",
+    "seed",
+    "tokens",
+    "layers",
+    "prompts",
+    "positions",
+    "plant",
+)
 
 
 def command(arguments: argparse.Namespace) -> str:

@@ -1,4 +1,6 @@
-"""The commands of `twinfer numerics` that run a model on one backend: `capture`, `replay`, `invariants`, `bisect`."""
+"""The commands of `twinfer numerics` that run a model on one backend: `capture`, `replay`,
+`invariants`, `bisect`.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,26 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 def add_parsers(commands: Any) -> None:
     """Add the commands to the sub-commands of `twinfer numerics`."""
-    capture = commands.add_parser("capture", help="run a model on one backend and keep steps and taps as a bundle")
+    capture = commands.add_parser(
+        "capture", help="run a model on one backend and keep steps and taps as a bundle"
+    )
     capture.set_defaults(run_numerics=run_capture)
     model_flags(capture)
-    capture.add_argument("--on", default="jax:cpu", metavar="TARGET", help="BACKEND:DEVICE[:KEY=VALUE,...]")
+    capture.add_argument(
+        "--on", default="jax:cpu", metavar="TARGET", help="BACKEND:DEVICE[:KEY=VALUE,...]"
+    )
     capture.add_argument("--out", required=True, metavar="DIR", help="a new folder for the bundle")
-    capture.add_argument("--taps", default="*", metavar="PATTERN,...", help="op calls to keep; none: layers only")
-    capture.add_argument("--steps", type=int, metavar="N", help="the first N steps only, from 1 (default: all)")
+    capture.add_argument(
+        "--taps", default="*", metavar="PATTERN,...", help="op calls to keep; none: layers only"
+    )
+    capture.add_argument(
+        "--steps", type=int, metavar="N", help="the first N steps only, from 1 (default: all)"
+    )
     capture.add_argument("--plant", metavar="NAME[@LAYER]", help="plant a fault on purpose")
 
-    replay = commands.add_parser("replay", help="run a bundle's steps on other backends and judge both")
+    replay = commands.add_parser(
+        "replay", help="run a bundle's steps on other backends and judge both"
+    )
     replay.set_defaults(run_numerics=run_replay)
     replay.add_argument("bundle", metavar="BUNDLE", help="a folder that `capture` wrote")
     replay.add_argument(
@@ -36,34 +48,67 @@ def add_parsers(commands: Any) -> None:
         metavar="TARGET",
         help="BACKEND:DEVICE[:KEY=VALUE,...], repeatable (default: torch:cpu)",
     )
-    replay.add_argument("--model", metavar="MODEL", help="its folder, if it is not where it was (default: there)")
-    replay.add_argument("--plant", metavar="NAME[@LAYER]", help="plant a fault on purpose in the first target")
+    replay.add_argument(
+        "--model", metavar="MODEL", help="its folder, if it is not where it was (default: there)"
+    )
+    replay.add_argument(
+        "--plant", metavar="NAME[@LAYER]", help="plant a fault on purpose in the first target"
+    )
     output_flags(replay)
 
-    invariants = commands.add_parser("invariants", help="what must not change a model's logits, on one backend")
+    invariants = commands.add_parser(
+        "invariants", help="what must not change a model's logits, on one backend"
+    )
     invariants.set_defaults(run_numerics=run_invariants)
     model_flags(invariants)
-    invariants.add_argument("--on", default="jax:cpu", metavar="TARGET", help="BACKEND:DEVICE[:KEY=VALUE,...]")
-    invariants.add_argument("--mode", default="S,P", metavar="S,P", help="S: float32, P: the run dtype")
     invariants.add_argument(
-        "--relation", nargs="+", default=[], metavar="NAME", help="these relations only (default: those that apply)"
+        "--on", default="jax:cpu", metavar="TARGET", help="BACKEND:DEVICE[:KEY=VALUE,...]"
     )
     invariants.add_argument(
-        "--break", dest="breaks", action="append", default=[], metavar="NAME", help="break this relation on purpose"
+        "--mode", default="S,P", metavar="S,P", help="S: float32, P: the run dtype"
+    )
+    invariants.add_argument(
+        "--relation",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="these relations only (default: those that apply)",
+    )
+    invariants.add_argument(
+        "--break",
+        dest="breaks",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="break this relation on purpose",
     )
     invariants.add_argument("--plant", metavar="NAME", help="plant a fault of an op on purpose")
     output_flags(invariants)
 
-    bisect = commands.add_parser("bisect", help="the smallest part of a backend that makes it fail: layer, op, why")
+    bisect = commands.add_parser(
+        "bisect", help="the smallest part of a backend that makes it fail: layer, op, why"
+    )
     bisect.set_defaults(run_numerics=run_bisect)
     model_flags(bisect)
     bisect.add_argument(
-        "--over", choices=("layers", "knobs"), default="layers", help="knobs: compilation, graphs, implementations"
+        "--over",
+        choices=("layers", "knobs"),
+        default="layers",
+        help="knobs: compilation, graphs, implementations",
     )
-    bisect.add_argument("--bundle", metavar="DIR", help="the steps of a bundle of this model, instead of prompts")
-    bisect.add_argument("--on", default="jax:cpu", metavar="TARGET", help="the suspect: BACKEND:DEVICE[:KEY=VALUE,...]")
+    bisect.add_argument(
+        "--bundle", metavar="DIR", help="the steps of a bundle of this model, instead of prompts"
+    )
+    bisect.add_argument(
+        "--on",
+        default="jax:cpu",
+        metavar="TARGET",
+        help="the suspect: BACKEND:DEVICE[:KEY=VALUE,...]",
+    )
     bisect.add_argument("--mode", default="S,P", metavar="S,P", help="S: float32, P: the run dtype")
-    bisect.add_argument("--steps", type=int, default=3, metavar="N", help="the first N steps, from 1")
+    bisect.add_argument(
+        "--steps", type=int, default=3, metavar="N", help="the first N steps, from 1"
+    )
     bisect.add_argument("--plant", metavar="NAME[@LAYER]", help="plant a fault on purpose")
     output_flags(bisect)
 
@@ -71,20 +116,34 @@ def add_parsers(commands: Any) -> None:
 def model_flags(parser: argparse.ArgumentParser) -> None:
     """What is run."""
     add_model(parser)
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="the run dtype; auto is the checkpoint's")
-    parser.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: seeded random weights")
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of dummy weights; other than 0 also of the prompts"
+        "--dtype", choices=DTYPES, default="auto", help="the run dtype; auto is the checkpoint's"
     )
-    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens of a step at most, from 8")
     parser.add_argument(
-        "--prompts", metavar="FILE", help="JSON lines with token_ids or prompt (default: six of its own)"
+        "--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: seeded random weights"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of dummy weights; other than 0 also of the prompts",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=64, metavar="N", help="tokens of a step at most, from 8"
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="JSON lines with token_ids or prompt (default: six of its own)",
     )
 
 
 def output_flags(parser: argparse.ArgumentParser) -> None:
     """Where the results go."""
-    parser.add_argument("--json", metavar="FILE", help="write everything that was found; - is standard output")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write everything that was found; - is standard output"
+    )
     parser.add_argument("--junit", metavar="FILE", help="write the verdicts as JUnit XML")
 
 
@@ -152,8 +211,13 @@ def run_capture(arguments: argparse.Namespace) -> int:
     folder = bundle.write(made, arguments.out)
     size = sum(path.stat().st_size for path in folder.iterdir())
     taps = sum(len(taps) for recorded in made.steps for taps in recorded.taps.values())
-    print(f"{folder}: {len(steps)} steps, {taps} op calls of {subject.name} in {subject.dtype}, {size / 1e6:.1f} MB")
-    print(f"twinfer numerics replay {folder} --on {'torch' if target.backend == 'jax' else 'jax'}:cpu")
+    print(
+        f"{folder}: {len(steps)} steps, {taps} op calls of {subject.name} in {subject.dtype}, "
+        f"{size / 1e6:.1f} MB"
+    )
+    print(
+        f"twinfer numerics replay {folder} --on {'torch' if target.backend == 'jax' else 'jax'}:cpu"
+    )
     return 0
 
 

@@ -12,7 +12,9 @@ from .cli_runs import write
 
 def add_parsers(commands: Any) -> None:
     """Add the command to those of `twinfer numerics`."""
-    parser = commands.add_parser("selftest", help="plant every catalogued fault, and see whether the modes find it")
+    parser = commands.add_parser(
+        "selftest", help="plant every catalogued fault, and see whether the modes find it"
+    )
     parser.set_defaults(run_numerics=run_selftest)
     parser.add_argument(
         "--backend",
@@ -21,13 +23,26 @@ def add_parsers(commands: Any) -> None:
         metavar="TARGET",
         help="BACKEND:DEVICE[:...], repeatable (default: jax:cpu, torch:cpu)",
     )
-    parser.add_argument("--fault", nargs="+", default=[], metavar="NAME", help="these faults only (default: all)")
-    parser.add_argument("--mode", default="S,X,P,I", metavar="S,X,P,I", help="look in these modes only; I: invariants")
     parser.add_argument(
-        "--seeds", type=int, default=20, metavar="N", help="clean runs of other weights and prompts, from 0"
+        "--fault", nargs="+", default=[], metavar="NAME", help="these faults only (default: all)"
+    )
+    parser.add_argument(
+        "--mode",
+        default="S,X,P,I",
+        metavar="S,X,P,I",
+        help="look in these modes only; I: invariants",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=20,
+        metavar="N",
+        help="clean runs of other weights and prompts, from 0",
     )
     parser.add_argument("--list", action="store_true", help="show the catalogue and stop")
-    parser.add_argument("--json", metavar="FILE", help="write everything that was found; - is standard output")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write everything that was found; - is standard output"
+    )
     parser.add_argument("--junit", metavar="FILE", help="write the verdicts as JUnit XML")
 
 
@@ -41,13 +56,18 @@ def run_selftest(arguments: argparse.Namespace) -> int:
     from .sides.subject import parse_target
 
     if arguments.list:
-        print("\n".join([*describe(), *(f"{f.name:28} engine {f.what}" for f in ENGINE_FAULTS.values())]))
+        print(
+            "\n".join(
+                [*describe(), *(f"{f.name:28} engine {f.what}" for f in ENGINE_FAULTS.values())]
+            )
+        )
         return 0
     if arguments.seeds < 0:
         raise ConfigError(f"seeds: got {arguments.seeds}, allowed is at least 0")
     targets = [parse_target(text) for text in arguments.backend or ("jax:cpu", "torch:cpu")]
     report = selftest(
-        targets, names=arguments.fault, modes=parse_modes(arguments.mode, MODES), seeds=arguments.seeds,
+        targets, names=arguments.fault, modes=parse_modes(arguments.mode, MODES),
+        seeds=arguments.seeds,
         progress=lambda text: print(text, file=sys.stderr),
     )  # fmt: skip
     if arguments.json != "-":

@@ -1,7 +1,8 @@
 """How a comparison ends, as exit codes; see `shared/errors.py` for the tree.
 
 0  equal within the gates        2  wrong input                  4  a backend or a device is missing
-1  a numeric failure             3  something was not compared   5  the surroundings failed: disk, time, network
+1  a numeric failure             3  something was not compared   5  the surroundings failed: disk,
+time, network
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ EQUAL, FAILED, USAGE, NOT_COMPARED, UNAVAILABLE, INFRASTRUCTURE = range(6)
 
 
 class NotComparable(TwinferError):
-    """Nothing, or not everything, could be compared: a missing tap, another shape, another model, a damaged bundle."""
+    """Nothing, or not everything, could be compared: a missing tap, another shape, another
+    model, a damaged bundle.
+    """
 
     exit_code = NOT_COMPARED
 
 
 class InfrastructureError(TwinferError):
-    """Something around the comparison failed: a file could not be written, a server did not answer."""
+    """Something around the comparison failed: a file could not be written, a server did not
+    answer.
+    """
 
     exit_code = INFRASTRUCTURE

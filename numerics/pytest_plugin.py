@@ -1,4 +1,5 @@
-"""A pytest plugin: backends compared in a test. Nothing heavy is imported before a test asks for it.
+"""A pytest plugin: backends compared in a test. Nothing heavy is imported before a test asks for
+it.
 
 def test_my_kernel(numerics):
     numerics.assert_op("rms_norm", "torch:cuda:rms_norm=mine")
@@ -18,7 +19,9 @@ class Numerics:
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def compare_targets(self, model: str, a: str = "jax:cpu", b: str = "torch:cpu", **options: Any) -> Any:
+    def compare_targets(
+        self, model: str, a: str = "jax:cpu", b: str = "torch:cpu", **options: Any
+    ) -> Any:
         """See `twinfer.numerics.compare_targets`."""
         from .api import compare_targets
 
@@ -49,9 +52,13 @@ class Numerics:
         self.texts.append(render(report))
         if report.exit_code == FAILED:
             first = report.failures[0]
-            raise AssertionError(f"{first.side} {first.name} in {first.dtype}: {'; '.join(first.complaints)}")
+            raise AssertionError(
+                f"{first.side} {first.name} in {first.dtype}: {'; '.join(first.complaints)}"
+            )
         if report.exit_code:
-            raise NotComparable(f"{op} on {target}: not compared: {', '.join(report.missing) or 'nothing to judge'}")
+            raise NotComparable(
+                f"{op} on {target}: not compared: {', '.join(report.missing) or 'nothing to judge'}"
+            )
 
     def _keep(self, diff: Any) -> Any:
         from .showing.terminal import render

@@ -1,6 +1,8 @@
-"""What is computed: op declarations, references, contracts, the implementation plan, and the framework bindings.
+"""What is computed: op declarations, references, contracts, the implementation plan, and the
+framework bindings.
 
-Importing this package imports neither JAX nor torch; `resolve(framework)` loads the one that is asked for.
+Importing this package imports neither JAX nor torch; `resolve(framework)` loads the one that is
+asked for.
 """
 
 from . import reference as _reference  # noqa: F401  registers the ops

@@ -1,7 +1,8 @@
 """The annotations of ops as words, however they were written.
 
-With `from __future__ import annotations` Python keeps the text of an annotation, without it the object that the text
-names. Both become one of `PARAMETERS`, by which bindings tell arrays from Python values.
+With `from __future__ import annotations` Python keeps the text of an annotation, without it the
+object that the text names. Both become one of `PARAMETERS`, by which bindings tell arrays from
+Python values.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 else:
 
     class Array:
-        """An array of whichever framework runs the op: a word for annotations, which nothing is an instance of."""
+        """An array of whichever framework runs the op: a word for annotations, which nothing is
+        an instance of.
+        """
 
 
 PARAMETERS = ("Array", "Array | None", "float", "int", "bool", "str")
@@ -29,11 +32,17 @@ NAMES: dict[str, Any] = {"Array": Array, "Optional": Optional, "Union": Union}
 
 
 def signature_in_words(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a function, its annotations as words where they have one, else as they stand."""
+    """The signature of a function, its annotations as words where they have one, else as they
+    stand.
+    """
     names = NAMES | _globals(function)
     signature = inspect.signature(function)
-    parameters = [p.replace(annotation=_word(p.annotation, names)) for p in signature.parameters.values()]
-    return signature.replace(parameters=parameters, return_annotation=_word(signature.return_annotation, names))
+    parameters = [
+        p.replace(annotation=_word(p.annotation, names)) for p in signature.parameters.values()
+    ]
+    return signature.replace(
+        parameters=parameters, return_annotation=_word(signature.return_annotation, names)
+    )
 
 
 def _globals(function: Callable[..., Any]) -> dict[str, Any]:
@@ -58,7 +67,9 @@ def _word(annotation: Any, names: dict[str, Any]) -> Any:
 
 
 def _named_by(node: ast.expr, names: dict[str, Any]) -> Any:
-    """The type that an expression names. Raises LookupError for what annotations of ops have no use for."""
+    """The type that an expression names. Raises LookupError for what annotations of ops have no
+    use for.
+    """
     match node:
         case ast.Name(id=name):
             return names[name] if name in names else getattr(builtins, name)

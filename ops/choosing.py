@@ -1,10 +1,13 @@
-"""How the implementation of an op is chosen: who asks for what, what an implementation refuses, and what steps back.
+"""How the implementation of an op is chosen: who asks for what, what an implementation refuses, and
+what steps back.
 
-Providers are tried in the order of who asked for them: a scoped priority, the user, the default of the process (which
-plug-ins set), the platform. Last comes the native implementation, or the composition of a coarse op's finer ops.
+Providers are tried in the order of who asked for them: a scoped priority, the user, the default of
+the process (which plug-ins set), the platform. Last comes the native implementation, or the
+composition of a coarse op's finer ops.
 
-A coarse implementation hides the finer ops that it stands for. So it steps back where a stronger voice than the one
-that asks for it has chosen an implementation of one of these, or has disabled it: else that choice would never run.
+A coarse implementation hides the finer ops that it stands for. So it steps back where a stronger
+voice than the one that asks for it has chosen an implementation of one of these, or has disabled
+it: else that choice would never run.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ VOICES: tuple[Voice, ...] = ("scoped", "user", "default", "platform")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The implementation of one op, who asked for it, and why those with a higher priority were passed over."""
+    """The implementation of one op, who asked for it, and why those with a higher priority were
+    passed over.
+    """
 
     op: str
     implementation: Implementation
@@ -44,15 +49,19 @@ class Choice:
 
     @property
     def uuid(self) -> str:
-        """Hex digest of the sources of the implementation, of all that they import, and of the versions they call."""
+        """Hex digest of the sources of the implementation, of all that they import, and of the
+        versions they call.
+        """
         return source_hash(self.implementation.function, self.implementation.framework)
 
 
 @dataclass(slots=True)
 class Chooser:
-    """Chooses for one plan. `wishes` are providers by voice and op, `calls` what the model calls (empty: not known).
+    """Chooses for one plan. `wishes` are providers by voice and op, `calls` what the model calls
+    (empty: not known).
 
-    `insisted` are ops that the user enables by name: they do not step back from a finer op that the user disables.
+    `insisted` are ops that the user enables by name: they do not step back from a finer op that the
+    user disables.
     """
 
     framework: Framework
@@ -82,7 +91,9 @@ class Chooser:
         return list(found)
 
     def check(self, voice: Voice) -> None:
-        """Raise OpError unless all that a voice asks for is known, whether a model calls it or not."""
+        """Raise OpError unless all that a voice asks for is known, whether a model calls it or
+        not.
+        """
         for name in self.wishes[voice]:
             self._order(REGISTRY[name], self._available(REGISTRY[name])[0], (voice,))
 
@@ -90,27 +101,38 @@ class Chooser:
         available, last = self._available(op)
         passed_over: list[tuple[str, str]] = []
         for provider, voice in self._order(op, available).items():
-            why = self._objection(op, available[provider], voice) if provider != last.provider else None
+            why = (
+                self._objection(op, available[provider], voice)
+                if provider != last.provider
+                else None
+            )
             if why is None:
                 return Choice(op.name, available[provider], tuple(passed_over), voice)
             passed_over.append((provider, why))
         return Choice(op.name, last, tuple(passed_over))
 
     def _available(self, op: Op) -> tuple[dict[str, Implementation], Implementation]:
-        """All implementations by provider, and the one that every list ends with. Raises OpError."""
+        """All implementations by provider, and the one that every list ends with. Raises
+        OpError.
+        """
         registered = IMPLEMENTATIONS.get((op.name, self.framework), {})
         last = last_implementation(op, self.framework, registered)
         return {**registered, last.provider: last}, last
 
-    def _order(self, op: Op, available: Collection[str], voices: Sequence[Voice] = VOICES) -> dict[str, Voice]:
-        """The providers to try, and who asked for each first. Raises OpError for one that is not there."""
+    def _order(
+        self, op: Op, available: Collection[str], voices: Sequence[Voice] = VOICES
+    ) -> dict[str, Voice]:
+        """The providers to try, and who asked for each first. Raises OpError for one that is not
+        there.
+        """
         order: dict[str, Voice] = {}
         for voice in voices:
             for provider in self.wishes[voice].get(op.name, ()):
                 if provider not in available:
                     known = ", ".join(sorted(available))
                     raise OpError(
-                        f"op {op.name!r} has no provider {provider!r} for {self.framework}; known are {known}"
+                        f"op {op.name!r} has no provider {provider!r} for {self.framework}; known "
+                        f"are {known}"
                     )
                 order.setdefault(provider, voice)
         return order
@@ -137,23 +159,34 @@ class Chooser:
         return None
 
     def _serves(self, implementation: Implementation, coarse: Op) -> bool:
-        """Whether an implementation of a finer op takes any of the calls that a coarse op makes of it."""
+        """Whether an implementation of a finer op takes any of the calls that a coarse op makes
+        of it.
+        """
         if not implementation.supported():
             return False
         if implementation.supports_args is None:
             return True
-        calls = [call for call in self.calls.get(implementation.op, ()) if coarse.name in call.parents]
+        calls = [
+            call for call in self.calls.get(implementation.op, ()) if coarse.name in call.parents
+        ]
         return not calls or any(_answer(implementation, call) is None for call in calls)
 
     def _made(self, name: str) -> list[Call]:
-        """The calls of an op that are made: those inside of a coarse op only if that one runs as its composition."""
+        """The calls of an op that are made: those inside of a coarse op only if that one runs as
+        its composition.
+        """
         calls = self.calls.get(name, ())
-        return [call for call in calls if all(self.choose(op).provider == COMPOSITION for op in call.parents)]
+        return [
+            call
+            for call in calls
+            if all(self.choose(op).provider == COMPOSITION for op in call.parents)
+        ]
 
     def _refusal(self, implementation: Implementation, calls: Sequence[Call]) -> str | None:
         """Why an implementation does not take the calls of any program, or None if it takes all.
 
-        Raises OpError if it takes some: the programs of a kind share one plan, and nothing is chosen at run time.
+        Raises OpError if it takes some: the programs of a kind share one plan, and nothing is
+        chosen at run time.
         """
         if implementation.supports_args is None:
             return None
@@ -170,8 +203,10 @@ class Chooser:
             return why
         op, provider = implementation.op, implementation.provider
         raise OpError(
-            f"op {op!r}: {provider!r} takes {taken[0]} but refuses {program}: {why}. All programs of a kind share one "
-            f"implementation: choose another one (op_priority {op}={NATIVE}), disable it (enable_ops -{op}), or let "
+            f"op {op!r}: {provider!r} takes {taken[0]} but refuses {program}: {why}. All programs "
+            "of a kind share one "
+            f"implementation: choose another one (op_priority {op}={NATIVE}), disable it "
+            f"(enable_ops -{op}), or let "
             "its predicate take all sizes"
         )
 
@@ -198,26 +233,42 @@ def finer_ops(op: Op) -> Iterator[Op]:
             todo += finer.composition
 
 
-def last_implementation(op: Op, framework: Framework, available: Mapping[str, Implementation]) -> Implementation:
-    """What every priority list of an op ends with: the composition, the native one, or what was registered last.
+def last_implementation(
+    op: Op, framework: Framework, available: Mapping[str, Implementation]
+) -> Implementation:
+    """What every priority list of an op ends with: the composition, the native one, or what was
+    registered last.
 
     Raises OpError if there is none, or if it does not take everything.
     """
     if op.level == "coarse":
         if COMPOSITION in available:
-            raise OpError(f"op {op.name!r}: {COMPOSITION!r} is what its finer ops give, no provider may have that name")
+            raise OpError(
+                f"op {op.name!r}: {COMPOSITION!r} is what its finer ops give, no provider may "
+                "have "
+                "that name"
+            )
         return Implementation(op.name, COMPOSITION, framework, op.reference)
     if NATIVE not in available and (op.native == "reference" or framework == "numpy"):
         from .namespaces import namespace
 
-        return Implementation(op.name, NATIVE, framework, named(op, partial(op.reference, namespace(framework))))
+        return Implementation(
+            op.name, NATIVE, framework, named(op, partial(op.reference, namespace(framework)))
+        )
     if not available:
-        raise OpError(f"op {op.name!r} needs a native implementation for {framework}, and none is registered")
+        raise OpError(
+            f"op {op.name!r} needs a native implementation for {framework}, and none is registered"
+        )
     last = available.get(NATIVE) or [*available.values()][-1]
     if last.supports_args is not None or last.supported is not always:
-        why = "a per-argument predicate" if last.supports_args is not None else "support that depends on the machine"
+        why = (
+            "a per-argument predicate"
+            if last.supports_args is not None
+            else "support that depends on the machine"
+        )
         raise OpError(
-            f"op {op.name!r}: the last provider for {framework}, {last.provider!r}, has {why}; it must take everything "
+            f"op {op.name!r}: the last provider for {framework}, {last.provider!r}, has {why}; it "
+            "must take everything "
             f"(register a {NATIVE!r} one without predicates)"
         )
     return last

@@ -1,9 +1,9 @@
 """What an op is: a name, a signature, one executable reference, and a contract on rounding.
 
-A *fine* op's reference is a function of an array namespace `xp` (see `namespaces`): the same source is the float64
-oracle under numpy and the native implementation under torch and JAX. A *coarse* op's reference is a function of the
-bound ops: it is a composition of finer ops, so a backend without an implementation of its own falls through to its
-finer ones.
+A *fine* op's reference is a function of an array namespace `xp` (see `namespaces`): the same source
+is the float64 oracle under numpy and the native implementation under torch and JAX. A *coarse* op's
+reference is a function of the bound ops: it is a composition of finer ops, so a backend without an
+implementation of its own falls through to its finer ones.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class OpError(Exception):
 class Contract:
     """Where an op may lose precision. Implementations meet it; changing one means changing it here.
 
-    `rounds` says where values are rounded to the storage dtype, `accumulate` the dtype between those places, `dot` the
-    algorithm of matrix products by storage dtype, `masked` what padded and masked rows hold, `nan` the NaN policy.
+    `rounds` says where values are rounded to the storage dtype, `accumulate` the dtype between
+    those places, `dot` the algorithm of matrix products by storage dtype, `masked` what padded and
+    masked rows hold, `nan` the NaN policy.
     """
 
     rounds: str = "once, at the output"
@@ -45,14 +46,16 @@ DOT = "BF16_BF16_F32 for bfloat16, F32_F32_F32 for float32: never the framework'
 class Op:
     """One op of the dialect.
 
-    `activations` names the inputs whose memory an implementation may reuse. `state` names those among them that the op
-    is called to write: they are its last results, in order, and nothing ever stands a copy in for them.
+    `activations` names the inputs whose memory an implementation may reuse. `state` names those
+    among them that the op is called to write: they are its last results, in order, and nothing ever
+    stands a copy in for them.
 
-    `shapes` says what goes in and comes out (None: an op from outside that does not say it). `shards` names the
-    dimensions that shards of a tensor-parallel layer deal out among them: the op runs on each shard's part, which it
-    computes alone. With none, all of it is whole on each shard. None: only a partitioner that sees through the
-    implementation knows. Shards need shapes, which have those dimensions.
-    `host` names the arguments that implementations with `host_metadata` read on the host.
+    `shapes` says what goes in and comes out (None: an op from outside that does not say it).
+    `shards` names the dimensions that shards of a tensor-parallel layer deal out among them: the op
+    runs on each shard's part, which it computes alone. With none, all of it is whole on each shard.
+    None: only a partitioner that sees through the implementation knows. Shards need shapes, which
+    have those dimensions. `host` names the arguments that implementations with `host_metadata` read
+    on the host.
     """
 
     name: str
@@ -89,35 +92,47 @@ class Registry:
     def add(self, op: Op) -> None:
         """Register `op`.
 
-        Raises OpError if the name is taken, for an activation or a state that it does not have, and for shards that its
-        shapes do not name.
+        Raises OpError if the name is taken, for an activation or a state that it does not have, and
+        for shards that its shapes do not name.
         """
         if op.name in self.ops:
             raise OpError(f"op {op.name!r} is registered twice")
         unknown = [name for name in op.activations if name not in op.signature.parameters]
         if unknown:
-            raise OpError(f"op {op.name!r}: activations {unknown} are not parameters of {op.signature}")
+            raise OpError(
+                f"op {op.name!r}: activations {unknown} are not parameters of {op.signature}"
+            )
         self._check_names(op)
         foreign = [name for name in op.state if name not in op.activations]
         if foreign:
-            raise OpError(f"op {op.name!r}: state {foreign} is not among its activations {list(op.activations)}")
+            raise OpError(
+                f"op {op.name!r}: state {foreign} is not among its activations "
+                f"{list(op.activations)}"
+            )
         self.ops[op.name] = op
 
     @staticmethod
     def _check_names(op: Op) -> None:
         unknown = [name for name in op.host if name not in op.signature.parameters]
         if unknown:
-            raise OpError(f"op {op.name!r}: host metadata {unknown} are not parameters of {op.signature}")
+            raise OpError(
+                f"op {op.name!r}: host metadata {unknown} are not parameters of {op.signature}"
+            )
         if op.shards is not None and op.shapes is None:
             raise OpError(
-                f"op {op.name!r}: shards are {list(op.shards)}, but it has no shapes: say shapes=..., which name the "
+                f"op {op.name!r}: shards are {list(op.shards)}, but it has no shapes: say "
+                "shapes=..., which name the "
                 "dimensions that shards deal out"
             )
         axes = op.shapes.arrays.values() if op.shapes else ()
-        known = {name for array in axes for dimension in array.dimensions for name in dimension.names}
+        known = {
+            name for array in axes for dimension in array.dimensions for name in dimension.names
+        }
         unknown = [name for name in op.shards or () if name not in known]
         if unknown:
-            raise OpError(f"op {op.name!r}: shards deal out {unknown}, which are no dimensions of its shapes")
+            raise OpError(
+                f"op {op.name!r}: shards deal out {unknown}, which are no dimensions of its shapes"
+            )
 
     def __getitem__(self, name: str) -> Op:
         if name not in self.ops:
@@ -147,10 +162,11 @@ def define(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare the decorated function as the reference of an op of its name.
 
-    Its first parameter is `xp` (fine) or `ops` (coarse); the others are the op's signature, each annotated as an array
-    or as a Python value (`annotations.PARAMETERS`). `shapes` are written as `dimensions` says, `choose(name=size, ...)`
-    gives those sizes of results that no expression does. With `native="per framework"` the reference serves numpy only,
-    and each framework registers a native implementation. Raises OpError.
+    Its first parameter is `xp` (fine) or `ops` (coarse); the others are the op's signature, each
+    annotated as an array or as a Python value (`annotations.PARAMETERS`). `shapes` are written as
+    `dimensions` says, `choose(name=size, ...)` gives those sizes of results that no expression
+    does. With `native="per framework"` the reference serves numpy only, and each framework
+    registers a native implementation. Raises OpError.
     """
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +175,10 @@ def define(
         wanted = "xp" if level == "fine" else "ops"
         name = reference.__name__
         if first.name != wanted:
-            raise OpError(f"op {name!r}: the first parameter of a {level} reference is {wanted!r}, got {first.name!r}")
+            raise OpError(
+                f"op {name!r}: the first parameter of a {level} reference is {wanted!r}, got "
+                f"{first.name!r}"
+            )
         for parameter in rest:
             _check_annotation(name, parameter)
         contract_ = contract or Contract()
@@ -188,7 +207,9 @@ def define(
 
 def _shapes(op: str, signature: inspect.Signature, text: str, choose: Choose | None) -> Shapes:
     """The shapes of an op as they are written. Raises OpError."""
-    arrays = tuple(p.name for p in signature.parameters.values() if p.annotation.startswith("Array"))
+    arrays = tuple(
+        p.name for p in signature.parameters.values() if p.annotation.startswith("Array")
+    )
     words = tuple(p.name for p in signature.parameters.values() if p.annotation in ("int", "str"))
     try:
         shapes = parse(text, arrays, words, choose)
@@ -197,7 +218,9 @@ def _shapes(op: str, signature: inspect.Signature, text: str, choose: Choose | N
     returned = signature.return_annotation
     count = returned.count("Array") if isinstance(returned, str) else len(shapes.results)
     if count != len(shapes.results):
-        raise OpError(f"op {op!r} returns {returned}, its shapes have {len(shapes.results)} results")
+        raise OpError(
+            f"op {op!r} returns {returned}, its shapes have {len(shapes.results)} results"
+        )
     return shapes
 
 
@@ -207,4 +230,7 @@ def _check_annotation(op: str, parameter: inspect.Parameter) -> None:
     missing = parameter.annotation is inspect.Parameter.empty
     got = "no annotation" if missing else repr(parameter.annotation)
     known = ", ".join(PARAMETERS)
-    raise OpError(f"op {op!r}: {parameter.name} has {got}, allowed are {known}, with twinfer.ops.declare.Array")
+    raise OpError(
+        f"op {op!r}: {parameter.name} has {got}, allowed are {known}, with "
+        "twinfer.ops.declare.Array"
+    )

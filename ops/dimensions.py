@@ -1,10 +1,11 @@
 """The shapes of an op in words, as `x [tok k], weight [n k], bias [n] -> [tok n] x`.
 
-A dimension is a name, a number, or a sum and product of these without blanks: `(head+2*kvhead)*hdim`. `...` stands, in
-front, for any further ones. What a name stands for is found from the arguments: in an expression all names but one have
-to be known from elsewhere. Names of `int` parameters are their values. A result is a shape with a dtype, which is a
-dtype's name, or the name of the array or of the `str` parameter that has it. A result that is the name of an array is
-that array.
+A dimension is a name, a number, or a sum and product of these without blanks:
+`(head+2*kvhead)*hdim`. `...` stands, in front, for any further ones. What a name stands for is
+found from the arguments: in an expression all names but one have to be known from elsewhere. Names
+of `int` parameters are their values. A result is a shape with a dtype, which is a dtype's name, or
+the name of the array or of the `str` parameter that has it. A result that is the name of an array
+is that array.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class ShapesError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """The size of an axis: `text` as it is written, the `names` in it, and its `size`, all of its names known."""
+    """The size of an axis: `text` as it is written, the `names` in it, and its `size`, all of
+    its names known.
+    """
 
     text: str
     names: tuple[str, ...]
@@ -58,7 +61,9 @@ class Axes:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One array that an op gives: its axes and whose dtype it has, or the array that it is (`same`)."""
+    """One array that an op gives: its axes and whose dtype it has, or the array that it is
+    (`same`).
+    """
 
     axes: Axes
     dtype: str
@@ -74,7 +79,9 @@ class Shapes:
     choose: Choose | None = None
 
     def sizes(self, arguments: Mapping[str, Any]) -> Sizes:
-        """What the names stand for, all arguments given; what is None is passed over. Raises ShapesError."""
+        """What the names stand for, all arguments given; what is None is passed over. Raises
+        ShapesError.
+        """
         sizes: Sizes = {}
         open_ones: list[tuple[Dimension, Any]] = []
         for name, value in arguments.items():
@@ -100,7 +107,9 @@ class Shapes:
         return sizes
 
     @staticmethod
-    def _take(name: str, axes: Axes, shape: tuple[Any, ...], sizes: Sizes, open_ones: list[Any]) -> None:
+    def _take(
+        name: str, axes: Axes, shape: tuple[Any, ...], sizes: Sizes, open_ones: list[Any]
+    ) -> None:
         rank = len(axes.dimensions)
         if len(shape) < rank or (len(shape) > rank and not axes.leading):
             raise ShapesError(f"{name} is {axes}, got {list(shape)}")
@@ -117,7 +126,9 @@ class Shapes:
                 open_ones.append((dimension, size))
 
     def check(self, arguments: Mapping[str, Any]) -> Sizes:
-        """What the names stand for. Raises ShapesError unless all arguments have the shapes that are declared."""
+        """What the names stand for. Raises ShapesError unless all arguments have the shapes that
+        are declared.
+        """
         sizes = self.sizes(arguments)
         whole = sizes.get(LEADING, ())
         for name, axes in self.arrays.items():
@@ -129,7 +140,9 @@ class Shapes:
             wanted = tuple([d.size(sizes) for d in axes.dimensions])
             if shape != lead + wanted or (lead and lead != whole[len(whole) - len(lead) :]):
                 names = [part for d in axes.dimensions for part in d.names]
-                raise ShapesError(f"{name} is {axes}, where {_said(sizes, names)}; got {list(value.shape)}")
+                raise ShapesError(
+                    f"{name} is {axes}, where {_said(sizes, names)}; got {list(value.shape)}"
+                )
         return sizes
 
     def outputs(self, sizes: Sizes) -> list[tuple[tuple[Any, ...], str]]:
@@ -138,7 +151,10 @@ class Shapes:
 
     @staticmethod
     def _shape(axes: Axes, sizes: Sizes) -> tuple[Any, ...]:
-        return (*(sizes[LEADING] if axes.leading else ()), *(d.size(sizes) for d in axes.dimensions))
+        return (
+            *(sizes[LEADING] if axes.leading else ()),
+            *(d.size(sizes) for d in axes.dimensions),
+        )
 
 
 def _said(sizes: Mapping[str, Any], names: Any) -> str:
@@ -146,10 +162,14 @@ def _said(sizes: Mapping[str, Any], names: Any) -> str:
     return ", ".join(f"{name} is {size}" for name, size in known.items()) or "nothing is known"
 
 
-def parse(text: str, arrays: tuple[str, ...], words: tuple[str, ...], choose: Choose | None = None) -> Shapes:
-    """Shapes as they are written, for an op with these `arrays` and, as `words`, its other parameters.
+def parse(
+    text: str, arrays: tuple[str, ...], words: tuple[str, ...], choose: Choose | None = None
+) -> Shapes:
+    """Shapes as they are written, for an op with these `arrays` and, as `words`, its other
+    parameters.
 
-    Raises ShapesError for what cannot be read, an array that is missing, and a name that nothing gives a size to.
+    Raises ShapesError for what cannot be read, an array that is missing, and a name that nothing
+    gives a size to.
     """
     before, arrow, after = text.partition("->")
     if not arrow:
@@ -161,20 +181,28 @@ def parse(text: str, arrays: tuple[str, ...], words: tuple[str, ...], choose: Ch
             raise ShapesError(f"shapes: {part!r} is no argument, such as x [tok dim]")
         taken[name] = _axes(inside)
     if set(taken) != set(arrays):
-        raise ShapesError(f"shapes: got those of {', '.join(taken)}, the arrays are {', '.join(arrays)}")
+        raise ShapesError(
+            f"shapes: got those of {', '.join(taken)}, the arrays are {', '.join(arrays)}"
+        )
     results = tuple(_result(part, taken) for part in _split(after))
     made = Shapes({name: taken[name] for name in arrays}, results, choose)
     if choose is None:
-        known = {name for axes in taken.values() for d in axes.dimensions for name in d.names} | set(words)
+        known = {
+            name for axes in taken.values() for d in axes.dimensions for name in d.names
+        } | set(words)
         for result in results:
             unknown = [n for d in result.axes.dimensions for n in d.names if n not in known]
             if unknown or result.dtype not in (*taken, *words, *DTYPES):
-                raise ShapesError(f"shapes: nothing gives {', '.join(unknown) or result.dtype} of a result")
+                raise ShapesError(
+                    f"shapes: nothing gives {', '.join(unknown) or result.dtype} of a result"
+                )
     return made
 
 
 DTYPES = ("float32", "int32", "int8", "float8_e4m3fn")
-"""Dtypes that results may have by name. float32 is float64 where an argument is: it is what ops accumulate in."""
+"""Dtypes that results may have by name. float32 is float64 where an argument is: it is what ops
+accumulate in.
+"""
 
 
 def _result(part: str, taken: Mapping[str, Axes]) -> Result:
@@ -182,7 +210,10 @@ def _result(part: str, taken: Mapping[str, Axes]) -> Result:
     if name is not None and name in taken and inside is None:
         return Result(taken[name], name, name)
     if inside is None or name or not dtype:
-        raise ShapesError(f"shapes: {part!r} is no result, such as [tok dim] x, with x an array that has its dtype")
+        raise ShapesError(
+            f"shapes: {part!r} is no result, such as [tok dim] x, with x an array that has its "
+            "dtype"
+        )
     return Result(_axes(inside), dtype)
 
 
@@ -214,11 +245,21 @@ def _dimension(text: str) -> Dimension:
         match node:
             case ast.Name(id=name):
                 names[name] = None
-            case ast.Constant(value=int()) | ast.BinOp(op=ast.Add() | ast.Mult()) | ast.Add() | ast.Mult() | ast.Load():
+            case (
+                ast.Constant(value=int())
+                | ast.BinOp(op=ast.Add() | ast.Mult())
+                | ast.Add()
+                | ast.Mult()
+                | ast.Load()
+            ):
                 pass
             case _:
-                raise ShapesError(f"shapes: {text!r} is no dimension: names, numbers, + and * without blanks")
-    return Dimension(text, tuple(names), itemgetter(text) if text in names else _evaluator(tree.body))
+                raise ShapesError(
+                    f"shapes: {text!r} is no dimension: names, numbers, + and * without blanks"
+                )
+    return Dimension(
+        text, tuple(names), itemgetter(text) if text in names else _evaluator(tree.body)
+    )
 
 
 def _evaluator(node: ast.expr) -> Callable[[Mapping[str, Any]], Any]:

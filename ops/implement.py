@@ -29,14 +29,16 @@ def always() -> bool:
 class Implementation:
     """One way to run an op in one framework.
 
-    `supported` says whether it can run here at all (library, chip); `supports_args`, with exactly the op's parameters,
-    whether it takes these shapes and dtypes (False, or a Refusal that says why not). `host_metadata`: it reads the
-    ragged lengths on the host, so they are passed as CPU tensors and no graph can capture it. `opaque`: it launches
-    what no compiler can look into (a raw kernel), so that it is an operator of its own in compiled code.
-    `row_invariant`: a row's result does not depend on the batch.
+    `supported` says whether it can run here at all (library, chip); `supports_args`, with exactly
+    the op's parameters, whether it takes these shapes and dtypes (False, or a Refusal that says why
+    not). `host_metadata`: it reads the ragged lengths on the host, so they are passed as CPU
+    tensors and no graph can capture it. `opaque`: it launches what no compiler can look into (a raw
+    kernel), so that it is an operator of its own in compiled code. `row_invariant`: a row's result
+    does not depend on the batch.
 
-    `preferred_on` names platforms (`cpu`, `cuda`, `tpu`) whose plans try it unless somebody says otherwise.
-    `required_on` those where it is an error if it refuses a program and nobody has chosen another.
+    `preferred_on` names platforms (`cpu`, `cuda`, `tpu`) whose plans try it unless somebody says
+    otherwise. `required_on` those where it is an error if it refuses a program and nobody has
+    chosen another.
     """
 
     op: str
@@ -81,7 +83,9 @@ def implement(
 
 
 def preferred(framework: Framework, platform: str) -> dict[str, list[str]]:
-    """By op, the providers of a framework that a platform prefers, in the order in which they were registered."""
+    """By op, the providers of a framework that a platform prefers, in the order in which they
+    were registered.
+    """
     found: dict[str, list[str]] = {}
     for (op, where), implementations in IMPLEMENTATIONS.items():
         if where == framework:
@@ -93,7 +97,9 @@ def preferred(framework: Framework, platform: str) -> dict[str, list[str]]:
 
 def is_required(op: str, framework: Framework, platform: str) -> bool:
     """Whether an implementation of the op is required on a platform."""
-    return any(platform in found.required_on for found in IMPLEMENTATIONS.get((op, framework), {}).values())
+    return any(
+        platform in found.required_on for found in IMPLEMENTATIONS.get((op, framework), {}).values()
+    )
 
 
 def check_framework(framework: str) -> None:
@@ -104,12 +110,15 @@ def check_framework(framework: str) -> None:
 
 
 def check_schema(op: str, function: Callable[..., Any], what: str) -> None:
-    """Raise OpError, showing both schemas, unless `function` has the names, order, types and defaults of the op."""
+    """Raise OpError, showing both schemas, unless `function` has the names, order, types and
+    defaults of the op.
+    """
     expected = [_schema(p) for p in REGISTRY[op].signature.parameters.values()]
     actual = [_schema(p) for p in signature_in_words(function).parameters.values()]
     if expected != actual:
         raise OpError(
-            f"{what} of op {op!r} has another schema:\n  op:   ({', '.join(expected)})\n  here: ({', '.join(actual)})"
+            f"{what} of op {op!r} has another schema:\n  op:   ({', '.join(expected)})\n  here: "
+            f"({', '.join(actual)})"
         )
 
 

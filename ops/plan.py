@@ -1,8 +1,9 @@
 """The plan: which implementation of each op runs, chosen once when an engine is built.
 
-Nothing is chosen at run time, and nothing depends on whether code is compiled: the plan is the arithmetic of an engine.
-It covers the ops that the model calls, and the finer ones of those that run as compositions. Its hash belongs into
-every benchmark, every comparison and every key of a compile cache.
+Nothing is chosen at run time, and nothing depends on whether code is compiled: the plan is the
+arithmetic of an engine. It covers the ops that the model calls, and the finer ones of those that
+run as compositions. Its hash belongs into every benchmark, every comparison and every key of a
+compile cache.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ _scoped: ContextVar[Mapping[str, tuple[str, ...]]] = ContextVar("op_priority", d
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice for each op that it covers. `unavailable` says why some ops of a plan over all ops have none."""
+    """The choice for each op that it covers. `unavailable` says why some ops of a plan over all
+    ops have none.
+    """
 
     framework: Framework
     choices: Mapping[str, Choice]
@@ -53,7 +56,11 @@ class Plan:
         if op in self.choices:
             return self.choices[op]
         REGISTRY[op]
-        raise OpError(self.unavailable.get(op, f"op {op!r} is not in this plan: no program of the model calls it"))
+        raise OpError(
+            self.unavailable.get(
+                op, f"op {op!r} is not in this plan: no program of the model calls it"
+            )
+        )
 
     def __contains__(self, op: str) -> bool:
         return op in self.choices
@@ -66,10 +73,15 @@ class Plan:
     @cached_property
     def hash(self) -> str:
         """Hex digest that changes when a choice or the source of one does."""
-        lines = [f"{name}={choice.provider}:{choice.uuid}" for name, choice in sorted(self.choices.items())]
+        lines = [
+            f"{name}={choice.provider}:{choice.uuid}"
+            for name, choice in sorted(self.choices.items())
+        ]
         return hashlib.sha256("\n".join([self.framework, *lines]).encode()).hexdigest()[:16]
 
-    def bind(self, wrap: Callable[[Op, Callable[..., Any]], Callable[..., Any]] | None = None) -> Any:
+    def bind(
+        self, wrap: Callable[[Op, Callable[..., Any]], Callable[..., Any]] | None = None
+    ) -> Any:
         """A namespace with one plain function per op of the plan.
 
         `wrap(op, function)` lets a binding name or trace it.
@@ -87,7 +99,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """The plan of one kind of layer, and the ops that such a layer calls (not those inside of a coarse one)."""
+    """The plan of one kind of layer, and the ops that such a layer calls (not those inside of a
+    coarse one).
+    """
 
     plan: Plan
     called: frozenset[str]
@@ -95,10 +109,11 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """The plans of one engine: one for each kind of program (`decode`, `mixed`), and `sample` for what follows them.
+    """The plans of one engine: one for each kind of program (`decode`, `mixed`), and `sample` for
+    what follows them.
 
-    `layers` are those of each kind of layer, by kind of program: an implementation that refuses one kind of layer still
-    runs in the others. Most often they are all the plan of the program.
+    `layers` are those of each kind of layer, by kind of program: an implementation that refuses one
+    kind of layer still runs in the others. Most often they are all the plan of the program.
     """
 
     by_kind: Mapping[str, Plan]
@@ -121,7 +136,9 @@ class Plans:
         return any(plan.host_metadata for plan in self.every(kind))
 
     def titled(self) -> list[tuple[str, Plan]]:
-        """The different plans under names that do not depend on the model: `decode`, `decode.1`, ..."""
+        """The different plans under names that do not depend on the model: `decode`, `decode.1`,
+        ...
+        """
         found = []
         for kind in sorted(self.by_kind):
             for number, plan in enumerate(self.every(kind)):
@@ -132,7 +149,8 @@ class Plans:
         """By kind of program, under which of these names the plan of each kind of layer stands."""
         titles = {(title.partition(".")[0], plan.hash): title for title, plan in self.titled()}
         return {
-            kind: [titles[kind, layer.plan.hash] for layer in layers.values()] for kind, layers in self.layers.items()
+            kind: [titles[kind, layer.plan.hash] for layer in layers.values()]
+            for kind, layers in self.layers.items()
         }
 
     @property
@@ -155,16 +173,22 @@ class Plans:
 
     @property
     def cache_key(self) -> str:
-        """Hex digest, all 256 bits, of the factors: it belongs into every key of a compile cache."""
+        """Hex digest, all 256 bits, of the factors: it belongs into every key of a compile
+        cache.
+        """
         lines = [f"{name}={value}" for name, value in self.factors.items()]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 class BoundPlans:
-    """The bound ops of all programs: `bound[kind]`, and `bound.of(kind, layer)` for a kind of layer."""
+    """The bound ops of all programs: `bound[kind]`, and `bound.of(kind, layer)` for a kind of
+    layer.
+    """
 
     def __init__(self, plans: Plans, bind: Callable[[str, Plan], Any]) -> None:
-        """`bind(kind, plan)` gives a namespace of ops; it is called once for each different plan of a kind."""
+        """`bind(kind, plan)` gives a namespace of ops; it is called once for each different plan
+        of a kind.
+        """
         self._by_kind: dict[str, Any] = {}
         self._of_layer: dict[tuple[str, Hashable], Any] = {}
         for kind in plans.by_kind:
@@ -184,9 +208,11 @@ class BoundPlans:
 def plan_layers(
     choose: Callable[..., Plan], calls: Sequence[Call], layers: Sequence[Hashable]
 ) -> tuple[Plan, dict[Hashable, LayerPlan]]:
-    """The plan of a kind of program, and that of each of its kinds of `layers`. A call's `layer` is a number there.
+    """The plan of a kind of program, and that of each of its kinds of `layers`. A call's `layer` is
+    a number there.
 
-    `choose(calls=...)` makes a plan. A kind of layer whose choices are those of the program has the program's plan.
+    `choose(calls=...)` makes a plan. A kind of layer whose choices are those of the program has the
+    program's plan.
     """
     plans: dict[Hashable, Plan] = {}
     for number, layer in enumerate(layers):
@@ -221,7 +247,9 @@ def set_default(op: str, framework: Framework, *providers: str) -> None:
 
 @contextmanager
 def priority(op: str, *providers: str) -> Iterator[None]:
-    """Within the block, plans try `providers` first for `op`: for tests and experiments. Raises OpError."""
+    """Within the block, plans try `providers` first for `op`: for tests and experiments. Raises
+    OpError.
+    """
     REGISTRY[op]
     token = _scoped.set({**_scoped.get(), op: providers})
     try:
@@ -231,7 +259,8 @@ def priority(op: str, *providers: str) -> Iterator[None]:
 
 
 def enabled_ops(enable: Sequence[str]) -> set[str]:
-    """The ops that an enable list leaves on: `all` (the default start) or `none`, then `+op` and `-op` in order.
+    """The ops that an enable list leaves on: `all` (the default start) or `none`, then `+op` and
+    `-op` in order.
 
     A disabled op runs its native implementation, whatever the priorities say. Raises OpError.
     """
@@ -245,7 +274,9 @@ def enabled_ops(enable: Sequence[str]) -> set[str]:
             continue
         sign, name = word[:1], word[1:]
         if sign not in ("+", "-") or name not in names:
-            raise OpError(f"enable list: got {word!r}, allowed are all, none, and +op or -op for a known op")
+            raise OpError(
+                f"enable list: got {word!r}, allowed are all, none, and +op or -op for a known op"
+            )
         (on.add if sign == "+" else on.discard)(name)
     return on
 
@@ -260,11 +291,12 @@ def resolve(
 ) -> Plan:
     """Choose implementations for `framework`: `choosing.py` says how.
 
-    `priorities` are the user's wishes; what implementations prefer on `platform` (`cpu`, `cuda`, `tpu`) is heard after
-    them. With `calls`, what a model calls, the plan covers these ops and the finer ones of compositions, and a provider
-    must take the arguments of every call. Without, it covers all ops that have an implementation. Raises OpError for an
-    unknown op or provider, for an op of the model without an implementation that takes everything, and for a predicate
-    that takes some programs only.
+    `priorities` are the user's wishes; what implementations prefer on `platform` (`cpu`, `cuda`,
+    `tpu`) is heard after them. With `calls`, what a model calls, the plan covers these ops and the
+    finer ones of compositions, and a provider must take the arguments of every call. Without, it
+    covers all ops that have an implementation. Raises OpError for an unknown op or provider, for an
+    op of the model without an implementation that takes everything, and for a predicate that takes
+    some programs only.
     """
     from .plugins import load_plugins
 
@@ -290,7 +322,9 @@ def resolve(
 
 
 def _over_all_ops(framework: Framework, chooser: Chooser) -> Plan:
-    """For tests and tools. An op that has no implementation here is refused when it is asked for."""
+    """For tests and tools. An op that has no implementation here is refused when it is asked
+    for.
+    """
     choices, unavailable = {}, {}
     for op in REGISTRY:
         try:

@@ -1,6 +1,8 @@
-"""Out-of-tree ops: packages that register ops, implementations or layers through the entry point `twinfer.ops`.
+"""Out-of-tree ops: packages that register ops, implementations or layers through the entry point
+`twinfer.ops`.
 
-An entry point names a function without parameters; it is called once per process, before the first plan is made.
+An entry point names a function without parameters; it is called once per process, before the first
+plan is made.
 """
 
 from __future__ import annotations
@@ -15,12 +17,16 @@ GROUP = "twinfer.ops"
 
 @cache
 def load_plugins() -> tuple[str, ...]:
-    """Call every entry point of the group, and return their names. Raises OpError, naming the one that fails."""
+    """Call every entry point of the group, and return their names. Raises OpError, naming the
+    one that fails.
+    """
     names = []
     for entry in entry_points(group=GROUP):
         try:
             entry.load()()
         except Exception as error:
-            raise OpError(f"plugin {entry.name!r} ({entry.value}) cannot be loaded: {error}") from error
+            raise OpError(
+                f"plugin {entry.name!r} ({entry.value}) cannot be loaded: {error}"
+            ) from error
         names.append(entry.name)
     return tuple(names)

@@ -1,7 +1,8 @@
-"""Records the ops that a model calls: what each one got and gave, in order. The numerics tool aligns these traces.
+"""Records the ops that a model calls: what each one got and gave, in order. The numerics tool
+aligns these traces.
 
-A recorder wraps bound functions, so it works in eager torch, and under a JAX trace whose records are returned as
-outputs (layers unrolled: values inside of a scan cannot leave it).
+A recorder wraps bound functions, so it works in eager torch, and under a JAX trace whose records
+are returned as outputs (layers unrolled: values inside of a scan cannot leave it).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ OUTSIDE = -1
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an op: `index` counts the calls of this op; `layer` is what its caller says, or `OUTSIDE`.
+    """One call of an op: `index` counts the calls of this op; `layer` is what its caller says, or
+    `OUTSIDE`.
 
-    `parents` are the coarse ops that it happened in, outermost first; `program` names what made it, as its caller says.
+    `parents` are the coarse ops that it happened in, outermost first; `program` names what made it,
+    as its caller says.
     """
 
     op: str
@@ -34,11 +37,13 @@ class Call:
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects calls. Give `wrap` to `Plan.bind`; set `layer` before each layer, `program` before each program.
+    """Collects calls. Give `wrap` to `Plan.bind`; set `layer` before each layer, `program` before
+    each program.
 
     `keep` turns values into what is kept.
 
-    A coarse op is recorded, and so are the finer ops that it is composed of, before it: they end first.
+    A coarse op is recorded, and so are the finer ops that it is composed of, before it: they end
+    first.
     """
 
     keep: Callable[[Any], Any] = lambda value: value
@@ -60,17 +65,23 @@ class Recorder:
             return bound.arguments
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            arguments = {name: self.keep(value) for name, value in arguments_of(args, kwargs).items()}
+            arguments = {
+                name: self.keep(value) for name, value in arguments_of(args, kwargs).items()
+            }
             parents = tuple(self._open)
             self._open.append(op.name)
             try:
                 result = function(*args, **kwargs)
             finally:
                 self._open.pop()
-            outputs = tuple(self.keep(value) for value in (result if isinstance(result, tuple) else (result,)))
+            outputs = tuple(
+                self.keep(value) for value in (result if isinstance(result, tuple) else (result,))
+            )
             index = self._counts.get(op.name, 0)
             self._counts[op.name] = index + 1
-            self.calls.append(Call(op.name, self.layer, index, arguments, outputs, parents, self.program))
+            self.calls.append(
+                Call(op.name, self.layer, index, arguments, outputs, parents, self.program)
+            )
             return result
 
         call.__signature__ = op.signature  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""What ops give for what they get, in shapes and dtypes alone: to record the calls of a model without computing it."""
+"""What ops give for what they get, in shapes and dtypes alone: to record the calls of a model
+without computing it.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,23 @@ from .dimensions import ShapesError
 from .recording import Recorder
 
 Empty = Callable[..., Any]
-"""(like, shape, dtype=None): an array of that shape without data, of the named dtype or of that of `like`."""
+"""(like, shape, dtype=None): an array of that shape without data, of the named dtype or of that
+of `like`.
+"""
 
 
 def without_data(op: Op, empty: Empty, *, donated: bool = True) -> Callable[..., Any]:
-    """A function of the op's parameters that makes its results without data; arguments of other shapes are refused.
+    """A function of the op's parameters that makes its results without data; arguments of other
+    shapes are refused.
 
-    A result that is an argument is that argument, or new memory unless `donated`. Raises OpError, when it is called,
-    for what the op does not take.
+    A result that is an argument is that argument, or new memory unless `donated`. Raises OpError,
+    when it is called, for what the op does not take.
     """
     shapes, names = op.shapes, tuple(op.signature.parameters)
     if shapes is None:
-        raise OpError(f"op {op.name!r} does not say its shapes, so that it cannot be recorded without data")
+        raise OpError(
+            f"op {op.name!r} does not say its shapes, so that it cannot be recorded without data"
+        )
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -47,7 +54,9 @@ def without_data(op: Op, empty: Empty, *, donated: bool = True) -> Callable[...,
 
 
 def recording_ops(recorder: Recorder, empty: Empty) -> Any:
-    """A namespace of the ops, the coarse ones as compositions of the others, whose calls are recorded."""
+    """A namespace of the ops, the coarse ones as compositions of the others, whose calls are
+    recorded.
+    """
     space = SimpleNamespace()
     for op in REGISTRY:
         if op.level == "coarse":

@@ -1,9 +1,11 @@
-"""The content hash of an implementation: its module, every module that is imported from there, directly or not, the
-kernel sources that lie beside them, and the versions of what is installed apart from it.
+"""The content hash of an implementation: its module, every module that is imported from there,
+directly or not, the kernel sources that lie beside them, and the versions of what is installed
+apart from it.
 
-Sources are followed within the package of the implementation, into this package, into modules that no distribution
-installed, and into those of the implementation's own distribution. What another distribution installed counts by its
-version. A helper in another file that is imported changes the hash; a file that is not imported does not.
+Sources are followed within the package of the implementation, into this package, into modules that
+no distribution installed, and into those of the implementation's own distribution. What another
+distribution installed counts by its version. A helper in another file that is imported changes the
+hash; a file that is not imported does not.
 """
 
 from __future__ import annotations
@@ -31,17 +33,25 @@ OURS = __package__.split(".")[0]
 
 
 def source_hash(function: Callable[..., Any], framework: str) -> str:
-    """Hex digest of all that `function` is made of, in `framework`: sources, bound and enclosed values, versions."""
+    """Hex digest of all that `function` is made of, in `framework`: sources, bound and enclosed
+    values, versions.
+    """
     modules, values = _made_of(function)
     if any(_top(name) == OURS for name in modules):
         # A native implementation is its reference in a namespace.
         modules.add(f"{__package__}.namespaces.{framework}_")
     sources = _hash(frozenset(modules), framework)
-    return hashlib.sha256("\n".join([sources, *values]).encode()).hexdigest()[:16] if values else sources
+    return (
+        hashlib.sha256("\n".join([sources, *values]).encode()).hexdigest()[:16]
+        if values
+        else sources
+    )
 
 
 def _made_of(function: Callable[..., Any]) -> tuple[set[str], list[str]]:
-    """Modules of a function and of those that it wraps, binds or encloses, and the plain values that it does."""
+    """Modules of a function and of those that it wraps, binds or encloses, and the plain values
+    that it does.
+    """
     modules: set[str] = set()
     values: list[str] = []
     seen: set[int] = set()
@@ -68,8 +78,11 @@ def _hash(modules: frozenset[str], framework: str) -> str:
     digest = hashlib.sha256()
     for path in sources.files():
         digest.update(path.read_bytes())
-    # A module may import each framework where it is asked for: the versions of the others say nothing.
-    others = {name for names in VERSIONS.values() for name in names} - {*VERSIONS.get(framework, ())}
+    # A module may import each framework where it is asked for: the versions of the others say
+    # nothing.
+    others = {name for names in VERSIONS.values() for name in names} - {
+        *VERSIONS.get(framework, ())
+    }
     for name in sorted({*VERSIONS.get(framework, ()), *sources.installed} - others):
         digest.update(f"{name}={_version(name)}".encode())
     return digest.hexdigest()[:16]
@@ -85,7 +98,12 @@ class Sources:
     def files(self) -> list[Path]:
         """The source files and the kernels that lie beside them, sorted."""
         folders = {path.parent for path in self.modules.values()}
-        kernels = {file for folder in folders for file in folder.iterdir() if file.suffix in KERNEL_SUFFIXES}
+        kernels = {
+            file
+            for folder in folders
+            for file in folder.iterdir()
+            if file.suffix in KERNEL_SUFFIXES
+        }
         return sorted({*self.modules.values(), *kernels})
 
 
@@ -117,7 +135,9 @@ def _top(name: str) -> str:
 
 @cache
 def _installed_apart(module: str, importer: str) -> set[str] | None:
-    """The distributions whose versions stand for a top-level module, or None where its sources do."""
+    """The distributions whose versions stand for a top-level module, or None where its sources
+    do.
+    """
     if module in (importer, OURS):
         return None
     if module in sys.stdlib_module_names:
@@ -149,10 +169,11 @@ class _Import(NamedTuple):
 
 
 def _source_of(module: str, name: str | None) -> str:
-    """The module that gives a name: a submodule, the one that a package has the name from, or the module itself.
+    """The module that gives a name: a submodule, the one that a package has the name from, or the
+    module itself.
 
-    A package hands on what its modules define, and is followed for the name alone: who takes one op from it does not
-    depend on all the others.
+    A package hands on what its modules define, and is followed for the name alone: who takes one op
+    from it does not depend on all the others.
     """
     if name is None or name == "*":
         return module
@@ -162,7 +183,11 @@ def _source_of(module: str, name: str | None) -> str:
     if path is None or path.name != "__init__.py":
         return module
     for entry in _imports(path.read_bytes(), module):
-        if entry.bound == name and entry.name is not None and _top(entry.module) == _top(module) != entry.module:
+        if (
+            entry.bound == name
+            and entry.name is not None
+            and _top(entry.module) == _top(module) != entry.module
+        ):
             return _source_of(entry.module, entry.name)
     return module
 
@@ -175,7 +200,11 @@ def _imports(source: bytes, package: str) -> list[_Import]:
         if isinstance(node, ast.Import):
             found += [_Import(alias.name, None, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+            base = (
+                resolve_name("." * node.level + (node.module or ""), package)
+                if node.level
+                else node.module or ""
+            )
             found += [_Import(base, alias.name, alias.asname or alias.name) for alias in node.names]
     return found
 
@@ -195,7 +224,9 @@ def _roots(first: str) -> tuple[str, ...]:
 
 
 def _file(name: str) -> Path | None:
-    """The file of a module, found without importing it or its packages: they may be those of another framework."""
+    """The file of a module, found without importing it or its packages: they may be those of
+    another framework.
+    """
     origin = getattr(sys.modules.get(name), "__file__", None)
     first, _, rest = name.partition(".")
     if origin is None and not rest and name not in sys.modules:

@@ -1,19 +1,23 @@
-"""How an op's implementations are judged: cases, a bound derived from the rounding contract, mutants to be rejected.
+"""How an op's implementations are judged: cases, a bound derived from the rounding contract,
+mutants to be rejected.
 
-The oracle is the reference under numpy in float64, on exactly the inputs that the implementation gets; between the
-finer ops of a coarse one it rounds to the storage dtype, as their contracts do. An output element may be off by
+The oracle is the reference under numpy in float64, on exactly the inputs that the implementation
+gets; between the finer ops of a coarse one it rounds to the storage dtype, as their contracts do.
+An output element may be off by
 
     roundings * u |want|  +  (inner + ties) * u * rounded  +  accumulated * 2^-24 * magnitude
 
-u is half a unit in the last place of the output's dtype (2^-24 float32, 2^-11 float16, 2^-8 bfloat16, 2^-4 e4m3);
-`roundings` is how often the contract rounds the result to the storage dtype; `accumulated` counts float32 operations in
-a chain (with headroom for any order), each off by 2^-24 of `magnitude`: what was added up, in absolute values, |want|
-unless the op says otherwise; `inner` is how often the contract rounds values to the storage dtype on the way, and
-`rounded` what a relative error of 1 in those would do. Where the oracle rounds on the way too, a value beside a tie may
-fall to its other side, which is 2 u and not u: `ties` is 1. Few do, so what follows leaves it out. On top of it the
-*gain* of each row, sum(got want) / sum(want^2), must be 1 to what independent roundings allow: a scale that is off by
-half a percent hides inside the rounding of every bfloat16 element, but not in their sum. Integers, and every output of
-an op that is judged `bitwise`, must be equal. So must a cache of fp8 that an op writes: the oracle writes it too.
+u is half a unit in the last place of the output's dtype (2^-24 float32, 2^-11 float16, 2^-8
+bfloat16, 2^-4 e4m3); `roundings` is how often the contract rounds the result to the storage dtype;
+`accumulated` counts float32 operations in a chain (with headroom for any order), each off by 2^-24
+of `magnitude`: what was added up, in absolute values, |want| unless the op says otherwise; `inner`
+is how often the contract rounds values to the storage dtype on the way, and `rounded` what a
+relative error of 1 in those would do. Where the oracle rounds on the way too, a value beside a tie
+may fall to its other side, which is 2 u and not u: `ties` is 1. Few do, so what follows leaves it
+out. On top of it the *gain* of each row, sum(got want) / sum(want^2), must be 1 to what independent
+roundings allow: a scale that is off by half a percent hides inside the rounding of every bfloat16
+element, but not in their sum. Integers, and every output of an op that is judged `bitwise`, must be
+equal. So must a cache of fp8 that an op writes: the oracle writes it too.
 """
 
 from __future__ import annotations
@@ -60,7 +64,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How far an implementation may be off (see above). `reason` says why it is wider than the contract alone gives."""
+    """How far an implementation may be off (see above). `reason` says why it is wider than the
+    contract alone gives.
+    """
 
     roundings: float = 1.0
     accumulated: float = 8.0
@@ -74,14 +80,16 @@ class Bound:
 class Testing:
     """What an op's implementations are judged by.
 
-    `cases(dtype)` makes the cases for a storage dtype; `mutants` are wrong references with the reference's signature,
-    each of which the bound must reject in at least one case. `magnitude(arguments)` gives, for each output, what was
-    added up in absolute values (None: |want|), `rounded` the same for inner roundings (None: the magnitude).
+    `cases(dtype)` makes the cases for a storage dtype; `mutants` are wrong references with the
+    reference's signature, each of which the bound must reject in at least one case.
+    `magnitude(arguments)` gives, for each output, what was added up in absolute values (None:
+    |want|), `rounded` the same for inner roundings (None: the magnitude).
 
-    `bitwise`: the oracle runs in the dtypes of the arguments, and outputs must equal it bit for bit. `free(arguments)`
-    marks, for each output, elements that the contract leaves open. `rows` names the arguments whose first axis is the
-    row of which the contract says that it depends on no other. `truth` is what the mutants are made of, without a
-    fault: it must pass, or they are rejected for something else.
+    `bitwise`: the oracle runs in the dtypes of the arguments, and outputs must equal it bit for
+    bit. `free(arguments)` marks, for each output, elements that the contract leaves open. `rows`
+    names the arguments whose first axis is the row of which the contract says that it depends on no
+    other. `truth` is what the mutants are made of, without a fault: it must pass, or they are
+    rejected for something else.
     """
 
     cases: Callable[[str], Iterable[Case]]
@@ -107,11 +115,16 @@ def judged_by(op: str, testing: Testing) -> None:
     TESTING[op] = testing
 
 
-# --- the oracle ------------------------------------------------------------------------------------------------------
+# --- the oracle
+# --------------------------------------------------------------------------------------------------
 
 
-def oracle(op: str, arguments: Arguments, reference: Callable[..., Any] | None = None) -> tuple[np.ndarray, ...]:
-    """The reference (or a mutant of it) under numpy: in float64, or in the arguments' dtypes for a bitwise op."""
+def oracle(
+    op: str, arguments: Arguments, reference: Callable[..., Any] | None = None
+) -> tuple[np.ndarray, ...]:
+    """The reference (or a mutant of it) under numpy: in float64, or in the arguments' dtypes for
+    a bitwise op.
+    """
     declared, testing = REGISTRY[op], TESTING.get(op)
     exact = testing is not None and testing.bitwise
     given = arguments if exact else widened(declared, arguments)
@@ -121,15 +134,22 @@ def oracle(op: str, arguments: Arguments, reference: Callable[..., Any] | None =
         return _tuple(function(first, **given))
 
 
-def run_mutant(op: str, mutant: Callable[..., Any], arguments: Arguments, like: Iterable[Any]) -> list[np.ndarray]:
-    """A mutant, its outputs rounded once to the dtypes of `like`: a perfect implementation of wrong mathematics."""
+def run_mutant(
+    op: str, mutant: Callable[..., Any], arguments: Arguments, like: Iterable[Any]
+) -> list[np.ndarray]:
+    """A mutant, its outputs rounded once to the dtypes of `like`: a perfect implementation of
+    wrong mathematics.
+    """
     with np.errstate(all="ignore"):
-        return [np.asarray(out).astype(dtype) for out, dtype in zip(oracle(op, arguments, mutant), like, strict=True)]
+        return [
+            np.asarray(out).astype(dtype)
+            for out, dtype in zip(oracle(op, arguments, mutant), like, strict=True)
+        ]
 
 
 def _rounding_ops(storage: Any, exact: bool) -> SimpleNamespace:
-    """The finer ops under numpy. A result that its contract rounds is rounded to `storage` where another op reads it:
-    the last one is judged.
+    """The finer ops under numpy. A result that its contract rounds is rounded to `storage` where
+    another op reads it: the last one is judged.
 
     `rounded(x)` does the same, for mutants.
     """
@@ -160,7 +180,14 @@ def _rounding_ops(storage: Any, exact: bool) -> SimpleNamespace:
 
 def _storage(arguments: Arguments) -> Any:
     """The dtype of the first floating array, which is the activation."""
-    return next((v.dtype for v in arguments.values() if isinstance(v, np.ndarray) and v.dtype.kind not in "iub"), None)
+    return next(
+        (
+            v.dtype
+            for v in arguments.values()
+            if isinstance(v, np.ndarray) and v.dtype.kind not in "iub"
+        ),
+        None,
+    )
 
 
 def _numpy() -> Any:
@@ -177,7 +204,9 @@ def _widen(value: Any) -> Any:
 
 
 def widened(op: Op, arguments: Arguments) -> Arguments:
-    """The arguments in float64, but for a state of one byte an entry: its dtype says how the op stores a number."""
+    """The arguments in float64, but for a state of one byte an entry: its dtype says how the op
+    stores a number.
+    """
     narrow = {name for name in op.state if _is_narrow(arguments.get(name))}
     return {name: value if name in narrow else _widen(value) for name, value in arguments.items()}
 
@@ -190,12 +219,15 @@ def _tuple(out: Any) -> tuple[Any, ...]:
     return tuple(out) if isinstance(out, tuple) else (out,)
 
 
-# --- judging ---------------------------------------------------------------------------------------------------------
+# --- judging
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How far outputs are off, in units of what is allowed (at most 1 passes), and where it is worst."""
+    """How far outputs are off, in units of what is allowed (at most 1 passes), and where it is
+    worst.
+    """
 
     error: float
     gain: float
@@ -208,7 +240,9 @@ class Verdict:
 
 
 class Limits(NamedTuple):
-    """Half a unit in the last place of numbers in [1, 2), the smallest normal and the largest number of a dtype."""
+    """Half a unit in the last place of numbers in [1, 2), the smallest normal and the largest
+    number of a dtype.
+    """
 
     half_ulp: float
     tiny: float
@@ -222,7 +256,9 @@ def limits(dtype: Any) -> Limits:
 
 
 class Judge:
-    """Judges outputs for one set of arguments; the oracle runs once. `testing`: another one than the op's own."""
+    """Judges outputs for one set of arguments; the oracle runs once. `testing`: another one than
+    the op's own.
+    """
 
     def __init__(self, op: str, arguments: Arguments, testing: Testing | None = None) -> None:
         self.testing = testing or TESTING[op]
@@ -233,7 +269,9 @@ class Judge:
             self.rounded = self._each(self.testing.rounded or self.testing.magnitude, wide)
         self.free = self._each(self.testing.free, arguments)
 
-    def _each(self, function: Callable[[Arguments], Any] | None, arguments: Arguments) -> tuple[Any, ...]:
+    def _each(
+        self, function: Callable[[Arguments], Any] | None, arguments: Arguments
+    ) -> tuple[Any, ...]:
         return _tuple(function(arguments)) if function is not None else (None,) * len(self.wanted)
 
     def __call__(self, outputs: Iterable[np.ndarray]) -> Verdict:
@@ -247,7 +285,9 @@ class Judge:
             verdict = _judge_one(got, want, magnitude, rounded, self.testing)
             if not (verdict.error <= worst.error and verdict.gain <= worst.gain):
                 where = f"output {index}, {verdict.where}"
-                worst = Verdict(_worse(worst.error, verdict.error), _worse(worst.gain, verdict.gain), where)
+                worst = Verdict(
+                    _worse(worst.error, verdict.error), _worse(worst.gain, verdict.gain), where
+                )
         return worst
 
 
@@ -260,10 +300,14 @@ def _judge_equal(got: np.ndarray, want: np.ndarray) -> Verdict:
     with np.errstate(invalid="ignore"):
         differs = (got != want) & ~((got != got) & (want != want))
     wrong = np.flatnonzero(differs)
-    return Verdict(np.inf if len(wrong) else 0.0, 0.0, _place(wrong[0], got.shape) if len(wrong) else "")
+    return Verdict(
+        np.inf if len(wrong) else 0.0, 0.0, _place(wrong[0], got.shape) if len(wrong) else ""
+    )
 
 
-def _judge_one(got: np.ndarray, want: np.ndarray, magnitude: Any, rounded: Any, testing: Testing) -> Verdict:
+def _judge_one(
+    got: np.ndarray, want: np.ndarray, magnitude: Any, rounded: Any, testing: Testing
+) -> Verdict:
     if got.shape != want.shape:
         return Verdict(np.inf, np.inf, f"shape {got.shape}, wanted {want.shape}")
     if testing.bitwise or got.dtype.kind in "iub" or _is_narrow(want):
@@ -272,15 +316,22 @@ def _judge_one(got: np.ndarray, want: np.ndarray, magnitude: Any, rounded: Any, 
     u, tiny, largest = limits(got.dtype)
     with np.errstate(invalid="ignore", over="ignore"):
         # What is off before the last rounding, in absolute terms.
-        size, inner = (np.abs(want) if m is None else np.broadcast_to(m, want.shape) for m in (magnitude, rounded))
+        size, inner = (
+            np.abs(want) if m is None else np.broadcast_to(m, want.shape)
+            for m in (magnitude, rounded)
+        )
         before = bound.inner * u * inner + bound.accumulated * 2.0**-24 * size
     special = ~np.isfinite(want)
     same = np.where(np.isnan(want), np.isnan(wide), wide == want)
     # What does not fit the dtype may be infinite or the largest number.
     overflows = ~special & (np.abs(want) > largest * (1 - u))
-    same_overflow = overflows & (np.sign(wide) == np.sign(want)) & (np.abs(wide) >= largest * (1 - 4 * u))
+    same_overflow = (
+        overflows & (np.sign(wide) == np.sign(want)) & (np.abs(wide) >= largest * (1 - 4 * u))
+    )
     with np.errstate(invalid="ignore", over="ignore"):
-        allowed = bound.roundings * u * np.maximum(np.abs(want), tiny) + before + bound.ties * u * inner
+        allowed = (
+            bound.roundings * u * np.maximum(np.abs(want), tiny) + before + bound.ties * u * inner
+        )
         error = np.abs(wide - want) / np.maximum(allowed, tiny * u)
     error = np.where(special, np.where(same, 0.0, np.inf), np.where(same_overflow, 0.0, error))
     error = np.where(np.isnan(error), np.inf, error)
@@ -290,17 +341,25 @@ def _judge_one(got: np.ndarray, want: np.ndarray, magnitude: Any, rounded: Any, 
     gain = 0.0
     if bound.gain:
         inside = np.where(out, 0.0, want)
-        gain = _gain(np.where(out, 0.0, wide), inside, inside.astype(got.dtype).astype(np.float64), before, u, bound)
+        gain = _gain(
+            np.where(out, 0.0, wide),
+            inside,
+            inside.astype(got.dtype).astype(np.float64),
+            before,
+            u,
+            bound,
+        )
     return Verdict(float(error.max()), gain, _place(int(error.argmax()), want.shape))
 
 
 def _gain(
-    got: np.ndarray, want: np.ndarray, nearest: np.ndarray, before: np.ndarray, u: float, bound: Bound
+    got: np.ndarray, want: np.ndarray, nearest: np.ndarray, before: np.ndarray, u: float,
+    bound: Bound
 ) -> float:  # fmt: skip
     """The worst row's |gain - 1| over what independent roundings and float32 sums allow.
 
-    Roundings are not independent where a row of few bits is scaled by almost a power of two: all go the same way. So
-    the gain may also be that of `nearest`, which is `want` rounded.
+    Roundings are not independent where a row of few bits is scaled by almost a power of two: all go
+    the same way. So the gain may also be that of `nearest`, which is `want` rounded.
     """
     if want.ndim == 0 or want.shape[-1] < 16:
         return 0.0
@@ -310,11 +369,12 @@ def _gain(
     with np.errstate(invalid="ignore", over="ignore"):
         slope = ((got - want) * want).sum(-1) / power
         slope = np.minimum(np.abs(slope), np.abs(slope - ((nearest - want) * want).sum(-1) / power))
-        # Roundings are independent: their share of the slope is a random walk, six standard deviations of it are
-        # allowed, and never more than each of them can give.
+        # Roundings are independent: their share of the slope is a random walk, six standard
+        # deviations of it are allowed, and never more than each of them can give.
         walk = 6.0 / np.sqrt(3.0) * np.sqrt((want**4).sum(-1)) / power
         walk = bound.roundings * u * np.minimum(walk, 1.0)
-    # What is rounded or summed before reaches many elements of a row alike, so no walk can be assumed.
+    # What is rounded or summed before reaches many elements of a row alike, so no walk can be
+    # assumed.
     common = (np.where(np.isnan(before), 0.0, before) * np.abs(want)).sum(-1) / power
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(slope > 0, slope / (walk + common), 0.0)
@@ -327,10 +387,15 @@ def _worse(a: float, b: float) -> float:
 
 
 def _place(index: int, shape: tuple[int, ...]) -> str:
-    return f"element {tuple(int(i) for i in np.unravel_index(index, shape))}" if shape else "the only element"
+    return (
+        f"element {tuple(int(i) for i in np.unravel_index(index, shape))}"
+        if shape
+        else "the only element"
+    )
 
 
-# --- mutants ---------------------------------------------------------------------------------------------------------
+# --- mutants
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +410,9 @@ class Detection:
 
     @property
     def by(self) -> str:
-        """What saw it: the error of an element, the gain of a row, or a value that had to be equal."""
+        """What saw it: the error of an element, the gain of a row, or a value that had to be
+        equal.
+        """
         if not np.isfinite(max(self.verdict.error, self.verdict.gain)):
             return "unequal"
         return "error" if self.verdict.error > 1.0 else "gain"
@@ -357,7 +424,9 @@ class Detection:
 
 
 def detect(op: str, testing: Testing | None = None) -> Iterator[tuple[str, str, Detection | None]]:
-    """For each dtype and mutant of an op, (mutant, dtype, the clearest detection), None where no ci case rejects it."""
+    """For each dtype and mutant of an op, (mutant, dtype, the clearest detection), None where no
+    ci case rejects it.
+    """
     testing = testing or TESTING[op]
     for dtype in testing.dtypes:
         cases = ci_cases(testing, dtype)
@@ -392,11 +461,14 @@ def _clearer(a: Detection, b: Detection) -> bool:
     return a.factor > b.factor
 
 
-# --- running ---------------------------------------------------------------------------------------------------------
+# --- running
+# --------------------------------------------------------------------------------------------------
 
 
 def providers(op: str, framework: Framework) -> dict[str, Implementation | None]:
-    """All providers of an op in a framework, registered ones and the fallback; None stands for the latter."""
+    """All providers of an op in a framework, registered ones and the fallback; None stands for
+    the latter.
+    """
     resolve(framework)  # imports the native implementations
     fallback = COMPOSITION if REGISTRY[op].level == "coarse" else NATIVE
     return {fallback: None, **IMPLEMENTATIONS.get((op, framework), {})}
@@ -404,12 +476,16 @@ def providers(op: str, framework: Framework) -> dict[str, Implementation | None]
 
 @cache
 def bound_function(op: str, framework: Framework, provider: str | None) -> Callable[..., Any]:
-    """What the framework's binding makes of one provider of an op; None: the fallback. Raises OpError."""
+    """What the framework's binding makes of one provider of an op; None: the fallback. Raises
+    OpError.
+    """
     if provider is None:
         provider = COMPOSITION if REGISTRY[op].level == "coarse" else NATIVE
     plan = resolve(framework, {op: (provider,)})
     if plan[op].provider != provider:
-        raise OpError(f"op {op!r}: {provider!r} for {framework} was passed over: {plan[op].passed_over}")
+        raise OpError(
+            f"op {op!r}: {provider!r} for {framework} was passed over: {plan[op].passed_over}"
+        )
     if framework == "jax":
         from .bindings import jax as jax_binding
 
@@ -421,7 +497,8 @@ def run(
     op: str, framework: Framework, provider: str | None, arguments: Arguments, device: str = "cpu",
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
-    """The outputs of one implementation as numpy arrays. Arguments are copied; strides survive where torch has them.
+    """The outputs of one implementation as numpy arrays. Arguments are copied; strides survive
+    where torch has them.
 
     `wrap` wraps the implementation: to plant a fault.
     """
@@ -435,7 +512,10 @@ def run(
         import jax
 
         where = jax.devices({"cuda": "gpu"}.get(device, device))[0]
-        given = {n: jax.device_put(v, where) if isinstance(v, np.ndarray) else v for n, v in arguments.items()}
+        given = {
+            n: jax.device_put(v, where) if isinstance(v, np.ndarray) else v
+            for n, v in arguments.items()
+        }
         return tuple(np.asarray(out) for out in _tuple(function(**given)))
     implementation = IMPLEMENTATIONS.get((op, framework), {}).get(provider or NATIVE)
     host = REGISTRY[op].host if implementation is not None and implementation.host_metadata else ()
@@ -457,4 +537,6 @@ def _to_torch(value: Any, device: str) -> Any:
     if value.flags.c_contiguous:
         return tensor.to(device)
     strides: Sequence[int] = [stride // value.itemsize for stride in value.strides]
-    return torch.empty_strided(value.shape, strides, dtype=tensor.dtype, device=device).copy_(tensor)
+    return torch.empty_strided(value.shape, strides, dtype=tensor.dtype, device=device).copy_(
+        tensor
+    )

@@ -1,8 +1,10 @@
-"""Public model shapes on TPU slices at their defaults: what fits, by libtpu's compiler, on a machine without a TPU.
+"""Public model shapes on TPU slices at their defaults: what fits, by libtpu's compiler, on a
+machine without a TPU.
 
-Each row is one `twinfer aot MODEL --topology SLICE --tp N --programs steps`: its largest decode step and its largest
-mixed step are compiled. What samplers take is not counted, which `twinfer aot` without `--programs` does. A row that
-says `refused` gives the reason, which must be bytes. Exit status 1 if a row fails in any other way.
+Each row is one `twinfer aot MODEL --topology SLICE --tp N --programs steps`: its largest decode
+step and its largest mixed step are compiled. What samplers take is not counted, which `twinfer aot`
+without `--programs` does. A row that says `refused` gives the reason, which must be bytes. Exit
+status 1 if a row fails in any other way.
 """
 
 from __future__ import annotations
@@ -34,8 +36,20 @@ COLUMNS = ("model", "slice", "tp", "page", "requests", "weights", "temporaries",
 
 def row(model: str, topology: str, shards: int) -> tuple[list[str], bool]:
     """(cells, whether it compiled or was refused because of bytes)."""
-    command = [sys.executable, "-m", "twinfer", "aot", model, "--topology", topology, "--tp", str(shards)]
-    done = subprocess.run([*command, "--programs", "steps", "--json"], capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "twinfer",
+        "aot",
+        model,
+        "--topology",
+        topology,
+        "--tp",
+        str(shards),
+    ]
+    done = subprocess.run(
+        [*command, "--programs", "steps", "--json"], capture_output=True, text=True, check=False
+    )
     cells = [model, topology, str(shards)]
     if done.returncode not in (0, 3):
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
@@ -70,7 +84,9 @@ def gib(size: int) -> str:
 
 def main() -> int:
     """Print a row as soon as it is known."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default=",".join(SLICES), help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--chips", default="v5e,v6e,tpu7x", help="of v5e, v6e, tpu7x")
     arguments = parser.parse_args()

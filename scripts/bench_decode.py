@@ -1,9 +1,10 @@
-"""Time of one decode step of the whole engine, by batch size, for a model folder with dummy weights.
+"""Time of one decode step of the whole engine, by batch size, for a model folder with dummy
+weights.
 
     python scripts/bench_decode.py --model DIR --backend torch --batch-sizes 1,8,64 --json out.json
 
-A figure is (time for `1 + STEPS` tokens minus time for 1) / STEPS, prompts of 128 tokens, median of three. Beside it
-stands the same of processor time, which other work on the machine changes less.
+A figure is (time for `1 + STEPS` tokens minus time for 1) / STEPS, prompts of 128 tokens, median of
+three. Beside it stands the same of processor time, which other work on the machine changes less.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def main() -> None:
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.batch_sizes.split(",")]
     options: dict[str, Any] = dict(
-        load_format="dummy", max_model_len=1024, max_num_seqs=max(sizes), enable_prefix_caching=False
+        load_format="dummy",
+        max_model_len=1024,
+        max_num_seqs=max(sizes),
+        enable_prefix_caching=False,
     )
     start = time.perf_counter()
     llm = LLM(arguments.model, backend=arguments.backend, **(options | arguments.options))
@@ -54,14 +58,22 @@ def main() -> None:
         "decode_ms": {},
         "decode_cpu_ms": {},
     }
-    print(f"{arguments.backend} on {result['device']}: ready in {result['start_s']:.1f} s", flush=True)
+    print(
+        f"{arguments.backend} on {result['device']}: ready in {result['start_s']:.1f} s", flush=True
+    )
     rng = random.Random(0)
     seconds(llm, min(sizes), 4, rng)
     for size in sizes:
         runs = [(seconds(llm, size, 1 + STEPS, rng), seconds(llm, size, 1, rng)) for _ in range(3)]
-        step, busy = (statistics.median(a[i] - b[i] for a, b in runs) / STEPS * 1e3 for i in range(2))
+        step, busy = (
+            statistics.median(a[i] - b[i] for a, b in runs) / STEPS * 1e3 for i in range(2)
+        )
         result["decode_ms"][size], result["decode_cpu_ms"][size] = step, busy
-        print(f"  b={size:<4} {step:8.2f} ms a step  {size / step * 1e3:10.0f} tok/s  {busy:8.2f} ms of processor time")
+        print(
+            f"  b={size:<4} {step:8.2f} ms a step  {size / step * 1e3:10.0f} tok/s  "
+            f"{busy:8.2f} ms "
+            "of processor time"
+        )
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(result, file, indent=1)

@@ -1,8 +1,10 @@
-"""Host time of a step with its worker's part: schedule + pack + fill + update, by length of context. No device.
+"""Host time of a step with its worker's part: schedule + pack + fill + update, by length of
+context. No device.
 
-N requests of one prompt length decode side by side, two steps in flight, as in the engine's loop. `fill` is what a
-worker does on the host before it starts the step: gpu/inputs.py on CPU tensors, tpu/state.py as numpy. One process and
-one core for each checkout and worker; with `--against` the checkouts take turns, so that both see the same machine.
+N requests of one prompt length decode side by side, two steps in flight, as in the engine's loop.
+`fill` is what a worker does on the host before it starts the step: gpu/inputs.py on CPU tensors,
+tpu/state.py as numpy. One process and one core for each checkout and worker; with `--against` the
+checkouts take turns, so that both see the same machine.
 
     scripts/bench_host.py --against before=/path/to/another/checkout
 """
@@ -71,15 +73,19 @@ def summary(samples: list[tuple[float, ...]]) -> dict[str, float]:
     return medians | {"step": float(np.median(sums)), "p5": float(np.percentile(sums, 5))}
 
 
-def measure(worker: str, requests: int, context: int, steps: int, clock: Callable[[], float]) -> dict[str, float]:
-    """Microseconds of a step by phase: the medians, and of their sum the median and the 5th percentile, which tells
-    most on a machine that others use.
+def measure(
+    worker: str, requests: int, context: int, steps: int, clock: Callable[[], float]
+) -> dict[str, float]:
+    """Microseconds of a step by phase: the medians, and of their sum the median and the 5th
+    percentile, which tells most on a machine that others use.
     """
     from twinfer.bucketing import Table, decode_ladder, mixed_ladder
     from twinfer.shared.packer import pack
     from twinfer.shared.request import Request
     from twinfer.shared.sampling_params import SamplingParams
-    from twinfer.shared.scheduler import Scheduler, SchedulerConfig  # where another checkout may have it
+
+    # where another checkout may have it
+    from twinfer.shared.scheduler import Scheduler, SchedulerConfig
     from twinfer.shared.step import StepShape
 
     prompt = context - steps // 2
@@ -93,11 +99,15 @@ def measure(worker: str, requests: int, context: int, steps: int, clock: Callabl
         num_pages=requests * (length // PAGE + 2),
     )
     table = Table(decode_ladder(requests), mixed_ladder(BUDGET), requests)
-    scheduler, shape = Scheduler(config, table), StepShape(length // PAGE, requests, length, VOCABULARY)
+    scheduler, shape = (
+        Scheduler(config, table),
+        StepShape(length // PAGE, requests, length, VOCABULARY),
+    )
     fill, random = make_fill(worker, table, shape), np.random.default_rng(0)
     params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=length)
     for index in range(requests):
-        # Lengths that differ, so that a sixteenth of the requests needs a page in each step, not all in one.
+        # Lengths that differ, so that a sixteenth of the requests needs a page in each step, not
+        # all in one.
         ids = random.integers(1000, VOCABULARY, prompt - index % PAGE).astype(np.int32)
         scheduler.add(Request(f"r{index}", ids, params, seed=index, stop_ids=(2,)))
     tokens = random.integers(1000, VOCABULARY, requests).astype(np.int32)
@@ -135,25 +145,54 @@ def measure(worker: str, requests: int, context: int, steps: int, clock: Callabl
 
 def run_child(folder: str, worker: str, context: int, args: argparse.Namespace) -> dict[str, float]:
     """One measurement in a process of its own."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", folder, "--workers", worker]
-    command += ["--contexts", str(context), "--requests", str(args.requests), "--steps", str(args.steps)]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--child",
+        folder,
+        "--workers",
+        worker,
+    ]
+    command += [
+        "--contexts",
+        str(context),
+        "--requests",
+        str(args.requests),
+        "--steps",
+        str(args.steps),
+    ]
     command += ["--cpu-time"] if args.cpu_time else []
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
-    out = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    out = subprocess.run(
+        command, check=True, capture_output=True, text=True, env=environment
+    ).stdout
     result: dict[str, float] = json.loads(out.splitlines()[-1])
     return result
 
 
 def parse_arguments() -> argparse.Namespace:
     """What to measure, and in which checkouts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=256, help="requests that decode")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[256, 3000, 32000], help="tokens of each request")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[256, 3000, 32000], help="tokens of each request"
+    )
     parser.add_argument("--workers", nargs="+", choices=("torch", "jax"), default=["torch", "jax"])
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each; the one with the least `step` is shown")
-    parser.add_argument("--against", action="append", default=[], metavar="NAME=DIR", help="another checkout")
-    parser.add_argument("--cpu-time", action="store_true", help="time of the thread, for a machine that others use")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="turns of each; the one with the least `step` is shown",
+    )
+    parser.add_argument(
+        "--against", action="append", default=[], metavar="NAME=DIR", help="another checkout"
+    )
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="time of the thread, for a machine that others use"
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", metavar="DIR", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -178,18 +217,26 @@ def main() -> None:
     if args.child is not None:
         use_checkout(args.child)
         clock = time.thread_time if args.cpu_time else time.perf_counter
-        print(json.dumps(measure(args.workers[0], args.requests, args.contexts[0], args.steps, clock)))
+        print(
+            json.dumps(measure(args.workers[0], args.requests, args.contexts[0], args.steps, clock))
+        )
         return
     checkouts = dict(entry.split("=", 1) for entry in args.against) | {"here": str(HERE)}
     rows = []
     for worker in args.workers:
         for context in args.contexts:
             best = best_result(checkouts, worker, context, args)
-            rows += [{"worker": worker, "context": context, "checkout": name} | best[name] for name in checkouts]
+            rows += [
+                {"worker": worker, "context": context, "checkout": name} | best[name]
+                for name in checkouts
+            ]
     if args.json:
         json.dump(rows, sys.stdout, indent=1)
         return
-    print(f"{'worker':7}{'context':>8} {'checkout':10}" + "".join(f"{name:>10}" for name in (*PHASES, "step", "p5")))
+    print(
+        f"{'worker':7}{'context':>8} {'checkout':10}"
+        + "".join(f"{name:>10}" for name in (*PHASES, "step", "p5"))
+    )
     for row in rows:
         cells = "".join(f"{row[name]:10.1f}" for name in (*PHASES, "step", "p5"))
         print(f"{row['worker']:7}{row['context']:8} {row['checkout']:10}{cells}")

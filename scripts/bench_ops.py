@@ -1,11 +1,13 @@
-"""Each op, each provider: time, achieved bytes per second, and the share of what a copy reaches on the same device.
+"""Each op, each provider: time, achieved bytes per second, and the share of what a copy reaches on
+the same device.
 
-    python scripts/bench_ops.py --framework torch --device cpu [--ops rms_norm,linear] [--json out.json]
+    python scripts/bench_ops.py --framework torch --device cpu [--ops rms_norm,linear] [--json
+    out.json]
 
-Bytes are those of the op's inputs and outputs, each counted once: caches and weights that a case does not read whole
-make the figure too kind, arithmetic makes the share too low; it is a floor from traffic, not a roofline. The last lines
-give the price of a call of torch: the plain function, the planned one (unwrapped), and the one behind an operator
-(wrapped).
+Bytes are those of the op's inputs and outputs, each counted once: caches and weights that a case
+does not read whole make the figure too kind, arithmetic makes the share too low; it is a floor from
+traffic, not a roofline. The last lines give the price of a call of torch: the plain function, the
+planned one (unwrapped), and the one behind an operator (wrapped).
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class Device:
         return from_numpy(np.ascontiguousarray(value)).to(self.where)
 
     def seconds(self, function: Callable[[], Any]) -> float:
-        """Median time of a call, many calls at a time; of one call if it takes longer than SLOW seconds."""
+        """Median time of a call, many calls at a time; of one call if it takes longer than SLOW
+        seconds.
+        """
         self._wait(function())
         start = time.perf_counter()
         self._wait(function())
@@ -113,7 +117,11 @@ def bench_op(device: Device, op: str, dtype: str, limit: float) -> list[dict[str
             continue
         function = getattr(plan.bind(), op)
         for case in cases:
-            static = {n: v for n, v in case.arguments.items() if n in declared.static_parameters or v is None}
+            static = {
+                n: v
+                for n, v in case.arguments.items()
+                if n in declared.static_parameters or v is None
+            }
             arrays = {n: device.put(v) for n, v in case.arguments.items() if n not in static}
             call = lambda f=function, s=static, **a: f(**a, **s)  # noqa: E731
             if device.framework == "jax":
@@ -122,13 +130,20 @@ def bench_op(device: Device, op: str, dtype: str, limit: float) -> list[dict[str
                 arrays |= {n: device.torch.from_numpy(case.arguments[n]) for n in HOST_LENGTHS}
             seconds = device.seconds(lambda c=call, a=arrays: c(**a))
             moved = sum(size(a) for a in arrays.values()) + size(call(**arrays))
-            row = {"op": op, "provider": provider, "case": case.name, "dtype": dtype, "us": seconds * 1e6}
+            row = {
+                "op": op,
+                "provider": provider,
+                "case": case.name,
+                "dtype": dtype,
+                "us": seconds * 1e6,
+            }
             rows.append(row | {"gb_s": moved / seconds / 1e9, "share": moved / seconds / limit})
     return rows
 
 
 def call_prices() -> dict[str, float]:
-    """Nanoseconds of a call of `add` on 8 numbers: plain, planned (unwrapped), behind an operator (wrapped).
+    """Nanoseconds of a call of `add` on 8 numbers: plain, planned (unwrapped), behind an operator
+    (wrapped).
 
     The three take turns, so that whatever else the machine does slows all of them alike.
     """
@@ -156,7 +171,9 @@ def call_prices() -> dict[str, float]:
 
 def main() -> None:
     """Print a table, and the price of a call."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--framework", choices=("jax", "torch"), default="torch")
     parser.add_argument("--device", choices=("cpu", "cuda", "tpu"), default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
@@ -168,20 +185,31 @@ def main() -> None:
     limit = device.copy_rate()
     plan_hash = resolve(arguments.framework).hash
     where = f"{arguments.framework} on {arguments.device}"
-    print(f"{where}: a copy moves {limit / 1e9:.0f} GB/s; hash of the plan of native ops {plan_hash}")
+    print(
+        f"{where}: a copy moves {limit / 1e9:.0f} GB/s; hash of the plan of native ops {plan_hash}"
+    )
     rows = []
     for op in arguments.ops.split(",") if arguments.ops else sorted(TESTING):
         dtype = arguments.dtype if arguments.dtype in TESTING[op].dtypes else TESTING[op].dtypes[0]
         for row in bench_op(device, op, dtype, limit):
             rows.append(row)
-            where = f"{row['op']:<22} {row['provider']:<12} {row['dtype']:<9} {row['case'][:40]:<40}"
-            print(f"{where} {row['us']:10.1f} us {row['gb_s']:8.1f} GB/s {row['share']:6.1%}", flush=True)
+            where = (
+                f"{row['op']:<22} {row['provider']:<12} {row['dtype']:<9} {row['case'][:40]:<40}"
+            )
+            print(
+                f"{where} {row['us']:10.1f} us {row['gb_s']:8.1f} GB/s {row['share']:6.1%}",
+                flush=True,
+            )
     prices = call_prices() if arguments.framework == "torch" else {}
     for name, price in prices.items():
         print(f"a call of add on 8 numbers, {name}: {price:.0f} ns, {price - prices['plain']:+.0f}")
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"plan_hash": plan_hash, "limit": limit, "rows": rows, "call_ns": prices}, file, indent=1)
+            json.dump(
+                {"plan_hash": plan_hash, "limit": limit, "rows": rows, "call_ns": prices},
+                file,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Host time of a step: schedule + pack + update, without a device. One process, one core.
 
-Steady decode: N requests of 128 prompt tokens decode side by side, two steps in flight, as in the engine's loop.
-"ragged": prompts of 128 to 143 tokens, so that a sixteenth of the requests needs a page in each step, not all in one.
-Admission: outputs of 1 to 64 tokens; whenever a request ends, another one is added.
+Steady decode: N requests of 128 prompt tokens decode side by side, two steps in flight, as in the
+engine's loop. "ragged": prompts of 128 to 143 tokens, so that a sixteenth of the requests needs a
+page in each step, not all in one. Admission: outputs of 1 to 64 tokens; whenever a request ends,
+another one is added.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Result:
 class Bench:
     """A scheduler with `requests` running, and the loop that drives it."""
 
-    def __init__(self, requests: int, output: int, ragged: bool, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, requests: int, output: int, ragged: bool, clock: Callable[[], float]
+    ) -> None:
         self.requests, self.output, self.ragged, self.clock = requests, output, ragged, clock
         config = SchedulerConfig(
             max_num_seqs=requests,
@@ -74,13 +77,21 @@ class Bench:
 
     def add(self, max_tokens: int) -> None:
         """One more request with a prompt of its own."""
-        prompt = self.random.integers(1000, VOCABULARY, PROMPT + int(self.ragged) * int(self.random.integers(PAGE)))
+        prompt = self.random.integers(
+            1000, VOCABULARY, PROMPT + int(self.ragged) * int(self.random.integers(PAGE))
+        )
         params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=max_tokens)
-        self.scheduler.add(Request(f"r{self.count}", prompt.astype(np.int32), params, seed=self.count, stop_ids=(2,)))
+        self.scheduler.add(
+            Request(
+                f"r{self.count}", prompt.astype(np.int32), params, seed=self.count, stop_ids=(2,)
+            )
+        )
         self.count += 1
 
     def step(self) -> int:
-        """One turn of the loop: schedule and pack a step, update the one before. Returns how many requests ended."""
+        """One turn of the loop: schedule and pack a step, update the one before. Returns how
+        many requests ended.
+        """
         clock, scheduler = self.clock, self.scheduler
         begin = clock()
         step = scheduler.schedule()
@@ -140,17 +151,26 @@ class Bench:
 
 def main() -> None:
     """Run the benchmark and print a table or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, nargs="+", default=[16, 64, 256, 1024])
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument(
-        "--cpu-time", action="store_true", help="time of this thread alone, for a machine that others use"
+        "--json", action="store_true", help="print one JSON object instead of the table"
+    )
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="time of this thread alone, for a machine that others use",
     )
     args = parser.parse_args()
     output = args.steps + WARM_UP + 2
     if output > MODEL_LEN - PROMPT - PAGE:
-        parser.error(f"--steps: got {args.steps}, allowed is at most {MODEL_LEN - PROMPT - PAGE - WARM_UP - 2}")
+        parser.error(
+            f"--steps: got {args.steps}, allowed is at most "
+            f"{MODEL_LEN - PROMPT - PAGE - WARM_UP - 2}"
+        )
     clock = time.thread_time if args.cpu_time else time.perf_counter
     results = []
     for requests in args.requests:

@@ -1,8 +1,9 @@
 """Check that the documents point at things that exist.
 
-In README.md, CONTRIBUTING.md and docs/**/*.md: relative links and their #anchors, and files named in backticks. A name
-in backticks counts as one of our files when it has a suffix and its first folder is a folder of this repository, so
-`shared/step.py` (also `twinfer/shared/step.py`) is checked and `Qwen/Qwen3-0.6B` is not. `*` may stand for any name.
+In README.md, CONTRIBUTING.md and docs/**/*.md: relative links and their #anchors, and files named
+in backticks. A name in backticks counts as one of our files when it has a suffix and its first
+folder is a folder of this repository, so `shared/step.py` (also `twinfer/shared/step.py`) is
+checked and `Qwen/Qwen3-0.6B` is not. `*` may stand for any name.
 """
 
 import re
@@ -16,7 +17,9 @@ FENCE = re.compile(r"^ *(```|~~~).*?^ *\1[^\n]*$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(<?([^()\s>]+)>?(?:\s+\"[^\"]*\")?\)")
 HEADING = re.compile(r"^#{1,6} +(.+?)(?: +#+)? *$", re.MULTILINE)
-OUR_FILE = re.compile(r"(?:twinfer/)?([\w.*-]+(?:/[\w.*-]+)*/[\w*-]*\.[\w.*]*\w)(?::\d+(?:-\d+)?|::[\w:.]+)?")
+OUR_FILE = re.compile(
+    r"(?:twinfer/)?([\w.*-]+(?:/[\w.*-]+)*/[\w*-]*\.[\w.*]*\w)(?::\d+(?:-\d+)?|::[\w:.]+)?"
+)
 
 
 def blank(match: re.Match[str]) -> str:
@@ -64,10 +67,18 @@ def main() -> int:
     """Print every problem as path:line: text; the exit status says whether there was one."""
     documents = [
         path
-        for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+        for path in (
+            ROOT / "README.md",
+            ROOT / "CONTRIBUTING.md",
+            *sorted((ROOT / "docs").rglob("*.md")),
+        )
         if path.exists()
     ]
-    found = [f"{path.relative_to(ROOT)}:{line}: {what}" for path in documents for line, what in sorted(problems(path))]
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {what}"
+        for path in documents
+        for line, what in sorted(problems(path))
+    ]
     print("\n".join([*found, f"{len(documents)} documents, {len(found)} problems"]))
     return 1 if found else 0
 

@@ -1,12 +1,14 @@
-"""Compare the attention kernels here with JAX's ragged paged attention by what libtpu schedules, at equal block sizes.
+"""Compare the attention kernels here with JAX's ragged paged attention by what libtpu schedules, at
+equal block sizes.
 
     python scripts/compare_kernels.py [--chips v5e,v6e] [--json out.json]
 
-Needs libtpu and no TPU. Both are compiled for the same call and blocks of the same size; bundles (what a core issues in
-one cycle) and register spills are counted, by token of a block: "kernel" is the whole text of a kernel, "block" what is
-issued to compute one block of the cache, the loops over its pages passed as often as it has pages. Within a block the
-kernels here go in steps of 256 tokens or in one: what is worse in least is taken, and named. A decode step is the
-decode kernel here; there it is the one kernel, with 8 requests to a block. Exit status: 1 if a kernel here costs more.
+Needs libtpu and no TPU. Both are compiled for the same call and blocks of the same size; bundles
+(what a core issues in one cycle) and register spills are counted, by token of a block: "kernel" is
+the whole text of a kernel, "block" what is issued to compute one block of the cache, the loops over
+its pages passed as often as it has pages. Within a block the kernels here go in steps of 256 tokens
+or in one: what is worse in least is taken, and named. A decode step is the decode kernel here;
+there it is the one kernel, with 8 requests to a block. Exit status: 1 if a kernel here costs more.
 """
 
 from __future__ import annotations
@@ -26,12 +28,20 @@ import jax.numpy as jnp
 from twinfer.tpu import static_cost
 from twinfer.tpu.platforms import leave_out_libtpu, topology
 
-CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+CHIPS = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
+}
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of paged attention and its blocks: query tokens (`queries`; 0: a decode step) and tokens of the cache."""
+    """A call of paged attention and its blocks: query tokens (`queries`; 0: a decode step) and
+    tokens of the cache.
+    """
 
     name: str
     queries: int
@@ -82,15 +92,27 @@ CALLS = [
 
 
 def ours(call: Call, kind: str, step: int) -> Any:
-    """A function of the call's arguments: this package's op with those blocks, in steps of `step` tokens."""
+    """A function of the call's arguments: this package's op with those blocks, in steps of
+    `step` tokens.
+    """
     from twinfer.tpu.kernels.attention import attend
     from twinfer.tpu.kernels.blocks import block_sizes
 
     sizes = replace(
-        block_sizes(kind), decode_kv=call.block, mixed_kv=call.block, mixed_tokens=call.queries or 8, decode_requests=8,
+        block_sizes(kind), decode_kv=call.block, mixed_kv=call.block,
+        mixed_tokens=call.queries or 8, decode_requests=8,
         decode_step=step, mixed_step=step,
     )  # fmt: skip
-    rest = (call.hdim**-0.5, call.window, call.soft_cap, 512 if call.queries else 1, 0.5, 0.25, False, sizes)
+    rest = (
+        call.hdim**-0.5,
+        call.window,
+        call.soft_cap,
+        512 if call.queries else 1,
+        0.5,
+        0.25,
+        False,
+        sizes,
+    )
     return lambda *given: attend(*given, *rest)
 
 
@@ -104,7 +126,9 @@ def stock(call: Call) -> Any:
         soft_cap=call.soft_cap or None, num_kv_pages_per_block=call.block // call.page,
         num_queries_per_block=call.queries or 8, vmem_limit_bytes=64 << 20, **narrow,
     )  # fmt: skip
-    return lambda q, kv, table, start, lens, counts: attention(q, kv, lens, table, start, counts[1:])
+    return lambda q, kv, table, start, lens, counts: attention(
+        q, kv, lens, table, start, counts[1:]
+    )
 
 
 def figures(cost: static_cost.KernelCost, call: Call) -> dict[str, float]:
@@ -129,7 +153,9 @@ def measure(function: Any, call: Call, device: Any, folder: Path) -> dict[str, A
 
 
 def compare(call: Call, device: Any, folder: Path) -> dict[str, Any]:
-    """Both kernels' figures: ours with the step that is worse in least, and of those issues least for a block."""
+    """Both kernels' figures: ours with the step that is worse in least, and of those issues
+    least for a block.
+    """
     row: dict[str, Any] = {"chip": device.device_kind, "call": call.name}
     row["stock"] = measure(stock(call), call, device, folder)
     rows = []
@@ -145,7 +171,9 @@ def worse(row: dict[str, Any]) -> list[str]:
         return ["kernel", "block", "spills", "does not compile"]
     if "error" in row["stock"]:
         return []
-    return [name for name in ("kernel", "block", "spills") if row["ours"][name] > row["stock"][name]]
+    return [
+        name for name in ("kernel", "block", "spills") if row["ours"][name] > row["stock"][name]
+    ]
 
 
 def show(row: dict[str, Any]) -> str:
@@ -153,15 +181,23 @@ def show(row: dict[str, Any]) -> str:
     cells = []
     for name in ("kernel", "block", "spills", "vmem_kib"):
         pair = [f"{row[who][name]:.2f}" if name in row[who] else "-" for who in ("ours", "stock")]
-        cells.append(" / ".join(part.removesuffix(".00") if name == "vmem_kib" else part for part in pair))
-    errors = "; ".join(f"{who}: {row[who]['error'][:90]}" for who in ("ours", "stock") if "error" in row[who])
+        cells.append(
+            " / ".join(part.removesuffix(".00") if name == "vmem_kib" else part for part in pair)
+        )
+    errors = "; ".join(
+        f"{who}: {row[who]['error'][:90]}" for who in ("ours", "stock") if "error" in row[who]
+    )
     step = str(row["ours"].get("step", "-"))
-    return " | ".join(["", row["chip"], row["call"], step, *cells, errors or ", ".join(worse(row)) or "-", ""]).strip()
+    return " | ".join(
+        ["", row["chip"], row["call"], step, *cells, errors or ", ".join(worse(row)) or "-", ""]
+    ).strip()
 
 
 def main() -> int:
     """Print the table; the exit status says whether a kernel here costs more."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--chips", default="v5e,v6e", help=f"of {', '.join(CHIPS)}")
     parser.add_argument("--calls", default="", help="only calls whose name contains this")
     parser.add_argument("--json", type=Path, help="also write everything here")
@@ -171,7 +207,10 @@ def main() -> int:
         static_cost.dump_to(Path(name))
         leave_out_libtpu()
         print("by token of the cache, ours / stock\n")
-        print("| chip | call | step | kernel, bundles | block, bundles | spills and fills | VMEM, KiB | worse in |")
+        print(
+            "| chip | call | step | kernel, bundles | block, bundles | spills and fills | VMEM, "
+            "KiB | worse in |"
+        )
         print("|---|---|---|---|---|---|---|---|")
         for chip in options.chips.split(","):
             device = topology(CHIPS[chip]).devices[0]

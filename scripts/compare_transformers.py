@@ -1,8 +1,8 @@
 """Tokens a second of both workers beside transformers' `generate`, on this machine, in one process.
 
-Greedy, the same prompts of token ids, the same number of new tokens, the same dtype and number of threads. Engines
-and models are built and warmed up before. They run in turn, --repeats times, and the fastest run counts. The tokens
-are compared too: a ratio of different texts is none.
+Greedy, the same prompts of token ids, the same number of new tokens, the same dtype and number of
+threads. Engines and models are built and warmed up before. They run in turn, --repeats times, and
+the fastest run counts. The tokens are compared too: a ratio of different texts is none.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from twinfer.shared.models.locate import model_folder
 Tokens = list[list[int]]
 
 
-def fastest(work: Mapping[str, Callable[[], Tokens]], repeats: int) -> dict[str, tuple[float, Tokens]]:
-    """(seconds of the fastest run, its tokens) by name. All run in turn, so that a machine's moods reach each."""
+def fastest(
+    work: Mapping[str, Callable[[], Tokens]], repeats: int
+) -> dict[str, tuple[float, Tokens]]:
+    """(seconds of the fastest run, its tokens) by name. All run in turn, so that a machine's
+    moods reach each.
+    """
     found = {name: (float("inf"), run()) for name, run in work.items()}
     for _ in range(repeats):
         for name, run in work.items():
@@ -34,13 +38,22 @@ def fastest(work: Mapping[str, Callable[[], Tokens]], repeats: int) -> dict[str,
 
 def transformers_run(model: str, dtype: str, prompts: Tokens, length: int) -> Callable[[], Tokens]:
     """Greedy completions by transformers."""
-    oracle = AutoModelForCausalLM.from_pretrained(model_folder(model), dtype=getattr(torch, dtype)).eval()
+    oracle = AutoModelForCausalLM.from_pretrained(
+        model_folder(model), dtype=getattr(torch, dtype)
+    ).eval()
     ids = torch.tensor(prompts)
-    options = {"max_new_tokens": length, "eos_token_id": None, "do_sample": False, "use_cache": True}
+    options = {
+        "max_new_tokens": length,
+        "eos_token_id": None,
+        "do_sample": False,
+        "use_cache": True,
+    }
 
     def run() -> Tokens:
         with torch.inference_mode():
-            out = oracle.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+            out = oracle.generate(
+                ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options
+            )
         return out[:, ids.shape[1] :].tolist()
 
     return run
@@ -49,12 +62,16 @@ def transformers_run(model: str, dtype: str, prompts: Tokens, length: int) -> Ca
 def engine_run(llm: LLM, prompts: Tokens, length: int) -> Callable[[], Tokens]:
     """Greedy completions by an engine."""
     params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-    return lambda: [out.outputs[0].token_ids for out in llm.generate(prompts, params, progress=False)]
+    return lambda: [
+        out.outputs[0].token_ids for out in llm.generate(prompts, params, progress=False)
+    ]
 
 
 def main() -> None:
     """Print a line for each batch size and worker."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="demo", help="a checkpoint folder, or the word demo")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16])
@@ -62,7 +79,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
-    print(f"{arguments.model}, {arguments.dtype}, {arguments.prompt_len} + {arguments.max_tokens} tokens, "
+    print(f"{arguments.model}, {arguments.dtype}, {arguments.prompt_len} + {arguments.max_tokens} "
+          "tokens, "
           f"{torch.get_num_threads()} threads")  # fmt: skip
     engines = {
         backend: LLM(
@@ -78,15 +96,23 @@ def main() -> None:
     }
     for size in arguments.batch_sizes:
         prompts = np.random.default_rng(0).integers(3, 300, (size, arguments.prompt_len)).tolist()
-        work = {"transformers": transformers_run(arguments.model, arguments.dtype, prompts, arguments.max_tokens)}
-        work |= {name: engine_run(llm, prompts, arguments.max_tokens) for name, llm in engines.items()}
+        work = {
+            "transformers": transformers_run(
+                arguments.model, arguments.dtype, prompts, arguments.max_tokens
+            )
+        }
+        work |= {
+            name: engine_run(llm, prompts, arguments.max_tokens) for name, llm in engines.items()
+        }
         found = fastest(work, arguments.repeats)
         seconds, expected = found.pop("transformers")
         count = size * arguments.max_tokens
         print(f"batch {size:>3}  transformers  {count / seconds:9.0f} tok/s")
         for name, (own, tokens) in found.items():
             equal = int((np.array(tokens) == np.array(expected)).sum())
-            print(f"batch {size:>3}  {name:<12}  {count / own:9.0f} tok/s  {seconds / own:5.2f} of transformers, "
+            print(f"batch {size:>3}  {name:<12}  {count / own:9.0f} tok/s  "
+                  f"{seconds / own:5.2f} of "
+                  "transformers, "
                   f"tokens equal {equal}/{count}")  # fmt: skip
     for llm in engines.values():
         llm.close()

@@ -1,8 +1,10 @@
-"""What patterns of windows cost to compile: CPU seconds and size of one decode program on JAX, by how layers alternate.
+"""What patterns of windows cost to compile: CPU seconds and size of one decode program on JAX, by
+how layers alternate.
 
     python scripts/compile_blocks.py [--layers 24] [--requests 64] [--repeats 5]
 
-The model is small, so that the figures are those of the compiler, not of the arrays. The best of the repeats is shown.
+The model is small, so that the figures are those of the compiler, not of the arrays. The best of
+the repeats is shown.
 """
 
 from __future__ import annotations
@@ -42,19 +44,34 @@ def patterns(layers: int) -> Mapping[str, tuple[int, ...]]:
 def small_model(windows: tuple[int, ...]) -> ModelConfig:
     """A small Qwen2."""
     model = parse_config(SHAPES["qwen2.5-7b"])
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+    }
     return replace(model, **sizes, vocab_size=512, num_layers=len(windows), layer_windows=windows)
 
 
 def decode_job(model: ModelConfig, requests: int) -> tuple[programs.Model, ladder.Job]:
     """The decode program of so many requests."""
-    options = {"max_model_len": 512, "max_num_seqs": requests, "max_num_batched_tokens": requests, "num_pages": 64}
+    options = {
+        "max_model_len": 512,
+        "max_num_seqs": requests,
+        "max_num_batched_tokens": requests,
+        "num_pages": 64,
+    }
     # Loops over the layers are the default on TPUs.
-    engine = EngineConfig(model="small", backend="jax", dtype="float32", scan_layers=True, **options)  # type: ignore[arg-type]
+    engine = EngineConfig(
+        model="small", backend="jax", dtype="float32", scan_layers=True, **options
+    )  # type: ignore[arg-type]
     config, _ = resolve(engine, model, find_device("cpu"))
     mesh = make_mesh(jax.devices("cpu"), 1)
     # As on a TPU: on a CPU, matrices would lie apart.
-    tools = replace(ladder.program_model(model, config, make_plans(model, config), mesh), apart=False)
+    tools = replace(
+        ladder.program_model(model, config, make_plans(model, config), mesh), apart=False
+    )
     shapes = ladder.describe(model, config, tools.blocks, 64, mesh)
     jobs = ladder.jobs(tools, config.table(), shapes, jnp.dtype("float32"), mesh)
     return tools, jobs[Descriptor("decode", requests, requests, 1)]
@@ -76,7 +93,9 @@ def lines_of(job: ladder.Job) -> int:
 
 def main() -> None:
     """Print a line for each pattern, beside the uniform one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
@@ -94,7 +113,11 @@ def main() -> None:
     for name, (tools, job) in work.items():
         bodies, lines = sum(block.period for block in tools.blocks), lines_of(job)
         ratio = best[name] / best["uniform"]
-        print(f"{name:12} {bodies:3} bodies  {lines:5} lines  {best[name]:6.2f} cpu-s  {ratio:5.2f} x", flush=True)
+        print(
+            f"{name:12} {bodies:3} bodies  {lines:5} lines  {best[name]:6.2f} cpu-s  "
+            f"{ratio:5.2f} x",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

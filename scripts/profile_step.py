@@ -2,8 +2,9 @@
 
     python scripts/profile_step.py --shape qwen3-0.6b --batch-sizes 1,8,64,256 --json out.json
 
-Dummy weights. `step` is the time from one step to the next with two in flight; `device` is the time between the ends of
-two steps on the device, from events; the other columns are host time: below `device`, the device never waits.
+Dummy weights. `step` is the time from one step to the next with two in flight; `device` is the time
+between the ends of two steps on the device, from events; the other columns are host time: below
+`device`, the device never waits.
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ class Clock:
 
     def medians(self) -> dict[str, float]:
         """Microseconds by phase."""
-        return {phase: round(statistics.median(times) * 1e6, 1) for phase, times in self.seconds.items() if times}
+        return {
+            phase: round(statistics.median(times) * 1e6, 1)
+            for phase, times in self.seconds.items()
+            if times
+        }
 
 
 def watch(engine: Engine, clock: Clock, ends: list[Any]) -> None:
@@ -78,7 +83,9 @@ class Waited:
         self.result = result
 
 
-def measure(engine: Engine, clock: Clock, ends: list[Any], batch: int, prompt: int, steps: int) -> dict[str, Any]:
+def measure(
+    engine: Engine, clock: Clock, ends: list[Any], batch: int, prompt: int, steps: int
+) -> dict[str, Any]:
     """Decode `batch` requests for `steps` steps."""
     params = SamplingParams(temperature=0.0, max_tokens=steps + 20, ignore_eos=True)
     for i in range(batch):
@@ -117,7 +124,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--compilation-config", type=json.loads, default={})
     parser.add_argument("--op-priority", type=json.loads, default={})
-    parser.add_argument("--kernels", type=int, default=0, help="list this many kernels of a step, by time")
+    parser.add_argument(
+        "--kernels", type=int, default=0, help="list this many kernels of a step, by time"
+    )
     parser.add_argument("--json")
     return parser.parse_args()
 
@@ -180,7 +189,9 @@ def show_kernels(engine: Engine, batch: int, arguments: argparse.Namespace) -> N
     """The kernels of some steps, by total time on the device."""
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     for i in range(batch):
-        engine.add(f"k{batch}-{i}", [(5 * i + j) % 1000 + 1 for j in range(arguments.prompt)], params)
+        engine.add(
+            f"k{batch}-{i}", [(5 * i + j) % 1000 + 1 for j in range(arguments.prompt)], params
+        )
     for _ in range(10):
         engine.step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -1,11 +1,14 @@
-"""Rank block sizes of the TPU attention kernels by what libtpu schedules for them, and write the best to `blocks.json`.
+"""Rank block sizes of the TPU attention kernels by what libtpu schedules for them, and write the
+best to `blocks.json`.
 
-    python scripts/rank_blocks.py --chips v5e,v6e --heads 8,2,1 --hdim 128 --dtype bfloat16 [--page 128] [--write]
+    python scripts/rank_blocks.py --chips v5e,v6e --heads 8,2,1 --hdim 128 --dtype bfloat16 [--page
+    128] [--write]
 
-Needs libtpu and no TPU; nothing here was timed. The score of decode blocks is the bundles issued for requests of
-LENGTHS tokens, by token of the cache; of mixed blocks those for a prompt of PROMPT tokens, by pair of a query and a
-token that it sees. Ends that do not fill a block count as whole blocks, so large blocks pay for what they waste. Copies
-are not scheduled: blocks of less than IN_FLIGHT bytes are left out, whose copies would not hide the memory's latency.
+Needs libtpu and no TPU; nothing here was timed. The score of decode blocks is the bundles issued
+for requests of LENGTHS tokens, by token of the cache; of mixed blocks those for a prompt of PROMPT
+tokens, by pair of a query and a token that it sees. Ends that do not fill a block count as whole
+blocks, so large blocks pay for what they waste. Copies are not scheduled: blocks of less than
+IN_FLIGHT bytes are left out, whose copies would not hide the memory's latency.
 """
 
 from __future__ import annotations
@@ -30,7 +33,15 @@ PROMPT = 1024
 IN_FLIGHT = 64 << 10
 DECODE = [(256, 256), (512, 256), (1024, 256), (512, 512), (1024, 512), (256, 128), (1024, 1024)]
 """Tokens of a block and of a step of it."""
-MIXED = [(256, 256, 32), (512, 256, 32), (512, 512, 32), (512, 512, 16), (256, 256, 64), (512, 256, 64), (512, 512, 64)]
+MIXED = [
+    (256, 256, 32),
+    (512, 256, 32),
+    (512, 512, 32),
+    (512, 512, 16),
+    (256, 256, 64),
+    (512, 256, 64),
+    (512, 512, 64),
+]
 """The same, and query tokens. Pairs of both lists share a compilation."""
 ITEMSIZE = {"int8": 1, "float8_e4m3fn": 1, "float32": 4}
 """Bytes of an element of the cache, where they are not 2."""
@@ -39,7 +50,9 @@ ITEMSIZE = {"int8": 1, "float8_e4m3fn": 1, "float32": 4}
 def decode_score(cost: static_cost.KernelCost, block: int, page: int) -> float:
     """Bundles by token of the cache."""
     passes = sum(-(-length // block) for length in LENGTHS)
-    return (passes * cost.issued(max(1, block // page)) + len(LENGTHS) * (cost.bundles - cost.block)) / sum(LENGTHS)
+    return (
+        passes * cost.issued(max(1, block // page)) + len(LENGTHS) * (cost.bundles - cost.block)
+    ) / sum(LENGTHS)
 
 
 def mixed_score(cost: static_cost.KernelCost, block: int, queries: int, page: int) -> float:
@@ -50,7 +63,9 @@ def mixed_score(cost: static_cost.KernelCost, block: int, queries: int, page: in
     return issued / (PROMPT * (PROMPT + 1) / 2)
 
 
-def candidates(device: Any, call: Call, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def candidates(
+    device: Any, call: Call, folder: Path
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Costs and scores of all decode and all mixed candidates that compile, best first."""
     base = blocks.block_sizes(device.device_kind)
     decode: list[dict[str, Any]] = []
@@ -64,17 +79,31 @@ def candidates(device: Any, call: Call, folder: Path) -> tuple[list[dict[str, An
         }  # fmt: skip
         sizes = replace(base, **chosen)
         try:
-            costs = static_cost.measure(lambda *a, s=sizes: attend(*a, *rest, s), call.arguments, device, folder)
+            costs = static_cost.measure(
+                lambda *a, s=sizes: attend(*a, *rest, s), call.arguments, device, folder
+            )
         except Exception as error:  # the compiler raises several kinds
             print(f"  {chosen}: {str(error).splitlines()[0][:100]}")
             continue
         found = {cost.name.split("_")[0]: cost for cost in costs}
         if d_block >= smallest:
             score = decode_score(found["decode"], d_block, call.page)
-            decode.append({"decode_kv": d_block, "decode_step": d_step, "score": score, **asdict(found["decode"])})
+            decode.append(
+                {
+                    "decode_kv": d_block,
+                    "decode_step": d_step,
+                    "score": score,
+                    **asdict(found["decode"]),
+                }
+            )
         if m_block >= smallest:
             score = mixed_score(found["mixed"], m_block, queries, call.page)
-            what = {"mixed_kv": m_block, "mixed_step": m_step, "mixed_tokens": queries, "score": score}
+            what = {
+                "mixed_kv": m_block,
+                "mixed_step": m_step,
+                "mixed_tokens": queries,
+                "score": score,
+            }
             mixed.append(what | asdict(found["mixed"]))
     return sorted(decode, key=lambda row: row["score"]), sorted(mixed, key=lambda row: row["score"])
 
@@ -84,7 +113,8 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         sizes = ", ".join(f"{name} {value}" for name, value in row.items() if "_" in name)
         print(
-            f"  {row['score']:8.4f}  {sizes}: {row['bundles']} bundles, {row['spills']} spills, {row['fills']} fills, "
+            f"  {row['score']:8.4f}  {sizes}: {row['bundles']} bundles, {row['spills']} spills, "
+            f"{row['fills']} fills, "
             f"{row['vmem'] >> 10} KiB"
         )
 
@@ -98,13 +128,17 @@ def write(table: dict[str, dict[str, Any]]) -> None:
 
 def main() -> int:
     """Rank every shape for every chip."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--chips", default=",".join(CHIPS), help=f"of {', '.join(CHIPS)}")
     parser.add_argument("--heads", default="8", help="KV heads on a device, such as 8,2,1")
     parser.add_argument("--group", type=int, default=4, help="query heads to a KV head")
     parser.add_argument("--hdim", type=int, default=128)
     parser.add_argument("--page", type=int, default=128)
-    parser.add_argument("--dtype", default="bfloat16", help="of the cache: bfloat16, int8, float8_e4m3fn")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="of the cache: bfloat16, int8, float8_e4m3fn"
+    )
     parser.add_argument("--write", action="store_true", help="put the best into blocks.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -114,7 +148,8 @@ def main() -> int:
             device = topology(CHIPS[chip]).devices[0]
             for heads in map(int, options.heads.split(",")):
                 call = Call(
-                    "ranked", 32, 512, heads=options.group * heads, kv_heads=heads, hdim=options.hdim,
+                    "ranked", 32, 512, heads=options.group * heads, kv_heads=heads,
+                    hdim=options.hdim,
                     page=options.page, cache=options.dtype,
                 )  # fmt: skip
                 key = blocks.entry(device.device_kind, options.dtype, heads, options.hdim)
@@ -125,7 +160,12 @@ def main() -> int:
                 if not decode or not mixed:
                     continue
                 best = asdict(blocks.block_sizes(device.device_kind))
-                best |= {name: value for row in (decode[0], mixed[0]) for name, value in row.items() if name in best}
+                best |= {
+                    name: value
+                    for row in (decode[0], mixed[0])
+                    for name, value in row.items()
+                    if name in best
+                }
                 if options.write:
                     write({key: best})
     return 0

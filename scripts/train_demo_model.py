@@ -1,12 +1,14 @@
-"""Train the demo checkpoint: a small Qwen3-architecture decoder on the Python standard library's source text.
+"""Train the demo checkpoint: a small Qwen3-architecture decoder on the Python standard library's
+source text.
 
-The result is an ordinary Hugging Face checkpoint folder, small enough to live in the repository and good enough that
-greedy completions are recognisably Python. The recipe is seeded and ordered throughout:
-the corpus is the interpreter's own standard library in sorted order, every random choice is seeded, torch is asked for
-its deterministic kernels, and the held-out files are chosen by the hash of their path.
+The result is an ordinary Hugging Face checkpoint folder, small enough to live in the repository and
+good enough that greedy completions are recognisably Python. The recipe is seeded and ordered
+throughout: the corpus is the interpreter's own standard library in sorted order, every random
+choice is seeded, torch is asked for its deterministic kernels, and the held-out files are chosen by
+the hash of their path.
 
-Needs torch, tokenizers, safetensors and transformers (a development dependency: only the model definition and the final
-self-check come from it). Example:
+Needs torch, tokenizers, safetensors and transformers (a development dependency: only the model
+definition and the final self-check come from it). Example:
 
     python scripts/train_demo_model.py --out shared/models/demo --steps 9000
 """
@@ -42,7 +44,8 @@ MAX_CHECKPOINT_BYTES = 8_000_000
 VOCAB_SIZE = 2048
 CONTEXT = 1024
 
-# Third-party code, test data, and generated or vendored material: not the standard library's prose-like source.
+# Third-party code, test data, and generated or vendored material: not the standard library's
+# prose-like source.
 EXCLUDED = re.compile(
     r"(^|/)(__pycache__|(site|dist)-packages|tests?|idlelib|lib2to3|turtledemo|pydoc_data|distutils|_bundled)/"
     r"|(^|/)_sysconfigdata"
@@ -50,8 +53,8 @@ EXCLUDED = re.compile(
 HOLD_OUT_ONE_IN = 50
 COPIES = 4
 
-# Newlines and indentation are tokens of their own, so that a prompt may end after either; elsewhere a word or a run of
-# punctuation takes the one space before it along.
+# Newlines and indentation are tokens of their own, so that a prompt may end after either; elsewhere
+# a word or a run of punctuation takes the one space before it along.
 PIECES = r"[ \t]{2,}|\n+| ?[\p{L}\p{M}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}_]+|\s"
 
 CHAT_TEMPLATE = (
@@ -68,9 +71,12 @@ PROMPTS = (
 )
 
 SHAPE: dict[str, int | float | bool | str] = dict(
-    vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT, hidden_size=256, intermediate_size=608, num_hidden_layers=5,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_act="silu", attention_bias=False,
-    attention_dropout=0.0, initializer_range=0.02, rms_norm_eps=1e-6, tie_word_embeddings=True, use_cache=True,
+    vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT, hidden_size=256, intermediate_size=608,
+    num_hidden_layers=5,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_act="silu",
+    attention_bias=False,
+    attention_dropout=0.0, initializer_range=0.02, rms_norm_eps=1e-6, tie_word_embeddings=True,
+    use_cache=True,
     bos_token_id=0, eos_token_id=0,
 )  # fmt: skip
 ROPE_THETA = 10000.0
@@ -104,7 +110,9 @@ def check(condition: bool, complaint: str) -> None:
 
 
 def read_corpus(roots: list[Path]) -> Corpus:
-    """Collect the library's modules; of a module found under several roots, the first root's copy counts."""
+    """Collect the library's modules; of a module found under several roots, the first root's
+    copy counts.
+    """
     files: dict[str, Path] = {}
     for root in roots:
         for path in sorted(root.rglob("*.py")):
@@ -114,7 +122,8 @@ def read_corpus(roots: list[Path]) -> Corpus:
     for name in sorted(files):
         data = files[name].read_bytes()
         text = data.decode("utf-8", errors="replace").replace("\r\n", "\n").strip("\n") + "\n"
-        # The generated character maps under encodings/ are a tenth of all text and teach nothing but a table's rows.
+        # The generated character maps under encodings/ are a tenth of all text and teach nothing
+        # but a table's rows.
         if len(text) < 64 or "decoding_table" in text or "decoding_map" in text:
             continue
         digest.update(name.encode() + b"\0" + data + b"\0")
@@ -144,11 +153,14 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, texts: list[str], copies: int = 1, seed: int | None = None) -> torch.Tensor:
+def encode(
+    tokenizer: Tokenizer, texts: list[str], copies: int = 1, seed: int | None = None
+) -> torch.Tensor:
     """One stream of token ids, with the end-of-text token after each file.
 
-    With a seed, each copy of a file is cut at random places and its parts encoded one by one: then a prompt that stops
-    within a word, or after a space that would have belonged to the next word, is nothing new to the model.
+    With a seed, each copy of a file is cut at random places and its parts encoded one by one: then
+    a prompt that stops within a word, or after a space that would have belonged to the next word,
+    is nothing new to the model.
     """
     rng = random.Random(seed)
     parts: list[str] = []
@@ -163,23 +175,35 @@ def encode(tokenizer: Tokenizer, texts: list[str], copies: int = 1, seed: int | 
 
 
 def build_model(dropout: float) -> Qwen3ForCausalLM:
-    """The model with fp32 weights, and residual dropout, which the architecture itself does not offer, as hooks."""
+    """The model with fp32 weights, and residual dropout, which the architecture itself does not
+    offer, as hooks.
+    """
     rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
-    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, rope_parameters=rope, attn_implementation="sdpa")).float()
+    model = Qwen3ForCausalLM(
+        Qwen3Config(**SHAPE, rope_parameters=rope, attn_implementation="sdpa")
+    ).float()
     if dropout > 0:
         for layer in model.model.layers:
             for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                projection.register_forward_hook(lambda module, _, y: F.dropout(y, dropout, training=module.training))
+                projection.register_forward_hook(
+                    lambda module, _, y: F.dropout(y, dropout, training=module.training)
+                )
     return model
 
 
 def mean_loss(model: Qwen3ForCausalLM, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean next-token cross-entropy; the mask is given as 'none', so that attention takes its causal fast path."""
-    hidden = model.model(input_ids=inputs, attention_mask={"full_attention": None}, use_cache=False).last_hidden_state
+    """Mean next-token cross-entropy; the mask is given as 'none', so that attention takes its
+    causal fast path.
+    """
+    hidden = model.model(
+        input_ids=inputs, attention_mask={"full_attention": None}, use_cache=False
+    ).last_hidden_state
     return F.cross_entropy(model.lm_head(hidden).float().flatten(0, 1), targets.flatten())
 
 
-def windows(stream: torch.Tensor, starts: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def windows(
+    stream: torch.Tensor, starts: torch.Tensor, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of the given windows of the stream."""
     rows = stream[starts[:, None] + torch.arange(length + 1, device=stream.device)]
     return rows[:, :-1], rows[:, 1:]
@@ -200,27 +224,38 @@ def evaluate(model: Qwen3ForCausalLM, stream: torch.Tensor, length: int, limit: 
     return total / count
 
 
-def train(model: Qwen3ForCausalLM, stream: torch.Tensor, held_out: torch.Tensor, args: argparse.Namespace) -> int:
+def train(
+    model: Qwen3ForCausalLM, stream: torch.Tensor, held_out: torch.Tensor, args: argparse.Namespace
+) -> int:
     """Run the training loop; returns the number of steps taken."""
     device = stream.device
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda"
+    )
     step_loss = torch.compile(mean_loss, dynamic=False) if args.compile else mean_loss
     generator = torch.Generator().manual_seed(args.seed)
     model.train()
     began = time.monotonic()
     for step in range(args.steps):
         minutes = (time.monotonic() - began) / 60
-        # With --minutes the schedule follows whichever is further along, so that the rate still falls to its end.
+        # With --minutes the schedule follows whichever is further along, so that the rate still
+        # falls to its end.
         progress = max(step / args.steps, minutes / args.minutes if args.minutes else 0.0)
         if progress >= 1:
             return step
-        rate = args.lr * min((step + 1) / args.warmup, 0.02 + 0.49 * (1 + math.cos(math.pi * progress)))
+        rate = args.lr * min(
+            (step + 1) / args.warmup, 0.02 + 0.49 * (1 + math.cos(math.pi * progress))
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
-        # The last fifth runs on whole-context windows: the positions past --seq-len must be trained to be usable.
+        # The last fifth runs on whole-context windows: the positions past --seq-len must be trained
+        # to be usable.
         length = args.seq_len if progress < 0.8 else CONTEXT
         rows = max(1, args.batch_size * args.seq_len // length)
         starts = torch.randint(len(stream) - length, (rows,), generator=generator).to(device)
@@ -239,13 +274,23 @@ def train(model: Qwen3ForCausalLM, stream: torch.Tensor, held_out: torch.Tensor,
 
 
 def write_checkpoint(out: Path, model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> int:
-    """Write weights (bf16, the tied output matrix left out), config and tokenizer; returns the weights' file size."""
+    """Write weights (bf16, the tied output matrix left out), config and tokenizer; returns the
+    weights' file size.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    state = {k: v.to("cpu", torch.bfloat16) for k, v in sorted(model.state_dict().items()) if k != "lm_head.weight"}
+    state = {
+        k: v.to("cpu", torch.bfloat16)
+        for k, v in sorted(model.state_dict().items())
+        if k != "lm_head.weight"
+    }
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner alone
     tokenizer.save(str(out / "tokenizer.json"))
-    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16"} | SHAPE
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+    } | SHAPE
     config["rope_theta"] = ROPE_THETA
     tokenizer_config = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT) | {
         "add_prefix_space": False,
@@ -256,14 +301,24 @@ def write_checkpoint(out: Path, model: Qwen3ForCausalLM, tokenizer: Tokenizer) -
     }
     for name, fields in (("config.json", config), ("tokenizer_config.json", tokenizer_config)):
         (out / name).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-    (out / "LICENSE").write_text(LICENSE_NOTICE.format(copyright=textwrap.indent(sys.copyright, "    ")))
+    (out / "LICENSE").write_text(
+        LICENSE_NOTICE.format(copyright=textwrap.indent(sys.copyright, "    "))
+    )
     return (out / "model.safetensors").stat().st_size
 
 
-def write_readme(out: Path, corpus: Corpus, args: argparse.Namespace, facts: dict[str, object]) -> None:
+def write_readme(
+    out: Path, corpus: Corpus, args: argparse.Namespace, facts: dict[str, object]
+) -> None:
     """Say in the folder what the checkpoint is and how to make it again."""
-    values = [(k.replace("_", "-"), v) for k, v in vars(args).items() if k not in ("compile", "stdlib", "minutes")]
-    flags = " ".join(f"--{k} {v}" for k, v in values) + (" --compile" if args.compile else " --no-compile")
+    values = [
+        (k.replace("_", "-"), v)
+        for k, v in vars(args).items()
+        if k not in ("compile", "stdlib", "minutes")
+    ]
+    flags = " ".join(f"--{k} {v}" for k, v in values) + (
+        " --compile" if args.compile else " --no-compile"
+    )
     flags += f" --minutes {args.minutes}" if args.minutes else ""
     flags += "".join(f" --stdlib {root}" for root in args.stdlib or ())
     table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
@@ -301,21 +356,32 @@ def print_samples(out: Path, new_tokens: int = 64) -> None:
     tokenizer = AutoTokenizer.from_pretrained(out)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     for text in ("naïve café 😀👩‍💻 \t\r\n  x  ", *PROMPTS):
-        check(tokenizer.decode(tokenizer.encode(text)) == text, f"the tokenizer does not round-trip {text!r}")
+        check(
+            tokenizer.decode(tokenizer.encode(text)) == text,
+            f"the tokenizer does not round-trip {text!r}",
+        )
     for prompt in PROMPTS:
         inputs = tokenizer(prompt, return_tensors="pt")
         inputs.pop("token_type_ids", None)
-        output = model.generate(**inputs, do_sample=False, max_new_tokens=new_tokens, pad_token_id=0)
+        output = model.generate(
+            **inputs, do_sample=False, max_new_tokens=new_tokens, pad_token_id=0
+        )
         print(f"----- {prompt!r}\n{tokenizer.decode(output[0])}", flush=True)
 
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write the checkpoint to")
     parser.add_argument("--steps", type=int, default=9000)
-    parser.add_argument("--minutes", type=float, default=0.0, help="stop by then (0: no limit; not reproducible)")
-    parser.add_argument("--batch-size", type=int, default=64, help="windows of --seq-len tokens in a step")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="stop by then (0: no limit; not reproducible)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="windows of --seq-len tokens in a step"
+    )
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--warmup", type=int, default=300, help="steps of linear warm-up")
@@ -324,8 +390,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=200)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    parser.add_argument("--stdlib", type=Path, action="append", help="another library folder to read (repeatable)")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available()
+    )
+    parser.add_argument(
+        "--stdlib", type=Path, action="append", help="another library folder to read (repeatable)"
+    )
     return parser.parse_args()
 
 
@@ -341,14 +411,20 @@ def main() -> None:
 
     roots = args.stdlib or [Path(sysconfig.get_paths()["stdlib"])]
     corpus = read_corpus(roots)
-    print(f"corpus: {', '.join(map(str, roots))}: {corpus.total_bytes:,} bytes, sha256 {corpus.sha256}", flush=True)
+    print(
+        f"corpus: {', '.join(map(str, roots))}: {corpus.total_bytes:,} bytes, sha256 "
+        f"{corpus.sha256}",
+        flush=True,
+    )
     if corpus.total_bytes < 7_000_000:
         print("WARNING: this library looks incomplete; add others with --stdlib", flush=True)
     print(f"held out: {' '.join(corpus.held_out)}", flush=True)
     tokenizer = train_tokenizer(corpus.train)
     stream = encode(tokenizer, corpus.train, copies=COPIES, seed=args.seed).to(device)
     held_out = encode(tokenizer, list(corpus.held_out.values())).to(device)
-    tokens = f"{len(stream):,} training ({COPIES} copies, cut differently), {len(held_out):,} held out"
+    tokens = (
+        f"{len(stream):,} training ({COPIES} copies, cut differently), {len(held_out):,} held out"
+    )
     print(f"tokens: {tokens}", flush=True)
 
     model = build_model(args.dropout).to(device)
@@ -361,18 +437,27 @@ def main() -> None:
 
     # The losses reported are those of the weights as saved: rounded to bf16.
     model.to(torch.bfloat16).float()
-    losses = {part: evaluate(model, data, args.seq_len) for part, data in (("train", stream), ("held", held_out))}
+    losses = {
+        part: evaluate(model, data, args.seq_len)
+        for part, data in (("train", stream), ("held", held_out))
+    }
     losses["long"] = evaluate(model, held_out, CONTEXT)
     size = write_checkpoint(args.out, model, tokenizer)
-    check(size <= MAX_CHECKPOINT_BYTES, f"the checkpoint has {size} bytes, at most {MAX_CHECKPOINT_BYTES} are allowed")
+    check(
+        size <= MAX_CHECKPOINT_BYTES,
+        f"the checkpoint has {size} bytes, at most {MAX_CHECKPOINT_BYTES} are allowed",
+    )
     facts: dict[str, object] = {
-        "data": f"standard library of Python {platform.python_version()}, {corpus.total_bytes:,} bytes",
+        "data": f"standard library of Python {platform.python_version()}, {corpus.total_bytes:,} "
+        "bytes",
         "corpus sha256": f"`{corpus.sha256}`",
         "tokens": tokens,
         "parameters": f"{parameters:,} (`model.safetensors`: {size:,} bytes, bf16)",
-        "steps": f"{steps:,} of {args.batch_size * args.seq_len:,} tokens ({seconds:.0f} s, torch {torch.__version__})",
+        "steps": f"{steps:,} of {args.batch_size * args.seq_len:,} tokens ({seconds:.0f} s, torch "
+        f"{torch.__version__})",
         "training loss": f"{losses['train']:.3f} nats per token, without dropout",
-        "held-out loss": f"{losses['held']:.3f} ({args.seq_len}-token windows), {losses['long']:.3f} ({CONTEXT}-token)",
+        "held-out loss": f"{losses['held']:.3f} ({args.seq_len}-token windows), "
+        f"{losses['long']:.3f} ({CONTEXT}-token)",
     }
     write_readme(args.out, corpus, args, facts)
     for key, value in facts.items():

@@ -1,11 +1,14 @@
-"""Time the Triton kernels on this GPU against what they stand in for, and find their best launch configurations.
+"""Time the Triton kernels on this GPU against what they stand in for, and find their best launch
+configurations.
 
-    python scripts/tune_kernels.py [--kernels decode,prefill,gemv,skinny,rows,sample,step] [--sweep] [--json best.json]
+    python scripts/tune_kernels.py [--kernels decode,prefill,gemv,skinny,rows,sample,step] [--sweep]
+    [--json best.json]
 
-Each figure is the time of one call inside a CUDA graph of many, over so many copies of the arguments that the L2 cache
-holds none of them; "share" is the bytes that must be read over that time, against a copy on the same GPU. `step` is all
-layers of a decode step in a row, which is where kernels overlap: what counts for those of one token. With --sweep the
-configurations below are tried; the best of each kernel belongs into `gpu/kernels/configs.json` under the chip.
+Each figure is the time of one call inside a CUDA graph of many, over so many copies of the
+arguments that the L2 cache holds none of them; "share" is the bytes that must be read over that
+time, against a copy on the same GPU. `step` is all layers of a decode step in a row, which is where
+kernels overlap: what counts for those of one token. With --sweep the configurations below are
+tried; the best of each kernel belongs into `gpu/kernels/configs.json` under the chip.
 """
 
 from __future__ import annotations
@@ -38,13 +41,26 @@ SWEEPS = {
         "stages": (1, 3),
     },
     "prefill": {"block_m": (64, 128), "block_n": (64, 128), "warps": (4, 8), "stages": (2, 3)},
-    "gemv": {"block_k": (2048, 4096), "entries": (8192, 16384), "programs": (2, 4), "warps": (4, 8)},
-    "skinny": {"block_n": (32, 64), "block_k": (128, 256), "programs": (2,), "stages": (3,), "warps": (4,)},
+    "gemv": {
+        "block_k": (2048, 4096),
+        "entries": (8192, 16384),
+        "programs": (2, 4),
+        "warps": (4, 8),
+    },
+    "skinny": {
+        "block_n": (32, 64),
+        "block_k": (128, 256),
+        "programs": (2,),
+        "stages": (3,),
+        "warps": (4,),
+    },
 }
 CONFIGS = {"decode": ("decode", "bfloat16"), "prefill": ("prefill_own",)}
 """The configuration that a sweep is about, where it is not that of the kernel's name."""
 Work = tuple[str, float, dict[str, Callable[[int], Any]]]
-"""A name, bytes or operations of a call, and by provider a call on the i-th copy of its arguments."""
+"""A name, bytes or operations of a call, and by provider a call on the i-th copy of its
+arguments.
+"""
 
 
 def seconds(call: Callable[[int], Any], calls: int = 32, repeats: int = 5) -> float:
@@ -55,7 +71,8 @@ def seconds(call: Callable[[int], Any], calls: int = 32, repeats: int = 5) -> fl
             call(i)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):  # whose launches have run on it: counters are a stream's
+    # whose launches have run on it: counters are a stream's
+    with torch.cuda.graph(graph, stream=stream):
         for i in range(calls):
             call(i)
     graph.replay()
@@ -80,8 +97,12 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return (torch.randn(*shape, device="cuda") * 0.05).to(dtype)
 
 
-def paged(ops: Any, heads: int, kv_heads: int, size: int, lengths: list[int], queries: list[int]) -> Any:
-    """A call of paged_attention for these requests, pages of 16 and room for 4096 slots a request."""
+def paged(
+    ops: Any, heads: int, kv_heads: int, size: int, lengths: list[int], queries: list[int]
+) -> Any:
+    """A call of paged_attention for these requests, pages of 16 and room for 4096 slots a
+    request.
+    """
     page, requests = 16, len(lengths)
     need = [-(-n // page) for n in lengths]
     table = torch.zeros(requests, 256, dtype=torch.int32)
@@ -100,9 +121,19 @@ def paged(ops: Any, heads: int, kv_heads: int, size: int, lengths: list[int], qu
 
 
 def decode_work(ops: Any, native: Any, all_of_it: bool) -> Iterator[Work]:
-    """Decode steps; beside them scaled_dot_product_attention on a contiguous cache of the same length."""
+    """Decode steps; beside them scaled_dot_product_attention on a contiguous cache of the same
+    length.
+    """
     for model, (heads, kv_heads, size, *_) in SHAPES.items():
-        for batch, length in ((1, 200), (1, 4000), (8, 200), (8, 4000), (64, 200), (64, 2000), (256, 200)):
+        for batch, length in (
+            (1, 200),
+            (1, 4000),
+            (8, 200),
+            (8, 4000),
+            (64, 200),
+            (64, 2000),
+            (256, 200),
+        ):
             lengths = [length] * batch
             moved = 4.0 * kv_heads * size * sum(lengths)
             triton = paged(ops, heads, kv_heads, size, lengths, [1] * batch)
@@ -126,7 +157,9 @@ def prefill_work(ops: Any, native: Any, all_of_it: bool) -> Iterator[Work]:
             q, k, v = (normal(batch, h, length, size) for h in (heads, kv_heads, kv_heads))
 
             def plain(i: int, q: Any = q, k: Any = k, v: Any = v) -> Any:
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                return torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, enable_gqa=True
+                )
 
             yield (
                 f"prefill {model} {batch} of {length}",
@@ -161,16 +194,23 @@ def product_work(ops: Any, native: Any, rows: tuple[int, ...], heads_too: bool) 
 
 
 def row_work(ops: Any, native: Any, all_of_it: bool) -> Iterator[Work]:
-    """Norms, activation, rotation and write, greedy sampling; beside them the native ops, compiled by Inductor."""
+    """Norms, activation, rotation and write, greedy sampling; beside them the native ops,
+    compiled by Inductor.
+    """
     options = {"fullgraph": True, "dynamic": False}
     for model, (heads, kv_heads, size, dim, inter, vocab) in SHAPES.items():
         for m in (1, 8, 64, 256, 2048):
             x, residual, w, head_w = normal(m, dim), normal(m, dim), normal(dim), normal(size)
             gate, kv = normal(m, 2 * inter), normal(1024, 16, 2 * kv_heads, size)
-            qkv, angles = normal(m, (heads + 2 * kv_heads) * size), torch.rand(m, size // 2, device="cuda")
+            qkv, angles = (
+                normal(m, (heads + 2 * kv_heads) * size),
+                torch.rand(m, size // 2, device="cuda"),
+            )
             slots = torch.randperm(1024 * 16 - 1, device="cuda")[:m].to(torch.int32)
 
-            def rope(qkv: Any, kv: Any, o: Any = native, w: Any = head_w, a: Any = angles, s: Any = slots) -> Any:
+            def rope(
+                qkv: Any, kv: Any, o: Any = native, w: Any = head_w, a: Any = angles, s: Any = slots
+            ) -> Any:
                 return o.norm_rope_write_kv(qkv, kv, w, w, a, a, s, 1e-6)
 
             torch.compiler.reset()
@@ -202,12 +242,22 @@ def sample_work(ops: Any, native: Any, all_of_it: bool) -> Iterator[Work]:
         logits = normal(rows, 151936, dtype=torch.float32) * 60
         scores = native.quantize_logits(logits)
         ints = torch.arange(5 * rows, dtype=torch.int32, device="cuda").view(5, rows)
-        given = ints[0], ints[1], ints[2], ints[3] * 0, torch.ones(rows, device="cuda"), ints[4] * 0 + 50
+        given = (
+            ints[0],
+            ints[1],
+            ints[2],
+            ints[3] * 0,
+            torch.ones(rows, device="cuda"),
+            ints[4] * 0 + 50,
+        )
         given += ints[0] * 0 + 60000, ints[0] * 0 + (1 << 22)  # the 50 best, 0.92 of the mass
         for filtered in (False, True):
-            yield f"sample of 151936, {rows} rows, {'filtered' if filtered else 'all'}", 4.0 * scores.numel(), {
-                "triton": lambda i, g=given, x=logits, s=scores, f=filtered: ops.sample(x, s, *g, f),
-                "native": lambda i, g=given, x=logits, s=scores, f=filtered: native.sample(x, s, *g, f),
+            what = f"sample of 151936, {rows} rows, {'filtered' if filtered else 'all'}"
+            yield what, 4.0 * scores.numel(), {
+                "triton": lambda i, g=given, x=logits, s=scores,
+                f=filtered: ops.sample(x, s, *g, f),
+                "native": lambda i, g=given, x=logits, s=scores,
+                f=filtered: native.sample(x, s, *g, f),
             }  # fmt: skip
 
 
@@ -223,7 +273,10 @@ def step_work(ops: Any, native: Any, all_of_it: bool) -> Iterator[Work]:
             length = 200
             pages = batch * -(-length // 16)
             kv = [normal(pages + 1, 16, 2 * config.num_kv_heads, config.head_dim) for _ in layers]
-            angles, ints = torch.rand(batch, config.head_dim // 2, device="cuda"), torch.arange(batch + 1)
+            angles, ints = (
+                torch.rand(batch, config.head_dim // 2, device="cuda"),
+                torch.arange(batch + 1),
+            )
             start, lens, counts = ints, torch.full((batch,), length), torch.tensor([batch, batch])
             pages_of = torch.zeros(batch, 256, dtype=torch.int32)
             pages_of[:, : pages // batch] = torch.randperm(pages).view(batch, -1)
@@ -233,14 +286,23 @@ def step_work(ops: Any, native: Any, all_of_it: bool) -> Iterator[Work]:
             first = normal(batch, config.hidden_size)
 
             def step(
-                i: int, model: Any = model, layers: Any = layers, kv: Any = kv, x: Any = first, b: Any = inputs
+                i: int,
+                model: Any = model,
+                layers: Any = layers,
+                kv: Any = kv,
+                x: Any = first,
+                b: Any = inputs,
             ) -> Any:
                 stream = decoder.Stream(x.clone(), torch.zeros_like(x))
                 for spec, layer, cache in zip(model.layers, layers, kv, strict=True):
                     stream, _ = decoder.layer(ops, spec, layer, stream, cache, b)
 
             read = 4.0 * config.num_layers * batch * length * config.num_kv_heads * config.head_dim
-            yield f"step {name}, {batch} of {length}, {config.num_layers} layers", weights + read, {"triton": step}
+            yield (
+                f"step {name}, {batch} of {length}, {config.num_layers} layers",
+                weights + read,
+                {"triton": step},
+            )
 
 
 WORK: dict[str, Callable[[Any, Any, bool], Iterator[Work]]] = {
@@ -264,7 +326,9 @@ def copy_rate() -> float:
 
 
 def sweep(kernel: str, ops: Any, native: Any) -> dict[str, int]:
-    """The configuration with the smallest mean of the times, each over the best time of its work."""
+    """The configuration with the smallest mean of the times, each over the best time of its
+    work.
+    """
     works = [(name, calls["triton"]) for name, _, calls in WORK[kernel](ops, native, False)]
     setting, tried = launch.config(*CONFIGS.get(kernel, (kernel,))), []
     for values in itertools.product(*SWEEPS[kernel].values()):
@@ -280,7 +344,8 @@ def sweep(kernel: str, ops: Any, native: Any) -> dict[str, int]:
     for number, (name, _) in enumerate(works):
         own = min(tried, key=lambda row: row[1][number])
         print(
-            f"  {name:<44} {tried[0][1][number] * 1e6:9.1f} us, best {best[number] * 1e6:9.1f} with {own[0]}",
+            f"  {name:<44} {tried[0][1][number] * 1e6:9.1f} us, best {best[number] * 1e6:9.1f} "
+            f"with {own[0]}",
             flush=True,
         )
     setting.update(tried[0][0])
@@ -289,7 +354,9 @@ def sweep(kernel: str, ops: Any, native: Any) -> dict[str, int]:
 
 def main() -> None:
     """Sweep if asked to, then print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kernels", default=",".join(WORK))
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--json", help="file for the configurations and the figures")
@@ -309,13 +376,21 @@ def main() -> None:
             best[kernel] = sweep(kernel, ops, native)
             print(f"{kernel}: {json.dumps(best[kernel])}", flush=True)
         for name, work, calls in WORK[kernel](ops, native, True):
-            times = {provider: seconds(call, CALLS.get(kernel, 32)) for provider, call in calls.items()}
+            times = {
+                provider: seconds(call, CALLS.get(kernel, 32)) for provider, call in calls.items()
+            }
             rows.append({"name": name, "work": work, **times})
             rates = {
-                p: f"{work / t / 1e12:6.1f} TFLOP/s" if kernel == "prefill" else f"{work / t / rate:6.1%}"
+                p: f"{work / t / 1e12:6.1f} TFLOP/s"
+                if kernel == "prefill"
+                else f"{work / t / rate:6.1%}"
                 for p, t in times.items()
             }
-            print(f"{name:<48} " + "  ".join(f"{p} {t * 1e6:9.2f} us {rates[p]}" for p, t in times.items()), flush=True)
+            print(
+                f"{name:<48} "
+                + "  ".join(f"{p} {t * 1e6:9.2f} us {rates[p]}" for p, t in times.items()),
+                flush=True,
+            )
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump({"plan": plan.hash, "copy": rate, "best": best, "rows": rows}, file, indent=1)

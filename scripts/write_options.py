@@ -1,4 +1,6 @@
-"""Write docs/options.md from the tables of options, or (--check) say whether it is what they say."""
+"""Write docs/options.md from the tables of options, or (--check) say whether it is what they
+say.
+"""
 
 import argparse
 import sys
@@ -65,7 +67,11 @@ def table(options: Iterable[Option], leave_out: str | None = None) -> str:
     """A row for each option."""
     rows = [dict(zip(COLUMNS, cells(option), strict=True)) for option in options]
     columns = [column for column in COLUMNS if column != leave_out]
-    lines = [columns, ["---"] * len(columns), *([row[column] for column in columns] for row in rows)]
+    lines = [
+        columns,
+        ["---"] * len(columns),
+        *([row[column] for column in columns] for row in rows),
+    ]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -81,11 +87,17 @@ def cells(option: Option) -> tuple[str, ...]:
 def main() -> int:
     """0 if the page is, or now is, what the tables say."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page differs")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 if the page differs"
+    )
     wanted = document()
     if parser.parse_args().check:
         same = PATH.exists() and PATH.read_text(encoding="utf-8") == wanted
-        print("docs/options.md is what the tables say" if same else "docs/options.md differs: run write_options.py")
+        print(
+            "docs/options.md is what the tables say"
+            if same
+            else "docs/options.md differs: run write_options.py"
+        )
         return 0 if same else 1
     PATH.write_text(wanted, encoding="utf-8")
     return 0

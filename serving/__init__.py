@@ -1,1 +1,3 @@
-"""The front door: `LLM`, the command line, and the text side of requests. Backends are loaded by name."""
+"""The front door: `LLM`, the command line, and the text side of requests. Backends are loaded by
+name.
+"""

@@ -14,18 +14,27 @@ from .progress import StartBar, print_progress
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that only this command has."""
     g = parser.add_argument_group("ahead of time")
-    g.add_argument("--topology", required=True, metavar="v6e:2x4", help="a slice: v4, v5e, v5p, v6e, tpu7x and sides")
+    g.add_argument(
+        "--topology",
+        required=True,
+        metavar="v6e:2x4",
+        help="a slice: v4, v5e, v5p, v6e, tpu7x and sides",
+    )
     g.add_argument("--out", metavar="FOLDER", help="write all executables and their manifest there")
     g.add_argument(
         "--programs",
         choices=("largest", "steps", "all"),
         default="largest",
-        help="compile the largest of each kind, of these the steps without samplers, or all (--out does)",
+        help="compile the largest of each kind, of these the steps without samplers, or all "
+        "(--out "
+        "does)",
     )
     g.add_argument("--json", action="store_true", help="one JSON object")
 
 
-def run(arguments: argparse.Namespace, options: Callable[[argparse.Namespace], dict[str, Any]]) -> int:
+def run(
+    arguments: argparse.Namespace, options: Callable[[argparse.Namespace], dict[str, Any]]
+) -> int:
     """Exit code 0, or 3 if the model does not fit."""
     if arguments.backend not in ("auto", "jax"):
         raise ConfigError(f"backend: got {arguments.backend}, only jax compiles ahead of time")

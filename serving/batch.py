@@ -1,4 +1,6 @@
-"""The prompts of one call on their way through an engine: added, stepped, and turned into outputs."""
+"""The prompts of one call on their way through an engine: added, stepped, and turned into
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,18 @@ from .completion import Completion
 from .outputs import RequestOutput, StreamUpdate
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`, `priority`)."""
+"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`,
+`priority`).
+"""
 
 KEYS = ("prompt", "prompt_token_ids", "cache_salt", "priority")
 
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One completion under way. `ends_request`: it has ended, and all others of its prompt have too."""
+    """One completion under way. `ends_request`: it has ended, and all others of its prompt have
+    too.
+    """
 
     index: int
     output: RequestOutput
@@ -35,7 +41,10 @@ class Entry:
     def news(self) -> StreamUpdate:
         """What came since this was last asked."""
         now = self.completion.output
-        text, token_ids = now.text[self.reported_characters :], now.token_ids[self.reported_tokens :]
+        text, token_ids = (
+            now.text[self.reported_characters :],
+            now.token_ids[self.reported_tokens :],
+        )
         logprobs = None if now.logprobs is None else now.logprobs[self.reported_tokens :]
         self.reported_characters, self.reported_tokens = len(now.text), len(now.token_ids)
         update = StreamUpdate(self.index, now.index, self.output, text, token_ids, logprobs)
@@ -45,7 +54,9 @@ class Entry:
 
 
 class Batch:
-    """`outputs` stand in the order in which prompts were added. `num_tokens` counts what was generated."""
+    """`outputs` stand in the order in which prompts were added. `num_tokens` counts what was
+    generated.
+    """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self.outputs: list[RequestOutput] = []
@@ -62,7 +73,8 @@ class Batch:
     def add(self, request_id: str, prompt: Prompt | RequestError, params: SamplingParams) -> None:
         """Queue the completions of a prompt. Raises RequestError, which is also kept in its output.
 
-        A RequestError instead of a prompt is one that was refused before, such as messages without a role.
+        A RequestError instead of a prompt is one that was refused before, such as messages without
+        a role.
         """
         output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, [])
         self.outputs.append(output)
@@ -78,7 +90,9 @@ class Batch:
         if not isinstance(params, SamplingParams):
             raise RequestError("params", f"got {type(params).__name__}, must be SamplingParams")
         if params.stop and self._tokenizer is None:
-            raise RequestError("stop", "stop strings need a tokenizer, and the model folder has no tokenizer.json")
+            raise RequestError(
+                "stop", "stop strings need a tokenizer, and the model folder has no tokenizer.json"
+            )
         output.prompt, token_ids, options = _parts(prompt)
         if token_ids is None:
             token_ids = need_tokenizer(self._tokenizer, "text").encode(output.prompt or "")
@@ -129,21 +143,29 @@ class Batch:
 def need_tokenizer(tokenizer: Tokenizer | None, purpose: str) -> Tokenizer:
     """The tokenizer, or a RequestError that says what it is needed for."""
     if tokenizer is None:
-        raise RequestError("prompt", f"the model folder has no tokenizer.json, so {purpose} needs token ids")
+        raise RequestError(
+            "prompt", f"the model folder has no tokenizer.json, so {purpose} needs token ids"
+        )
     return tokenizer
 
 
 def _parts(prompt: Any) -> tuple[str | None, Any, dict[str, Any]]:
-    """(text, token ids, options of the engine) of a prompt; at least one of the first two is not None."""
+    """(text, token ids, options of the engine) of a prompt; at least one of the first two is not
+    None.
+    """
     if isinstance(prompt, str):
         return prompt, None, {}
     if prompt is None:
-        raise RequestError("prompt", "got None, must be text, token ids, or a mapping with one of them")
+        raise RequestError(
+            "prompt", "got None, must be text, token ids, or a mapping with one of them"
+        )
     if not isinstance(prompt, Mapping):
         return None, prompt, {}
     unknown = [show(key) for key in prompt if key not in KEYS]
     if unknown:
-        raise RequestError("prompt", f"unknown keys {', '.join(sorted(unknown))}; allowed are {', '.join(KEYS)}")
+        raise RequestError(
+            "prompt", f"unknown keys {', '.join(sorted(unknown))}; allowed are {', '.join(KEYS)}"
+        )
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is not None and not isinstance(text, str):
         raise RequestError("prompt", f"got {type(text).__name__}, must be text")

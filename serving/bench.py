@@ -1,6 +1,8 @@
-"""The benchmark workloads: decode, prefill, time to first token, a mixed load, start, and latency by percentile.
+"""The benchmark workloads: decode, prefill, time to first token, a mixed load, start, and latency
+by percentile.
 
-Everything runs through `LLM` on token ids; no text is made. Times are host times around a whole call.
+Everything runs through `LLM` on token ids; no text is made. Times are host times around a whole
+call.
 """
 
 from __future__ import annotations
@@ -40,11 +42,13 @@ OPTIONAL_CACHES = ("JAX_COMPILATION_CACHE_DIR",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is measured. The defaults are the workload that figures are compared on; `standard` says whether it is that.
+    """What is measured. The defaults are the workload that figures are compared on; `standard` says
+    whether it is that.
 
-    decode: a batch with `input_len` tokens in, (time for `output_len` out - time for 1 out) / (`output_len` - 1).
-    prefill: `prefill_prompts` prompts of `prefill_len`, 1 out. ttft: one such prompt. mixed: `mixed_requests` with
-    lengths in and out from `random.Random(1)` within [low, high). Medians of `repeats`; ttft of `ttft_repeats`.
+    decode: a batch with `input_len` tokens in, (time for `output_len` out - time for 1 out) /
+    (`output_len` - 1). prefill: `prefill_prompts` prompts of `prefill_len`, 1 out. ttft: one such
+    prompt. mixed: `mixed_requests` with lengths in and out from `random.Random(1)` within [low,
+    high). Medians of `repeats`; ttft of `ttft_repeats`.
     """
 
     only: tuple[str, ...] = PARTS
@@ -62,14 +66,25 @@ class Workload:
     def __post_init__(self) -> None:
         unknown = [part for part in self.only if part not in PARTS]
         if unknown or not self.only:
-            raise ConfigError(f"only: got {', '.join(unknown) or 'nothing'}, allowed are {', '.join(PARTS)}")
+            raise ConfigError(
+                f"only: got {', '.join(unknown) or 'nothing'}, allowed are {', '.join(PARTS)}"
+            )
         if not self.batch_sizes or any(size < 1 for size in self.batch_sizes):
             raise ConfigError(f"batch_sizes: got {self.batch_sizes}, must be positive integers")
-        for name in ("input_len", "prefill_prompts", "prefill_len", "mixed_requests", "repeats", "ttft_repeats"):
+        for name in (
+            "input_len",
+            "prefill_prompts",
+            "prefill_len",
+            "mixed_requests",
+            "repeats",
+            "ttft_repeats",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, must be a positive integer")
         if self.output_len < 2:
-            raise ConfigError(f"output_len: got {self.output_len}, must be at least 2: a step is a difference")
+            raise ConfigError(
+                f"output_len: got {self.output_len}, must be at least 2: a step is a difference"
+            )
         for name in ("mixed_input", "mixed_output"):
             low_high = getattr(self, name)
             if len(low_high) != 2 or not 1 <= low_high[0] < low_high[1]:
@@ -77,7 +92,9 @@ class Workload:
 
     @property
     def standard(self) -> bool:
-        """Whether sizes and repeats are the defaults (the parts and the batch sizes may be a selection)."""
+        """Whether sizes and repeats are the defaults (the parts and the batch sizes may be a
+        selection).
+        """
         default = Workload()
         return all(
             getattr(self, f.name) == getattr(default, f.name)
@@ -95,9 +112,13 @@ class Workload:
         }
         for part in set(self.only) & set(needs):
             if needs[part] > max_model_len:
-                raise ConfigError(f"max_model_len: got {max_model_len}, {part} needs {needs[part]} tokens")
+                raise ConfigError(
+                    f"max_model_len: got {max_model_len}, {part} needs {needs[part]} tokens"
+                )
         if "decode" in self.only and max(self.batch_sizes) > max_num_seqs:
-            raise ConfigError(f"batch_sizes: got {max(self.batch_sizes)}, max_num_seqs is {max_num_seqs}")
+            raise ConfigError(
+                f"batch_sizes: got {max(self.batch_sizes)}, max_num_seqs is {max_num_seqs}"
+            )
 
 
 class Runner:
@@ -167,7 +188,9 @@ def decode(runner: Runner, workload: Workload, batch: int, limits: Limits) -> di
     # In step i of 1..steps a request attends to its prompt and i tokens.
     length = workload.input_len + (steps + 1) / 2
     config = runner.llm.engine.config
-    moved = decode_bytes(runner.model, batch, length, ITEMSIZE[config.dtype], ITEMSIZE[config.kv_cache_dtype])
+    moved = decode_bytes(
+        runner.model, batch, length, ITEMSIZE[config.dtype], ITEMSIZE[config.kv_cache_dtype]
+    )
     return {
         "ms_per_step": step * 1e3,
         "tok_s": batch / step,
@@ -219,20 +242,36 @@ def mixed(runner: Runner, workload: Workload) -> dict[str, Any]:
 
 
 def share(work: float, seconds: float, rate: float | None) -> float | None:
-    """Part of a measured rate that `work` in `seconds` makes use of; None where no rate was measured."""
+    """Part of a measured rate that `work` in `seconds` makes use of; None where no rate was
+    measured.
+    """
     return None if rate is None else work / seconds / rate
 
 
-def run_latency(llm: LLM, batch: int, input_len: int, output_len: int, iterations: int) -> dict[str, Any]:
-    """One batch, several times: milliseconds to the first token, between tokens, and of whole requests."""
+def run_latency(
+    llm: LLM, batch: int, input_len: int, output_len: int, iterations: int
+) -> dict[str, Any]:
+    """One batch, several times: milliseconds to the first token, between tokens, and of whole
+    requests.
+    """
     config = llm.engine.config
     if not 1 <= batch <= config.max_num_seqs:
-        raise ConfigError(f"batch_size: got {batch}, must be from 1 to max_num_seqs, which is {config.max_num_seqs}")
-    for name, value, low in (("input_len", input_len, 1), ("output_len", output_len, 2), ("iterations", iterations, 1)):
+        raise ConfigError(
+            f"batch_size: got {batch}, must be from 1 to max_num_seqs, which is "
+            f"{config.max_num_seqs}"
+        )
+    for name, value, low in (
+        ("input_len", input_len, 1),
+        ("output_len", output_len, 2),
+        ("iterations", iterations, 1),
+    ):
         if value < low:
             raise ConfigError(f"{name}: got {value}, must be at least {low}")
     if input_len + output_len > config.max_model_len:
-        raise ConfigError(f"max_model_len: got {config.max_model_len}, the run needs {input_len + output_len} tokens")
+        raise ConfigError(
+            f"max_model_len: got {config.max_model_len}, the run needs {input_len + output_len} "
+            "tokens"
+        )
     runner = Runner(llm)
     runner.seconds([input_len] * batch, [2] * batch)
     first: list[float] = []
@@ -251,7 +290,9 @@ def run_latency(llm: LLM, batch: int, input_len: int, output_len: int, iteration
     }
 
 
-def _arrivals(runner: Runner, lengths: Sequence[int], output_len: int, iteration: int) -> list[list[float]]:
+def _arrivals(
+    runner: Runner, lengths: Sequence[int], output_len: int, iteration: int
+) -> list[list[float]]:
     """Seconds from the start to each token, by request."""
     engine = runner.llm.engine
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
@@ -277,7 +318,8 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def measure_start(model: str, backend: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Seconds from starting a process to a ready engine, by phase: with empty compile caches, then with what that left.
+    """Seconds from starting a process to a ready engine, by phase: with empty compile caches, then
+    with what that left.
 
     Two processes, one after the other, before this one touches the device.
     """
@@ -285,7 +327,9 @@ def measure_start(model: str, backend: str, options: dict[str, Any]) -> dict[str
         names = [*CACHES, *(name for name in OPTIONAL_CACHES if name in os.environ)]
         environment = os.environ | {name: os.path.join(folder, name.lower()) for name in names}
         cache = os.path.join(folder, "cache") if backend == "torch" else None
-        request = json.dumps({"model": model, "backend": backend, "options": options, "cache": cache})
+        request = json.dumps(
+            {"model": model, "backend": backend, "options": options, "cache": cache}
+        )
         return {name: _start(request, environment) for name in ("cold", "warm")}
 
 
@@ -293,7 +337,12 @@ def _start(request: str, environment: dict[str, str]) -> dict[str, Any]:
     module = f"{__package__}.bench_start"
     spawned = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", module], input=request, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", module],
+        input=request,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
@@ -307,15 +356,23 @@ def _start(request: str, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def describe(llm: LLM, model: str) -> dict[str, Any]:
-    """What a figure needs to be understood later: versions, device, plan, configuration, programs."""
+    """What a figure needs to be understood later: versions, device, plan, configuration,
+    programs.
+    """
     engine = llm.engine
-    packages = {"torch": ("torch", "triton"), "jax": ("jax", "jaxlib", "libtpu")}[engine.config.backend]
+    packages = {"torch": ("torch", "triton"), "jax": ("jax", "jaxlib", "libtpu")}[
+        engine.config.backend
+    ]
     return {
         "model": model,
         "model_hash": engine.model.raw_hash,
         "backend": engine.config.backend,
         "device": asdict(engine.device),
-        "host": {"machine": platform.machine(), "cpus": os.cpu_count(), "python": platform.python_version()},
+        "host": {
+            "machine": platform.machine(),
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+        },
         "versions": {name: _version(name) for name in ("twinfer", "numpy", *packages)},
         "plan_hash": engine.worker.plans().hash,
         "config": {f.name: getattr(engine.config, f.name) for f in fields(engine.config)},

@@ -37,7 +37,9 @@ ENGINE_DEFAULTS: dict[str, Any] = {
 
 def add_parsers(bench: argparse.ArgumentParser) -> None:
     """The flags of both benchmarks."""
-    kinds = bench.add_subparsers(dest="bench", metavar="WORKLOAD", required=True, parser_class=type(bench))
+    kinds = bench.add_subparsers(
+        dest="bench", metavar="WORKLOAD", required=True, parser_class=type(bench)
+    )
     default = Workload()
     usage = "%(prog)s MODEL [options]"
     what = "decode, prefill, first token, mixed load, cold and warm start"
@@ -47,10 +49,18 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
     for parser in (offline, latency):
         parser.set_defaults(**ENGINE_DEFAULTS)
         add_model(parser)
-        parser.add_argument("--json", metavar="FILE", help="write the result there as well (default: nowhere)")
-    w = offline.add_argument_group("workload (the defaults are the one that figures are compared on)")
+        parser.add_argument(
+            "--json", metavar="FILE", help="write the result there as well (default: nowhere)"
+        )
+    w = offline.add_argument_group(
+        "workload (the defaults are the one that figures are compared on)"
+    )
     w.add_argument(
-        "--only", type=_words, default=PARTS, metavar="PART,...", help=f"of {', '.join(PARTS)} (default: all)"
+        "--only",
+        type=_words,
+        default=PARTS,
+        metavar="PART,...",
+        help=f"of {', '.join(PARTS)} (default: all)",
     )
     sizes = ",".join(map(str, default.batch_sizes))
     w.add_argument(
@@ -85,7 +95,9 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
         ("output-len", default.output_len, "tokens out, from 2"),
         ("iterations", 10, "batches, from 1"),
     ):
-        b.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{text} (default: %(default)s)")
+        b.add_argument(
+            f"--{name}", type=int, default=value, metavar="N", help=f"{text} (default: %(default)s)"
+        )
     for parser in (offline, latency):
         add_engine(parser)
 
@@ -98,20 +110,28 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 1,8,64") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of integers such as 1,8,64"
+        ) from None
 
 
 def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Run a benchmark with the engine options `options`; prints a table and writes the JSON. Returns the exit code."""
+    """Run a benchmark with the engine options `options`; prints a table and writes the JSON.
+    Returns the exit code.
+    """
     if arguments.backend == "auto":
-        # Named before anything starts: a figure is of one backend, and the processes of `start` must take the same.
+        # Named before anything starts: a figure is of one backend, and the processes of `start`
+        # must take the same.
         arguments.backend = first_installed(arguments.device)
     model, backend = arguments.model, arguments.backend
-    EngineConfig(**options, model=model, backend=backend)  # a wrong option shows before a minute of work
+    # a wrong option shows before a minute of work
+    EngineConfig(**options, model=model, backend=backend)
     check_weights(model, options["load_format"])
     if arguments.json:
         _check_writable(arguments.json)
-    result = (_latency if arguments.bench == "latency" else _offline)(arguments, model_folder(model), options)
+    result = (_latency if arguments.bench == "latency" else _offline)(
+        arguments, model_folder(model), options
+    )
     from rich.console import Console
 
     console = Console()
@@ -125,7 +145,9 @@ def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
             json.dump(result, file, indent=1, default=_plain)
     late = result["compilations_after_ready"]
     if late:
-        console.print(f"{late} compilations after ready: the figures are not those of a warm engine")
+        console.print(
+            f"{late} compilations after ready: the figures are not those of a warm engine"
+        )
     return 1 if late else 0
 
 
@@ -137,14 +159,25 @@ def _check_writable(path: str) -> None:
 
 
 def _offline(arguments: argparse.Namespace, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    workload = Workload(**{name: getattr(arguments, name) for name in Workload.__dataclass_fields__})
+    workload = Workload(
+        **{name: getattr(arguments, name) for name in Workload.__dataclass_fields__}
+    )
     workload.check(options["max_model_len"], options["max_num_seqs"])
-    result: dict[str, Any] = {"benchmark": "offline", "model": arguments.model, "backend": arguments.backend}
-    result |= {"workload": asdict(workload) | {"standard": workload.standard}, "compilations_after_ready": 0}
+    result: dict[str, Any] = {
+        "benchmark": "offline",
+        "model": arguments.model,
+        "backend": arguments.backend,
+    }
+    result |= {
+        "workload": asdict(workload) | {"standard": workload.standard},
+        "compilations_after_ready": 0,
+    }
     figures: dict[str, Any] = {}
     if "start" in workload.only:
         # First: its processes need the device to themselves.
-        figures["start"] = measure_start(folder, arguments.backend, json.loads(json.dumps(options, default=_plain)))
+        figures["start"] = measure_start(
+            folder, arguments.backend, json.loads(json.dumps(options, default=_plain))
+        )
     if set(workload.only) != {"start"}:
         from .llm import LLM
 
@@ -170,10 +203,18 @@ def _limits(folder: str, backend: str, options: dict[str, Any]) -> Limits:
 def _latency(arguments: argparse.Namespace, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     from .llm import LLM
 
-    sizes = {name: getattr(arguments, name) for name in ("batch_size", "input_len", "output_len", "iterations")}
+    sizes = {
+        name: getattr(arguments, name)
+        for name in ("batch_size", "input_len", "output_len", "iterations")
+    }
     with LLM(folder, backend=arguments.backend, **options) as llm:
         figures = run_latency(llm, *sizes.values())
-        result = {"benchmark": "latency", **describe(llm, arguments.model), "workload": sizes, "figures": figures}
+        result = {
+            "benchmark": "latency",
+            **describe(llm, arguments.model),
+            "workload": sizes,
+            "figures": figures,
+        }
         return result | {"compilations_after_ready": llm.engine.worker.compilations_after_ready()}
 
 
@@ -189,11 +230,15 @@ def _plain(value: Any) -> Any:
 
 
 def make_table(result: dict[str, Any]) -> Table:
-    """The figures with their units; the last column is the share of what the device was measured to do."""
+    """The figures with their units; the last column is the share of what the device was measured
+    to do.
+    """
     from rich.table import Table
 
     where = result["device"]["name"] if "device" in result else "-"
-    title = f"{result['model']}, {result['backend']} on {where}, plan {result.get('plan_hash', '-')}"
+    title = (
+        f"{result['model']}, {result['backend']} on {where}, plan {result.get('plan_hash', '-')}"
+    )
     if not result["workload"].get("standard", True):
         title += " (not the standard sizes)"
     table = Table(title=title)
@@ -224,11 +269,21 @@ def _offline_rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]
 
 
 def _latency_rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    sizes, names = result["workload"], {"ttft_ms": "first token", "per_token_ms": "per token", "request_ms": "request"}
+    sizes, names = (
+        result["workload"],
+        {"ttft_ms": "first token", "per_token_ms": "per token", "request_ms": "request"},
+    )
     for key, name in names.items():
         row = result["figures"][key]
-        what = f"{name}, b={sizes['batch_size']}, {sizes['input_len']} in, {sizes['output_len']} out"
-        yield what, f"p50 {row['p50']:.3f} ms", f"p90 {row['p90']:.3f}, p99 {row['p99']:.3f} ms", "-"
+        what = (
+            f"{name}, b={sizes['batch_size']}, {sizes['input_len']} in, {sizes['output_len']} out"
+        )
+        yield (
+            what,
+            f"p50 {row['p50']:.3f} ms",
+            f"p90 {row['p90']:.3f}, p99 {row['p99']:.3f} ms",
+            "-",
+        )
 
 
 def _percent(row: dict[str, Any], of: str) -> str:

@@ -1,7 +1,7 @@
 """One start of an engine, timed by phase: `bench.measure_start` runs it as a process of its own.
 
-Reads {"model", "backend", "options", "cache"} as JSON from standard input: `cache` is a folder for compiled code, or
-null. Its last line of output is the answer as JSON.
+Reads {"model", "backend", "options", "cache"} as JSON from standard input: `cache` is a folder for
+compiled code, or null. Its last line of output is the answer as JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def main() -> int:
     return 0
 
 
-def with_cache(model: str, backend: str, options: dict[str, Any], cache: str | None) -> dict[str, Any]:
+def with_cache(
+    model: str, backend: str, options: dict[str, Any], cache: str | None
+) -> dict[str, Any]:
     """The options, with compiled code kept in the folder `cache` where anything is kept."""
     from ..shared.compilation_config import keeps_code
     from ..shared.config import EngineConfig
@@ -36,10 +38,14 @@ def with_cache(model: str, backend: str, options: dict[str, Any], cache: str | N
     platform = backend_module(backend).find_device(config.device).platform
     if cache is None or not keeps_code(config.compilation(), platform):
         return options
-    return options | {"compilation_config": {**(options.get("compilation_config") or {}), "cache_dir": cache}}
+    return options | {
+        "compilation_config": {**(options.get("compilation_config") or {}), "cache_dir": cache}
+    }
 
 
-def start(model: str, backend: str, options: dict[str, Any], cache: str | None = None) -> dict[str, Any]:
+def start(
+    model: str, backend: str, options: dict[str, Any], cache: str | None = None
+) -> dict[str, Any]:
     """The times of one start, in seconds; `_at` are readings of the machine's monotonic clock."""
     from ..shared.sampling_params import SamplingParams
     from ..shared.worker import backend_module

@@ -28,12 +28,16 @@ NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The entry point. Returns the exit code: 0 done, 1 failed, 2 wrong input, 4 backend unavailable."""
+    """The entry point. Returns the exit code: 0 done, 1 failed, 2 wrong input, 4 backend
+    unavailable.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character gets its escape, not an error after all the work.
         sys.stdout.reconfigure(errors="backslashreplace")
     parser, _ = _parser()
-    arguments, unknown = parser.parse_known_args(join_values(sys.argv[1:] if argv is None else argv))
+    arguments, unknown = parser.parse_known_args(
+        join_values(sys.argv[1:] if argv is None else argv)
+    )
     if flags := [word for word in unknown if word.startswith("-")]:
         parser.leaf(arguments).refuse(flags[0])
     try:
@@ -68,7 +72,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.coordinator is not None:
         from ..shared.worker import backend_module
 
-        backend_module("jax", "hosts").join(arguments.coordinator, arguments.hosts, arguments.host_index)
+        backend_module("jax", "hosts").join(
+            arguments.coordinator, arguments.hosts, arguments.host_index
+        )
         if getattr(arguments, "backend", "jax") == "auto":
             arguments.backend = "jax"  # the only one that spans hosts
     elif arguments.hosts > 1:
@@ -77,7 +83,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _drop_output() -> None:
-    """Nobody takes the output any more; a second complaint when Python flushes at its end would help nobody."""
+    """Nobody takes the output any more; a second complaint when Python flushes at its end would
+    help nobody.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -87,14 +95,32 @@ def _one_line(error: Exception) -> str:
 
 def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     """The parser, and those of the commands by name."""
-    parser = OneLineParser(prog="twinfer", description="One LLM engine for TPUs and GPUs; both compute the same thing.")
+    parser = OneLineParser(
+        prog="twinfer", description="One LLM engine for TPUs and GPUs; both compute the same thing."
+    )
     from .. import __version__
 
     parser.add_argument("--version", action="version", version=f"twinfer {__version__}")
-    g = parser.add_argument_group("several hosts", "the same command on each; the first has the results")
-    g.add_argument("--coordinator", metavar="HOST:PORT", help="JAX: the first host; the next port is used too")
-    g.add_argument("--hosts", type=size, default=1, metavar="N", help="how many there are (default: %(default)s)")
-    g.add_argument("--host-index", type=size, default=0, metavar="I", help="this one's, from 0 (default: %(default)s)")
+    g = parser.add_argument_group(
+        "several hosts", "the same command on each; the first has the results"
+    )
+    g.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="JAX: the first host; the next port is used too"
+    )
+    g.add_argument(
+        "--hosts",
+        type=size,
+        default=1,
+        metavar="N",
+        help="how many there are (default: %(default)s)",
+    )
+    g.add_argument(
+        "--host-index",
+        type=size,
+        default=0,
+        metavar="I",
+        help="this one's, from 0 (default: %(default)s)",
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
     generate = commands.add_parser("generate", help="complete prompts and leave", usage=USAGE)
     generate.set_defaults(run=run_generate)
@@ -104,15 +130,25 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     demo.set_defaults(run=run_demo)
     demo.add_argument("--dtype", choices=DTYPES[1:], default="float32", help="default: %(default)s")
     demo.add_argument(
-        "--max-tokens", type=size, default=48, metavar="N", help="of each text, from 1 (default: %(default)s)"
+        "--max-tokens",
+        type=size,
+        default=48,
+        metavar="N",
+        help="of each text, from 1 (default: %(default)s)",
     )
-    plan = commands.add_parser("plan", help="which implementation of each op a backend runs, and why", usage=USAGE)
+    plan = commands.add_parser(
+        "plan", help="which implementation of each op a backend runs, and why", usage=USAGE
+    )
     plan.set_defaults(run=run_plan)
     add_model(plan)
     add_engine(plan)
     plan.add_argument("--json", action="store_true", help="one JSON object")
-    plan.add_argument("--all", action="store_true", help="also the ops that the model does not call")
-    bench = commands.add_parser("bench", help="measure speed: offline workloads, or latency by percentile")
+    plan.add_argument(
+        "--all", action="store_true", help="also the ops that the model does not call"
+    )
+    bench = commands.add_parser(
+        "bench", help="measure speed: offline workloads, or latency by percentile"
+    )
     bench.set_defaults(run=run_bench)
     add_bench_parsers(bench)
     what = "compile for a TPU slice without one: does it fit, what does it cost"
@@ -121,7 +157,9 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     add_model(aot)
     add_aot_flags(aot)
     add_engine(aot, without=["torch"])
-    numerics = commands.add_parser("numerics", help="compare backends numerically: which op, in which layer, and why")
+    numerics = commands.add_parser(
+        "numerics", help="compare backends numerically: which op, in which layer, and why"
+    )
     numerics.set_defaults(run=run_numerics)
     add_numerics_parsers(numerics)
     return parser, commands.choices
@@ -184,7 +222,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.all:
         called = {row["op"] for row in rows}
         everything = backend_module(backend, "plans").chooser(resolved)()
-        rows += [_plan_row(choice, "-") for name, choice in everything.choices.items() if name not in called]
+        rows += [
+            _plan_row(choice, "-")
+            for name, choice in everything.choices.items()
+            if name not in called
+        ]
     if arguments.json:
         keys = {"cache_key": plans.cache_key, "plan_hash": plans.hash}
         print(json.dumps({"backend": backend, "ops": rows, "layers": layers, **keys}))
@@ -193,7 +235,10 @@ def run_plan(arguments: argparse.Namespace) -> int:
         passed = f"  passed over: {'; '.join(row['passed_over'])}" if row["passed_over"] else ""
         same = "deterministic" if row["deterministic"] else "not deterministic"
         same += ", row-invariant" if row["row_invariant"] else ""
-        what = f"{row['op']:<24} {row['kind']:<8} {row['provider']:<12} {row['chosen_by']:<9} {row['uuid']}"
+        what = (
+            f"{row['op']:<24} {row['kind']:<8} {row['provider']:<12} {row['chosen_by']:<9} "
+            f"{row['uuid']}"
+        )
         print(f"{what}  {same:<28} rounds {row['rounds']}{passed}")
     for title, count in layers.items():
         if "." in title:
@@ -204,11 +249,15 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 def _plan_rows(plans: Any) -> list[dict[str, Any]]:
     """The choices of each kind of program, and those that differ in some kinds of layers."""
-    rows = [_plan_row(plan[name], kind) for kind, plan in plans.by_kind.items() for name in plan.choices]
+    rows = [
+        _plan_row(plan[name], kind) for kind, plan in plans.by_kind.items() for name in plan.choices
+    ]
     for title, plan in plans.titled():
         usual = plans[title.partition(".")[0]]
         rows += [
-            _plan_row(choice, title) for name, choice in plan.choices.items() if choice.provider != usual[name].provider
+            _plan_row(choice, title)
+            for name, choice in plan.choices.items()
+            if choice.provider != usual[name].provider
         ]
     return rows
 

@@ -16,7 +16,11 @@ class Completion:
     """Turns the updates of one engine request into a `CompletionOutput`."""
 
     def __init__(
-        self, index: int, prompt_token_ids: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
+        self,
+        index: int,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
     ) -> None:
         self.output = CompletionOutput(index)
         self.done = False
@@ -37,7 +41,9 @@ class Completion:
             )
 
     def take(self, update: Update) -> bool:
-        """Take what a step brought. True if its text completed a stop string: the engine must end the request."""
+        """Take what a step brought. True if its text completed a stop string: the engine must
+        end the request.
+        """
         self.num_cached_tokens = update.num_cached_tokens
         last = len(update.tokens) - 1
         for position, token in enumerate(update.tokens):
@@ -51,7 +57,9 @@ class Completion:
             self._end(update.finish_reason)
         return False
 
-    def _take_token(self, token: int, logprobs: TokenLogprobs | None, reason: FinishReason | None) -> None:
+    def _take_token(
+        self, token: int, logprobs: TokenLogprobs | None, reason: FinishReason | None
+    ) -> None:
         """`reason`: of the token that ends the request."""
         output, params = self.output, self._params
         output.token_ids.append(token)
@@ -70,7 +78,10 @@ class Completion:
     def _look_for_stop(self) -> None:
         """End the output if its text has completed a stop string."""
         if self._text is not None and self._text.stopped is not None:
-            self.output.finish_reason, self.output.stop_reason = FinishReason.STOP.value, self._text.stopped
+            self.output.finish_reason, self.output.stop_reason = (
+                FinishReason.STOP.value,
+                self._text.stopped,
+            )
             self.done = True
 
     def _end(self, reason: FinishReason) -> None:

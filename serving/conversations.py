@@ -33,7 +33,9 @@ class ChatTemplate:
         *,
         return_errors: bool = False,
     ) -> list[Any]:
-        """The prompts of one conversation or several, for `LLM.generate`. See `LLM.chat_prompts`."""
+        """The prompts of one conversation or several, for `LLM.generate`. See
+        `LLM.chat_prompts`.
+        """
         tokenizer = need_tokenizer(tokenizer, "chat")
         prompts: list[Any] = []
         for conversation in _conversations(messages):
@@ -61,8 +63,12 @@ def _conversations(messages: Any) -> Sequence[Any]:
     if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)):
         if any(isinstance(item, Mapping) for item in messages):
             return [messages]
-        if all(isinstance(item, Sequence) and not isinstance(item, (str, bytes)) for item in messages):
+        if all(
+            isinstance(item, Sequence) and not isinstance(item, (str, bytes)) for item in messages
+        ):
             return messages
     raise RequestError(
-        "messages", f"got {show(messages)}, must be a list of messages with role and content, or a list of such lists"
+        "messages",
+        f"got {show(messages)}, must be a list of messages with role and content, or a list of "
+        "such lists",
     )

@@ -1,4 +1,5 @@
-"""`twinfer demo`: the bundled model completes the same prompts on both workers, and the tokens are compared.
+"""`twinfer demo`: the bundled model completes the same prompts on both workers, and the tokens are
+compared.
 
 Each worker runs in a process of its own, so that neither framework is ever loaded beside the other.
 """
@@ -34,12 +35,16 @@ PROMPTS = (
     "# This module ",
 )
 TIE_FACTOR = 4.0
-"""Two tokens are a tie if both sides see a margin below this many times the difference between the sides."""
+"""Two tokens are a tie if both sides see a margin below this many times the difference between
+the sides.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One completion of one worker. `logprobs[i]` maps the best two tokens at position i to log-probabilities."""
+    """One completion of one worker. `logprobs[i]` maps the best two tokens at position i to
+    log-probabilities.
+    """
 
     text: str
     token_ids: list[int]
@@ -48,7 +53,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRun:
-    """All completions of one worker, in the order of the prompts; seconds to start and to generate."""
+    """All completions of one worker, in the order of the prompts; seconds to start and to
+    generate.
+    """
 
     backend: str
     device: str
@@ -63,7 +70,9 @@ class WorkerRun:
 
 
 def run(dtype: str, max_tokens: int) -> int:
-    """Run the demo and print it. 0 if all tokens are equal (or differ at proven ties only), else 1."""
+    """Run the demo and print it. 0 if all tokens are equal (or differ at proven ties only), else
+    1.
+    """
     SamplingParams(max_tokens=max_tokens)  # raises before any worker starts
     for backend in BACKENDS:
         check_installed(backend)
@@ -74,11 +83,14 @@ def run(dtype: str, max_tokens: int) -> int:
     for side in runs:
         table.add_column(f"{side.backend} on {side.device}", overflow="fold")
     for index, prompt in enumerate(PROMPTS):
-        table.add_row(*(_literal(text) for text in (prompt, *(side.results[index].text for side in runs))))
+        table.add_row(
+            *(_literal(text) for text in (prompt, *(side.results[index].text for side in runs)))
+        )
     console.print(table)
     for side in runs:
         console.print(
-            f"{side.backend:>5} on {side.device}: ready in {side.start_seconds:.1f} s, {side.rate:.0f} tokens/s",
+            f"{side.backend:>5} on {side.device}: ready in {side.start_seconds:.1f} s, "
+            f"{side.rate:.0f} tokens/s",
             highlight=False,
         )
     verdict = compare(runs[0].results, runs[1].results)
@@ -101,26 +113,34 @@ class Verdict:
 def compare(left: list[Result], right: list[Result]) -> Any:
     """Compare completions prompt by prompt.
 
-    After the first difference of a prompt the two sides continue different texts, so the rest counts as not equal. The
-    difference is a proven tie if each side holds the same two tokens for the best, by a margin that is smaller than
-    `TIE_FACTOR` times the largest difference of log-probabilities between the sides before it.
+    After the first difference of a prompt the two sides continue different texts, so the rest
+    counts as not equal. The difference is a proven tie if each side holds the same two tokens for
+    the best, by a margin that is smaller than `TIE_FACTOR` times the largest difference of
+    log-probabilities between the sides before it.
     """
     verdict = Verdict()
     for index, (a, b) in enumerate(zip(left, right, strict=True)):
         length = max(len(a.token_ids), len(b.token_ids))
         pairs = zip(a.token_ids, b.token_ids, strict=False)
-        first = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a.token_ids), len(b.token_ids)))
+        first = next(
+            (i for i, (x, y) in enumerate(pairs) if x != y), min(len(a.token_ids), len(b.token_ids))
+        )
         verdict.total += length
         verdict.equal += first
         if first == length:
             continue
-        noise = max((abs(x[t] - y[t]) for x, y in _before(a, b, first) for t in x.keys() & y.keys()), default=0.0)
+        noise = max(
+            (abs(x[t] - y[t]) for x, y in _before(a, b, first) for t in x.keys() & y.keys()),
+            default=0.0,
+        )
         margins = [_margin(side, first) for side in (a, b)]
         tie = None not in margins and margins[0][0] == margins[1][0]
         tie = tie and max(margin for _, margin in margins) < TIE_FACTOR * noise
         verdict.real += not tie
         kind = "a tie" if tie else "a real difference"
-        verdict.notes.append(f"prompt {index}: {kind} at token {first} (margins {margins}, noise {noise:.2e})")
+        verdict.notes.append(
+            f"prompt {index}: {kind} at token {first} (margins {margins}, noise {noise:.2e})"
+        )
     return verdict
 
 
@@ -145,7 +165,9 @@ def _start(backend: str, dtype: str, max_tokens: int) -> WorkerRun:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         command = [sys.executable, "-m", __spec__.name, "--backend", backend, "--dtype", dtype]
-        done = subprocess.run([*command, "--max-tokens", str(max_tokens), "--out", str(out)], check=False)
+        done = subprocess.run(
+            [*command, "--max-tokens", str(max_tokens), "--out", str(out)], check=False
+        )
         if done.returncode:
             raise TwinferError(f"demo: the {backend} worker ended with exit code {done.returncode}")
         record = json.loads(out.read_text())
@@ -165,7 +187,9 @@ def work(backend: str, dtype: str, max_tokens: int) -> WorkerRun:
     tokenizer = need_tokenizer(Tokenizer.load(model_folder("demo")), "text")
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     demand = Demand.of((len(prompt), params) for prompt in prompts)
-    options: dict[str, Any] = dict(dtype=dtype, max_model_len=256, tokenizer=tokenizer, demand=demand)
+    options: dict[str, Any] = dict(
+        dtype=dtype, max_model_len=256, tokenizer=tokenizer, demand=demand
+    )
     with LLM("demo", backend=backend, device="auto", **options) as llm:
         ready = time.perf_counter()
         outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
@@ -173,7 +197,10 @@ def work(backend: str, dtype: str, max_tokens: int) -> WorkerRun:
         device = llm.engine.device.platform
     results = []
     for output in outputs:
-        best = [{str(token): entry.logprob for token, entry in row.items()} for row in output.logprobs or []]
+        best = [
+            {str(token): entry.logprob for token, entry in row.items()}
+            for row in output.logprobs or []
+        ]
         results.append(Result(output.text, output.token_ids, best))
     return WorkerRun(backend, device, ready - start, done - ready, results)
 

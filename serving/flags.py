@@ -1,4 +1,6 @@
-"""The flags of prompts, sampling and the engine, those of options from their tables; and options from the flags."""
+"""The flags of prompts, sampling and the engine, those of options from their tables; and options
+from the flags.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ NOTES = {"cache": "sizes may have a unit: 32k is 32000, 32K is 32768"}
 
 
 class _Switch(argparse.BooleanOptionalAction):
-    """`--flag` and `--no-flag`, with the help as it is written: Python 3.11 adds the default a second time."""
+    """`--flag` and `--no-flag`, with the help as it is written: Python 3.11 adds the default a
+    second time.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -31,9 +35,13 @@ class _Switch(argparse.BooleanOptionalAction):
 
 
 class _TypedPrompt(argparse.Action):
-    """Appends (kind, value), so that prompts stay in the order in which they were typed, whatever their flags."""
+    """Appends (kind, value), so that prompts stay in the order in which they were typed,
+    whatever their flags.
+    """
 
-    def __call__(self, parser: Any, arguments: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: Any, arguments: Any, values: Any, option_string: str | None = None
+    ) -> None:
         """As `argparse` has it."""
         kind = self.option_strings[0]
         arguments.prompts = [*arguments.prompts, (kind, values)]
@@ -41,12 +49,20 @@ class _TypedPrompt(argparse.Action):
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:
     """What is completed."""
-    g = parser.add_argument_group("prompts", "each may be given several times; results count in the order given")
+    g = parser.add_argument_group(
+        "prompts", "each may be given several times; results count in the order given"
+    )
     options: dict[str, Any] = {"action": _TypedPrompt, "dest": "prompts", "default": []}
     g.add_argument("--prompt", **options, metavar="TEXT", help="a text")
-    g.add_argument("--prompt-token-ids", **options, type=token_ids, metavar="1,2,3", help="token ids")
+    g.add_argument(
+        "--prompt-token-ids", **options, type=token_ids, metavar="1,2,3", help="token ids"
+    )
     g.add_argument("--prompt-file", **options, metavar="FILE", help="a text a line, UTF-8")
-    g.add_argument("--chat", action="store_true", help="texts are what a user says: render them by the chat template")
+    g.add_argument(
+        "--chat",
+        action="store_true",
+        help="texts are what a user says: render them by the chat template",
+    )
 
 
 def add_flag(group: Any, option: Option, default: Any, usual: str) -> None:
@@ -67,17 +83,23 @@ def add_flag(group: Any, option: Option, default: Any, usual: str) -> None:
 
 
 def destination(option: Option) -> str:
-    """Where the value of an option's flag stands among the arguments: under the name of the flag."""
+    """Where the value of an option's flag stands among the arguments: under the name of the
+    flag.
+    """
     return option.flags[0][2:].replace("-", "_")
 
 
 def _help(option: Option, usual: str) -> str:
-    """What an option does, what is allowed, its default, and whether it may be repeated; then what each value means."""
+    """What an option does, what is allowed, its default, and whether it may be repeated; then
+    what each value means.
+    """
     says_range = option.limits is not None or (option.kind.in_help and option.range)
     text = f"{option.help}: {option.range}" if says_range else option.help
     repeated = "; may be repeated" if option.kind.repeated else ""
     text = f"{text} (default: {usual}{repeated})".replace("%", "%%")
-    return "\n".join([text, *(f"{value}: {meaning}" for value, meaning in (option.meanings or {}).items())])
+    return "\n".join(
+        [text, *(f"{value}: {meaning}" for value, meaning in (option.meanings or {}).items())]
+    )
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +110,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         add_flag(g, option, None, where + option.usually)
     g.add_argument(
         "--generation-config", choices=SOURCES, default="auto",
-        help="none: without the sampling defaults of the model's generation_config.json (default: %(default)s)",
+        help="none: without the sampling defaults of the model's generation_config.json (default: "
+             "%(default)s)",
     )  # fmt: skip
 
 
@@ -101,18 +124,27 @@ def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def add_output(parser: argparse.ArgumentParser) -> None:
     """What is printed."""
     g = parser.add_argument_group("output")
-    g.add_argument("--json", action="store_true", help="one JSON object a line, written when a completion ends")
-    g.add_argument("--stream", action="store_true", help="text as it comes; with --json an object for each piece")
     g.add_argument(
-        "-v", "--verbose", action="store_true", help="the start report: what was filled in, and why (stderr)"
+        "--json", action="store_true", help="one JSON object a line, written when a completion ends"
+    )
+    g.add_argument(
+        "--stream",
+        action="store_true",
+        help="text as it comes; with --json an object for each piece",
+    )
+    g.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="the start report: what was filled in, and why (stderr)",
     )
 
 
 def add_engine(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
     """The options of an engine, a group for each owner.
 
-    Those of the owners `without` keep their defaults and have no flag. What the command has set as the default of an
-    option (`set_defaults`) is its default.
+    Those of the owners `without` keep their defaults and have no flag. What the command has set as
+    the default of an option (`set_defaults`) is its default.
     """
     for owner, title in OWNERS.items():
         options = [option for option in ENGINE.values() if option.owner == owner and option.flags]
@@ -148,7 +180,9 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_prompts(typed: Sequence[tuple[str, Any]]) -> list[Any]:
-    """Texts and token ids, in the order in which they were typed. Raises ConfigError for a file that cannot be read."""
+    """Texts and token ids, in the order in which they were typed. Raises ConfigError for a file
+    that cannot be read.
+    """
     prompts: list[Any] = []
     for kind, value in typed:
         if kind != "--prompt-file":

@@ -36,14 +36,17 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = Tokenizer.load(model_folder(arguments.model))
     prompts = _tokenized(tokenizer, prompts, arguments.chat)
     demand = _demand(prompts, params)
-    with LLM(arguments.model, backend=arguments.backend, tokenizer=tokenizer, demand=demand, **options) as llm:
+    with LLM(
+        arguments.model, backend=arguments.backend, tokenizer=tokenizer, demand=demand, **options
+    ) as llm:
         if arguments.verbose:
             _print_report(llm)
         return _complete(llm, prompts, params, _writer(arguments, llm, len(prompts), params))
 
 
 def _tokenized(tokenizer: Tokenizer | None, prompts: list[Any], chat: bool) -> list[Any]:
-    """The prompts as tokens where that is possible: how many there are says which programs are needed.
+    """The prompts as tokens where that is possible: how many there are says which programs are
+    needed.
 
     A prompt that is not is left to be refused by its own error, beside others that are completed.
     """
@@ -64,13 +67,17 @@ def _encoded(tokenizer: Tokenizer | None, prompt: Any) -> Any:
 
 def _demand(prompts: list[Any], params: SamplingParams) -> Demand:
     """What the prompts that are not refused already need."""
-    tokens = [prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt for prompt in prompts]
+    tokens = [
+        prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt for prompt in prompts
+    ]
     return Demand.of((len(ids), params) for ids in tokens if isinstance(ids, list))
 
 
 def _check(arguments: argparse.Namespace, prompts: list[Any]) -> None:
     if not prompts:
-        raise RequestError("prompt", "none given; use --prompt, --prompt-token-ids or --prompt-file")
+        raise RequestError(
+            "prompt", "none given; use --prompt, --prompt-token-ids or --prompt-file"
+        )
     if arguments.chat and not all(isinstance(prompt, str) for prompt in prompts):
         raise RequestError("chat", "renders texts; token ids are rendered already")
     for name in ("logprobs", "prompt_logprobs"):
@@ -84,7 +91,10 @@ def _print_report(llm: LLM) -> None:
         print(change, file=sys.stderr)
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in report.seconds.items())
     tokens = report.num_pages * llm.engine.config.page_size
-    print(f"ready: {phases}; {len(report.programs)} programs, KV cache for {tokens} tokens", file=sys.stderr)
+    print(
+        f"ready: {phases}; {len(report.programs)} programs, KV cache for {tokens} tokens",
+        file=sys.stderr,
+    )
 
 
 class Writer(Protocol):
@@ -145,7 +155,9 @@ def _writer(arguments: argparse.Namespace, llm: LLM, count: int, params: Samplin
 
 
 class JsonLines:
-    """A record for each completion when it has ended, or for each piece of one; one for each refused prompt."""
+    """A record for each completion when it has ended, or for each piece of one; one for each
+    refused prompt.
+    """
 
     def __init__(self, params: SamplingParams, where: dict[str, Any], *, pieces: bool) -> None:
         self._params = params
@@ -155,7 +167,9 @@ class JsonLines:
     def write(self, update: StreamUpdate) -> None:
         """Print a record if there is one to print. It is in the file when this returns."""
         if update.error is not None:
-            record = _named(update, with_prompt=True) | {"error": " ".join(str(update.error).split())}
+            record = _named(update, with_prompt=True) | {
+                "error": " ".join(str(update.error).split())
+            }
         elif self._pieces:
             record = self._piece(update)
         elif update.finish_reason is not None:
@@ -168,7 +182,10 @@ class JsonLines:
         """All is written."""
 
     def _piece(self, update: StreamUpdate) -> dict[str, Any]:
-        record = _named(update, with_prompt=False) | {"token_ids": update.token_ids, "text": update.text}
+        record = _named(update, with_prompt=False) | {
+            "token_ids": update.token_ids,
+            "text": update.text,
+        }
         record |= self._scores(update.token_ids, update.logprobs)
         if update.finish_reason is not None:
             record |= {"finish_reason": update.finish_reason, "stop_reason": update.stop_reason}
@@ -190,7 +207,11 @@ class JsonLines:
         if scores is None:
             return {}
         count = self._params.logprobs or 0
-        return {"logprobs": [_scored(token, best, count) for token, best in zip(tokens, scores, strict=True)]}
+        return {
+            "logprobs": [
+                _scored(token, best, count) for token, best in zip(tokens, scores, strict=True)
+            ]
+        }
 
     def _prompt_scores(self, output: RequestOutput) -> dict[str, Any]:
         """Of the prompt's tokens; nothing comes before the first one, so it has none."""
@@ -215,7 +236,9 @@ def _named(update: StreamUpdate, *, with_prompt: bool) -> dict[str, Any]:
 
 
 def _scored(token: int, best: TokenLogprobs, count: int) -> dict[str, Any]:
-    """A token's log-probability and rank, and in `top` the `count` best tokens of its place, best first."""
+    """A token's log-probability and rank, and in `top` the `count` best tokens of its place,
+    best first.
+    """
     ranked = sorted(best.items(), key=lambda item: item[1].rank)[:count]
     return _score(token, best[token]) | {"top": [_score(other, entry) for other, entry in ranked]}
 
@@ -229,10 +252,14 @@ Place = tuple[int, int]
 
 
 class TextLines:
-    """Prompts with their completions as text, in the order of the prompts: what comes early waits."""
+    """Prompts with their completions as text, in the order of the prompts: what comes early
+    waits.
+    """
 
     def __init__(self, count: int, n: int, *, pieces: bool, as_ids: bool) -> None:
-        self._places: Iterator[Place] = ((index, number) for index in range(count) for number in range(n))
+        self._places: Iterator[Place] = (
+            (index, number) for index in range(count) for number in range(n)
+        )
         self._current = next(self._places, None)
         self._pieces = pieces
         self._as_ids = as_ids

@@ -29,16 +29,19 @@ from .progress import GenerationBar, StartBar
 class LLM:
     """A model on one backend, ready to generate.
 
-    `model` is a folder with a Hugging Face checkpoint, the word demo, or the name of a shape such as qwen3-0.6b, which
-    has no weights and needs `load_format="dummy"`. `options` are those of `EngineConfig`. Building one loads the
-    weights and compiles every program; afterwards nothing compiles. `demand` (`shared/demand.py`) says what will be
-    asked for, so that only what that needs is compiled; a request that needs more is refused. `tokenizer`: the model's,
-    where it is loaded already.
+    `model` is a folder with a Hugging Face checkpoint, the word demo, or the name of a shape such
+    as qwen3-0.6b, which has no weights and needs `load_format="dummy"`. `options` are those of
+    `EngineConfig`. Building one loads the weights and compiles every program; afterwards nothing
+    compiles. `demand` (`shared/demand.py`) says what will be asked for, so that only what that
+    needs is compiled; a request that needs more is refused. `tokenizer`: the model's, where it is
+    loaded already.
 
-    `default_params` are used where a call gives no params: those of the model's generation_config.json, unless
-    `generation_config` is "none". What they change is in `engine.report.changes`.
+    `default_params` are used where a call gives no params: those of the model's
+    generation_config.json, unless `generation_config` is "none". What they change is in
+    `engine.report.changes`.
 
-    Raises ConfigError, ModelError, BackendUnavailable. `close()` frees the device; it is also a context manager.
+    Raises ConfigError, ModelError, BackendUnavailable. `close()` frees the device; it is also a
+    context manager.
     """
 
     def __init__(
@@ -53,13 +56,17 @@ class LLM:
         demand: Demand = ANYTHING,
         **options: Any,
     ) -> None:
-        config = EngineConfig.from_options({"model": model, "backend": backend, "device": device, **options})
+        config = EngineConfig.from_options(
+            {"model": model, "backend": backend, "device": device, **options}
+        )
         check_weights(model, config.load_format)
         folder = model_folder(model)
         model_config = load_config(folder)
         self.tokenizer = tokenizer or Tokenizer.load(folder)
         self.default_params, changes = default_params(folder, generation_config)
-        with StartBar("starting" if backend == "auto" else f"{backend}: starting", shown=progress) as bar:
+        with StartBar(
+            "starting" if backend == "auto" else f"{backend}: starting", shown=progress
+        ) as bar:
             self.engine = Engine(config, model_config, folder, bar.update, demand)
         self.engine.report.changes += changes
         self._ids = itertools.count()
@@ -86,8 +93,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; results stand in the order of the prompts.
 
-        A refused request raises RequestError after the others were withdrawn; with `return_errors` it comes back with
-        `error` set and the others go on. `on_finish` is called with each result when it is complete.
+        A refused request raises RequestError after the others were withdrawn; with `return_errors`
+        it comes back with `error` set and the others go on. `on_finish` is called with each result
+        when it is complete.
         """
         with self._alone():
             batch = self._add_all(prompts, params, return_errors)
@@ -103,8 +111,9 @@ class LLM:
     ) -> Generator[StreamUpdate, None, None]:
         """What each step brings to each completion, as it comes; see `StreamUpdate`.
 
-        Nothing runs before the first update is asked for. Closing the generator aborts what has not ended, and so does
-        leaving a loop over it, once nobody holds it any more. Until then no other call can run.
+        Nothing runs before the first update is asked for. Closing the generator aborts what has not
+        ended, and so does leaving a loop over it, once nobody holds it any more. Until then no
+        other call can run.
         """
         with closing(self.stream_steps(prompts, params, return_errors=return_errors)) as steps:
             for updates in steps:
@@ -117,13 +126,18 @@ class LLM:
         *,
         return_errors: bool = False,
     ) -> Generator[list[StreamUpdate], None, None]:
-        """As `stream`, with all updates of a step together, so that a step is handed over whole or not at all.
+        """As `stream`, with all updates of a step together, so that a step is handed over whole or
+        not at all.
 
         The first list has the refused prompts; it may be empty.
         """
         with self._alone():
             batch = self._add_all(prompts, params, return_errors)
-            refused = [(index, output) for index, output in enumerate(batch.outputs) if output.error is not None]
+            refused = [
+                (index, output)
+                for index, output in enumerate(batch.outputs)
+                if output.error is not None
+            ]
             yield [StreamUpdate(index, 0, output, error=output.error) for index, output in refused]
             while batch:
                 yield [entry.news() for entry in batch.step()]
@@ -142,7 +156,8 @@ class LLM:
         return_errors: bool = False,
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several: messages with `role` and `content`, rendered by the model's template.
+        """Answer one conversation or several: messages with `role` and `content`, rendered by the
+        model's template.
 
         The options of the template are those of `chat_prompts`, the others those of `generate`.
         """
@@ -155,7 +170,9 @@ class LLM:
             continue_final_message=continue_final_message,
             return_errors=return_errors,
         )
-        return self.generate(prompts, params, progress=progress, return_errors=return_errors, on_finish=on_finish)
+        return self.generate(
+            prompts, params, progress=progress, return_errors=return_errors, on_finish=on_finish
+        )
 
     def chat_prompts(
         self,
@@ -170,14 +187,20 @@ class LLM:
     ) -> list[Any]:
         """The prompts of one conversation or several, for `generate` and `stream`.
 
-        `tools` are JSON schemas of functions. `chat_template` is a Jinja template instead of the model's own, and
-        `chat_template_kwargs` are variables for it, such as enable_thinking. Without `add_generation_prompt` the prompt
-        ends with the last message; with `continue_final_message` it ends inside of it, and the model goes on with it.
+        `tools` are JSON schemas of functions. `chat_template` is a Jinja template instead of the
+        model's own, and `chat_template_kwargs` are variables for it, such as enable_thinking.
+        Without `add_generation_prompt` the prompt ends with the last message; with
+        `continue_final_message` it ends inside of it, and the model goes on with it.
 
-        A conversation that is refused raises RequestError; with `return_errors` the error stands in its place.
+        A conversation that is refused raises RequestError; with `return_errors` the error stands in
+        its place.
         """
         template = ChatTemplate(
-            tools, chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message
+            tools,
+            chat_template,
+            chat_template_kwargs,
+            add_generation_prompt,
+            continue_final_message,
         )
         return template.prompts(self.tokenizer, messages, return_errors=return_errors)
 
@@ -187,7 +210,8 @@ class LLM:
         if self._generating.locked():
             raise RequestError(
                 "prompts",
-                "generate() or a stream is running already: close the stream first; on_finish and other threads "
+                "generate() or a stream is running already: close the stream first; on_finish and "
+                "other threads "
                 "cannot start another",
             )
         # In one line: wherever an interrupt comes, the lock is given back.
@@ -211,7 +235,9 @@ class LLM:
                     raise
         return batch
 
-    def _run(self, batch: Batch, progress: bool, on_finish: Callable[[RequestOutput], None] | None) -> None:
+    def _run(
+        self, batch: Batch, progress: bool, on_finish: Callable[[RequestOutput], None] | None
+    ) -> None:
         with GenerationBar(len(batch), shown=progress) as bar:
             counted = 0
             while batch:
@@ -245,15 +271,23 @@ def _is_single(prompts: Any) -> bool:
     if isinstance(prompts, np.ndarray):
         return prompts.ndim < 2
     if not isinstance(prompts, Sequence):
-        raise RequestError("prompts", f"got {type(prompts).__name__}, must be text, token ids, or a list of those")
+        raise RequestError(
+            "prompts", f"got {type(prompts).__name__}, must be text, token ids, or a list of those"
+        )
     return bool(prompts) and all(isinstance(item, (int, np.integer)) for item in prompts)
 
 
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams], count: int
+) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
     if isinstance(params, (str, Mapping)) or not isinstance(params, Sequence):
-        raise RequestError("params", f"got {type(params).__name__}, must be SamplingParams, or a list of them")
+        raise RequestError(
+            "params", f"got {type(params).__name__}, must be SamplingParams, or a list of them"
+        )
     if len(params) != count:
-        raise ConfigError(f"params: got {len(params)} for {count} prompts; give one, or one for each")
+        raise ConfigError(
+            f"params: got {len(params)} for {count} prompts; give one, or one for each"
+        )
     return list(params)

@@ -25,7 +25,9 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its completions. `error` is set, and there are none, if the request was refused."""
+    """A prompt and its completions. `error` is set, and there are none, if the request was
+    refused.
+    """
 
     request_id: str
     prompt: str | None
@@ -38,10 +40,12 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class StreamUpdate:
-    """What one step brought to one completion: new text, new tokens, and in the last one why it ended.
+    """What one step brought to one completion: new text, new tokens, and in the last one why it
+    ended.
 
-    `index` is the prompt's place in the list that was asked for, `completion` the completion's among the prompt's.
-    `output` is all of the request so far. A refused prompt has one update, with `error` and nothing else.
+    `index` is the prompt's place in the list that was asked for, `completion` the completion's
+    among the prompt's. `output` is all of the request so far. A refused prompt has one update, with
+    `error` and nothing else.
     """
 
     index: int

@@ -16,7 +16,11 @@ from ..shared.sampling_params import SamplingParams
 MINUS_VALUES = ("--enable-ops", "--prompt", "--stop")
 """Flags whose value may begin with a minus sign, which argparse takes for a flag."""
 TABLE = (*options_of(EngineConfig).values(), *options_of(SamplingParams).values())
-SHORT_FLAGS = ("-h", "-v", *(flag for entry in TABLE for flag in entry.short if not flag.startswith("--")))
+SHORT_FLAGS = (
+    "-h",
+    "-v",
+    *(flag for entry in TABLE for flag in entry.short if not flag.startswith("--")),
+)
 OTHER_NAMES = near_flags(TABLE)
 """What other engines call our flags."""
 
@@ -26,14 +30,28 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         lines = text.splitlines()
-        return [part for line in lines for part in argparse.HelpFormatter._split_lines(self, line, width)]
+        return [
+            part
+            for line in lines
+            for part in argparse.HelpFormatter._split_lines(self, line, width)
+        ]
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""
         is_flag, takes_value = bool(action.option_strings), action.nargs != 0
-        if not is_flag or not takes_value or action.required or "default" in text or "same as a flag" in text:
+        if (
+            not is_flag
+            or not takes_value
+            or action.required
+            or "default" in text
+            or "same as a flag" in text
+        ):
             return text
-        return text + " (default: %(default)s)" if action.default not in (None, []) else f"{text} (default: none)"
+        return (
+            text + " (default: %(default)s)"
+            if action.default not in (None, [])
+            else f"{text} (default: none)"
+        )
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -58,7 +76,9 @@ class OneLineParser(argparse.ArgumentParser):
         self.error(f"unknown argument {unknown}" + (f"; did you mean {near}?" if near else ""))
 
     def leaf(self, arguments: argparse.Namespace) -> OneLineParser:
-        """The parser of the command that `arguments` name: of `bench offline`, that of `offline`."""
+        """The parser of the command that `arguments` name: of `bench offline`, that of
+        `offline`.
+        """
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 command = action.choices.get(str(getattr(arguments, action.dest, None)))
@@ -68,7 +88,9 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def nearest(unknown: str, flags: Sequence[str]) -> str | None:
-    """The flag that somebody may have meant: by another engine's name, by how it begins, by its letters."""
+    """The flag that somebody may have meant: by another engine's name, by how it begins, by its
+    letters.
+    """
     if OTHER_NAMES.get(unknown) in flags:
         return OTHER_NAMES[unknown]
     longer = [flag for flag in flags if len(unknown) > 3 and flag.startswith(unknown)]
@@ -77,7 +99,9 @@ def nearest(unknown: str, flags: Sequence[str]) -> str | None:
 
 
 def join_values(words: Sequence[str]) -> list[str]:
-    """`--enable-ops -rms_norm` as `--enable-ops=-rms_norm`. Long flags, and the short ones, stay flags."""
+    """`--enable-ops -rms_norm` as `--enable-ops=-rms_norm`. Long flags, and the short ones, stay
+    flags.
+    """
     joined: list[str] = []
     for word in words:
         is_value = word.startswith("-") and not word.startswith("--") and word not in SHORT_FLAGS

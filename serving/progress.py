@@ -10,13 +10,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def print_progress(what: str, done: int, total: int) -> None:
-    """A `Progress` callback that writes a line to standard error: where there is no terminal for a bar."""
+    """A `Progress` callback that writes a line to standard error: where there is no terminal for
+    a bar.
+    """
     name, _, note = what.partition("; ")
     print(f"{name}: {done} of {total} {note}".rstrip(), file=sys.stderr, flush=True)
 
 
 class StartBar:
-    """Shows what an engine does before it is ready. Use as a context manager; `update` is a `Progress` callback."""
+    """Shows what an engine does before it is ready. Use as a context manager; `update` is a
+    `Progress` callback.
+    """
 
     def __init__(self, title: str, *, shown: bool) -> None:
         self._title = title
@@ -36,7 +40,9 @@ class StartBar:
         return not self._progress.disable
 
     def update(self, what: str, done: int, total: int) -> None:
-        """Show that `done` of `total` are done of `what`, which may end in a changing note: `graphs; 90 GB free`."""
+        """Show that `done` of `total` are done of `what`, which may end in a changing note:
+        `graphs; 90 GB free`.
+        """
         name, _, note = what.partition("; ")
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task("", total=total)
@@ -62,7 +68,9 @@ class GenerationBar:
         self._progress.stop()
 
     def tokens(self, count: int) -> None:
-        """So many tokens more. The text is renewed ten times a second: a step must not wait for a terminal."""
+        """So many tokens more. The text is renewed ten times a second: a step must not wait for
+        a terminal.
+        """
         self._tokens += count
         now = time.perf_counter()
         if now - self._drawn > 0.1:
@@ -70,20 +78,29 @@ class GenerationBar:
             self._describe(now)
 
     def completion(self, prompt_tokens: int) -> None:
-        """One completion more has ended; `prompt_tokens` are those that were read for it, not for another."""
+        """One completion more has ended; `prompt_tokens` are those that were read for it, not
+        for another.
+        """
         self._prompt_tokens += prompt_tokens
         self._describe(time.perf_counter())
         self._progress.advance(self._task)
 
     def _describe(self, now: float) -> None:
         seconds = max(now - self._started, 1e-9)
-        rates = f"in {self._prompt_tokens / seconds:.0f} tok/s, out {self._tokens / seconds:.0f} tok/s"
+        rates = (
+            f"in {self._prompt_tokens / seconds:.0f} tok/s, out {self._tokens / seconds:.0f} tok/s"
+        )
         self._progress.update(self._task, description=f"generating ({rates})")
 
 
 def _bars(shown: bool) -> Progress:
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     return Progress(
         *columns,
         console=console,

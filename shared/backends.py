@@ -1,7 +1,8 @@
 """Which backend runs where nobody says: by the accelerator that this machine has.
 
-Accelerators are looked for among device files, which takes no time and imports no framework. Only the backend that is
-tried is imported; one that cannot run here is passed over, and the reason is told.
+Accelerators are looked for among device files, which takes no time and imports no framework. Only
+the backend that is tried is imported; one that cannot run here is passed over, and the reason is
+told.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Candidate:
 def has_tpu(pci: Path = PCI, dev: Path = DEV) -> bool:
     """Whether a TPU chip is on the PCI bus, or a TPU driver offers one."""
     chips = (path.parent for path in pci.glob("*/vendor") if _word(path) == GOOGLE)
-    return any(_word(chip / "device") in TPU_CHIPS for chip in chips) or any(dev.glob("accel[0-9]*"))
+    return any(_word(chip / "device") in TPU_CHIPS for chip in chips) or any(
+        dev.glob("accel[0-9]*")
+    )
 
 
 def has_nvidia(dev: Path = DEV) -> bool:
@@ -53,7 +56,9 @@ def _word(path: Path) -> str:
 
 
 def candidates(device: str, pci: Path = PCI, dev: Path = DEV) -> Iterator[Candidate]:
-    """What `backend="auto"` tries for the option `device` (auto, cpu, cuda, tpu, cuda:1), best first."""
+    """What `backend="auto"` tries for the option `device` (auto, cpu, cuda, tpu, cuda:1), best
+    first.
+    """
     kind, _ = parse_device(device)
     anything = kind == "auto"
     tpu, nvidia = has_tpu(pci, dev), has_nvidia(dev)
@@ -89,7 +94,8 @@ def find_backend(backend: str, device: str) -> tuple[Backend, DeviceInfo, list[C
 
 
 def first_installed(device: str) -> Backend:
-    """The backend that `find_backend("auto", device)` tries first of those that are installed. Imports neither.
+    """The backend that `find_backend("auto", device)` tries first of those that are installed.
+    Imports neither.
 
     Where none is installed it is the best one, whose error says what to install.
     """

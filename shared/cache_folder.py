@@ -1,7 +1,8 @@
-"""Folders that keep compiled code between starts. What lies there is run, so only its owner may write to them.
+"""Folders that keep compiled code between starts. What lies there is run, so only its owner may
+write to them.
 
-Each set of factors (all that the code depends on) has a folder of its own, so that code which was compiled for
-something else is never loaded.
+Each set of factors (all that the code depends on) has a folder of its own, so that code which was
+compiled for something else is never loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ FACTORS = "factors.json"
 
 
 def default_root(backend: str) -> Path:
-    """Where a backend's code is kept unless the user says otherwise: `$XDG_CACHE_HOME/twinfer/BACKEND`.
+    """Where a backend's code is kept unless the user says otherwise:
+    `$XDG_CACHE_HOME/twinfer/BACKEND`.
 
     A relative XDG_CACHE_HOME counts as none, as its specification says.
     """
@@ -38,10 +40,12 @@ def fingerprint(factors: Mapping[str, Any]) -> str:
 
 
 def open_private(option: str, root: Path, factors: Mapping[str, Any]) -> Path:
-    """The folder of these factors below `root`, made with mode 0700 if it is not there, and found to be writable.
+    """The folder of these factors below `root`, made with mode 0700 if it is not there, and found
+    to be writable.
 
-    The factors are stored beside what is kept, and a folder whose factors differ is emptied. Raises OSError or
-    ValueError where that cannot be done, ConfigError (which names `option`) where others may write.
+    The factors are stored beside what is kept, and a folder whose factors differ is emptied. Raises
+    OSError or ValueError where that cannot be done, ConfigError (which names `option`) where others
+    may write.
     """
     folder = root / fingerprint(factors)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -64,7 +68,9 @@ def _check_private(option: str, root: Path, folder: Path) -> None:
     may_rename = holder.st_mode & others and not holder.st_mode & stat.S_ISVTX
     foreign = held.st_uid != os.getuid() or holder.st_uid not in (0, os.getuid())
     if foreign or held.st_mode & others or may_rename:
-        raise ConfigError(f"{option}: got {folder}, which others may write to; code is loaded from there")
+        raise ConfigError(
+            f"{option}: got {folder}, which others may write to; code is loaded from there"
+        )
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -1,8 +1,9 @@
-"""Messages to a prompt, by the Jinja template that comes with a model, as `apply_chat_template` of transformers 5.
+"""Messages to a prompt, by the Jinja template that comes with a model, as `apply_chat_template` of
+transformers 5.
 
-A template is data from a download: it runs in Jinja's sandbox, sees plain JSON values only, and its output is limited.
-Time and the memory used on the way are not: nested loops run for hours, 'x' * 10**12 asks for a terabyte. So a template
-must never come from a request.
+A template is data from a download: it runs in Jinja's sandbox, sees plain JSON values only, and its
+output is limited. Time and the memory used on the way are not: nested loops run for hours, 'x' *
+10**12 asks for a terabyte. So a template must never come from a request.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ MAX_OUTPUT = 8 << 20
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 END_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks the end of a message that is to be continued while it is rendered: the text and the space of transformers."""
+"""Marks the end of a message that is to be continued while it is rendered: the text and the
+space of transformers.
+"""
 
 
 def render_chat(
@@ -45,18 +48,22 @@ def render_chat(
     variables: Mapping[str, Any] | None = None,
     max_output: int = MAX_OUTPUT,
 ) -> str:
-    """The prompt for a conversation. Its special tokens are in it: encode it with `add_special_tokens=False`.
+    """The prompt for a conversation. Its special tokens are in it: encode it with
+    `add_special_tokens=False`.
 
-    `messages` is a list of objects with `role` and `content`: text, null, or a list of text parts, which are joined by
-    line ends. Their other fields, such as tool_calls, and `tools` reach the template as they are. `template` replaces
-    the model's own, `variables` (such as enable_thinking) are what else the template may read. With
-    `continue_final_message` the prompt ends where the last message's content does, so that the model goes on with it.
-    Raises RequestError for messages that are malformed or that the template refuses, ModelError if there is no template
-    or it is broken.
+    `messages` is a list of objects with `role` and `content`: text, null, or a list of text parts,
+    which are joined by line ends. Their other fields, such as tool_calls, and `tools` reach the
+    template as they are. `template` replaces the model's own, `variables` (such as enable_thinking)
+    are what else the template may read. With `continue_final_message` the prompt ends where the
+    last message's content does, so that the model goes on with it. Raises RequestError for messages
+    that are malformed or that the template refuses, ModelError if there is no template or it is
+    broken.
     """
     _check_options(add_generation_prompt, continue_final_message, template, variables)
     conversation = _checked_messages(messages)
-    if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)):
+    if tools is not None and (
+        not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)
+    ):
         raise RequestError("tools", f"got {show(tools)}, must be a list of objects")
     context = tokenizer.special_tokens | _plain("chat_template_kwargs", variables or {})
     for name in RESERVED:
@@ -77,24 +84,37 @@ def render_chat(
     return _cut_at_tag(_render(_compile(source), context, max_output))
 
 
-def _check_options(add_generation_prompt: Any, continue_final_message: Any, template: Any, variables: Any) -> None:
-    flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+def _check_options(
+    add_generation_prompt: Any, continue_final_message: Any, template: Any, variables: Any
+) -> None:
+    flags = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+    }
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise RequestError(name, f"got {show(value)}, allowed are true and false")
     if add_generation_prompt and continue_final_message:
-        raise RequestError("continue_final_message", "needs add_generation_prompt=False: a prompt ends in one way")
+        raise RequestError(
+            "continue_final_message", "needs add_generation_prompt=False: a prompt ends in one way"
+        )
     if template is not None and not isinstance(template, str):
         raise RequestError("chat_template", f"got {show(template)}, must be the text of a template")
     if variables is not None and not isinstance(variables, Mapping):
-        raise RequestError("chat_template_kwargs", f"got {show(variables)}, must map names to values")
+        raise RequestError(
+            "chat_template_kwargs", f"got {show(variables)}, must map names to values"
+        )
 
 
 def _cut_at_tag(text: str) -> str:
-    """The text up to `END_TAG`. A template that strips the content has stripped the tag's space, as it does ours."""
+    """The text up to `END_TAG`. A template that strips the content has stripped the tag's space,
+    as it does ours.
+    """
     place = text.rfind(END_TAG.strip())
     if place < 0:
-        raise RequestError("continue_final_message", "the chat template leaves out the end of the last message")
+        raise RequestError(
+            "continue_final_message", "the chat template leaves out the end of the last message"
+        )
     return text[:place] if text.startswith(END_TAG, place) else text[:place].rstrip()
 
 
@@ -108,9 +128,12 @@ def _choose(tokenizer: Tokenizer, tools: Any, template: str | None) -> str:
         return named["default"]
     if named:
         raise ModelError(
-            f"chat_template: the model has only templates named {', '.join(sorted(named))}, none is default"
+            f"chat_template: the model has only templates named {', '.join(sorted(named))}, none "
+            "is default"
         )
-    raise ModelError("chat_template: the model has none: use the completions API, or give a template")
+    raise ModelError(
+        "chat_template: the model has none: use the completions API, or give a template"
+    )
 
 
 def _render(template: jinja2.Template, context: Mapping[str, Any], max_output: int) -> str:
@@ -120,14 +143,17 @@ def _render(template: jinja2.Template, context: Mapping[str, Any], max_output: i
         for part in template.generate(context):
             length += len(part)
             if length > max_output:
-                raise RequestError("messages", f"the rendered prompt is longer than {max_output} characters")
+                raise RequestError(
+                    "messages", f"the rendered prompt is longer than {max_output} characters"
+                )
             parts.append(part)
     except RequestError:
         raise
     except jinja2.exceptions.SecurityError as why:
         raise ModelError(f"chat_template: does what a template must not do: {_line(why)}") from None
     except Exception as why:
-        # Whatever a template does with messages that it was not written for: raise_exception, a missing key, a type.
+        # Whatever a template does with messages that it was not written for: raise_exception, a
+        # missing key, a type.
         raise RequestError("messages", f"the chat template refuses them: {_line(why)}") from None
     return "".join(parts)
 
@@ -136,8 +162,12 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         raise RequestError("messages", f"got {show(messages)}, must be a list of messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise RequestError("messages", f"has {len(messages)} messages, allowed is 1 to {MAX_MESSAGES}")
-    return [_checked_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+        raise RequestError(
+            "messages", f"has {len(messages)} messages, allowed is 1 to {MAX_MESSAGES}"
+        )
+    return [
+        _checked_message(f"messages[{index}]", message) for index, message in enumerate(messages)
+    ]
 
 
 def _checked_message(where: str, message: Any) -> dict[str, Any]:
@@ -145,7 +175,9 @@ def _checked_message(where: str, message: Any) -> dict[str, Any]:
         raise RequestError(where, f"got {show(message)}, must be an object with role and content")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise RequestError(f"{where}.role", f"got {show(role)}, must be text such as system, user or assistant")
+        raise RequestError(
+            f"{where}.role", f"got {show(role)}, must be text such as system, user or assistant"
+        )
     if not all(isinstance(key, str) for key in message):
         raise RequestError(where, f"has a key that is not text: {show(list(message))}")
     # Clients send null for what they do not use, and templates test whether a key is there.
@@ -169,17 +201,22 @@ def _text(where: str, content: Any) -> str:
         raise RequestError(where, f"got {show(content)}, must be text or a list of text parts")
     texts = []
     for index, part in enumerate(content):
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        text = (
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        )
         if not isinstance(text, str):
             raise RequestError(
-                f"{where}[{index}]", f"got {show(part)}, must be a text part: this model reads only text"
+                f"{where}[{index}]",
+                f"got {show(part)}, must be a text part: this model reads only text",
             )
         texts.append(text)
     return "\n".join(str.__str__(text) for text in texts)
 
 
 def _plain(where: str, value: Any, depth: int = 0) -> Any:
-    """A copy of JSON data in exact built-in types: nothing else may reach a template, which can call methods."""
+    """A copy of JSON data in exact built-in types: nothing else may reach a template, which can
+    call methods.
+    """
     if depth > MAX_DEPTH:
         raise RequestError(where, f"is nested more than {MAX_DEPTH} deep")
     if value is None or type(value) in (bool, int, float, str):
@@ -198,7 +235,9 @@ def _line(why: BaseException) -> str:
 
 
 class _Generation(Extension):
-    """{% generation %} marks what an assistant said, for training; here it only scopes variables, as it does there."""
+    """{% generation %} marks what an assistant said, for training; here it only scopes
+    variables, as it does there.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -222,7 +261,9 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without attributes that begin with an underscore, which would reach Python's internals."""
+    """Jinja's namespace without attributes that begin with an underscore, which would reach
+    Python's internals.
+    """
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `namespace(self=1)` is a legal call
         self, values = args[0], dict(*args[1:], **kwargs)
@@ -241,10 +282,16 @@ def _refuse_private(name: Any) -> None:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: Any) -> NoReturn:

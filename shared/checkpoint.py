@@ -1,4 +1,6 @@
-"""Weights on disk: one safetensors file, or several with an index, read tensor by tensor. Pickles are refused."""
+"""Weights on disk: one safetensors file, or several with an index, read tensor by tensor.
+Pickles are refused.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,9 @@ ROWS = 4096
 class Checkpoint:
     """The tensors of a model folder. Opens each file when a tensor of it is first asked for.
 
-    Raises ModelNotFound if there is no such folder. Everything else that is wrong with the weights is a CheckpointError
-    of one line, when it is first noticed: a missing file here, a corrupt one when it is opened.
+    Raises ModelNotFound if there is no such folder. Everything else that is wrong with the weights
+    is a CheckpointError of one line, when it is first noticed: a missing file here, a corrupt one
+    when it is opened.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -85,13 +88,19 @@ class Checkpoint:
     def read(self, name: str) -> np.ndarray:
         """A whole tensor: a new array, the caller's to keep and to change."""
         dtype = self.dtype(name)
-        return self._checked(self._get(name, lambda: self._handle(self._files[name]).get_tensor(name)), name, dtype)
+        return self._checked(
+            self._get(name, lambda: self._handle(self._files[name]).get_tensor(name)), name, dtype
+        )
 
     def read_slice(self, name: str, axis: int, start: int, stop: int) -> np.ndarray:
         """Entries `start` to `stop` (exclusive) of one axis; only these are read from disk."""
         dtype, shape = self.dtype(name), self.shape(name)
         if not 0 <= axis < len(shape) or not 0 <= start <= stop <= shape[axis]:
-            self._fail(f"{self._where(name)} has shape {list(shape)}, which has no {start}:{stop} on axis {axis}")
+            self._fail(
+                f"{self._where(name)} has shape {list(shape)}, which has no {start}:{stop} on "
+                "axis "
+                f"{axis}"
+            )
         if start == stop or 0 in shape:  # the library takes an empty slice for one outside
             return np.empty((*shape[:axis], stop - start, *shape[axis + 1 :]), dtype)
         part = (slice(None),) * axis + (slice(start, stop),)
@@ -107,14 +116,18 @@ class Checkpoint:
         ignored: Sequence[str] = (),
         copies: Mapping[str, str] | None = None,
     ) -> None:
-        """Raise CheckpointError unless the tensors are those of `expected`, with these shapes and a float dtype.
+        """Raise CheckpointError unless the tensors are those of `expected`, with these shapes and a
+        float dtype.
 
-        Tensors whose names fit one of the patterns `ignored` may be there too, and so may those that `copies` maps to
-        the tensor that they must equal. One message reports everything: missing, unexpected and mismatched tensors.
+        Tensors whose names fit one of the patterns `ignored` may be there too, and so may those
+        that `copies` maps to the tensor that they must equal. One message reports everything:
+        missing, unexpected and mismatched tensors.
         """
         copies = copies or {}
         extra = [name for name in self._files if name not in expected]
-        unexpected = [name for name in extra if not any(fnmatchcase(name, pattern) for pattern in ignored)]
+        unexpected = [
+            name for name in extra if not any(fnmatchcase(name, pattern) for pattern in ignored)
+        ]
         for name in [name for name in unexpected if copies.get(name) in self._files]:
             unexpected.remove(name)
             self._check_copy(name, copies[name])
@@ -126,17 +139,25 @@ class Checkpoint:
             if found != tuple(shape):
                 wrong.append(f"{self._where(name)} has shape {list(found)}, expected {list(shape)}")
             elif stored not in WEIGHT_DTYPES:
-                wrong.append(f"{self._where(name)} has dtype {stored}, expected {' or '.join(WEIGHT_DTYPES)}")
+                wrong.append(
+                    f"{self._where(name)} has dtype {stored}, expected {' or '.join(WEIGHT_DTYPES)}"
+                )
         missing = [name for name in expected if name not in self._files]
         strangers = [name + nearest(name, expected) for name in sorted(unexpected)[:SHOWN]]
         strangers += sorted(unexpected)[SHOWN:]
-        lists = (("missing", sorted(missing)), ("unexpected", strangers), ("mismatched", sorted(wrong)))
+        lists = (
+            ("missing", sorted(missing)),
+            ("unexpected", strangers),
+            ("mismatched", sorted(wrong)),
+        )
         problems = [f"{len(found)} {what}: {_first(found)}" for what, found in lists if found]
         if problems:
             self._fail(f"{self._folder}: tensors do not fit the model: {'; '.join(problems)}")
 
     def _check_copy(self, name: str, original: str) -> None:
-        """A head beside tied embeddings is a copy, or config.json is wrong; transformers 5 would use both then."""
+        """A head beside tied embeddings is a copy, or config.json is wrong; transformers 5 would
+        use both then.
+        """
         copy, first = self.shape(name), self.shape(original)
         equal = copy == first and self.dtype(name) == self.dtype(original)
         for start in range(0, sum(copy[:1]) if equal else 0, ROWS):
@@ -145,7 +166,8 @@ class Checkpoint:
             equal = equal and one.tobytes() == other.tobytes()
         if not equal:
             self._fail(
-                f"{self._where(name)} differs from {original}, though config.json ties them: set tie_word_embeddings "
+                f"{self._where(name)} differs from {original}, though config.json ties them: set "
+                "tie_word_embeddings "
                 "to false there to use both"
             )
 
@@ -155,9 +177,17 @@ class Checkpoint:
         if not isinstance(files, dict) or not files:
             self._fail(f"{path}: weight_map is {show(files)}, must map tensors to files")
         for name, file in files.items():
-            # A plain name of this folder: the index comes with the download and must not reach any other file.
-            if not isinstance(file, str) or not re.fullmatch(r"[\w][\w.+-]*\.safetensors", file) or ".." in file:
-                self._fail(f"{path}: {show(name)} is in {show(file)}, must be a .safetensors file in the same folder")
+            # A plain name of this folder: the index comes with the download and must not reach any
+            # other file.
+            if (
+                not isinstance(file, str)
+                or not re.fullmatch(r"[\w][\w.+-]*\.safetensors", file)
+                or ".." in file
+            ):
+                self._fail(
+                    f"{path}: {show(name)} is in {show(file)}, must be a .safetensors file in the "
+                    "same folder"
+                )
         for file in sorted(set(files.values())):
             if not os.path.isfile(self._folder / file):
                 self._fail(f"{path}: names {file}, which is not in {self._folder}")
@@ -167,7 +197,9 @@ class Checkpoint:
         pickles = sorted(path.name for pattern in PICKLES for path in self._folder.glob(pattern))
         if pickles:
             self._fail(
-                f"{self._folder}: has only pickled weights ({_first(pickles)}), which can run code when they are read; "
+                f"{self._folder}: has only pickled weights ({_first(pickles)}), which can run "
+                "code "
+                "when they are read; "
                 f"only safetensors are read: convert them to {SINGLE}"
             )
         others = sorted(path.name for path in self._folder.glob("*.safetensors"))

@@ -1,6 +1,8 @@
-"""How the torch worker compiles and captures: levels, CUDA graph modes, sizes. No framework is imported here.
+"""How the torch worker compiles and captures: levels, CUDA graph modes, sizes. No framework is
+imported here.
 
-Every field may be left open (None); `resolve_compilation()` fills it in for a platform, or refuses with the reason.
+Every field may be left open (None); `resolve_compilation()` fills it in for a platform, or refuses
+with the reason.
 """
 
 from __future__ import annotations
@@ -13,14 +15,26 @@ from functools import partial
 from typing import Any
 
 from .errors import ConfigError
-from .option_kinds import Built, Choice, Ranges, Refusal, Settings, Sizes, Switch, Whole, Words, folder
+from .option_kinds import (
+    Built,
+    Choice,
+    Ranges,
+    Refusal,
+    Settings,
+    Sizes,
+    Switch,
+    Whole,
+    Words,
+    folder,
+)
 from .options import by_name, check_fields, config_error, option, show
 
 LEVELS = {
     0: "the ops' functions, one after the other",
     1: "the layer, traced by Dynamo as one graph and run as it was traced",
     2: "the layer, compiled by Inductor",
-    3: "replayed as CUDA graphs: the layer's kernels as they are where each op is a kernel, else level 2 "
+    3: "replayed as CUDA graphs: the layer's kernels as they are where each op is a kernel, else "
+    "level 2 "
     "(on a CPU: level 2)",
 }
 """What runs at each level, as help and documents say it."""
@@ -32,7 +46,9 @@ MAX_SIZE = 1 << 20
 
 
 class CUDAGraphMode(Enum):
-    """Which steps are replayed as CUDA graphs. A pair holds the modes of decode and of mixed steps."""
+    """Which steps are replayed as CUDA graphs. A pair holds the modes of decode and of mixed
+    steps.
+    """
 
     NONE = 0
     PIECEWISE = 1
@@ -91,29 +107,36 @@ _option = partial(option, None, owner="torch", no_flag="a field of `--compilatio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilationConfig:
-    """Options of compilation and capture, all of the torch backend; docs/options.md says what each does.
+    """Options of compilation and capture, all of the torch backend; docs/options.md says what each
+    does.
 
     None means: chosen by `resolve_compilation()`.
     """
 
-    level: int | None = _option(Choice(tuple(LEVELS)), help="what runs", usual="3 on a GPU, else 0", meanings=LEVELS)
+    level: int | None = _option(
+        Choice(tuple(LEVELS)), help="what runs", usual="3 on a GPU, else 0", meanings=LEVELS
+    )
     cudagraph_mode: CUDAGraphMode | None = _option(
-        MODE, help="which steps are CUDA graphs", usual="FULL at level 3 where kernels allow it", meanings=MODE_STEPS,
+        MODE, help="which steps are CUDA graphs", usual="FULL at level 3 where kernels allow it",
+        meanings=MODE_STEPS,
     )  # fmt: skip
     enforce_eager: bool | None = _option(
         Switch(), help="level 0 without graphs; off allows the graphs of level 0", usual="off"
     )
     road: str | None = _option(
         Choice(ROADS), usual="regional",
-        help="regional: one layer compiled and run by every layer; piecewise: the whole model, traced and split",
+        help="regional: one layer compiled and run by every layer; piecewise: the whole model, "
+             "traced and split",
     )  # fmt: skip
     ops: str | None = _option(
         Choice(OPS), usual="plain",
-        help="wrapped: layers are traced with one node for each op, which passes over the graph make functional, fuse "
+        help="wrapped: layers are traced with one node for each op, which passes over the graph "
+             "make functional, fuse "
         "and lower to the plan; plain: the compiler looks into the ops at once",
     )  # fmt: skip
     cudagraph_capture_sizes: tuple[int, ...] | None = _option(
-        Sizes(MAX_SIZE), help="decode batch sizes that are captured, and the sizes that steps are padded to",
+        Sizes(MAX_SIZE), help="decode batch sizes that are captured, and the sizes that steps are "
+                              "padded to",
         usual="the ladder of decode programs",
     )  # fmt: skip
     cuda_graph_sizes: tuple[int, ...] | None = _option(
@@ -124,7 +147,9 @@ class CompilationConfig:
     )
     cudagraph_copy_inputs: bool | None = _option(
         Switch(), usual="on",
-        help="inputs of a step are copied into the buffer that the graphs read: they come from the host, so that there "
+        help="inputs of a step are copied into the buffer that the graphs read: they come from "
+             "the "
+             "host, so that there "
         "is no other way, and false is refused",
     )  # fmt: skip
     splitting_ops: tuple[str, ...] | None = _option(
@@ -133,22 +158,30 @@ class CompilationConfig:
     )  # fmt: skip
     compile_sizes: tuple[int | str, ...] | None = _option(
         Sizes(MAX_SIZE, word=CAPTURE_SIZES), usual="1 where layers are compiled",
-        help="numbers of tokens compiled with static shapes; the word stands for all sizes that are captured",
+        help="numbers of tokens compiled with static shapes; the word stands for all sizes that "
+             "are captured",
     )  # fmt: skip
     compile_ranges: tuple[tuple[int, int], ...] | None = _option(
-        Ranges(MAX_SIZE), help="ranges of numbers of tokens, each compiled once with a dynamic shape"
+        Ranges(MAX_SIZE),
+        help="ranges of numbers of tokens, each compiled once with a dynamic shape",
     )
     use_inductor: bool | None = _option(
         Switch(), usual="on from level 2, but for layers of kernels alone",
-        help="off: traced graphs run as they are; on: all regions are compiled, also those made of kernels alone, "
+        help="off: traced graphs run as they are; on: all regions are compiled, also those "
+             "made of "
+             "kernels alone, "
         "which level 3 runs as they are",
     )  # fmt: skip
     inductor_compile_config: Mapping[str, Any] = _option(
         Settings(), factory=dict, help='options for Inductor, such as {"max_autotune": true}'
     )
-    debug_dump_path: str | None = _option(folder(), help="folder for traced graphs and generated code")
+    debug_dump_path: str | None = _option(
+        folder(), help="folder for traced graphs and generated code"
+    )
     cache_dir: str | None = _option(
-        folder(), help="folder that keeps compiled code between starts", usual="~/.cache/twinfer/torch"
+        folder(),
+        help="folder that keeps compiled code between starts",
+        usual="~/.cache/twinfer/torch",
     )
 
     def __post_init__(self) -> None:
@@ -156,7 +189,9 @@ class CompilationConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> CompilationConfig:
-        """A config from JSON values: modes as text, lists for tuples. Raises ConfigError, also for unknown names."""
+        """A config from JSON values: modes as text, lists for tuples. Raises ConfigError, also
+        for unknown names.
+        """
         return cls(**by_name(cls, options, "compilation_config: "))
 
     @classmethod
@@ -165,7 +200,9 @@ class CompilationConfig:
         try:
             options = json.loads(text)
         except ValueError as error:
-            raise ConfigError(f"compilation_config: got {show(text)}, which is not JSON: {error}") from None
+            raise ConfigError(
+                f"compilation_config: got {show(text)}, which is not JSON: {error}"
+            ) from None
         if not isinstance(options, dict):
             raise ConfigError(f"compilation_config: got {show(text)}, must be a JSON object")
         return cls.from_options(options)
@@ -173,12 +210,13 @@ class CompilationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedCompilation:
-    """What the torch worker compiles and captures; the fields are those of `CompilationConfig`, nothing is left open.
+    """What the torch worker compiles and captures; the fields are those of `CompilationConfig`,
+    nothing is left open.
 
-    `skip_kernels`: a region made of kernels alone is not compiled, as the compiler would find nothing to generate.
-    `mode_given`: the user chose the graph mode, so that it is an error if the chosen kernels cannot be captured so; the
-    default gives way instead. `splitting_given`: the user chose where pieces end, so that he is told if nothing is
-    captured in pieces.
+    `skip_kernels`: a region made of kernels alone is not compiled, as the compiler would find
+    nothing to generate. `mode_given`: the user chose the graph mode, so that it is an error if the
+    chosen kernels cannot be captured so; the default gives way instead. `splitting_given`: the user
+    chose where pieces end, so that he is told if nothing is captured in pieces.
     """
 
     level: int = 0
@@ -204,12 +242,24 @@ class ResolvedCompilation:
         return self.ops == "wrapped"
 
     def factors(self) -> dict[str, Any]:
-        """The fields that change what is generated, as JSON values: part of the key of a compile cache."""
-        names = ["level", "road", "splitting_ops", "compile_sizes", "compile_ranges", "use_inductor", "skip_kernels"]
+        """The fields that change what is generated, as JSON values: part of the key of a compile
+        cache.
+        """
+        names = [
+            "level",
+            "road",
+            "splitting_ops",
+            "compile_sizes",
+            "compile_ranges",
+            "use_inductor",
+            "skip_kernels",
+        ]
         if self.wraps:
             names.append("ops")
         values = {name: getattr(self, name) for name in names}
-        return values | {"inductor_compile_config": dict(sorted(self.inductor_compile_config.items()))}
+        return values | {
+            "inductor_compile_config": dict(sorted(self.inductor_compile_config.items()))
+        }
 
 
 NOT_TORCH = ResolvedCompilation()
@@ -217,11 +267,15 @@ NOT_TORCH = ResolvedCompilation()
 
 
 def capture_ladder(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The sizes that `cuda_graph_sizes` names: one number n gives 1 2 4 8 16 32 48 ... n, a list gives itself."""
+    """The sizes that `cuda_graph_sizes` names: one number n gives 1 2 4 8 16 32 48 ... n, a list
+    gives itself.
+    """
     if len(sizes) > 1:
         return tuple(sorted(set(sizes)))
     largest = sizes[0]
-    return tuple(sorted({*(n for n in (1, 2, 4, 8) if n < largest), *range(16, largest, 16), largest}))
+    return tuple(
+        sorted({*(n for n in (1, 2, 4, 8) if n < largest), *range(16, largest, 16), largest})
+    )
 
 
 Filled = tuple[str, Any, Any, str]
@@ -260,10 +314,13 @@ def resolve_compilation(
     _check_graph_effect(config, mode, road)
     if config.cache_dir and not keeps_code(config, platform):
         raise ConfigError(
-            f"cache_dir: got {config.cache_dir!r}, allowed is none: level {level} on {platform} leaves nothing to keep"
+            f"cache_dir: got {config.cache_dir!r}, allowed is none: level {level} on {platform} "
+            "leaves nothing to keep"
         )
     ops = config.ops or "plain"
-    plain = config.use_inductor is None and not (config.inductor_compile_config or config.debug_dump_path)
+    plain = config.use_inductor is None and not (
+        config.inductor_compile_config or config.debug_dump_path
+    )
     skip_kernels = level == 3 and road == "regional" and plain and ops == "plain"
     if level >= 2 and not skip_kernels:
         compile_sizes = fill("compile_sizes", (1,), "a step of one token has code of its own")
@@ -306,14 +363,20 @@ def _capture_sizes(
         asked = capture_ladder(config.cuda_graph_sizes)
     if mode is CUDAGraphMode.NONE:
         if asked:
-            raise ConfigError("cudagraph_capture_sizes: got sizes to capture, but cudagraph_mode is NONE")
+            raise ConfigError(
+                "cudagraph_capture_sizes: got sizes to capture, but cudagraph_mode is NONE"
+            )
         return ()
     sizes = tuple(sorted(set(asked or decode_sizes)))
     kept = tuple(size for size in sizes if size <= max_num_seqs)
     if not kept:
-        raise ConfigError(f"cudagraph_capture_sizes: got {sizes}, at least one must be within max_num_seqs")
+        raise ConfigError(
+            f"cudagraph_capture_sizes: got {sizes}, at least one must be within max_num_seqs"
+        )
     if asked and kept != sizes:
-        filled.append((CAPTURE_SIZES, sizes, kept, f"a step has at most max_num_seqs={max_num_seqs} requests"))
+        filled.append(
+            (CAPTURE_SIZES, sizes, kept, f"a step has at most max_num_seqs={max_num_seqs} requests")
+        )
     return kept
 
 
@@ -324,16 +387,29 @@ def _check_effect(config: CompilationConfig, level: int, road: str, use_inductor
     if level == 0:
         for name in ("road", "ops", "compile_sizes", "compile_ranges"):
             if getattr(config, name):
-                raise ConfigError(f"{name}: got {getattr(config, name)!r}, allowed is none: level 0 compiles nothing")
+                raise ConfigError(
+                    f"{name}: got {getattr(config, name)!r}, allowed is none: level 0 compiles "
+                    "nothing"
+                )
     if config.use_inductor is not None and level < 2:
-        raise ConfigError(f"use_inductor: got {config.use_inductor}, allowed is none: level {level} generates no code")
+        raise ConfigError(
+            f"use_inductor: got {config.use_inductor}, allowed is none: level {level} "
+            "generates no "
+            "code"
+        )
     if config.inductor_compile_config and not use_inductor:
-        raise ConfigError(f"inductor_compile_config: Inductor is not used at level {level}, use_inductor=False")
+        raise ConfigError(
+            f"inductor_compile_config: Inductor is not used at level {level}, use_inductor=False"
+        )
     if config.debug_dump_path and level == 0:
-        raise ConfigError(f"debug_dump_path: got {config.debug_dump_path!r}, allowed is none: level 0 traces nothing")
+        raise ConfigError(
+            f"debug_dump_path: got {config.debug_dump_path!r}, allowed is none: level 0 traces "
+            "nothing"
+        )
     if config.cudagraph_copy_inputs is False:
         raise ConfigError(
-            "cudagraph_copy_inputs: got False, allowed is True: a step's inputs come from the host, and one copy "
+            "cudagraph_copy_inputs: got False, allowed is True: a step's inputs come from the "
+            "host, and one copy "
             "brings them to the buffer that the graphs read"
         )
 
@@ -342,12 +418,14 @@ def _check_graph_effect(config: CompilationConfig, mode: CUDAGraphMode, road: st
     """Raise ConfigError for an option of graphs that would have no effect, whatever the plan."""
     if config.cudagraph_copy_inputs is not None and mode is CUDAGraphMode.NONE:
         raise ConfigError(
-            f"cudagraph_copy_inputs: got {config.cudagraph_copy_inputs}, allowed is none: cudagraph_mode is NONE, so "
+            f"cudagraph_copy_inputs: got {config.cudagraph_copy_inputs}, allowed is none: "
+            "cudagraph_mode is NONE, so "
             f"no graph reads inputs"
         )
     if config.cudagraph_mixed_limit is not None and mode.mixed_mode() is CUDAGraphMode.NONE:
         raise ConfigError(
-            f"cudagraph_mixed_limit: got {config.cudagraph_mixed_limit}, allowed is none: cudagraph_mode {mode.name} "
+            f"cudagraph_mixed_limit: got {config.cudagraph_mixed_limit}, allowed is none: "
+            f"cudagraph_mode {mode.name} "
             f"captures no mixed steps"
         )
     # The default mode may become PIECEWISE, if the plan's attention reads lengths on the host.
@@ -356,7 +434,8 @@ def _check_graph_effect(config: CompilationConfig, mode: CUDAGraphMode, road: st
     )
     if config.splitting_ops is not None and road == "regional" and not may_split:
         raise ConfigError(
-            f"splitting_ops: got {list(config.splitting_ops)}, allowed is none: the road is regional and "
+            f"splitting_ops: got {list(config.splitting_ops)}, allowed is none: the road is "
+            "regional and "
             f"cudagraph_mode is {mode.name}, so nothing is split"
         )
 
@@ -367,17 +446,21 @@ def check_wrapping(compilation: ResolvedCompilation) -> None:
         return
     if compilation.road == "piecewise":
         raise ConfigError(
-            "ops: got 'wrapped', allowed is plain: the road is piecewise, which splits at ops as they are"
+            "ops: got 'wrapped', allowed is plain: the road is piecewise, which splits at ops as "
+            "they are"
         )
     if compilation.cudagraph_mode.has_mode(CUDAGraphMode.PIECEWISE):
         raise ConfigError(
-            f"ops: got 'wrapped', allowed is plain: cudagraph_mode is {compilation.cudagraph_mode.name}, "
+            "ops: got 'wrapped', allowed is plain: cudagraph_mode is "
+            f"{compilation.cudagraph_mode.name}, "
             f"whose graphs end inside of an op"
         )
 
 
 def keeps_code(config: CompilationConfig, platform: str) -> bool:
-    """Whether `cache_dir` is of use: for code from level 2 on, and on a GPU for the measured size of the KV cache."""
+    """Whether `cache_dir` is of use: for code from level 2 on, and on a GPU for the measured
+    size of the KV cache.
+    """
     level = 0 if config.enforce_eager else _or(config.level, _default_level(platform))
     return level >= 2 or platform == "cuda"
 
@@ -387,7 +470,9 @@ def _default_level(platform: str) -> int:
 
 
 def check_sizes(config: CompilationConfig, sizes: Collection[int]) -> None:
-    """Raise ConfigError for a size or a range that no program has; `sizes` are their numbers of tokens."""
+    """Raise ConfigError for a size or a range that no program has; `sizes` are their numbers of
+    tokens.
+    """
     allowed = f"allowed are the numbers of tokens of programs: {', '.join(map(str, sorted(sizes)))}"
     for size in config.compile_sizes or ():
         if size != CAPTURE_SIZES and size not in sizes:
@@ -400,10 +485,13 @@ def check_sizes(config: CompilationConfig, sizes: Collection[int]) -> None:
 def _level(config: CompilationConfig, platform: str, fill: Any) -> int:
     if config.enforce_eager:
         if config.level not in (None, 0):
-            raise ConfigError(f"enforce_eager: got True with level {config.level}, allowed is level 0 or none")
+            raise ConfigError(
+                f"enforce_eager: got True with level {config.level}, allowed is level 0 or none"
+            )
         if config.cudagraph_mode not in (None, CUDAGraphMode.NONE):
             raise ConfigError(
-                f"enforce_eager: got True with cudagraph_mode {config.cudagraph_mode.name}, allowed is NONE"
+                f"enforce_eager: got True with cudagraph_mode {config.cudagraph_mode.name}, "
+                "allowed is NONE"
             )
         return 0
     return int(fill("level", _default_level(platform), f"default on {platform}"))
@@ -424,9 +512,15 @@ def _mode(config: CompilationConfig, platform: str, level: int, fill: Any) -> CU
             raise ConfigError(f"cudagraph_mode: got {asked.name}, allowed is NONE: {why}")
         return asked
     if level == 3 and platform == "cuda":
-        default, why = CUDAGraphMode.FULL, "default at level 3, PIECEWISE for kernels that read the host"
+        default, why = (
+            CUDAGraphMode.FULL,
+            "default at level 3, PIECEWISE for kernels that read the host",
+        )
     else:
-        default, why = CUDAGraphMode.NONE, f"no graphs on {platform}" if level == 3 else f"no graphs at level {level}"
+        default, why = (
+            CUDAGraphMode.NONE,
+            f"no graphs on {platform}" if level == 3 else f"no graphs at level {level}",
+        )
     mode: CUDAGraphMode = fill("cudagraph_mode", default, why)
     return mode
 

@@ -1,6 +1,8 @@
-"""Engine options: what a user may say (`EngineConfig`), and what the engine runs with (`ResolvedConfig`).
+"""Engine options: what a user may say (`EngineConfig`), and what the engine runs with
+(`ResolvedConfig`).
 
-`resolve()` turns one into the other and lists every value that it changed or filled in, with the reason.
+`resolve()` turns one into the other and lists every value that it changed or filled in, with the
+reason.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ __all__ = [
 ]
 
 BACKEND_ON: Mapping[str, Backend] = {"tpu": "jax", "cuda": "torch", "cpu": "torch"}
-"""What `backend="auto"` is on each platform (`shared/backends.py` knows more: what is installed and works)."""
+"""What `backend="auto"` is on each platform (`shared/backends.py` knows more: what is installed
+and works).
+"""
 MAX_VOCAB = 1 << 18
 
 
@@ -61,7 +65,8 @@ MAX_VOCAB = 1 << 18
 class DeviceInfo:
     """The device that a worker runs on. `platform` is cpu, cuda or tpu; `memory` in bytes.
 
-    `index` is its number among the devices of its kind on this machine, None where the framework chooses.
+    `index` is its number among the devices of its kind on this machine, None where the framework
+    chooses.
     """
 
     platform: str
@@ -85,7 +90,9 @@ class Change:
     why: str
 
     def __str__(self) -> str:
-        before, after = (value.name if isinstance(value, Enum) else value for value in (self.before, self.after))
+        before, after = (
+            value.name if isinstance(value, Enum) else value for value in (self.before, self.after)
+        )
         return f"{self.field}: {before} -> {after} ({self.why})"
 
 
@@ -136,8 +143,12 @@ class ResolvedConfig:
         return -(-self.max_model_len // self.page_size)
 
     def table(self) -> Table:
-        """All programs of the engine. Sizes that are captured as CUDA graphs are the sizes of decode programs."""
-        sizes = self.decode_sizes or default_decode_sizes(self.backend, self.max_num_seqs, self.platform)
+        """All programs of the engine. Sizes that are captured as CUDA graphs are the sizes of
+        decode programs.
+        """
+        sizes = self.decode_sizes or default_decode_sizes(
+            self.backend, self.max_num_seqs, self.platform
+        )
         captured = self.compilation.cudagraph_capture_sizes
         if captured:
             sizes = (*captured, *(size for size in sizes if size > captured[-1]))
@@ -150,8 +161,8 @@ class ResolvedConfig:
 def default_decode_sizes(backend: Backend, max_num_seqs: int, platform: str) -> tuple[int, ...]:
     """The ladder of decode programs. The torch backend gets small sizes too: latency at batch 1.
 
-    JAX on GPUs gets powers of two: with its layers unrolled, a program takes seconds to compile. On CPUs, which have no
-    sublanes to fill, a step of one request does not compute eight.
+    JAX on GPUs gets powers of two: with its layers unrolled, a program takes seconds to compile. On
+    CPUs, which have no sublanes to fill, a step of one request does not compute eight.
     """
     if backend == "jax" and platform == "cuda":
         return mixed_ladder(max_num_seqs, smallest=1)
@@ -164,8 +175,9 @@ def default_decode_sizes(backend: Backend, max_num_seqs: int, platform: str) -> 
 def _usual_length(model: ModelConfig) -> tuple[int, str]:
     """The default of `max_model_len` before the device has a say, and why.
 
-    A model with two lists of rotary factors has one for sequences up to some length and one for longer ones. An engine
-    runs with one of them, since keys in the cache cannot be rotated again: by default with that of short sequences.
+    A model with two lists of rotary factors has one for sequences up to some length and one for
+    longer ones. An engine runs with one of them, since keys in the cache cannot be rotated again:
+    by default with that of short sequences.
     """
     limit, switch = model.max_position_embeddings, model.rope.switches_at
     if switch is None or switch >= limit:
@@ -176,7 +188,8 @@ def _usual_length(model: ModelConfig) -> tuple[int, str]:
 def resolve(
     config: EngineConfig, model: ModelConfig, device: DeviceInfo, demand: Demand = ANYTHING
 ) -> tuple[ResolvedConfig, list[Change]]:
-    """The config that the engine runs with, and the list of values filled in or changed. Raises ConfigError.
+    """The config that the engine runs with, and the list of values filled in or changed. Raises
+    ConfigError.
 
     `demand` lowers defaults. What is given explicitly stays, and so does what goes with it.
     """
@@ -187,17 +200,24 @@ def resolve(
         config = replace(config, backend=backend)
     config.check_owners()
     if model.vocab_size > MAX_VOCAB:
-        raise UnsupportedModel(f"vocab_size: got {model.vocab_size}, the sampler's integers allow at most {MAX_VOCAB}")
+        raise UnsupportedModel(
+            f"vocab_size: got {model.vocab_size}, the sampler's integers allow at most {MAX_VOCAB}"
+        )
     defaults = _Defaults(config, model, device, _usable_demand(config, demand), changes)
     length = defaults.max_model_len()
     if model.left_out:
-        changes.append(Change("prompts", "text and images", "text", f"not read: {', '.join(model.left_out)}"))
+        changes.append(
+            Change("prompts", "text and images", "text", f"not read: {', '.join(model.left_out)}")
+        )
     sequences, page = defaults.max_num_seqs_and_page_size(length)
     tokens = defaults.max_num_batched_tokens(sequences, length)
     dtype = defaults.fill("dtype", model.dtype, "the checkpoint's dtype")
     cache, scales = kv_config.resolve_cache(config, dtype)
     if config.capture is not None:
-        for name, value, kept in (("decode_steps", config.decode_steps, 1), ("kv_cache_dtype", cache, dtype)):
+        for name, value, kept in (
+            ("decode_steps", config.decode_steps, 1),
+            ("kv_cache_dtype", cache, dtype),
+        ):
             if value != kept:
                 raise ConfigError(f"capture: keeps steps with {name} {kept}, got {value}")
     check_ladders(config, sequences, tokens)
@@ -228,7 +248,9 @@ def resolve(
 
 @dataclass(frozen=True, slots=True)
 class _Defaults:
-    """What stands for the options that a config leaves open, where one depends on another. Appends to `changes`."""
+    """What stands for the options that a config leaves open, where one depends on another.
+    Appends to `changes`.
+    """
 
     config: EngineConfig
     model: ModelConfig
@@ -252,7 +274,8 @@ class _Defaults:
         length: int = self.fill("max_model_len", default, f"{why}, at most 2048 on a CPU")
         if length > limit:
             raise ConfigError(
-                f"max_model_len: got {length}, the model allows at most {limit} (max_position_embeddings)"
+                f"max_model_len: got {length}, the model allows at most {limit} "
+                "(max_position_embeddings)"
             )
         if length > usual:
             why = f"max_model_len is above {usual}: for every sequence"
@@ -264,7 +287,11 @@ class _Defaults:
         config, platform = self.config, self.device.platform
         most = 16 if self._on_cpu else 256
         default = self.demand.fitting_requests(most)
-        why = f"default on {platform}" if default == most else f"enough for {self.demand.requests} requests"
+        why = (
+            f"default on {platform}"
+            if default == most
+            else f"enough for {self.demand.requests} requests"
+        )
         sequences: int = self.fill("max_num_seqs", default, why)
         if config.page_size is not None:
             return sequences, config.page_size
@@ -272,12 +299,16 @@ class _Defaults:
         self.fill("page_size", page, why)
         if fitting < sequences:
             if config.max_num_seqs is not None:
-                raise ConfigError(f"max_num_seqs: got {sequences}, allowed is at most {fitting}: {why}")
+                raise ConfigError(
+                    f"max_num_seqs: got {sequences}, allowed is at most {fitting}: {why}"
+                )
             self.changes.append(Change("max_num_seqs", sequences, fitting, why))
         return fitting, page
 
     def max_num_batched_tokens(self, sequences: int, length: int) -> int:
-        """No less than a step may need, no more than it can have. Raises ConfigError if memory ends before."""
+        """No less than a step may need, no more than it can have. Raises ConfigError if memory
+        ends before.
+        """
         most = min(512, max(16, length)) if self._on_cpu else 8192
         enough = self.demand.fitting_tokens(most)
         why = f"enough for {self.demand.prompt_tokens} tokens of prompts"
@@ -298,7 +329,10 @@ class _Defaults:
         """Of the torch backend."""
         config, platform = self.config, self.device.platform
         if config.tensor_parallel_size > 1:
-            raise ConfigError(f"tensor_parallel_size: got {config.tensor_parallel_size}, the torch backend allows 1")
+            raise ConfigError(
+                f"tensor_parallel_size: got {config.tensor_parallel_size}, the torch backend "
+                "allows 1"
+            )
         ladder = default_decode_sizes("torch", sequences, platform)
         compilation, filled = resolve_compilation(config.compilation(), platform, ladder, sequences)
         # Reported by the names that these options have here.
@@ -323,13 +357,15 @@ class _Defaults:
 def _usable_demand(config: EngineConfig, demand: Demand) -> Demand:
     """`demand` without what would contradict explicit options.
 
-    Stored programs are those of a certain table, and who names sizes of programs names them for the defaults.
+    Stored programs are those of a certain table, and who names sizes of programs names them for the
+    defaults.
     """
     if config.aot_folder is not None:
         return ANYTHING
     named = config.compilation()
     sizes = (
-        config.decode_sizes, config.mixed_sizes, named.cudagraph_capture_sizes, named.cuda_graph_sizes,
+        config.decode_sizes, config.mixed_sizes, named.cudagraph_capture_sizes,
+        named.cuda_graph_sizes,
         named.compile_sizes, named.compile_ranges,
     )  # fmt: skip
     if any(size is not None for size in sizes):
@@ -338,9 +374,16 @@ def _usable_demand(config: EngineConfig, demand: Demand) -> Demand:
 
 
 def _bounded_tokens(
-    tokens: int, sequences: int, length: int, model: ModelConfig, device: DeviceInfo, changes: list[Change]
+    tokens: int,
+    sequences: int,
+    length: int,
+    model: ModelConfig,
+    device: DeviceInfo,
+    changes: list[Change],
 ) -> int:
-    """`tokens` as max_num_batched_tokens, no more than can meet in a step. Raises ConfigError if memory ends before."""
+    """`tokens` as max_num_batched_tokens, no more than can meet in a step. Raises ConfigError if
+    memory ends before.
+    """
     most = sequences * length
     if tokens > most:
         why = f"max_num_seqs * max_model_len is {sequences} * {length}: no step has more tokens"
@@ -350,7 +393,8 @@ def _bounded_tokens(
     needed = 4 * tokens * width
     if 0 < device.memory < needed:  # 0: JAX could not say
         raise ConfigError(
-            f"max_num_batched_tokens: got {tokens}; a hidden state of {width} numbers of 4 bytes for each of them "
+            f"max_num_batched_tokens: got {tokens}; a hidden state of {width} numbers of 4 bytes "
+            "for each of them "
             f"takes {needed} bytes, the device has {device.memory}"
         )
     return tokens

@@ -1,6 +1,7 @@
 """What the requests of an engine may ask for, where that is known before it starts.
 
-Each program takes seconds to compile, and a call with one greedy prompt needs few of them. The default is anything.
+Each program takes seconds to compile, and a call with one greedy prompt needs few of them. The
+default is anything.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Demand:
 
     requests       completions of all prompts; None is any number. More of them wait for each other
     prompt_tokens  tokens of all their prompts; None is any number. Longer prompts come in chunks
-    samplers       what steps sample with; a request may use any that can do what it needs
-    logprobs, prompt_logprobs  whether a request may ask for log-probabilities of its output, or of its prompt
+    samplers       what steps sample with; a request may use any that can do what it needs logprobs,
+    prompt_logprobs  whether a request may ask for log-probabilities of its output, or of its prompt
     """
 
     requests: int | None = None
@@ -41,7 +42,9 @@ class Demand:
 
     @classmethod
     def of(cls, requests: Iterable[tuple[int, SamplingParams]]) -> Demand:
-        """The demand of requests, each the tokens of its prompt and its parameters; of none, anything."""
+        """The demand of requests, each the tokens of its prompt and its parameters; of none,
+        anything.
+        """
         listed = list(requests)
         if not listed:
             return cls()
@@ -55,16 +58,22 @@ class Demand:
         )
 
     def check(self, params: SamplingParams) -> None:
-        """Raise RequestError, which names the parameter, for a request that the engine has no programs for."""
+        """Raise RequestError, which names the parameter, for a request that the engine has no
+        programs for.
+        """
         for sampler in samplers_of(params):
             if self.sampler_for(sampler) is None:
                 allowed = ", ".join(self.samplers)
                 raise RequestError(
-                    NEEDS[sampler], f"need the sampler {sampler!r}; this engine was started for {allowed} alone"
+                    NEEDS[sampler],
+                    f"need the sampler {sampler!r}; this engine was started for {allowed} alone",
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(params, name) is not None and not getattr(self, name):
-                raise RequestError(name, f"got {getattr(params, name)}; this engine was started for requests without")
+                raise RequestError(
+                    name,
+                    f"got {getattr(params, name)}; this engine was started for requests without",
+                )
 
     def sampler_for(self, sampler: Sampler) -> Sampler | None:
         """The first sampler of this demand that can do what `sampler` does, or None.
@@ -83,13 +92,17 @@ class Demand:
 
     def fitting_tokens(self, default: int) -> int:
         """`default` tokens of a step, or the power of two that holds all prompts."""
-        return default if self.prompt_tokens is None else min(default, _power_of_two(max(16, self.prompt_tokens)))
+        return (
+            default
+            if self.prompt_tokens is None
+            else min(default, _power_of_two(max(16, self.prompt_tokens)))
+        )
 
     def fitting_sizes(self, ladder: Sequence[int], max_requests: int) -> tuple[int, ...] | None:
         """The token counts of mixed steps that are worth a program, or None for all of `ladder`.
 
-        If all prompts fit into one step together, then that step is the one that matters: a later one has the rest of
-        a cached prompt, or a request that was preempted, and is padded.
+        If all prompts fit into one step together, then that step is the one that matters: a later
+        one has the rest of a cached prompt, or a request that was preempted, and is padded.
         """
         if self.requests is None or self.prompt_tokens is None or self.requests > max_requests:
             return None
@@ -103,8 +116,8 @@ ANYTHING = Demand()
 def samplers_of(params: SamplingParams) -> tuple[Sampler, ...]:
     """The samplers of a request's steps.
 
-    One with processors also has steps that sample nothing (chunks of its prompt), and those are greedy ones; one with
-    `min_tokens` loses its mask once it has them.
+    One with processors also has steps that sample nothing (chunks of its prompt), and those are
+    greedy ones; one with `min_tokens` loses its mask once it has them.
     """
     sampler = sampler_of(params)
     if sampler == "processed":

@@ -1,7 +1,7 @@
 """Token ids to text while they arrive, and the search for stop strings in it.
 
-Instead of decoding a window of tokens again and again, the tokenizer's decoder is applied token by token
-(`DecodeRule`): every token costs the same, and what was emitted is final.
+Instead of decoding a window of tokens again and again, the tokenizer's decoder is applied token by
+token (`DecodeRule`): every token costs the same, and what was emitted is final.
 """
 
 from __future__ import annotations
@@ -15,23 +15,28 @@ from .tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 _INCOMPLETE_TOKENS = 8
-"""Tokens that a character may be spread over where only the library can decode. UTF-8 has at most 4 bytes."""
+"""Tokens that a character may be spread over where only the library can decode. UTF-8 has at
+most 4 bytes.
+"""
 
 
 class Detokenizer:
-    """The text of one completion. `prompt_ids` are its context: a character or a space may depend on the prompt's end.
+    """The text of one completion. `prompt_ids` are its context: a character or a space may depend
+    on the prompt's end.
 
-    `append` and `finish` return new text. All of it together is the text of prompt and completion, less what the prompt
-    alone settles, except that it ends at the first stop string: the one that is complete first, and of those that end
-    with the same character, the longest. The stop string itself is left out unless `include_stop`. A stop string that
-    is complete within the first `min_tokens` tokens does not count.
+    `append` and `finish` return new text. All of it together is the text of prompt and completion,
+    less what the prompt alone settles, except that it ends at the first stop string: the one that
+    is complete first, and of those that end with the same character, the longest. The stop string
+    itself is left out unless `include_stop`. A stop string that is complete within the first
+    `min_tokens` tokens does not count.
 
-    The text equals `Tokenizer.decode` for every sequence of tokens with one exception, which streaming forces: the
-    library turns a run of byte tokens such as <0x0A> into U+FFFD as a whole if any part of it is not UTF-8. Here,
-    characters that were complete before the first wrong byte stay, since they were emitted; the rest is the same.
+    The text equals `Tokenizer.decode` for every sequence of tokens with one exception, which
+    streaming forces: the library turns a run of byte tokens such as <0x0A> into U+FFFD as a whole
+    if any part of it is not UTF-8. Here, characters that were complete before the first wrong byte
+    stay, since they were emitted; the rest is the same.
 
-    `stopped` is the stop string that was found, `num_tokens` counts the tokens that were taken, with the one that
-    completed it.
+    `stopped` is the stop string that was found, `num_tokens` counts the tokens that were taken,
+    with the one that completed it.
     """
 
     def __init__(
@@ -53,7 +58,9 @@ class Detokenizer:
         self._held = ""
 
     def append(self, token_ids: Iterable[int]) -> str:
-        """Take tokens, return the text that they settle. Tokens after one that completes a stop string are ignored."""
+        """Take tokens, return the text that they settle. Tokens after one that completes a stop
+        string are ignored.
+        """
         if self._finished:
             raise InternalError("detokenizer: tokens after finish()")
         text = ""
@@ -65,7 +72,9 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """The text that was held back: incomplete characters as U+FFFD, and what might have become a stop string."""
+        """The text that was held back: incomplete characters as U+FFFD, and what might have
+        become a stop string.
+        """
         if self._finished or self.stopped is not None:
             self._finished = True
             return ""
@@ -76,7 +85,9 @@ class Detokenizer:
         return text
 
     def _release(self, text: str) -> str:
-        """What may be emitted once `text` follows. Keeps what could be the start of a stop string."""
+        """What may be emitted once `text` follows. Keeps what could be the start of a stop
+        string.
+        """
         if self._matcher is None or not text:
             return text
         known, self._held = self._held + text, ""
@@ -91,9 +102,11 @@ class Detokenizer:
 
 
 class _StopMatcher:
-    """Finds any of several strings in a text that arrives in parts, in one pass (Aho and Corasick, 1975).
+    """Finds any of several strings in a text that arrives in parts, in one pass (Aho and Corasick,
+    1975).
 
-    A state is a prefix of a stop string: the longest one that the text so far ends with. `pending` is its length.
+    A state is a prefix of a stop string: the longest one that the text so far ends with. `pending`
+    is its length.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -132,7 +145,9 @@ class _StopMatcher:
         return self._depth[self._state]
 
     def scan(self, text: str, active: bool) -> tuple[str | None, int]:
-        """Read on. The first stop string that ends in `text` and where it ends; (None, 0) if none, or not `active`."""
+        """Read on. The first stop string that ends in `text` and where it ends; (None, 0) if
+        none, or not `active`.
+        """
         for end, character in enumerate(text, 1):
             self._state = self._follow(self._state, character)
             found = self._found[self._state]
@@ -149,7 +164,9 @@ class _Stream(Protocol):
     def flush(self) -> str: ...
 
 
-def _open_stream(tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> _Stream:
+def _open_stream(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool
+) -> _Stream:
     skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
     if tokenizer.rule.kind == "bytes":
         return _ByteStream(tokenizer, prompt_ids, skipped)
@@ -159,9 +176,13 @@ def _open_stream(tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_t
 
 
 class _ByteStream:
-    """Byte-level BPE: the tokens' bytes in a row are UTF-8; what is not becomes U+FFFD as Unicode recommends."""
+    """Byte-level BPE: the tokens' bytes in a row are UTF-8; what is not becomes U+FFFD as
+    Unicode recommends.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skipped: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skipped: frozenset[int]
+    ) -> None:
         self._piece = tokenizer.piece
         self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -184,9 +205,13 @@ class _ByteStream:
 
 
 class _TextStream:
-    """Tokens that are text, some of them single bytes (Llama 2). A run of byte tokens is UTF-8, or wrong as a whole."""
+    """Tokens that are text, some of them single bytes (Llama 2). A run of byte tokens is UTF-8,
+    or wrong as a whole.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skipped: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skipped: frozenset[int]
+    ) -> None:
         self._tokenizer = tokenizer
         self._rule = tokenizer.rule
         self._skipped = skipped
@@ -198,7 +223,9 @@ class _TextStream:
         self._read_prompt(prompt_ids)
 
     def _read_prompt(self, prompt_ids: Sequence[int]) -> None:
-        """Reach the state after the prompt. Only its first text and its last run of bytes matter."""
+        """Reach the state after the prompt. Only its first text and its last run of bytes
+        matter.
+        """
         tail = len(prompt_ids)
         while tail and not isinstance(self._piece(prompt_ids[tail - 1]), str):
             tail -= 1
@@ -263,11 +290,15 @@ class _TextStream:
 
 
 class _WindowStream:
-    """Any other decoder: each time, what the last tokens become with the new one, less what they become without it."""
+    """Any other decoder: each time, what the last tokens become with the new one, less what they
+    become without it.
+    """
 
     CONTEXT = 6
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._context = list(prompt_ids[-self.CONTEXT :])

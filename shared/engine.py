@@ -1,8 +1,9 @@
-"""The engine core: requests of integers in, tokens out. It ties the scheduler, the packer and a worker together.
+"""The engine core: requests of integers in, tokens out. It ties the scheduler, the packer and a
+worker together.
 
-`step()` keeps up to two steps in flight: the next step is scheduled and started before the tokens of the one before it
-are read, so the host works while the device does. With `async_scheduling` off, each step is read before the next one is
-scheduled; the tokens are the same.
+`step()` keeps up to two steps in flight: the next step is scheduled and started before the tokens
+of the one before it are read, so the host works while the device does. With `async_scheduling` off,
+each step is read before the next one is scheduled; the tokens are the same.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Natural log of a token's probability, from the raw logits, and its rank (1 is the most probable)."""
+    """Natural log of a token's probability, from the raw logits, and its rank (1 is the most
+    probable).
+    """
 
     logprob: float
     rank: int
@@ -55,8 +58,8 @@ TokenLogprobs = dict[int, Logprob]
 class Update(NamedTuple):
     """What one step brought to one request. Values alone, so that it can cross to another process.
 
-    Each request that `Engine.add` took has exactly one update with a `finish_reason`, its last one, however it ends;
-    only a dead engine (EngineDead) sends none.
+    Each request that `Engine.add` took has exactly one update with a `finish_reason`, its last one,
+    however it ends; only a dead engine (EngineDead) sends none.
 
     tokens             in order; none where the request ended without one more
     logprobs           one for each of `tokens`, if they were asked for
@@ -74,7 +77,9 @@ class Update(NamedTuple):
 
 @dataclass(slots=True)
 class StartReport:
-    """What happened before *ready*: values filled in, programs, seconds by phase, the size of the cache."""
+    """What happened before *ready*: values filled in, programs, seconds by phase, the size of
+    the cache.
+    """
 
     changes: list[Change]
     programs: list[ProgramReport] = field(default_factory=list)
@@ -91,7 +96,9 @@ class _InFlight:
 
 
 class Engine:
-    """Owns one worker. Not thread-safe: one thread calls everything here. `close()` frees the device."""
+    """Owns one worker. Not thread-safe: one thread calls everything here. `close()` frees the
+    device.
+    """
 
     def __init__(
         self,
@@ -112,20 +119,29 @@ class Engine:
         self.report = StartReport([*chosen, *changes])
         self.table = self.config.table()
         self.shape = StepShape(
-            self.config.pages_per_request, self.config.max_num_seqs, self.config.max_model_len, model.vocab_size
+            self.config.pages_per_request,
+            self.config.max_num_seqs,
+            self.config.max_model_len,
+            model.vocab_size,
         )
         self.worker = create_worker(model, self.config, self.device, folder)
         self.config = self.worker.config
         self.report.changes += self.worker.changes
         if self.config.decode_steps > 1 and not self.worker.multi_step:
-            raise ConfigError(f"decode_steps: got {self.config.decode_steps}, the {config.backend} worker allows 1")
+            raise ConfigError(
+                f"decode_steps: got {self.config.decode_steps}, the {config.backend} worker "
+                "allows 1"
+            )
         self._timed("load", lambda: self.worker.load(progress))
         self.report.num_pages = self._timed("measure", self._num_pages)
         self.report.page_bytes = self.worker.page_bytes()
         # Before anything is compiled: the scheduler's own checks of the configuration.
         self.scheduler = Scheduler(scheduler_config(self.config, self.report.num_pages), self.table)
         self.worker.allocate_kv(self.report.num_pages)
-        self._timed("programs", lambda: self.report.programs.extend(self.worker.warm_up(self.table, progress)))
+        self._timed(
+            "programs",
+            lambda: self.report.programs.extend(self.worker.warm_up(self.table, progress)),
+        )
         self._in_flight: deque[_InFlight] = deque()
         self._depth = 2 if self.config.async_scheduling else 1
         self._step_id = 0
@@ -153,14 +169,16 @@ class Engine:
             if number is not None:
                 if not 1 <= number * page <= self.device.memory:
                     raise ConfigError(
-                        f"{name}: got {getattr(config, name)}; a page takes {page} bytes, the device has "
+                        f"{name}: got {getattr(config, name)}; a page takes {page} bytes, the "
+                        "device has "
                         f"{self.device.memory}, and at least one page is needed"
                     )
                 return number
         pages = cache_pages(config, self.worker.measure(), page)
         if pages < config.pages_per_request:
             raise ConfigError(
-                f"max_model_len: {config.max_model_len} tokens need {config.pages_per_request} pages of {page} bytes, "
+                f"max_model_len: {config.max_model_len} tokens need {config.pages_per_request} "
+                f"pages of {page} bytes, "
                 f"and there is memory for {pages}; lower max_model_len or raise kv_cache_memory"
             )
         return pages
@@ -174,33 +192,53 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> Request:
-        """Queue a request. Raises RequestError, which leaves the engine and others alone, EngineDead, EngineClosed."""
+        """Queue a request. Raises RequestError, which leaves the engine and others alone,
+        EngineDead, EngineClosed.
+        """
         self._check_usable()
         tokens = token_array(prompt)
         outside = (tokens < 0) | (tokens >= self.model.vocab_size)
         if outside.any():
             token = int(tokens[outside.argmax()])
             raise RequestError(
-                "prompt", f"token id {token} is out of range: the vocabulary has {self.model.vocab_size}"
+                "prompt",
+                f"token id {token} is out of range: the vocabulary has {self.model.vocab_size}",
             )
         images = np.isin(tokens, self.model.image_token_ids)
         if images.any():
             token = int(tokens[images.argmax()])
-            raise RequestError("prompt", f"token id {token} stands for an image, and prompts are text for this engine")
+            raise RequestError(
+                "prompt",
+                f"token id {token} stands for an image, and prompts are text for this engine",
+            )
         params.check_vocabulary(self.model.vocab_size)
         self.config.demand.check(params)
-        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-            raise RequestError("priority", f"got {show(priority)}, must be an integer within {MAX_PRIORITY} of 0")
+        if (
+            isinstance(priority, bool)
+            or not isinstance(priority, int)
+            or abs(priority) > MAX_PRIORITY
+        ):
+            raise RequestError(
+                "priority", f"got {show(priority)}, must be an integer within {MAX_PRIORITY} of 0"
+            )
         if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT_LENGTH:
-            raise RequestError("cache_salt", f"must be a string of at most {MAX_SALT_LENGTH} characters")
-        stop = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.model.eos_token_ids))
+            raise RequestError(
+                "cache_salt", f"must be a string of at most {MAX_SALT_LENGTH} characters"
+            )
+        stop = set(params.stop_token_ids) | (
+            set() if params.ignore_eos else set(self.model.eos_token_ids)
+        )
         if params.min_tokens and not _is_any_left(params, stop, self.model.vocab_size):
-            raise RequestError("min_tokens", "every allowed token would end the request, so none is left before")
+            raise RequestError(
+                "min_tokens", "every allowed token would end the request, so none is left before"
+            )
         request = Request(
             request_id,
             tokens.astype(np.int32),
             params,
-            derive_seed(self.config.seed, self._num_requests) if params.seed is None else params.seed,
+            derive_seed(self.config.seed, self._num_requests)
+            if params.seed is None
+            else params.seed,
             stop_ids=tuple(sorted(stop)),
             priority=priority,
             cache_salt=cache_salt,
@@ -217,7 +255,8 @@ class Engine:
         return self.finish(request_id, FinishReason.ABORT)
 
     def finish(self, request_id: str, reason: FinishReason) -> bool:
-        """End a request for a reason of the caller's, such as a stop string; False if it is not known (any more).
+        """End a request for a reason of the caller's, such as a stop string; False if it is not
+        known (any more).
 
         The next `step` says so in an update.
         """
@@ -236,7 +275,9 @@ class Engine:
         return True
 
     def abort_all(self) -> None:
-        """End all requests. Whoever got an exception out of `add` or `step` and goes on calls this first."""
+        """End all requests. Whoever got an exception out of `add` or `step` and goes on calls
+        this first.
+        """
         if self._dead is None and not self._closed:
             with self._changing_books():
                 self._abort_all()
@@ -248,16 +289,19 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step()` has anything to do."""
-        return self._dead is None and bool(self.scheduler.has_work or self._in_flight or self._updates)
+        return self._dead is None and bool(
+            self.scheduler.has_work or self._in_flight or self._updates
+        )
 
     def step(self) -> list[Update]:
         """Start what can be started, then read the oldest step in flight.
 
-        An interrupt (SIGINT) waits for the end of the step; then all requests are aborted before KeyboardInterrupt
-        leaves, and the engine takes new ones.
+        An interrupt (SIGINT) waits for the end of the step; then all requests are aborted before
+        KeyboardInterrupt leaves, and the engine takes new ones.
 
-        Any other exception ends the engine: from then on what the device holds, what the host believes that it holds
-        and the books may disagree. All requests end with the reason ERROR, and every later call raises EngineDead.
+        Any other exception ends the engine: from then on what the device holds, what the host
+        believes that it holds and the books may disagree. All requests end with the reason ERROR,
+        and every later call raises EngineDead.
         """
         self._check_usable()
         with self._changing_books():
@@ -271,7 +315,9 @@ class Engine:
 
     @contextmanager
     def _changing_books(self) -> Iterator[None]:
-        """Holds interrupts back; an exception in the middle ends the engine, unless it is a refused request's."""
+        """Holds interrupts back; an exception in the middle ends the engine, unless it is a
+        refused request's.
+        """
         with DeferredInterrupts() as interrupts:
             try:
                 yield
@@ -312,7 +358,9 @@ class Engine:
             self._in_flight.append(_InFlight(scheduled, packed, self.worker.execute(packed)))
         if not self._in_flight:
             if self.scheduler.has_work:
-                raise InternalError("requests wait, nothing is in flight, and nothing can be scheduled")
+                raise InternalError(
+                    "requests wait, nothing is in flight, and nothing can be scheduled"
+                )
         else:
             oldest = self._in_flight.popleft()
             self._read(oldest, oldest.handle.result())
@@ -335,11 +383,21 @@ class Engine:
             logprobs = prompt = None
             if request.params.logprobs is not None and output.logprobs is not None:
                 places = zip(indices[first:last], brought, strict=True)
-                logprobs = [_row(output.logprobs, place, token, request.params.logprobs) for place, token in places]
+                logprobs = [
+                    _row(output.logprobs, place, token, request.params.logprobs)
+                    for place, token in places
+                ]
             if self._prompt_logprobs:
                 prompt = self._prompt_logprobs.pop(request.request_id, None)
             self._updates.append(
-                Update(request.request_id, brought, request.finish_reason, logprobs, prompt, request.num_cached_tokens)
+                Update(
+                    request.request_id,
+                    brought,
+                    request.finish_reason,
+                    logprobs,
+                    prompt,
+                    request.num_cached_tokens,
+                )
             )
             first = last
         self._updates += map(_last_update, events.failed)
@@ -401,19 +459,31 @@ def scheduler_config(config: ResolvedConfig, num_pages: int) -> SchedulerConfig:
 
 
 def token_array(prompt: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Token ids as int64 [n], n > 0. Raises RequestError for anything else: booleans, floats, text, bytes, nesting."""
+    """Token ids as int64 [n], n > 0. Raises RequestError for anything else: booleans, floats,
+    text, bytes, nesting.
+    """
     if isinstance(prompt, np.ndarray):
         if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            raise RequestError("prompt", f"got an array of {prompt.dtype} {prompt.shape}, must be integers [n]")
+            raise RequestError(
+                "prompt", f"got an array of {prompt.dtype} {prompt.shape}, must be integers [n]"
+            )
         if prompt.dtype.kind == "u":
             prompt = prompt.tolist()
-    elif isinstance(prompt, (str, bytes, bytearray, memoryview)) or not isinstance(prompt, Sequence):
-        raise RequestError("prompt", f"got {type(prompt).__name__}, must be a list of integer token ids")
-    elif set(map(type, prompt)) != {int}:  # one pass that does not leave C, where all is as it mostly is
+    elif isinstance(prompt, (str, bytes, bytearray, memoryview)) or not isinstance(
+        prompt, Sequence
+    ):
+        raise RequestError(
+            "prompt", f"got {type(prompt).__name__}, must be a list of integer token ids"
+        )
+    # one pass that does not leave C, where all is as it mostly is
+    elif set(map(type, prompt)) != {int}:
         for item in prompt:
             if isinstance(item, (bool, np.timedelta64)) or not isinstance(item, (int, np.integer)):
-                raise RequestError("prompt", f"got {type(item).__name__} {show(item)}, token ids must be integers")
-        # As Python's own: numpy turns an unsigned integer of 2**63 and more into a negative one without a word.
+                raise RequestError(
+                    "prompt", f"got {type(item).__name__} {show(item)}, token ids must be integers"
+                )
+        # As Python's own: numpy turns an unsigned integer of 2**63 and more into a negative one
+        # without a word.
         prompt = [int(item) for item in prompt]
     if len(prompt) == 0:
         raise RequestError("prompt", "is empty: at least one token is needed")
@@ -441,6 +511,8 @@ def derive_seed(seed: int, index: int) -> int:
 def _row(top: TopLogprobs, row: int, token: int, count: int) -> TokenLogprobs:
     ids = top.top_ids[row, :count].tolist()
     values = np.maximum(top.top[row, :count], LEAST_LOGPROB).tolist()
-    best = {i: Logprob(value, rank + 1) for rank, (i, value) in enumerate(zip(ids, values, strict=True))}
+    best = {
+        i: Logprob(value, rank + 1) for rank, (i, value) in enumerate(zip(ids, values, strict=True))
+    }
     chosen = max(float(top.chosen[row]), LEAST_LOGPROB)
     return {token: Logprob(chosen, int(top.rank[row]))} | best

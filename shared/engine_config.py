@@ -1,4 +1,5 @@
-"""The options of an engine: the one place where each has its name, type, default, limits, help, owner and flags.
+"""The options of an engine: the one place where each has its name, type, default, limits, help,
+owner and flags.
 
 docs/options.md is written from here (`make docs`).
 """
@@ -14,9 +15,31 @@ from .compilation_config import CompilationConfig, CUDAGraphMode
 from .errors import ConfigError
 from .jax_config import MAX_SHARDS
 from .kv_config import KV_DTYPES
-from .option_kinds import Built, Choice, Number, Priorities, Refusal, Scales, Sizes, Switch, Text, Whole, Words, folder
+from .option_kinds import (
+    Built,
+    Choice,
+    Number,
+    Priorities,
+    Refusal,
+    Scales,
+    Sizes,
+    Switch,
+    Text,
+    Whole,
+    Words,
+    folder,
+)
 from .option_text import json_object
-from .options import by_name, check_fields, config_error, option, options_of, required, same_option, show
+from .options import (
+    by_name,
+    check_fields,
+    config_error,
+    option,
+    options_of,
+    required,
+    same_option,
+    show,
+)
 
 Backend = Literal["jax", "torch"]
 BACKENDS: tuple[Backend, ...] = ("jax", "torch")
@@ -32,12 +55,15 @@ PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def parse_device(device: Any) -> tuple[str, int | None]:
-    """The kind of a device and its number: of cuda:1 cuda and 1, of cuda cuda and None. Raises ConfigError."""
+    """The kind of a device and its number: of cuda:1 cuda and 1, of cuda cuda and None. Raises
+    ConfigError.
+    """
     kind, colon, digits = device.partition(":") if isinstance(device, str) else (None, "", "")
     numbered = kind != "auto" and digits.isascii() and digits.isdigit() and len(digits) <= 4
     if kind not in DEVICES or (colon and not numbered):
         raise ConfigError(
-            f"device: got {show(device)}, allowed are {', '.join(DEVICES)}, and a number behind a kind, such as cuda:1"
+            f"device: got {show(device)}, allowed are {', '.join(DEVICES)}, and a number behind a "
+            "kind, such as cuda:1"
         )
     return kind, int(digits) if colon else None
 
@@ -56,7 +82,9 @@ def _compilation(value: Any) -> CompilationConfig:
 
 
 DEVICE = Built(_device, f"{', '.join(DEVICES)}, and a number behind a kind", "|".join(DEVICES))
-COMPILATION = Built(_compilation, "a CompilationConfig, or a mapping of its fields", "JSON", reads=json_object)
+COMPILATION = Built(
+    _compilation, "a CompilationConfig, or a mapping of its fields", "JSON", reads=json_object
+)
 
 _engine = partial(option, owner="engine")
 _scheduler = partial(option, owner="scheduler", shapes=False)
@@ -68,10 +96,12 @@ _torch = partial(same_option, CompilationConfig, shapes=False, no_flag=None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of an engine, with the names that users of vLLM know; docs/options.md says what each does.
+    """Options of an engine, with the names that users of vLLM know; docs/options.md says what each
+    does.
 
-    None and auto mean: chosen by `resolve()`. Of `compilation_config` (shared/compilation_config.py) three fields are
-    options here too: `compile_level`, `cudagraph_mode` and `enforce_eager`.
+    None and auto mean: chosen by `resolve()`. Of `compilation_config`
+    (shared/compilation_config.py) three fields are options here too: `compile_level`,
+    `cudagraph_mode` and `enforce_eager`.
     """
 
     model: str = required(
@@ -81,19 +111,34 @@ class EngineConfig:
     backend: Backend | Literal["auto"] = _engine(
         "auto", Choice(BACKEND_CHOICES), help="auto: jax on TPUs, torch elsewhere", shapes=False
     )
-    device: str = _engine("auto", DEVICE, help="which device; with a number, which of this machine's")
-    dtype: str = _engine("auto", Choice(DTYPES), help="of weights and activations; auto: the checkpoint's")
+    device: str = _engine(
+        "auto", DEVICE, help="which device; with a number, which of this machine's"
+    )
+    dtype: str = _engine(
+        "auto", Choice(DTYPES), help="of weights and activations; auto: the checkpoint's"
+    )
     load_format: str = _engine(
-        "auto", Choice(LOAD_FORMATS), help="dummy: seeded random weights, which a shape needs", shapes=False
+        "auto",
+        Choice(LOAD_FORMATS),
+        help="dummy: seeded random weights, which a shape needs",
+        shapes=False,
     )
     seed: int = _engine(
-        0, Whole(), help="seeds dummy weights and requests without a seed", flag="--engine-seed", shapes=False
+        0,
+        Whole(),
+        help="seeds dummy weights and requests without a seed",
+        flag="--engine-seed",
+        shapes=False,
     )
     tensor_parallel_size: int = _engine(
-        1, Whole(1, MAX_SHARDS), help="devices that share each layer, on the torch backend one", short=("--tp", "-tp")
+        1,
+        Whole(1, MAX_SHARDS),
+        help="devices that share each layer, on the torch backend one",
+        short=("--tp", "-tp"),
     )
     capture: str | None = _engine(
-        None, Text("a folder and what to keep there", "DIR,..."), limits="DIR,request=ID,step=N,nan,mismatch=T:D",
+        None, Text("a folder and what to keep there", "DIR,..."),
+        limits="DIR,request=ID,step=N,nan,mismatch=T:D",
         help="steps to keep as bundles that replay on the other backend", shapes=False,
     )  # fmt: skip
     max_model_len: int | None = _scheduler(
@@ -101,11 +146,14 @@ class EngineConfig:
         usual="what the model allows, on a CPU 2048 at most",
     )  # fmt: skip
     max_num_seqs: int | None = _scheduler(
-        None, Whole(1, MAX_NUM_SEQS), help="requests of a step", usual="256, on a CPU 16", shapes=True,
+        None, Whole(1, MAX_NUM_SEQS), help="requests of a step", usual="256, on a CPU 16",
+        shapes=True,
         near=("max_running_requests",),
     )  # fmt: skip
     max_num_batched_tokens: int | None = _scheduler(
-        None, Whole(1), help="tokens of a step", limits="from max-num-seqs", usual="8192, on a CPU 512", shapes=True,
+        None, Whole(1), help="tokens of a step", limits="from max-num-seqs", usual="8192, on a "
+                                                                                   "CPU 512",
+                                                                                   shapes=True,
         near=("chunked_prefill_size",),
     )  # fmt: skip
     decode_steps: int = _scheduler(
@@ -118,24 +166,31 @@ class EngineConfig:
     priority_window: int = _scheduler(
         1000,
         Whole(1),
-        help="of the policy priority: a level is worth that many arrivals, so that nothing waits forever",
+        help="of the policy priority: a level is worth that many arrivals, so that nothing waits "
+        "forever",
     )
     watermark: float = _scheduler(
         0.01, Number(0.0, 1.0, below=True),
-        help="share of the pages kept free for the next tokens of running requests when another one starts",
+        help="share of the pages kept free for the next tokens of running requests when another "
+             "one starts",
     )  # fmt: skip
-    enable_chunked_prefill: bool = _scheduler(True, Switch(), help="spread a long prompt over steps")
+    enable_chunked_prefill: bool = _scheduler(
+        True, Switch(), help="spread a long prompt over steps"
+    )
     async_scheduling: bool = _scheduler(True, Switch(), help="two steps in flight")
     page_size: int | None = _cache(
-        None, Choice(PAGE_SIZES, "a power of two from 1 to 256"), help="tokens of a page", shapes=True,
+        None, Choice(PAGE_SIZES, "a power of two from 1 to 256"), help="tokens of a page",
+        shapes=True,
         usual="16, on a TPU 128 or 256", aliases=("block_size",),
     )  # fmt: skip
     memory_utilization: float = _cache(
-        0.9, Number(0.05, 1.0, metavar="PART"), help="of the device's memory, what the engine may take",
+        0.9, Number(0.05, 1.0, metavar="PART"), help="of the device's memory, what the engine may "
+                                                     "take",
         aliases=("gpu_memory_utilization",), near=("mem_fraction_static",),
     )  # fmt: skip
     kv_cache_memory: int | None = _cache(
-        None, Whole(1, metavar="BYTES"), help="of the KV cache on each device, in bytes, such as 4G",
+        None, Whole(1, metavar="BYTES"), help="of the KV cache on each device, in bytes, such "
+                                              "as 4G",
         usual="what is left", aliases=("kv_cache_memory_bytes",),
     )  # fmt: skip
     num_pages: int | None = _cache(
@@ -143,42 +198,67 @@ class EngineConfig:
         aliases=("num_gpu_blocks_override",),
     )  # fmt: skip
     kv_cache_dtype: str = _cache(
-        "auto", Choice(KV_DTYPES), help="narrow ones hold x / scale in a byte; auto: as the model runs", shapes=True
+        "auto",
+        Choice(KV_DTYPES),
+        help="narrow ones hold x / scale in a byte; auto: as the model runs",
+        shapes=True,
     )
     kv_cache_scales: tuple[float, float] | None = _cache(
-        None, Scales(), help="what K and V are divided by in a narrow cache", usual="1,1; int8 needs them", shapes=True
+        None,
+        Scales(),
+        help="what K and V are divided by in a narrow cache",
+        usual="1,1; int8 needs them",
+        shapes=True,
     )
     enable_prefix_caching: bool = _cache(
         True, Switch(), help="share pages of equal beginnings", near=("disable_radix_cache",)
     )
     op_priority: Mapping[str, tuple[str, ...]] = _ops(
-        None, Priorities(), factory=dict, help="implementations to try first, by op", near=("attention_backend",)
+        None,
+        Priorities(),
+        factory=dict,
+        help="implementations to try first, by op",
+        near=("attention_backend",),
     )
     enable_ops: tuple[str, ...] = _ops(
-        ("all",), Words("all or none, then +OP and -OP", "all,-OP,..."), help="a disabled op runs natively"
+        ("all",),
+        Words("all or none, then +OP and -OP", "all,-OP,..."),
+        help="a disabled op runs natively",
     )
     compile_level: int | None = _torch("level", near=("optimization_level",))
     cudagraph_mode: CUDAGraphMode | str | None = _torch("cudagraph_mode")
     enforce_eager: bool | None = _torch("enforce_eager", near=("disable_cuda_graph",))
     compilation_config: CompilationConfig | Mapping[str, Any] = option(
-        None, COMPILATION, "torch", "all options of compilation (docs/compilation.md)", factory=CompilationConfig,
+        None, COMPILATION, "torch", "all options of compilation (docs/compilation.md)",
+        factory=CompilationConfig,
         usual="none", shapes=False,
     )  # fmt: skip
     scan_layers: bool | None = _jax(
-        None, Switch(), help="one loop over stacked layers, or unrolled", usual="a loop, but on GPUs and TPU7x"
+        None,
+        Switch(),
+        help="one loop over stacked layers, or unrolled",
+        usual="a loop, but on GPUs and TPU7x",
     )
     decode_sizes: tuple[int, ...] | None = _jax(
-        None, Sizes(MAX_SIZE, rising=True), help="requests of the decode programs, the last max-num-seqs",
+        None, Sizes(MAX_SIZE, rising=True), help="requests of the decode programs, the last "
+                                                 "max-num-seqs",
         limits="a list of rising integers", usual="a ladder",
     )  # fmt: skip
     mixed_sizes: tuple[int, ...] | None = _jax(
-        None, Sizes(MAX_SIZE, rising=True, metavar="16,32,..."), limits="a list of rising integers", usual="a ladder",
+        None, Sizes(MAX_SIZE, rising=True, metavar="16,32,..."), limits="a list of rising integers",
+        usual="a ladder",
         help="tokens of the mixed programs, the last max-num-batched-tokens",
     )  # fmt: skip
     compilation_cache_dir: str | None = _jax(
-        None, folder(), help="keep compiled programs there; none: nowhere", usual="~/.cache/twinfer/jax", shapes=False
+        None,
+        folder(),
+        help="keep compiled programs there; none: nowhere",
+        usual="~/.cache/twinfer/jax",
+        shapes=False,
     )
-    aot_folder: str | None = _jax(None, folder(), help="programs that `twinfer aot` compiled", shapes=False)
+    aot_folder: str | None = _jax(
+        None, folder(), help="programs that `twinfer aot` compiled", shapes=False
+    )
 
     def __post_init__(self) -> None:
         check_fields(self, config_error)
@@ -186,22 +266,27 @@ class EngineConfig:
         _, number = parse_device(self.device)
         if number is not None and self.tensor_parallel_size > 1:
             raise ConfigError(
-                f"device: got {self.device}, which is one, and tensor_parallel_size {self.tensor_parallel_size}; "
+                f"device: got {self.device}, which is one, and tensor_parallel_size "
+                f"{self.tensor_parallel_size}; "
                 "leave the number out"
             )
         if self.num_pages is not None and self.kv_cache_memory is not None:
             raise ConfigError(
-                f"num_pages: got {self.num_pages}, and kv_cache_memory {self.kv_cache_memory}: give one of them"
+                f"num_pages: got {self.num_pages}, and kv_cache_memory {self.kv_cache_memory}: "
+                "give one of them"
             )
         window = options_of(EngineConfig)["priority_window"].default
         if self.scheduling_policy != "priority" and self.priority_window != window:
             raise ConfigError(
-                f"priority_window: got {self.priority_window}, which has no effect with scheduling_policy "
+                f"priority_window: got {self.priority_window}, which has no effect with "
+                "scheduling_policy "
                 f"{self.scheduling_policy}"
             )
 
     def compilation(self) -> CompilationConfig:
-        """`compilation_config` with the fields that are options here too. Raises ConfigError if both say something."""
+        """`compilation_config` with the fields that are options here too. Raises ConfigError if
+        both say something.
+        """
         config = _compilation(self.compilation_config)
         values: dict[str, Any] = {}
         for name, entry in options_of(EngineConfig).items():
@@ -209,7 +294,9 @@ class EngineConfig:
             if entry.copy_of is None or value is None:
                 continue
             if getattr(config, entry.copy_of) not in (None, value):
-                raise ConfigError(f"{name}: got {show(value)} and another value in compilation_config")
+                raise ConfigError(
+                    f"{name}: got {show(value)} and another value in compilation_config"
+                )
             values[entry.copy_of] = value
         return replace(config, **values)
 
@@ -218,9 +305,13 @@ class EngineConfig:
         for name, entry in options_of(EngineConfig).items():
             value = getattr(self, name)
             if entry.owner in BACKENDS and entry.owner != self.backend and value != entry.default:
-                raise ConfigError(f"{name}: got {show(value)}, which is for the {entry.owner} backend")
+                raise ConfigError(
+                    f"{name}: got {show(value)}, which is for the {entry.owner} backend"
+                )
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
-        """A config from a mapping of options. Raises ConfigError for an unknown name, with the nearest known one."""
+        """A config from a mapping of options. Raises ConfigError for an unknown name, with the
+        nearest known one.
+        """
         return cls(**by_name(cls, options))

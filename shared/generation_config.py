@@ -1,4 +1,6 @@
-"""Sampling defaults that a model brings along: the fields of its generation_config.json that vLLM reads too."""
+"""Sampling defaults that a model brings along: the fields of its generation_config.json that
+vLLM reads too.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,19 @@ FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Fields of the file, and what `SamplingParams` calls them. `do_sample` is not read: a temperature of 0 is greedy."""
+"""Fields of the file, and what `SamplingParams` calls them. `do_sample` is not read: a
+temperature of 0 is greedy.
+"""
 SOURCES = ("auto", "none")
 """auto: generation_config.json. none: the defaults of `SamplingParams`."""
 
 
 def default_params(folder: str | Path, source: str = "auto") -> tuple[SamplingParams, list[Change]]:
-    """What requests of the model in `folder` use where they say nothing, and how that differs from `SamplingParams()`.
+    """What requests of the model in `folder` use where they say nothing, and how that differs from
+    `SamplingParams()`.
 
-    Raises ConfigError for another source than those in `SOURCES`, and ModelError for a value that cannot be had.
+    Raises ConfigError for another source than those in `SOURCES`, and ModelError for a value that
+    cannot be had.
     """
     if source not in SOURCES:
         raise ConfigError(f"generation_config: got {source!r}, allowed are {', '.join(SOURCES)}")
@@ -55,7 +61,8 @@ def _read(fields: Fields) -> dict[str, Any]:
         except RequestError as error:
             reason = str(error).removeprefix(f"{name}: ")
             raise ModelError(
-                f"{fields.where}: {field}: {reason} (--generation-config none leaves the file's defaults out)"
+                f"{fields.where}: {field}: {reason} (--generation-config none leaves the file's "
+                "defaults out)"
             ) from None
         values[name] = value
     return values

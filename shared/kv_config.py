@@ -1,4 +1,6 @@
-"""Checks of the options that say what the KV cache holds: its dtype, and the scales of a narrow one."""
+"""Checks of the options that say what the KV cache holds: its dtype, and the scales of a narrow
+one.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,21 @@ KV_DTYPES = ("auto", "float32", "bfloat16", "float16", *NARROW)
 
 
 def resolve_cache(config: Any, dtype: str) -> tuple[str, tuple[float, float]]:
-    """(numpy's name of the cache's dtype, scales of K and V) for a model that runs in `dtype`. Raises ConfigError."""
+    """(numpy's name of the cache's dtype, scales of K and V) for a model that runs in `dtype`.
+    Raises ConfigError.
+    """
     kind, scales = config.kv_cache_dtype, config.kv_cache_scales
     if kind in NARROW:
         if scales is None and kind == "int8":
-            raise ConfigError("kv_cache_scales: int8 holds x / scale from -127 to 127 and needs scales of K and V")
+            raise ConfigError(
+                "kv_cache_scales: int8 holds x / scale from -127 to 127 and needs scales of K and V"
+            )
         return NARROW[kind], (1.0, 1.0) if scales is None else (float(scales[0]), float(scales[1]))
     if kind not in ("auto", dtype):
         allowed = ", ".join(("auto", dtype, *NARROW))
-        raise ConfigError(f"kv_cache_dtype: got {kind}, allowed are {allowed} for a model that runs in {dtype}")
+        raise ConfigError(
+            f"kv_cache_dtype: got {kind}, allowed are {allowed} for a model that runs in {dtype}"
+        )
     if scales is not None:
         raise ConfigError(f"kv_cache_scales: got {scales}, a cache of {dtype} has none")
     return dtype, (1.0, 1.0)

@@ -1,14 +1,18 @@
-"""Pages of the KV cache: who holds them, and which may be found again by their content. Pure integers.
+"""Pages of the KV cache: who holds them, and which may be found again by their content. Pure
+integers.
 
-A page holds the keys and values of `page_size` consecutive tokens of a sequence, in every layer. What a page holds is a
-function of all tokens from the start of the sequence to the page's end; so a full page is named by a chained digest:
+A page holds the keys and values of `page_size` consecutive tokens of a sequence, in every layer.
+What a page holds is a function of all tokens from the start of the sequence to the page's end; so a
+full page is named by a chained digest:
 
-    digest(page i) = blake2b(digest(page i - 1) + token ids of page i),  digest(page -1) = blake2b(salt)
+    digest(page i) = blake2b(digest(page i - 1) + token ids of page i),  digest(page -1) =
+    blake2b(salt)
 
 Requests with different salts never share a page. A page is in exactly one of three places:
 
 - *held*: some requests refer to it (its reference count says how many);
-- *idle*: nobody refers to it, but its content is registered and may be found again; the longest idle is evicted first;
+- *idle*: nobody refers to it, but its content is registered and may be found again; the longest
+  idle is evicted first;
 - *free*: nobody refers to it, and its content is worthless.
 """
 
@@ -39,12 +43,17 @@ def _digest(data: bytes) -> bytes:
 
 def root_digest(salt: str) -> bytes:
     """The digest before the first page of every sequence under `salt`."""
-    # The prefix makes a root differ from the digest of a page, whatever a client writes into its salt.
+    # The prefix makes a root differ from the digest of a page, whatever a client writes into its
+    # salt.
     return _digest(b"root:" + salt.encode("utf-8", "surrogatepass"))
 
 
-def extend_digests(digests: list[bytes], tokens: np.ndarray, count: int, page_size: int, salt: str) -> None:
-    """Extend `digests` in place to the first `count` pages of `tokens` (`int32`, contiguous, at least those pages)."""
+def extend_digests(
+    digests: list[bytes], tokens: np.ndarray, count: int, page_size: int, salt: str
+) -> None:
+    """Extend `digests` in place to the first `count` pages of `tokens` (`int32`, contiguous, at
+    least those pages).
+    """
     first = len(digests)
     if count <= first:
         return
@@ -63,10 +72,14 @@ class Hashed(Protocol):
     cache_salt: str
 
 
-def append_digests(sequences: Sequence[Hashed], columns: Sequence[int], tokens: np.ndarray) -> list[bytes]:
-    """The digests of one page of each sequence, page `columns[i]` with the tokens `tokens[i]` (`int32`).
+def append_digests(
+    sequences: Sequence[Hashed], columns: Sequence[int], tokens: np.ndarray
+) -> list[bytes]:
+    """The digests of one page of each sequence, page `columns[i]` with the tokens `tokens[i]`
+    (`int32`).
 
-    They are appended to `page_hashes`, unless they stand there. Raises InternalError where more than one is missing.
+    They are appended to `page_hashes`, unless they stand there. Raises InternalError where more
+    than one is missing.
     """
     data, width = tokens.tobytes(), 4 * tokens.shape[1]
     digests, offset = [], 0
@@ -85,23 +98,28 @@ def append_digests(sequences: Sequence[Hashed], columns: Sequence[int], tokens: 
 class KVManager:
     """Hands out pages, counts references, remembers content.
 
-    Not thread-safe. Arrays that go out are the caller's own; nothing here aliases them. Steps run in order on the
-    device, so a released page may be handed out at once: whatever is in flight reads and writes it earlier.
+    Not thread-safe. Arrays that go out are the caller's own; nothing here aliases them. Steps run
+    in order on the device, so a released page may be handed out at once: whatever is in flight
+    reads and writes it earlier.
     """
 
     def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True) -> None:
         if num_pages < 1 or page_size < 1:
-            raise ConfigError(f"num_pages and page_size must be at least 1, got {num_pages} and {page_size}")
+            raise ConfigError(
+                f"num_pages and page_size must be at least 1, got {num_pages} and {page_size}"
+            )
         self.num_pages = num_pages
         self.page_size = page_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_releases = 0
         """Grows with each `release`: the only event after which more pages are available."""
         self._references = np.zeros(num_pages, np.int32)
-        # A stack, so that the page that was released last, whose table entries are warm, is taken first.
+        # A stack, so that the page that was released last, whose table entries are warm, is taken
+        # first.
         self._free = np.arange(num_pages, dtype=np.int64)[::-1].copy()
         self._num_free = num_pages
-        # OrderedDict, as a plain dict takes longer and longer to find its first key after many removals in front.
+        # OrderedDict, as a plain dict takes longer and longer to find its first key after many
+        # removals in front.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._registered = np.zeros(num_pages, np.bool_)
         self._page_of: dict[bytes, int] = {}
@@ -127,7 +145,8 @@ class KVManager:
         return -(-num_tokens // self.page_size)
 
     def match(self, digests: Sequence[bytes], limit: int) -> list[int]:
-        """The registered pages of the longest known prefix of `digests`, at most `limit`. Changes nothing.
+        """The registered pages of the longest known prefix of `digests`, at most `limit`. Changes
+        nothing.
 
         Valid until the next `allocate`, which may evict them: call `acquire` before.
         """
@@ -140,11 +159,15 @@ class KVManager:
         return pages
 
     def num_idle(self, pages: Iterable[int]) -> int:
-        """How many of `pages` are idle, so that acquiring them makes fewer pages available. Changes nothing."""
+        """How many of `pages` are idle, so that acquiring them makes fewer pages available.
+        Changes nothing.
+        """
         return sum(page in self._idle for page in pages)
 
     def acquire(self, pages: Sequence[int]) -> None:
-        """Refer to pages that `match` found once more. Raises InternalError if one is not registered any more."""
+        """Refer to pages that `match` found once more. Raises InternalError if one is not
+        registered any more.
+        """
         for page in pages:
             if page not in self._digest_of:
                 raise InternalError(f"page {page} was acquired but is not registered")
@@ -158,7 +181,9 @@ class KVManager:
         Raises InternalError, and changes nothing, if fewer are available.
         """
         if count > self.available:
-            raise InternalError(f"{count} pages were asked for, {self.available} of {self.num_pages} are available")
+            raise InternalError(
+                f"{count} pages were asked for, {self.available} of {self.num_pages} are available"
+            )
         pages = np.empty(count, np.int64)
         from_free = min(count, self._num_free)
         self._num_free -= from_free
@@ -190,12 +215,13 @@ class KVManager:
         self.num_releases += 1
 
     def register(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Let the held `pages` be found by `digests`. Where another page has that content already, that one stays.
+        """Let the held `pages` be found by `digests`. Where another page has that content already,
+        that one stays.
 
-        The caller vouches that all their tokens are known, and computed by the steps scheduled so far, the one being
-        built included: a reader is in that step or a later one, steps run in order, and in a step every layer writes
-        all keys and values before it attends to any.
-        Raises InternalError if a page is not held or has a digest already.
+        The caller vouches that all their tokens are known, and computed by the steps scheduled so
+        far, the one being built included: a reader is in that step or a later one, steps run in
+        order, and in a step every layer writes all keys and values before it attends to any. Raises
+        InternalError if a page is not held or has a digest already.
         """
         page_of, digest_of = self._page_of, self._digest_of
         held, new = self._references[pages].tolist(), []
@@ -203,22 +229,30 @@ class KVManager:
             if digest in page_of:
                 continue
             if page in digest_of or not references:
-                raise InternalError(f"page {page} cannot be registered: it is not held, or registered already")
+                raise InternalError(
+                    f"page {page} cannot be registered: it is not held, or registered already"
+                )
             page_of[digest] = page
             digest_of[page] = digest
             new.append(page)
         self._registered[new] = True
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Let nobody find the held `pages` any more: their content is doubtful. Whoever holds one keeps it."""
+        """Let nobody find the held `pages` any more: their content is doubtful. Whoever holds
+        one keeps it.
+        """
         for page in pages:
             if page in self._digest_of:
                 self._forget(page)
 
     def reset(self) -> None:
-        """Forget all content, e.g. because the weights changed. Raises InternalError if a page is held."""
+        """Forget all content, e.g. because the weights changed. Raises InternalError if a page
+        is held.
+        """
         if self.num_held:
-            raise InternalError(f"the prefix cache cannot be reset while {self.num_held} pages are held")
+            raise InternalError(
+                f"the prefix cache cannot be reset while {self.num_held} pages are held"
+            )
         self._free[self._num_free :] = list(self._idle)
         self._num_free = self.num_pages
         self._idle.clear()
@@ -231,7 +265,9 @@ class KVManager:
         self._registered[page] = False
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
-        """Raise InternalError, naming the fault, unless the books are right. `holders`: each request's pages."""
+        """Raise InternalError, naming the fault, unless the books are right. `holders`: each
+        request's pages.
+        """
         counts: Counter[int] = Counter()
         for pages in holders:
             if len(set(pages)) != len(pages):
@@ -240,13 +276,17 @@ class KVManager:
         for page in range(self.num_pages):
             if self._references[page] != counts[page]:
                 raise InternalError(
-                    f"page {page} has the reference count {self._references[page]}, but {counts[page]} requests hold it"
+                    f"page {page} has the reference count {self._references[page]}, but "
+                    f"{counts[page]} requests hold it"
                 )
         free = self._free[: self._num_free].tolist()
         places = Counter(chain(free, self._idle, counts))
         for page in range(self.num_pages):
             if places[page] != 1:
-                raise InternalError(f"page {page} is in {places[page]} of the places free, idle and held, not in one")
+                raise InternalError(
+                    f"page {page} is in {places[page]} of the places free, idle and held, not "
+                    "in one"
+                )
         if any(page in self._digest_of for page in free):
             raise InternalError("a free page is registered")
         if any(page not in self._digest_of for page in self._idle):
@@ -254,15 +294,21 @@ class KVManager:
         if {page: digest for digest, page in self._page_of.items()} != self._digest_of:
             raise InternalError("the maps from digest to page and from page to digest differ")
         if set(np.flatnonzero(self._registered).tolist()) != set(self._digest_of):
-            raise InternalError("the flags of registered pages differ from the map of their digests")
+            raise InternalError(
+                "the flags of registered pages differ from the map of their digests"
+            )
         if self._digest_of and not self.enable_prefix_caching:
             raise InternalError("pages are registered although the prefix cache is off")
 
     def check_content(self, pages: Sequence[int], tokens: np.ndarray, salt: str) -> None:
-        """Raise InternalError if a page of the sequence `tokens` is registered for other content than it has."""
+        """Raise InternalError if a page of the sequence `tokens` is registered for other content
+        than it has.
+        """
         digests: list[bytes] = []
         extend_digests(digests, tokens, len(tokens) // self.page_size, self.page_size, salt)
         for index, page in enumerate(pages):
             digest = self._digest_of.get(page)
             if digest is not None and [digest] != digests[index : index + 1]:
-                raise InternalError(f"page {page}, number {index} of its sequence, is registered for other content")
+                raise InternalError(
+                    f"page {page}, number {index} of its sequence, is registered for other content"
+                )

@@ -1,4 +1,6 @@
-"""What a step must at least move and compute, and what a device was measured to do: together, a share of the limit."""
+"""What a step must at least move and compute, and what a device was measured to do: together, a
+share of the limit.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from .models.table import parameter_count
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Rates that simple programs reach on a device: bytes read and written per second by a copy, floating-point
-    operations per second by a large matrix product in the model's dtype. None where `note` says why there is none.
+    """Rates that simple programs reach on a device: bytes read and written per second by a copy,
+    floating-point operations per second by a large matrix product in the model's dtype. None where
+    `note` says why there is none.
     """
 
     copy_bytes_per_s: float | None
@@ -22,11 +25,14 @@ class Limits:
     note: str
 
 
-def decode_bytes(model: ModelConfig, batch: int, length: float, itemsize: int, cache_itemsize: int) -> float:
-    """Bytes that one decode step reads: every weight once, and the cache of `batch` requests of `length` tokens each.
+def decode_bytes(
+    model: ModelConfig, batch: int, length: float, itemsize: int, cache_itemsize: int
+) -> float:
+    """Bytes that one decode step reads: every weight once, and the cache of `batch` requests of
+    `length` tokens each.
 
-    Entries of weights and of the cache have `itemsize` and `cache_itemsize` bytes. Of an embedding table that is not
-    the head too, only the rows of the batch are read.
+    Entries of weights and of the cache have `itemsize` and `cache_itemsize` bytes. Of an embedding
+    table that is not the head too, only the rows of the batch are read.
     """
     table = decoder.parameters_of(model)
     weights = parameter_count(table)
@@ -40,8 +46,8 @@ def decode_bytes(model: ModelConfig, batch: int, length: float, itemsize: int, c
 def prefill_flops(model: ModelConfig, lengths: Sequence[int]) -> float:
     """Floating-point operations to compute whole prompts and the logits of each one's last token.
 
-    Two per weight of a matrix and token, and four per head entry and (query, key) pair of causal attention. In the last
-    layer only K and V are wanted of every token, all else of the last one.
+    Two per weight of a matrix and token, and four per head entry and (query, key) pair of causal
+    attention. In the last layer only K and V are wanted of every token, all else of the last one.
     """
     table = decoder.parameters_of(model)
     layers = [table.layer(i).values() for i in range(model.num_layers)]

@@ -1,4 +1,6 @@
-"""What values an option takes: each kind checks a value, reads one from the command line, and says what is allowed."""
+"""What values an option takes: each kind checks a value, reads one from the command line, and
+says what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Kind(ABC):
 
     @property
     def words(self) -> str:
-        """What is allowed, in words for help and documents: "1 to 64". Empty for anything of the type."""
+        """What is allowed, in words for help and documents: "1 to 64". Empty for anything of the
+        type.
+        """
         return ""
 
     @property
@@ -56,7 +60,9 @@ class Kind(ABC):
 
 @dataclass(frozen=True)
 class Choice(Kind):
-    """One of a few values of one type. `named` says in words what many have in common, instead of a list."""
+    """One of a few values of one type. `named` says in words what many have in common, instead
+    of a list.
+    """
 
     values: tuple[Any, ...]
     named: str = ""
@@ -124,7 +130,9 @@ class Whole(Kind):
         """See `Kind`."""
         if isinstance(value, bool) or not isinstance(value, int):
             raise Refusal
-        if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):
+        if (self.low is not None and value < self.low) or (
+            self.high is not None and value > self.high
+        ):
             raise Refusal
         return value
 
@@ -253,7 +261,8 @@ class Words(Kind):
 class Sizes(Kind):
     """A list of positive integers, kept as a tuple.
 
-    `rising`: each larger than the one before. `word`: a text that may stand in it, and then it may be empty.
+    `rising`: each larger than the one before. `word`: a text that may stand in it, and then it may
+    be empty.
     """
 
     high: int
@@ -273,7 +282,9 @@ class Sizes(Kind):
         items = items_of(value)
         if not items and self.word is None:
             raise Refusal
-        if not all((type(item) is int and 1 <= item <= self.high) or self._is_word(item) for item in items):
+        if not all(
+            (type(item) is int and 1 <= item <= self.high) or self._is_word(item) for item in items
+        ):
             raise Refusal
         if self.rising and list(items) != sorted(set(items)):
             raise Refusal
@@ -355,7 +366,9 @@ class Priorities(Kind):
         if not isinstance(value, Mapping) or not all(isinstance(op, str) for op in value):
             raise Refusal
         orders = {op: items_of(providers) for op, providers in value.items()}
-        if not all(isinstance(provider, str) for providers in orders.values() for provider in providers):
+        if not all(
+            isinstance(provider, str) for providers in orders.values() for provider in providers
+        ):
             raise Refusal
         return orders
 
@@ -383,7 +396,10 @@ class Settings(Kind):
         """See `Kind`."""
         if not isinstance(value, Mapping):
             raise Refusal
-        if not all(isinstance(k, str) and isinstance(v, bool | int | float | str | None) for k, v in value.items()):
+        if not all(
+            isinstance(k, str) and isinstance(v, bool | int | float | str | None)
+            for k, v in value.items()
+        ):
             raise Refusal
         return value
 
@@ -394,7 +410,9 @@ class Settings(Kind):
 
 @dataclass(frozen=True)
 class Built(Kind):
-    """What a function makes of a value: it raises Refusal, or an error of its own that says more."""
+    """What a function makes of a value: it raises Refusal, or an error of its own that says
+    more.
+    """
 
     build: Callable[[Any], Any]
     named: str

@@ -1,4 +1,6 @@
-"""How the command line spells values: functions from a text to a value, which raise ValueError with what was meant."""
+"""How the command line spells values: functions from a text to a value, which raise ValueError
+with what was meant.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""One table of options: a field of a dataclass and, beside its default, all that else is said about it.
+"""One table of options: a field of a dataclass and, beside its default, all that else is said about
+it.
 
-`option()` writes an entry where the field stands. What checks values, adds flags to the command line, suggests names
-and writes docs/options.md reads the entries from the class (`options_of`). Nothing here imports a framework.
+`option()` writes an entry where the field stands. What checks values, adds flags to the command
+line, suggests names and writes docs/options.md reads the entries from the class (`options_of`).
+Nothing here imports a framework.
 """
 
 from __future__ import annotations
@@ -95,7 +97,9 @@ class Option:
         try:
             return self.kind.check(value)
         except Refusal as refusal:
-            raise Refusal(str(refusal) or f"got {show(value)}, allowed {self.kind.allowed}") from None
+            raise Refusal(
+                str(refusal) or f"got {show(value)}, allowed {self.kind.allowed}"
+            ) from None
 
 
 def option(
@@ -120,13 +124,17 @@ def option(
 
 def required(kind: Kind, owner: str, help: str, **more: Any) -> Any:
     """An option without a default."""
-    return field(metadata={METADATA: Option(kind=kind, help=help, owner=owner, required=True, **more)})
+    return field(
+        metadata={METADATA: Option(kind=kind, help=help, owner=owner, required=True, **more)}
+    )
 
 
 def same_option(cls: type, name: str, **more: Any) -> Any:
     """A field that says what the field `name` of `cls` says too: the same entry but for `more`."""
     entry = options_of(cls)[name]
-    return field(default=entry.default, metadata={METADATA: dataclasses.replace(entry, copy_of=name, **more)})
+    return field(
+        default=entry.default, metadata={METADATA: dataclasses.replace(entry, copy_of=name, **more)}
+    )
 
 
 _tables: dict[type, Mapping[str, Option]] = {}
@@ -147,7 +155,9 @@ def _read(cls: type) -> Mapping[str, Option]:
             default = item.default_factory()
         elif default is dataclasses.MISSING:
             default = None
-        table[item.name] = dataclasses.replace(item.metadata[METADATA], name=item.name, default=default)
+        table[item.name] = dataclasses.replace(
+            item.metadata[METADATA], name=item.name, default=default
+        )
     return table
 
 
@@ -178,7 +188,8 @@ def config_error(name: str, text: str) -> ConfigError:
 def by_name(cls: type, options: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Options by their names here, from a mapping that may use aliases.
 
-    Raises ConfigError for an unknown name, with the nearest known one, and for an option that was given twice.
+    Raises ConfigError for an unknown name, with the nearest known one, and for an option that was
+    given twice.
     """
     table = options_of(cls)
     names = {alias: name for name, entry in table.items() for alias in (name, *entry.aliases)}
@@ -191,7 +202,9 @@ def by_name(cls: type, options: Mapping[str, Any], where: str = "") -> dict[str,
             raise ConfigError(f"{where}unknown option {show(word)}, got {show(value)}; {hint}")
         name = names[word]
         if name in values:
-            raise ConfigError(f"{where}{name}: got it as {spelling[name]} and as {word}, one is allowed")
+            raise ConfigError(
+                f"{where}{name}: got it as {spelling[name]} and as {word}, one is allowed"
+            )
         values[name], spelling[name] = value, word
     return values
 
@@ -208,18 +221,26 @@ def nearest_name(unknown: str, options: Iterable[Option]) -> str | None:
 
 
 def near_flags(options: Iterable[Option]) -> dict[str, str]:
-    """What other engines call our flags. A switch that they turn off is ours with `--no-` before it."""
+    """What other engines call our flags. A switch that they turn off is ours with `--no-` before
+    it.
+    """
     names = {}
     for entry in options:
         for word in entry.near:
-            turns_off = word.startswith("disable_") and isinstance(entry.kind, Switch) and entry.default is True
+            turns_off = (
+                word.startswith("disable_")
+                and isinstance(entry.kind, Switch)
+                and entry.default is True
+            )
             flag = entry.flags[0]
             names[_flag_of(word)] = f"--no-{flag[2:]}" if turns_off else flag
     return names
 
 
 def show(value: Any) -> str:
-    """A value for an error message, cut: a request may hold megabytes, or an integer too long for Python to print."""
+    """A value for an error message, cut: a request may hold megabytes, or an integer too long
+    for Python to print.
+    """
     if isinstance(value, Enum):
         return value.name
     try:

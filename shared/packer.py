@@ -1,4 +1,6 @@
-"""Packs a scheduled step into a `StepInput`: gathers from the request table, padded to the step's program."""
+"""Packs a scheduled step into a `StepInput`: gathers from the request table, padded to the
+step's program.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +33,32 @@ from .step import (
 
 
 def pack(
-    step: ScheduledStep, table: RequestTable, shape: StepShape, step_id: int, with_page_table: bool = False
+    step: ScheduledStep,
+    table: RequestTable,
+    shape: StepShape,
+    step_id: int,
+    with_page_table: bool = False,
 ) -> StepInput:
-    """The input of `step`, in new buffers. Changes nothing. `with_page_table`: one that can be run by itself.
+    """The input of `step`, in new buffers. Changes nothing. `with_page_table`: one that can be run
+    by itself.
 
-    Valid only between the `schedule` that made the step and the next call to the scheduler, as the table is read as it
-    stands. Raises InternalError if a request has left its row since then, or the table does not fit `shape`.
+    Valid only between the `schedule` that made the step and the next call to the scheduler, as the
+    table is read as it stands. Raises InternalError if a request has left its row since then, or
+    the table does not fit `shape`.
     """
     if (
         shape.max_rows != table.max_rows
         or shape.max_model_len != table.max_model_len
         or shape.pages_per_request < table.pages_per_row
     ):
-        raise InternalError(f"a table of {table.tokens.shape} tokens and {table.pages.shape} pages is not for {shape}")
+        raise InternalError(
+            f"a table of {table.tokens.shape} tokens and {table.pages.shape} pages is not for "
+            f"{shape}"
+        )
     if table.num_releases != step.num_releases:
-        raise InternalError("a step was packed too late: a request has left its row since it was scheduled")
+        raise InternalError(
+            "a step was packed too late: a request has left its row since it was scheduled"
+        )
     level = _level(step)
     return StepInput(
         step_id=step_id,
@@ -57,9 +70,13 @@ def pack(
         processors=_processors(step, table, shape) if level == PROCESSED else None,
         logprobs=step.group.logprobs,
         prompt_targets=None if step.decode_only else _prompt_targets(step, table),
-        loop=None if step.loop is None else DecodeLoop(step.loop.steps, step.loop.chained, _stop_ids(step)),
+        loop=None
+        if step.loop is None
+        else DecodeLoop(step.loop.steps, step.loop.chained, _stop_ids(step)),
         new_pages=None if with_page_table else step.new_pages,
-        page_table=page_table_of(step.rows, step.descriptor.requests, table, shape) if with_page_table else None,
+        page_table=page_table_of(step.rows, step.descriptor.requests, table, shape)
+        if with_page_table
+        else None,
     )
 
 
@@ -71,7 +88,9 @@ def padding(descriptor: Descriptor, shape: StepShape) -> StepInput:
     return StepInput(0, descriptor, shape, "greedy", batch, sampling, page_table=page_table)
 
 
-def page_table_of(rows: np.ndarray, requests: int, table: RequestTable, shape: StepShape) -> np.ndarray:
+def page_table_of(
+    rows: np.ndarray, requests: int, table: RequestTable, shape: StepShape
+) -> np.ndarray:
     """`[requests, P]` pages of `rows` of the table, in order; 0 elsewhere."""
     pages = np.zeros((requests, shape.pages_per_request), np.int32)
     pages[: len(rows), : table.pages_per_row] = table.pages[rows]
@@ -103,13 +122,17 @@ def _batch_fields(descriptor: Descriptor, shape: StepShape) -> tuple[np.ndarray,
     buffer = layout.allocate()
     layout.view(buffer, "slots")[:] = -1
     layout.view(buffer, "rows")[:] = shape.max_rows
-    return buffer, tuple(slice(field.offset, field.offset + field.size) for field in layout.fields.values())
+    return buffer, tuple(
+        slice(field.offset, field.offset + field.size) for field in layout.fields.values()
+    )
 
 
 def _batch(step: ScheduledStep, table: RequestTable, shape: StepShape) -> np.ndarray:
     places = _batch_fields(step.descriptor, shape)[1]
     buffer = _rows_of(step, shape).copy()
-    token_ids, positions, slots, query_start, kv_lens, _, sample_index, counts = (buffer[p] for p in places)
+    token_ids, positions, slots, query_start, kv_lens, _, sample_index, counts = (
+        buffer[p] for p in places
+    )
     group, page_size = step.group, table.page_size
     num_requests, num_tokens = len(group), step.num_tokens
     # Of each token: its position, and where its row begins in the tables.
@@ -134,7 +157,9 @@ def _batch(step: ScheduledStep, table: RequestTable, shape: StepShape) -> np.nda
 
 
 def _rows_of(step: ScheduledStep, shape: StepShape) -> np.ndarray:
-    """The batch with the fields that say which rows it holds, as if all of them decoded; steps of a group share it."""
+    """The batch with the fields that say which rows it holds, as if all of them decoded; steps
+    of a group share it.
+    """
     group = step.group
     if group.batch is None or group.batch[0] != step.descriptor:
         buffer, count = _batch_fields(step.descriptor, shape)[0].copy(), len(group)
@@ -148,7 +173,9 @@ def _rows_of(step: ScheduledStep, shape: StepShape) -> np.ndarray:
 
 
 def _padded_rows(step: ScheduledStep, table: RequestTable) -> np.ndarray:
-    """`[R]` rows of the padded batch: those behind the real ones are the padding row of the table's columns."""
+    """`[R]` rows of the padded batch: those behind the real ones are the padding row of the
+    table's columns.
+    """
     rows = np.full(step.descriptor.requests, table.max_rows)
     rows[: len(step.rows)] = step.rows
     return rows
@@ -157,7 +184,9 @@ def _padded_rows(step: ScheduledStep, table: RequestTable) -> np.ndarray:
 def _sampling(step: ScheduledStep) -> np.ndarray:
     """The sampling buffer: fields that stay, and the positions of the tokens that are sampled."""
     fields = step.group.sampling(step.descriptor.requests).copy()
-    fields[POSITION, : len(step.group)] = step.ends if step.decode_only else step.ends * step.samples
+    fields[POSITION, : len(step.group)] = (
+        step.ends if step.decode_only else step.ends * step.samples
+    )
     return fields.reshape(-1)
 
 

@@ -1,6 +1,7 @@
 """How large a KV page is where nobody says: by what holds the page table while attention runs.
 
-On a TPU the kernels read the table of all requests from a core's scalar memory, so pages are as large as that asks for.
+On a TPU the kernels read the table of all requests from a core's scalar memory, so pages are as
+large as that asks for.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ def default_page_size(platform: str, length: int, requests: int) -> tuple[int, i
     """(tokens of a page, requests whose table fits: at most `requests`, why)."""
     if platform != "tpu":
         return DEFAULT_PAGE, requests, f"default on {platform}"
-    fitting = (page for page in TPU_PAGES if table_bytes(requests, length, page) <= SCALAR_MEMORY_FOR_TABLES)
+    fitting = (
+        page
+        for page in TPU_PAGES
+        if table_bytes(requests, length, page) <= SCALAR_MEMORY_FOR_TABLES
+    )
     page = next(fitting, TPU_PAGES[-1])
     fits = max(1, SCALAR_MEMORY_FOR_TABLES // table_bytes(1, length, page))
     requests = min(requests, fits)
@@ -39,6 +44,7 @@ def default_page_size(platform: str, length: int, requests: int) -> tuple[int, i
 def _arithmetic(requests: int, length: int, page: int) -> str:
     need = table_bytes(requests, length, page)
     return (
-        f"the page table of {requests} requests takes {requests} * {pages_of(length, page)} pages * {ENTRY} B = {need} "
+        f"the page table of {requests} requests takes {requests} * {pages_of(length, page)} pages "
+        f"* {ENTRY} B = {need} "
         f"B of {SCALAR_MEMORY_FOR_TABLES} B of scalar memory"
     )

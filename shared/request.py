@@ -18,7 +18,9 @@ NOT_FINITE = "the model's logits were not finite (NaN or infinity)"
 
 
 class FinishReason(StrEnum):
-    """Why a request ended. `STOP` covers end-of-sequence, stop token ids and stop strings. `ERROR`: see NOT_FINITE."""
+    """Why a request ended. `STOP` covers end-of-sequence, stop token ids and stop strings.
+    `ERROR`: see NOT_FINITE.
+    """
 
     STOP = "stop"
     LENGTH = "length"
@@ -45,13 +47,13 @@ class TokenSource(Protocol):
 class Request:
     """A request from admission to its last token. Mutated by the scheduler alone.
 
-    `prompt` holds the prompt's token ids (int32 once it was added).
-    `stop_ids` are the token ids that end it (end-of-sequence included unless it is ignored).
-    `row` is its row in the request table while it runs, -1 otherwise.
-    `max_total` is the largest number of tokens, prompt included, that it may reach.
-    `arrival` counts the requests of a scheduler, `key` orders them: lower goes first (see `order`).
-    `num_cached_tokens` are the tokens of its prompt that the prefix cache supplied when it first started.
-    `page_hashes` are the chained digests of its leading full pages, as far as they were computed.
+    `prompt` holds the prompt's token ids (int32 once it was added). `stop_ids` are the token ids
+    that end it (end-of-sequence included unless it is ignored). `row` is its row in the request
+    table while it runs, -1 otherwise. `max_total` is the largest number of tokens, prompt included,
+    that it may reach. `arrival` counts the requests of a scheduler, `key` orders them: lower goes
+    first (see `order`). `num_cached_tokens` are the tokens of its prompt that the prefix cache
+    supplied when it first started. `page_hashes` are the chained digests of its leading full pages,
+    as far as they were computed.
     """
 
     request_id: str
@@ -80,14 +82,18 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its place among all requests: the lowest is scheduled first and preempted last. Never changes."""
+        """Its place among all requests: the lowest is scheduled first and preempted last. Never
+        changes.
+        """
         return self.key, self.arrival
 
     @property
     def output(self) -> list[int]:
-        """The tokens that were sampled and read back so far. Not to be mutated; while it runs, a copy.
+        """The tokens that were sampled and read back so far. Not to be mutated; while it runs, a
+        copy.
 
-        They are kept in the request table while it runs, so that a step costs nothing per request here.
+        They are kept in the request table while it runs, so that a step costs nothing per request
+        here.
         """
         return self.saved_output if self.source is None else self.source.output_of(self.row)
 
@@ -97,10 +103,12 @@ class Request:
         return np.concatenate((self.prompt, np.array(output, np.int32))) if output else self.prompt
 
     def prepare(self, max_model_len: int, cache_tokens: int) -> None:
-        """Check a new request, make its prompt int32 and set `max_total`. Raises RequestError if it can never run.
+        """Check a new request, make its prompt int32 and set `max_total`. Raises RequestError if it
+        can never run.
 
-        All the tokens that it may reach have to fit into `max_model_len`, which cuts them off, and into a cache of
-        `cache_tokens`, which cannot: a request that fills the cache and still goes on would be preempted for ever.
+        All the tokens that it may reach have to fit into `max_model_len`, which cuts them off, and
+        into a cache of `cache_tokens`, which cannot: a request that fills the cache and still goes
+        on would be preempted for ever.
         """
         if self.state is not RequestState.WAITING or self.source is not None or self.max_total:
             raise InternalError(f"request {self.request_id} was prepared before")
@@ -109,30 +117,46 @@ class Request:
         if not count:
             raise RequestError("prompt", "got 0 tokens, allowed is at least 1")
         if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer):
-            raise RequestError("prompt", f"got {prompt.dtype} of shape {prompt.shape}, allowed is a list of token ids")
+            raise RequestError(
+                "prompt",
+                f"got {prompt.dtype} of shape {prompt.shape}, allowed is a list of token ids",
+            )
         if prompt.min() < 0 or prompt.max() > INT32_MAX:
             raise RequestError(
-                "prompt", f"got token ids {prompt.min()} to {prompt.max()}, allowed are 0 to {INT32_MAX}"
+                "prompt",
+                f"got token ids {prompt.min()} to {prompt.max()}, allowed are 0 to {INT32_MAX}",
             )
         limit = min(max_model_len - 1, cache_tokens - 1)
         if count > limit:
             raise RequestError(
                 "prompt",
-                f"got {count} tokens, allowed is at most {limit}: one more must fit into max_model_len and cache",
+                f"got {count} tokens, allowed is at most {limit}: one more must fit into "
+                "max_model_len and cache",
             )
         max_total = min(count + params.max_tokens, max_model_len)
         if max_total > cache_tokens:
             raise RequestError(
                 "max_tokens",
-                f"got {params.max_tokens} after a prompt of {count}, allowed is at most {cache_tokens - count}: "
+                f"got {params.max_tokens} after a prompt of {count}, allowed is at most "
+                f"{cache_tokens - count}: "
                 f"the cache holds {cache_tokens} tokens",
             )
         if not -INT32_MAX <= self.priority <= INT32_MAX:
-            raise RequestError("priority", f"got {self.priority}, allowed is {-INT32_MAX} to {INT32_MAX}")
+            raise RequestError(
+                "priority", f"got {self.priority}, allowed is {-INT32_MAX} to {INT32_MAX}"
+            )
         allowed = params.allowed_token_ids
-        # Until min_tokens are reached the stop ids are masked, and something must be left to sample.
-        if params.min_tokens and allowed and set(allowed) <= {*params.banned_token_ids, *self.stop_ids}:
-            raise RequestError("min_tokens", f"got {params.min_tokens}, but each allowed token id is banned or a stop")
+        # Until min_tokens are reached the stop ids are masked, and something must be left to
+        # sample.
+        if (
+            params.min_tokens
+            and allowed
+            and set(allowed) <= {*params.banned_token_ids, *self.stop_ids}
+        ):
+            raise RequestError(
+                "min_tokens",
+                f"got {params.min_tokens}, but each allowed token id is banned or a stop",
+            )
         self.prompt = np.ascontiguousarray(prompt, np.int32)
         self.max_total = max_total
 
@@ -155,7 +179,9 @@ class WaitingQueue:
         return self._items[0][1]
 
     def add(self, request: Request) -> None:
-        """Put `request` at its place. Orders are unique, so that requests themselves are never compared."""
+        """Put `request` at its place. Orders are unique, so that requests themselves are never
+        compared.
+        """
         insort(self._items, (request.order, request), key=_order_of)
 
     def remove(self, request: Request) -> None:

@@ -1,7 +1,9 @@
-"""The running requests as a structure of arrays: a step of 256 decodes costs some numpy calls, no loop over requests.
+"""The running requests as a structure of arrays: a step of 256 decodes costs some numpy calls, no
+loop over requests.
 
-A request gets a row when it starts and keeps it until it ends or is preempted. `last_tokens[row]` on the device belongs
-to the same row. Each release of a row raises its epoch: a step in flight knows by it that its token is for nobody.
+A request gets a row when it starts and keeps it until it ends or is preempted. `last_tokens[row]`
+on the device belongs to the same row. Each release of a row raises its epoch: a step in flight
+knows by it that its token is for nobody.
 """
 
 from __future__ import annotations
@@ -20,14 +22,20 @@ from .sampling_params import SamplingParams
 from .step import SAMPLERS, NewPages, sampling_layout
 
 UNKNOWN = -1
-"""Stands in `tokens` where no token is known. Also what the batch wants there: the device has that token."""
+"""Stands in `tokens` where no token is known. Also what the batch wants there: the device has
+that token.
+"""
 
 SAMPLING_FIELDS = tuple(sampling_layout(1).fields)
-"""The fields of the sampling buffer, each one entry per request: the buffer is a matrix [field, request]."""
+"""The fields of the sampling buffer, each one entry per request: the buffer is a matrix [field,
+request].
+"""
 SAMPLE_ROWS = SAMPLING_FIELDS.index("sample_rows")
 POSITION = SAMPLING_FIELDS.index("position")
 PROCESSOR_FIELDS = ("presence", "frequency", "repetition", "repetition_inverse")
-"""The processors that are one number per request, as they follow each other in the processor buffer."""
+"""The processors that are one number per request, as they follow each other in the processor
+buffer.
+"""
 PROCESSED = SAMPLERS.index("processed")
 
 _PADDING = SamplingParams(temperature=0.0)
@@ -39,20 +47,29 @@ _NO_ENTRIES = np.zeros((3, 0), np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """`steps` decode steps in one. `chained`: it counts on all steps of the loop before it, which was not read yet."""
+    """`steps` decode steps in one. `chained`: it counts on all steps of the loop before it,
+    which was not read yet.
+    """
 
     steps: int
     chained: bool
 
 
 class Group:
-    """Requests of a step, aligned: their rows, and what stays as it is while they keep them. Steps share a group.
+    """Requests of a step, aligned: their rows, and what stays as it is while they keep them. Steps
+    share a group.
 
-    Nobody may change its arrays, all [R]: int64, `samples` bool (whether the step samples a token of the request).
-    `epochs` tell whether a row still has the same tenant.
+    Nobody may change its arrays, all [R]: int64, `samples` bool (whether the step samples a token
+    of the request). `epochs` tell whether a row still has the same tenant.
     """
 
-    def __init__(self, table: RequestTable, rows: np.ndarray, requests: Sequence[Request], samples: np.ndarray) -> None:
+    def __init__(
+        self,
+        table: RequestTable,
+        rows: np.ndarray,
+        requests: Sequence[Request],
+        samples: np.ndarray,
+    ) -> None:
         self.rows, self.requests, self.samples = rows, requests, samples
         self.epochs = table.epoch[rows]
         self._table = table
@@ -121,7 +138,9 @@ class Group:
         return bool(self._table.logprobs[self.rows[self.samples]].any())
 
     def sampling(self, size: int) -> np.ndarray:
-        """`[field, size]` sampling fields of its requests and of padding behind them, positions aside."""
+        """`[field, size]` sampling fields of its requests and of padding behind them, positions
+        aside.
+        """
         if self._sampling[0] != size:
             rows = np.full(size, self._table.max_rows)
             rows[: len(self.rows)] = self.rows
@@ -134,13 +153,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """One step, R requests in the order of the batch: those with exactly one query token stand first.
+    """One step, R requests in the order of the batch: those with exactly one query token stand
+    first.
 
-    Request i of the group computes positions `starts[i]` to `ends[i] - 1`; where `group.samples[i]`, it samples the
-    token of position `ends[i]`. All arrays are `[R]`, and nobody may change them.
+    Request i of the group computes positions `starts[i]` to `ends[i] - 1`; where
+    `group.samples[i]`, it samples the token of position `ends[i]`. All arrays are `[R]`, and nobody
+    may change them.
 
-    `num_releases` is the request table's when the step was made: while that stays, so do all tenants.
-    `new_pages` are the entries that page tables got for this step. Of a `loop`, all else says what its first step does.
+    `num_releases` is the request table's when the step was made: while that stays, so do all
+    tenants. `new_pages` are the entries that page tables got for this step. Of a `loop`, all else
+    says what its first step does.
     """
 
     descriptor: Descriptor
@@ -178,12 +200,13 @@ class ScheduledStep:
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """What a step brought. `requests[i]` got the token `tokens[i]`, entry `indices[i]` of the step's output. In a loop
-    a request appears once for each of its tokens, which follow one another.
+    """What a step brought. `requests[i]` got the token `tokens[i]`, entry `indices[i]` of the
+    step's output. In a loop a request appears once for each of its tokens, which follow one
+    another.
 
-    `finished` are those of `requests` that ended with it; their `finish_reason` is set and `output` complete. `failed`
-    ended with ERROR and got no token at all. Requests that ended or were preempted while the step was in flight do not
-    appear.
+    `finished` are those of `requests` that ended with it; their `finish_reason` is set and `output`
+    complete. `failed` ended with ERROR and got no token at all. Requests that ended or were
+    preempted while the step was in flight do not appear.
     """
 
     requests: Sequence[Request]
@@ -194,26 +217,24 @@ class StepEvents:
 
 
 class RequestTable:
-    """Rows of running requests. Written by the scheduler, read by the packer; nobody else touches it.
+    """Rows of running requests. Written by the scheduler, read by the packer; nobody else touches
+    it.
 
-    Columns are int64 (what numpy indexes with) unless noted; those of a free row mean nothing, except `epoch`.
+    Columns are int64 (what numpy indexes with) unless noted; those of a free row mean nothing,
+    except `epoch`.
 
-    tokens      [row, max_model_len] int32  token ids; -1 from `known` on
-    known       [row]  tokens whose ids are on the host: prompt, and output that was read back
-    computed    [row]  tokens whose keys and values are computed by the steps scheduled so far
-    prompt_len  [row]
-    max_total   [row]  see `Request.max_total`
-    min_total   [row]  before position `min_total` stop ids are masked (0: never)
-    pages       [row, pages_per_row] int32  page table; 0 from `num_pages` on
-    num_pages   [row]
-    capacity    [row]  tokens that the pages hold
-    registered  [row]  leading pages that were offered to the prefix cache
-    epoch       [row]  how often the row was released
-    stop_ids    [row, any] int32  -1 where there is none
-    level       [row]  index in SAMPLERS of the first program that serves the request, min_tokens aside
-    logprobs, prompt_logprobs [row] bool  whether they are wanted
-    alone       [row] bool  the host need not look between two tokens: no stop strings, log-probabilities, processors
-    sampling    [field, row + 1] int32, processors [field, row + 1] int32  encoded parameters; the last row is padding
+    tokens      [row, max_model_len] int32  token ids; -1 from `known` on known       [row]  tokens
+    whose ids are on the host: prompt, and output that was read back computed    [row]  tokens whose
+    keys and values are computed by the steps scheduled so far prompt_len  [row] max_total   [row]
+    see `Request.max_total` min_total   [row]  before position `min_total` stop ids are masked (0:
+    never) pages       [row, pages_per_row] int32  page table; 0 from `num_pages` on num_pages
+    [row] capacity    [row]  tokens that the pages hold registered  [row]  leading pages that were
+    offered to the prefix cache epoch       [row]  how often the row was released stop_ids    [row,
+    any] int32  -1 where there is none level       [row]  index in SAMPLERS of the first program
+    that serves the request, min_tokens aside logprobs, prompt_logprobs [row] bool  whether they are
+    wanted alone       [row] bool  the host need not look between two tokens: no stop strings,
+    log-probabilities, processors sampling    [field, row + 1] int32, processors [field, row + 1]
+    int32  encoded parameters; the last row is padding
     """
 
     def __init__(self, max_rows: int, max_model_len: int, page_size: int) -> None:
@@ -240,9 +261,12 @@ class RequestTable:
         self.biases: dict[int, tuple[list[int], list[int]]] = {}
         """Token ids and Q16 values, of the rows that have a logit bias."""
         self.masks: dict[int, np.ndarray | None] = {}
-        """Rows that allow or ban tokens; the packer puts the bit mask there when it first needs it."""
+        """Rows that allow or ban tokens; the packer puts the bit mask there when it first needs
+        it.
+        """
         self._free = list(range(max_rows))[::-1]
-        # (rows, columns, pages) of each append since `take_new_pages`. The device's tables are made of nothing else.
+        # (rows, columns, pages) of each append since `take_new_pages`. The device's tables are made
+        # of nothing else.
         self._appended: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._no_pages = NewPages(0, *_NO_ENTRIES)
         self._encode(max_rows, _PADDING, 0)
@@ -258,7 +282,8 @@ class RequestTable:
         return self.max_rows - len(self._free)
 
     def assign(self, request: Request, tokens: np.ndarray) -> int:
-        """Give `request`, whose known tokens are `tokens`, a row without pages; nothing is computed yet.
+        """Give `request`, whose known tokens are `tokens`, a row without pages; nothing is computed
+        yet.
 
         Raises InternalError if all rows are taken.
         """
@@ -273,13 +298,17 @@ class RequestTable:
         self.prompt_len[row] = request.num_prompt_tokens
         self.max_total[row] = request.max_total
         # With no stop ids min_tokens masks nothing, and the cheaper samplers will do.
-        self.min_total[row] = request.num_prompt_tokens + params.min_tokens if request.stop_ids else 0
+        self.min_total[row] = (
+            request.num_prompt_tokens + params.min_tokens if request.stop_ids else 0
+        )
         self.logprobs[row] = params.logprobs is not None
         self.prompt_logprobs[row] = params.prompt_logprobs is not None
         self._set_stop_ids(row, request.stop_ids)
         self._encode(row, params, request.seed)
         self.level[row] = SAMPLERS.index(sampler_of(params))
-        self.alone[row] = not params.stop and params.logprobs is None and self.level[row] != PROCESSED
+        self.alone[row] = (
+            not params.stop and params.logprobs is None and self.level[row] != PROCESSED
+        )
         if params.logit_bias:
             self.biases[row] = encode_bias(params)
         if params.allowed_token_ids is not None or params.banned_token_ids:
@@ -289,7 +318,9 @@ class RequestTable:
         return row
 
     def release(self, row: int) -> np.ndarray:
-        """Take the row from its request, which gets its output to keep, and return its pages in order (`int64`)."""
+        """Take the row from its request, which gets its output to keep, and return its pages in
+        order (`int64`).
+        """
         request = self.requests[row]
         if request is None:
             raise InternalError(f"row {row} was released but is free")
@@ -327,12 +358,16 @@ class RequestTable:
         self._appended.append((rows, columns, pages))
 
     def take_new_pages(self) -> NewPages:
-        """The entries that were appended since this was last called, for the step that is being built."""
+        """The entries that were appended since this was last called, for the step that is being
+        built.
+        """
         if not self._appended:
             return self._no_pages
         entries = self._appended[0]
         if len(self._appended) > 1:
-            rows, columns, pages = (np.concatenate(part) for part in zip(*self._appended, strict=True))
+            rows, columns, pages = (
+                np.concatenate(part) for part in zip(*self._appended, strict=True)
+            )
             entries = rows, columns, pages
         rows, columns, pages = (part.astype(np.int32) for part in entries)
         new = NewPages(self._no_pages.start, rows, columns, pages)
@@ -360,22 +395,28 @@ class RequestTable:
     def _encode(self, row: int, params: SamplingParams, seed: int) -> None:
         self.sampling[:, row] = _sampling_column(params, seed, row)
         numbers = encode_processors(params)
-        numbers |= {name: _float_bits(numbers[name]) for name in ("repetition", "repetition_inverse")}
+        numbers |= {
+            name: _float_bits(numbers[name]) for name in ("repetition", "repetition_inverse")
+        }
         self.processors[:, row] = [numbers[name] for name in PROCESSOR_FIELDS]
 
     def check_integrity(self, in_flight: int) -> None:
-        """Raise InternalError, naming the fault, unless the rows are consistent. `in_flight`: steps not read back, of a
-        loop all that it was to do.
+        """Raise InternalError, naming the fault, unless the rows are consistent. `in_flight`: steps
+        not read back, of a loop all that it was to do.
         """
         if self._appended:
             raise InternalError("pages were appended that no step brings to the device")
         free = set(self._free)
-        if len(free) != len(self._free) or free != {row for row, held in enumerate(self.requests) if held is None}:
+        if len(free) != len(self._free) or free != {
+            row for row, held in enumerate(self.requests) if held is None
+        }:
             raise InternalError("the free rows are not those without a request")
         for row, request in enumerate(self.requests):
             if request is not None and (fault := self._fault(row, request, in_flight)):
                 raise InternalError(f"row {row}, request {request.request_id}: {fault}")
-        if not set(self.biases) | set(self.masks) <= {row for row in range(self.max_rows) if row not in free}:
+        if not set(self.biases) | set(self.masks) <= {
+            row for row in range(self.max_rows) if row not in free
+        }:
             raise InternalError("a free row has a logit bias or a mask")
 
     def _fault(self, row: int, request: Request, in_flight: int) -> str | None:
@@ -388,16 +429,21 @@ class RequestTable:
             f"known {known}, total {total}, max_total {request.max_total} are not in order": (
                 len(prompt) <= known <= total <= request.max_total == self.max_total[row]
             ),
-            f"{total - known} tokens are pending with {in_flight} steps in flight": total - known <= in_flight,
+            f"{total - known} tokens are pending with {in_flight} steps in flight": total - known
+            <= in_flight,
             f"computed {computed} is less than 0": computed >= 0,
             f"capacity {self.capacity[row]} is not that of {num_pages} pages": (
                 self.capacity[row] == num_pages * self.page_size
             ),
             f"{num_pages} pages do not hold {computed} tokens": computed <= self.capacity[row],
             "its page table is not 0 behind its pages": not self.pages[row, num_pages:].any(),
-            "its first tokens are not its prompt": np.array_equal(self.tokens[row, : len(prompt)], prompt),
+            "its first tokens are not its prompt": np.array_equal(
+                self.tokens[row, : len(prompt)], prompt
+            ),
             "a token is missing": bool((self.tokens[row, :known] >= 0).all()),
-            "a token stands behind the known ones": bool((self.tokens[row, known:] == UNKNOWN).all()),
+            "a token stands behind the known ones": bool(
+                (self.tokens[row, known:] == UNKNOWN).all()
+            ),
         }
         return next((fault for fault, holds in checks.items() if not holds), None)
 

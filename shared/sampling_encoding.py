@@ -1,4 +1,6 @@
-"""Turns sampling parameters into the integers that the sampler computes with (see `ops/reference/sampling.py`)."""
+"""Turns sampling parameters into the integers that the sampler computes with (see
+`ops/reference/sampling.py`).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ FAR = 1 << 22
 
 
 def encode_sampling(params: SamplingParams, seed: int) -> dict[str, int | float]:
-    """The constant fields of `sampling_layout` for one request (not `sample_rows` and `position`)."""
+    """The constant fields of `sampling_layout` for one request (not `sample_rows` and
+    `position`).
+    """
     bits = np.array([seed & (2**64 - 1)], np.uint64).view(np.int32)
     return {
         "seed_lo": int(bits[0]),
@@ -31,8 +35,12 @@ def encode_sampling(params: SamplingParams, seed: int) -> dict[str, int | float]
 
 
 def sampler_of(params: SamplingParams) -> Sampler:
-    """The first of the samplers that serves a request, `min_tokens` aside: those mask only its first steps."""
-    if params.needs_processors and (not params.min_tokens or replace(params, min_tokens=0).needs_processors):
+    """The first of the samplers that serves a request, `min_tokens` aside: those mask only its
+    first steps.
+    """
+    if params.needs_processors and (
+        not params.min_tokens or replace(params, min_tokens=0).needs_processors
+    ):
         return "processed"
     if params.greedy:
         return "greedy"
@@ -58,7 +66,9 @@ def encode_bias(params: SamplingParams) -> tuple[list[int], list[int]]:
 
 
 def encode_mask(params: SamplingParams, vocab_size: int) -> np.ndarray | None:
-    """The bit mask of allowed minus banned tokens as int32 words, or None if every token may be sampled."""
+    """The bit mask of allowed minus banned tokens as int32 words, or None if every token may be
+    sampled.
+    """
     if params.allowed_token_ids is None and not params.banned_token_ids:
         return None
     allowed = np.full(-(-vocab_size // 32) * 32, params.allowed_token_ids is None, bool)

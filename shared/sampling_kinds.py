@@ -1,4 +1,6 @@
-"""What values the options of sampling take that no other option has: token ids, texts that stop, and biases."""
+"""What values the options of sampling take that no other option has: token ids, texts that stop,
+and biases.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def _check_count(items: Any, limit: int) -> None:
 
 @dataclass(frozen=True)
 class Temperature(Number):
-    """0, or a number from `least`: below it, logits over temperature leave the range of the sampler's integers."""
+    """0, or a number from `least`: below it, logits over temperature leave the range of the
+    sampler's integers.
+    """
 
     least: float = 0.01
 
@@ -104,7 +108,9 @@ class Strings(Kind):
         _check_count(items, self.limit)
         for item in items:
             if not 1 <= len(item) <= self.length:
-                raise Refusal(f"has an entry of {len(item)} characters, allowed is 1 to {self.length}")
+                raise Refusal(
+                    f"has an entry of {len(item)} characters, allowed is 1 to {self.length}"
+                )
         return items
 
 

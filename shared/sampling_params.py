@@ -1,4 +1,6 @@
-"""What a request asks of the sampler. Validated once, here; nothing behind this file checks again."""
+"""What a request asks of the sampler. Validated once, here; nothing behind this file checks
+again.
+"""
 
 from __future__ import annotations
 
@@ -28,34 +30,61 @@ _option = partial(option, owner="sampling")
 class SamplingParams:
     """Sampling settings of one request, with the names and defaults that users of vLLM know.
 
-    `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `seed` None lets the engine draw one.
-    Penalties follow the usual order: repetition on the raw logits, then frequency and presence, then the bias, then
-    masks (`allowed_token_ids`, `banned_token_ids`, `min_tokens`), then the temperature.
-    `logprobs` N returns the N best tokens and the sampled one, from the raw logits.
+    `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `seed` None lets
+    the engine draw one. Penalties follow the usual order: repetition on the raw logits, then
+    frequency and presence, then the bias, then masks (`allowed_token_ids`, `banned_token_ids`,
+    `min_tokens`), then the temperature. `logprobs` N returns the N best tokens and the sampled one,
+    from the raw logits.
     """
 
     n: int = _option(1, Whole(1, MAX_N), help="completions of each prompt")
-    max_tokens: int = _option(16, Whole(1, INT32_MAX), help="tokens of a completion at most", near=("max_new_tokens",))
-    min_tokens: int = _option(0, Whole(0, INT32_MAX), limits="0 to max-tokens", help="tokens before a stop counts")
-    temperature: float = _option(1.0, Temperature(0.0, MAX_TEMPERATURE, metavar="T"), help="how far from greedy")
-    top_k: int = _option(
-        0, Whole(-1, INT32_MAX, metavar="K"), limits="from 1; 0 or -1: all", help="sample from the K best"
+    max_tokens: int = _option(
+        16, Whole(1, INT32_MAX), help="tokens of a completion at most", near=("max_new_tokens",)
     )
-    top_p: float = _option(1.0, Number(0.0, 1.0, above=True, metavar="P"), help="from the best that sum to P")
-    min_p: float = _option(0.0, Number(0.0, 1.0, metavar="P"), help="from P times the best's probability and up")
+    min_tokens: int = _option(
+        0, Whole(0, INT32_MAX), limits="0 to max-tokens", help="tokens before a stop counts"
+    )
+    temperature: float = _option(
+        1.0, Temperature(0.0, MAX_TEMPERATURE, metavar="T"), help="how far from greedy"
+    )
+    top_k: int = _option(
+        0,
+        Whole(-1, INT32_MAX, metavar="K"),
+        limits="from 1; 0 or -1: all",
+        help="sample from the K best",
+    )
+    top_p: float = _option(
+        1.0, Number(0.0, 1.0, above=True, metavar="P"), help="from the best that sum to P"
+    )
+    min_p: float = _option(
+        0.0, Number(0.0, 1.0, metavar="P"), help="from P times the best's probability and up"
+    )
     seed: int | None = _option(
-        None, Whole(-(2**63), 2**64 - 1), usual="drawn", help="the same seed gives the same tokens on every backend"
+        None,
+        Whole(-(2**63), 2**64 - 1),
+        usual="drawn",
+        help="the same seed gives the same tokens on every backend",
     )
     presence_penalty: float = _option(0.0, Number(-2.0, 2.0), help="on tokens that were generated")
-    frequency_penalty: float = _option(0.0, Number(-2.0, 2.0), help="on each time a token was generated")
-    repetition_penalty: float = _option(1.0, Number(0.01, 100.0), help="on tokens of prompt and output, 1 being none")
+    frequency_penalty: float = _option(
+        0.0, Number(-2.0, 2.0), help="on each time a token was generated"
+    )
+    repetition_penalty: float = _option(
+        1.0, Number(0.01, 100.0), help="on tokens of prompt and output, 1 being none"
+    )
     logit_bias: Mapping[int, float] = _option(
-        None, Biases(MAX_LOGIT_BIAS, LOGIT_BIAS_RANGE), factory=dict, hash=False, help="added to logits"
+        None,
+        Biases(MAX_LOGIT_BIAS, LOGIT_BIAS_RANGE),
+        factory=dict,
+        hash=False,
+        help="added to logits",
     )
     allowed_token_ids: tuple[int, ...] | None = _option(
         None, TokenIds(MAX_TOKEN_IDS, some=True), usual="all", help="no other tokens"
     )
-    banned_token_ids: tuple[int, ...] = _option((), TokenIds(MAX_TOKEN_IDS), help="not these tokens")
+    banned_token_ids: tuple[int, ...] = _option(
+        (), TokenIds(MAX_TOKEN_IDS), help="not these tokens"
+    )
     stop: tuple[str, ...] = _option(
         (), Strings(MAX_STOP_STRINGS, MAX_STOP_STRING_LENGTH), help="texts that end a completion"
     )
@@ -64,28 +93,46 @@ class SamplingParams:
         help="tokens that end a completion",
     )  # fmt: skip
     ignore_eos: bool = _option(False, Switch(), help="go on after end-of-sequence ids")
-    include_stop_str_in_output: bool = _option(False, Switch(), help="keep the stop string in the text")
+    include_stop_str_in_output: bool = _option(
+        False, Switch(), help="keep the stop string in the text"
+    )
     skip_special_tokens: bool = _option(True, Switch(), help="leave special tokens out of the text")
-    logprobs: int | None = _option(None, Whole(0, MAX_LOGPROBS), help="log-probabilities of each token and the N best")
-    prompt_logprobs: int | None = _option(None, Whole(0, MAX_LOGPROBS), help="the same of the prompt's tokens")
+    logprobs: int | None = _option(
+        None, Whole(0, MAX_LOGPROBS), help="log-probabilities of each token and the N best"
+    )
+    prompt_logprobs: int | None = _option(
+        None, Whole(0, MAX_LOGPROBS), help="the same of the prompt's tokens"
+    )
 
     def __post_init__(self) -> None:
         check_fields(self, RequestError)
         if self.min_tokens > self.max_tokens:
-            raise RequestError("min_tokens", f"got {self.min_tokens}, must not exceed max_tokens ({self.max_tokens})")
+            raise RequestError(
+                "min_tokens",
+                f"got {self.min_tokens}, must not exceed max_tokens ({self.max_tokens})",
+            )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise RequestError if a token id named here does not exist in a vocabulary of `vocab_size`."""
+        """Raise RequestError if a token id named here does not exist in a vocabulary of
+        `vocab_size`.
+        """
         for name in ("stop_token_ids", "banned_token_ids", "allowed_token_ids"):
             for token in getattr(self, name) or ():
                 if token >= vocab_size:
-                    raise RequestError(name, f"token id {token} is out of range: the vocabulary has {vocab_size}")
+                    raise RequestError(
+                        name, f"token id {token} is out of range: the vocabulary has {vocab_size}"
+                    )
         for token in self.logit_bias:
             if token >= vocab_size:
-                raise RequestError("logit_bias", f"token id {token} is out of range: the vocabulary has {vocab_size}")
+                raise RequestError(
+                    "logit_bias",
+                    f"token id {token} is out of range: the vocabulary has {vocab_size}",
+                )
         if len(set(self.banned_token_ids)) >= vocab_size:
             raise RequestError("banned_token_ids", "bans the whole vocabulary")
-        if self.allowed_token_ids is not None and set(self.allowed_token_ids) <= set(self.banned_token_ids):
+        if self.allowed_token_ids is not None and set(self.allowed_token_ids) <= set(
+            self.banned_token_ids
+        ):
             raise RequestError("allowed_token_ids", "every allowed token is also banned")
 
     @property
@@ -95,7 +142,9 @@ class SamplingParams:
 
     @property
     def needs_processors(self) -> bool:
-        """Whether logits are changed before sampling (penalties, bias, masks): the `full` sampler."""
+        """Whether logits are changed before sampling (penalties, bias, masks): the `full`
+        sampler.
+        """
         return bool(
             self.presence_penalty
             or self.frequency_penalty

@@ -1,16 +1,20 @@
 """Decides what the next step computes. Pure integers; neither knows a device nor waits for one.
 
-Requests are ordered by a key that never changes (first come first served, or priority with aging), so nothing starves:
+Requests are ordered by a key that never changes (first come first served, or priority with aging),
+so nothing starves:
 
-- decodes go first, then prompts under way, then waiting requests in order; none overtakes one that does not fit yet;
+- decodes go first, then prompts under way, then waiting requests in order; none overtakes one that
+  does not fit yet;
 - all pages of a prompt are taken when it starts, so only decodes ever ask for more;
-- when pages run out, the running request that is last in order gives all of its back and waits again at its old place.
+- when pages run out, the running request that is last in order gives all of its back and waits
+  again at its old place.
 
-The first running request in order is never a victim while another one runs, and alone it fits (`add` refuses what does
-not), so it always gets on.
+The first running request in order is never a victim while another one runs, and alone it fits
+(`add` refuses what does not), so it always gets on.
 
-A step is scheduled before the tokens of the one before it are read. What is known without reading (lengths) is
-respected; what is not (end-of-sequence) is found late: the row's epoch has changed by then, and its token is dropped.
+A step is scheduled before the tokens of the one before it are read. What is known without reading
+(lengths) is respected; what is not (end-of-sequence) is found late: the row's epoch has changed by
+then, and its token is dropped.
 """
 
 from __future__ import annotations
@@ -65,19 +69,24 @@ class _Chunk(NamedTuple):
 class Scheduler:
     """Owns the requests from `add` to their end. Not thread-safe: one thread calls everything here.
 
-    The loop is: while `has_work`: up to `pipeline_depth` times `schedule`, each followed at once by `pack` (before any
-    other call) and by the worker's `execute`; then `update` with the oldest step's tokens.
+    The loop is: while `has_work`: up to `pipeline_depth` times `schedule`, each followed at once by
+    `pack` (before any other call) and by the worker's `execute`; then `update` with the oldest
+    step's tokens.
     """
 
     def __init__(self, config: SchedulerConfig, programs: Table) -> None:
         """Raises ConfigError if `programs` lacks one for a step that `config` allows."""
         if not programs.mixed_sizes or programs.mixed_sizes[-1] < config.max_num_batched_tokens:
             raise ConfigError(
-                f"max_num_batched_tokens: got {config.max_num_batched_tokens}, the largest program is for "
+                f"max_num_batched_tokens: got {config.max_num_batched_tokens}, the largest "
+                "program "
+                "is for "
                 f"{max(programs.mixed_sizes, default=0)}"
             )
         if programs.max_requests < config.max_num_seqs:
-            raise ConfigError(f"max_num_seqs: got {config.max_num_seqs}, programs are for {programs.max_requests}")
+            raise ConfigError(
+                f"max_num_seqs: got {config.max_num_seqs}, programs are for {programs.max_requests}"
+            )
         self.config = config
         self.programs = programs
         self.table = RequestTable(config.max_num_seqs, config.max_model_len, config.page_size)
@@ -90,14 +99,16 @@ class Scheduler:
         self._decoding: dict[int, Request] = {}
         # Rebuilt from `_decoding` when that changed: in a steady state steps share it.
         self._group: Group | None = None
-        # Steps that all requests of `_group` certainly get, each a token, before one reaches its last.
+        # Steps that all requests of `_group` certainly get, each a token, before one reaches its
+        # last.
         self._steps_left = 0
         self._in_flight: deque[ScheduledStep] = deque()
         # A loop stopped early, and the loop chained to it, which does nothing, was not read yet.
         self._halted = False
         self._reserve = int(config.watermark * config.num_pages)
-        # (arrival of the head of the queue that lacked pages, `kv.num_releases` then): it is not worth another look
-        # before the next release. The hit that a registration might bring meanwhile is not worth one either.
+        # (arrival of the head of the queue that lacked pages, `kv.num_releases` then): it is not
+        # worth another look before the next release. The hit that a registration might bring
+        # meanwhile is not worth one either.
         self._blocked: tuple[int, int] | None = None
         self._arrivals = 0
         self._preemptions = 0
@@ -121,10 +132,14 @@ class Scheduler:
         return len(self._in_flight)
 
     def add(self, request: Request) -> None:
-        """Take a new request; it waits. Raises RequestError, and takes nothing, if it can never run."""
+        """Take a new request; it waits. Raises RequestError, and takes nothing, if it can never
+        run.
+        """
         config = self.config
         if request.request_id in self._requests:
-            raise RequestError("request_id", f"got {request.request_id!r}, allowed is one that is not in use")
+            raise RequestError(
+                "request_id", f"got {request.request_id!r}, allowed is one that is not in use"
+            )
         request.prepare(config.max_model_len, config.num_pages * config.page_size)
         request.arrival = self._arrivals
         request.key = request.arrival
@@ -135,11 +150,15 @@ class Scheduler:
         self._waiting.add(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any state; its pages are free at once. False, and nothing happens, if there is none."""
+        """End a request in any state; its pages are free at once. False, and nothing happens, if
+        there is none.
+        """
         return self.finish(request_id, FinishReason.ABORT)
 
     def finish(self, request_id: str, reason: FinishReason) -> bool:
-        """As `abort`, for a reason of the caller's, e.g. a stop string. Tokens in flight are dropped."""
+        """As `abort`, for a reason of the caller's, e.g. a stop string. Tokens in flight are
+        dropped.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -158,7 +177,9 @@ class Scheduler:
         request.page_hashes.clear()
 
     def _stop_running(self, request: Request, trusted: bool = True) -> None:
-        """Take the row and the pages from `request`; not `trusted`: nobody is to find what they hold."""
+        """Take the row and the pages from `request`; not `trusted`: nobody is to find what they
+        hold.
+        """
         table, row = self.table, request.row
         if trusted:
             num_written = int(min(table.known[row], table.computed[row]))
@@ -174,14 +195,18 @@ class Scheduler:
     # Scheduling
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step, or None if nothing can be computed before an `update`, or an `add` if nothing is in flight.
+        """The next step, or None if nothing can be computed before an `update`, or an `add` if
+        nothing is in flight.
 
-        Its requests count as computed from now on: the step must be executed, in order, whatever happens to them.
+        Its requests count as computed from now on: the step must be executed, in order, whatever
+        happens to them.
         """
         if len(self._in_flight) >= self.config.pipeline_depth:
             return None
         looping = self._may_loop()
-        chained = bool(self._in_flight and self._in_flight[-1].loop is not None and not self._halted)
+        chained = bool(
+            self._in_flight and self._in_flight[-1].loop is not None and not self._halted
+        )
         if chained and not looping:
             return None  # where its requests will be is not known before the loop is read
         group, starts, steps = self._schedule_decodes(self.config.decode_steps if looping else 1)
@@ -199,14 +224,19 @@ class Scheduler:
         return step
 
     def _may_loop(self) -> bool:
-        """Whether the running requests may be decoded for several steps while the host does not look."""
+        """Whether the running requests may be decoded for several steps while the host does not
+        look.
+        """
         if self.config.decode_steps == 1 or len(self._waiting) or self._prefilling:
             return False
         table, rows = self.table, self._decode_group().rows
-        return bool(table.alone[rows].all() and (table.computed[rows] + 1 >= table.min_total[rows]).all())
+        return bool(
+            table.alone[rows].all() and (table.computed[rows] + 1 >= table.min_total[rows]).all()
+        )
 
     def _schedule_decodes(self, most: int) -> tuple[Group, np.ndarray, int]:
-        """Advance all decodes that may go on by `most` tokens, or by one: (group, position that each computes, steps).
+        """Advance all decodes that may go on by `most` tokens, or by one: (group, position that
+        each computes, steps).
 
         Fewer where one reaches its last token; one where there are not enough free pages for all.
         """
@@ -224,7 +254,12 @@ class Scheduler:
             if steps > 1:
                 most = 1
             else:
-                self._preempt(max(chain(self._decoding.values(), self._prefilling), key=lambda request: request.order))
+                self._preempt(
+                    max(
+                        chain(self._decoding.values(), self._prefilling),
+                        key=lambda request: request.order,
+                    )
+                )
         self.table.computed[group.rows] = last + 1
         self._steps_left -= steps
         return group, starts, steps
@@ -234,16 +269,20 @@ class Scheduler:
         needy: np.ndarray = (positions >= self.table.capacity[group.rows]).nonzero()[0]
         return needy
 
-    def _pages_missing(self, group: Group, needy: np.ndarray, positions: np.ndarray, steps: int) -> int:
-        """Pages that requests of `group` lack for their next tokens, as many as `steps`, up to `positions`."""
+    def _pages_missing(
+        self, group: Group, needy: np.ndarray, positions: np.ndarray, steps: int
+    ) -> int:
+        """Pages that requests of `group` lack for their next tokens, as many as `steps`, up to
+        `positions`.
+        """
         if steps == 1:
             return len(needy)
         missing = positions[needy] + 1 - self.table.capacity[group.rows[needy]]
         return int((-(-missing // self.config.page_size)).sum())
 
     def _unfinished(self, most: int) -> tuple[Group, np.ndarray, int]:
-        """The decodes whose last token is not under way, the position that each computes next, and for how many steps
-        they go on: `most`, or fewer.
+        """The decodes whose last token is not under way, the position that each computes next, and
+        for how many steps they go on: `most`, or fewer.
         """
         group = self._decode_group()
         starts = self.table.computed[group.rows]
@@ -266,16 +305,21 @@ class Scheduler:
         return self._group
 
     def _grow(self, group: Group, needy: np.ndarray, starts: np.ndarray) -> None:
-        """One more page for each of the requests `needy`, whose pages are full of the tokens before `starts`."""
+        """One more page for each of the requests `needy`, whose pages are full of the tokens
+        before `starts`.
+        """
         rows = group.rows[needy]
         if self.prefixes.enabled:
-            # Steps in flight compute them all, and a loop always does its first step; not all ids are known, maybe.
+            # Steps in flight compute them all, and a loop always does its first step; not all ids
+            # are known, maybe.
             counts = np.minimum(starts[needy], self.table.known[rows]) // self.config.page_size
             self.prefixes.register_each(group, needy, counts)
         self.table.append_page_each(rows, self.kv.allocate(len(rows)))
 
     def _preempt(self, request: Request) -> None:
-        """Back to the queue, at its old place, with the tokens that are known; those in flight are sampled again."""
+        """Back to the queue, at its old place, with the tokens that are known; those in flight
+        are sampled again.
+        """
         self._stop_running(request)
         request.state = RequestState.WAITING
         request.num_preemptions += 1
@@ -283,7 +327,9 @@ class Scheduler:
         self._waiting.add(request)
 
     def _schedule_prefills(self, budget: int) -> list[_Chunk]:
-        """Chunks of prompts under way, then of waiting requests in order, of `budget` tokens together at most."""
+        """Chunks of prompts under way, then of waiting requests in order, of `budget` tokens
+        together at most.
+        """
         chunks = []
         for request in sorted(self._prefilling, key=lambda request: request.order):
             if budget:
@@ -298,7 +344,9 @@ class Scheduler:
         return chunks
 
     def _start(self, request: Request, budget: int) -> bool:
-        """Move `request` from the queue to a row with pages for all its known tokens, or False: it does not fit now."""
+        """Move `request` from the queue to a row with pages for all its known tokens, or False:
+        it does not fit now.
+        """
         if self._blocked == (request.arrival, self.kv.num_releases):
             return False
         kv, config = self.kv, self.config
@@ -307,7 +355,8 @@ class Scheduler:
         num_cached = len(cached) * config.page_size
         if not config.enable_chunked_prefill and len(tokens) - num_cached > budget:
             return False
-        # The next token must find room too, or a request that gave way for its own sake would come back at once.
+        # The next token must find room too, or a request that gave way for its own sake would come
+        # back at once.
         needed = kv.pages_for(len(tokens) + 1) - len(cached)
         reserve = self._reserve if self.table.num_used else 0
         if needed + kv.num_idle(cached) + reserve > kv.available:
@@ -328,7 +377,9 @@ class Scheduler:
         return True
 
     def _advance(self, request: Request, budget: int) -> _Chunk:
-        """Schedule the next tokens of a prompt under way, as many as fit; at its end the first token is sampled."""
+        """Schedule the next tokens of a prompt under way, as many as fit; at its end the first
+        token is sampled.
+        """
         table, row = self.table, request.row
         start, known = int(table.computed[row]), int(table.known[row])
         end = min(known, start + budget)
@@ -337,7 +388,8 @@ class Scheduler:
             self._prefilling.remove(request)
             self._decoding[row] = request
             self._group = None
-        # Requests that start later in this step may share these pages at once, see `KVManager.register`.
+        # Requests that start later in this step may share these pages at once, see
+        # `KVManager.register`.
         self.prefixes.register(request, row, end // self.config.page_size)
         return _Chunk(request, row, start, end, end == known)
 
@@ -351,7 +403,9 @@ class Scheduler:
             [*group.requests, *requests],
             np.concatenate((group.samples, samples.astype(np.bool_))),
         )
-        return self._step(both, np.concatenate((starts, first)), np.concatenate((starts + 1, last)), last - first)
+        return self._step(
+            both, np.concatenate((starts, first)), np.concatenate((starts + 1, last)), last - first
+        )
 
     def _step(
         self,
@@ -361,7 +415,9 @@ class Scheduler:
         chunks: np.ndarray | None = None,
         loop: Loop | None = None,
     ) -> ScheduledStep:
-        """The step of `group`; its last requests are chunks of prompts, of the lengths `chunks`, if there are any."""
+        """The step of `group`; its last requests are chunks of prompts, of the lengths `chunks`,
+        if there are any.
+        """
         count = num_single = num_tokens = len(starts)
         max_query_len = 1
         if chunks is not None:
@@ -388,9 +444,11 @@ class Scheduler:
     # Results
 
     def update(self, step: ScheduledStep, tokens: np.ndarray) -> StepEvents:
-        """Take the tokens `[at least R]` that the oldest step in flight sampled; requests that are done end here.
+        """Take the tokens `[at least R]` that the oldest step in flight sampled; requests that are
+        done end here.
 
-        A token of -1 says that a logit was not finite: its request ends with ERROR and without another token.
+        A token of -1 says that a logit was not finite: its request ends with ERROR and without
+        another token.
 
         A loop brings `[m, at least R]` for m steps, fewer than it was to do if it stopped early.
 
@@ -401,7 +459,9 @@ class Scheduler:
         if step.loop is not None:
             return self._update_loop(step, step.loop, np.asarray(tokens))
         if len(tokens) < len(step.group):
-            raise InternalError(f"a step of {len(step.group)} requests came back with {len(tokens)} tokens")
+            raise InternalError(
+                f"a step of {len(step.group)} requests came back with {len(tokens)} tokens"
+            )
         self._in_flight.popleft()
         group, ends, indices, failed = step.group, step.ends, step.group.indices, []
         taken = np.asarray(tokens)[: len(group)]
@@ -420,7 +480,9 @@ class Scheduler:
         failures = [step.requests[index] for index in failed]
         for request in failures:
             self._end(request, FinishReason.ERROR)
-        return StepEvents(group.requests, taken, indices, [request for request, _ in finished], failures)
+        return StepEvents(
+            group.requests, taken, indices, [request for request, _ in finished], failures
+        )
 
     def _all_took(self, step: ScheduledStep, tokens: np.ndarray) -> bool:
         """Whether each request of `step` is still there and got a token."""
@@ -459,7 +521,9 @@ class Scheduler:
         ended = [request for request, _ in finished]
         ended += [requests[index] for index in failed if counts[index]]
         failures = [requests[index] for index in failed if not counts[index]]
-        return StepEvents([requests[index] for index in owner.tolist()], flat, live[owner], ended, failures)
+        return StepEvents(
+            [requests[index] for index in owner.tolist()], flat, live[owner], ended, failures
+        )
 
     # Upkeep
 
@@ -484,7 +548,9 @@ class Scheduler:
         return True
 
     def abandon(self) -> None:
-        """End all requests with ERROR, and touch no books, which may disagree: nothing is scheduled ever after."""
+        """End all requests with ERROR, and touch no books, which may disagree: nothing is
+        scheduled ever after.
+        """
         for request in self._requests.values():
             request.state = RequestState.FINISHED
             request.finish_reason = FinishReason.ERROR
@@ -492,28 +558,43 @@ class Scheduler:
         self._in_flight.clear()
 
     def check_integrity(self) -> None:
-        """Raise InternalError, naming the fault, unless all books agree. Changes nothing; slow, for tests."""
+        """Raise InternalError, naming the fault, unless all books agree. Changes nothing; slow,
+        for tests.
+        """
         table = self.table
         table.check_integrity(sum(step.num_iterations for step in self._in_flight))
         held = [request for request in table.requests if request is not None]
         self.kv.check_integrity([table.pages_of(request.row) for request in held])
-        if sorted(map(id, chain(self._decoding.values(), self._prefilling))) != sorted(map(id, held)):
+        if sorted(map(id, chain(self._decoding.values(), self._prefilling))) != sorted(
+            map(id, held)
+        ):
             raise InternalError("the requests that decode or prefill are not those in the table")
         for row, request in self._decoding.items():
             if request.row != row or table.computed[row] < table.known[row] - 1:
-                raise InternalError(f"request {request.request_id} decodes but lacks more than its last token")
+                raise InternalError(
+                    f"request {request.request_id} decodes but lacks more than its last token"
+                )
         for request in self._prefilling:
             if table.computed[request.row] >= table.known[request.row]:
-                raise InternalError(f"request {request.request_id} prefills but has nothing left to prefill")
+                raise InternalError(
+                    f"request {request.request_id} prefills but has nothing left to prefill"
+                )
         waiting = list(self._waiting)
         if sorted(waiting, key=lambda request: request.order) != waiting:
             raise InternalError("the waiting queue is not in order")
-        states = [(request, RequestState.WAITING) for request in waiting] + [(r, RequestState.RUNNING) for r in held]
-        if len(states) != len(self._requests) or {r.request_id: r for r, _ in states} != self._requests:
+        states = [(request, RequestState.WAITING) for request in waiting] + [
+            (r, RequestState.RUNNING) for r in held
+        ]
+        if (
+            len(states) != len(self._requests)
+            or {r.request_id: r for r, _ in states} != self._requests
+        ):
             raise InternalError("the requests are not those that wait or run")
         for request, state in states:
             if request.state is not state or (request.row >= 0) != (state is RequestState.RUNNING):
-                raise InternalError(f"request {request.request_id} is {request.state.value} in row {request.row}")
+                raise InternalError(
+                    f"request {request.request_id} is {request.state.value} in row {request.row}"
+                )
         for request in held:
             known = table.tokens[request.row, : table.known[request.row]]
             self.kv.check_content(table.pages_of(request.row), known, request.cache_salt)

@@ -1,7 +1,9 @@
-"""A step is data: everything a worker needs to run one step, packed into flat int32 buffers with named views.
+"""A step is data: everything a worker needs to run one step, packed into flat int32 buffers with
+named views.
 
-The same `StepInput` runs on every backend. Only two things live on the device between steps: the KV pages, and
-`last_tokens [max_rows + 1]`, the token that each row sampled last (the last entry is scratch for padding).
+The same `StepInput` runs on every backend. Only two things live on the device between steps: the KV
+pages, and `last_tokens [max_rows + 1]`, the token that each row sampled last (the last entry is
+scratch for padding).
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from ..bucketing import Descriptor
 from .errors import InternalError
 
 Sampler = Literal["greedy", "random", "filtered", "processed"]
-"""The sampler programs, each able to do all that the ones before it do: argmax only; a draw at a temperature; top-k,
-top-p and min-p; penalties, bias and masks. A step takes the first that serves all its requests. A request gets the same
-token from each program that can serve it."""
+"""The sampler programs, each able to do all that the ones before it do: argmax only; a draw at a
+temperature; top-k, top-p and min-p; penalties, bias and masks. A step takes the first that serves
+all its requests. A request gets the same token from each program that can serve it.
+"""
 
 SAMPLERS: tuple[Sampler, ...] = ("greedy", "random", "filtered", "processed")
 BIAS_SLOTS = 304
@@ -78,7 +81,9 @@ class Layout:
         return {name: self.view(buffer, name) for name in self.fields}
 
     def unpack(self, buffer: Any, as_float: Callable[[Any], Any]) -> dict[str, Any]:
-        """All fields of a device buffer; `as_float` reinterprets int32 as float32 in that framework."""
+        """All fields of a device buffer; `as_float` reinterprets int32 as float32 in that
+        framework.
+        """
         parts = {}
         for name, field in self.fields.items():
             part = buffer[field.offset : field.offset + field.size].reshape(field.shape)
@@ -88,16 +93,17 @@ class Layout:
 
 @cache
 def batch_layout(descriptor: Descriptor, shape: StepShape) -> Layout:
-    """What the backbone reads beside page tables. T tokens, R requests, padded; requests with one query token first.
+    """What the backbone reads beside page tables. T tokens, R requests, padded; requests with one
+    query token first.
 
-    token_ids      [T]     token id; -1 stands for the last token sampled by the row of request i, at index i
-    positions      [T]     position in the sequence; 0 for padding
-    slots          [T]     page * page_size + offset where K and V are written; -1 for padding: nothing is written
+    token_ids      [T]     token id; -1 stands for the last token sampled by the row of request i,
+    at index i positions      [T]     position in the sequence; 0 for padding slots          [T]
+    page * page_size + offset where K and V are written; -1 for padding: nothing is written
     query_start    [R + 1] first token of each request; padding repeats the number of real tokens
-    kv_lens        [R]     tokens in the cache after this step's are written; 0 for padding
-    rows           [R]     permanent row of each request; max_rows for padding
-    sample_index   [R]     index in [0, T) of the token whose logits are sampled; 0 where nothing is
-    counts         [2]     requests with one query token (they stand first), requests
+    kv_lens        [R]     tokens in the cache after this step's are written; 0 for padding rows
+    [R]     permanent row of each request; max_rows for padding sample_index   [R]     index in [0,
+    T) of the token whose logits are sampled; 0 where nothing is counts         [2]     requests
+    with one query token (they stand first), requests
     """
     tokens, requests = descriptor.tokens, descriptor.requests
     return Layout(
@@ -114,16 +120,15 @@ def batch_layout(descriptor: Descriptor, shape: StepShape) -> Layout:
 
 @cache
 def sampling_layout(requests: int) -> Layout:
-    """What every sampler reads, one entry per request. `ops/reference/sampling.py` defines the fixed-point numbers.
+    """What every sampler reads, one entry per request. `ops/reference/sampling.py` defines the
+    fixed-point numbers.
 
-    sample_rows  row of `last_tokens` that takes the token; max_rows where nothing is sampled (padding, prompts)
-    position     position that the sampled token will have; the noise depends on it
-    seed_lo/hi   the request's 64-bit seed
-    greedy       1: take the most probable token
-    top_k        largest number of tokens kept; 0 is off
-    top_p        Q16 probability mass kept; 65536 is off
-    min_p        Q16 distance in log2 units from the most probable token; 2**22 is off
-    scale        float32 log2(e) / temperature
+    sample_rows  row of `last_tokens` that takes the token; max_rows where nothing is sampled
+    (padding, prompts) position     position that the sampled token will have; the noise depends on
+    it seed_lo/hi   the request's 64-bit seed greedy       1: take the most probable token top_k
+    largest number of tokens kept; 0 is off top_p        Q16 probability mass kept; 65536 is off
+    min_p        Q16 distance in log2 units from the most probable token; 2**22 is off scale
+    float32 log2(e) / temperature
     """
     names = ("sample_rows", "position", "seed_lo", "seed_hi", "greedy", "top_k", "top_p", "min_p")
     return Layout(*((name, (requests,), int) for name in names), ("scale", (requests,), float))
@@ -133,16 +138,15 @@ def sampling_layout(requests: int) -> Layout:
 def processor_layout(requests: int, shape: StepShape) -> Layout:
     """What only the `processed` sampler reads.
 
-    history      [R, H]  tokens so far, H = max_model_len; unused entries -1, a token not read back yet is PENDING (the
+    history      [R, H]  tokens so far, H = max_model_len; unused entries -1, a token not read back
+    yet is PENDING (the
                          sampler puts the row's last token there)
-    prompt_len   [R]     tokens of the prompt at the start of the history
-    rows         [R]     as in the batch
-    presence     [R]     Q16 presence penalty
-    frequency    [R]     Q16 frequency penalty
-    repetition   [R]     float32 repetition penalty, and its float32 reciprocal in `repetition_inverse`
-    bias_ids     [R, B]  token ids of the logit bias; -1 unused
-    bias         [R, B]  Q16 bias
-    mask         [R, W]  bit b of word w is 1 if token 32 w + b may be sampled, W = ceil(vocab / 32)
+    prompt_len   [R]     tokens of the prompt at the start of the history rows         [R]     as in
+    the batch presence     [R]     Q16 presence penalty frequency    [R]     Q16 frequency penalty
+    repetition   [R]     float32 repetition penalty, and its float32 reciprocal in
+    `repetition_inverse` bias_ids     [R, B]  token ids of the logit bias; -1 unused bias
+    [R, B]  Q16 bias mask         [R, W]  bit b of word w is 1 if token 32 w + b may be sampled, W =
+    ceil(vocab / 32)
     """
     return Layout(
         ("history", (requests, shape.max_model_len), int),
@@ -168,10 +172,12 @@ STOP_SLOTS = 8
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoop:
-    """Up to `steps` decode steps of the same requests in one `StepInput`; docs/adr/0005 says what each of them does.
+    """Up to `steps` decode steps of the same requests in one `StepInput`; docs/adr/0005 says what
+    each of them does.
 
-    `stop_ids` [R, STOP_SLOTS] int32, -1 unused: a worker may stop after an iteration that sampled one of them.
-    `chained`: the loop before this one was not read yet, and if it stopped early, this one does nothing.
+    `stop_ids` [R, STOP_SLOTS] int32, -1 unused: a worker may stop after an iteration that sampled
+    one of them. `chained`: the loop before this one was not read yet, and if it stopped early, this
+    one does nothing.
     """
 
     steps: int
@@ -181,11 +187,12 @@ class DecodeLoop:
 
 @dataclass(frozen=True, slots=True)
 class NewPages:
-    """Entries that page tables got since the step before: `pages[i]` stands at `columns[i]` of row `rows[i]`.
+    """Entries that page tables got since the step before: `pages[i]` stands at `columns[i]` of row
+    `rows[i]`.
 
     All are [n] int32; no entry is there twice. A row whose column 0 is there has a new request.
-    `start` is the number of entries that all steps before brought: a worker that got another number has missed a step.
-    0 begins new tables.
+    `start` is the number of entries that all steps before brought: a worker that got another number
+    has missed a step. 0 begins new tables.
     """
 
     start: int
@@ -202,13 +209,14 @@ class NewPages:
 class StepInput:
     """One step, padded to `descriptor`. The buffers are never written again after packing.
 
-    Page tables come in one of two forms. `new_pages` is the difference to the step before: such steps run once, in
-    order. `page_table` [R, P] int32 holds the pages of each request, unused entries 0: such a step can be run alone,
-    again, and anywhere.
+    Page tables come in one of two forms. `new_pages` is the difference to the step before: such
+    steps run once, in order. `page_table` [R, P] int32 holds the pages of each request, unused
+    entries 0: such a step can be run alone, again, and anywhere.
 
-    `processors` is there only for the `processed` sampler, `prompt_targets` ([T], the prompt token that follows each
-    position, -1 where there is none) only if a request of the step wants the log-probabilities of its prompt. `loop`
-    makes several steps of one; only a worker with `multi_step` gets that.
+    `processors` is there only for the `processed` sampler, `prompt_targets` ([T], the prompt token
+    that follows each position, -1 where there is none) only if a request of the step wants the
+    log-probabilities of its prompt. `loop` makes several steps of one; only a worker with
+    `multi_step` gets that.
     """
 
     step_id: int
@@ -232,12 +240,16 @@ class StepInput:
         if name != "page_table":
             return batch_layout(self.descriptor, self.shape).view(self.batch, name)
         if self.page_table is None:
-            raise InternalError(f"step {self.step_id} has new pages, not the page table of its requests")
+            raise InternalError(
+                f"step {self.step_id} has new pages, not the page table of its requests"
+            )
         return self.page_table
 
 
 class PageEntries:
-    """What a worker writes into its page tables [row, P] before each step. All steps pass here, in order."""
+    """What a worker writes into its page tables [row, P] before each step. All steps pass here,
+    in order.
+    """
 
     def __init__(self, shape: StepShape) -> None:
         self._width = shape.pages_per_request
@@ -246,7 +258,8 @@ class PageEntries:
         self._count = 0
 
     def take(self, step: StepInput) -> tuple[np.ndarray, np.ndarray]:
-        """(row * P + column, page) of the entries [n] that `step` needs and the steps before did not bring.
+        """(row * P + column, page) of the entries [n] that `step` needs and the steps before did
+        not bring.
 
         Raises InternalError if a step between was lost, or `step` came before.
         """
@@ -255,7 +268,8 @@ class PageEntries:
             return self._all_of(step)
         if new.start not in (self._count, 0):
             raise InternalError(
-                f"step {step.step_id}: its new pages follow {new.start} entries of page tables, {self._count} came: "
+                f"step {step.step_id}: its new pages follow {new.start} entries of page tables, "
+                f"{self._count} came: "
                 "a step was lost or came twice"
             )
         self._count = new.start + len(new.pages)
@@ -264,7 +278,8 @@ class PageEntries:
     def _all_of(self, step: StepInput) -> tuple[np.ndarray, np.ndarray]:
         count = int(step.field("counts")[1])
         rows = step.field("rows")[:count]
-        # A loop writes behind the tokens of its first step. Columns behind the longest request are not read.
+        # A loop writes behind the tokens of its first step. Columns behind the longest request are
+        # not read.
         later = step.loop.steps - 1 if step.loop is not None else 0
         longest = int(step.field("kv_lens")[:count].max(initial=0)) + later
         used = min(self._width, -(-longest // self._least_page_size))
@@ -276,7 +291,8 @@ class PageEntries:
 class TopLogprobs:
     """Log-probabilities of a step, from the raw logits. N rows of requests or of prompt positions.
 
-    chosen [N] float32, rank [N] (1 is the most probable), top_ids [N, 20] and top [N, 20] in falling order.
+    chosen [N] float32, rank [N] (1 is the most probable), top_ids [N, 20] and top [N, 20] in
+    falling order.
     """
 
     chosen: np.ndarray
@@ -287,7 +303,8 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What came back: `tokens [R]` by request (meaningless where nothing was sampled), log-probabilities if asked.
+    """What came back: `tokens [R]` by request (meaningless where nothing was sampled),
+    log-probabilities if asked.
 
     A token of -1 says that a logit of its row was not finite.
 

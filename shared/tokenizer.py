@@ -1,8 +1,9 @@
 """Text to token ids and back, from tokenizer.json, as transformers 5 reads it.
 
-tokenizer.json decides how text is split, which special tokens surround it and how ids become text. transformers builds
-those parts anew for a few class names (`LlamaTokenizer`, `Qwen2Tokenizer`); that is equal for files that it wrote
-itself, and for others the file is what the model was trained with. No code that comes with a model is run.
+tokenizer.json decides how text is split, which special tokens surround it and how ids become text.
+transformers builds those parts anew for a few class names (`LlamaTokenizer`, `Qwen2Tokenizer`);
+that is equal for files that it wrote itself, and for others the file is what the model was trained
+with. No code that comes with a model is run.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class DecodeRule:
     """How token texts become text, in a form that can be applied token by token.
 
-    bytes: each token is some bytes of UTF-8 (byte-level BPE). text: each is text after the replacements in `replace`,
-    or one byte if `byte_fallback`; `separator` goes between tokens, the first token loses the characters in
-    `first_drops`, and the whole text loses up to `strip[1]` leading `strip[0]`. other: only the library knows.
+    bytes: each token is some bytes of UTF-8 (byte-level BPE). text: each is text after the
+    replacements in `replace`, or one byte if `byte_fallback`; `separator` goes between tokens, the
+    first token loses the characters in `first_drops`, and the whole text loses up to `strip[1]`
+    leading `strip[0]`. other: only the library knows.
     """
 
     kind: Literal["bytes", "text", "other"]
@@ -46,24 +48,33 @@ class DecodeRule:
 class Tokenizer:
     """A model's tokenizer. Build it with `load`. Safe to use from several threads.
 
-    `special_tokens` maps roles such as bos_token to texts, `special_ids` are all ids that `skip_special_tokens` drops.
-    `chat_templates` maps names (usually only "default") to Jinja sources. `rule` is how ids become text.
+    `special_tokens` maps roles such as bos_token to texts, `special_ids` are all ids that
+    `skip_special_tokens` drops. `chat_templates` maps names (usually only "default") to Jinja
+    sources. `rule` is how ids become text.
     """
 
-    def __init__(self, backend: Any, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]) -> None:
+    def __init__(
+        self, backend: Any, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]
+    ) -> None:
         self._backend = backend
         self.special_tokens = dict(special_tokens)
         self.chat_templates = dict(chat_templates)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        """One more than the highest id. A model's embedding may have more rows, and must not have fewer."""
-        self.rule = _decode_rule(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
+        """One more than the highest id. A model's embedding may have more rows, and must not
+        have fewer.
+        """
+        self.rule = _decode_rule(
+            json.loads(backend.decoder.__getstate__()) if backend.decoder else None
+        )
         self._pieces: dict[int, bytes | str | None] = {}
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer | None:
-        """The tokenizer of a model folder, None if there is no tokenizer.json. Raises ModelNotFound, ModelError."""
+        """The tokenizer of a model folder, None if there is no tokenizer.json. Raises
+        ModelNotFound, ModelError.
+        """
         path = need_folder(folder)
         if not os.path.exists(path / "tokenizer.json"):
             return None
@@ -71,7 +82,9 @@ class Tokenizer:
         config_path = path / "tokenizer_config.json"
         config = read_json(config_path) if os.path.exists(config_path) else {}
         named = _add_tokens(backend, config, path)
-        if config.get("clean_up_tokenization_spaces") and not isinstance(backend.model, tokenizers.models.BPE):
+        if config.get("clean_up_tokenization_spaces") and not isinstance(
+            backend.model, tokenizers.models.BPE
+        ):
             raise ModelError(
                 f"{config_path}: clean_up_tokenization_spaces is true, allowed: false or absent, "
                 "but for BPE models, where it has no effect"
@@ -86,15 +99,21 @@ class Tokenizer:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:  # what the library says to a lone surrogate, which UTF-8 cannot hold
-            raise RequestError("prompt", "is not valid Unicode: it has half of a surrogate pair") from None
+            raise RequestError(
+                "prompt", "is not valid Unicode: it has half of a surrogate pair"
+            ) from None
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a list of ids. Ids that no token has stand for nothing. Raises RequestError for what is no id."""
+        """The text of a list of ids. Ids that no token has stand for nothing. Raises
+        RequestError for what is no id.
+        """
         try:
             text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except (TypeError, OverflowError):
-            raise RequestError("tokens", f"got {show(list(ids))}, must be a list of token ids") from None
+            raise RequestError(
+                "tokens", f"got {show(list(ids))}, must be a list of token ids"
+            ) from None
         return text
 
     def token_text(self, token_id: int) -> str | None:
@@ -113,15 +132,25 @@ class Tokenizer:
     @property
     def bos_token_id(self) -> int | None:
         """The id of the token that begins a text."""
-        return self.token_id(self.special_tokens["bos_token"]) if "bos_token" in self.special_tokens else None
+        return (
+            self.token_id(self.special_tokens["bos_token"])
+            if "bos_token" in self.special_tokens
+            else None
+        )
 
     @property
     def eos_token_id(self) -> int | None:
         """The id of the token that ends a text."""
-        return self.token_id(self.special_tokens["eos_token"]) if "eos_token" in self.special_tokens else None
+        return (
+            self.token_id(self.special_tokens["eos_token"])
+            if "eos_token" in self.special_tokens
+            else None
+        )
 
     def piece(self, token_id: int) -> bytes | str | None:
-        """What one token adds to a text by `rule`, but for what depends on its place: bytes, text, or None."""
+        """What one token adds to a text by `rule`, but for what depends on its place: bytes,
+        text, or None.
+        """
         try:
             return self._pieces[token_id]
         except KeyError:
@@ -144,10 +173,18 @@ def _piece(rule: DecodeRule, text: str) -> bytes | str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The 256 characters that stand for bytes, as GPT-2's `bytes_to_unicode` has them: visible ones for themselves."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    """The 256 characters that stand for bytes, as GPT-2's `bytes_to_unicode` has them: visible
+    ones for themselves.
+    """
+    visible = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in visible} | {
+        chr(256 + i): byte for i, byte in enumerate(hidden)
+    }
 
 
 _BYTE_OF = _byte_alphabet()
@@ -165,8 +202,11 @@ def _decode_rule(decoder: Mapping[str, Any] | None) -> DecodeRule:
         mark = steps[0]["replacement"]
         drops = "" if steps[0]["prepend_scheme"] == "never" else mark
         return DecodeRule("text", replace=((mark, " "),), first_drops=drops)
-    # What Llama 2 and its kin have: replacements, bytes, and then, on the text as a whole, one leading space less.
-    if not re.fullmatch(r"(Replace )*(ByteFallback )?(Fuse (Strip )?)?", "".join(f"{kind} " for kind in kinds)):
+    # What Llama 2 and its kin have: replacements, bytes, and then, on the text as a whole, one
+    # leading space less.
+    if not re.fullmatch(
+        r"(Replace )*(ByteFallback )?(Fuse (Strip )?)?", "".join(f"{kind} " for kind in kinds)
+    ):
         return DecodeRule("other")
     replace, strip = [], ("", 0)
     for step in steps:
@@ -178,13 +218,16 @@ def _decode_rule(decoder: Mapping[str, Any] | None) -> DecodeRule:
             if step["stop"]:
                 return DecodeRule("other")
             strip = (step["content"], step["start"])
-    return DecodeRule("text", replace=tuple(replace), byte_fallback="ByteFallback" in kinds, strip=strip)
+    return DecodeRule(
+        "text", replace=tuple(replace), byte_fallback="ByteFallback" in kinds, strip=strip
+    )
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        # A stored limit or padding is meant for training batches; transformers lifts both for a plain call, too.
+        # A stored limit or padding is meant for training batches; transformers lifts both for a
+        # plain call, too.
         backend.no_truncation()
         backend.no_padding()
     except OSError as why:
@@ -200,11 +243,13 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 def _add_tokens(backend: Any, config: Mapping[str, Any], folder: Path) -> dict[str, str]:
     """Add the tokens that tokenizer.json lacks, and return the texts of those with a role.
 
-    Follows `PreTrainedTokenizerBase._from_pretrained` and `TokenizersBackend.__init__` of transformers 5.
+    Follows `PreTrainedTokenizerBase._from_pretrained` and `TokenizersBackend.__init__` of
+    transformers 5.
     """
     declared, roles, extra = _read_tokens(config, folder)
     present = [token for _, token in sorted(backend.get_added_tokens_decoder().items())]
-    adding = declared or present  # those that are there already take on the flags that they have here
+    # those that are there already take on the flags that they have here
+    adding = declared or present
     known = {token.content for token in [*present, *adding]}
     for token in [*roles.values(), *extra]:
         if token.content not in known:
@@ -219,7 +264,9 @@ def _add_tokens(backend: Any, config: Mapping[str, Any], folder: Path) -> dict[s
 
 def _read_tokens(
     config: Mapping[str, Any], folder: Path
-) -> tuple[list[tokenizers.AddedToken], dict[str, tokenizers.AddedToken], list[tokenizers.AddedToken]]:
+) -> tuple[
+    list[tokenizers.AddedToken], dict[str, tokenizers.AddedToken], list[tokenizers.AddedToken]
+]:
     """Tokens that tokenizer_config.json declares, those with a role, and special ones without."""
     where = folder / "tokenizer_config.json"
     settings, old_map = dict(config), folder / "special_tokens_map.json"
@@ -227,8 +274,12 @@ def _read_tokens(
     if declared is None and os.path.exists(old_map):
         settings |= read_json(old_map)
     declared = declared or {}
-    if not isinstance(declared, dict) or not all(re.fullmatch(r"[0-9]{1,9}", key) for key in declared):
-        raise ModelError(f"{where}: added_tokens_decoder is {show(declared)}, must map ids to tokens")
+    if not isinstance(declared, dict) or not all(
+        re.fullmatch(r"[0-9]{1,9}", key) for key in declared
+    ):
+        raise ModelError(
+            f"{where}: added_tokens_decoder is {show(declared)}, must map ids to tokens"
+        )
     in_order = sorted(declared.items(), key=lambda item: int(item[0]))
     roles = {role: settings[role] for role in NAMED if settings.get(role) is not None}
     for name, value in settings.items():
@@ -239,29 +290,40 @@ def _read_tokens(
     if isinstance(extra, dict):
         roles, extra = roles | extra, []
     if not isinstance(extra, list):
-        raise ModelError(f"{where}: extra_special_tokens is {show(extra)}, must be a list of tokens")
+        raise ModelError(
+            f"{where}: extra_special_tokens is {show(extra)}, must be a list of tokens"
+        )
     return (
         [_added(value, f"{where}: added_tokens_decoder", special=False) for _, value in in_order],
-        {role: _added(value, f"{where}: {show(role)}", special=False) for role, value in roles.items()},
+        {
+            role: _added(value, f"{where}: {show(role)}", special=False)
+            for role, value in roles.items()
+        },
         [_added(value, f"{where}: extra_special_tokens", special=True) for value in extra],
     )
 
 
 def _added(value: Any, where: str, special: bool) -> tokenizers.AddedToken:
-    """A token from its text, which makes it a special one, or from an object that may say whether it is `special`."""
+    """A token from its text, which makes it a special one, or from an object that may say
+    whether it is `special`.
+    """
     if isinstance(value, str):
         return tokenizers.AddedToken(value, special=True)
     try:
         fields = {"special": special} | {key: value[key] for key in value if key != "__type"}
         return tokenizers.AddedToken(str(fields.pop("content")), **fields)
     except (TypeError, KeyError):
-        raise ModelError(f"{where} is {show(value)}, must be a token: text, or an object with its content") from None
+        raise ModelError(
+            f"{where} is {show(value)}, must be a token: text, or an object with its content"
+        ) from None
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name. Files of their own go before the entry in tokenizer_config.json."""
     paths = {"default": folder / "chat_template.jinja"}
-    paths |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    paths |= {
+        path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    }
     found = {}
     for name, path in paths.items():
         try:
@@ -284,5 +346,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     except (TypeError, KeyError):
         named = {"": None}
     if not all(isinstance(part, str) for item in named.items() for part in item):
-        raise ModelError(f"{where}: chat_template is {show(entry)}, must be text or a list of name and template")
+        raise ModelError(
+            f"{where}: chat_template is {show(entry)}, must be text or a list of name and template"
+        )
     return named

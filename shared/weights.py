@@ -1,4 +1,6 @@
-"""Where weights come from: a checkpoint, read part by part, or a seeded integer hash, the same on every backend."""
+"""Where weights come from: a checkpoint, read part by part, or a seeded integer hash, the same
+on every backend.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ from .models.table import TOP, Parameter, ParameterTable, Part, keys
 DUMMY_STD = 0.02
 
 
-def parts_in(checkpoint: Checkpoint, parameter: Parameter, layer: int, default: int = 0) -> Sequence[Part]:
-    """The first parts that the checkpoint has all of. If there are none, those of the number `default`, if there are
-    so many: 0 are the usual ones, and 1 the first alternative.
+def parts_in(
+    checkpoint: Checkpoint, parameter: Parameter, layer: int, default: int = 0
+) -> Sequence[Part]:
+    """The first parts that the checkpoint has all of. If there are none, those of the number
+    `default`, if there are so many: 0 are the usual ones, and 1 the first alternative.
     """
     whole, every = _whole(checkpoint, parameter, layer), (parameter.parts, *parameter.alternatives)
     number = whole[0] if whole else default
@@ -35,28 +39,45 @@ def _whole(checkpoint: Checkpoint, parameter: Parameter, layer: int) -> list[int
 def _most_frequent(checkpoint: Checkpoint, table: ParameterTable) -> int:
     """The number of the parts that the checkpoint has for most parameters with alternatives."""
     several = [(parameter, layer) for parameter, layer in table.placed() if parameter.alternatives]
-    found = Counter(number for parameter, layer in several for number in _whole(checkpoint, parameter, layer)[:1])
+    found = Counter(
+        number
+        for parameter, layer in several
+        for number in _whole(checkpoint, parameter, layer)[:1]
+    )
     return max(found, key=lambda number: found[number], default=0)
 
 
 def read_parameter(checkpoint: Checkpoint, parameter: Parameter, layer: int) -> np.ndarray:
     """One parameter of one layer in the checkpoint's dtype, its parts stacked."""
     parts = parts_in(checkpoint, parameter, layer)
-    arrays = [read_rows(checkpoint, parameter, part, key) for part, key in zip(parts, keys(parts, layer), strict=True)]
+    arrays = [
+        read_rows(checkpoint, parameter, part, key)
+        for part, key in zip(parts, keys(parts, layer), strict=True)
+    ]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=0)
 
 
 def read_rows(checkpoint: Checkpoint, parameter: Parameter, part: Part, key: str) -> np.ndarray:
     """The rows of one part."""
     if part.is_selection:
-        return multiplied(parameter, checkpoint.read_slice(key, 0, part.first, part.first + part.rows))
+        return multiplied(
+            parameter, checkpoint.read_slice(key, 0, part.first, part.first + part.rows)
+        )
     return multiplied(parameter, checkpoint.read(key))
 
 
 def read_entries(
-    checkpoint: Checkpoint, parameter: Parameter, key: str, axis: int, start: int, stop: int, rows: range | None = None
+    checkpoint: Checkpoint,
+    parameter: Parameter,
+    key: str,
+    axis: int,
+    start: int,
+    stop: int,
+    rows: range | None = None,
 ) -> np.ndarray:
-    """Entries `start` to `stop` (exclusive) of one axis of a tensor, of these `rows` if the axis is not the first."""
+    """Entries `start` to `stop` (exclusive) of one axis of a tensor, of these `rows` if the axis
+    is not the first.
+    """
     values = checkpoint.read_slice(key, axis, start, stop)
     if rows is not None and len(rows) != values.shape[0]:
         values = values[rows.start : rows.stop]
@@ -69,7 +90,8 @@ def multiplied(parameter: Parameter, values: np.ndarray) -> np.ndarray:
 
 
 def check_checkpoint(checkpoint: Checkpoint, table: ParameterTable) -> None:
-    """Raise CheckpointError unless every tensor is there with the right shape, and every other one may be ignored.
+    """Raise CheckpointError unless every tensor is there with the right shape, and every other one
+    may be ignored.
 
     What is missing is named as most of what is there.
     """
@@ -78,7 +100,9 @@ def check_checkpoint(checkpoint: Checkpoint, table: ParameterTable) -> None:
         parts = parts_in(checkpoint, parameter, layer, spelling)
         for part, key in zip(parts, keys(parts, layer), strict=True):
             expected[key] = parameter.part_shape(part)
-    copies = {name: keys(parts_in(checkpoint, table.top[of], TOP), TOP)[0] for name, of in table.copies}
+    copies = {
+        name: keys(parts_in(checkpoint, table.top[of], TOP), TOP)[0] for name, of in table.copies
+    }
     checkpoint.check(expected, table.ignored, copies)
 
 
@@ -92,10 +116,11 @@ def expected_tensors(table: ParameterTable) -> dict[str, tuple[int, ...]]:
 
 
 def dummy_parameter(xp: Any, parameter: Parameter, layer: int, seed: int, index: Any) -> Any:
-    """Random float32 weights of one layer, flat: `index` is arange(size) int32 in the framework of `xp`.
+    """Random float32 weights of one layer, flat: `index` is arange(size) int32 in the framework of
+    `xp`.
 
-    Uniform with standard deviation 0.02 (norms are 1), from 24 bits of an integer hash and one float32 product: bitwise
-    the same on every backend. For what belongs to no layer, `layer` is 0.
+    Uniform with standard deviation 0.02 (norms are 1), from 24 bits of an integer hash and one
+    float32 product: bitwise the same on every backend. For what belongs to no layer, `layer` is 0.
     """
     if parameter.init == "ones":
         values = xp.astype(index * 0 + 1, xp.float32)

@@ -1,4 +1,6 @@
-"""The worker protocol: what runs steps on a device. `tpu/` and `gpu/` implement it; nothing here knows a framework."""
+"""The worker protocol: what runs steps on a device. `tpu/` and `gpu/` implement it; nothing here
+knows a framework.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from .progress import Progress
 from .step import StepInput, StepOutput
 
 HOST_MEMORY_FOR_KV = 1 << 30
-"""Bytes of KV cache on a CPU unless the user says otherwise: a host's memory belongs to others too."""
+"""Bytes of KV cache on a CPU unless the user says otherwise: a host's memory belongs to others
+too.
+"""
 
 
 def kv_page_bytes(model: ModelConfig, config: ResolvedConfig, itemsize: int) -> int:
@@ -28,14 +32,16 @@ def kv_page_bytes(model: ModelConfig, config: ResolvedConfig, itemsize: int) -> 
 
 
 MOST_PAGES = 1 << 20
-"""Pages of a cache unless the user says otherwise. With more, the host's own books of them would take a gigabyte."""
+"""Pages of a cache unless the user says otherwise. With more, the host's own books of them would
+take a gigabyte.
+"""
 
 
 def cache_pages(config: ResolvedConfig, room: int, page: int) -> int:
     """Pages of `page` bytes that the KV cache takes of `room` bytes unless the user says otherwise.
 
-    All that there are: what requests do not use holds prefixes. Without a prefix cache, and on a CPU, whose memory
-    belongs to others too, at most what all requests can use.
+    All that there are: what requests do not use holds prefixes. Without a prefix cache, and on a
+    CPU, whose memory belongs to others too, at most what all requests can use.
     """
     pages = min(room // page, MOST_PAGES)
     if config.platform == "cpu" or not config.enable_prefix_caching:
@@ -44,14 +50,18 @@ def cache_pages(config: ResolvedConfig, room: int, page: int) -> int:
 
 
 def step_temporaries(model: ModelConfig, config: ResolvedConfig) -> int:
-    """Bytes to leave for the largest step where nobody knows: widest hidden states and logits in float32, twice."""
+    """Bytes to leave for the largest step where nobody knows: widest hidden states and logits in
+    float32, twice.
+    """
     width = max(model.intermediate_size * 2, model.hidden_size * 4)
     return 8 * (config.max_num_batched_tokens * width + config.max_num_seqs * model.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramReport:
-    """One program that was built before *ready*. `code` and `temporaries` in bytes, where the compiler says so."""
+    """One program that was built before *ready*. `code` and `temporaries` in bytes, where the
+    compiler says so.
+    """
 
     name: str
     seconds: float
@@ -60,7 +70,9 @@ class ProgramReport:
 
 
 class StepHandle(Protocol):
-    """A step that was started. `result()` waits for it; it may be called once, in the order of the steps."""
+    """A step that was started. `result()` waits for it; it may be called once, in the order of
+    the steps.
+    """
 
     def result(self) -> StepOutput:
         """The step's tokens and log-probabilities."""
@@ -68,7 +80,9 @@ class StepHandle(Protocol):
 
 
 class Worker(Protocol):
-    """Runs steps on one device. Calls come in the order load, measure, allocate_kv, warm_up, execute..., close."""
+    """Runs steps on one device. Calls come in the order load, measure, allocate_kv, warm_up,
+    execute..., close.
+    """
 
     device: DeviceInfo
     config: ResolvedConfig
@@ -83,7 +97,9 @@ class Worker(Protocol):
         ...
 
     def measure(self) -> int:
-        """Bytes that the KV cache may take beside its scratch page, after the weights and the steps' temporaries."""
+        """Bytes that the KV cache may take beside its scratch page, after the weights and the
+        steps' temporaries.
+        """
         ...
 
     def page_bytes(self) -> int:
@@ -95,7 +111,9 @@ class Worker(Protocol):
         ...
 
     def warm_up(self, table: Table, progress: Progress) -> list[ProgramReport]:
-        """Build every program of the table. Afterwards nothing compiles, and a shape outside the table raises."""
+        """Build every program of the table. Afterwards nothing compiles, and a shape outside the
+        table raises.
+        """
         ...
 
     def execute(self, step: StepInput) -> StepHandle:
@@ -103,12 +121,14 @@ class Worker(Protocol):
         ...
 
     def logits(self, step: StepInput) -> np.ndarray:
-        """Run a step and return its logits at every token, [T, vocab] float32. Slow; for comparing backends."""
+        """Run a step and return its logits at every token, [T, vocab] float32. Slow; for
+        comparing backends.
+        """
         ...
 
     def read_pages(self, pages: Sequence[int]) -> np.ndarray:
-        """What pages hold in all layers, [layer page slot 2*kvhead hdim], after the steps that were started. Slow; for
-        comparing backends.
+        """What pages hold in all layers, [layer page slot 2*kvhead hdim], after the steps that were
+        started. Slow; for comparing backends.
         """
         ...
 
@@ -117,7 +137,9 @@ class Worker(Protocol):
         ...
 
     def compilations_after_ready(self) -> int:
-        """Programs compiled by steps since warm_up returned: 0, or a bug. What others compile does not count."""
+        """Programs compiled by steps since warm_up returned: 0, or a bug. What others compile
+        does not count.
+        """
         ...
 
     def close(self) -> None:
@@ -149,26 +171,33 @@ def check_installed(backend: str) -> None:
 def backend_module(backend: str, name: str = "worker") -> Any:
     """A module of a backend's room, loaded by name so that one process imports one framework.
 
-    `worker` offers `find_device(device) -> DeviceInfo`, `make_plans(model, config) -> Plans` (which loads nothing) and
-    `make_worker(model, config, device, folder) -> Worker`; `limits` offers `measure_limits(device, dtype) -> Limits`.
+    `worker` offers `find_device(device) -> DeviceInfo`, `make_plans(model, config) -> Plans` (which
+    loads nothing) and `make_worker(model, config, device, folder) -> Worker`; `limits` offers
+    `measure_limits(device, dtype) -> Limits`.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend: got {backend!r}, allowed are {', '.join(BACKENDS)}")
     package = __package__.rpartition(".")[0]
     try:
         return import_module(f"{package}.{ROOMS[backend]}.{name}")
-    except (ImportError, OSError) as error:  # OSError: a framework whose shared libraries do not load
+    # OSError: a framework whose shared libraries do not load
+    except (ImportError, OSError) as error:
         check_installed(backend)
         raise BackendUnavailable(f"backend {backend}: {error}") from error
 
 
 def attach_camera(engine: Any, config: Any, folder: str) -> None:
     """Let an engine keep the steps that its option `capture` names. Raises ConfigError."""
-    # By name: comparing backends is a room above this one, which nothing needs that does not ask for it.
-    import_module(f"{__package__.rpartition('.')[0]}.numerics.questions.live").attach(engine, config, folder)
+    # By name: comparing backends is a room above this one, which nothing needs that does not ask
+    # for it.
+    import_module(f"{__package__.rpartition('.')[0]}.numerics.questions.live").attach(
+        engine, config, folder
+    )
 
 
-def create_worker(model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> Worker:
+def create_worker(
+    model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str
+) -> Worker:
     """A worker in this process."""
     worker: Worker = backend_module(config.backend).make_worker(model, config, device, folder)
     return worker

@@ -1,7 +1,9 @@
-"""What holds for every test: CPU devices, strict arrays, no network, few threads, reproducible examples.
+"""What holds for every test: CPU devices, strict arrays, no network, few threads, reproducible
+examples.
 
-Settings travel as environment variables so that a test that needs no framework loads none, and so that processes
-started by a test inherit them. All are defaults: set the variable outside to override one.
+Settings travel as environment variables so that a test that needs no framework loads none, and so
+that processes started by a test inherit them. All are defaults: set the variable outside to
+override one.
 """
 
 import gc
@@ -20,11 +22,13 @@ from hypothesis import settings
 
 for _name, _value in {
     "JAX_PLATFORMS": "cpu",
-    # A promotion or broadcast that nobody wrote down is a bug that only shows as a slow program or a wrong number.
+    # A promotion or broadcast that nobody wrote down is a bug that only shows as a slow program or
+    # a wrong number.
     "JAX_NUMPY_DTYPE_PROMOTION": "strict",
     "JAX_NUMPY_RANK_PROMOTION": "raise",
     "TF_CPP_MIN_LOG_LEVEL": "2",  # XLA: warnings of the C++ side that a CPU run always prints
-    # Tensors are tiny: a second thread gains nothing, and waits for a core that another process may hold.
+    # Tensors are tiny: a second thread gains nothing, and waits for a core that another process may
+    # hold.
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
@@ -34,15 +38,22 @@ for _name, _value in {
 STARTED = time.monotonic()
 
 settings.register_profile("ci", derandomize=True, deadline=None)
-settings.register_profile("explore", max_examples=1000, deadline=None)  # pytest --hypothesis-profile=explore
+# pytest --hypothesis-profile=explore
+settings.register_profile("explore", max_examples=1000, deadline=None)
 settings.load_profile("ci")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", choices=("cpu", "cuda", "tpu"), help="where the end-to-end tests run")
+    parser.addoption(
+        "--device",
+        default="cpu",
+        choices=("cpu", "cuda", "tpu"),
+        help="where the end-to-end tests run",
+    )
     parser.addoption(
         "--share", metavar="WORD:MINUTES", type=share,
-        help="begin somewhere, which WORD decides, and start no test after MINUTES: all tests in turn, word by word",
+        help="begin somewhere, which WORD decides, and start no test after MINUTES: all tests in "
+             "turn, word by word",
     )  # fmt: skip
 
 
@@ -51,18 +62,23 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop("JAX_PLATFORMS", None)
     if config.getoption("--device") == "cuda":
         if (worker := getattr(config, "workerinput", None)) is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(worker["workerid"], os.environ.get("CUDA_VISIBLE_DEVICES"))
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(
+                worker["workerid"], os.environ.get("CUDA_VISIBLE_DEVICES")
+            )
         check_gpu()
-        # Both frameworks are in this process: JAX would take three quarters of the memory for itself.
+        # Both frameworks are in this process: JAX would take three quarters of the memory for
+        # itself.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if not hasattr(config, "workerinput"):  # xdist's workers inherit what is set here
         # No test writes to the user's own cache folder, whatever an engine keeps there by default.
         os.environ["XDG_CACHE_HOME"] = _temporary_folder(config, "caches-")
     if not hasattr(config, "workerinput") and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        # XLA programs are shared by all tests of a run: the same small engines are built many times. JAX reads this
-        # when it is imported, so it is set before any test. A folder of one's own is shared by runs as well.
+        # XLA programs are shared by all tests of a run: the same small engines are built many
+        # times. JAX reads this when it is imported, so it is set before any test. A folder of one's
+        # own is shared by runs as well.
         os.environ["JAX_COMPILATION_CACHE_DIR"] = _temporary_folder(config, "xla-cache-")
-        # Only a folder with a largest size is locked: without, one worker reads what another has half written.
+        # Only a folder with a largest size is locked: without, one worker reads what another has
+        # half written.
         os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(64 << 30))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
@@ -75,7 +91,8 @@ def share(text: str) -> tuple[str, float]:
 
 
 def in_turn(tests: list[pytest.Item], word: str) -> list[pytest.Item]:
-    """The tests, in an order that looks random and is always the same, from a place on that `word` decides.
+    """The tests, in an order that looks random and is always the same, from a place on that `word`
+    decides.
 
     Neighbours are not of one file, so that a share is a sample of everything.
     """
@@ -85,7 +102,9 @@ def in_turn(tests: list[pytest.Item], word: str) -> list[pytest.Item]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Start no test when the time of a share is over. What has no turn is counted as skipped, never as passed."""
+    """Start no test when the time of a share is over. What has no turn is counted as skipped,
+    never as passed.
+    """
     wanted = item.config.getoption("--share")
     if wanted is not None and time.monotonic() > STARTED + 60 * wanted[1]:
         pytest.skip("the time of this share is over")
@@ -99,21 +118,29 @@ def _temporary_folder(config: pytest.Config, prefix: str) -> str:
 
 
 def gpu_of(worker: str, visible: str | None) -> str:
-    """The GPU of one of xdist's workers, of those that are visible: engines measure the memory that is left on it."""
+    """The GPU of one of xdist's workers, of those that are visible: engines measure the memory
+    that is left on it.
+    """
     index = int(worker.removeprefix("gw"))
     if visible is None:
         return str(index)
     if index >= len(each := visible.split(",")):
-        raise pytest.UsageError(f"-n: got more processes than GPUs, CUDA_VISIBLE_DEVICES names {len(each)}")
+        raise pytest.UsageError(
+            f"-n: got more processes than GPUs, CUDA_VISIBLE_DEVICES names {len(each)}"
+        )
     return each[index]
 
 
 def check_gpu() -> None:
-    """Raise UsageError where torch has no GPU: a run of skipped tests would look like one that passed."""
+    """Raise UsageError where torch has no GPU: a run of skipped tests would look like one that
+    passed.
+    """
     import torch
 
     if not torch.cuda.is_available():
-        raise pytest.UsageError("--device cuda: torch finds no CUDA device on this machine, so nothing would be tested")
+        raise pytest.UsageError(
+            "--device cuda: torch finds no CUDA device on this machine, so nothing would be tested"
+        )
 
 
 NEED_A_GPU = {"cuda", "kernels"}
@@ -121,7 +148,9 @@ NEED_A_GPU = {"cuda", "kernels"}
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
     """Every test that asks for a GPU is in the GPU's suite, so that none can be left out of it.
 
     When `-m` has selected, put the tests of a share in their order.
@@ -150,7 +179,9 @@ def cuda(device: str) -> str:
 
 @pytest.fixture(autouse=True, scope="session")
 def _precision_of_a_worker(device: str) -> None:
-    """On a GPU, round products as every worker does from its start: no test shall depend on which one ran before it."""
+    """On a GPU, round products as every worker does from its start: no test shall depend on
+    which one ran before it.
+    """
     if device == "cuda":
         from twinfer.gpu.precision import pin_precision
 
@@ -159,7 +190,9 @@ def _precision_of_a_worker(device: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _interrupts_raise():
-    """As in a terminal, also where tests run in the background, with SIGINT ignored; their processes inherit it."""
+    """As in a terminal, also where tests run in the background, with SIGINT ignored; their
+    processes inherit it.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -167,7 +200,9 @@ def _interrupts_raise():
 
 @pytest.fixture(autouse=True)
 def _gpu_left_as_found(device: str, monkeypatch: pytest.MonkeyPatch):
-    """After a test on a GPU: its engines are closed, their memory is free, and torch refuses no call."""
+    """After a test on a GPU: its engines are closed, their memory is free, and torch refuses no
+    call.
+    """
     if device != "cuda":
         yield
         return
@@ -184,7 +219,11 @@ def _gpu_left_as_found(device: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Engine, "__init__", note)
     yield
     for engine in (reference() for reference in started):
-        if engine is not None and not getattr(engine, "_closed", False) and hasattr(engine, "worker"):
+        if (
+            engine is not None
+            and not getattr(engine, "_closed", False)
+            and hasattr(engine, "worker")
+        ):
             engine.worker.close()
     if started:
         started.clear()
@@ -196,16 +235,29 @@ def _gpu_left_as_found(device: str, monkeypatch: pytest.MonkeyPatch):
     assert mode == 0, "the test left torch refusing calls that wait for the GPU"
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print which case saw each mutant of an op (`test_ops_contracts.py`): a line an op, with -v a line a mutant.
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print which case saw each mutant of an op (`test_ops_contracts.py`): a line an op, with -v a
+    line a mutant.
 
     The rows travel as properties of the tests' reports, which xdist brings home from its workers.
     """
-    reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
-    rows = [row for report in reports for name, value in report.user_properties if name == "mutants" for row in value]
+    reports = [
+        report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)
+    ]
+    rows = [
+        row
+        for report in reports
+        for name, value in report.user_properties
+        if name == "mutants"
+        for row in value
+    ]
     if not rows or config.get_verbosity() < -1:
         return
-    seen, everyone = ({(op, mutant) for op, mutant, _, by in rows if by or whole} for whole in (False, True))
+    seen, everyone = (
+        {(op, mutant) for op, mutant, _, by in rows if by or whole} for whole in (False, True)
+    )
     terminalreporter.section(f"mutants: {len(seen)} of {len(everyone)} rejected")
     for op in sorted({op for op, *_ in rows}):
         mine = [row[1:] for row in rows if row[0] == op]

@@ -1,4 +1,5 @@
-"""Compiles programs of a model for a TPU slice that nobody has to own, and says what each needs and what fits.
+"""Compiles programs of a model for a TPU slice that nobody has to own, and says what each needs and
+what fits.
 
 Every figure is the compiler's: nothing here has run on a TPU.
 """
@@ -45,16 +46,18 @@ def build(
 ) -> AotReport:
     """Compile programs of `model` for the slice `where`. Raises ConfigError, BackendUnavailable.
 
-    `options` are those of `EngineConfig`. Of `which` programs: the `largest` of each kind, of these the `steps` alone
-    (what samplers take is not counted then), or `all`. With `out` all of them are, and they and their manifest are
-    written there.
+    `options` are those of `EngineConfig`. Of `which` programs: the `largest` of each kind, of these
+    the `steps` alone (what samplers take is not counted then), or `all`. With `out` all of them
+    are, and they and their manifest are written there.
     """
     if which not in PROGRAMS:
         raise ConfigError(f"programs: got {which!r}, allowed are {', '.join(PROGRAMS)}")
     target = topology(where)
     # A compile-only client can write JAX's cache but not read it.
     jax.config.update("jax_enable_compilation_cache", False)
-    config, changes = resolve(EngineConfig(**options, model=name, backend="jax"), model, target.info)
+    config, changes = resolve(
+        EngineConfig(**options, model=name, backend="jax"), model, target.info
+    )
     start = time.perf_counter()
     mesh = make_mesh(target.devices, config.tensor_parallel_size)
     if target.hosts > 1:
@@ -88,7 +91,9 @@ def build(
     if report.fits:
         writer = None
         if out is not None:
-            writer = executables.Writer(out, executables.key(model, config, plans.hash, mesh, report.num_pages))
+            writer = executables.Writer(
+                out, executables.key(model, config, plans.hash, mesh, report.num_pages)
+            )
         slice_.compile(report, known, writer)
         report.fits = not report.too_large
         if writer is not None and report.fits:
@@ -126,14 +131,26 @@ class Slice:
 
     def ladder(self, pages: int) -> dict[Any, Job]:
         """All programs that a worker builds, with a cache of `pages` pages."""
-        return jobs(self.tools, self.config.table(), self.shapes(pages), jnp.dtype(self.config.dtype), self.mesh)
+        return jobs(
+            self.tools,
+            self.config.table(),
+            self.shapes(pages),
+            jnp.dtype(self.config.dtype),
+            self.mesh,
+        )
 
     def jobs(self, pages: int) -> dict[Any, Job]:
         """Those of them that count here."""
-        return {key: job for key, job in self.ladder(pages).items() if self.which != "steps" or is_step(key)}
+        return {
+            key: job
+            for key, job in self.ladder(pages).items()
+            if self.which != "steps" or is_step(key)
+        }
 
     def fit(self, report: AotReport) -> footprint.Built:
-        """Find out how large the cache is, or say what is too large. Returns what was compiled for it."""
+        """Find out how large the cache is, or say what is too large. Returns what was compiled
+        for it.
+        """
         config, page = self.config, self.page
         tables = bytes_per_device(self.shapes(1).tables)
         least = {"weights": report.weights, "rotary tables": tables}
@@ -146,7 +163,12 @@ class Slice:
         cache = (pages + 1) * page
         try:
             needed, built = footprint.measure(
-                self.jobs(pages), self.shapes(pages), cache, self.mesh, self.plan_hash, self.progress
+                self.jobs(pages),
+                self.shapes(pages),
+                cache,
+                self.mesh,
+                self.plan_hash,
+                self.progress,
             )
         except footprint.DoesNotFit as error:
             report.too_large.append({"what": "a program", "why": str(error)})
@@ -162,7 +184,9 @@ class Slice:
         return built
 
     def _wanted(self, room: int) -> int:
-        """Pages that the options ask for, or what a worker takes of `room` bytes, at least those of one request."""
+        """Pages that the options ask for, or what a worker takes of `room` bytes, at least those
+        of one request.
+        """
         config, page = self.config, self.page
         if config.num_pages is not None:
             return config.num_pages
@@ -178,8 +202,12 @@ class Slice:
             cache += f": one request of {config.max_model_len}"
         each = {**besides, "scratch page": page, cache: wanted * page}
         each["all of these"] = sum(each.values())
-        each[f"allowed: {config.memory_utilization:.0%} of its memory (memory_utilization)"] = self.allowed
-        report.too_large = [{"what": f"each device: {what}", "bytes": size} for what, size in each.items()]
+        each[f"allowed: {config.memory_utilization:.0%} of its memory (memory_utilization)"] = (
+            self.allowed
+        )
+        report.too_large = [
+            {"what": f"each device: {what}", "bytes": size} for what, size in each.items()
+        ]
         parts: dict[str, int] = {}
         for p, _ in decoder.parameters_of(self.model).placed():
             size = prod(p.shape) * jnp.dtype(p.dtype_in(config.dtype)).itemsize
@@ -187,7 +215,9 @@ class Slice:
         most = sorted(parts.items(), key=lambda part: -part[1])[:5]
         report.too_large += [{"what": f"whole model: {what}", "bytes": size} for what, size in most]
 
-    def compile(self, report: AotReport, built: footprint.Built, writer: executables.Writer | None) -> None:
+    def compile(
+        self, report: AotReport, built: footprint.Built, writer: executables.Writer | None
+    ) -> None:
         """Compile the programs with the cache that fits, and list what each needs."""
         work = self.jobs(report.num_pages)
         report.ladder = len(self.ladder(report.num_pages))
@@ -206,13 +236,21 @@ class Slice:
     def _compiled(
         self, chosen: Mapping[Any, Job], known: Mapping[Any, Any], report: AotReport
     ) -> Iterator[tuple[Job, compilation.Program | None, float]]:
-        """Each job as it is done, with its program; None for one that takes more memory than there is."""
+        """Each job as it is done, with its program; None for one that takes more memory than
+        there is.
+        """
         for key in known:
             if key in chosen:
                 yield chosen[key], known[key][0], known[key][1].seconds
         missing = [job for key, job in chosen.items() if key not in known]
-        with compilation.deep_stacks(), ThreadPoolExecutor(max_workers=compilation.workers()) as pool:
-            futures = {pool.submit(compilation.compile_one, job, self.mesh, self.plan_hash): job for job in missing}
+        with (
+            compilation.deep_stacks(),
+            ThreadPoolExecutor(max_workers=compilation.workers()) as pool,
+        ):
+            futures = {
+                pool.submit(compilation.compile_one, job, self.mesh, self.plan_hash): job
+                for job in missing
+            }
             for future in as_completed(futures):
                 job = futures[future]
                 try:

@@ -1,4 +1,6 @@
-"""`twinfer aot`: what a model needs on a TPU slice, and its programs compiled for it, on a machine without a TPU."""
+"""`twinfer aot`: what a model needs on a TPU slice, and its programs compiled for it, on a
+machine without a TPU.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,10 @@ def run(
 def show(report: AotReport, console: Console) -> None:
     """Print a report as text. Compiler figures, and it says so."""
     console.print(
-        f"{report.model} on {report.topology} ({report.devices} devices, {report.hosts} hosts), tensor parallel "
-        f"{report.tensor_parallel_size}, plan {report.plan_hash}. By the compiler's word: nothing ran on a TPU."
+        f"{report.model} on {report.topology} ({report.devices} devices, {report.hosts} hosts), "
+        "tensor parallel "
+        f"{report.tensor_parallel_size}, plan {report.plan_hash}. By the compiler's word: nothing "
+        "ran on a TPU."
     )
     for change in report.changes:
         console.print(change, markup=False)
@@ -54,21 +58,29 @@ def show(report: AotReport, console: Console) -> None:
             table.add_row(row["what"], row.get("why") or _size(row["bytes"]))
         console.print(table)
     if report.programs:
-        table = Table("program", "s", "temporaries", "results", "code", "arguments", "per layer", "per step")
+        table = Table(
+            "program", "s", "temporaries", "results", "code", "arguments", "per layer", "per step"
+        )
         for p in report.programs:
             table.add_row(
-                p.name, f"{p.seconds:.1f}", _size(p.temporaries), _size(p.results), _size(p.code), _size(p.arguments),
+                p.name, f"{p.seconds:.1f}", _size(p.temporaries), _size(p.results), _size(p.code),
+                _size(p.arguments),
                 _counts(p.collectives_per_layer), _counts(p.collectives_per_step),
             )  # fmt: skip
         console.print(table)
         if len(report.programs) < report.ladder:
-            console.print(f"{len(report.programs)} of {report.ladder} programs: the largest of each kind (--programs)")
+            console.print(
+                f"{len(report.programs)} of {report.ladder} programs: the largest of each kind "
+                "(--programs)"
+            )
     if report.besides:
         parts = ", ".join(f"{what} {_size(size)}" for what, size in report.besides.items())
         console.print(f"each device, besides the cache: {parts}")
     console.print(
-        f"each device: memory {_size(report.memory)}, weights {_size(report.weights)}; KV cache for "
-        f"{report.kv_tokens} tokens ({report.num_pages} pages of {_size(report.page_bytes)}); {report.seconds:.0f} s"
+        f"each device: memory {_size(report.memory)}, weights {_size(report.weights)}; KV cache "
+        "for "
+        f"{report.kv_tokens} tokens ({report.num_pages} pages of {_size(report.page_bytes)}); "
+        f"{report.seconds:.0f} s"
     )
     if report.written_to:
         print(f"executables in {report.written_to}", file=sys.stderr)

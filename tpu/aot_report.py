@@ -1,4 +1,6 @@
-"""What `twinfer aot` says: what a model needs on a slice, and what each of its programs takes and sends."""
+"""What `twinfer aot` says: what a model needs on a slice, and what each of its programs takes
+and sends.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 COLLECTIVE = re.compile(
-    r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(?:-start)?\("
+    r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    r"|ragged-all-to-all)(?:-start)?\("
 )
 
 
@@ -16,8 +19,9 @@ COLLECTIVE = re.compile(
 class ProgramCost:
     """One program, by the compiler's word: bytes on each device, and what it sends between devices.
 
-    `results` are those that do not take the place of arguments. `collectives_per_layer` stand in the loop over layers,
-    `collectives_per_step` outside of it; in an unrolled program all stand outside.
+    `results` are those that do not take the place of arguments. `collectives_per_layer` stand in
+    the loop over layers, `collectives_per_step` outside of it; in an unrolled program all stand
+    outside.
     """
 
     name: str
@@ -34,9 +38,10 @@ class ProgramCost:
 class AotReport:
     """What a model needs on a slice. Bytes are per device.
 
-    `besides` is what is held besides the cache, by what for. Where weights and one request do not fit, nothing is
-    compiled: it is empty, and `num_pages` and `kv_tokens` are what would fit if steps took no memory.
-    `ladder` counts the programs that a worker builds, of which `programs` were compiled here.
+    `besides` is what is held besides the cache, by what for. Where weights and one request do not
+    fit, nothing is compiled: it is empty, and `num_pages` and `kv_tokens` are what would fit if
+    steps took no memory. `ladder` counts the programs that a worker builds, of which `programs`
+    were compiled here.
     """
 
     model: str
@@ -90,7 +95,9 @@ def program_cost(name: str, compiled: Any, seconds: float, bodies: int) -> Progr
 
 
 def collectives(text: str) -> tuple[Counter[str], Counter[str]]:
-    """Collectives of an optimised HLO module: (inside of loops and what they call, in the entry computation)."""
+    """Collectives of an optimised HLO module: (inside of loops and what they call, in the entry
+    computation).
+    """
     inside: Counter[str] = Counter()
     outside: Counter[str] = Counter()
     entry = False

@@ -1,7 +1,8 @@
-"""The plan's ops on a mesh: those on heads and on halves of the MLP run shard by shard, XLA partitions the rest.
+"""The plan's ops on a mesh: those on heads and on halves of the MLP run shard by shard, XLA
+partitions the rest.
 
-Only what XLA cannot see through, or would take apart in the wrong place, is put into `shard_map`: kernels, and ops
-whose columns are dealt out by `sharding.place`.
+Only what XLA cannot see through, or would take apart in the wrong place, is put into `shard_map`:
+kernels, and ops whose columns are dealt out by `sharding.place`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from .sharding import REPLICATED
 
 
 def bind_on(plan: Plan, mesh: Mesh) -> Any:
-    """A namespace of the plan's ops for programs on `mesh`. Raises OpError for a kernel that cannot be partitioned."""
+    """A namespace of the plan's ops for programs on `mesh`. Raises OpError for a kernel that
+    cannot be partitioned.
+    """
     local = bind(plan)
     if mesh.size == 1:
         return local
@@ -32,17 +35,23 @@ def bind_on(plan: Plan, mesh: Mesh) -> Any:
         kernel = plan[op.name].provider not in (NATIVE, COMPOSITION)
         if op.shards or kernel:
             return _sharded(op, getattr(local, op.name), mesh)
-        # XLA partitions it; a composition calls the ops of this namespace, each of them as it should be.
+        # XLA partitions it; a composition calls the ops of this namespace, each of them as it
+        # should be.
         return named_jit(op, function)
 
     return plan.bind(wrap)
 
 
 def check_partition(plan: Plan) -> None:
-    """Raise OpError if a kernel of the plan is for an op that is not known to run shard by shard."""
+    """Raise OpError if a kernel of the plan is for an op that is not known to run shard by
+    shard.
+    """
     for name, choice in plan.choices.items():
         if choice.provider not in (NATIVE, COMPOSITION) and not _says_its_shards(REGISTRY[name]):
-            raise OpError(f"op {name!r}: {choice.provider!r} does not run on several shards; disable it (-{name})")
+            raise OpError(
+                f"op {name!r}: {choice.provider!r} does not run on several shards; disable it "
+                f"(-{name})"
+            )
 
 
 def _says_its_shards(op: Op) -> bool:
@@ -50,20 +59,31 @@ def _says_its_shards(op: Op) -> bool:
 
 
 def _spec(op: Op, axes: Axes, rank: int) -> P:
-    """How an array lies: its dimensions that the shards of an op deal out are split, the others whole."""
-    dealt = ["tp" if set(dimension.names) & set(op.shards or ()) else None for dimension in axes.dimensions]
+    """How an array lies: its dimensions that the shards of an op deal out are split, the others
+    whole.
+    """
+    dealt = [
+        "tp" if set(dimension.names) & set(op.shards or ()) else None
+        for dimension in axes.dimensions
+    ]
     return P(*[None] * (rank - len(dealt)), *dealt) if any(dealt) else REPLICATED
 
 
 def _sharded(op: Op, function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     if op.shapes is None:
-        raise OpError(f"op {op.name!r} does not say its shapes, so that it cannot run on several shards")
+        raise OpError(
+            f"op {op.name!r} does not say its shapes, so that it cannot run on several shards"
+        )
     shapes = op.shapes
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = op.signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        fixed = {name: x for name, x in bound.arguments.items() if name in op.static_parameters or x is None}
+        fixed = {
+            name: x
+            for name, x in bound.arguments.items()
+            if name in op.static_parameters or x is None
+        }
         arrays = {name: x for name, x in bound.arguments.items() if name not in fixed}
 
         def shard(*values: Any) -> Any:
@@ -71,7 +91,10 @@ def _sharded(op: Op, function: Callable[..., Any], mesh: Mesh) -> Callable[..., 
 
         inputs = tuple(_spec(op, shapes.arrays[name], x.ndim) for name, x in arrays.items())
         outputs = shapes.outputs(shapes.check(bound.arguments))
-        results = [_spec(op, r.axes, len(shape)) for r, (shape, _) in zip(shapes.results, outputs, strict=True)]
+        results = [
+            _spec(op, r.axes, len(shape))
+            for r, (shape, _) in zip(shapes.results, outputs, strict=True)
+        ]
         out = results[0] if op.gives_one else tuple(results)
         run = jax.shard_map(shard, mesh=mesh, in_specs=inputs, out_specs=out, check_vma=False)
         return run(*arrays.values())

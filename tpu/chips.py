@@ -10,7 +10,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """One JAX device of a TPU generation, by the name that JAX gives its kind. Bytes, as libtpu 0.0.42.1 has them.
+    """One JAX device of a TPU generation, by the name that JAX gives its kind. Bytes, as libtpu
+    0.0.42.1 has them.
 
     hbm   what a program may use: the compiler refuses more
     vmem  a core's vector memory
@@ -28,6 +29,8 @@ CHIPS = {
     "v6e": Chip("TPU v6 lite", int(31.25 * GIB), 128 * MIB),
     "tpu7x": Chip("TPU7x", int(94.75 * GIB), 64 * MIB),
 }
-"""By the first word of a topology's name. A device is a chip (v4, v5p: its two cores as one), on tpu7x half a one."""
+"""By the first word of a topology's name. A device is a chip (v4, v5p: its two cores as one), on
+tpu7x half a one.
+"""
 
 BY_KIND = {chip.kind: chip for chip in CHIPS.values()}

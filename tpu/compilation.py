@@ -1,4 +1,6 @@
-"""Compiles programs in a thread pool, counts what XLA compiles, and says what each program costs."""
+"""Compiles programs in a thread pool, counts what XLA compiles, and says what each program
+costs.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,25 @@ from .executables import Reader
 from .ladder import Job
 
 OPTIONS: dict[str, bool | str] = {"xla_allow_excess_precision": False}
-"""A rounding that an op's contract states must happen: XLA may otherwise keep float32 between two ops."""
+"""A rounding that an op's contract states must happen: XLA may otherwise keep float32 between
+two ops.
+"""
 
 GRAPHS = {
     "xla_gpu_enable_command_buffer": (
-        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"  # the last two are ours
+        # the last two are ours
+        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
     )
 }
-"""On NVIDIA GPUs: loops belong into the CUDA graphs too, or the host looks after each decode step of a loop."""
+"""On NVIDIA GPUs: loops belong into the CUDA graphs too, or the host looks after each decode
+step of a loop.
+"""
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 STACK = 64 << 20
-"""Bytes of stack of a compiling thread: XLA recurses deeper than the default of 8 MiB holds for large programs."""
+"""Bytes of stack of a compiling thread: XLA recurses deeper than the default of 8 MiB holds for
+large programs.
+"""
 
 _compilations = 0
 _of_thread = threading.local()
@@ -55,7 +64,9 @@ def compilations() -> int:
 
 
 def compilations_here() -> int:
-    """XLA compilations of this thread so far. Another engine that starts in another one is not counted."""
+    """XLA compilations of this thread so far. Another engine that starts in another one is not
+    counted.
+    """
     return getattr(_of_thread, "compilations", 0)
 
 
@@ -80,14 +91,18 @@ def compile_all(
     known: Mapping[Any, tuple[Program, ProgramReport]] = MappingProxyType({}),
     what: str = "programs",
 ) -> Iterator[tuple[Any, Program, ProgramReport]]:
-    """Build every job, in order: (key, program, report). XLA leaves Python's lock, so the cores are used.
+    """Build every job, in order: (key, program, report). XLA leaves Python's lock, so the cores are
+    used.
 
-    `label` goes into each module's name, and with it into the key of JAX's compilation cache. With `stored`, programs
-    are read from there instead; those of `known` are taken as they are. Raises ConfigError if one is not there.
+    `label` goes into each module's name, and with it into the key of JAX's compilation cache. With
+    `stored`, programs are read from there instead; those of `known` are taken as they are. Raises
+    ConfigError if one is not there.
     """
     missing = {key: job for key, job in jobs.items() if key not in known}
     with deep_stacks(), ThreadPoolExecutor(max_workers=workers()) as pool:
-        futures = {key: pool.submit(compile_one, job, mesh, label, stored) for key, job in missing.items()}
+        futures = {
+            key: pool.submit(compile_one, job, mesh, label, stored) for key, job in missing.items()
+        }
         try:
             for done, key in enumerate(jobs):
                 program, report = known[key] if key in known else futures[key].result()
@@ -98,7 +113,9 @@ def compile_all(
                 future.cancel()
 
 
-def compile_one(job: Job, mesh: Mesh, label: str, stored: Reader | None = None) -> tuple[Program, ProgramReport]:
+def compile_one(
+    job: Job, mesh: Mesh, label: str, stored: Reader | None = None
+) -> tuple[Program, ProgramReport]:
     """Lower and compile one job for the devices of `mesh`, or read it from `stored`."""
     start = time.perf_counter()
     if stored is not None:
@@ -107,7 +124,9 @@ def compile_one(job: Job, mesh: Mesh, label: str, stored: Reader | None = None) 
     function = programs.named(f"{job.name}_{label}", job.function)
     # The abstract mesh tells kernels which TPU they are lowered for, also where there is none.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(function, donate_argnums=job.donate, out_shardings=job.results).lower(*job.arguments)
+        lowered = jax.jit(function, donate_argnums=job.donate, out_shardings=job.results).lower(
+            *job.arguments
+        )
     options = OPTIONS | (GRAPHS if mesh.devices.flat[0].platform == "gpu" else {})
     compiled = lowered.compile(compiler_options=options)
     seconds = time.perf_counter() - start
@@ -119,7 +138,9 @@ def report(name: str, compiled: Any, seconds: float) -> ProgramReport:
     memory = compiled.memory_analysis()
     if memory is None:
         return ProgramReport(name, seconds)
-    return ProgramReport(name, seconds, memory.generated_code_size_in_bytes, memory.temp_size_in_bytes)
+    return ProgramReport(
+        name, seconds, memory.generated_code_size_in_bytes, memory.temp_size_in_bytes
+    )
 
 
 def workers() -> int:

@@ -1,10 +1,11 @@
-"""JAX's own cache of compiled programs, switched on for this process unless the user says otherwise.
+"""JAX's own cache of compiled programs, switched on for this process unless the user says
+otherwise.
 
-An entry is an executable that XLA has serialised, compressed; JAX hands it back to XLA, and no pickle is read. But it
-is machine code: whoever can write to the folder can run code as this user.
+An entry is an executable that XLA has serialised, compressed; JAX hands it back to XLA, and no
+pickle is read. But it is machine code: whoever can write to the folder can run code as this user.
 
-The folder has a largest size. Then JAX locks it for each read and write; without one it does not, and a process that
-starts beside another reads entries that are only half written.
+The folder has a largest size. Then JAX locks it for each read and write; without one it does not,
+and a process that starts beside another reads entries that are only half written.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _chosen_here: str | None = None
 def use_cache(asked: str | None, devices: Sequence[Any]) -> Change:
     """Switch the cache on or off for this process, and say what was done.
 
-    `asked` is a folder, `NO_CACHE`, or None: the cache that JAX has been told of already, else a private folder of this
-    user. Where it cannot be had, programs are compiled as without one. Raises ConfigError for a folder that the user
-    named, if others may write to it.
+    `asked` is a folder, `NO_CACHE`, or None: the cache that JAX has been told of already, else a
+    private folder of this user. Where it cannot be had, programs are compiled as without one.
+    Raises ConfigError for a folder that the user named, if others may write to it.
     """
     configured = jax.config.jax_compilation_cache_dir
     if configured == _chosen_here:
@@ -83,9 +84,11 @@ def _set_folder(folder: str | None) -> None:
 
 
 def factors(devices: Sequence[Any]) -> dict[str, Any]:
-    """What of this machine and its JAX compiled code depends on; the rest is in JAX's key of each entry.
+    """What of this machine and its JAX compiled code depends on; the rest is in JAX's key of each
+    entry.
 
-    XLA compiles for the instructions of the CPU that it runs on. On another one of them they would end the process.
+    XLA compiles for the instructions of the CPU that it runs on. On another one of them they would
+    end the process.
     """
     return {
         "layout": "locked",  # entries of an unlocked folder have no time of their last use
@@ -98,7 +101,9 @@ def factors(devices: Sequence[Any]) -> dict[str, Any]:
 
 
 def cpu_features(path: Path = CPU_INFO) -> list[str]:
-    """The instructions of this machine's CPU, sorted; its name where the system does not list them."""
+    """The instructions of this machine's CPU, sorted; its name where the system does not list
+    them.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:

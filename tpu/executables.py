@@ -1,7 +1,9 @@
-"""Compiled programs in a folder, with a manifest that says for what they were compiled and what each file must hash to.
+"""Compiled programs in a folder, with a manifest that says for what they were compiled and what
+each file must hash to.
 
-JAX serialises executables with pickle, and reading a pickle can run code. So nothing is read that the manifest does not
-name with its SHA-256, and nothing at all from a folder that anybody but its owner (this user, or root) can write.
+JAX serialises executables with pickle, and reading a pickle can run code. So nothing is read that
+the manifest does not name with its SHA-256, and nothing at all from a folder that anybody but its
+owner (this user, or root) can write.
 """
 
 from __future__ import annotations
@@ -28,14 +30,21 @@ from . import ladder
 from .ladder import Job
 
 MANIFEST = "manifest.json"
-NOT_SHAPING = {name for name, entry in options_of(EngineConfig).items() if not entry.shapes} | {"compilation", "demand"}
-"""The options that change no program, or that something else in the key stands for. Every other one counts."""
+NOT_SHAPING = {name for name, entry in options_of(EngineConfig).items() if not entry.shapes} | {
+    "compilation",
+    "demand",
+}
+"""The options that change no program, or that something else in the key stands for. Every other
+one counts.
+"""
 
 NOT_SIZES = ("raw_hash", "eos_token_ids", "image_token_ids", "left_out")
 """Fields of a model that change no program."""
 
 
-def key(model: ModelConfig, config: ResolvedConfig, plan_hash: str, mesh: Mesh, num_pages: int) -> dict[str, Any]:
+def key(
+    model: ModelConfig, config: ResolvedConfig, plan_hash: str, mesh: Mesh, num_pages: int
+) -> dict[str, Any]:
     """Everything that a program depends on."""
     sizes = {name: value for name, value in asdict(model).items() if name not in NOT_SIZES}
     return {
@@ -45,7 +54,9 @@ def key(model: ModelConfig, config: ResolvedConfig, plan_hash: str, mesh: Mesh, 
         "devices": [device.device_kind for device in mesh.devices.flat],
         "places": [list(getattr(device, "coords", ())) for device in mesh.devices.flat],
         "num_pages": num_pages,
-        "config": {f.name: getattr(config, f.name) for f in fields(config) if f.name not in NOT_SHAPING},
+        "config": {
+            f.name: getattr(config, f.name) for f in fields(config) if f.name not in NOT_SHAPING
+        },
         "model": hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest(),
     }
 
@@ -58,7 +69,9 @@ def _version(name: str) -> str:
 
 
 def make_folder(folder: str) -> Path:
-    """The folder that executables are written to. Raises ConfigError if it cannot be had, or others can write there."""
+    """The folder that executables are written to. Raises ConfigError if it cannot be had, or
+    others can write there.
+    """
     path = Path(folder)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,7 +82,9 @@ def make_folder(folder: str) -> Path:
 
 
 class Writer:
-    """Collects executables into a folder; the manifest is written last, so a half-written folder is none."""
+    """Collects executables into a folder; the manifest is written last, so a half-written folder
+    is none.
+    """
 
     def __init__(self, folder: str, key: dict[str, Any]) -> None:
         self._folder = make_folder(folder)
@@ -97,7 +112,9 @@ def _write(path: Path, data: bytes) -> None:
 
 
 class Reader:
-    """The executables of a folder. Raises ConfigError if it, or a file in it, may be another user's work."""
+    """The executables of a folder. Raises ConfigError if it, or a file in it, may be another
+    user's work.
+    """
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -108,31 +125,46 @@ class Reader:
             manifest = json.loads(self._read(MANIFEST))
             self._key, self._files = dict(manifest["key"]), dict(manifest["sha256"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"aot_folder: {self._folder / MANIFEST} is not a manifest ({error})") from None
+            raise ConfigError(
+                f"aot_folder: {self._folder / MANIFEST} is not a manifest ({error})"
+            ) from None
 
     @property
     def num_pages(self) -> int:
         """Pages of the KV cache that the executables were compiled for. Raises ConfigError."""
         number = self._key.get("num_pages")
         if type(number) is not int or number < 1:
-            raise ConfigError(f"aot_folder: {self._folder / MANIFEST} has num_pages {number!r}, must be an integer")
+            raise ConfigError(
+                f"aot_folder: {self._folder / MANIFEST} has num_pages {number!r}, must be an "
+                "integer"
+            )
         return number
 
     def differences(self, key: dict[str, Any]) -> list[str]:
         """What of `key` the executables were not compiled for; empty if they fit."""
         here = json.loads(json.dumps(key))
-        return [name for name in sorted(here.keys() | self._key.keys()) if here.get(name) != self._key.get(name)]
+        return [
+            name
+            for name in sorted(here.keys() | self._key.keys())
+            if here.get(name) != self._key.get(name)
+        ]
 
     def load(self, job: Job, devices: list[Any]) -> Any:
-        """The executable of a job, on `devices`. Raises ConfigError if it is missing or not the one of the manifest."""
+        """The executable of a job, on `devices`. Raises ConfigError if it is missing or not the
+        one of the manifest.
+        """
         if job.name not in self._files:
             raise ConfigError(f"aot_folder: {self._folder} has no program {job.name}")
         payload = self._read(f"{job.name}.bin")
         if hashlib.sha256(payload).hexdigest() != self._files[job.name]:
-            raise ConfigError(f"aot_folder: {self._folder / job.name}.bin is not the file that the manifest names")
+            raise ConfigError(
+                f"aot_folder: {self._folder / job.name}.bin is not the file that the manifest names"
+            )
         inputs = jax.tree.structure((job.arguments, {}))
         results = jax.tree.structure(jax.eval_shape(job.function, *job.arguments))
-        return serialize_executable.deserialize_and_load(payload, inputs, results, execution_devices=devices)
+        return serialize_executable.deserialize_and_load(
+            payload, inputs, results, execution_devices=devices
+        )
 
     def _read(self, name: str) -> bytes:
         path = self._folder / name
@@ -147,4 +179,8 @@ def _check_owner(option: str, path: Path) -> None:
     status = path.lstat()
     foreign = status.st_uid not in (0, os.getuid())
     if stat.S_ISLNK(status.st_mode) or foreign or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(f"{option}: {path} must belong to this user or root, be no link, and be writable by no other")
+        raise ConfigError(
+            f"{option}: {path} must belong to this user or root, be no link, and be writable "
+            "by no "
+            "other"
+        )

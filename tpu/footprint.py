@@ -1,8 +1,10 @@
-"""What a model takes of each device besides the KV cache, by the compiler's word; what is left is the cache's.
+"""What a model takes of each device besides the KV cache, by the compiler's word; what is left is
+the cache's.
 
-`twinfer aot` and the worker both ask here, so that what the one promises is what the other allocates. The programs
-that need most are compiled before there is a cache, with one of a single request. What a program holds besides the
-cache does not depend on how large that is: no program copies it.
+`twinfer aot` and the worker both ask here, so that what the one promises is what the other
+allocates. The programs that need most are compiled before there is a cache, with one of a single
+request. What a program holds besides the cache does not depend on how large that is: no program
+copies it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def memory_errors() -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         words = " ".join(str(error).split())[:300]
-        raise DoesNotFit(f"max_num_batched_tokens, max_num_seqs: a program takes too much memory: {words}") from error
+        raise DoesNotFit(
+            f"max_num_batched_tokens, max_num_seqs: a program takes too much memory: {words}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,9 @@ class Footprint:
 
         `used`: what a device holds before anything is compiled, where one can ask it.
         """
-        return allowed - max(self.arguments, used) - self.temporaries - self.results - self.code - page
+        return (
+            allowed - max(self.arguments, used) - self.temporaries - self.results - self.code - page
+        )
 
 
 def measure(
@@ -83,20 +89,26 @@ def measure(
 ) -> tuple[Footprint, Built]:
     """Compile the programs of `jobs` that need most, and return them too. Raises DoesNotFit.
 
-    `shapes`: what they were made for. `cache`: bytes of the KV cache on each device, which are among the arguments.
+    `shapes`: what they were made for. `cache`: bytes of the KV cache on each device, which are
+    among the arguments.
     """
     chosen = largest(jobs)
     built: Built = {}
     with memory_errors():
-        for key, program, report in compilation.compile_all(chosen, mesh, label, progress, what="largest programs"):
+        for key, program, report in compilation.compile_all(
+            chosen, mesh, label, progress, what="largest programs"
+        ):
             built[key] = chosen[key], program, report
-    # Of a head that is not the embedding too, the compiler leaves a step's argument out: only samplers read it.
+    # Of a head that is not the embedding too, the compiler leaves a step's argument out: only
+    # samplers read it.
     head = bytes_per_device({name: x for name, x in shapes.head.items() if name != "embed"})
     return footprint(jobs, built, head - cache), built
 
 
 def footprint(jobs: Mapping[Any, Job], built: Built, besides: int) -> Footprint:
-    """What `jobs` take, by those of them that were built; `besides` is added to the arguments of a step."""
+    """What `jobs` take, by those of them that were built; `besides` is added to the arguments of
+    a step.
+    """
     memory = {key: program.compiled.memory_analysis() for key, (_, program, _) in built.items()}
     kinds = Counter(kind_of(key) for key in jobs)
     return Footprint(
@@ -108,6 +120,12 @@ def footprint(jobs: Mapping[Any, Job], built: Built, besides: int) -> Footprint:
 
 
 def reusable(built: Built, jobs: Mapping[Any, Job]) -> dict[Any, tuple[Program, ProgramReport]]:
-    """Of what was built, the programs that are those of `jobs`: same arguments, so no cache of another size."""
-    same = (key for key, (job, _, _) in built.items() if key in jobs and jobs[key].arguments == job.arguments)
+    """Of what was built, the programs that are those of `jobs`: same arguments, so no cache of
+    another size.
+    """
+    same = (
+        key
+        for key, (job, _, _) in built.items()
+        if key in jobs and jobs[key].arguments == job.arguments
+    )
     return {key: built[key][1:] for key in same}

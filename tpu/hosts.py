@@ -1,13 +1,15 @@
-"""Several hosts, one worker: a process on each, `jax.distributed` to join their devices, and the same calls on all.
+"""Several hosts, one worker: a process on each, `jax.distributed` to join their devices, and the
+same calls on all.
 
-Every host runs the same command. On the first, the worker that the engine gets sends each call that starts device work
-to the other hosts and then makes it itself; there, the command never gets past making its worker: `follow` makes the
-calls in the order in which they come, until the first host closes. Programs, shapes and steps are the same everywhere,
-so the hosts agree by construction on what runs next. A step crosses the network once, as bytes; tokens do not: they are
-on the devices of every host.
+Every host runs the same command. On the first, the worker that the engine gets sends each call that
+starts device work to the other hosts and then makes it itself; there, the command never gets past
+making its worker: `follow` makes the calls in the order in which they come, until the first host
+closes. Programs, shapes and steps are the same everywhere, so the hosts agree by construction on
+what runs next. A step crosses the network once, as bytes; tokens do not: they are on the devices of
+every host.
 
-If a host dies, `jax.distributed` ends the others. The network between the hosts must be trusted: neither its ports nor
-this one ask who is there.
+If a host dies, `jax.distributed` ends the others. The network between the hosts must be trusted:
+neither its ports nor this one ask who is there.
 """
 
 from __future__ import annotations
@@ -31,22 +33,29 @@ PATIENCE = 300.0
 ARGUMENTS: dict[str, Any] = {
     "load": None, "allocate_kv": int, "warm_up": Table, "execute": StepInput, "close": None
 }  # fmt: skip
-"""The calls of a worker that all hosts make, and what is sent with each. `load` and `warm_up` also take a progress."""
+"""The calls of a worker that all hosts make, and what is sent with each. `load` and `warm_up`
+also take a progress.
+"""
 
 _joined: tuple[str, int, int] | None = None
-"""The address that the first host sends calls from, the number of hosts, and the index of this one."""
+"""The address that the first host sends calls from, the number of hosts, and the index of this
+one.
+"""
 
 
 def join(coordinator: str, hosts: int, index: int) -> None:
-    """Make the devices of all hosts one. Call it before anything else uses JAX, on every host with its index.
+    """Make the devices of all hosts one. Call it before anything else uses JAX, on every host with
+    its index.
 
-    `coordinator` is HOST:PORT of the host with index 0; the next port is used too. Raises ConfigError,
-    BackendUnavailable.
+    `coordinator` is HOST:PORT of the host with index 0; the next port is used too. Raises
+    ConfigError, BackendUnavailable.
     """
     global _joined
     host, colon, port = coordinator.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65535:
-        raise ConfigError(f"coordinator: got {coordinator!r}, must be HOST:PORT with a port from 1 to 65534")
+        raise ConfigError(
+            f"coordinator: got {coordinator!r}, must be HOST:PORT with a port from 1 to 65534"
+        )
     if hosts < 2:
         raise ConfigError(f"hosts: got {hosts}, must be at least 2")
     if not 0 <= index < hosts:
@@ -54,12 +63,15 @@ def join(coordinator: str, hosts: int, index: int) -> None:
     try:
         jax.distributed.initialize(coordinator, hosts, index, initialization_timeout=int(PATIENCE))
     except Exception as error:  # several kinds, by what the network says
-        raise BackendUnavailable(f"coordinator: {coordinator}: {str(error).splitlines()[0]}") from error
+        raise BackendUnavailable(
+            f"coordinator: {coordinator}: {str(error).splitlines()[0]}"
+        ) from error
     _joined = f"{host}:{int(port) + 1}", hosts, index
 
 
 def on_all_hosts(worker: Worker, devices: int) -> Worker:
-    """`worker`, or on the first of several hosts one that makes its calls on all. On the others it does not return.
+    """`worker`, or on the first of several hosts one that makes its calls on all. On the others it
+    does not return.
 
     Raises ConfigError unless the `devices` of the worker's mesh are those of all hosts.
     """
@@ -91,7 +103,9 @@ def pack(name: str, value: Any) -> list[bytes]:
 
 
 def unpack(parts: list[bytes]) -> tuple[str, list[Any]]:
-    """The call in a message: its name and arguments. Raises KeyError or msgspec's errors if it is none."""
+    """The call in a message: its name and arguments. Raises KeyError or msgspec's errors if it
+    is none.
+    """
     import msgspec
 
     name = parts[0].decode()
@@ -128,7 +142,9 @@ def follow(worker: Worker, address: str) -> None:
 
 
 class FirstHost:
-    """The worker of the engine: what starts device work is sent to the other hosts, the rest asks this one alone."""
+    """The worker of the engine: what starts device work is sent to the other hosts, the rest
+    asks this one alone.
+    """
 
     def __init__(self, worker: Worker, address: str, others: int) -> None:
         """Waits for the other hosts. Raises BackendUnavailable if they do not come."""
@@ -144,7 +160,9 @@ class FirstHost:
         for n in range(others):
             if not self._socket.poll(1000 * max(0.0, deadline - time.monotonic())):
                 self._leave()
-                raise BackendUnavailable(f"hosts: {n} of {others} others came within {PATIENCE:.0f} s")
+                raise BackendUnavailable(
+                    f"hosts: {n} of {others} others came within {PATIENCE:.0f} s"
+                )
             self._socket.recv()
 
     def __getattr__(self, name: str) -> Any:

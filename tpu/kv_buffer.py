@@ -1,12 +1,15 @@
-"""How the KV cache lies in a device's memory: one buffer for all layers, in one layout that no program re-lays.
+"""How the KV cache lies in a device's memory: one buffer for all layers, in one layout that no
+program re-lays.
 
-The buffer is [layer * page, slot, word, row, lane]: a slot's entries in the order that the ops know, 2*kvhead*hdim, cut
-into rows of 128 lanes where heads are 64, 128 or 256 wide, and words of as many rows as fill 32 bits
-(`kernels.cache.slot_form`). Lanes of a TPU come by 128, so heads of 80 and 96 take the space of 128 there (1.6 and 1.33
-times their bytes), and so do those of 64 where a shard has an odd number of them.
+The buffer is [layer * page, slot, word, row, lane]: a slot's entries in the order that the ops
+know, 2*kvhead*hdim, cut into rows of 128 lanes where heads are 64, 128 or 256 wide, and words of as
+many rows as fill 32 bits (`kernels.cache.slot_form`). Lanes of a TPU come by 128, so heads of 80
+and 96 take the space of 128 there (1.6 and 1.33 times their bytes), and so do those of 64 where a
+shard has an odd number of them.
 
-On a CPU a slot is heads, as the ops see it, and narrow floats are held as the unsigned integers of their bits. XLA's
-CPU compiler computes bfloat16 in float32: to write one token it would convert the whole cache there and back.
+On a CPU a slot is heads, as the ops see it, and narrow floats are held as the unsigned integers of
+their bits. XLA's CPU compiler computes bfloat16 in float32: to write one token it would convert the
+whole cache there and back.
 """
 
 from __future__ import annotations
@@ -27,8 +30,12 @@ from .sharding import CACHE, on
 ROW_MAJOR = Layout((0, 1, 2, 3, 4))
 
 
-def buffer(model: ModelConfig, config: ResolvedConfig, num_pages: int, dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """The buffer on `mesh` with a scratch page, its layout pinned where the compiler would choose another."""
+def buffer(
+    model: ModelConfig, config: ResolvedConfig, num_pages: int, dtype: Any, mesh: Mesh
+) -> jax.ShapeDtypeStruct:
+    """The buffer on `mesh` with a scratch page, its layout pinned where the compiler would
+    choose another.
+    """
     shards, platform = config.tensor_parallel_size, mesh.devices.flat[0].platform
     pages = model.num_layers * (num_pages + 1), config.page_size
     place: Any = on(mesh, CACHE)
@@ -48,7 +55,9 @@ def in_words(platform: str) -> bool:
 
 
 def bits_of(dtype: Any) -> Any:
-    """The unsigned integer that holds the bits of a float of one or two bytes; other dtypes hold themselves."""
+    """The unsigned integer that holds the bits of a float of one or two bytes; other dtypes hold
+    themselves.
+    """
     dtype = jnp.dtype(dtype)
     if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):
         return jnp.dtype(f"uint{8 * dtype.itemsize}")
@@ -56,7 +65,9 @@ def bits_of(dtype: Any) -> Any:
 
 
 def as_heads(buffer: jax.Array, head_dim: int, dtype: Any) -> jax.Array:
-    """What the ops see of the buffer: [page slot 2*kvhead hdim] of `dtype`. The same entries in the same order."""
+    """What the ops see of the buffer: [page slot 2*kvhead hdim] of `dtype`. The same entries in
+    the same order.
+    """
     heads = buffer.reshape(*buffer.shape[:2], -1, head_dim)
     return heads if heads.dtype == dtype else jax.lax.bitcast_convert_type(heads, dtype)
 

@@ -1,6 +1,8 @@
-"""All programs of an engine, described before anything is compiled: from shapes and shardings alone.
+"""All programs of an engine, described before anything is compiled: from shapes and shardings
+alone.
 
-The worker and the ahead-of-time compiler build the same list, so that what one compiled the other can load.
+The worker and the ahead-of-time compiler build the same list, so that what one compiled the other
+can load.
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ from .state import State, diff_layout, state_shapes, update, update_layout
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A program to build: a pure function, the arguments that it may overwrite, and the shapes of all (with shardings).
+    """A program to build: a pure function, the arguments that it may overwrite, and the shapes of
+    all (with shardings).
 
-    `results` are the shardings of what it returns: pinned, since the next program's arguments are pinned too.
+    `results` are the shardings of what it returns: pinned, since the next program's arguments are
+    pinned too.
     """
 
     name: str
@@ -46,7 +50,9 @@ class Job:
 
 
 class Shapes(NamedTuple):
-    """What lives on the devices: `jax.ShapeDtypeStruct`s with shardings, or the arrays themselves."""
+    """What lives on the devices: `jax.ShapeDtypeStruct`s with shardings, or the arrays
+    themselves.
+    """
 
     weights: Any
     head: Any
@@ -58,10 +64,14 @@ class Shapes(NamedTuple):
 
 def step_shape(model: ModelConfig, config: ResolvedConfig) -> StepShape:
     """The sizes that all steps share."""
-    return StepShape(config.pages_per_request, config.max_num_seqs, config.max_model_len, model.vocab_size)
+    return StepShape(
+        config.pages_per_request, config.max_num_seqs, config.max_model_len, model.vocab_size
+    )
 
 
-def program_model(model: ModelConfig, config: ResolvedConfig, plans: Plans, mesh: Mesh) -> programs.Model:
+def program_model(
+    model: ModelConfig, config: ResolvedConfig, plans: Plans, mesh: Mesh
+) -> programs.Model:
     """What the programs of a model are made of."""
     physical = physical_config(model, config.tensor_parallel_size)
     ops = BoundPlans(plans, lambda kind, plan: bind_on(plan, mesh))
@@ -79,7 +89,8 @@ def program_model(model: ModelConfig, config: ResolvedConfig, plans: Plans, mesh
 
 
 def _reads_in_place(model: ModelConfig, plans: Plans, mesh: Mesh) -> bool:
-    """Whether a loop over layers had better find each layer's matrices apart: on a CPU, where a slice is a copy.
+    """Whether a loop over layers had better find each layer's matrices apart: on a CPU, where a
+    slice is a copy.
 
     Only our own stages pass matrices on to nothing but ops that know what to do with them.
     """
@@ -91,14 +102,20 @@ def _reads_in_place(model: ModelConfig, plans: Plans, mesh: Mesh) -> bool:
     return native and not any_replaced(decoder.model_of(model))
 
 
-def describe(model: ModelConfig, config: ResolvedConfig, blocks: Sequence[Block], num_pages: int, mesh: Mesh) -> Shapes:
-    """The shapes and shardings of everything that lives on `mesh`; `num_pages` without the scratch page."""
+def describe(
+    model: ModelConfig, config: ResolvedConfig, blocks: Sequence[Block], num_pages: int, mesh: Mesh
+) -> Shapes:
+    """The shapes and shardings of everything that lives on `mesh`; `num_pages` without the
+    scratch page.
+    """
     shards = config.tensor_parallel_size
 
     def array(dims: tuple[int, ...], kind: Any, spec: Any = REPLICATED) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, kind, sharding=on(mesh, spec))
 
-    weights: dict[str, Any] = {"blocks": [tuple({} for _ in range(block.period)) for block in blocks]}
+    weights: dict[str, Any] = {
+        "blocks": [tuple({} for _ in range(block.period)) for block in blocks]
+    }
 
     def shape(parameter: Parameter, *stacked: int) -> jax.ShapeDtypeStruct:
         placement = place(parameter, model, shards)
@@ -110,7 +127,9 @@ def describe(model: ModelConfig, config: ResolvedConfig, blocks: Sequence[Block]
     for block, stacked in zip(blocks, weights["blocks"], strict=True):
         for position, of_layers in enumerate(stacked):
             parameters = table.layer(block.first + position)
-            of_layers |= {name: shape(parameter, block.repeats) for name, parameter in parameters.items()}
+            of_layers |= {
+                name: shape(parameter, block.repeats) for name, parameter in parameters.items()
+            }
     head = "embed" if model.tie_embeddings else "head"
     rotated = decoder.rotary_tables(model, 1)[0].shape[1]
     angles = array((config.max_model_len, rotated), jnp.float32)
@@ -137,7 +156,9 @@ def bytes_per_device(shapes: Any) -> int:
 
 
 def kind_of(key: Any) -> Any:
-    """The kind of the program that is looked up with `key`: those of one kind differ in size alone."""
+    """The kind of the program that is looked up with `key`: those of one kind differ in size
+    alone.
+    """
     if isinstance(key, Descriptor):
         return key.kind
     return key[:-1] if isinstance(key, tuple) else key
@@ -160,8 +181,12 @@ def largest(work: Mapping[Any, Job]) -> dict[Any, Job]:
     return {key: work[key] for kind, key in last.items() if kind not in lesser and kind != "update"}
 
 
-def jobs(model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: Mesh) -> dict[Any, Job]:
-    """Every program of the table that the model's demand needs, by what the worker looks it up with."""
+def jobs(
+    model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: Mesh
+) -> dict[Any, Job]:
+    """Every program of the table that the model's demand needs, by what the worker looks it up
+    with.
+    """
     found: dict[Any, Job] = {}
     for d in table:
         found |= _backbone_jobs(model, table, d, shapes, dtype, mesh)
@@ -169,7 +194,9 @@ def jobs(model: programs.Model, table: Table, shapes: Shapes, dtype: Any, mesh: 
             found |= _loop_jobs(model, d, shapes, mesh)
     replicated = on(mesh)
     arguments = (shapes.state, _array(mesh, update_layout().size))
-    found["update"] = Job("update", partial(update, model.shape), (0,), arguments, State(replicated, replicated))
+    found["update"] = Job(
+        "update", partial(update, model.shape), (0,), arguments, State(replicated, replicated)
+    )
     for requests in sorted({programs.sampler_size(d.requests, table.max_requests) for d in table}):
         found |= _sampler_jobs(model, requests, shapes, dtype, mesh)
     return found
@@ -183,7 +210,9 @@ def _array(mesh: Mesh, *dims: int, kind: Any = jnp.int32) -> jax.ShapeDtypeStruc
 def _backbone_jobs(
     model: programs.Model, table: Table, d: Descriptor, shapes: Shapes, dtype: Any, mesh: Mesh
 ) -> dict[Any, Job]:
-    """The backbone, and beside it what takes the rows of prompts whose log-probabilities are asked for."""
+    """The backbone, and beside it what takes the rows of prompts whose log-probabilities are
+    asked for.
+    """
     replicated, demand = on(mesh), model.demand
     weights, _, tables, kv, state, last = shapes
     # last_tokens is read here and written by the sampler: only the cache and the state are donated.
@@ -196,7 +225,9 @@ def _backbone_jobs(
         {name: replicated for name in programs.PICKED},
     )
     function = partial(programs.backbone, model, d)
-    found: dict[Any, Job] = {d: Job(f"backbone_{d.kind}_{d.tokens}", function, (2, 3), arguments, results)}
+    found: dict[Any, Job] = {
+        d: Job(f"backbone_{d.kind}_{d.tokens}", function, (2, 3), arguments, results)
+    }
     if d.kind == "mixed" and demand.prompt_logprobs:
         take = partial(programs.take_rows, table.max_requests)
         rows = (_array(mesh, d.tokens, model.config.hidden_size, kind=dtype), _array(mesh))
@@ -207,26 +238,41 @@ def _backbone_jobs(
 def _loop_jobs(model: programs.Model, d: Descriptor, shapes: Shapes, mesh: Mesh) -> dict[Any, Job]:
     """Several decode steps in one, with each sampler that may be in a loop."""
     replicated = on(mesh)
-    halted, difference = _array(mesh, kind=jnp.bool_), _array(mesh, diff_layout(d, model.shape, True).size)
+    halted, difference = (
+        _array(mesh, kind=jnp.bool_),
+        _array(mesh, diff_layout(d, model.shape, True).size),
+    )
     weights, _, tables, kv, state, last = shapes
     arguments = (weights, tables, kv, state, last, halted, difference)
     results = (kv.format, State(replicated, replicated), replicated, replicated, replicated)
     return {
         ("loop", variant, d.requests): Job(
-            f"loop_{variant}_{d.tokens}", partial(programs.loop, model, variant, d), (2, 3, 4, 5), arguments, results
+            f"loop_{variant}_{d.tokens}",
+            partial(programs.loop, model, variant, d),
+            (2, 3, 4, 5),
+            arguments,
+            results,
         )
         for variant in programs.loop_samplers(model.demand)
     }
 
 
-def _sampler_jobs(model: programs.Model, requests: int, shapes: Shapes, dtype: Any, mesh: Mesh) -> dict[Any, Job]:
+def _sampler_jobs(
+    model: programs.Model, requests: int, shapes: Shapes, dtype: Any, mesh: Mesh
+) -> dict[Any, Job]:
     """What samples for `requests` requests, and what computes their log-probabilities."""
     replicated, demand = on(mesh), model.demand
     rows = _array(mesh, requests, model.config.hidden_size, kind=dtype)
     picked = {name: _array(mesh, requests) for name in programs.PICKED}
     found: dict[Any, Job] = {}
     for variant in demand.samplers:
-        arguments: tuple[Any, ...] = (shapes.head, shapes.last_tokens, shapes.state.parameters, rows, picked)
+        arguments: tuple[Any, ...] = (
+            shapes.head,
+            shapes.last_tokens,
+            shapes.state.parameters,
+            rows,
+            picked,
+        )
         if variant == "processed":
             arguments += (_array(mesh, processor_layout(requests, model.shape).size),)
         sampler = partial(programs.sampler, model, variant, requests)
@@ -236,5 +282,7 @@ def _sampler_jobs(model: programs.Model, requests: int, shapes: Shapes, dtype: A
     if demand.logprobs or demand.prompt_logprobs:
         arguments = (shapes.head, rows, _array(mesh, requests))
         function = partial(programs.logprobs, model)
-        found["logprobs", requests] = Job(f"logprobs_{requests}", function, (), arguments, replicated)
+        found["logprobs", requests] = Job(
+            f"logprobs_{requests}", function, (), arguments, replicated
+        )
     return found

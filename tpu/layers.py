@@ -1,4 +1,6 @@
-"""The layers of a step as JAX runs them: blocks of layers, scanned over stacked weights, on one buffer of caches."""
+"""The layers of a step as JAX runs them: blocks of layers, scanned over stacked weights, on one
+buffer of caches.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Weights = Mapping[str, Any]
 
 
 def blocks_of(model: Model, scan: bool) -> tuple[Block, ...]:
-    """How the layers of a model are run: in loops, with as few bodies as possible, or all unrolled."""
+    """How the layers of a model are run: in loops, with as few bodies as possible, or all
+    unrolled.
+    """
     return cover(model.layers) if scan else single_blocks(len(model.layers))
 
 
@@ -31,15 +35,22 @@ class Repeats(NamedTuple):
     stacked: Weights
     """[n, ...]: a loop over the repeats takes a slice of each."""
     matrices: Mapping[str, tuple[jax.Array, ...]]
-    """Those that lie apart: a slice of a stack is a copy, and on a CPU that takes longer than the product."""
+    """Those that lie apart: a slice of a stack is a copy, and on a CPU that takes longer than
+    the product.
+    """
 
     def at(self, stacked: Weights, repeat: Any) -> Weights:
         """The weights of one repeat, whose slice of `self.stacked` is given."""
-        return {**stacked, **{name: OneOf(matrices, repeat) for name, matrices in self.matrices.items()}}
+        return {
+            **stacked,
+            **{name: OneOf(matrices, repeat) for name, matrices in self.matrices.items()},
+        }
 
 
 def repeats_of(layers: Sequence[Weights]) -> Repeats:
-    """Of layers whose weights are arrays [1, ...] of their own: vectors are stacked, as copying them takes no time."""
+    """Of layers whose weights are arrays [1, ...] of their own: vectors are stacked, as copying
+    them takes no time.
+    """
     vectors = [name for name, weight in layers[0].items() if weight.ndim == 2]
     # Not a set, whose order differs between processes: the program would not be found in a cache.
     matrices = [name for name in layers[0] if name not in vectors]
@@ -50,11 +61,12 @@ def repeats_of(layers: Sequence[Weights]) -> Repeats:
 
 
 class ScannedPass:
-    """An `Execution` (shared/models/decoder.py). The cache is the buffer of all layers (kv_buffer.py).
+    """An `Execution` (shared/models/decoder.py). The cache is the buffer of all layers
+    (kv_buffer.py).
 
-    `weights["blocks"]` has, for each block in `stored` and each position of its period, weights stacked over the
-    repeats. These blocks are run, or with `scan` loops over layers that are stored one by one. `cache_dtype` and
-    `head_dim` are those of the keys and values that the ops see.
+    `weights["blocks"]` has, for each block in `stored` and each position of its period, weights
+    stacked over the repeats. These blocks are run, or with `scan` loops over layers that are stored
+    one by one. `cache_dtype` and `head_dim` are those of the keys and values that the ops see.
     """
 
     def __init__(
@@ -74,11 +86,15 @@ class ScannedPass:
         self.blocks = blocks_of(model, scan)
         self._weights, self._token_ids = weights, token_ids
         if tuple(stored) == self.blocks:
-            found = [tuple(Repeats(stacked, {}) for stacked in block) for block in weights["blocks"]]
+            found = [
+                tuple(Repeats(stacked, {}) for stacked in block) for block in weights["blocks"]
+            ]
         else:
             layers = [layer for (layer,) in weights["blocks"]]
             found = [
-                tuple(repeats_of([layers[i] for i in block.layers_at(n)]) for n in range(block.period))
+                tuple(
+                    repeats_of([layers[i] for i in block.layers_at(n)]) for n in range(block.period)
+                )
                 for block in self.blocks
             ]
         self._repeats = dict(zip(self.blocks, found, strict=True))
@@ -101,14 +117,18 @@ class ScannedPass:
         def body(carry: Any, repeat: Any) -> tuple[Any, None]:
             stream, cache = carry
             slices, first, number = repeat
-            for position, (spec, of_repeats, stacked) in enumerate(zip(specs, repeats, slices, strict=True)):
+            for position, (spec, of_repeats, stacked) in enumerate(
+                zip(specs, repeats, slices, strict=True)
+            ):
                 weights = of_repeats.at(stacked, number)
                 stream, cache = self._layer(spec, weights, first + position, stream, cache)
             return (stream, cache), None
 
         stacked = tuple(of_repeats.stacked for of_repeats in repeats)
         if block.repeats == 1:
-            carry, _ = body((stream, cache), (jax.tree.map(lambda x: x[0], stacked), block.first, 0))
+            carry, _ = body(
+                (stream, cache), (jax.tree.map(lambda x: x[0], stacked), block.first, 0)
+            )
         else:
             firsts = jnp.asarray(block.layers_at(0), jnp.int32)
             numbers = jnp.arange(block.repeats, dtype=jnp.int32)
@@ -120,7 +140,8 @@ class ScannedPass:
         self, spec: Layer, weights: Weights, index: Any, stream: Stream, buffer: jax.Array
     ) -> tuple[Stream, jax.Array]:
         batch, kv = self._batch, as_heads(buffer, self._head_dim, self._cache_dtype)
-        # Layer l owns the pages [l * P, (l + 1) * P) of the one buffer: no slice of it is ever taken or put back.
+        # Layer l owns the pages [l * P, (l + 1) * P) of the one buffer: no slice of it is ever
+        # taken or put back.
         pages = buffer.shape[0] // len(self._model.layers)
         slots = jnp.where(batch.slots < 0, -1, batch.slots + index * pages * kv.shape[1])
         here = batch._replace(page_table=batch.page_table + index * pages, slots=slots)
@@ -129,5 +150,7 @@ class ScannedPass:
 
     def finish(self, stream: Stream) -> jax.Array:
         """See `Execution`."""
-        finished: jax.Array = decoder.finish(self._ops[self._kind], self._model, self._weights, stream)
+        finished: jax.Array = decoder.finish(
+            self._ops[self._kind], self._model, self._weights, stream
+        )
         return finished

@@ -1,7 +1,8 @@
-"""The model as a `flax.nnx.Module`, so that the JAX ecosystem's tools work on it: `nnx.state`, `nnx.split`, `nnx.jit`.
+"""The model as a `flax.nnx.Module`, so that the JAX ecosystem's tools work on it: `nnx.state`,
+`nnx.split`, `nnx.jit`.
 
-For a model in a JAX program of one's own: `load_module` reads it (docs/cli.md has an example). It computes whole
-prompts, on the same ops and weights as the worker; serving does not go through it.
+For a model in a JAX program of one's own: `load_module` reads it (docs/cli.md has an example). It
+computes whole prompts, on the same ops and weights as the worker; serving does not go through it.
 """
 
 from __future__ import annotations
@@ -33,13 +34,20 @@ PAGE = 128
 
 
 def load_module(
-    model: str, *, dtype: str = "auto", load_format: str = "auto", seed: int = 0, progress: Progress = silent
+    model: str,
+    *,
+    dtype: str = "auto",
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Progress = silent,
 ) -> Decoder:
     """A model as a module, on JAX's first device.
 
     The arguments are options of an engine (docs/options.md). Raises ConfigError, ModelError.
     """
-    options = EngineConfig(model=model, backend="jax", dtype=dtype, load_format=load_format, seed=seed)
+    options = EngineConfig(
+        model=model, backend="jax", dtype=dtype, load_format=load_format, seed=seed
+    )
     check_weights(model, options.load_format)
     folder = model_folder(model)
     config = load_config(folder)
@@ -58,9 +66,11 @@ def load_module(
 
 
 class Decoder(nnx.Module):
-    """A dense decoder. `weights` are those of `load_weights` on one device with a block for each layer (unrolled).
+    """A dense decoder. `weights` are those of `load_weights` on one device with a block for each
+    layer (unrolled).
 
-    Parameters are `nnx.Param`s under the names of the parameter table, those of layer i in `layers[i]`.
+    Parameters are `nnx.Param`s under the names of the parameter table, those of layer i in
+    `layers[i]`.
     """
 
     def __init__(self, config: ModelConfig, weights: dict[str, Any]) -> None:
@@ -88,7 +98,9 @@ class Decoder(nnx.Module):
             jnp.array([1 if tokens == 1 else 0, 1], jnp.int32),
             tokens,
         )
-        weights = [{name: getattr(layer, name)[...] for name in layer.names} for layer in self.layers]
+        weights = [
+            {name: getattr(layer, name)[...] for name in layer.names} for layer in self.layers
+        ]
         shape = (pages + 1, PAGE, 2 * config.num_kv_heads, config.head_dim)
         kv = [jnp.zeros(shape, top["embed"].dtype) for _ in weights]
         model = decoder.model_of(config)

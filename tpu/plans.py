@@ -36,12 +36,17 @@ from . import (
 
 def chooser(config: ResolvedConfig) -> Callable[..., Plan]:
     """`resolve` as it chooses here: `calls=None` gives a plan over all ops."""
-    return partial(resolve, "jax", config.op_priority, platform=config.platform, enable=config.enable_ops)
+    return partial(
+        resolve, "jax", config.op_priority, platform=config.platform, enable=config.enable_ops
+    )
 
 
 def make_plans(model: ModelConfig, config: ResolvedConfig) -> Plans:
-    """Choose implementations for the calls of all programs, on one shard. Raises OpError, ConfigError."""
-    # Programs see the layers of all shards together, and a kind of them is a kind of what one shard computes.
+    """Choose implementations for the calls of all programs, on one shard. Raises OpError,
+    ConfigError.
+    """
+    # Programs see the layers of all shards together, and a kind of them is a kind of what one shard
+    # computes.
     physical = physical_config(model, config.tensor_parallel_size)
     plans = plan_programs(physical, chooser(config), lambda kind: record(model, config, kind))
     for kind in plans.by_kind:
@@ -53,7 +58,8 @@ def make_plans(model: ModelConfig, config: ResolvedConfig) -> Plans:
 
 
 def _require(choice: Choice, kind: str) -> None:
-    """Raise ConfigError if nobody asked for a choice, and what runs on this platform refuses the programs.
+    """Raise ConfigError if nobody asked for a choice, and what runs on this platform refuses the
+    programs.
 
     Natively, attention lays the whole cache out anew in each layer there.
     """
@@ -80,21 +86,33 @@ def record(model: ModelConfig, config: ResolvedConfig, kind: str) -> list[Call]:
 def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
     """Trace the programs with JAX, with whatever a stage from outside does between its ops."""
     ops = resolve("jax", enable=("none",)).bind(recorder.wrap)
-    top, *weights = ({n: _shape(x) for n, x in some.items()} for some in (shapes.top, *shapes.layers))
+    top, *weights = (
+        {n: _shape(x) for n, x in some.items()} for some in (shapes.top, *shapes.layers)
+    )
     model, count = shapes.spec, len(shapes.spec.layers)
 
     for d in largest_first(shapes.config, kind):
         recorder.program = str(d)
 
         def program(
-            top: Any, weights: Any, ids: Any, kv: Any, batch: decoder.Batch, query_len: int = d.max_query_len
+            top: Any,
+            weights: Any,
+            ids: Any,
+            kv: Any,
+            batch: decoder.Batch,
+            query_len: int = d.max_query_len,
         ) -> Any:
             parts = ops, model, top, weights, ids, batch.within(query_len), jnp.zeros_like
             return decoder.forward(RecordedCalls(recorder, model.layers, *parts), [kv] * count)
 
         batch = decoder.Batch(*map(_shape, shapes.batch(d)))
         jax.eval_shape(
-            program, top, weights, jax.ShapeDtypeStruct((d.tokens,), jnp.int32), _shape(shapes.cache()), batch
+            program,
+            top,
+            weights,
+            jax.ShapeDtypeStruct((d.tokens,), jnp.int32),
+            _shape(shapes.cache()),
+            batch,
         )
 
 

@@ -20,8 +20,9 @@ from .chips import CHIPS, Chip
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
 FIBERS = "--fibers_default_thread_stack_size"
 FIBER_STACK = 1 << 20
-"""Bytes. To generate code for SparseCores (scatters of the penalties), libtpu 0.0.42.1 needs a frame of 86 KiB; now and
-then it does so on a thread with a stack of 64 KiB, and the process ends."""
+"""Bytes. To generate code for SparseCores (scatters of the penalties), libtpu 0.0.42.1 needs a
+frame of 86 KiB; now and then it does so on a thread with a stack of 64 KiB, and the process ends.
+"""
 
 
 def find_device(device: str) -> DeviceInfo:
@@ -32,20 +33,30 @@ def find_device(device: str) -> DeviceInfo:
     kind, index = parse_device(device)
     local = local_devices(kind)
     if index is not None and index >= len(local):
-        raise BackendUnavailable(f"device: got {device}, the numbers here go from 0 to {len(local) - 1}")
+        raise BackendUnavailable(
+            f"device: got {device}, the numbers here go from 0 to {len(local) - 1}"
+        )
     found = local[index or 0]
     platform = "cuda" if found.platform in ("gpu", "cuda") else found.platform
-    memory = host_memory() if platform == "cpu" else int((found.memory_stats() or {}).get("bytes_limit", 0))
+    memory = (
+        host_memory()
+        if platform == "cpu"
+        else int((found.memory_stats() or {}).get("bytes_limit", 0))
+    )
     return DeviceInfo(platform, found.device_kind, memory, index)
 
 
 def local_devices(kind: str) -> list[jax.Device]:
-    """The JAX devices of a kind (auto, cpu, cuda, tpu) that this process has. Raises BackendUnavailable."""
+    """The JAX devices of a kind (auto, cpu, cuda, tpu) that this process has. Raises
+    BackendUnavailable.
+    """
     return [device for device in devices(kind) if device.process_index == jax.process_index()]
 
 
 def devices_of(device: DeviceInfo) -> list[jax.Device]:
-    """The devices that a worker on `device` may use: that one if it has a number, else all of its kind."""
+    """The devices that a worker on `device` may use: that one if it has a number, else all of
+    its kind.
+    """
     if device.index is None:
         return devices(device.platform)
     return [local_devices(device.platform)[device.index]]
@@ -58,18 +69,23 @@ def memory_of(device: jax.Device) -> tuple[int, int]:
 
 
 def devices(device: str) -> list[jax.Device]:
-    """All JAX devices of the kind that `device` names, of all processes. Raises BackendUnavailable."""
+    """All JAX devices of the kind that `device` names, of all processes. Raises
+    BackendUnavailable.
+    """
     if device != "tpu":
         leave_out_libtpu()
     deepen_fibers()
     try:
         return jax.devices(PLATFORMS[device] if device != "auto" else None)
     except RuntimeError as error:
-        raise BackendUnavailable(f"device: JAX has no {device} device here ({str(error).splitlines()[0]})") from error
+        raise BackendUnavailable(
+            f"device: JAX has no {device} device here ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def leave_out_libtpu(pci: Path = Path("/sys/bus/pci/devices")) -> None:
-    """Keep JAX from starting an installed libtpu where there is no TPU: that asks the network and prints complaints.
+    """Keep JAX from starting an installed libtpu where there is no TPU: that asks the network and
+    prints complaints.
 
     Does nothing if somebody has chosen platforms (JAX_PLATFORMS), or where a TPU is to be seen.
     """
@@ -80,10 +96,16 @@ def leave_out_libtpu(pci: Path = Path("/sys/bus/pci/devices")) -> None:
 
 
 def deepen_fibers() -> None:
-    """Have libtpu's fibers run on stacks that its own compiler fits in. Call it before libtpu starts."""
+    """Have libtpu's fibers run on stacks that its own compiler fits in. Call it before libtpu
+    starts.
+    """
     given = os.environ.get("LIBTPU_INIT_ARGS", "")
     # Of releases that do not know the flag, it would end the process.
-    if FIBERS not in given and find_spec("libtpu") is not None and version("libtpu").startswith("0.0.42."):
+    if (
+        FIBERS not in given
+        and find_spec("libtpu") is not None
+        and version("libtpu").startswith("0.0.42.")
+    ):
         os.environ["LIBTPU_INIT_ARGS"] = f"{given} {FIBERS}={FIBER_STACK}".strip()
 
 
@@ -107,22 +129,37 @@ class Topology:
 
 
 def topology(name: str) -> Topology:
-    """The slice that `name` describes: v4, v5e, v5p, v6e or tpu7x, a colon, and its shape in chips, such as v6e:2x4.
+    """The slice that `name` describes: v4, v5e, v5p, v6e or tpu7x, a colon, and its shape in chips,
+    such as v6e:2x4.
 
-    A single chip is 1x1; up to eight v5e or v6e chips count as one host. Raises ConfigError and BackendUnavailable.
+    A single chip is 1x1; up to eight v5e or v6e chips count as one host. Raises ConfigError and
+    BackendUnavailable.
     """
     generation, colon, shape = name.partition(":")
     sides = shape.split("x")
-    if generation not in CHIPS or not colon or not all(side.isdigit() and int(side) > 0 for side in sides):
-        raise ConfigError(f"topology: got {name!r}, must be one of {', '.join(CHIPS)}, a colon and a shape such as 2x2")
+    if (
+        generation not in CHIPS
+        or not colon
+        or not all(side.isdigit() and int(side) > 0 for side in sides)
+    ):
+        raise ConfigError(
+            f"topology: got {name!r}, must be one of {', '.join(CHIPS)}, a colon and a shape such "
+            "as 2x2"
+        )
     flat = generation in ("v5e", "v6e")
     wanted = 2 if flat else 3
     if len(sides) != wanted:
         raise ConfigError(f"topology: got {name!r}, {generation} slices have {wanted} sides")
     if find_spec("libtpu") is None:
-        raise BackendUnavailable("topology: libtpu is not installed here: pip install 'twinfer[tpu]'")
+        raise BackendUnavailable(
+            "topology: libtpu is not installed here: pip install 'twinfer[tpu]'"
+        )
     # libtpu describes a slice from these, without a metadata server, when no chip is there.
-    described = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
+    described = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    }
     # Compiling holds no chip, so any number of processes may do it at a time.
     described |= {"TPU_WORKER_ID": "0", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     for variable, value in described.items():
@@ -135,7 +172,9 @@ def topology(name: str) -> Topology:
     elif not flat and chips == [1, 1, 1]:
         options["chips_per_host_bounds"] = chips
     try:
-        described_slice = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+        described_slice = topologies.get_topology_desc(
+            platform="tpu", topology_name=name, **options
+        )
     except Exception as error:  # libtpu raises several kinds for a shape that it does not know
         raise ConfigError(
             f"topology: got {name!r}, libtpu knows no such slice ({str(error).splitlines()[0]})"

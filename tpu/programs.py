@@ -1,4 +1,6 @@
-"""The JAX functions that become programs: backbone, samplers, log-probabilities. Pure functions of their arguments."""
+"""The JAX functions that become programs: backbone, samplers, log-probabilities. Pure functions
+of their arguments.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,14 @@ LOOP_SAMPLERS: tuple[Sampler, ...] = ("greedy", "filtered")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What programs are made from. `ops` are the bound plans. `scan` loops over stacked layers; else they are unrolled.
+    """What programs are made from. `ops` are the bound plans. `scan` loops over stacked layers;
+    else they are unrolled.
 
-    Weights come as {"embed", "norm", ["head"], "blocks"}: for each block of layers and each position of its period, a
-    dict of weights stacked over the repeats [n, ...]; with `apart`, though a loop runs the layers, for each layer by
-    itself. `decode_steps`: the most steps that a loop does. `cache_dtype`: of the keys and values that the ops see.
-    `demand`: which samplers there are, and whether there are log-probabilities.
+    Weights come as {"embed", "norm", ["head"], "blocks"}: for each block of layers and each
+    position of its period, a dict of weights stacked over the repeats [n, ...]; with `apart`,
+    though a loop runs the layers, for each layer by itself. `decode_steps`: the most steps that a
+    loop does. `cache_dtype`: of the keys and values that the ops see. `demand`: which samplers
+    there are, and whether there are log-probabilities.
     """
 
     config: ModelConfig
@@ -59,7 +63,9 @@ def loop_sampler(sampler: Sampler) -> Sampler:
 
 
 def loop_samplers(demand: Demand) -> tuple[Sampler, ...]:
-    """The samplers that loops are built with. Requests with processors are never decoded in loops."""
+    """The samplers that loops are built with. Requests with processors are never decoded in
+    loops.
+    """
     needed = {loop_sampler(sampler) for sampler in demand.samplers if sampler != "processed"}
     return tuple(sampler for sampler in LOOP_SAMPLERS if sampler in needed)
 
@@ -87,16 +93,19 @@ def backbone(
     last_tokens: jax.Array,
     buffer: jax.Array,
 ) -> tuple[jax.Array, State, jax.Array, jax.Array, dict[str, jax.Array]]:
-    """(kv, state, rows to sample [S dim], all hidden states [T dim], what the sampler has to know of them).
+    """(kv, state, rows to sample [S dim], all hidden states [T dim], what the sampler has to know
+    of them).
 
-    kv is one buffer (kv_buffer.py), `buffer` the step's difference (state.py). Rows behind the R of the step are
-    samples that go to the scratch row.
+    kv is one buffer (kv_buffer.py), `buffer` the step's difference (state.py). Rows behind the R of
+    the step are samples that go to the scratch row.
     """
     f = diff_layout(descriptor, model.shape).unpack(buffer, bits_to_float)
     state = updated(state, f)
     rows = _fit(f["rows"], descriptor.tokens, model.shape.max_rows)
     ids = jnp.where(f["token_ids"] < 0, last_tokens[rows], f["token_ids"])
-    kv, hidden = _hidden(model, descriptor, weights, tables, kv, ids, f | {"page_table": state.pages[f["rows"]]})
+    kv, hidden = _hidden(
+        model, descriptor, weights, tables, kv, ids, f | {"page_table": state.pages[f["rows"]]}
+    )
     scratch = model.shape.max_rows
     missing = sampler_size(descriptor.requests, scratch) - descriptor.requests
     unused = {"rows": scratch, "sample_rows": scratch, "position": 0}
@@ -140,7 +149,9 @@ def _hidden(
 
 
 def _fit(rows: jax.Array, tokens: int, scratch: int) -> jax.Array:
-    """The row of the request at each token's index; only the first tokens of a batch ever look at theirs."""
+    """The row of the request at each token's index; only the first tokens of a batch ever look
+    at theirs.
+    """
     missing = max(0, tokens - rows.shape[0])
     return jnp.pad(rows, (0, missing), constant_values=scratch)[:tokens]
 
@@ -156,10 +167,11 @@ def sampler(
     picked: Mapping[str, jax.Array],
     processors: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(last_tokens, tokens [S]) for finished hidden states [S dim] of the rows `picked`; `parameters` of all rows.
+    """(last_tokens, tokens [S]) for finished hidden states [S dim] of the rows `picked`;
+    `parameters` of all rows.
 
-    A token of -1 (a logit is not finite) stands as token 0 in `last_tokens`: the next step may have started before the
-    host ends such a request.
+    A token of -1 (a logit is not finite) stands as token 0 in `last_tokens`: the next step may have
+    started before the host ends such a request.
     """
     ops = model.ops["sample"]
     f = sampling_fields(parameters, picked["rows"], picked["position"], bits_to_float)
@@ -186,9 +198,9 @@ def loop(
 ) -> tuple[jax.Array, State, jax.Array, jax.Array, jax.Array]:
     """Decode steps of the same requests until one samples a stop id.
 
-    Returns (kv, state, last_tokens, halted, tokens [N + 1, R]).
-    `halted` says whether the last loop stopped early; a loop chained to it does nothing. The last row of `tokens` holds
-    how many of the others are filled.
+    Returns (kv, state, last_tokens, halted, tokens [N + 1, R]). `halted` says whether the last loop
+    stopped early; a loop chained to it does nothing. The last row of `tokens` holds how many of the
+    others are filled.
     """
     f = diff_layout(descriptor, model.shape, True).unpack(buffer, bits_to_float)
     state = updated(state, f)
@@ -216,10 +228,23 @@ def loop(
         kv, hidden = _hidden(model, descriptor, weights, tables, kv, ids, here)
         picked = {name: here[name] for name in PICKED}
         last_tokens, tokens = sampler(
-            model, variant, descriptor.requests, weights, last_tokens, state.parameters, hidden, picked
+            model,
+            variant,
+            descriptor.requests,
+            weights,
+            last_tokens,
+            state.parameters,
+            hidden,
+            picked,
         )
         stopped = (((f["stop_ids"] == tokens[:, None]).any(1) | (tokens < 0)) & live).any()
-        return k + 1, stopped, kv, last_tokens, jax.lax.dynamic_update_index_in_dim(made, tokens, k, 0)
+        return (
+            k + 1,
+            stopped,
+            kv,
+            last_tokens,
+            jax.lax.dynamic_update_index_in_dim(made, tokens, k, 0),
+        )
 
     made = jnp.zeros((model.decode_steps + 1, descriptor.requests), jnp.int32)
     done, _, kv, last_tokens, made = jax.lax.while_loop(
@@ -228,10 +253,16 @@ def loop(
     return kv, state, last_tokens, done < f["limits"][0], made.at[-1].set(done)
 
 
-def logprobs(model: Model, weights: Weights, rows: jax.Array, chosen: jax.Array) -> tuple[jax.Array, ...]:
-    """The op `top_logprobs` for finished hidden states `rows` [n dim] and the tokens `chosen` [n]."""
+def logprobs(
+    model: Model, weights: Weights, rows: jax.Array, chosen: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The op `top_logprobs` for finished hidden states `rows` [n dim] and the tokens `chosen`
+    [n].
+    """
     ops = model.ops["sample"]
-    return ops.top_logprobs(decoder.head(ops, decoder.model_of(model.config), weights, rows), chosen)
+    return ops.top_logprobs(
+        decoder.head(ops, decoder.model_of(model.config), weights, rows), chosen
+    )
 
 
 def take_rows(size: int, hidden: jax.Array, start: jax.Array) -> jax.Array:
@@ -241,7 +272,9 @@ def take_rows(size: int, hidden: jax.Array, start: jax.Array) -> jax.Array:
 
 
 def named(name: str, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """`function` with its first arguments bound, under a name that compiler dumps and profiles show."""
+    """`function` with its first arguments bound, under a name that compiler dumps and profiles
+    show.
+    """
     bound = partial(function, *args)
 
     def program(*rest: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Where arrays live: the mesh, and the shardings of weights on it. Which entries a shard has: `models/placement.py`."""
+"""Where arrays live: the mesh, and the shardings of weights on it. Which entries a shard has:
+`models/placement.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from ..shared.errors import ConfigError
 from ..shared.models.placement import Placement
 
 AXES = ("dp", "tp")
-"""Mesh axes. One process group holds one replica, so dp is 1; whoever runs several replicas runs several engines."""
+"""Mesh axes. One process group holds one replica, so dp is 1; whoever runs several replicas runs
+several engines.
+"""
 
 REPLICATED = P()
 CACHE = P(None, None, "tp", None)
@@ -28,9 +32,13 @@ def make_mesh(devices: Sequence[Any], shards: int) -> Mesh:
 
 
 def check_all_take_part(shards: int, whose: str, devices: int) -> None:
-    """Raise ConfigError unless the mesh of `shards` is all the devices of several hosts: each runs every program."""
+    """Raise ConfigError unless the mesh of `shards` is all the devices of several hosts: each
+    runs every program.
+    """
     if shards != devices:
-        raise ConfigError(f"tensor_parallel_size: got {shards}; {whose} have {devices} devices, and all take part")
+        raise ConfigError(
+            f"tensor_parallel_size: got {shards}; {whose} have {devices} devices, and all take part"
+        )
 
 
 def on(mesh: Mesh, spec: P = REPLICATED) -> NamedSharding:

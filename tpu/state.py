@@ -1,8 +1,9 @@
-"""What requests keep on the devices between steps, and the packed difference that the host sends for a step.
+"""What requests keep on the devices between steps, and the packed difference that the host sends
+for a step.
 
-Page tables and sampling parameters of all rows live on the devices and are donated from step to step. A step's buffer
-holds what is the step's own, the new entries of page tables, and the parameters of requests that are new. A step with a
-page table of its own sends all of that.
+Page tables and sampling parameters of all rows live on the devices and are donated from step to
+step. A step's buffer holds what is the step's own, the new entries of page tables, and the
+parameters of requests that are new. A step with a page table of its own sends all of that.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from ..shared.step import (
 
 MOVING = ("sample_rows", "position")
 PARAMETERS = tuple(sampling_layout(1).fields)[len(MOVING) :]
-"""Fields of the sampling buffer that a request keeps; they stand behind those that change with each step."""
+"""Fields of the sampling buffer that a request keeps; they stand behind those that change with
+each step.
+"""
 NEW_ROWS = 8
 """Requests whose sampling parameters fit into the buffer of a step."""
 LEAST_PAGES = 16
@@ -72,16 +75,22 @@ def update_layout() -> Layout:
 
 @cache
 def diff_layout(descriptor: Descriptor, shape: StepShape, loop: bool = False) -> Layout:
-    """What a step sends: fields of the batch (see `batch_layout`), `sample_rows` and `position` of the sampling buffer,
-    and changes of the tables. Of a loop also `stop_ids`, and `limits`: steps, and whether it is chained.
+    """What a step sends: fields of the batch (see `batch_layout`), `sample_rows` and `position` of
+    the sampling buffer, and changes of the tables. Of a loop also `stop_ids`, and `limits`: steps,
+    and whether it is chained.
 
-    page_at [D]           row * P + column of a page table entry that becomes page [D]; beyond the table: unused
-    new_rows [K]          a row that gets new_parameters [:, K]; beyond the table: unused
+    page_at [D]           row * P + column of a page table entry that becomes page [D]; beyond the
+    table: unused new_rows [K]          a row that gets new_parameters [:, K]; beyond the table:
+    unused
     """
     batch = batch_layout(descriptor, shape).fields
     requests = descriptor.requests
-    pages = max(LEAST_PAGES, requests + (0 if descriptor.kind == "decode" else descriptor.tokens // 8))
-    fields: list[tuple[str, tuple[int, ...], type]] = [(name, field.shape, int) for name, field in batch.items()]
+    pages = max(
+        LEAST_PAGES, requests + (0 if descriptor.kind == "decode" else descriptor.tokens // 8)
+    )
+    fields: list[tuple[str, tuple[int, ...], type]] = [
+        (name, field.shape, int) for name, field in batch.items()
+    ]
     fields += [(name, (requests,), int) for name in MOVING]
     fields += _changes(pages, NEW_ROWS)
     if loop:
@@ -91,7 +100,12 @@ def diff_layout(descriptor: Descriptor, shape: StepShape, loop: bool = False) ->
 
 def updated(state: State, f: dict[str, jax.Array]) -> State:
     """The tables with the changes of an unpacked buffer."""
-    pages = state.pages.reshape(-1).at[f["page_at"]].set(f["page"], mode="drop").reshape(state.pages.shape)
+    pages = (
+        state.pages.reshape(-1)
+        .at[f["page_at"]]
+        .set(f["page"], mode="drop")
+        .reshape(state.pages.shape)
+    )
     return State(pages, state.parameters.at[:, f["new_rows"]].set(f["new_parameters"], mode="drop"))
 
 
@@ -101,8 +115,12 @@ def update(shape: StepShape, state: State, buffer: jax.Array) -> State:
 
 
 @cache
-def _places(descriptor: Descriptor, shape: StepShape, loop: bool) -> tuple[Layout, np.ndarray, slice, slice]:
-    """(layout, a buffer that changes nothing, the place of the batch in it, that of the sampling fields that move)."""
+def _places(
+    descriptor: Descriptor, shape: StepShape, loop: bool
+) -> tuple[Layout, np.ndarray, slice, slice]:
+    """(layout, a buffer that changes nothing, the place of the batch in it, that of the sampling
+    fields that move).
+    """
     layout = diff_layout(descriptor, shape, loop)
     buffer = layout.allocate()
     _clear(layout, buffer, shape)
@@ -130,7 +148,8 @@ class StepBuffers:
         self._entries = PageEntries(shape)
 
     def pack(self, step: StepInput) -> tuple[list[np.ndarray], np.ndarray]:
-        """(buffers for the program `update`, to be run first, as a rule none; the buffer of the step).
+        """(buffers for the program `update`, to be run first, as a rule none; the buffer of the
+        step).
 
         Raises InternalError if a step was lost.
         """
@@ -162,7 +181,9 @@ class StepBuffers:
 
 
 def _new_parameters(step: StepInput) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, their parameters [field, row]) that this step brings: of requests that are new to their row."""
+    """(rows, their parameters [field, row]) that this step brings: of requests that are new to
+    their row.
+    """
     new = step.new_pages
     if new is not None and np.count_nonzero(new.columns) == len(new.columns):
         return _NO_ROWS
@@ -175,9 +196,16 @@ def _new_parameters(step: StepInput) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fill(
-    layout: Layout, buffer: np.ndarray, at: np.ndarray, page: np.ndarray, rows: np.ndarray, parameters: np.ndarray
+    layout: Layout,
+    buffer: np.ndarray,
+    at: np.ndarray,
+    page: np.ndarray,
+    rows: np.ndarray,
+    parameters: np.ndarray,
 ) -> None:
-    """Put changes into a buffer that had none; of `page` and `parameters` as many as there are places and rows."""
+    """Put changes into a buffer that had none; of `page` and `parameters` as many as there are
+    places and rows.
+    """
     if len(at):
         layout.view(buffer, "page_at")[: len(at)] = at
         layout.view(buffer, "page")[: len(at)] = page[: len(at)]
@@ -187,7 +215,9 @@ def _fill(
 
 
 def wider_processors(buffer: np.ndarray, requests: int, size: int, shape: StepShape) -> np.ndarray:
-    """What the `processed` sampler reads, for `size` rows instead of `requests`; those behind have no processors."""
+    """What the `processed` sampler reads, for `size` rows instead of `requests`; those behind
+    have no processors.
+    """
     if size == requests:
         return buffer
     given, layout = processor_layout(requests, shape), processor_layout(size, shape)
@@ -201,7 +231,9 @@ def wider_processors(buffer: np.ndarray, requests: int, size: int, shape: StepSh
     return wider
 
 
-def sampling_fields(parameters: jax.Array, rows: jax.Array, position: jax.Array, as_float: Any) -> dict[str, jax.Array]:
+def sampling_fields(
+    parameters: jax.Array, rows: jax.Array, position: jax.Array, as_float: Any
+) -> dict[str, jax.Array]:
     """The arguments of the samplers that a request keeps, and the position: by name, each [R]."""
     fields = dict(zip(PARAMETERS, parameters[:, rows], strict=True))
     return fields | {"scale": as_float(fields["scale"]), "position": position}

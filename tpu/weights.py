@@ -1,4 +1,6 @@
-"""Puts weights on the devices as programs want them: stacked by block of layers, each shard read for its device."""
+"""Puts weights on the devices as programs want them: stacked by block of layers, each shard read
+for its device.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def load_weights(
     mesh: Mesh,
     progress: Progress,
 ) -> dict[str, Any]:
-    """The weights of a model as a tree (see `programs.Model`), in `dtype` on `mesh`. Raises CheckpointError."""
+    """The weights of a model as a tree (see `programs.Model`), in `dtype` on `mesh`. Raises
+    CheckpointError.
+    """
     checkpoint = None
     if load_format != "dummy":
         checkpoint = Checkpoint(folder)
@@ -47,7 +51,9 @@ def load_weights(
             return _dummy(parameter, placement, seed, kind, mesh)
         return partial(_read, checkpoint, parameter, placement, kind, mesh)
 
-    weights: dict[str, Any] = {"blocks": [tuple({} for _ in range(block.period)) for block in blocks]}
+    weights: dict[str, Any] = {
+        "blocks": [tuple({} for _ in range(block.period)) for block in blocks]
+    }
     for done, parameter in enumerate(table):
         make = maker(parameter)
         if parameter.layers is None:
@@ -60,7 +66,9 @@ def load_weights(
     return weights
 
 
-def _stacks(blocks: Sequence[Block], stacked: Sequence[Any]) -> Iterator[tuple[range, dict[str, Any]]]:
+def _stacks(
+    blocks: Sequence[Block], stacked: Sequence[Any]
+) -> Iterator[tuple[range, dict[str, Any]]]:
     """The layers whose weights are stacked together, and what holds these weights."""
     for block, of_block in zip(blocks, stacked, strict=True):
         for position, of_layers in enumerate(of_block):
@@ -68,11 +76,19 @@ def _stacks(blocks: Sequence[Block], stacked: Sequence[Any]) -> Iterator[tuple[r
 
 
 def _read(
-    checkpoint: Checkpoint, parameter: Parameter, placement: Placement, dtype: Any, mesh: Mesh, layers: range
+    checkpoint: Checkpoint,
+    parameter: Parameter,
+    placement: Placement,
+    dtype: Any,
+    mesh: Mesh,
+    layers: range,
 ) -> jax.Array:
     """One parameter of some layers. The host never holds more of it than one device does."""
     stacked = (len(layers),) if parameter.layered else ()
-    shape, sharding = (*stacked, *placement.shape), on(mesh, partition(placement, parameter.layered))
+    shape, sharding = (
+        (*stacked, *placement.shape),
+        on(mesh, partition(placement, parameter.layered)),
+    )
     arrays = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         part = np.empty((len(layers), *sharding.shard_shape(shape)[len(stacked) :]), dtype)
@@ -90,7 +106,9 @@ def _read_layer(
     index: tuple[slice, ...],
     out: np.ndarray,
 ) -> None:
-    """Fill `out` with one shard of one layer's parameter: `index` says which entries of the placed shape it has."""
+    """Fill `out` with one shard of one layer's parameter: `index` says which entries of the
+    placed shape it has.
+    """
     axis, source = placement.axis, placement.source
     parts, offset = parts_in(checkpoint, parameter, layer), 0
     for part, key in zip(parts, keys(parts, layer), strict=True):
@@ -98,18 +116,28 @@ def _read_layer(
         if axis is None or source is None:
             out[offset : offset + part.rows] = read_rows(checkpoint, parameter, part, key)
         elif axis == 0:
-            # Parts are stacked along this dimension: those of the shard's entries that lie in this part.
+            # Parts are stacked along this dimension: those of the shard's entries that lie in this
+            # part.
             _gather(read, 0, rows_of(part, source[index[0]], offset), out)
         else:
             rows = out[offset : offset + part.rows]
-            _gather(partial(read, rows=range(part.first, part.first + part.rows)), axis, source[index[axis]], rows)
+            _gather(
+                partial(read, rows=range(part.first, part.first + part.rows)),
+                axis,
+                source[index[axis]],
+                rows,
+            )
         offset += part.rows
     if axis is not None and source is not None:
         out[(slice(None),) * axis + (source[index[axis]] < 0,)] = 0
 
 
-def _gather(read: Callable[[int, int, int], np.ndarray], axis: int, entries: np.ndarray, out: np.ndarray) -> None:
-    """Put the entries of a tensor's axis to their places in `out`; those of -1 stay. `read(axis, start, stop)`."""
+def _gather(
+    read: Callable[[int, int, int], np.ndarray], axis: int, entries: np.ndarray, out: np.ndarray
+) -> None:
+    """Put the entries of a tensor's axis to their places in `out`; those of -1 stay. `read(axis,
+    start, stop)`.
+    """
     inside = entries >= 0
     breaks = np.flatnonzero((np.diff(entries) != 1) | np.diff(inside)) + 1
     edges = [0, *breaks.tolist(), len(entries)]
@@ -123,7 +151,8 @@ def _gather(read: Callable[[int, int, int], np.ndarray], axis: int, entries: np.
 def _dummy(
     parameter: Parameter, placement: Placement, seed: int, dtype: Any, mesh: Mesh
 ) -> Callable[[range], jax.Array]:
-    """Makes random weights of a range of layers where they lie: the same numbers on any number of shards.
+    """Makes random weights of a range of layers where they lie: the same numbers on any number of
+    shards.
 
     One program for all ranges of a length: with unrolled layers, for all layers.
     """
@@ -132,8 +161,14 @@ def _dummy(
     def one(layer: jax.Array) -> jax.Array:
         at = [jax.lax.broadcasted_iota(jnp.int32, dims, dim) for dim in range(len(dims))]
         real: Any = True
-        if axis is not None and source is not None and not np.array_equal(source, np.arange(dims[axis])):
-            along = np.asarray(source, np.int32).reshape([-1 if dim == axis else 1 for dim in range(len(dims))])
+        if (
+            axis is not None
+            and source is not None
+            and not np.array_equal(source, np.arange(dims[axis]))
+        ):
+            along = np.asarray(source, np.int32).reshape(
+                [-1 if dim == axis else 1 for dim in range(len(dims))]
+            )
             at[axis] = jnp.broadcast_to(along, dims)
             real = at[axis] >= 0
         index = at[0]
@@ -147,5 +182,9 @@ def _dummy(
             return one(first)
         return jax.lax.map(one, first + step * jnp.arange(count, dtype=jnp.int32))
 
-    program = jax.jit(stack, static_argnames="count", out_shardings=on(mesh, partition(placement, parameter.layered)))
+    program = jax.jit(
+        stack,
+        static_argnames="count",
+        out_shardings=on(mesh, partition(placement, parameter.layered)),
+    )
     return lambda layers: program(np.int32(layers.start), np.int32(layers.step), count=len(layers))

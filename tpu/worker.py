@@ -1,4 +1,6 @@
-"""The JAX worker: a frozen table of compiled programs, one donated KV buffer, tokens fed back on the device."""
+"""The JAX worker: a frozen table of compiled programs, one donated KV buffer, tokens fed back on
+the device.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ from .weights import load_weights
 __all__ = ["JaxWorker", "find_device", "make_plans", "make_worker"]
 
 
-def make_worker(model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> Worker:
+def make_worker(
+    model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str
+) -> Worker:
     """A worker on `device` for the model in `folder`, on all hosts if there are several."""
     return on_all_hosts(JaxWorker(model, config, device, folder), config.tensor_parallel_size)
 
@@ -64,21 +68,29 @@ class Handle:
         if self.prompt is not None:
             parts = [[np.asarray(x) for x in part] for part in self.prompt]
             count = self.step.descriptor.tokens
-            prompt = TopLogprobs(*(np.concatenate(column)[:count] for column in zip(*parts, strict=True)))
+            prompt = TopLogprobs(
+                *(np.concatenate(column)[:count] for column in zip(*parts, strict=True))
+            )
         # Behind the step's own rows are those that the sampler was padded with.
         requests = self.step.descriptor.requests
-        top = None if self.top is None else TopLogprobs(*(np.asarray(x)[:requests] for x in self.top))
+        top = (
+            None if self.top is None else TopLogprobs(*(np.asarray(x)[:requests] for x in self.top))
+        )
         tokens = np.asarray(self.tokens)
         tokens = tokens[:requests] if self.step.loop is None else tokens[: tokens[-1, 0]]
         return StepOutput(self.step.step_id, tokens, top, prompt)
 
 
 class JaxWorker:
-    """Runs steps through XLA executables. See `shared/worker.py` for the contract of each method."""
+    """Runs steps through XLA executables. See `shared/worker.py` for the contract of each
+    method.
+    """
 
     multi_step = True
 
-    def __init__(self, model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str) -> None:
+    def __init__(
+        self, model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str
+    ) -> None:
         self.device = device
         self._folder = folder
         self.config = config
@@ -98,7 +110,9 @@ class JaxWorker:
         self._num_late = 0
         self._weights: dict[str, Any] = {}
         self._head: dict[str, Any] = {}
-        self._logits = jax.jit(partial(decoder.head, self._model.ops["sample"], decoder.model_of(model)))
+        self._logits = jax.jit(
+            partial(decoder.head, self._model.ops["sample"], decoder.model_of(model))
+        )
 
     def load(self, progress: Progress) -> None:
         """Read or make the weights."""
@@ -127,8 +141,9 @@ class JaxWorker:
     def measure(self) -> int:
         """Bytes for the KV cache on each device.
 
-        On a TPU the largest programs are compiled for it. Those that have no cache among their arguments are kept; the
-        others, one of each kind, are compiled again once the size of the cache is known.
+        On a TPU the largest programs are compiled for it. Those that have no cache among their
+        arguments are kept; the others, one of each kind, are compiled again once the size of the
+        cache is known.
         """
         page, config = self.page_bytes(), self.config
         if self.device.platform == "cpu":
@@ -142,10 +157,14 @@ class JaxWorker:
             return min(wanted, allowed - used - page)
         if self.device.platform != "tpu":
             return allowed - used - step_temporaries(self._loaded, config) - page
-        shapes = describe(self._loaded, config, self._model.blocks, config.pages_per_request, self._mesh)
+        shapes = describe(
+            self._loaded, config, self._model.blocks, config.pages_per_request, self._mesh
+        )
         work = jobs(self._model, config.table(), shapes, self._dtype, self._mesh)
         cache = (config.pages_per_request + 1) * page
-        needed, self._built = footprint.measure(work, shapes, cache, self._mesh, self._plans.hash, self._progress)
+        needed, self._built = footprint.measure(
+            work, shapes, cache, self._mesh, self._plans.hash, self._progress
+        )
         return needed.room(allowed, page, used)
 
     def page_bytes(self) -> int:
@@ -154,7 +173,9 @@ class JaxWorker:
 
     def allocate_kv(self, num_pages: int) -> None:
         """Allocate the one KV buffer of all layers."""
-        self._shapes = describe(self._loaded, self.config, self._model.blocks, num_pages, self._mesh)
+        self._shapes = describe(
+            self._loaded, self.config, self._model.blocks, num_pages, self._mesh
+        )
         self._num_pages = num_pages
         self._buffers = StepBuffers(self._model.shape)
         self._state = State(*map(self._put, initial_state(self._model.shape)))
@@ -180,14 +201,20 @@ class JaxWorker:
         return reports
 
     def _stored(self) -> executables.Reader | None:
-        """The executables of `aot_folder`. Raises ConfigError unless they are for exactly this engine and machine."""
+        """The executables of `aot_folder`. Raises ConfigError unless they are for exactly this
+        engine and machine.
+        """
         folder = self.config.aot_folder
         if folder is None:
             return None
         reader = executables.Reader(folder)
-        key = executables.key(self._loaded, self.config, self._plans.hash, self._mesh, self._num_pages)
+        key = executables.key(
+            self._loaded, self.config, self._plans.hash, self._mesh, self._num_pages
+        )
         if different := reader.differences(key):
-            raise ConfigError(f"aot_folder: {folder} was compiled for another {', '.join(different)}")
+            raise ConfigError(
+                f"aot_folder: {folder} was compiled for another {', '.join(different)}"
+            )
         return reader
 
     def _run_once(self, descriptor: Descriptor) -> None:
@@ -214,7 +241,13 @@ class JaxWorker:
         if step.loop is not None:
             return self._execute_loop(step)
         rows, hidden, picked = self._backbone(step)
-        arguments: tuple[Any, ...] = (self._head, self._last_tokens, self._state.parameters, rows, picked)
+        arguments: tuple[Any, ...] = (
+            self._head,
+            self._last_tokens,
+            self._state.parameters,
+            rows,
+            picked,
+        )
         shape, size = self._model.shape, sampler_size(d.requests, self._model.shape.max_rows)
         if step.processors is not None:
             arguments += (wider_processors(step.processors, d.requests, size, shape),)
@@ -247,27 +280,43 @@ class JaxWorker:
         return buffer
 
     def _execute_loop(self, step: StepInput) -> Handle:
-        program = self._program(("loop", loop_sampler(self._sampler(step)), step.descriptor.requests))
+        program = self._program(
+            ("loop", loop_sampler(self._sampler(step)), step.descriptor.requests)
+        )
         buffer = self._difference(step)
-        arguments = (self._weights, self._tables, self._kv, self._state, self._last_tokens, self._halted, buffer)
+        arguments = (
+            self._weights,
+            self._tables,
+            self._kv,
+            self._state,
+            self._last_tokens,
+            self._halted,
+            buffer,
+        )
         self._kv, self._state, self._last_tokens, self._halted, tokens = program(*arguments)
         tokens.copy_to_host_async()
         return Handle(step, tokens, None, None)
 
     def logits(self, step: StepInput) -> np.ndarray:
-        """Run a step and return its logits at every token: [T, vocab] float32. Compiles; for comparisons only."""
+        """Run a step and return its logits at every token: [T, vocab] float32. Compiles; for
+        comparisons only.
+        """
         _, hidden, _ = self._backbone(step)
         return np.asarray(self._logits(self._head, hidden))
 
     def read_pages(self, pages: Sequence[int]) -> np.ndarray:
-        """What pages hold in all layers; waits for the steps in flight, and compiles. One shard only."""
+        """What pages hold in all layers; waits for the steps in flight, and compiles. One shard
+        only.
+        """
         c = self._loaded
         index = np.arange(c.num_layers)[:, None] * (self._num_pages + 1) + np.asarray(pages)
         shape = (*index.shape, self.config.page_size, 2 * c.num_kv_heads, c.head_dim)
         held = np.asarray(self._kv[index.reshape(-1)])
         return held.view(jnp.dtype(self.config.kv_cache_dtype)).reshape(shape)
 
-    def _prompt_logprobs(self, targets: np.ndarray, hidden: jax.Array) -> list[tuple[jax.Array, ...]]:
+    def _prompt_logprobs(
+        self, targets: np.ndarray, hidden: jax.Array
+    ) -> list[tuple[jax.Array, ...]]:
         size = self._model.shape.max_rows
         take, top = self._program(("take", len(targets))), self._program(("logprobs", size))
         padded = np.zeros(-(-len(targets) // size) * size, np.int32)
@@ -286,7 +335,9 @@ class JaxWorker:
         return self._plans
 
     def compilations_after_ready(self) -> int:
-        """XLA compilations while steps of this worker started; another engine's start is not its fault."""
+        """XLA compilations while steps of this worker started; another engine's start is not its
+        fault.
+        """
         if not self._is_ready:
             raise InternalError("the worker is not warmed up yet")
         return self._num_late

@@ -1,4 +1,6 @@
-"""Triton kernels as implementations of ops: provider "triton". Importing this registers them, where Triton is there."""
+"""Triton kernels as implementations of ops: provider "triton". Importing this registers them,
+where Triton is there.
+"""
 
 from __future__ import annotations
 

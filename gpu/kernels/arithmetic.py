@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it to a float32 below 2^22 rounds to the nearest integer
+# 1.5 * 2^23: adding it to a float32 below 2^22 rounds to the nearest integer
+NEAREST = tl.constexpr(12582912.0)
 INT8_MAX = tl.constexpr(127.0)
 FP8_MAX = tl.constexpr(448.0)
 
@@ -17,7 +18,9 @@ def dot(a, b, acc):
 
 @triton.jit
 def exp(x):
-    """e^x to 2 units in the last place: the hardware's 2^x, after its argument was made small exactly."""
+    """e^x to 2 units in the last place: the hardware's 2^x, after its argument was made small
+    exactly.
+    """
     whole = (x * LOG2_E + NEAREST) - NEAREST
     whole = tl.minimum(tl.maximum(whole, -126.0), 127.0)
     rest = (x - whole * 0.693145751953125) - whole * 1.4286068203094172e-06
@@ -27,7 +30,8 @@ def exp(x):
 @triton.jit
 def gated(gate, up):
     """silu(gate) * up, all of float32's range."""
-    # e^gate in two halves: where it is below the smallest number, its product with `up` need not be.
+    # e^gate in two halves: where it is below the smallest number, its product with `up` need not
+    # be.
     half = exp(tl.abs(gate) * -0.5)
     return tl.where(gate < 0, gate * half * up * half, gate * up) / (1.0 + half * half)
 
@@ -48,7 +52,9 @@ def squash(scores, soft_cap):
 
 @triton.jit
 def stored(x, inverse, KIND: tl.constexpr):
-    """x [float32, a number of the storage dtype] as the cache holds it: KIND is "" (as it is), "int8" or "fp8"."""
+    """x [float32, a number of the storage dtype] as the cache holds it: KIND is "" (as it is),
+    "int8" or "fp8".
+    """
     if KIND == "int8":
         y = tl.minimum(tl.maximum(x * inverse, -INT8_MAX), INT8_MAX)
         y = tl.where(x == x, (y + NEAREST) - NEAREST, 0.0)

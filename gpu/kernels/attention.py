@@ -1,4 +1,6 @@
-"""paged_attention by Triton kernels: nothing is read on the host, and one or two launches whatever the lengths."""
+"""paged_attention by Triton kernels: nothing is read on the host, and one or two launches
+whatever the lengths.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,9 @@ MAX_HEAD_SIZE = 256
 MAX_GROUP = 32
 CACHES = ("int8", "float8_e4m3fn")
 WIDE_HEAD, WIDE_SHARED = 128, 160 << 10
-"""Prompts of wider heads need shared memory as A100 and H100 have it: compiled for chips with less, which have 99 KiB,
-`prefill_kernel` takes 100 to 144 KiB for heads of 256."""
+"""Prompts of wider heads need shared memory as A100 and H100 have it: compiled for chips with less,
+which have 99 KiB, `prefill_kernel` takes 100 to 144 KiB for heads of 256.
+"""
 
 
 def _takes(
@@ -53,7 +56,10 @@ def _takes(
         return False
     if q.shape[2] > WIDE_HEAD and max_query_len > 1 and shared_memory() < WIDE_SHARED:
         needs, has = WIDE_SHARED >> 10, shared_memory() >> 10
-        return Refusal(f"prompts with heads of {q.shape[2]} need {needs} KiB of shared memory, this GPU has {has}")
+        return Refusal(
+            f"prompts with heads of {q.shape[2]} need {needs} KiB of shared memory, this GPU has "
+            f"{has}"
+        )
     refusal = refused_cache(kv)
     return True if refusal is None else refusal
 
@@ -73,7 +79,9 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Array:
-    """See the op. Scores and softmax in float32, weights not normalised and rounded to q's dtype, one rounding."""
+    """See the op. Scores and softmax in float32, weights not normalised and rounded to q's
+    dtype, one rounding.
+    """
     if not kv.is_contiguous():
         raise OpError(f"paged_attention: kv of shape {tuple(kv.shape)} must be contiguous")
     if q.stride(2) != 1:
@@ -103,14 +111,18 @@ def _shape(q: torch.Tensor, kv: torch.Tensor) -> dict[str, int]:
 def splits(requests: int, heads: int, slots: int, window: int, setting: dict[str, int]) -> int:
     """Into how many parts the slots of a request may be split, from shapes alone."""
     longest = min(slots, window + setting["block_n"]) if window > 0 else slots
-    wanted = min(setting["programs"] * processors() // (requests * heads), -(-longest // setting["chunk"]))
+    wanted = min(
+        setting["programs"] * processors() // (requests * heads), -(-longest // setting["chunk"])
+    )
     wanted = min(wanted, setting["parts"])  # one program adds them all up
     return wanted if wanted > 1 and requests * heads <= COUNTERS else 1
 
 
 def _decode(
-    q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor, kv_lens: torch.Tensor,
-    counts: torch.Tensor, out: torch.Tensor, scale: float, soft_cap: float, v_scale: float, window: int, mixed: bool,
+    q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor,
+    kv_lens: torch.Tensor,
+    counts: torch.Tensor, out: torch.Tensor, scale: float, soft_cap: float, v_scale: float,
+    window: int, mixed: bool,
 ) -> None:  # fmt: skip
     setting, shape = config("decode", dtype_name(q)), _shape(q, kv)
     tokens = min(q.shape[0], kv_lens.shape[0]) if mixed else q.shape[0]
@@ -126,20 +138,28 @@ def _decode(
         q, kv, page_table, kv_lens, counts, out, sums, marks, arrived, scale, soft_cap, v_scale,
         q.stride(0), q.stride(1), page_table.stride(0), parts, kv_lens.shape[0],
         MIXED=mixed, WINDOW=window, CAPPED=soft_cap > 0, CHUNK=setting["chunk"], BLOCK_G=block_g,
-        BLOCK_N=setting["block_n"], STAGES=setting["stages"], SPLIT=parts > 1, num_warps=setting["warps"],
+        BLOCK_N=setting["block_n"], STAGES=setting["stages"], SPLIT=parts > 1,
+        num_warps=setting["warps"],
         **shape, **overlap(),
     )  # fmt: skip
 
 
 def _prefill(
-    q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor, kv_lens: torch.Tensor,
-    counts: torch.Tensor, out: torch.Tensor, scale: float, soft_cap: float, v_scale: float, window: int,
+    q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor,
+    kv_lens: torch.Tensor,
+    counts: torch.Tensor, out: torch.Tensor, scale: float, soft_cap: float, v_scale: float,
+    window: int,
 ) -> None:  # fmt: skip
     shape, tokens, requests = _shape(q, kv), q.shape[0], kv_lens.shape[0]
     block_r = power_of_2(requests + 1)
     setting = config("prefill", dtype_name(q))
     # The copy engine takes whole heads, and what is gathered has to pay for a launch.
-    gathers = kv.dtype == q.dtype and q.itemsize == 2 and window <= 0 and shape["SIZE"] == shape["BLOCK_D"] >= 64
+    gathers = (
+        kv.dtype == q.dtype
+        and q.itemsize == 2
+        and window <= 0
+        and shape["SIZE"] == shape["BLOCK_D"] >= 64
+    )
     gathers = gathers and tokens >= setting["gather"] and copy_engine()
     own = own_blocks = kv
     if gathers:
@@ -147,17 +167,22 @@ def _prefill(
         width = kv.shape[2] * kv.shape[3]
         own = torch.empty((tokens, width), dtype=kv.dtype, device=kv.device)
         own_blocks = TensorDescriptor.from_tensor(own, [setting["block_n"], shape["SIZE"]])
-        gather_kernel[(triton.cdiv(tokens, setting["gather_t"]), triton.cdiv(width, setting["gather_w"]))](
-            kv, page_table, query_start, kv_lens, counts, own, requests, page_table.stride(0), WIDTH=width,
-            PAGE=shape["PAGE"], BLOCK_T=setting["gather_t"], BLOCK_R=block_r, BLOCK_W=setting["gather_w"], **overlap(),
+        gather_kernel[(triton.cdiv(tokens, setting["gather_t"]),
+            triton.cdiv(width, setting["gather_w"]))](
+            kv, page_table, query_start, kv_lens, counts, own, requests, page_table.stride(0),
+            WIDTH=width,
+            PAGE=shape["PAGE"], BLOCK_T=setting["gather_t"], BLOCK_R=block_r,
+            BLOCK_W=setting["gather_w"], **overlap(),
         )  # fmt: skip
     # Small blocks where large ones would not fill the GPU.
     many = tokens * q.shape[1] // setting["block_m"] >= setting["blocks"]
     block_m = max(setting["block_m" if many else "few_m"], power_of_2(shape["GROUP"]))
     blocks = triton.cdiv(tokens, block_m // shape["GROUP"]) + requests
     prefill_kernel[(shape["HEADS"], blocks)](
-        q, kv, own, own_blocks, page_table, query_start, kv_lens, counts, out, scale, soft_cap, v_scale, tokens,
+        q, kv, own, own_blocks, page_table, query_start, kv_lens, counts, out, scale, soft_cap,
+        v_scale, tokens,
         requests, q.stride(0), q.stride(1), page_table.stride(0),
-        WINDOW=window, CAPPED=soft_cap > 0, OWN=gathers, BLOCK_M=block_m, BLOCK_N=setting["block_n"], BLOCK_R=block_r,
+        WINDOW=window, CAPPED=soft_cap > 0, OWN=gathers, BLOCK_M=block_m,
+        BLOCK_N=setting["block_n"], BLOCK_R=block_r,
         STAGES=setting["stages"], num_warps=setting["warps"], **shape, **overlap(),
     )  # fmt: skip

@@ -29,15 +29,19 @@ def _takes_dtypes(x: Array, kv: Array) -> bool | Refusal:
 
 
 @triton_kernel("write_kv", supports_args=_takes_write, inplace=True, row_invariant=True)
-def write_kv(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0) -> Array:
+def write_kv(
+    kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0
+) -> Array:
     """Write the rows of K and V into their slots, in place; rows with slot -1 write nothing."""
     setting, heads, size = config("write_kv"), k.shape[1], k.shape[2]
     _check(kv)
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     block = min(setting["block_h"], power_of_2(heads))
     write_kernel[(k.shape[0], triton.cdiv(heads, block))](
-        kv, k, v, slots, _inverse(k_scale), _inverse(v_scale), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        HEADS=heads, SIZE=size, KIND=KINDS.get(dtype_name(kv), ""), BLOCK_H=block, BLOCK_D=power_of_2(size),
+        kv, k, v, slots, _inverse(k_scale), _inverse(v_scale), k.stride(0), k.stride(1),
+        v.stride(0), v.stride(1),
+        HEADS=heads, SIZE=size, KIND=KINDS.get(dtype_name(kv), ""), BLOCK_H=block,
+        BLOCK_D=power_of_2(size),
         num_warps=setting["warps"], **overlap(),
     )  # fmt: skip
     return kv
@@ -73,20 +77,26 @@ def norm_rope_write_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> tuple[Array, Array]:
-    """See the op: the roundings of its finer ops, none of their traffic. The cache is written in place."""
+    """See the op: the roundings of its finer ops, none of their traffic. The cache is written in
+    place.
+    """
     setting, size, kv_heads = config("norm_rope_write_kv"), kv.shape[3], kv.shape[2] // 2
     heads = qkv.shape[1] // size - 2 * kv_heads
     half = cos.shape[1]
     _check(kv)
     qkv, cos, sin = (x if x.stride(1) == 1 else x.contiguous() for x in (qkv, cos, sin))
-    q_weight, k_weight = (x if x is None or x.stride(0) == 1 else x.contiguous() for x in (q_weight, k_weight))
+    q_weight, k_weight = (
+        x if x is None or x.stride(0) == 1 else x.contiguous() for x in (q_weight, k_weight)
+    )
     q = torch.empty((qkv.shape[0], heads, size), dtype=qkv.dtype, device=qkv.device)
     # Few tokens need many programs, many tokens large ones.
     block_h = setting["block_h" if qkv.shape[0] < setting["many"] else "many_h"]
     norm_rope_write_kernel[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, block_h))](
-        qkv, kv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos, sin, slots, q,
+        qkv, kv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos,
+        sin, slots, q,
         eps, _inverse(k_scale), _inverse(v_scale), qkv.stride(0), cos.stride(0), sin.stride(0),
-        HAS_Q=q_weight is not None, HAS_K=k_weight is not None, HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=half,
+        HAS_Q=q_weight is not None, HAS_K=k_weight is not None, HEADS=heads, KV_HEADS=kv_heads,
+        SIZE=size, HALF=half,
         KIND=KINDS.get(dtype_name(kv), ""), BLOCK_H=block_h, BLOCK_R=power_of_2(half),
         BLOCK_REST=power_of_2(max(1, size - 2 * half)), num_warps=setting["warps"], **overlap(),
     )  # fmt: skip
@@ -95,7 +105,9 @@ def norm_rope_write_kv(
 
 def _check(kv: torch.Tensor) -> None:
     if not kv.is_contiguous():
-        raise OpError(f"a KV cache of shape {tuple(kv.shape)} must be contiguous to be written in place")
+        raise OpError(
+            f"a KV cache of shape {tuple(kv.shape)} must be contiguous to be written in place"
+        )
 
 
 def _inverse(scale: float) -> float:

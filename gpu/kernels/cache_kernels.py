@@ -1,4 +1,6 @@
-"""Kernels that write the KV cache `[page slot 2*kvhead hdim]`, whose entries 2h and 2h+1 of a slot are K and V."""
+"""Kernels that write the KV cache `[page slot 2*kvhead hdim]`, whose entries 2h and 2h+1 of a
+slot are K and V.
+"""
 
 import triton
 import triton.language as tl
@@ -9,8 +11,10 @@ from .overlap import wait
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def write_kernel(
-    kv, k, v, slots, k_inverse, v_inverse, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    kv, k, v, slots, k_inverse, v_inverse, k_token_stride, k_head_stride, v_token_stride,
+    v_head_stride,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (token, block of KV heads). Tokens with slot -1 write nothing."""
@@ -34,7 +38,9 @@ def write_kernel(
 
 @triton.jit
 def _normed(x, weight, scale, normed, dtype: tl.constexpr):
-    """x * scale * weight in rows that are normed, rounded as rms_norm rounds; the others as they are."""
+    """x * scale * weight in rows that are normed, rounded as rms_norm rounds; the others as they
+    are.
+    """
     return tl.where(normed[:, None], (x * scale[:, None] * weight).to(dtype).to(tl.float32), x)
 
 
@@ -63,21 +69,32 @@ def _put(x, q, kv, head, slot, d, mask, is_q, is_k, k_inverse, v_inverse,
         tl.store(place, x, mask=mask & (slot >= 0) & ~is_q[:, None])
     else:
         inverse = tl.where(is_k, k_inverse, v_inverse)[:, None]
-        tl.store(place, stored(x.to(tl.float32), inverse, KIND), mask=mask & (slot >= 0) & ~is_q[:, None])
+        tl.store(
+            place, stored(x.to(tl.float32), inverse, KIND), mask=mask & (slot >= 0) & ~is_q[:, None]
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def norm_rope_write_kernel(
-    qkv, kv, q_weight, k_weight, cos, sin, slots, q, eps, k_inverse, v_inverse, qkv_stride, cos_stride, sin_stride,
-    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
-    HALF: tl.constexpr, KIND: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+    qkv, kv, q_weight, k_weight, cos, sin, slots, q, eps, k_inverse, v_inverse, qkv_stride,
+    cos_stride, sin_stride,
+    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr, KIND: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token, block of heads of q, k and v). HALF of the rotated entries are in each half, then the rest."""
+    """Grid (token, block of heads of q, k and v). HALF of the rotated entries are in each half,
+    then the rest.
+    """
     dtype: tl.constexpr = qkv.dtype.element_ty
     t = tl.program_id(0).to(tl.int64)
     head, r = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_R)
-    real, is_q, is_k = head < HEADS + 2 * KV_HEADS, head < HEADS, (head >= HEADS) & (head < HEADS + KV_HEADS)
+    real, is_q, is_k = (
+        head < HEADS + 2 * KV_HEADS,
+        head < HEADS,
+        (head >= HEADS) & (head < HEADS + KV_HEADS),
+    )
     normed = (is_q & HAS_Q) | (is_k & HAS_K)
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
     first_weight = _weights(q_weight, k_weight, is_q, r, r < HALF, HAS_Q, HAS_K)
@@ -104,7 +121,55 @@ def norm_rope_write_kernel(
     y = tl.load(sin + t * sin_stride + r, mask=r < HALF, other=0.0)[None, :]
     q += t * (HEADS * SIZE)
     first, second = tl.where(turned, a * x - b * y, a), tl.where(turned, b * x + a * y, b)
-    _put(first, q, kv, head, slot, r, mask, is_q, is_k, k_inverse, v_inverse, HEADS, KV_HEADS, SIZE, KIND)
-    _put(second, q, kv, head, slot, HALF + r, mask, is_q, is_k, k_inverse, v_inverse, HEADS, KV_HEADS, SIZE, KIND)
+    _put(
+        first,
+        q,
+        kv,
+        head,
+        slot,
+        r,
+        mask,
+        is_q,
+        is_k,
+        k_inverse,
+        v_inverse,
+        HEADS,
+        KV_HEADS,
+        SIZE,
+        KIND,
+    )
+    _put(
+        second,
+        q,
+        kv,
+        head,
+        slot,
+        HALF + r,
+        mask,
+        is_q,
+        is_k,
+        k_inverse,
+        v_inverse,
+        HEADS,
+        KV_HEADS,
+        SIZE,
+        KIND,
+    )
     if 2 * HALF < SIZE:
-        _put(c, q, kv, head, slot, rest, rest_mask, is_q, is_k, k_inverse, v_inverse, HEADS, KV_HEADS, SIZE, KIND)
+        _put(
+            c,
+            q,
+            kv,
+            head,
+            slot,
+            rest,
+            rest_mask,
+            is_q,
+            is_k,
+            k_inverse,
+            v_inverse,
+            HEADS,
+            KV_HEADS,
+            SIZE,
+            KIND,
+        )

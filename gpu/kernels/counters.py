@@ -1,8 +1,10 @@
-"""Zeros by which the programs of one launch find out which of them is the last; it leaves zeros behind.
+"""Zeros by which the programs of one launch find out which of them is the last; it leaves zeros
+behind.
 
-Two launches may share them only if one follows the other. A launch outside of graphs therefore takes those of its
-stream, whichever engine it serves. A graph is replayed on another stream than the one that captured it, so a launch
-that is captured takes those of its recorder, all graphs of which follow one another: they share their memory as well.
+Two launches may share them only if one follows the other. A launch outside of graphs therefore
+takes those of its stream, whichever engine it serves. A graph is replayed on another stream than
+the one that captured it, so a launch that is captured takes those of its recorder, all graphs of
+which follow one another: they share their memory as well.
 """
 
 from __future__ import annotations
@@ -21,17 +23,23 @@ COUNTERS = 1 << 14
 _of_capture: ContextVar[torch.Tensor | None] = ContextVar("counters_of_capture", default=None)
 _of_streams: dict[tuple[torch.device, int], torch.Tensor] = {}
 _of_thread = threading.local()
-"""Triton's interpreter runs a launch within its call, so that there a thread is what a stream is."""
+"""Triton's interpreter runs a launch within its call, so that there a thread is what a stream
+is.
+"""
 
 
 def make_counters(device: torch.device) -> torch.Tensor:
-    """Zeros [COUNTERS] int32. The stream that makes them must be waited for before another one uses them."""
+    """Zeros [COUNTERS] int32. The stream that makes them must be waited for before another one
+    uses them.
+    """
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 @contextmanager
 def counters_of_capture(zeros: torch.Tensor) -> Iterator[None]:
-    """Let what is captured within the block count in `zeros`, which must live as long as the graph."""
+    """Let what is captured within the block count in `zeros`, which must live as long as the
+    graph.
+    """
     token = _of_capture.set(zeros)
     try:
         yield
@@ -52,6 +60,8 @@ def counters(device: torch.device) -> torch.Tensor:
     key = device, torch.cuda.current_stream(device).cuda_stream
     if key not in _of_streams:
         if torch.cuda.is_current_stream_capturing():
-            raise OpError("kernels with counters must run once on a stream before a graph captures them on it")
+            raise OpError(
+                "kernels with counters must run once on a stream before a graph captures them on it"
+            )
         _of_streams[key] = make_counters(device)
     return _of_streams[key]

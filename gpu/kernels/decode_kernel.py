@@ -1,9 +1,10 @@
 """Paged attention of one query token a request: the slots of a request are split among programs.
 
-All lengths are read on the device, and the grid depends on shapes alone, so a graph can capture a launch. A program
-takes one request, one KV head (all query heads of its group) and one part of the slots; short requests have one part,
-whose program writes the result. Else each leaves its sums behind, and the last to arrive adds them up in their order,
-so results do not depend on who that was.
+All lengths are read on the device, and the grid depends on shapes alone, so a graph can capture a
+launch. A program takes one request, one KV head (all query heads of its group) and one part of the
+slots; short requests have one part, whose program writes the result. Else each leaves its sums
+behind, and the last to arrive adds them up in their order, so results do not depend on who that
+was.
 """
 
 import triton
@@ -25,7 +26,9 @@ def _attend(
     acc, top, total, q, kv, page_table, slot, low, high, d, scale, soft_cap,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """(acc, top, total) after the slots in [low, high) of a block; `kv` points to the K of the head in slot 0."""
+    """(acc, top, total) after the slots in [low, high) of a block; `kv` points to the K of the
+    head in slot 0.
+    """
     seen = (slot >= low) & (slot < high)
     row = _slots_of(page_table, slot, seen, PAGE) * (2 * HEADS * SIZE)
     place, mask = row[:, None] + d[None, :], seen[:, None] & (d < SIZE)[None, :]
@@ -44,10 +47,12 @@ def _attend(
 
 @triton.jit
 def _merge(
-    sums, marks, out, parts, v_scale, GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    sums, marks, out, parts, v_scale, GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write the mean of all parts, added up in their order: `sums` [part GROUP BLOCK_D], `marks` [part 2 GROUP].
+    """Write the mean of all parts, added up in their order: `sums` [part GROUP BLOCK_D], `marks`
+    [part 2 GROUP].
 
     The loads of PARTS parts of ROWS heads are in flight at once.
     """
@@ -63,10 +68,13 @@ def _merge(
             mark = marks + p[:, None] * (2 * GROUP) + g[None, :]
             tops = tl.load(mark, mask=real, other=float("-inf"), cache_modifier=".cg")
             totals = tl.load(mark + GROUP, mask=real, other=0.0, cache_modifier=".cg")
-            place = sums + (p[:, None] * GROUP + g[None, :])[:, :, None] * BLOCK_D + d[None, None, :]
+            place = (
+                sums + (p[:, None] * GROUP + g[None, :])[:, :, None] * BLOCK_D + d[None, None, :]
+            )
             each = tl.load(place, mask=real[:, :, None], other=0.0, cache_modifier=".cg")
             best = tl.maximum(top, tl.max(tops, 0))
-            base = tl.where(best == float("-inf"), 0.0, best)  # heads beyond the group have no maximum
+            # heads beyond the group have no maximum
+            base = tl.where(best == float("-inf"), 0.0, best)
             share, shrink = tl.exp2(tops - base[None, :]), tl.exp2(top - base)
             acc = acc * shrink[:, None] + tl.sum(each * share[:, :, None], 0)
             total = total * shrink + tl.sum(totals * share, 0)
@@ -77,17 +85,21 @@ def _merge(
 
 
 @triton.jit(
-    do_not_specialize=["splits", "requests"], do_not_specialize_on_alignment=["page_table", "kv_lens", "counts"]
+    do_not_specialize=["splits", "requests"],
+    do_not_specialize_on_alignment=["page_table", "kv_lens", "counts"],
 )
 def decode_kernel(
     q, kv, page_table, kv_lens, counts, out, sums, marks, arrived, scale, soft_cap, v_scale,
     q_token_stride, q_head_stride, table_stride, splits, requests,
     MIXED: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token, KV head, split). In a mixed step only the first counts[0] tokens are taken, else counts[1]."""
+    """Grid (token, KV head, split). In a mixed step only the first counts[0] tokens are taken,
+    else counts[1].
+    """
     t, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     head = h * GROUP + g
@@ -118,7 +130,8 @@ def decode_kernel(
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         slot = start + tl.arange(0, BLOCK_N)
         acc, top, total = _attend(
-            acc, top, total, query, kv + h * 2 * SIZE, page_table + t * table_stride, slot, first, high, d,
+            acc, top, total, query, kv + h * 2 * SIZE, page_table + t * table_stride, slot, first,
+            high, d,
             scale * LOG2_E, soft_cap, HEADS, SIZE, PAGE, CAPPED,
         )  # fmt: skip
     if not SPLIT or parts == 1:
@@ -127,11 +140,26 @@ def decode_kernel(
         own = t * HEADS + h
         sums += own.to(tl.int64) * (splits * GROUP * BLOCK_D)
         marks += own * (splits * 2 * GROUP)
-        tl.store(sums + (split * GROUP + g[:, None]) * BLOCK_D + d[None, :], acc, mask=(g < GROUP)[:, None])
+        tl.store(
+            sums + (split * GROUP + g[:, None]) * BLOCK_D + d[None, :],
+            acc,
+            mask=(g < GROUP)[:, None],
+        )
         tl.store(marks + split * 2 * GROUP + g, top, mask=g < GROUP)
         tl.store(marks + (split * 2 + 1) * GROUP + g, total, mask=g < GROUP)
         tl.debug_barrier()  # all threads have written before one of them says so
         if tl.atomic_add(arrived + own, 1, sem="acq_rel") == parts - 1:
             tl.store(arrived + own, 0)
             out += (t.to(tl.int64) * HEADS + h) * (GROUP * SIZE)
-            _merge(sums, marks, out, parts, v_scale, GROUP, SIZE, 4 if GROUP > 2 else GROUP, 16, BLOCK_D)
+            _merge(
+                sums,
+                marks,
+                out,
+                parts,
+                v_scale,
+                GROUP,
+                SIZE,
+                4 if GROUP > 2 else GROUP,
+                16,
+                BLOCK_D,
+            )

@@ -1,6 +1,8 @@
-"""linear, logits, gated_mlp: kernels for a few rows, whose time is that of reading the weight, else cuBLAS.
+"""linear, logits, gated_mlp: kernels for a few rows, whose time is that of reading the weight, else
+cuBLAS.
 
-Which rows go where is fixed by shapes: `configs.json` says up to how many rows each kernel was faster.
+Which rows go where is fixed by shapes: `configs.json` says up to how many rows each kernel was
+faster.
 """
 
 from __future__ import annotations
@@ -46,13 +48,19 @@ def logits(x: Array, weight: Array) -> Array:
     return _product(x, weight) if few is None else few
 
 
-def _takes_mlp(x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None) -> bool:
+def _takes_mlp(
+    x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None
+) -> bool:
     return _takes_linear(x, gate_up, gate_up_bias) and _takes_linear(x, down, down_bias)
 
 
 @triton_kernel("gated_mlp", supports_args=_takes_mlp)
-def gated_mlp(x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None) -> Array:
-    """See the op. For one or two rows gate and up are not rounded; else it is the composition of the ops here."""
+def gated_mlp(
+    x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None
+) -> Array:
+    """See the op. For one or two rows gate and up are not rounded; else it is the composition of
+    the ops here.
+    """
     if 0 < x.shape[0] <= _limits(gate_up)[0]:
         y = _gemv(x, gate_up, gate_up_bias, x.dtype, gated=True)
     else:
@@ -74,7 +82,9 @@ def _limits(weight: torch.Tensor) -> tuple[int, int]:
     return min(2, limit["gemv_rows"]), min(MAX_ROWS, limit["skinny_rows"])
 
 
-def _few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def _few(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor | None:
     """The product by a kernel, or None for more rows than they are good for."""
     few, several = _limits(weight)
     if 0 < x.shape[0] <= few:
@@ -85,7 +95,12 @@ def _few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype
 
 
 def _gemv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
 ) -> torch.Tensor:
     """The product; `gated` by silu, weight and bias being those of gate and up."""
     rows, (n, k) = x.shape[0], weight.shape
@@ -94,24 +109,34 @@ def _gemv(
     n = n // 2 if gated else n
     out = torch.empty((rows, n), dtype=dtype, device=x.device)
     sums = 2 * rows if gated else rows
-    block_n = block_rows(n, max(2, setting["entries"] // k) // sums, setting["programs"] * processors())
+    block_n = block_rows(
+        n, max(2, setting["entries"] // k) // sums, setting["programs"] * processors()
+    )
     block_k = block_columns(k, min(setting["block_k"], setting["entries"] // (block_n * sums)))
     gemv_kernel[(triton.cdiv(n, block_n),)](
         x, weight, out if bias is None else bias.contiguous(), out, x.stride(0), weight.stride(0),
-        N=n, K=k, ROWS=rows, HAS_BIAS=bias is not None, GATED=gated, BLOCK_N=block_n, BLOCK_K=block_k,
+        N=n, K=k, ROWS=rows, HAS_BIAS=bias is not None, GATED=gated, BLOCK_N=block_n,
+        BLOCK_K=block_k,
         num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
     return out
 
 
-def _skinny(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _skinny(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
     rows, (n, k) = x.shape[0], weight.shape
     setting = config("skinny")
     x, weight = (y if y.stride(1) == 1 else y.contiguous() for y in (x, weight))
     out = torch.empty((rows, n), dtype=dtype, device=x.device)
     block_n, block_k = setting["block_n"], setting["block_k"]
     blocks = triton.cdiv(n, block_n)
-    parts = max(1, min(setting["programs"] * processors() // blocks, triton.cdiv(k, block_k * setting["steps"])))
+    parts = max(
+        1,
+        min(
+            setting["programs"] * processors() // blocks, triton.cdiv(k, block_k * setting["steps"])
+        ),
+    )
     part = triton.cdiv(triton.cdiv(k, parts), block_k) * block_k
     parts = triton.cdiv(k, part) if blocks <= COUNTERS else 1
     sums = arrived = out
@@ -123,8 +148,10 @@ def _skinny(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dt
     # Measured: what comes up behind it slows the reading of a large weight by more than it gains.
     overlapping = overlap(early=True) if n * k <= setting["overlap"] else {"OVERLAP": 0}
     skinny_kernel[(blocks, parts)](
-        x, weight, out if bias is None else bias.contiguous(), out, sums, arrived, x.stride(0), weight.stride(0), rows,
-        N=n, K=k, HAS_BIAS=bias is not None, PARTS=parts, PART=part, BLOCK_N=block_n, BLOCK_K=block_k,
+        x, weight, out if bias is None else bias.contiguous(), out, sums, arrived, x.stride(0),
+        weight.stride(0), rows,
+        N=n, K=k, HAS_BIAS=bias is not None, PARTS=parts, PART=part, BLOCK_N=block_n,
+        BLOCK_K=block_k,
         STAGES=setting["stages"], num_warps=setting["warps"], **overlapping,
     )  # fmt: skip
     return out

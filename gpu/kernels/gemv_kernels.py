@@ -1,9 +1,10 @@
 """Products of few rows with a weight matrix [n k], bound by the time that its bytes take.
 
-Two shapes of program, each for one block of the n results. `gemv_kernel`: multiply and add in float32, for one or two
-rows; the first weights are read before the inputs are there, the next block of k while one is multiplied, and they
-leave the L2 to what is read again. `skinny_kernel`: the tensor cores, up to 16 rows; k may be split among programs, the
-last of which to arrive adds the parts in their order.
+Two shapes of program, each for one block of the n results. `gemv_kernel`: multiply and add in
+float32, for one or two rows; the first weights are read before the inputs are there, the next block
+of k while one is multiplied, and they leave the L2 to what is read again. `skinny_kernel`: the
+tensor cores, up to 16 rows; k may be split among programs, the last of which to arrive adds the
+parts in their order.
 """
 
 import triton
@@ -20,15 +21,24 @@ def _block(weight, n, at, stride, N: tl.constexpr, K: tl.constexpr, EVEN: tl.con
     if EVEN:
         return tl.load(place, eviction_policy="evict_first")
     else:
-        return tl.load(place, mask=(n < N)[:, None] & (at < K)[None, :], other=0.0, eviction_policy="evict_first")
+        return tl.load(
+            place,
+            mask=(n < N)[:, None] & (at < K)[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
 
 
 @triton.jit
 def gemv_kernel(
-    x, weight, bias, out, x_stride, weight_stride, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+    x, weight, bias, out, x_stride, weight_stride, N: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (block of results). ROWS is 1 or 2. GATED: silu(result n) * result N + n, of a weight [2N k]."""
+    """Grid (block of results). ROWS is 1 or 2. GATED: silu(result n) * result N + n, of a weight
+    [2N k].
+    """
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     even: tl.constexpr = (K % BLOCK_K == 0) & (N % BLOCK_N == 0)
     up = weight + tl.cast(weight_stride, tl.int64) * N if GATED else weight
@@ -71,8 +81,10 @@ def _put(place, mask, y, up, GATED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def skinny_kernel(
-    x, weight, bias, out, sums, arrived, x_stride, weight_stride, rows, N: tl.constexpr, K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, weight, bias, out, sums, arrived, x_stride, weight_stride, rows, N: tl.constexpr,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of results, part of k). PART is a multiple of BLOCK_K."""
@@ -86,7 +98,11 @@ def skinny_kernel(
     wait(OVERLAP)
     for start in tl.range(part * PART, min(part * PART + PART, K), BLOCK_K, num_stages=STAGES):
         at = start + k
-        a = tl.load(x + m[:, None] * x_stride + at[None, :], mask=(m < rows)[:, None] & (at < K)[None, :], other=0.0)
+        a = tl.load(
+            x + m[:, None] * x_stride + at[None, :],
+            mask=(m < rows)[:, None] & (at < K)[None, :],
+            other=0.0,
+        )
         acc = dot(a, tl.trans(_block(weight, n, at, weight_stride, N, K, even)), acc)
     real = (m < rows)[:, None] & (n < N)[None, :]
     place = m[:, None] * N + n[None, :]
@@ -99,5 +115,7 @@ def skinny_kernel(
             tl.store(arrived + block, 0)
             acc = tl.zeros([16, BLOCK_N], tl.float32)
             for other in range(PARTS):
-                acc += tl.load(sums + other * rows * N + place, mask=real, other=0.0, cache_modifier=".cg")
+                acc += tl.load(
+                    sums + other * rows * N + place, mask=real, other=0.0, cache_modifier=".cg"
+                )
             tl.store(out + place, (acc + added[None, :]).to(out.dtype.element_ty), mask=real)

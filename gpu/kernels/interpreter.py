@@ -1,7 +1,8 @@
 """Triton's interpreter (TRITON_INTERPRET=1), put right where it does not compute what a GPU does.
 
-In triton 3.5 to 3.7 it cuts instead of rounding when it narrows a float, multiplies the bit patterns of bfloat16 in
-`tl.dot`, and lets numpy warn where IEEE arithmetic gives an infinity or NaN. The kernels' tests on a CPU rest on this.
+In triton 3.5 to 3.7 it cuts instead of rounding when it narrows a float, multiplies the bit
+patterns of bfloat16 in `tl.dot`, and lets numpy warn where IEEE arithmetic gives an infinity or
+NaN. The kernels' tests on a CPU rest on this.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What all kernels share: where they run, their launch configurations, dtypes by name.
 
-Nothing is tuned at run time: a configuration is looked up in `configs.json` by the chip's name, with a default for
-chips that it does not name (`scripts/tune_kernels.py` measures them).
+Nothing is tuned at run time: a configuration is looked up in `configs.json` by the chip's name,
+with a default for chips that it does not name (`scripts/tune_kernels.py` measures them).
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ INTERPRETED_PROCESSORS = 4
 
 
 FP8_CAPABILITY = (8, 9)
-"""From Ada on there are conversions from and to float8_e4m3fn; Triton compiles none for chips before."""
+"""From Ada on there are conversions from and to float8_e4m3fn; Triton compiles none for chips
+before.
+"""
 
 
 def capability() -> tuple[int, int]:
@@ -33,14 +35,23 @@ def capability() -> tuple[int, int]:
 
 
 def supported() -> bool:
-    """Whether the kernels run here: on an NVIDIA GPU from Ampere on, or on any CPU in Triton's interpreter."""
+    """Whether the kernels run here: on an NVIDIA GPU from Ampere on, or on any CPU in Triton's
+    interpreter.
+    """
     return INTERPRETED or capability() >= (8, 0)
 
 
 triton_kernel = partial(
-    implement, provider="triton", framework="torch", supported=supported, opaque=True, preferred_on=("cuda",)
+    implement,
+    provider="triton",
+    framework="torch",
+    supported=supported,
+    opaque=True,
+    preferred_on=("cuda",),
 )
-"""Registers the decorated function, which launches a kernel, as the implementation of an op that GPUs prefer."""
+"""Registers the decorated function, which launches a kernel, as the implementation of an op that
+GPUs prefer.
+"""
 
 
 def refused_cache(kv: Any) -> Refusal | None:
@@ -58,7 +69,9 @@ def dtype_name(x: Any) -> str:
 
 @cache
 def config(kernel: str, variant: str = "") -> dict[str, int]:
-    """The launch configuration of a kernel, for a dtype or a shape if it has one of its own (`decode/float32`)."""
+    """The launch configuration of a kernel, for a dtype or a shape if it has one of its own
+    (`decode/float32`).
+    """
     table = json.loads(Path(__file__).with_name("configs.json").read_text(encoding="utf-8"))
     chip = "" if INTERPRETED or not torch.cuda.is_available() else torch.cuda.get_device_name()
     for entries in (table["chips"].get(chip, {}), table["default"]):
@@ -80,19 +93,25 @@ def shared_memory() -> int:
     """Bytes of shared memory that one program may take; in the interpreter any number."""
     if INTERPRETED:
         return 1 << 30
-    properties = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
+    properties = triton.runtime.driver.active.utils.get_device_properties(
+        torch.cuda.current_device()
+    )
     return int(properties["max_shared_mem"])
 
 
 @cache
 def copy_engine() -> bool:
-    """Whether blocks of a tensor are copied by their descriptor (TMA: from Hopper on; the interpreter plays it)."""
+    """Whether blocks of a tensor are copied by their descriptor (TMA: from Hopper on; the
+    interpreter plays it).
+    """
     return INTERPRETED or capability() >= (9, 0)
 
 
 @cache
 def overlap(early: bool = False) -> dict[str, int | bool]:
-    """The options of a launch by which kernels overlap (see `overlap.py`), where the chip can: from Hopper on."""
+    """The options of a launch by which kernels overlap (see `overlap.py`), where the chip can:
+    from Hopper on.
+    """
     can = not INTERPRETED and capability() >= (9, 0)
     mode = EARLY if early else LATE
     return {"OVERLAP": mode.value if can else 0, "launch_pdl": can}

@@ -1,8 +1,10 @@
-"""Launches that overlap (programmatic dependent launch): a kernel comes up while the one before it still runs.
+"""Launches that overlap (programmatic dependent launch): a kernel comes up while the one before it
+still runs.
 
-What it does before `wait` is hidden behind that one: finding its place, loading weights. The rule, which all kernels
-here keep: before `wait` nothing is written, and only weights are read, which no launch of a step writes. A kernel that
-knows nothing of this neither starts early nor lets others start before it has ended.
+What it does before `wait` is hidden behind that one: finding its place, loading weights. The rule,
+which all kernels here keep: before `wait` nothing is written, and only weights are read, which no
+launch of a step writes. A kernel that knows nothing of this neither starts early nor lets others
+start before it has ended.
 """
 
 import triton
@@ -12,12 +14,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 LATE = tl.constexpr(1)
 """The next launch may come up once this one's inputs are there."""
 EARLY = tl.constexpr(2)
-"""The next launch may come up once this one has asked for its weights: several may be waiting in a row."""
+"""The next launch may come up once this one has asked for its weights: several may be waiting in
+a row.
+"""
 
 
 @triton.jit
 def wait(OVERLAP: tl.constexpr):
-    """Until the launch before has ended and its results can be read. OVERLAP: 0 (not at all), LATE or EARLY."""
+    """Until the launch before has ended and its results can be read. OVERLAP: 0 (not at all),
+    LATE or EARLY.
+    """
     if OVERLAP == EARLY:
         gdc_launch_dependents()
     if OVERLAP:

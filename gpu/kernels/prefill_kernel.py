@@ -1,11 +1,14 @@
-"""Paged attention of ragged queries: blocks of one request's query tokens against its slots, block by block.
+"""Paged attention of ragged queries: blocks of one request's query tokens against its slots, block
+by block.
 
-All lengths are read on the device and the grid depends on shapes alone, so a graph can capture a launch: with blocks
-of B tokens, request i begins at block query_start[i] // B + i, which never overlaps and needs at most tokens / B +
-requests blocks. A block holds the query heads of one KV head side by side, so its K and V are read once for them all.
+All lengths are read on the device and the grid depends on shapes alone, so a graph can capture a
+launch: with blocks of B tokens, request i begins at block query_start[i] // B + i, which never
+overlaps and needs at most tokens / B + requests blocks. A block holds the query heads of one KV
+head side by side, so its K and V are read once for them all.
 
-K and V lie in pages, which cost an address for each slot. Those of this step's own tokens can be gathered first, in the
-order of the tokens (`gather_kernel`): then the copy engine brings a block at a time.
+K and V lie in pages, which cost an address for each slot. Those of this step's own tokens can be
+gathered first, in the order of the tokens (`gather_kernel`): then the copy engine brings a block at
+a time.
 """
 
 import triton
@@ -16,7 +19,9 @@ from .overlap import wait
 
 
 @triton.jit
-def _attend(acc, top, total, q, k, v, seen, scale, soft_cap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
+def _attend(
+    acc, top, total, q, k, v, seen, scale, soft_cap, CAPPED: tl.constexpr, MASKED: tl.constexpr
+):
     """(acc, top, total) after one block of slots. Not MASKED: every row sees all of them."""
     scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
     if CAPPED:
@@ -36,21 +41,30 @@ def _attend(acc, top, total, q, k, v, seen, scale, soft_cap, CAPPED: tl.constexp
 
 @triton.jit
 def _paged(
-    kv, page_table, slot, used, d, dtype: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    kv, page_table, slot, used, d, dtype: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """K and V in some slots of a request; `kv` points to the K of the head in slot 0. MASKED: 0 in those not used."""
+    """K and V in some slots of a request; `kv` points to the K of the head in slot 0. MASKED: 0
+    in those not used.
+    """
     if MASKED:
         page = tl.load(page_table + slot // PAGE, mask=used, other=0)
     else:
         page = tl.load(page_table + slot // PAGE)
-    place = kv + ((page.to(tl.int64) * PAGE + slot % PAGE) * (2 * HEADS * SIZE))[:, None] + d[None, :]
+    place = (
+        kv + ((page.to(tl.int64) * PAGE + slot % PAGE) * (2 * HEADS * SIZE))[:, None] + d[None, :]
+    )
     if MASKED:
         mask = used[:, None] & (d < SIZE)[None, :]
-        return tl.load(place, mask=mask, other=0.0).to(dtype), tl.load(place + SIZE, mask=mask, other=0.0).to(dtype)
+        return tl.load(place, mask=mask, other=0.0).to(dtype), tl.load(
+            place + SIZE, mask=mask, other=0.0
+        ).to(dtype)
     elif d.shape[0] != SIZE:
         mask = (d < SIZE)[None, :]
-        return tl.load(place, mask=mask, other=0.0).to(dtype), tl.load(place + SIZE, mask=mask, other=0.0).to(dtype)
+        return tl.load(place, mask=mask, other=0.0).to(dtype), tl.load(
+            place + SIZE, mask=mask, other=0.0
+        ).to(dtype)
     else:
         return tl.load(place).to(dtype), tl.load(place + SIZE).to(dtype)
 
@@ -61,11 +75,13 @@ def _paged(
 )
 def gather_kernel(
     kv, page_table, query_start, kv_lens, counts, own, requests, table_stride,
-    WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (block of tokens, block of a slot's WIDTH entries): `own` [tok 2*kvhead*hdim] is what the cache holds of the
-    step's tokens. Tokens of no request and the first counts[0] have none."""
+    """Grid (block of tokens, block of a slot's WIDTH entries): `own` [tok 2*kvhead*hdim] is what
+    the cache holds of the step's tokens. Tokens of no request and the first counts[0] have none.
+    """
     wait(OVERLAP)
     t, i = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
     live = tl.load(counts + 1)
@@ -74,10 +90,14 @@ def gather_kernel(
     stop = tl.load(query_start + request + 1, mask=request >= 0, other=0)
     real = (t < stop) & (request >= tl.load(counts))
     slot = tl.load(kv_lens + request, mask=real, other=0) - stop + t
-    page = tl.load(page_table + request.to(tl.int64) * table_stride + slot // PAGE, mask=real, other=0)
+    page = tl.load(
+        page_table + request.to(tl.int64) * table_stride + slot // PAGE, mask=real, other=0
+    )
     w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     mask = real[:, None] & (w < WIDTH)[None, :]
-    row = tl.load(kv + ((page.to(tl.int64) * PAGE + slot % PAGE) * WIDTH)[:, None] + w[None, :], mask=mask)
+    row = tl.load(
+        kv + ((page.to(tl.int64) * PAGE + slot % PAGE) * WIDTH)[:, None] + w[None, :], mask=mask
+    )
     tl.store(own + t.to(tl.int64)[:, None] * WIDTH + w[None, :], row, mask=mask)
 
 
@@ -86,15 +106,20 @@ def gather_kernel(
     do_not_specialize_on_alignment=["page_table", "query_start", "kv_lens", "counts"],
 )
 def prefill_kernel(
-    q, kv, own, own_blocks, page_table, query_start, kv_lens, counts, out, scale, soft_cap, v_scale, tokens, requests,
+    q, kv, own, own_blocks, page_table, query_start, kv_lens, counts, out, scale, soft_cap, v_scale,
+    tokens, requests,
     q_token_stride, q_head_stride, table_stride,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, OWN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, OWN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KV head, block). Leaves the first counts[0] tokens to the decode kernel; rows of no request become 0.
+    """Grid (KV head, block). Leaves the first counts[0] tokens to the decode kernel; rows of no
+    request become 0.
 
-    OWN: the step's own K and V are read from `own`, by its descriptor `own_blocks` where a block is one request's.
+    OWN: the step's own K and V are read from `own`, by its descriptor `own_blocks` where a block is
+    one request's.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     h = tl.program_id(0)
@@ -114,7 +139,12 @@ def prefill_kernel(
     r, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     mine, head = token + r // GROUP, h * GROUP + r % GROUP
     rows = ((r < BLOCK_Q * GROUP) & (mine < stop))[:, None] & (d < SIZE)[None, :]
-    result = out + mine.to(tl.int64)[:, None] * (HEADS * GROUP * SIZE) + head[:, None] * SIZE + d[None, :]
+    result = (
+        out
+        + mine.to(tl.int64)[:, None] * (HEADS * GROUP * SIZE)
+        + head[:, None] * SIZE
+        + d[None, :]
+    )
     if request == live:
         tl.store(result, tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty), mask=rows)
         return
@@ -139,7 +169,9 @@ def prefill_kernel(
     if WINDOW <= 0:
         for start in tl.range(0, edge, BLOCK_N, num_stages=STAGES):
             k, v = _paged(kv, page_table, start + n, True, d, query.dtype, HEADS, SIZE, PAGE, False)
-            acc, top, total = _attend(acc, top, total, query, k, v, True, scale * LOG2_E, soft_cap, CAPPED, False)
+            acc, top, total = _attend(
+                acc, top, total, query, k, v, True, scale * LOG2_E, soft_cap, CAPPED, False
+            )
     for start in tl.range(edge, end, BLOCK_N, num_stages=STAGES):
         slot = start + n
         used = (slot >= first) & (slot < end)
@@ -147,17 +179,30 @@ def prefill_kernel(
         seen = used[None, :] & (slot[None, :] <= position[:, None])
         if WINDOW > 0:
             seen = seen & (slot[None, :] > position[:, None] - WINDOW)
-        acc, top, total = _attend(acc, top, total, query, k, v, seen, scale * LOG2_E, soft_cap, CAPPED, True)
+        acc, top, total = _attend(
+            acc, top, total, query, k, v, seen, scale * LOG2_E, soft_cap, CAPPED, True
+        )
     if OWN:
         edge = begin + (token - begin + 1) // BLOCK_N * BLOCK_N
-        whole = begin + (stop - begin) // BLOCK_N * BLOCK_N  # up to here blocks hold nothing of the next request
+        # up to here blocks hold nothing of the next request
+        whole = begin + (stop - begin) // BLOCK_N * BLOCK_N
         for start in tl.range(begin, edge, BLOCK_N, num_stages=STAGES):
-            k, v = own_blocks.load([start, h * 2 * SIZE]), own_blocks.load([start, h * 2 * SIZE + SIZE])
-            acc, top, total = _attend(acc, top, total, query, k, v, True, scale * LOG2_E, soft_cap, CAPPED, False)
+            k, v = (
+                own_blocks.load([start, h * 2 * SIZE]),
+                own_blocks.load([start, h * 2 * SIZE + SIZE]),
+            )
+            acc, top, total = _attend(
+                acc, top, total, query, k, v, True, scale * LOG2_E, soft_cap, CAPPED, False
+            )
         for start in tl.range(edge, tl.minimum(last, whole), BLOCK_N, num_stages=1):
-            k, v = own_blocks.load([start, h * 2 * SIZE]), own_blocks.load([start, h * 2 * SIZE + SIZE])
+            k, v = (
+                own_blocks.load([start, h * 2 * SIZE]),
+                own_blocks.load([start, h * 2 * SIZE + SIZE]),
+            )
             seen = (start + n)[None, :] <= mine[:, None]
-            acc, top, total = _attend(acc, top, total, query, k, v, seen, scale * LOG2_E, soft_cap, CAPPED, True)
+            acc, top, total = _attend(
+                acc, top, total, query, k, v, seen, scale * LOG2_E, soft_cap, CAPPED, True
+            )
         own += h * 2 * SIZE
         for start in tl.range(tl.maximum(edge, whole), last, BLOCK_N, num_stages=1):
             other = start + n
@@ -165,5 +210,7 @@ def prefill_kernel(
             used = (other < last)[:, None]
             k, v = tl.load(place, mask=used, other=0.0), tl.load(place + SIZE, mask=used, other=0.0)
             seen = other[None, :] <= mine[:, None]
-            acc, top, total = _attend(acc, top, total, query, k, v, seen, scale * LOG2_E, soft_cap, CAPPED, True)
+            acc, top, total = _attend(
+                acc, top, total, query, k, v, seen, scale * LOG2_E, soft_cap, CAPPED, True
+            )
     tl.store(result, (acc / total[:, None] * v_scale).to(out.dtype.element_ty), mask=rows)

@@ -9,14 +9,19 @@ from .overlap import wait
 
 @triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
-    x, weight, out, rows, eps, outer_stride, inner_stride, INNER: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+    x, weight, out, rows, eps, outer_stride, inner_stride, INNER: tl.constexpr, N: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (block of ROWS rows); row i lies at (i // INNER) outer_stride + (i % INNER) inner_stride."""
+    """Grid (block of ROWS rows); row i lies at (i // INNER) outer_stride + (i % INNER)
+    inner_stride.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, BLOCK_N)
     mask = (row < rows)[:, None] & (n < N)[None, :]
-    place = (row // INNER)[:, None] * outer_stride + (row % INNER)[:, None] * inner_stride + n[None, :]
+    place = (
+        (row // INNER)[:, None] * outer_stride + (row % INNER)[:, None] * inner_stride + n[None, :]
+    )
     w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
     wait(OVERLAP)
     y = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
@@ -30,11 +35,16 @@ def add_rms_norm_kernel(
     x, residual, weight, rows, eps, x_stride, residual_stride, N: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (block of ROWS rows). x becomes the norm of x + residual as it was rounded, residual the sum."""
+    """Grid (block of ROWS rows). x becomes the norm of x + residual as it was rounded, residual
+    the sum.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, BLOCK_N)
     mask = (row < rows)[:, None] & (n < N)[None, :]
-    at_x, at_residual = x + row[:, None] * x_stride + n[None, :], residual + row[:, None] * residual_stride + n[None, :]
+    at_x, at_residual = (
+        x + row[:, None] * x_stride + n[None, :],
+        residual + row[:, None] * residual_stride + n[None, :],
+    )
     w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
     wait(OVERLAP)
     total = tl.load(at_x, mask=mask, other=0.0).to(tl.float32)
@@ -47,7 +57,9 @@ def add_rms_norm_kernel(
 
 
 @triton.jit
-def silu_and_mul_kernel(x, out, x_stride, INTER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def silu_and_mul_kernel(
+    x, out, x_stride, INTER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     """Grid (token, block of entries)."""
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -63,7 +75,9 @@ def greedy_kernel(
     logits, out, values, ids, arrived, row_stride, parts, size, VOCAB: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row, part of the words): the last program of a row to arrive takes the best of all parts."""
+    """Grid (row, part of the words): the last program of a row to arrive takes the best of all
+    parts.
+    """
     row, part = tl.program_id(0), tl.program_id(1)
     n = tl.arange(0, BLOCK)
     wait(OVERLAP)
@@ -71,7 +85,9 @@ def greedy_kernel(
     best_id = tl.full([BLOCK], VOCAB, tl.int32)
     for start in tl.range(part * size, tl.minimum(part * size + size, VOCAB), BLOCK):
         word = start + n
-        x = tl.load(logits + row.to(tl.int64) * row_stride + word, mask=word < VOCAB, other=float("-inf"))
+        x = tl.load(
+            logits + row.to(tl.int64) * row_stride + word, mask=word < VOCAB, other=float("-inf")
+        )
         # What is not finite beats everything, so that the row's winner says whether there was one.
         finite = (tl.abs(x) < float("inf")) | (word >= VOCAB)
         x = tl.where(finite, x, float("inf"))
@@ -88,7 +104,9 @@ def greedy_kernel(
         if tl.atomic_add(arrived + row, 1, sem="acq_rel") == parts - 1:
             tl.store(arrived + row, 0)
             p = tl.arange(0, BLOCK_PARTS)
-            x = tl.load(values + row * parts + p, mask=p < parts, other=float("-inf"), cache_modifier=".cg")
+            x = tl.load(
+                values + row * parts + p, mask=p < parts, other=float("-inf"), cache_modifier=".cg"
+            )
             word = tl.load(ids + row * parts + p, mask=p < parts, other=VOCAB, cache_modifier=".cg")
             top = tl.max(x, 0)
             first = tl.min(tl.where(x == top, word, VOCAB), 0)

@@ -15,7 +15,9 @@ MAX_WIDTH = 16384
 
 
 def _blocks(n: int, rows: int, setting: dict[str, int]) -> tuple[int, int]:
-    """(rows, entries) of a program's block: several short rows, but none where there are not rows enough to share."""
+    """(rows, entries) of a program's block: several short rows, but none where there are not
+    rows enough to share.
+    """
     width = power_of_2(n)
     several = max(1, min(setting["entries"] // width, power_of_2(max(1, rows // processors()))))
     return several, width
@@ -26,7 +28,12 @@ def _warps(entries: int) -> int:
 
 
 def _takes_norm(x: Array, weight: Array, eps: float) -> bool:
-    return dtype_name(x) in FLOATS and dtype_name(weight) in FLOATS and x.ndim in (2, 3) and x.shape[-1] <= MAX_WIDTH
+    return (
+        dtype_name(x) in FLOATS
+        and dtype_name(weight) in FLOATS
+        and x.ndim in (2, 3)
+        and x.shape[-1] <= MAX_WIDTH
+    )
 
 
 @triton_kernel("rms_norm", supports_args=_takes_norm)
@@ -76,7 +83,13 @@ def silu_and_mul(x: Array) -> Array:
     inter, setting = x.shape[1] // 2, config("silu_and_mul")
     out = torch.empty((x.shape[0], inter), dtype=x.dtype, device=x.device)
     silu_and_mul_kernel[(x.shape[0], triton.cdiv(inter, setting["block"]))](
-        x, out, x.stride(0), INTER=inter, BLOCK=setting["block"], num_warps=setting["warps"], **overlap(early=True)
+        x,
+        out,
+        x.stride(0),
+        INTER=inter,
+        BLOCK=setting["block"],
+        num_warps=setting["warps"],
+        **overlap(early=True),
     )
     return out
 
@@ -98,7 +111,9 @@ def greedy_sample(logits: Array) -> Array:
     values = torch.empty(rows * parts, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows * parts, dtype=torch.int32, device=logits.device)
     greedy_kernel[(rows, parts)](
-        logits, out, values, ids, counters(logits.device), logits.stride(0), parts, size, VOCAB=vocab,
-        BLOCK=setting["block"], BLOCK_PARTS=power_of_2(most), num_warps=setting["warps"], **overlap(early=True),
+        logits, out, values, ids, counters(logits.device), logits.stride(0), parts, size,
+        VOCAB=vocab,
+        BLOCK=setting["block"], BLOCK_PARTS=power_of_2(most), num_warps=setting["warps"],
+        **overlap(early=True),
     )  # fmt: skip
     return out

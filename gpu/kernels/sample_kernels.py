@@ -1,7 +1,7 @@
 """Sampling by integers, as `ops/reference/sampling.py` defines it, bit for bit.
 
-A row is split among programs. What one launch finds out about the parts of a row, each program of the next launch adds
-up for itself: integers have no order, so nothing depends on who did it.
+A row is split among programs. What one launch finds out about the parts of a row, each program of
+the next launch adds up for itself: integers have no order, so nothing depends on who did it.
 """
 
 import triton
@@ -21,10 +21,14 @@ SEEN = tl.constexpr(1 << 30)
 NOT_FINITE = tl.constexpr(2**31 - 1)
 """Above every key of a word: the key of a word whose logit is not finite."""
 LEVELS = tl.constexpr(6)
-"""Launches that find a limit in [0, FAR], each by 15 thresholds: 19 low bits are left to find, then 15, 11, 7, 3, 0."""
+"""Launches that find a limit in [0, FAR], each by 15 thresholds: 19 low bits are left to find,
+then 15, 11, 7, 3, 0.
+"""
 COLUMNS = tl.constexpr(16)
 TOTAL = tl.constexpr(15)
-"""The column behind those of the thresholds: the sum over all words that were kept, in the first launch only."""
+"""The column behind those of the thresholds: the sum over all words that were kept, in the first
+launch only.
+"""
 
 
 @triton.jit
@@ -44,7 +48,9 @@ def quantized(x, factor):
 
 
 @triton.jit
-def quantize_kernel(logits, scores, logits_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def quantize_kernel(
+    logits, scores, logits_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     """Grid (row, block of words)."""
     wait(OVERLAP)
     row, word = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -54,9 +60,18 @@ def quantize_kernel(logits, scores, logits_stride, VOCAB: tl.constexpr, BLOCK: t
 
 @triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["history", "prompt_len"])
 def count_kernel(
-    history, prompt_len, counts, length, history_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+    history,
+    prompt_len,
+    counts,
+    length,
+    history_stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Grid (row, block of the history): how often each word occurs in the output, and whether in the history at all."""
+    """Grid (row, block of the history): how often each word occurs in the output, and whether in
+    the history at all.
+    """
     wait(OVERLAP)
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(history + row * history_stride + place, mask=place < length, other=-1)
@@ -71,9 +86,18 @@ def _allowed(mask, word, real):
     return ((tl.load(mask + (word >> 5), mask=real, other=0) >> (word & 31)) & 1) != 0
 
 
-@triton.jit(do_not_specialize_on_alignment=["presence", "frequency", "repetition", "repetition_inverse", "mask"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "presence",
+        "frequency",
+        "repetition",
+        "repetition_inverse",
+        "mask",
+    ]
+)
 def penalty_kernel(
-    logits, counts, presence, frequency, repetition, repetition_inverse, mask, scores, logits_stride, mask_stride,
+    logits, counts, presence, frequency, repetition, repetition_inverse, mask, scores,
+    logits_stride, mask_stride,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row, block of words): all but the bias."""
@@ -86,7 +110,9 @@ def penalty_kernel(
     factor = tl.where(x > 0, tl.load(repetition_inverse + row), tl.load(repetition + row)) * 65536.0
     score = quantized(x, tl.where(seen, factor, 65536.0))
     taken = tl.load(frequency + row) * count + tl.where(count > 0, tl.load(presence + row), 0)
-    score = tl.where(_allowed(mask + row * mask_stride, word, real) & (score != MASKED), score - taken, MASKED)
+    score = tl.where(
+        _allowed(mask + row * mask_stride, word, real) & (score != MASKED), score - taken, MASKED
+    )
     tl.store(scores + row * VOCAB + word, score, mask=real)
 
 
@@ -94,7 +120,8 @@ def penalty_kernel(
     do_not_specialize=["length"], do_not_specialize_on_alignment=["bias_ids", "bias", "mask"]
 )  # fmt: skip
 def bias_kernel(
-    logits, bias_ids, bias, mask, scores, length, logits_stride, ids_stride, bias_stride, mask_stride,
+    logits, bias_ids, bias, mask, scores, length, logits_stride, ids_stride, bias_stride,
+    mask_stride,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row, block of the bias): adds it to the words that are not masked."""
@@ -123,7 +150,14 @@ def _best(bests, parts, BLOCK_PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["parts", "size"])
 def best_kernel(
-    scores, bests, row_stride, parts, size, VOCAB: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+    scores,
+    bests,
+    row_stride,
+    parts,
+    size,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (row, part of the words): the largest score of each part."""
     wait(OVERLAP)
@@ -131,7 +165,9 @@ def best_kernel(
     best = tl.full([BLOCK], LEAST, tl.int32)
     for start in tl.range(part * size, tl.minimum(part * size + size, VOCAB), BLOCK):
         word = start + tl.arange(0, BLOCK)
-        best = tl.maximum(best, tl.load(scores + row * row_stride + word, mask=word < VOCAB, other=LEAST))
+        best = tl.maximum(
+            best, tl.load(scores + row * row_stride + word, mask=word < VOCAB, other=LEAST)
+        )
     tl.store(bests + row * parts + part, tl.max(best, 0))
 
 
@@ -160,7 +196,9 @@ def _reduced(mass, drop):
 
 @triton.jit
 def _enough(sums, total, wanted, MASS: tl.constexpr):
-    """Which sums [8] reach what top-k (a number of words) or, with MASS, top-p (Q16) wants of `total`."""
+    """Which sums [8] reach what top-k (a number of words) or, with MASS, top-p (Q16) wants of
+    `total`.
+    """
     if MASS:
         high, drop = (total >> 13).to(tl.int32), 0
         for bit in tl.static_range(15, 31):
@@ -180,7 +218,9 @@ def _bits_after(level):
 
 @triton.jit
 def _limit_before(sums, found, level, wanted, parts, MASS: tl.constexpr, BLOCK_PARTS: tl.constexpr):
-    """What the launches before `level` found: all smaller limits are not enough. Before LEVELS, this is the limit."""
+    """What the launches before `level` found: all smaller limits are not enough. Before LEVELS,
+    this is the limit.
+    """
     p, column = tl.arange(0, BLOCK_PARTS), tl.arange(0, COLUMNS)
     place = sums + ((level - 1) * parts + p[:, None]) * COLUMNS + column[None, :]
     each = tl.sum(tl.load(place, mask=(p < parts)[:, None] & (level > 0), other=0), 0)
@@ -205,10 +245,14 @@ def _limit(sums, found, wanted, wants, row, parts, MASS: tl.constexpr, BLOCK_PAR
     do_not_specialize_on_alignment=["greedy", "scale", "top_k", "top_p", "min_p"],
 )
 def narrow_kernel(
-    scores, bests, k_sums, k_found, p_sums, p_found, greedy, scale, top_k, top_p, min_p, row_stride, parts, size, level,
-    MASS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    scores, bests, k_sums, k_found, p_sums, p_found, greedy, scale, top_k, top_p, min_p, row_stride,
+    parts, size, level,
+    MASS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row, part of the words): words (MASS: weights) within each threshold of `level`, for top-k (top-p)."""
+    """Grid (row, part of the words): words (MASS: weights) within each threshold of `level`, for
+    top-k (top-p).
+    """
     wait(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k, p = tl.load(top_k + row), tl.load(top_p + row)
@@ -285,14 +329,27 @@ def gumbel_log2(bits):
 
 @triton.jit(
     do_not_specialize=["parts", "size"],
-    do_not_specialize_on_alignment=["position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p"],
+    do_not_specialize_on_alignment=[
+        "position",
+        "seed_lo",
+        "seed_hi",
+        "greedy",
+        "scale",
+        "top_k",
+        "top_p",
+        "min_p",
+    ],
 )
 def draw_kernel(
-    logits, scores, bests, k_sums, k_found, p_sums, p_found, position, seed_lo, seed_hi, greedy, scale, top_k, top_p,
+    logits, scores, bests, k_sums, k_found, p_sums, p_found, position, seed_lo, seed_hi, greedy,
+    scale, top_k, top_p,
     min_p, keys, ids, arrived, out, logits_stride, row_stride, parts, size,
-    FILTERED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    FILTERED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row, part of the words): the last program of a row to arrive takes the best of all parts."""
+    """Grid (row, part of the words): the last program of a row to arrive takes the best of all
+    parts.
+    """
     wait(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     best, factor = _best(bests + row * parts, parts, BLOCK_PARTS), tl.load(scale + row)
@@ -301,8 +358,13 @@ def draw_kernel(
     if FILTERED:  # noqa: SIM102 (only this one is known to the compiler)
         if first_wins == 0:
             k, p = tl.load(top_k + row), tl.load(top_p + row)
-            most = tl.minimum(tl.load(min_p + row), _limit(k_sums, k_found, k, k > 0, row, parts, False, BLOCK_PARTS))
-            most = tl.minimum(most, _limit(p_sums, p_found, p, p < ONE, row, parts, True, BLOCK_PARTS))
+            most = tl.minimum(
+                tl.load(min_p + row),
+                _limit(k_sums, k_found, k, k > 0, row, parts, False, BLOCK_PARTS),
+            )
+            most = tl.minimum(
+                most, _limit(p_sums, p_found, p, p < ONE, row, parts, True, BLOCK_PARTS)
+            )
     key = _mix(tl.load(seed_lo + row) ^ _mix(tl.load(position + row) * 0x3C6EF372 + 0x1B873593))
     other = _mix(tl.load(seed_hi + row) + key * 0x2C1B3C6D + 0x165667B1)
     top = tl.full([BLOCK], LEAST, tl.int32)
@@ -336,7 +398,9 @@ def draw_kernel(
         if tl.atomic_add(arrived + row, 1, sem="acq_rel") == parts - 1:
             tl.store(arrived + row, 0)
             p = tl.arange(0, BLOCK_PARTS)
-            value = tl.load(keys + row * parts + p, mask=p < parts, other=LEAST, cache_modifier=".cg")
+            value = tl.load(
+                keys + row * parts + p, mask=p < parts, other=LEAST, cache_modifier=".cg"
+            )
             word = tl.load(ids + row * parts + p, mask=p < parts, other=VOCAB, cache_modifier=".cg")
             most_of_all = tl.max(value, 0)
             first = tl.min(tl.where(value == most_of_all, word, VOCAB), 0)

@@ -1,4 +1,6 @@
-"""quantize_logits, penalties and sample by Triton kernels: some launches, whatever the rows ask for."""
+"""quantize_logits, penalties and sample by Triton kernels: some launches, whatever the rows ask
+for.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,13 @@ def quantize_logits(logits: Array) -> Array:
     (rows, vocab), block = logits.shape, setting["block"]
     scores = torch.empty((rows, vocab), dtype=torch.int32, device=logits.device)
     quantize_kernel[(rows, triton.cdiv(vocab, block))](
-        logits, scores, logits.stride(0), VOCAB=vocab, BLOCK=block, num_warps=setting["warps"], **overlap()
+        logits,
+        scores,
+        logits.stride(0),
+        VOCAB=vocab,
+        BLOCK=block,
+        num_warps=setting["warps"],
+        **overlap(),
     )
     return scores
 
@@ -67,7 +75,9 @@ def penalties(
 ) -> Array:
     """See the op: the words of the history are counted, then all words, then those of the bias."""
     setting = config("words")
-    logits, history, bias_ids, bias, mask = (_dense(x) for x in (logits, history, bias_ids, bias, mask))
+    logits, history, bias_ids, bias, mask = (
+        _dense(x) for x in (logits, history, bias_ids, bias, mask)
+    )
     per_row = presence, frequency, repetition, repetition_inverse
     per_row = tuple(x.contiguous() for x in per_row)
     (rows, vocab), block, warps = logits.shape, setting["block"], setting["warps"]
@@ -75,7 +85,8 @@ def penalties(
     scores = torch.empty((rows, vocab), dtype=torch.int32, device=logits.device)
     length = history.shape[1]
     count_kernel[(rows, max(1, triton.cdiv(length, block)))](
-        history, prompt_len.contiguous(), counts, length, history.stride(0), VOCAB=vocab, BLOCK=block, num_warps=warps,
+        history, prompt_len.contiguous(), counts, length, history.stride(0), VOCAB=vocab,
+        BLOCK=block, num_warps=warps,
         **overlap(),
     )  # fmt: skip
     penalty_kernel[(rows, triton.cdiv(vocab, block))](
@@ -84,7 +95,8 @@ def penalties(
     )  # fmt: skip
     length = bias_ids.shape[1]
     bias_kernel[(rows, max(1, triton.cdiv(length, block)))](
-        logits, bias_ids, bias, mask, scores, length, logits.stride(0), bias_ids.stride(0), bias.stride(0),
+        logits, bias_ids, bias, mask, scores, length, logits.stride(0), bias_ids.stride(0),
+        bias.stride(0),
         mask.stride(0), VOCAB=vocab, BLOCK=block, num_warps=warps, **overlap(),
     )  # fmt: skip
     return scores
@@ -136,23 +148,30 @@ def sample(
     bests, keys, ids = torch.empty((3, rows, parts), dtype=torch.int32, device=device)
     out = torch.empty(rows, dtype=torch.int32, device=device)
     best_kernel[grid](
-        scores, bests, scores.stride(0), parts, size, VOCAB=vocab, BLOCK=setting["block"], num_warps=warps,
+        scores, bests, scores.stride(0), parts, size, VOCAB=vocab, BLOCK=setting["block"],
+        num_warps=warps,
         **overlap(),
     )  # fmt: skip
     sums = torch.empty(
-        (2, rows, LEVELS.value, parts, COLUMNS.value) if filtered else (2,), dtype=torch.int64, device=device
+        (2, rows, LEVELS.value, parts, COLUMNS.value) if filtered else (2,),
+        dtype=torch.int64,
+        device=device,
     )
-    found = torch.empty((2, rows, LEVELS.value) if filtered else (2,), dtype=torch.int32, device=device)
+    found = torch.empty(
+        (2, rows, LEVELS.value) if filtered else (2,), dtype=torch.int32, device=device
+    )
     limits = sums[0], found[0], sums[1], found[1]
     if filtered:
         for mass in (False, True):
             for level in range(LEVELS.value):
                 narrow_kernel[grid](
-                    scores, bests, *limits, greedy, scale, top_k, top_p, min_p, scores.stride(0), parts, size, level,
+                    scores, bests, *limits, greedy, scale, top_k, top_p, min_p, scores.stride(0),
+                    parts, size, level,
                     MASS=mass, BLOCK=setting["narrow"], **split,
                 )  # fmt: skip
     draw_kernel[grid](
-        logits, scores, bests, *limits, position, seed_lo, seed_hi, greedy, scale, top_k, top_p, min_p, keys, ids,
+        logits, scores, bests, *limits, position, seed_lo, seed_hi, greedy, scale, top_k, top_p,
+        min_p, keys, ids,
         counters(device), out, logits.stride(0), scores.stride(0), parts, size, FILTERED=filtered,
         BLOCK=setting["block"], **split,
     )  # fmt: skip

@@ -1,4 +1,6 @@
-"""The product with a number by a Triton kernel, so that layers which have one are still made of kernels alone."""
+"""The product with a number by a Triton kernel, so that layers which have one are still made of
+kernels alone.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@ from .overlap import wait
 
 
 @triton.jit(do_not_specialize=["factor"])
-def scale_kernel(x, out, factor, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def scale_kernel(
+    x, out, factor, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     """Grid (row, block of entries): out = x * factor."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

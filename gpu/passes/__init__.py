@@ -1,4 +1,6 @@
-"""Passes over graphs of wrapped ops: in-place functionalisation, fusion of known neighbours, lowering to a plan."""
+"""Passes over graphs of wrapped ops: in-place functionalisation, fusion of known neighbours,
+lowering to a plan.
+"""
 
 from .backend import PassesBackend, passes_backend
 from .functionalize import functionalize
@@ -6,4 +8,12 @@ from .fuse import fuse, fusible
 from .graph import count_calls
 from .lower import Lowering
 
-__all__ = ["Lowering", "PassesBackend", "count_calls", "functionalize", "fuse", "fusible", "passes_backend"]
+__all__ = [
+    "Lowering",
+    "PassesBackend",
+    "count_calls",
+    "functionalize",
+    "fuse",
+    "fusible",
+    "passes_backend",
+]

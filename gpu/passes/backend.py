@@ -1,4 +1,6 @@
-"""The passes as a `torch.compile` backend: functionalise, fuse, lower, then Inductor (or nothing)."""
+"""The passes as a `torch.compile` backend: functionalise, fuse, lower, then Inductor (or
+nothing).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ Inner = Literal["inductor", "eager"] | Compiler
 class PassesBackend:
     """Runs the passes over graphs of wrapped ops, for one plan.
 
-    `before`, `fused` and `after` count the ops of the last graph: as it came, after fusion, and after lowering.
+    `before`, `fused` and `after` count the ops of the last graph: as it came, after fusion, and
+    after lowering.
     """
 
     def __init__(self, plan: Plan, inner: Inner = "inductor") -> None:
@@ -65,25 +68,40 @@ class PassesBackend:
 
     @property
     def _inner_name(self) -> str:
-        return self.inner if isinstance(self.inner, str) else getattr(self.inner, "__qualname__", repr(self.inner))
+        return (
+            self.inner
+            if isinstance(self.inner, str)
+            else getattr(self.inner, "__qualname__", repr(self.inner))
+        )
 
     def uuid(self) -> str:
-        """Hex digest of the passes' sources and all that they import here, the plan, and what comes after."""
-        digest = hashlib.sha256(f"{self.plan.hash} {self._inner_name} {self.fusions} {torch.__version__}".encode())
-        files = {Path(__file__).parent / "__init__.py", *closure(frozenset({__name__, binding.__name__})).files()}
+        """Hex digest of the passes' sources and all that they import here, the plan, and what
+        comes after.
+        """
+        digest = hashlib.sha256(
+            f"{self.plan.hash} {self._inner_name} {self.fusions} {torch.__version__}".encode()
+        )
+        files = {
+            Path(__file__).parent / "__init__.py",
+            *closure(frozenset({__name__, binding.__name__})).files(),
+        }
         for path in sorted(files):
             digest.update(path.read_bytes())
         return digest.hexdigest()[:16]
 
 
 def _drop_given(graph: fx.Graph) -> dict[int, int]:
-    """Take the results out of a graph that are its arguments; returns by result which argument it is.
+    """Take the results out of a graph that are its arguments; returns by result which argument it
+    is.
 
-    Lowering an op in place makes its result the argument, say the cache. Dynamo could not know when it counted the
-    results, and with wrapping off it would not have been one.
+    Lowering an op in place makes its result the argument, say the cache. Dynamo could not know when
+    it counted the results, and with wrapping off it would not have been one.
     """
     output = graph.output_node()
-    results, placeholders = list(output.args[0]), [node for node in graph.nodes if node.op == "placeholder"]
+    results, placeholders = (
+        list(output.args[0]),
+        [node for node in graph.nodes if node.op == "placeholder"],
+    )
     given = {i: placeholders.index(node) for i, node in enumerate(results) if node in placeholders}
     output.args = (tuple(node for i, node in enumerate(results) if i not in given),)
     return given
@@ -104,5 +122,7 @@ def _give_back(function: Compiled, given: dict[int, int]) -> Compiled:
 
 
 def passes_backend(plan: Plan, inner: Inner = "inductor") -> PassesBackend:
-    """A backend for `torch.compile` of functions over `bind(plan, wrap=True)`; sizes may be left open."""
+    """A backend for `torch.compile` of functions over `bind(plan, wrap=True)`; sizes may be left
+    open.
+    """
     return PassesBackend(plan, inner)

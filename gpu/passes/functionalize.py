@@ -1,6 +1,8 @@
-"""In-place functionalisation: `maybe_inplace` becomes the functional overload, and the node keeps what was donated.
+"""In-place functionalisation: `maybe_inplace` becomes the functional overload, and the node keeps
+what was donated.
 
-AOTAutograd knows nothing of donation, so it never sees it: the lowering reads it from the node and leaves out the copy.
+AOTAutograd knows nothing of donation, so it never sees it: the lowering reads it from the node and
+leaves out the copy.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from .graph import DONATED, Call, calls, is_view
 
 
 def functionalize(graph: fx.Graph) -> None:
-    """Retarget every `maybe_inplace`. Raises OpError if a donated argument, or a view of it, is used later."""
+    """Retarget every `maybe_inplace`. Raises OpError if a donated argument, or a view of it, is
+    used later.
+    """
     for call in calls(graph):
         if call.inplace:
             check_donation(call)
@@ -29,14 +33,18 @@ def check_donation(call: Call) -> None:
         memory = _memory(given)
         for other, value in call.arguments.items():
             if other != name and value in memory:
-                raise OpError(f"{call.node}: {call.op.name} is given {given} as {name} and reads it as {other}")
+                raise OpError(
+                    f"{call.node}: {call.op.name} is given {given} as {name} and reads it as "
+                    f"{other}"
+                )
         taken |= dict.fromkeys(memory, name)
     position = {node: index for index, node in enumerate(call.node.graph.nodes)}
     for node, name in taken.items():
         later = [user for user in node.users if position[user] > position[call.node]]
         if later:
             raise OpError(
-                f"{call.node}: {call.op.name} was given {call.arguments[name]} as {name}, and {later[0]} uses it later"
+                f"{call.node}: {call.op.name} was given {call.arguments[name]} as {name}, and "
+                f"{later[0]} uses it later"
                 + (f" through {node}" if node is not call.arguments[name] else "")
             )
 
@@ -48,7 +56,9 @@ def _memory(node: fx.Node) -> set[fx.Node]:
     """
     found = {node}
     source = node
-    while (base := next((n for n in source.all_input_nodes if is_view(source, n)), None)) is not None:
+    while (
+        base := next((n for n in source.all_input_nodes if is_view(source, n)), None)
+    ) is not None:
         found.add(base)
         source = base
     todo = [node]

@@ -1,7 +1,8 @@
-"""Fusion of known neighbours: where a graph spells out the composition of a coarse op, it becomes that op.
+"""Fusion of known neighbours: where a graph spells out the composition of a coarse op, it becomes
+that op.
 
-A pattern is the coarse op's own reference, so none is written twice, and the plan's implementation of the coarse op
-meets its contract whether a model or this pass called it. Looked for are coarse
+A pattern is the coarse op's own reference, so none is written twice, and the plan's implementation
+of the coarse op meets its contract whether a model or this pass called it. Looked for are coarse
 ops that are several calls and nothing else.
 """
 
@@ -67,7 +68,11 @@ class _Tracer:
             step = Step(op, dict(given.arguments))
             self.steps.append(step)
             count = result_count(op)
-            return Value(step) if count is None else tuple(Value(step, index) for index in range(count))
+            return (
+                Value(step)
+                if count is None
+                else tuple(Value(step, index) for index in range(count))
+            )
 
         return call
 
@@ -76,7 +81,9 @@ def pattern(name: str) -> Pattern:
     """The pattern of a coarse op. Raises OpError if its composition does more than call ops."""
     op, tracer = REGISTRY[name], _Tracer()
     try:
-        results = op.reference(tracer, **{parameter: Parameter(parameter) for parameter in op.signature.parameters})
+        results = op.reference(
+            tracer, **{parameter: Parameter(parameter) for parameter in op.signature.parameters}
+        )
     except (AttributeError, TypeError) as error:
         raise OpError(f"op {name!r} cannot be a fusion pattern: {error}") from error
     results = results if isinstance(results, tuple) else (results,)
@@ -115,18 +122,25 @@ def _fuse_at(graph: fx.Graph, made: Pattern, last: Call) -> bool:
     position = {node: index for index, node in enumerate(graph.nodes)}
     first = min((call.node for call in steps.values()), key=position.__getitem__)
     inputs = [value for value in arguments.values() if isinstance(value, fx.Node)]
-    if any(position[node] > position[first] for node in inputs) or not _only_results_escape(made, steps):
+    if any(position[node] > position[first] for node in inputs) or not _only_results_escape(
+        made, steps
+    ):
         # Only if nothing is read later than before is it certain that no donated memory is.
         return False
     donated = _donated(made, steps, arguments, position)
     with graph.inserting_before(first):
         fused = graph.call_function(
-            front(made.op.name).functional, tuple(arguments.values()), {"plan": last.plan} if last.plan else {}
+            front(made.op.name).functional,
+            tuple(arguments.values()),
+            {"plan": last.plan} if last.plan else {},
         )
         fused.meta[DONATED] = donated
         outputs = [fused]
         if result_count(made.op) is not None:
-            outputs = [graph.call_function(operator.getitem, (fused, index)) for index in range(len(made.results))]
+            outputs = [
+                graph.call_function(operator.getitem, (fused, index))
+                for index in range(len(made.results))
+            ]
     for output, value in zip(outputs, made.results, strict=True):
         for node in _nodes_of(steps[value.step].node, value.index):
             output.meta.setdefault("example_value", node.meta.get("example_value"))
@@ -139,18 +153,26 @@ def _fuse_at(graph: fx.Graph, made: Pattern, last: Call) -> bool:
 
 
 def _match(made: Pattern, last: Call) -> tuple[dict[Step, Call], dict[str, Any]] | None:
-    """The calls that are the steps of a pattern whose last step is `last`, and the arguments of the coarse op."""
+    """The calls that are the steps of a pattern whose last step is `last`, and the arguments of
+    the coarse op.
+    """
     found: dict[Step, Call] = {}
     arguments: dict[str, Any] = {}
 
     def same(wanted: Any, got: Any) -> bool:
         if isinstance(wanted, Parameter):
             known = arguments.setdefault(wanted.name, got)
-            return known is got or (not isinstance(got, fx.Node) and type(known) is type(got) and known == got)
+            return known is got or (
+                not isinstance(got, fx.Node) and type(known) is type(got) and known == got
+            )
         if not isinstance(wanted, Value):
             return not isinstance(got, fx.Node) and bool(wanted == got)
         if wanted.index is not None:
-            if not isinstance(got, fx.Node) or got.target is not operator.getitem or got.args[1] != wanted.index:
+            if (
+                not isinstance(got, fx.Node)
+                or got.target is not operator.getitem
+                or got.args[1] != wanted.index
+            ):
                 return False
             got = got.args[0]
         call = as_call(got)
@@ -168,14 +190,18 @@ def _match(made: Pattern, last: Call) -> tuple[dict[Step, Call], dict[str, Any]]
         return None
     if len({call.node for call in found.values()}) != len(found):
         return None
-    return {step: found[step] for step in made.steps}, {name: arguments[name] for name in made.op.signature.parameters}
+    return {step: found[step] for step in made.steps}, {
+        name: arguments[name] for name in made.op.signature.parameters
+    }
 
 
 def _nodes_of(node: fx.Node, index: int | None) -> list[fx.Node]:
     """The nodes that hold a result: the call itself, or what takes it apart."""
     if index is None:
         return [node]
-    return [user for user in node.users if user.target is operator.getitem and user.args[1] == index]
+    return [
+        user for user in node.users if user.target is operator.getitem and user.args[1] == index
+    ]
 
 
 def _only_results_escape(made: Pattern, steps: dict[Step, Call]) -> bool:
@@ -185,7 +211,9 @@ def _only_results_escape(made: Pattern, steps: dict[Step, Call]) -> bool:
     for step, call in steps.items():
         count = result_count(step.op)
         indices: list[int | None] = [None] if count is None else list(range(count))
-        if count is not None and any(user.target is not operator.getitem for user in call.node.users):
+        if count is not None and any(
+            user.target is not operator.getitem for user in call.node.users
+        ):
             return False
         for index in indices:
             users = {user for node in _nodes_of(call.node, index) for user in node.users}
@@ -197,7 +225,9 @@ def _only_results_escape(made: Pattern, steps: dict[Step, Call]) -> bool:
 def _donated(
     made: Pattern, steps: dict[Step, Call], arguments: dict[str, Any], position: dict[fx.Node, int]
 ) -> frozenset[str]:
-    """The activations of the coarse op that a step was given and that nothing else reads afterwards."""
+    """The activations of the coarse op that a step was given and that nothing else reads
+    afterwards.
+    """
     given = {call.arguments[name] for call in steps.values() for name in call.donated}
     inside = {call.node for call in steps.values()}
     start = min(position[node] for node in inside)

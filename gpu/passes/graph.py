@@ -73,6 +73,10 @@ def fake_value(node: fx.Node) -> Any:
 def is_view(node: fx.Node, source: fx.Node) -> bool:
     """Whether a node that is not an op gives a view of `source`."""
     mine, other = fake_value(node), fake_value(source)
-    if as_call(node) is not None or not isinstance(mine, torch.Tensor) or not isinstance(other, torch.Tensor):
+    if (
+        as_call(node) is not None
+        or not isinstance(mine, torch.Tensor)
+        or not isinstance(other, torch.Tensor)
+    ):
         return False
     return bool(mine.untyped_storage()._cdata == other.untyped_storage()._cdata)

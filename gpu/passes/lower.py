@@ -1,7 +1,8 @@
 """Lowering: each op in a graph becomes the graph of the implementation that the plan chose for it.
 
-What is spliced in is what Dynamo would have inlined with wrapping off, so both roads give a compiler the same program.
-Implementations that no graph may look into become their opaque operators (`twinfer_impl::`).
+What is spliced in is what Dynamo would have inlined with wrapping off, so both roads give a
+compiler the same program. Implementations that no graph may look into become their opaque operators
+(`twinfer_impl::`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from .graph import Call, calls, fake_value
 
 
 class Lowering:
-    """Replaces ops by the implementations of one plan, each traced once for its shapes, sizes left open included."""
+    """Replaces ops by the implementations of one plan, each traced once for its shapes, sizes
+    left open included.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -32,7 +35,10 @@ class Lowering:
             if call.inplace:
                 raise OpError(f"{call.node}: functionalise a graph before it is lowered")
             if call.plan not in ("", self.plan.hash):
-                raise OpError(f"{call.node}: bound with plan {call.plan}, this graph is lowered with {self.plan.hash}")
+                raise OpError(
+                    f"{call.node}: bound with plan {call.plan}, this graph is lowered with "
+                    f"{self.plan.hash}"
+                )
             self._replace(module, call)
 
     def _replace(self, module: fx.GraphModule, call: Call) -> None:
@@ -57,7 +63,11 @@ class Lowering:
         if any(value is None for value in values):
             raise OpError(f"{call.node}: no shape is known of an argument")
         static = {name: value for name, value in call.arguments.items() if name not in names}
-        key = (call.op.name, tuple(static.items()), *((n, _metadata(v)) for n, v in zip(names, values, strict=True)))
+        key = (
+            call.op.name,
+            tuple(static.items()),
+            *((n, _metadata(v)) for n, v in zip(names, values, strict=True)),
+        )
         if key not in self._cache:
             function = getattr(self._functions, call.op.name)
             order = tuple(call.op.signature.parameters)
@@ -74,7 +84,9 @@ class Lowering:
 
 
 def _copy(graph: fx.Graph, source: fx.Node) -> fx.Node:
-    """A copy of a tensor of the graph, which says its shape as every node does: the next op is traced for it."""
+    """A copy of a tensor of the graph, which says its shape as every node does: the next op is
+    traced for it.
+    """
     node = graph.call_function(torch.ops.aten.clone.default, (source,))
     value = fake_value(source)
     with value.fake_mode:
@@ -83,18 +95,26 @@ def _copy(graph: fx.Graph, source: fx.Node) -> fx.Node:
 
 
 def _metadata(value: Any) -> tuple[Any, ...]:
-    """What a trace depends on. A size left open is its symbol and whose that is, which the stored trace keeps alive."""
+    """What a trace depends on. A size left open is its symbol and whose that is, which the
+    stored trace keeps alive.
+    """
     if not isinstance(value, torch.Tensor):
         return (_size(value),)
     return tuple(map(_size, (*value.shape, *value.stride()))), value.dtype, value.device
 
 
 def _size(value: Any) -> Any:
-    return (id(value.node.shape_env), str(value.node.expr)) if isinstance(value, torch.SymInt) else value
+    return (
+        (id(value.node.shape_env), str(value.node.expr))
+        if isinstance(value, torch.SymInt)
+        else value
+    )
 
 
 def _fresh(value: Any) -> Any:
-    """A buffer of its own for a tensor: what a trace writes into must not be seen as the graph's own."""
+    """A buffer of its own for a tensor: what a trace writes into must not be seen as the graph's
+    own.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -1,4 +1,6 @@
-"""The whole-graph road: the model traced once, split at attention, and compiled piece by piece for sizes and ranges."""
+"""The whole-graph road: the model traced once, split at attention, and compiled piece by piece
+for sizes and ranges.
+"""
 
 from .build import Piecewise, build
 from .decorate import Open, evaluate_guards, support_torch_compile

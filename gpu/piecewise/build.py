@@ -1,5 +1,5 @@
-"""Builds the piecewise program of a model: one callable for every kind and size of its table, with nothing left to
-decide at run time but which list of pieces to run.
+"""Builds the piecewise program of a model: one callable for every kind and size of its table, with
+nothing left to decide at run time but which list of pieces to run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,23 @@ from ...shared.errors import InternalError, OutsideTable
 from ...shared.models import decoder
 from ..backend import key_factors, write_graph
 from .compilers import CompilerManager, EagerAdaptor, InductorStandaloneAdaptor, Range
-from .decorate import Given, Open, Place, Size, Static, Traced, support_torch_compile, tensors_of, trace
+from .decorate import (
+    Given,
+    Open,
+    Place,
+    Size,
+    Static,
+    Traced,
+    support_torch_compile,
+    tensors_of,
+    trace,
+)
 from .split import Part, Piece, make_piece, split_graph
 
 WrapPiece = Callable[[int, Callable[..., Any], int], Callable[..., Any]]
-"""(number of the piece, the piece as a function of what changes from step to step, tokens) -> what runs instead."""
+"""(number of the piece, the piece as a function of what changes from step to step, tokens) ->
+what runs instead.
+"""
 
 
 @support_torch_compile
@@ -57,7 +69,9 @@ class Backbone(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """Call `function` with the values at `inputs`, put the results at `outputs`, forget the values at `dead`."""
+    """Call `function` with the values at `inputs`, put the results at `outputs`, forget the
+    values at `dead`.
+    """
 
     function: Callable[..., Any]
     inputs: tuple[int, ...]
@@ -70,7 +84,11 @@ class Stitched:
     """The parts of one traced graph for one number of tokens, called one after the other."""
 
     def __init__(
-        self, bindings: Sequence[Static | Given | Size], steps: Sequence[Instruction], result: int, slots: int
+        self,
+        bindings: Sequence[Static | Given | Size],
+        steps: Sequence[Instruction],
+        result: int,
+        slots: int,
     ) -> None:
         self._steps, self._result = steps, result
         self._values: list[Any] = [None] * slots
@@ -101,22 +119,34 @@ class Stitched:
 
 
 class PiecewiseBackend:
-    """One piece: its compilations, and the one that serves a number of tokens (the exact size, then a range)."""
+    """One piece: its compilations, and the one that serves a number of tokens (the exact size,
+    then a range).
+    """
 
-    def __init__(self, piece: Piece, manager: CompilerManager, token: Any, hints: Mapping[Any, int]) -> None:
+    def __init__(
+        self, piece: Piece, manager: CompilerManager, token: Any, hints: Mapping[Any, int]
+    ) -> None:
         self.piece, self._manager, self._token, self._hints = piece, manager, token, hints
 
     def compile(self, size: int, served: Range, sizes: Sequence[int]) -> Callable[..., Any]:
-        """The code for `size` tokens, made now if need be. A size that a guard refuses gets code of its own."""
+        """The code for `size` tokens, made now if need be. A size that a guard refuses gets code
+        of its own.
+        """
         entry = self._manager.compile(self.piece, served, sizes, self._token, self._hints)
         if size in entry.refused:
-            self._manager.notes.append(f"{size} tokens: a guard of {served} does not hold, so it has code of its own")
-            entry = self._manager.compile(self.piece, Range(size, size), sizes, self._token, self._hints)
+            self._manager.notes.append(
+                f"{size} tokens: a guard of {served} does not hold, so it has code of its own"
+            )
+            entry = self._manager.compile(
+                self.piece, Range(size, size), sizes, self._token, self._hints
+            )
         return entry.function
 
 
 class Piecewise:
-    """All programs. Call it as the module: (token_ids, kv, batch, kind, max_query_len) -> hidden states [tok dim]."""
+    """All programs. Call it as the module: (token_ids, kv, batch, kind, max_query_len) -> hidden
+    states [tok dim].
+    """
 
     def __init__(self, layers: int) -> None:
         self.programs: dict[tuple[str, int], Stitched] = {}
@@ -135,7 +165,9 @@ class Piecewise:
         program = self.programs.get((kind, tokens))
         if program is None or max_query_len != (1 if kind == "decode" else tokens):
             raise OutsideTable(
-                f"no pieces for {kind}[{tokens}], queries of {max_query_len}: the table was frozen at start"
+                f"no pieces for {kind}[{tokens}], queries of {max_query_len}: the table was "
+                "frozen "
+                "at start"
             )
         if self._caches[0] is not kv:
             self._caches = (kv, tuple(kv))
@@ -160,25 +192,30 @@ def build(
 ) -> Piecewise:
     """Trace, split and compile everything that the table can ask for; afterwards nothing compiles.
 
-    `module` is the `Decoder` with ops bound for compiling. Raises ConfigError for ops that cannot be split at, and
-    InternalError if the forward changes the module's state.
+    `module` is the `Decoder` with ops bound for compiling. Raises ConfigError for ops that cannot
+    be split at, and InternalError if the forward changes the module's state.
     """
     chosen = compilation or config.compilation
     built = Piecewise(module.config.num_layers)
     factors = key_factors(plans.hash, chosen, {"dtype": config.dtype, "kv": config.kv_cache_dtype})
     adaptor = InductorStandaloneAdaptor() if chosen.use_inductor else EagerAdaptor()
     options = chosen.inductor_compile_config
-    manager = CompilerManager(adaptor, factors, options, chosen.cache_dir, keep, chosen.debug_dump_path)
+    manager = CompilerManager(
+        adaptor, factors, options, chosen.cache_dir, keep, chosen.debug_dump_path
+    )
     descriptors = list(table)
     with torch.no_grad():
         for kind in dict.fromkeys(d.kind for d in descriptors):
             mine = [d for d in descriptors if d.kind == kind]
             one = [d for d in mine if d.tokens == 1]
-            # Dynamo takes 1 for a constant whatever it is told, so one token has a trace of its own.
+            # Dynamo takes 1 for a constant whatever it is told, so one token has a trace of its
+            # own.
             for group, name in ((one, f"{kind}_1"), ([d for d in mine if d.tokens > 1], kind)):
                 if group:
                     start = time.perf_counter()
-                    _Group(module, config, plans, kv, chosen, manager, wrap_piece).build(built, group, name)
+                    _Group(module, config, plans, kv, chosen, manager, wrap_piece).build(
+                        built, group, name
+                    )
                     built.seconds[name] = time.perf_counter() - start
                     if progress:
                         progress("pieces", len(built.programs), len(descriptors))
@@ -205,7 +242,9 @@ class _Group:
         before = state_of(self.module)
         backbone(**self.arguments(middle))
         check_state(before, state_of(self.module), name)
-        traced = trace(backbone, self.arguments(middle), name, static=len(group) == 1 and middle.tokens == 1)
+        traced = trace(
+            backbone, self.arguments(middle), name, static=len(group) == 1 and middle.tokens == 1
+        )
         check_writes(traced)
         whole, parts = split_graph(traced.graph, self.chosen.splitting_ops)
         if self.chosen.debug_dump_path:
@@ -218,9 +257,15 @@ class _Group:
         for descriptor in group:
             tensors = dict(tensors_of(self.arguments(descriptor)))
             if failed := traced.violations(tensors):
-                raise InternalError(f"{descriptor}: the trace does not hold for it: {'; '.join(failed)}")
-            hints = {symbol: tensors[place].shape[dim] for symbol, (place, dim) in traced.symbols.items()}
-            token = next((s for s, (place, _) in traced.symbols.items() if place[0] in PER_TOKEN), None)
+                raise InternalError(
+                    f"{descriptor}: the trace does not hold for it: {'; '.join(failed)}"
+                )
+            hints = {
+                symbol: tensors[place].shape[dim] for symbol, (place, dim) in traced.symbols.items()
+            }
+            token = next(
+                (s for s, (place, _) in traced.symbols.items() if place[0] in PER_TOKEN), None
+            )
             token = traced.shape_env.replacements.get(token, token)
             served = served_by(descriptor.tokens, sizes, self.chosen)
             built.programs[descriptor.kind, descriptor.tokens] = self.stitch(
@@ -228,7 +273,8 @@ class _Group:
             )
 
     def stitch(
-        self, traced: Traced, whole: Any, parts: Sequence[Part], pieces: Mapping[str, Piece], size: int, served: Range,
+        self, traced: Traced, whole: Any, parts: Sequence[Part], pieces: Mapping[str, Piece],
+        size: int, served: Range,
         sizes: Sequence[int], token: Any, hints: Mapping[Any, int],
     ) -> Stitched:  # fmt: skip
         """The parts in order for one number of tokens."""
@@ -243,11 +289,17 @@ class _Group:
         for node in nodes:
             if node.op == "call_module":
                 part = by_name[node.target]
-                users = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+                users = {
+                    user.args[1]: user for user in node.users if user.target is operator.getitem
+                }
                 piece = pieces.get(part.name)
                 single = piece is None or piece.single
                 outputs = []
-                count = 1 if piece is None or piece.single else len(piece.graph.graph.output_node().args[0])
+                count = (
+                    1
+                    if piece is None or piece.single
+                    else len(piece.graph.graph.output_node().args[0])
+                )
                 for index in range(count):
                     slot = len(slots)
                     slots[node if single else users.get(index, (node, index))] = slot
@@ -256,12 +308,21 @@ class _Group:
                 function = part.graph.forward
                 if piece is not None:
                     inputs = [inputs[index] for index in piece.kept]
-                    function = PiecewiseBackend(piece, self.manager, token, hints).compile(size, served, sizes)
+                    function = PiecewiseBackend(piece, self.manager, token, hints).compile(
+                        size, served, sizes
+                    )
                     function, inputs = self._bound(function, inputs, traced, len(steps), size)
                 steps.append([function, inputs, outputs, piece is None])
             elif node.op == "output":
-                result = slots[node.args[0][0] if isinstance(node.args[0], tuple | list) else node.args[0]]
-        return Stitched(traced.bindings, _with_lifetimes(steps, len(traced.bindings), result), result, len(slots))
+                result = slots[
+                    node.args[0][0] if isinstance(node.args[0], tuple | list) else node.args[0]
+                ]
+        return Stitched(
+            traced.bindings,
+            _with_lifetimes(steps, len(traced.bindings), result),
+            result,
+            len(slots),
+        )
 
     def _bound(
         self, function: Callable[..., Any], inputs: list[int], traced: Traced, index: int, size: int
@@ -309,7 +370,9 @@ PER_TOKEN = ("token_ids", "cos", "sin", "slots")
 
 
 def served_by(size: int, sizes: Sequence[int], chosen: ResolvedCompilation) -> Range:
-    """The compilation that serves a number of tokens: its own, that of a range, or the general one."""
+    """The compilation that serves a number of tokens: its own, that of a range, or the general
+    one.
+    """
     if size in chosen.compile_sizes or size == 1 or len(sizes) == 1:
         return Range(size, size)
     for first, last in chosen.compile_ranges:
@@ -325,8 +388,14 @@ def _with_lifetimes(steps: Sequence[Sequence[Any]], fixed: int, result: int) -> 
         last |= dict.fromkeys((*inputs, *outputs), number)
     instructions = []
     for number, (function, inputs, outputs, single) in enumerate(steps):
-        ended = {slot for slot in (*inputs, *outputs) if last[slot] == number and slot >= fixed and slot != result}
-        instructions.append(Instruction(function, tuple(inputs), tuple(outputs), single, tuple(sorted(ended))))
+        ended = {
+            slot
+            for slot in (*inputs, *outputs)
+            if last[slot] == number and slot >= fixed and slot != result
+        }
+        instructions.append(
+            Instruction(function, tuple(inputs), tuple(outputs), single, tuple(sorted(ended)))
+        )
     return instructions
 
 
@@ -340,33 +409,48 @@ def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def state_of(module: torch.nn.Module) -> dict[str, Any]:
-    """What identifies a module's attributes, parameters and buffers, with the versions of tensors."""
+    """What identifies a module's attributes, parameters and buffers, with the versions of
+    tensors.
+    """
     state: dict[str, Any] = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             for key, item in _entries(value):
-                version = item._version if isinstance(item, torch.Tensor) and not item.is_inference() else None
+                version = (
+                    item._version
+                    if isinstance(item, torch.Tensor) and not item.is_inference()
+                    else None
+                )
                 state[f"{path}.{name}.{key}"] = (id(item), version)
     return state
 
 
 def check_state(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> None:
-    """Raise InternalError if a forward has changed the module: a traced graph would not do it again."""
+    """Raise InternalError if a forward has changed the module: a traced graph would not do it
+    again.
+    """
     changed = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
     if changed:
         raise InternalError(
-            f"{name}: the forward changes the module's {', '.join(changed[:4])}; it cannot be compiled whole"
+            f"{name}: the forward changes the module's {', '.join(changed[:4])}; it cannot be "
+            "compiled whole"
         )
 
 
 def check_writes(traced: Traced) -> None:
     """Raise InternalError if the graph writes into a weight."""
     placeholders = [node for node in traced.graph.graph.nodes if node.op == "placeholder"]
-    weights = {n for n, b in zip(placeholders, traced.bindings, strict=True) if isinstance(b, Static)}
+    weights = {
+        n for n, b in zip(placeholders, traced.bindings, strict=True) if isinstance(b, Static)
+    }
     for node in traced.graph.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is None:
             continue
         for argument, value in zip(schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and value in weights:
+            if (
+                argument.alias_info is not None
+                and argument.alias_info.is_write
+                and value in weights
+            ):
                 raise InternalError(f"trace: {node} writes into the weight {value}")

@@ -1,7 +1,9 @@
-"""Compiles pieces: by Inductor or not at all, each different piece once for a size or a range, kept between starts.
+"""Compiles pieces: by Inductor or not at all, each different piece once for a size or a range, kept
+between starts.
 
-What is kept are Inductor's artifacts, which are pickles and code: a cache folder that others may write to is refused,
-and what was stored is checked against digests before it is loaded. Neither protects from the user's own account.
+What is kept are Inductor's artifacts, which are pickles and code: a cache folder that others may
+write to is refused, and what was stored is checked against digests before it is loaded. Neither
+protects from the user's own account.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class Adaptor(Protocol):
 
     name: str
 
-    def compile(self, graph: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Compiled:
+    def compile(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
+    ) -> Compiled:
         """A function of the graph's inputs that returns a tuple or list."""
         ...
 
@@ -69,7 +73,9 @@ class EagerAdaptor:
 
     name = "eager"
 
-    def compile(self, graph: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Compiled:
+    def compile(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
+    ) -> Compiled:
         """The graph's own code."""
         return graph.forward
 
@@ -87,7 +93,9 @@ class InductorStandaloneAdaptor:
 
     name = "inductor_standalone"
 
-    def compile(self, graph: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Compiled:
+    def compile(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
+    ) -> Compiled:
         """Compile for the shapes that the graph's values have; open ones stay open."""
         from torch._inductor import standalone_compile
 
@@ -119,7 +127,9 @@ class Entry:
 
 @dataclass(slots=True)
 class CompilerManager:
-    """Pieces that are alike share one compilation. `factors`: what generated code depends on besides the graph."""
+    """Pieces that are alike share one compilation. `factors`: what generated code depends on
+    besides the graph.
+    """
 
     adaptor: Adaptor
     factors: Mapping[str, Any]
@@ -127,13 +137,22 @@ class CompilerManager:
     root: str | None = None
     keep: bool = True
     dump: str | None = None
-    counts: dict[str, int] = field(default_factory=lambda: {"compiled": 0, "loaded": 0, "reused": 0})
+    counts: dict[str, int] = field(
+        default_factory=lambda: {"compiled": 0, "loaded": 0, "reused": 0}
+    )
     notes: list[str] = field(default_factory=list)
     _known: dict[tuple[str, Range], Entry] = field(default_factory=dict)
 
-    def compile(self, piece: Piece, served: Range, sizes: Sequence[int], token: Any, hints: Mapping[Any, int]) -> Entry:
-        """A piece for a range. `sizes` are the numbers of tokens that will be run, `token` is the symbol that counts
-        them, `hints` the sizes of all other symbols.
+    def compile(
+        self,
+        piece: Piece,
+        served: Range,
+        sizes: Sequence[int],
+        token: Any,
+        hints: Mapping[Any, int],
+    ) -> Entry:
+        """A piece for a range. `sizes` are the numbers of tokens that will be run, `token` is the
+        symbol that counts them, `hints` the sizes of all other symbols.
         """
         key = (piece.key, served)
         if key in self._known:
@@ -149,7 +168,9 @@ class CompilerManager:
             "options": {name: str(value) for name, value in sorted(self.options.items())},
             "compiler": _sources(),
         }
-        folder = open_cache(self.root, factors) if self.keep and self.adaptor.name != "eager" else None
+        folder = (
+            open_cache(self.root, factors) if self.keep and self.adaptor.name != "eager" else None
+        )
         entry = self._load(folder)
         if entry is None:
             entry = self._compile(piece, served, factors["sizes"], token, hints, folder)
@@ -188,7 +209,11 @@ class CompilerManager:
             return
         name = f"artifact_{made.name}"
         made.rename(folder / name)
-        record = {"folder": name, "refused": sorted(entry.refused), "digests": _digests(folder / name)}
+        record = {
+            "folder": name,
+            "refused": sorted(entry.refused),
+            "digests": _digests(folder / name),
+        }
         write_atomically(folder / RECORD, json.dumps(record, indent=1))
 
     def _load(self, folder: Path | None) -> Entry | None:
@@ -204,7 +229,9 @@ class CompilerManager:
     def _write(self, piece: Piece, served: Range, folder: Path | None) -> None:
         target = Path(str(self.dump))
         name = f"piece_{piece.key[:12]}_{served}"
-        (target / f"{name}.py").write_text(piece.graph.print_readable(print_output=False), encoding="utf-8")
+        (target / f"{name}.py").write_text(
+            piece.graph.print_readable(print_output=False), encoding="utf-8"
+        )
         if folder is not None:
             files = sorted(folder.glob("artifact_*/code/**/*.py"))
             for number, file in enumerate(files):
@@ -212,14 +239,21 @@ class CompilerManager:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Of the code and the records below a folder, by name. Loading may add files, so only these are checked later."""
+    """Of the code and the records below a folder, by name. Loading may add files, so only these
+    are checked later.
+    """
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(files)
+    }
 
 
 def _sources() -> dict[str, str]:
     """Digests of the files that turn a model into pieces."""
-    files = closure(frozenset({__name__, f"{__package__}.split", f"{__package__}.decorate"})).files()
+    files = closure(
+        frozenset({__name__, f"{__package__}.split", f"{__package__}.decorate"})
+    ).files()
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         for path in files
@@ -227,8 +261,12 @@ def _sources() -> dict[str, str]:
     }
 
 
-def _specialise(piece: Piece, served: Range, token: Any, hints: Mapping[Any, int]) -> tuple[Any, Any, Any, Any]:
-    """The graph and its inputs as fakes of their own shape environment, sizes open within the range or fixed."""
+def _specialise(
+    piece: Piece, served: Range, token: Any, hints: Mapping[Any, int]
+) -> tuple[Any, Any, Any, Any]:
+    """The graph and its inputs as fakes of their own shape environment, sizes open within the
+    range or fixed.
+    """
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
     from torch.utils._sympy.value_ranges import ValueRanges
@@ -243,7 +281,9 @@ def _specialise(piece: Piece, served: Range, token: Any, hints: Mapping[Any, int
             continue
         hint = served.last if symbol == token else hints[symbol]
         bounds = (
-            ValueRanges(max(2, served.first), served.last) if symbol == token else ValueRanges(2, max(hint, 1 << 31))
+            ValueRanges(max(2, served.first), served.last)
+            if symbol == token
+            else ValueRanges(2, max(hint, 1 << 31))
         )
         source = torch._dynamo.source.ConstantSource(f"__size_{number}")
         limit = StrictMinMaxConstraint(vr=bounds, warn_only=False)
@@ -255,9 +295,13 @@ def _specialise(piece: Piece, served: Range, token: Any, hints: Mapping[Any, int
     for node in module.graph.nodes:
         if node.op == "placeholder":
             value = node.meta[VALUE]
-            shape, stride = ([_size(n, sizes) for n in part] for part in (value.shape, value.stride()))
+            shape, stride = (
+                [_size(n, sizes) for n in part] for part in (value.shape, value.stride())
+            )
             with mode:
-                inputs.append(torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device))
+                inputs.append(
+                    torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+                )
     FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
     for node in module.graph.nodes:
         node.meta.pop(VALUE, None)

@@ -1,7 +1,9 @@
-"""`support_torch_compile`: which dimensions of a module's inputs stay open, and the trace of its whole forward.
+"""`support_torch_compile`: which dimensions of a module's inputs stay open, and the trace of its
+whole forward.
 
-Dynamo traces once. Its guards are never evaluated at run time, as nothing goes through its frame hook any more: whoever
-calls the traced graph must first prove for every size that it will ever see that the guards hold (`Traced.violations`).
+Dynamo traces once. Its guards are never evaluated at run time, as nothing goes through its frame
+hook any more: whoever calls the traced graph must first prove for every size that it will ever see
+that the guards hold (`Traced.violations`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from ...shared.errors import InternalError
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """In an annotation: these dimensions of a tensor (of each tensor of a sequence) differ from call to call."""
+    """In an annotation: these dimensions of a tensor (of each tensor of a sequence) differ from
+    call to call.
+    """
 
     dims: tuple[int, ...] = (0,)
 
@@ -29,18 +33,25 @@ class Open:
 def support_torch_compile(
     module: type | None = None, *, dynamic_arg_dims: Mapping[str, Sequence[int]] | None = None
 ) -> Any:
-    """Class decorator for modules that are traced whole. Open dimensions come from `dynamic_arg_dims`, by parameter of
-    `forward`, or else from its annotations: `Annotated[torch.Tensor, Open()]`.
+    """Class decorator for modules that are traced whole. Open dimensions come from
+    `dynamic_arg_dims`, by parameter of `forward`, or else from its annotations:
+    `Annotated[torch.Tensor, Open()]`.
 
     Raises InternalError for a name that is no parameter, and if nothing is open.
     """
 
     def decorate(cls: Any) -> Any:
         parameters = list(inspect.signature(cls.forward).parameters)[1:]
-        dims = {name: tuple(value) for name, value in (dynamic_arg_dims or _annotated(cls.forward)).items()}
+        dims = {
+            name: tuple(value)
+            for name, value in (dynamic_arg_dims or _annotated(cls.forward)).items()
+        }
         unknown = set(dims) - set(parameters)
         if unknown or not dims:
-            raise InternalError(f"{cls.__name__}: open dimensions of {sorted(unknown) or 'no parameter'}: {parameters}")
+            raise InternalError(
+                f"{cls.__name__}: open dimensions of {sorted(unknown) or 'no parameter'}: "
+                f"{parameters}"
+            )
         cls.dynamic_arg_dims = dims
         return cls
 
@@ -49,7 +60,8 @@ def support_torch_compile(
 
 def _annotated(function: Callable[..., Any]) -> dict[str, tuple[int, ...]]:
     hints = get_type_hints(function, include_extras=True)
-    marks = {name: [a for a in get_args(hint)[1:] if isinstance(a, Open)] for name, hint in hints.items()
+    marks = {name: [a for a in get_args(hint)[1:] if isinstance(a, Open)] for name,
+        hint in hints.items()
              if get_origin(hint) is Annotated}  # fmt: skip
     return {name: found[0].dims for name, found in marks.items() if found}
 
@@ -90,13 +102,19 @@ class Traced:
     symbols: dict[Any, tuple[Place, int]] = field(default_factory=dict)
 
     def violations(self, tensors: Mapping[Place, torch.Tensor]) -> list[str]:
-        """Guards of the trace that do not hold for inputs of these shapes; a fixed range counts as one."""
-        values = {symbol: tensors[place].shape[dim] for symbol, (place, dim) in self.symbols.items()}
+        """Guards of the trace that do not hold for inputs of these shapes; a fixed range counts
+        as one.
+        """
+        values = {
+            symbol: tensors[place].shape[dim] for symbol, (place, dim) in self.symbols.items()
+        }
         return guard_violations(self.shape_env, values)
 
 
 def guard_violations(shape_env: Any, values: Mapping[Any, int]) -> list[str]:
-    """Guards and ranges of `shape_env` that do not hold for these values of symbols, or cannot be decided."""
+    """Guards and ranges of `shape_env` that do not hold for these values of symbols, or cannot
+    be decided.
+    """
     failed = []
     for symbol, value in values.items():
         found = shape_env.var_to_range.get(symbol)
@@ -107,7 +125,11 @@ def guard_violations(shape_env: Any, values: Mapping[Any, int]) -> list[str]:
         # A symbol that was found equal to another stands for it.
         for _ in range(len(values) + 1):
             result = result.xreplace(
-                {s: shape_env.replacements.get(s, s) for s in result.free_symbols if s not in values}
+                {
+                    s: shape_env.replacements.get(s, s)
+                    for s in result.free_symbols
+                    if s not in values
+                }
             )
         if result.xreplace(dict(values)) != True:  # noqa: E712
             failed.append(str(guard.expr))
@@ -119,10 +141,12 @@ class _Traced(Exception):
 
 
 def trace(module: Any, arguments: Mapping[str, Any], name: str, *, static: bool = False) -> Traced:
-    """Trace `module.forward` once, in full; nothing is run. With `static`, token dimensions are constants.
+    """Trace `module.forward` once, in full; nothing is run. With `static`, token dimensions are
+    constants.
 
-    `arguments` are tensors by parameter, or sequences of them. Raises what Dynamo raises for what it cannot trace, and
-    InternalError if the graph reads a tensor that is neither a weight nor an argument.
+    `arguments` are tensors by parameter, or sequences of them. Raises what Dynamo raises for what
+    it cannot trace, and InternalError if the graph reads a tensor that is neither a weight nor an
+    argument.
     """
     found: list[Any] = []
 
@@ -144,7 +168,8 @@ def trace(module: Any, arguments: Mapping[str, Any], name: str, *, static: bool 
 
 
 def evaluate_guards(module: Any, calls: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
-    """The slow twin of dropping guards: run the calls under Dynamo with all of them; returns the results.
+    """The slow twin of dropping guards: run the calls under Dynamo with all of them; returns the
+    results.
 
     Raises InternalError if a call fails a guard and would be compiled again.
     """
@@ -157,7 +182,9 @@ def evaluate_guards(module: Any, calls: Sequence[Mapping[str, Any]], name: str) 
                 results.append(compiled(module, *arguments.values()))
         except torch._dynamo.exc.RecompileError as error:
             why = " ".join(str(error).split())[:400]
-            raise InternalError(f"{name}: call {index} fails a guard of the trace: {why}") from error
+            raise InternalError(
+                f"{name}: call {index} fails a guard of the trace: {why}"
+            ) from error
     return results
 
 
@@ -167,8 +194,8 @@ def _compile(module: Any, name: str, backend: Any) -> Callable[..., Any]:
     title = f"piecewise_{name}"
     code = source.__code__.replace(co_name=title)
     copy = FunctionType(code, source.__globals__, title, source.__defaults__, source.__closure__)
-    # Not dynamic: only what `_mark` names stays open. Dynamo would else remember the sizes of an earlier model that was
-    # traced under this name, and leave open what differs.
+    # Not dynamic: only what `_mark` names stays open. Dynamo would else remember the sizes of an
+    # earlier model that was traced under this name, and leave open what differs.
     return torch.compile(copy, fullgraph=True, backend=backend, dynamic=False)
 
 
@@ -189,7 +216,9 @@ def tensors_of(arguments: Mapping[str, Any]) -> Iterator[tuple[Place, torch.Tens
             yield (name, None), value
 
 
-def _bind(module: Any, arguments: Mapping[str, Any], graph: fx.GraphModule, inputs: Any, shape_env: Any) -> Traced:
+def _bind(
+    module: Any, arguments: Mapping[str, Any], graph: fx.GraphModule, inputs: Any, shape_env: Any
+) -> Traced:
     places = {id(tensor): place for place, tensor in tensors_of(arguments)}
     weights = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -204,16 +233,21 @@ def _bind(module: Any, arguments: Mapping[str, Any], graph: fx.GraphModule, inpu
         if isinstance(value, int):
             expression = node.meta["example_value"].node.expr
             if not node.users:
-                # Dynamo also lifts what nothing reads, such as where a layer's cache begins in the buffer of all.
+                # Dynamo also lifts what nothing reads, such as where a layer's cache begins in the
+                # buffer of all.
                 bindings.append(Static(value))
                 continue
             if expression not in symbols:
-                raise InternalError(f"trace: {node.name} is {expression}, which is no size of an argument")
+                raise InternalError(
+                    f"trace: {node.name} is {expression}, which is no size of an argument"
+                )
             bindings.append(Size(*symbols[expression]))
         elif id(value) in places:
             bindings.append(Given(places[id(value)]))
         elif id(value) in weights:
             bindings.append(Static(value))
         else:
-            raise InternalError(f"trace: {node.name} {tuple(value.shape)} is neither a weight nor an argument")
+            raise InternalError(
+                f"trace: {node.name} {tuple(value.shape)} is neither a weight nor an argument"
+            )
     return Traced(graph, bindings, shape_env, symbols)

@@ -1,5 +1,5 @@
-"""Splits a traced graph at operators into pieces, and brings each piece into a form that is compiled once for all
-pieces that are alike: tensors in, a tuple of tensors out.
+"""Splits a traced graph at operators into pieces, and brings each piece into a form that is
+compiled once for all pieces that are alike: tensors in, a tuple of tensors out.
 """
 
 from __future__ import annotations
@@ -31,15 +31,23 @@ class Part:
 def is_splitting(node: fx.Node, ops: Sequence[str]) -> bool:
     """Whether a node calls an implementation of one of the ops."""
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if node.op != "call_function" or not isinstance(
+        target, torch._ops.OpOverload | torch._ops.OpOverloadPacket
+    ):
         return False
-    name = target._schema.name if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name
+    name = (
+        target._schema.name
+        if isinstance(target, torch._ops.OpOverload)
+        else target._qualified_op_name
+    )
     space, _, operator = name.partition("::")
     return space == IMPLEMENTATIONS and any(operator.startswith(f"{op}_") for op in ops)
 
 
 def split_graph(graph: fx.GraphModule, ops: Sequence[str]) -> tuple[fx.GraphModule, list[Part]]:
-    """The graph over its parts, and the parts in order. Raises ConfigError if there is nothing to split at."""
+    """The graph over its parts, and the parts in order. Raises ConfigError if there is nothing
+    to split at.
+    """
     place: dict[fx.Node, int] = {}
     splitting: set[int] = set()
     current = 0
@@ -54,21 +62,27 @@ def split_graph(graph: fx.GraphModule, ops: Sequence[str]) -> tuple[fx.GraphModu
         else:
             place[node] = current
     if not splitting:
-        raise ConfigError(f"splitting_ops: got {', '.join(ops) or 'none'}, and the traced graph calls none of them")
+        raise ConfigError(
+            f"splitting_ops: got {', '.join(ops) or 'none'}, and the traced graph calls none of "
+            "them"
+        )
     # The order is kept as it stands: writes into the cache are no data dependency.
     whole = split_module(graph, graph, lambda node: place[node], keep_original_order=True)
     parts = []
     for node in whole.graph.nodes:
         if node.op == "call_module":
             number = int(str(node.target).rpartition("_")[2])
-            parts.append(Part(str(node.target), getattr(whole, str(node.target)), number in splitting))
+            parts.append(
+                Part(str(node.target), getattr(whole, str(node.target)), number in splitting)
+            )
     return whole, parts
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece whose inputs are tensors only and whose output is a tuple. `kept` are the positions of those tensors
-    among the inputs of the part; `symbols` the open sizes by (input, dimension); pieces that are alike share a `key`.
+    """A piece whose inputs are tensors only and whose output is a tuple. `kept` are the positions
+    of those tensors among the inputs of the part; `symbols` the open sizes by (input, dimension);
+    pieces that are alike share a `key`.
     """
 
     graph: fx.GraphModule
@@ -80,7 +94,9 @@ class Piece:
 
 
 def make_piece(part: Part) -> Piece:
-    """Normalise a part. Raises InternalError for a number among its inputs that is no size of a tensor there."""
+    """Normalise a part. Raises InternalError for a number among its inputs that is no size of a
+    tensor there.
+    """
     module = copy_graph(part.graph)
     graph = module.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -98,7 +114,8 @@ def make_piece(part: Part) -> Piece:
             expression = node.meta[VALUE].node.expr
             if expression not in symbols:
                 raise InternalError(
-                    f"{part.name}: {node.name} is {expression}, which is no size of a tensor of the piece"
+                    f"{part.name}: {node.name} is {expression}, which is no size of a tensor of "
+                    "the piece"
                 )
             index, dim = symbols[expression]
             with graph.inserting_before(first):
@@ -109,7 +126,9 @@ def make_piece(part: Part) -> Piece:
     output = graph.output_node()
     single = isinstance(output.args[0], fx.Node)
     output.args = ((output.args[0],) if single else tuple(output.args[0]),)
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op == "placeholder" or node.is_impure())
+    graph.eliminate_dead_code(
+        is_impure_node=lambda node: node.op == "placeholder" or node.is_impure()
+    )
     module.recompile()
     text = describe(module)
     key = hashlib.sha256(text.encode()).hexdigest()
@@ -127,7 +146,9 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def describe(module: fx.GraphModule) -> str:
-    """The graph as text without names: equal text is equal computation. Open sizes are numbered as they appear."""
+    """The graph as text without names: equal text is equal computation. Open sizes are numbered
+    as they appear.
+    """
     numbers: dict[fx.Node, str] = {}
     names: dict[Any, str] = {}
 
@@ -137,7 +158,11 @@ def describe(module: fx.GraphModule) -> str:
         expression = value.node.expr
         for symbol in sorted(expression.free_symbols, key=str):
             names.setdefault(symbol, f"n{len(names)}")
-        return str(expression.xreplace({s: type(s)(names[s], integer=True) for s in expression.free_symbols}))
+        return str(
+            expression.xreplace(
+                {s: type(s)(names[s], integer=True) for s in expression.free_symbols}
+            )
+        )
 
     def show(value: Any) -> str:
         if isinstance(value, fx.Node):

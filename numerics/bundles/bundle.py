@@ -1,13 +1,18 @@
-"""Bundles: steps and what was seen when they ran, in a folder that every backend can read. No pickle.
+"""Bundles: steps and what was seen when they ran, in a folder that every backend can read. No
+pickle.
 
-    manifest.json        format, model with its fingerprint, sizes, what ran where, each other file's size and SHA-256
+    manifest.json        format, model with its fingerprint, sizes, what ran where, each other
+    file's size and SHA-256
     steps.jsonl          one `StepInput` a line, fields by name, and the taps of its ops
-    start.safetensors    `kv` [layer page slot 2*kvhead hdim] before the first step; not there if the cache was empty
-    step-0000.safetensors ...  what step 0 brought: `embed.hidden`, `layer.3.hidden`, `.residual`, `.kv_rows` (what was
+    start.safetensors    `kv` [layer page slot 2*kvhead hdim] before the first step; not there if
+    the cache was empty
+    step-0000.safetensors ...  what step 0 brought: `embed.hidden`, `layer.3.hidden`, `.residual`,
+    `.kv_rows` (what was
                          written, by token), `finish.rows`, `logits`, `tokens`, and the taps of ops
 
-A tap is stored as `layer.3/linear[qkv]<x` (argument x) and `layer.3/linear[qkv]>0` (output 0). Where it is the layer's
-whole cache, steps.jsonl says so (`kv_in`, `kv_out`), and it is put together again from the rows.
+A tap is stored as `layer.3/linear[qkv]<x` (argument x) and `layer.3/linear[qkv]>0` (output 0).
+Where it is the layer's whole cache, steps.jsonl says so (`kv_in`, `kv_out`), and it is put together
+again from the rows.
 """
 
 from __future__ import annotations
@@ -40,12 +45,23 @@ MANIFEST, STEPS, START = "manifest.json", "steps.jsonl", "start.safetensors"
 FILE = re.compile(r"[a-z0-9][a-z0-9-]*\.(jsonl|safetensors)")
 """A plain name in the bundle's own folder: a manifest may come from anybody."""
 MAX_MANIFEST = 64 << 20
-SIZES = ("dtype", "load_format", "seed", "max_model_len", "max_num_seqs", "tokens", "page_size", "num_pages")
+SIZES = (
+    "dtype",
+    "load_format",
+    "seed",
+    "max_model_len",
+    "max_num_seqs",
+    "tokens",
+    "page_size",
+    "num_pages",
+)
 
 
 @dataclass(slots=True)
 class Bundle:
-    """A bundle in memory. `source` says what ran (see `environment.describe`), `start` is the cache before it."""
+    """A bundle in memory. `source` says what ran (see `environment.describe`), `start` is the
+    cache before it.
+    """
 
     subject: Subject
     steps: list[Recorded]
@@ -64,7 +80,9 @@ class Bundle:
 
 
 def fingerprint(subject: Subject) -> str:
-    """Hex digest of a model: its config and its weights, which are sampled: sizes, headers, and 64 blocks of a file."""
+    """Hex digest of a model: its config and its weights, which are sampled: sizes, headers, and
+    64 blocks of a file.
+    """
     digest = hashlib.sha256(str(subject.model.raw_hash).encode())
     if subject.load_format == "dummy":
         digest.update(f"dummy {subject.seed}".encode())
@@ -80,7 +98,8 @@ def fingerprint(subject: Subject) -> str:
     return digest.hexdigest()
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
+# --- writing
+# --------------------------------------------------------------------------------------------------
 
 
 def check_free(folder: str) -> Path:
@@ -92,7 +111,9 @@ def check_free(folder: str) -> Path:
 
 
 def write(bundle: Bundle, folder: str) -> Path:
-    """Write a bundle to a new folder. Raises ConfigError if there is something, InfrastructureError if it fails."""
+    """Write a bundle to a new folder. Raises ConfigError if there is something,
+    InfrastructureError if it fails.
+    """
     target = check_free(folder)
     part = target.with_name(f"{target.name}.part")
     files = {STEPS: "".join(f"{_dumps(to_json(recorded))}\n" for recorded in bundle.steps).encode()}
@@ -100,7 +121,9 @@ def write(bundle: Bundle, folder: str) -> Path:
         files[START] = save({"kv": np.ascontiguousarray(bundle.start)})
     for number, recorded in enumerate(bundle.steps):
         if recorded.arrays:
-            files[_step_file(number)] = save({n: np.ascontiguousarray(x) for n, x in recorded.arrays.items()})
+            files[_step_file(number)] = save(
+                {n: np.ascontiguousarray(x) for n, x in recorded.arrays.items()}
+            )
     subject = bundle.subject
     manifest = {
         "format": FORMAT,
@@ -139,11 +162,13 @@ def _dumps(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading
+# --------------------------------------------------------------------------------------------------
 
 
 def read(folder: str, model: str | None = None) -> Bundle:
-    """Read a bundle; `model` names the model's folder if it is not the one where the bundle was made.
+    """Read a bundle; `model` names the model's folder if it is not the one where the bundle was
+    made.
 
     Raises NotComparable, naming what is wrong, if it is none, damaged, or of another model.
     """
@@ -162,7 +187,9 @@ def read(folder: str, model: str | None = None) -> Bundle:
         where = f"bundle {folder}: {STEPS}, line {number + 1}"
         recorded = from_json(_object(line, where), where, subject)
         if _step_file(number) in files:
-            recorded.arrays = _tensors(files[_step_file(number)], f"bundle {folder}: {_step_file(number)}")
+            recorded.arrays = _tensors(
+                files[_step_file(number)], f"bundle {folder}: {_step_file(number)}"
+            )
         steps.append(recorded)
     start = None
     if START in files:
@@ -175,7 +202,9 @@ def read(folder: str, model: str | None = None) -> Bundle:
             or any(w not in (None, n) for w, n in zip(wanted, start.shape, strict=True))
         ):
             got = "nothing" if start is None else list(start.shape)
-            raise NotComparable(f"bundle {folder}: {START} has kv {got}, the model's cache is {list(wanted)}")
+            raise NotComparable(
+                f"bundle {folder}: {START} has kv {got}, the model's cache is {list(wanted)}"
+            )
     return Bundle(subject, steps, manifest["source"], start)
 
 
@@ -193,26 +222,42 @@ def _manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     try:
         if file.stat().st_size > MAX_MANIFEST:
-            raise NotComparable(f"{file}: has {file.stat().st_size} bytes, allowed are {MAX_MANIFEST}")
+            raise NotComparable(
+                f"{file}: has {file.stat().st_size} bytes, allowed are {MAX_MANIFEST}"
+            )
         manifest = _object(file.read_bytes(), str(file))
     except OSError as error:
         raise NotComparable(f"bundle {path}: cannot read {MANIFEST}: {error.strerror}") from None
     if manifest.get("format") != FORMAT:
-        raise NotComparable(f"{file}: format is {str(manifest.get('format'))[:60]!r}, a bundle has {FORMAT!r}")
+        raise NotComparable(
+            f"{file}: format is {str(manifest.get('format'))[:60]!r}, a bundle has {FORMAT!r}"
+        )
     if manifest.get("version") != VERSION:
-        raise NotComparable(f"{file}: version is {str(manifest.get('version'))[:20]}, this program reads {VERSION}")
+        raise NotComparable(
+            f"{file}: version is {str(manifest.get('version'))[:20]}, this program reads {VERSION}"
+        )
     digest = manifest.pop("sha256", None)
     if digest != _sha(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()):
         raise NotComparable(f"{file}: is damaged or was edited: its own SHA-256 does not hold")
     kinds = {"model": str, "fingerprint": str, "sizes": dict, "source": dict, "files": dict}
     for name, kind in kinds.items():
         if not isinstance(manifest.get(name), kind):
-            raise NotComparable(f"{file}: {name} is {str(manifest.get(name))[:60]!r}, must be a {kind.__name__}")
+            raise NotComparable(
+                f"{file}: {name} is {str(manifest.get(name))[:60]!r}, must be a {kind.__name__}"
+            )
     for name, entry in manifest["files"].items():
         if not FILE.fullmatch(name):
-            raise NotComparable(f"{file}: names the file {name[:80]!r}, which is no plain name of this folder")
-        if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or "sha256" not in entry:
-            raise NotComparable(f"{file}: says {str(entry)[:60]!r} of {name}, must be bytes and sha256")
+            raise NotComparable(
+                f"{file}: names the file {name[:80]!r}, which is no plain name of this folder"
+            )
+        if (
+            not isinstance(entry, dict)
+            or not isinstance(entry.get("bytes"), int)
+            or "sha256" not in entry
+        ):
+            raise NotComparable(
+                f"{file}: says {str(entry)[:60]!r} of {name}, must be bytes and sha256"
+            )
     return manifest
 
 
@@ -224,7 +269,9 @@ def _checked(path: Path, name: str, entry: Mapping[str, Any]) -> bytes:
             raise NotComparable(f"{file}: is a link, which leads out of the bundle")
         size = file.stat().st_size
         if size != entry["bytes"]:
-            raise NotComparable(f"{file}: has {size} bytes, the manifest says {entry['bytes']}: it is truncated")
+            raise NotComparable(
+                f"{file}: has {size} bytes, the manifest says {entry['bytes']}: it is truncated"
+            )
         data = file.read_bytes()
     except OSError as error:
         raise NotComparable(f"{file}: cannot be read: {error.strerror}") from None
@@ -259,10 +306,13 @@ def _subject(folder: str, manifest: Mapping[str, Any], model: str | None) -> Sub
         subject = Subject(name, where, load_config(where), **{key: sizes[key] for key in SIZES})
         found = fingerprint(subject)
     except (ModelError, OSError) as error:
-        raise NotComparable(f"bundle {folder}: its model is not here; name its folder with --model ({error})") from None
+        raise NotComparable(
+            f"bundle {folder}: its model is not here; name its folder with --model ({error})"
+        ) from None
     if found != manifest["fingerprint"]:
         raise NotComparable(
-            f"bundle {folder}: is of another model: fingerprint {manifest['fingerprint'][:16]}, {name} has {found[:16]}"
+            f"bundle {folder}: is of another model: fingerprint {manifest['fingerprint'][:16]}, "
+            f"{name} has {found[:16]}"
         )
     return subject
 

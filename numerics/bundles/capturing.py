@@ -1,4 +1,6 @@
-"""Captures a run of a model on one backend: each step, what every layer gave, and the taps of its ops."""
+"""Captures a run of a model on one backend: each step, what every layer gave, and the taps of
+its ops.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def capture_model(
     subject: Subject, target: Target, steps: Sequence[StepInput], *, taps: Sequence[str] = ("*",),
     fault: Fault | None = None, progress: Progress = lambda text: None,
 ) -> Bundle:  # fmt: skip
-    """Run `steps` on `target` and keep what came out; `taps` are patterns of op calls, none for layers only.
+    """Run `steps` on `target` and keep what came out; `taps` are patterns of op calls, none for
+    layers only.
 
     Raises NotComparable if there are no steps.
     """
@@ -52,10 +55,14 @@ class _Camera:
     def __init__(self, subject: Subject, runner: Runner, pages: int, taps: Sequence[str]) -> None:
         self._runner, self._taps, self._model = runner, tuple(taps), subject.model
         self._weights = HostWeights(subject)
-        self._tracer = Reference(self._model, decoder.rotary_tables(self._model, subject.max_model_len), exact=True)
+        self._tracer = Reference(
+            self._model, decoder.rotary_tables(self._model, subject.max_model_len), exact=True
+        )
         c = self._model
         empty = np.full(
-            (pages, subject.page_size, 2 * c.num_kv_heads, c.head_dim), np.nan, storage_dtype(subject.dtype)
+            (pages, subject.page_size, 2 * c.num_kv_heads, c.head_dim),
+            np.nan,
+            storage_dtype(subject.dtype),
         )
         runner.allocate(pages)
         self._host = [empty] * c.num_layers
@@ -80,9 +87,18 @@ class _Camera:
             name, before = f"layer.{index}", self._host[index]
             (hidden, residual, cache), taps = runner.layer(index, *stream, cache)
             after = runner.download(cache)
-            found.arrays |= {f"{name}.hidden": runner.download(hidden), f"{name}.residual": runner.download(residual)}
+            found.arrays |= {
+                f"{name}.hidden": runner.download(hidden),
+                f"{name}.residual": runner.download(residual),
+            }
             keep_cache(found, name, before, after)
-            keep_taps(found, name, declared[runner.spec.layers[index]], taps, {"kv_in": before, "kv_out": after})
+            keep_taps(
+                found,
+                name,
+                declared[runner.spec.layers[index]],
+                taps,
+                {"kv_in": before, "kv_out": after},
+            )
             self._host[index] = after
             return (hidden, residual), cache
 
@@ -121,7 +137,9 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two caches have equal bits but for the last slot, which is scratch."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    left, right = (np.ascontiguousarray(x.reshape(-1, *x.shape[2:])[:-1]).view(np.uint8) for x in (a, b))
+    left, right = (
+        np.ascontiguousarray(x.reshape(-1, *x.shape[2:])[:-1]).view(np.uint8) for x in (a, b)
+    )
     return bool(np.array_equal(left, right))
 
 
@@ -149,7 +167,9 @@ def keep_taps(
             {
                 "op": tap.op,
                 "key": tap.key,
-                "arguments": {argument: keep(f"{name}<{argument}", x) for argument, x in kept.items()},
+                "arguments": {
+                    argument: keep(f"{name}<{argument}", x) for argument, x in kept.items()
+                },
                 "outputs": [keep(f"{name}>{i}", x) for i, x in enumerate(outputs)],
             }
         )

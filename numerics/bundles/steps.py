@@ -26,10 +26,11 @@ MAX_SIZE, MAX_BUFFER = 1 << 20, 1 << 28
 
 @dataclass(slots=True)
 class Recorded:
-    """A step, the arrays that it brought, and the taps of its ops by program (`embed`, `layer.3`, ...).
+    """A step, the arrays that it brought, and the taps of its ops by program (`embed`, `layer.3`,
+    ...).
 
-    A tap is {"op", "key", "arguments": {name: place}, "outputs": [place]}; a place is "" for an array of its own,
-    `kv_in` or `kv_out`.
+    A tap is {"op", "key", "arguments": {name: place}, "outputs": [place]}; a place is "" for an
+    array of its own, `kv_in` or `kv_out`.
     """
 
     step: StepInput
@@ -47,34 +48,52 @@ def to_json(recorded: Recorded) -> dict[str, Any]:
         "shape": [getattr(shape, f.name) for f in fields(StepShape)],
         "sampler": step.sampler,
         "logprobs": step.logprobs,
-        "batch": _lists(batch_layout(d, shape), step.batch) | {"page_table": step.field("page_table").ravel().tolist()},
+        "batch": _lists(batch_layout(d, shape), step.batch)
+        | {"page_table": step.field("page_table").ravel().tolist()},
         "sampling": _lists(sampling_layout(d.requests), step.sampling),
-        "processors": None if step.processors is None else _lists(processor_layout(d.requests, shape), step.processors),
+        "processors": None
+        if step.processors is None
+        else _lists(processor_layout(d.requests, shape), step.processors),
         "prompt_targets": None if step.prompt_targets is None else step.prompt_targets.tolist(),
         "taps": recorded.taps,
     }
 
 
 def _lists(layout: Layout, buffer: np.ndarray) -> dict[str, Any]:
-    """Fields by name, flat. Floats as the integers that have their bits: nothing is lost, not even a NaN."""
-    return {name: layout.view(buffer, name).view(np.int32).reshape(-1).tolist() for name in layout.fields}
+    """Fields by name, flat. Floats as the integers that have their bits: nothing is lost, not
+    even a NaN.
+    """
+    return {
+        name: layout.view(buffer, name).view(np.int32).reshape(-1).tolist()
+        for name in layout.fields
+    }
 
 
 def from_json(line: Mapping[str, Any], where: str, subject: Subject) -> Recorded:
-    """A step from JSON. `where` names the place. Raises NotComparable for what is none, or reaches outside."""
+    """A step from JSON. `where` names the place. Raises NotComparable for what is none, or
+    reaches outside.
+    """
     numbers = _numbers(line.get("descriptor", [None])[1:], 3, f"{where}: descriptor")
     kind = line["descriptor"][0]
     if kind not in ("decode", "mixed"):
-        raise NotComparable(f"{where}: descriptor is of kind {str(kind)[:20]!r}, allowed are decode and mixed")
+        raise NotComparable(
+            f"{where}: descriptor is of kind {str(kind)[:20]!r}, allowed are decode and mixed"
+        )
     descriptor = Descriptor(kind, *numbers)
     shape = StepShape(*_numbers(line.get("shape"), len(fields(StepShape)), f"{where}: shape"))
     if shape.vocab_size != subject.model.vocab_size:
-        raise NotComparable(f"{where}: vocabulary of {shape.vocab_size}, the model has {subject.model.vocab_size}")
+        raise NotComparable(
+            f"{where}: vocabulary of {shape.vocab_size}, the model has {subject.model.vocab_size}"
+        )
     sampler = line.get("sampler")
     if sampler not in SAMPLERS:
-        raise NotComparable(f"{where}: sampler is {str(sampler)[:20]!r}, allowed are {', '.join(SAMPLERS)}")
+        raise NotComparable(
+            f"{where}: sampler is {str(sampler)[:20]!r}, allowed are {', '.join(SAMPLERS)}"
+        )
     batch, page_table = _batch(descriptor, shape, line.get("batch"), f"{where}: batch")
-    sampling = _buffer(sampling_layout(descriptor.requests), line.get("sampling"), f"{where}: sampling")
+    sampling = _buffer(
+        sampling_layout(descriptor.requests), line.get("sampling"), f"{where}: sampling"
+    )
     processors, targets = line.get("processors"), line.get("prompt_targets")
     if processors is not None:
         layout = processor_layout(descriptor.requests, shape)
@@ -109,7 +128,9 @@ def _integers(value: Any, count: int, where: str) -> np.ndarray:
     return np.asarray(value, np.int32)
 
 
-def _batch(descriptor: Descriptor, shape: StepShape, value: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+def _batch(
+    descriptor: Descriptor, shape: StepShape, value: Any, where: str
+) -> tuple[np.ndarray, np.ndarray]:
     """The buffer of the batch, and the page table [R, P], which stands among its fields."""
     size = descriptor.requests * shape.pages_per_request
     if size > MAX_BUFFER:
@@ -134,7 +155,9 @@ def _buffer(layout: Layout, value: Any, where: str) -> np.ndarray:
 
 
 def _check_ranges(step: StepInput, subject: Subject, where: str) -> None:
-    """Nothing may reach outside of the cache, the vocabulary or the tables, whoever wrote the numbers."""
+    """Nothing may reach outside of the cache, the vocabulary or the tables, whoever wrote the
+    numbers.
+    """
     d, slots = step.descriptor, subject.page_size * subject.num_pages
     limits = {
         "token_ids": (0, subject.model.vocab_size),

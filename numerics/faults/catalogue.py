@@ -1,4 +1,6 @@
-"""The faults themselves. Each says what is wrong in a sentence; `plant` in `planting.py` finds it by name."""
+"""The faults themselves. Each says what is wrong in a sentence; `plant` in `planting.py` finds
+it by name.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,17 @@ def catalogue(name: str, what: str, place: Any, *makes: Any, **rest: Any) -> Non
     CATALOGUE[name] = Entry(name, what, place, dict(makes), **rest)
 
 
-# --- attention -------------------------------------------------------------------------------------------------------
+# --- attention
+# --------------------------------------------------------------------------------------------------
 
 ATTENTION = "paged_attention"
 
 
 @dataclass(frozen=True, slots=True)
 class MaskInputs:
-    """What a mask is made of, to broadcast to [tok slot]: the slots, and each token's position, request and length."""
+    """What a mask is made of, to broadcast to [tok slot]: the slots, and each token's position,
+    request and length.
+    """
 
     slot: Any
     position: Any
@@ -53,10 +58,14 @@ def dense_attention(
     xp: Any, a: Given, mask: Callable[[Any, MaskInputs], Any] = right_mask,
     softmax: Callable[[Any, Any], Any] = right_softmax,
 ) -> Any:  # fmt: skip
-    """`paged_attention` once more, with two places to be wrong in: every token gathers all pages of its request."""
+    """`paged_attention` once more, with two places to be wrong in: every token gathers all pages
+    of its request.
+    """
     q, kv = a["q"], a["kv"]
     device = device_of(q)
-    table, start, lens = (xp.asarray(a[name], device=device) for name in ("page_table", "query_start", "kv_lens"))
+    table, start, lens = (
+        xp.asarray(a[name], device=device) for name in ("page_table", "query_start", "kv_lens")
+    )
     tokens, heads, size = q.shape
     page, kv_heads = kv.shape[1], kv.shape[2] // 2
     token = index(xp, tokens, q)
@@ -65,11 +74,19 @@ def dense_attention(
     request = xp.where(real, request, table.shape[0] - 1)
     stop, length = xp.take(start[1:], request, axis=0), xp.take(lens, request, axis=0)
     pages = xp.reshape(xp.take(table, request, axis=0), (tokens * table.shape[1],))
-    cache = xp.reshape(xp.take(kv, pages, axis=0), (tokens, table.shape[1] * page, kv_heads, 2, size))
-    keys, values = (xp.permute_dims(xp.accumulate(cache[:, :, :, i]), (0, 2, 1, 3))[:, :, None] for i in (0, 1))
+    cache = xp.reshape(
+        xp.take(kv, pages, axis=0), (tokens, table.shape[1] * page, kv_heads, 2, size)
+    )
+    keys, values = (
+        xp.permute_dims(xp.accumulate(cache[:, :, :, i]), (0, 2, 1, 3))[:, :, None] for i in (0, 1)
+    )
     slot = index(xp, table.shape[1] * page, q)[None, :]
     mask_inputs = MaskInputs(
-        slot, (length - stop + token)[:, None], length[:, None], (token == stop - 1)[:, None], a["window"]
+        slot,
+        (length - stop + token)[:, None],
+        length[:, None],
+        (token == stop - 1)[:, None],
+        a["window"],
     )
     visible = (mask(xp, mask_inputs) & (slot < length[:, None]) & real[:, None])[:, None, None]
     grouped = xp.reshape(xp.accumulate(q), (tokens, kv_heads, heads // kv_heads, 1, size))
@@ -105,7 +122,11 @@ def _scaled(factor: float) -> Callable[[Any, Given], Any]:
 
 def _column_repeated(xp: Any, a: Given) -> Any:
     table = a["page_table"]
-    return xp.concat([table[:, :1], table[:, :1], table[:, 2:]], axis=1) if table.shape[1] > 1 else table
+    return (
+        xp.concat([table[:, :1], table[:, :1], table[:, 2:]], axis=1)
+        if table.shape[1] > 1
+        else table
+    )
 
 
 def _stale_key(xp: Any, a: Given) -> Any:
@@ -171,12 +192,23 @@ catalogue(
     changed(ATTENTION, window=lambda xp, a: 0),
     **WINDOW,
 )
-catalogue("attention-skipped", "attention adds nothing", "layer", after(ATTENTION, lambda xp, out: xp.zeros_like(out)))
 catalogue(
-    "attention-scale-1e-2", "attention scores are 1 % too large", "layer", changed(ATTENTION, scale=_scaled(1.01))
+    "attention-skipped",
+    "attention adds nothing",
+    "layer",
+    after(ATTENTION, lambda xp, out: xp.zeros_like(out)),
 )
 catalogue(
-    "attention-scale-1e-3", "attention scores are 0.1 % too large", "layer", changed(ATTENTION, scale=_scaled(1.001))
+    "attention-scale-1e-2",
+    "attention scores are 1 % too large",
+    "layer",
+    changed(ATTENTION, scale=_scaled(1.01)),
+)
+catalogue(
+    "attention-scale-1e-3",
+    "attention scores are 0.1 % too large",
+    "layer",
+    changed(ATTENTION, scale=_scaled(1.001)),
 )
 catalogue(
     "softmax-bf16",
@@ -197,7 +229,10 @@ catalogue(
     changed(ATTENTION, page_table=_column_repeated),
 )
 catalogue(
-    "stale-key", "one key of one request is that of the slot before it", "layer", changed(ATTENTION, kv=_stale_key)
+    "stale-key",
+    "one key of one request is that of the slot before it",
+    "layer",
+    changed(ATTENTION, kv=_stale_key),
 )
 catalogue(
     "kv-head-dropped",
@@ -216,17 +251,25 @@ catalogue(
     missing="several K/V heads, each for several query heads",
 )
 catalogue(
-    "soft-cap-missing", "the cap on attention scores is ignored", "ops", changed(ATTENTION, soft_cap=lambda xp, a: 0.0)
+    "soft-cap-missing",
+    "the cap on attention scores is ignored",
+    "ops",
+    changed(ATTENTION, soft_cap=lambda xp, a: 0.0),
 )
 catalogue(
     "kv-scales-swapped",
     "a quantised cache is read with the scales of K and V swapped",
     "ops",
-    changed(ATTENTION, k_scale=lambda xp, a: a.get("v_scale", 1.0), v_scale=lambda xp, a: a.get("k_scale", 1.0)),
+    changed(
+        ATTENTION,
+        k_scale=lambda xp, a: a.get("v_scale", 1.0),
+        v_scale=lambda xp, a: a.get("k_scale", 1.0),
+    ),
 )
 
 
-# --- rotary embedding and KV write -----------------------------------------------------------------------------------
+# --- rotary embedding and KV write
+# -----------------------------------------------------------------------------------
 
 WRITE = "norm_rope_write_kv"
 
@@ -235,7 +278,9 @@ def _other_base(cos: np.ndarray, sin: np.ndarray) -> tuple[np.ndarray, np.ndarra
     """Tables of theta^1.01: angles of position 1 are the frequencies, theta^(-2j/d)."""
     scaling, inverse = np.hypot(cos[1], sin[1]), np.arctan2(sin[1], cos[1]).astype(np.float64)
     angles = np.arange(len(cos), dtype=np.float64)[:, None] * np.maximum(inverse, 1e-300) ** 1.01
-    return (np.cos(angles) * scaling).astype(cos.dtype), (np.sin(angles) * scaling).astype(sin.dtype)
+    return (np.cos(angles) * scaling).astype(cos.dtype), (np.sin(angles) * scaling).astype(
+        sin.dtype
+    )
 
 
 def _split(a: Given) -> tuple[int, int]:
@@ -251,7 +296,9 @@ def _k_and_v_swapped(xp: Any, a: Given) -> Any:
 
 def _k_and_v_in_fp8(xp: Any, a: Given) -> Any:
     k, x = _split(a)[0], a["qkv"]
-    narrow = xp.astype(xp.clip(xp.astype(x[:, k:], xp.float32), -448.0, 448.0), xp.float_dtype("float8_e4m3fn"))
+    narrow = xp.astype(
+        xp.clip(xp.astype(x[:, k:], xp.float32), -448.0, 448.0), xp.float_dtype("float8_e4m3fn")
+    )
     return xp.concat([x[:, :k], xp.astype(xp.astype(narrow, xp.float32), x.dtype)], axis=1)
 
 
@@ -266,7 +313,13 @@ def _last_row_lost(xp: Any, a: Given) -> Any:
     return xp.where(row == xp.max(xp.where(slots >= 0, row, -1)), -1, slots)
 
 
-catalogue("rope-base", "the rotary base is its power of 1.01", "layer", tables=_other_base, shown_by=(WRITE,))
+catalogue(
+    "rope-base",
+    "the rotary base is its power of 1.01",
+    "layer",
+    tables=_other_base,
+    shown_by=(WRITE,),
+)
 catalogue(
     "rope-bf16",
     "the rotary table is rounded to bfloat16",
@@ -277,18 +330,38 @@ catalogue(
     "position-off-by-one",
     "each token is rotated by the position of the next one",
     "layer",
-    changed(WRITE, cos=lambda xp, a: xp.roll(a["cos"], -1, axis=0), sin=lambda xp, a: xp.roll(a["sin"], -1, axis=0)),
+    changed(
+        WRITE,
+        cos=lambda xp, a: xp.roll(a["cos"], -1, axis=0),
+        sin=lambda xp, a: xp.roll(a["sin"], -1, axis=0),
+    ),
 )
 catalogue(
-    "rope-sign", "queries and keys are rotated the other way", "layer", changed(WRITE, sin=lambda xp, a: -a["sin"])
+    "rope-sign",
+    "queries and keys are rotated the other way",
+    "layer",
+    changed(WRITE, sin=lambda xp, a: -a["sin"]),
 )
-catalogue("kv-slot-off-by-one", "K and V are written to the next slot", "layer", changed(WRITE, slots=_next_slot))
 catalogue(
-    "kv-row-lost", "K and V of a step's last token are not written", "layer", changed(WRITE, slots=_last_row_lost)
+    "kv-slot-off-by-one",
+    "K and V are written to the next slot",
+    "layer",
+    changed(WRITE, slots=_next_slot),
 )
-catalogue("kv-swapped", "K and V are taken for each other", "layer", changed(WRITE, qkv=_k_and_v_swapped))
 catalogue(
-    "kv-fp8", "K and V lose bits as in an fp8 cache that nobody asked for", "layer", changed(WRITE, qkv=_k_and_v_in_fp8)
+    "kv-row-lost",
+    "K and V of a step's last token are not written",
+    "layer",
+    changed(WRITE, slots=_last_row_lost),
+)
+catalogue(
+    "kv-swapped", "K and V are taken for each other", "layer", changed(WRITE, qkv=_k_and_v_swapped)
+)
+catalogue(
+    "kv-fp8",
+    "K and V lose bits as in an fp8 cache that nobody asked for",
+    "layer",
+    changed(WRITE, qkv=_k_and_v_in_fp8),
 )
 catalogue(
     "qk-norms-swapped",
@@ -308,7 +381,8 @@ catalogue(
 )
 
 
-# --- norm and residual -----------------------------------------------------------------------------------------------
+# --- norm and residual
+# -----------------------------------------------------------------------------------------------
 
 NORM = "fused_add_rms_norm"
 
@@ -334,7 +408,9 @@ def _weight_after_rounding(xp: Any, a: Given) -> Any:
 def _unrounded_sum(xp: Any, a: Given) -> Any:
     y = xp.accumulate(a["x"]) + xp.accumulate(a["residual"])
     total = a["x"] + a["residual"]
-    return xp.astype(y * _rms(xp, y, a["eps"]) * xp.accumulate(a["weight"])[None], total.dtype), total
+    return xp.astype(
+        y * _rms(xp, y, a["eps"]) * xp.accumulate(a["weight"])[None], total.dtype
+    ), total
 
 
 def _residual_kept(xp: Any, a: Given) -> Any:
@@ -345,7 +421,10 @@ def _residual_kept(xp: Any, a: Given) -> Any:
 
 
 catalogue(
-    "norm-eps", "epsilon of the norms is ten times too large", "layer", changed(NORM, eps=lambda xp, a: 10.0 * a["eps"])
+    "norm-eps",
+    "epsilon of the norms is ten times too large",
+    "layer",
+    changed(NORM, eps=lambda xp, a: 10.0 * a["eps"]),
 )
 catalogue("norm-bf16", "the norm is computed in bfloat16", "layer", instead(NORM, _norm_in_bf16))
 catalogue(
@@ -361,7 +440,10 @@ catalogue(
     changed(NORM, weight=lambda xp, a: a["weight"] + 1.0),
 )
 catalogue(
-    "rounding-dropped", "the norm reads the residual sum before it was rounded", "layer", instead(NORM, _unrounded_sum)
+    "rounding-dropped",
+    "the norm reads the residual sum before it was rounded",
+    "layer",
+    instead(NORM, _unrounded_sum),
 )
 catalogue(
     "residual-twice",
@@ -370,11 +452,15 @@ catalogue(
     changed(NORM, residual=lambda xp, a: a["residual"] + a["residual"]),
 )
 catalogue(
-    "residual-stale", "the residual is handed on without what the block added", "layer", instead(NORM, _residual_kept)
+    "residual-stale",
+    "the residual is handed on without what the block added",
+    "layer",
+    instead(NORM, _residual_kept),
 )
 
 
-# --- products and MLP ------------------------------------------------------------------------------------------------
+# --- products and MLP
+# ------------------------------------------------------------------------------------------------
 
 LINEAR, MLP = "linear", "gated_mlp"
 TILE = 8
@@ -437,7 +523,10 @@ catalogue(
     changed(LINEAR, weight=_tile_transposed),
 )
 catalogue(
-    "k-tail-dropped", "the last 8 terms of each product's sums are missing", "layer", changed(LINEAR, x=_tail_dropped)
+    "k-tail-dropped",
+    "the last 8 terms of each product's sums are missing",
+    "layer",
+    changed(LINEAR, x=_tail_dropped),
 )
 catalogue(
     "split-k-rounded",
@@ -464,11 +553,14 @@ catalogue(
     weights=_loaded_swapped,
     shown_by=(MLP,),
 )
-catalogue("mlp-skipped", "the MLP adds nothing", "layer", after(MLP, lambda xp, out: xp.zeros_like(out)))
+catalogue(
+    "mlp-skipped", "the MLP adds nothing", "layer", after(MLP, lambda xp, out: xp.zeros_like(out))
+)
 catalogue("gelu-for-silu", "the MLP has gelu for silu", "layer", instead(MLP, _gelu_mlp))
 
 
-# --- before and after the layers -------------------------------------------------------------------------------------
+# --- before and after the layers
+# -------------------------------------------------------------------------------------
 
 
 def _words_lost(xp: Any, out: Any) -> Any:
@@ -482,10 +574,13 @@ catalogue(
     changed("embedding", ids=lambda xp, a: (a["ids"] + 1) % a["table"].shape[0]),
 )
 catalogue("logits-rounded", "logits are rounded to bfloat16", "top", after("logits", bf16))
-catalogue("vocab-tail-lost", "the logits of the last 8 words are 0", "top", after("logits", _words_lost))
+catalogue(
+    "vocab-tail-lost", "the logits of the last 8 words are 0", "top", after("logits", _words_lost)
+)
 
 
-# --- sampling, quantisation, experts, adapters: ops outside of a dense decoder's layers ------------------------------
+# --- sampling, quantisation, experts, adapters: ops outside of a dense decoder's layers
+# ------------------------------
 
 
 def _last_word_allowed(xp: Any, a: Given) -> Any:
@@ -495,7 +590,9 @@ def _last_word_allowed(xp: Any, a: Given) -> Any:
 
 def _int8(xp: Any, a: Given, convert: Callable[[Any, Any], Any]) -> Any:
     x, scale = xp.astype(a["x"], xp.float32), xp.astype(a["scale"], xp.float32)
-    blocks = xp.reshape(x, (x.shape[0], scale.shape[1], x.shape[1] // scale.shape[1])) / scale[..., None]
+    blocks = (
+        xp.reshape(x, (x.shape[0], scale.shape[1], x.shape[1] // scale.shape[1])) / scale[..., None]
+    )
     y = xp.reshape(blocks, x.shape)
     return xp.astype(convert(xp, xp.where(xp.isnan(y), 0.0, y)), xp.int8)
 
@@ -569,6 +666,9 @@ catalogue(
     "each row gets the next adapter",
     "ops",
     changed(
-        "lora_shrink", index=lambda xp, a: xp.where(a["index"] < 0, a["index"], (a["index"] + 1) % a["a"].shape[0])
+        "lora_shrink",
+        index=lambda xp, a: xp.where(
+            a["index"] < 0, a["index"], (a["index"] + 1) % a["a"].shape[0]
+        ),
     ),
 )

@@ -1,7 +1,8 @@
-"""Faults of what an engine keeps between steps: a worker reads something other than what the step says.
+"""Faults of what an engine keeps between steps: a worker reads something other than what the step
+says.
 
-Each step by itself looks right, so a comparison that is given steps cannot see them; the invariants can, as what is
-stale depends on the schedule. `Planted` is a worker with such a fault.
+Each step by itself looks right, so a comparison that is given steps cannot see them; the invariants
+can, as what is stale depends on the schedule. `Planted` is a worker with such a fault.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ Views = dict[str, np.ndarray]
 Edit = Callable[[Views, dict[str, Any]], None]
 """Changes the fields of a step; the second argument is kept from one step to the next.
 
-The page table of a step stands among the fields as `page_table`, new entries of it as `new_rows`, `new_columns` and
-`new_pages`: a step has one or the other.
+The page table of a step stands among the fields as `page_table`, new entries of it as `new_rows`,
+`new_columns` and `new_pages`: a step has one or the other.
 """
 
 
@@ -34,7 +35,9 @@ class EngineFault:
 
 
 class Planted:
-    """A worker that is started once, for many faults. `fault` is changed between runs; None is none."""
+    """A worker that is started once, for many faults. `fault` is changed between runs; None is
+    none.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -89,12 +92,19 @@ class Planted:
         if new is None:
             views["page_table"] = step.field("page_table").copy()
         else:
-            views |= {"new_rows": new.rows.copy(), "new_columns": new.columns.copy(), "new_pages": new.pages.copy()}
+            views |= {
+                "new_rows": new.rows.copy(),
+                "new_columns": new.columns.copy(),
+                "new_pages": new.pages.copy(),
+            }
         self.fault.edit(views, self._kept)
         if new is None:
             return replace(step, batch=batch, page_table=views["page_table"])
-        # Numbered as the worker expects: a difference that is lost would be an error, not wrong tokens.
-        entries = NewPages(self._num_entries, views["new_rows"], views["new_columns"], views["new_pages"])
+        # Numbered as the worker expects: a difference that is lost would be an error, not wrong
+        # tokens.
+        entries = NewPages(
+            self._num_entries, views["new_rows"], views["new_columns"], views["new_pages"]
+        )
         self._num_entries += len(entries)
         return replace(step, batch=batch, new_pages=entries)
 
@@ -113,7 +123,9 @@ def _stale(field: str) -> Edit:
 
 def _late(views: Views, kept: dict[str, Any]) -> None:
     """What a step brings of page tables arrives with the step after it."""
-    names = [name for name in ("page_table", "new_rows", "new_columns", "new_pages") if name in views]
+    names = [
+        name for name in ("page_table", "new_rows", "new_columns", "new_pages") if name in views
+    ]
     now = {name: views[name].copy() for name in names}
     before = kept.get("pages")
     kept["pages"] = now
@@ -125,9 +137,13 @@ def _late(views: Views, kept: dict[str, Any]) -> None:
 
 
 def _short(views: Views, kept: dict[str, Any]) -> None:
-    """One slot less than there is, where one token is decoded: the length that the step before had."""
+    """One slot less than there is, where one token is decoded: the length that the step before
+    had.
+    """
     decoded = np.arange(len(views["kv_lens"])) < int(views["counts"][0])
-    views["kv_lens"][...] = np.where(decoded & (views["kv_lens"] > 1), views["kv_lens"] - 1, views["kv_lens"])
+    views["kv_lens"][...] = np.where(
+        decoded & (views["kv_lens"] > 1), views["kv_lens"] - 1, views["kv_lens"]
+    )
 
 
 def _restarted(views: Views, kept: dict[str, Any]) -> None:
@@ -137,7 +153,9 @@ def _restarted(views: Views, kept: dict[str, Any]) -> None:
 
 
 def _moved(views: Views, kept: dict[str, Any]) -> None:
-    """Every other step finds the page table's first two columns in the other order, of what it brings of them."""
+    """Every other step finds the page table's first two columns in the other order, of what it
+    brings of them.
+    """
     kept["steps"] = kept.get("steps", 0) + 1
     if kept["steps"] % 2:
         return
@@ -160,11 +178,29 @@ def _forgotten(views: Views, kept: dict[str, Any]) -> None:
 ENGINE_FAULTS = {
     fault.name: fault
     for fault in (
-        EngineFault("page-table-stale", "what is new in the page tables arrives one step late", _late),
-        EngineFault("lengths-stale", "a decoded token attends over the length of the step before it", _short),
-        EngineFault("slots-stale", "a step writes K and V to the slots of the step before it", _stale("slots")),
-        EngineFault("positions-restart", "positions count from the beginning of a chunk", _restarted),
-        EngineFault("pages-swapped", "every other step brings the first two pages in the other order", _moved),
-        EngineFault("chunk-start-lost", "K and V of the first token of a later chunk are not written", _forgotten),
+        EngineFault(
+            "page-table-stale", "what is new in the page tables arrives one step late", _late
+        ),
+        EngineFault(
+            "lengths-stale", "a decoded token attends over the length of the step before it", _short
+        ),
+        EngineFault(
+            "slots-stale",
+            "a step writes K and V to the slots of the step before it",
+            _stale("slots"),
+        ),
+        EngineFault(
+            "positions-restart", "positions count from the beginning of a chunk", _restarted
+        ),
+        EngineFault(
+            "pages-swapped",
+            "every other step brings the first two pages in the other order",
+            _moved,
+        ),
+        EngineFault(
+            "chunk-start-lost",
+            "K and V of the first token of a later chunk are not written",
+            _forgotten,
+        ),
     )
 }

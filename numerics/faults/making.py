@@ -1,6 +1,8 @@
-"""How faults are made: wrappers around what a plan has chosen for an op, written over an array namespace.
+"""How faults are made: wrappers around what a plan has chosen for an op, written over an array
+namespace.
 
-A wrapper still calls what it wraps, even where it replaces the result: the taps of the ops inside must stay in order.
+A wrapper still calls what it wraps, even where it replaces the result: the taps of the ops inside
+must stay in order.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ Place = Literal["layer", "top", "ops"]
 class Entry:
     """A catalogued fault. `what` is a sentence for people.
 
-    `place`: in the layers of the model, in its `top` (embedding, logits), or in single `ops` that a dense decoder does
-    not call: those can be planted in `twinfer numerics ops` only. `shown_by` names the ops that show a fault which is
-    in no op, but in `weights` or `tables`. `needs` says what a model must have for the fault to make a difference, and
-    `missing` names that.
+    `place`: in the layers of the model, in its `top` (embedding, logits), or in single `ops` that a
+    dense decoder does not call: those can be planted in `twinfer numerics ops` only. `shown_by`
+    names the ops that show a fault which is in no op, but in `weights` or `tables`. `needs` says
+    what a model must have for the fault to make a difference, and `missing` names that.
     """
 
     name: str
@@ -44,7 +46,14 @@ class Entry:
 
     def fault(self, layer: int | None = None) -> Fault:
         """As a runner takes it."""
-        return Fault(self.name, self.ops, self.weights, self.tables, None, -1 if self.place == "top" else layer)
+        return Fault(
+            self.name,
+            self.ops,
+            self.weights,
+            self.tables,
+            None,
+            -1 if self.place == "top" else layer,
+        )
 
 
 def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[str, ...]) -> Given:
@@ -69,7 +78,9 @@ def changed(op: str, **changes: Callable[[Any, Given], Any]) -> tuple[str, Make]
 
 
 def instead(op: str, wrong: Callable[[Any, Given], Any]) -> tuple[str, Make]:
-    """Another result, from the same arguments. It is made first: what is wrapped may write into them."""
+    """Another result, from the same arguments. It is made first: what is wrapped may write into
+    them.
+    """
 
     def make(xp: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         names = tuple(REGISTRY[op].signature.parameters)

@@ -1,8 +1,10 @@
-"""A catalogue of faults to plant on purpose: what a comparison must be able to see (`questions/selftest.py` checks it).
+"""A catalogue of faults to plant on purpose: what a comparison must be able to see
+(`questions/selftest.py` checks it).
 
-A fault wraps what a backend's plan has chosen for an op, from outside, or changes weights or the rotary tables on the
-way to the device: nothing of it is in the code that serves. Each is written once over an array namespace, so it can be
-planted in either backend. `plant("NAME")` is the fault in every layer, `plant("NAME@3")` in layer 3 only.
+A fault wraps what a backend's plan has chosen for an op, from outside, or changes weights or the
+rotary tables on the way to the device: nothing of it is in the code that serves. Each is written
+once over an array namespace, so it can be planted in either backend. `plant("NAME")` is the fault
+in every layer, `plant("NAME@3")` in layer 3 only.
 
 Most wrap the ops that the decoder itself calls, which every plan has, fused or not.
 """
@@ -22,7 +24,9 @@ from .catalogue import CATALOGUE
 
 
 def plant(text: str, model: ModelConfig | None = None) -> Fault:
-    """The fault that `NAME` or `NAME@LAYER` names. Raises ConfigError, also for one that `model` cannot show."""
+    """The fault that `NAME` or `NAME@LAYER` names. Raises ConfigError, also for one that `model`
+    cannot show.
+    """
     name, sign, where = text.partition("@")
     if name not in CATALOGUE:
         raise ConfigError(f"plant: got {name!r}, allowed are {', '.join(CATALOGUE)}")
@@ -36,14 +40,20 @@ def plant(text: str, model: ModelConfig | None = None) -> Fault:
         if layer is not None and layer >= model.num_layers:
             raise ConfigError(f"plant: got {text!r}, allowed are layers below {model.num_layers}")
         if entry.place == "ops":
-            raise ConfigError(f"plant: {name} is in {', '.join(entry.ops)}, which this model does not call")
+            raise ConfigError(
+                f"plant: {name} is in {', '.join(entry.ops)}, which this model does not call"
+            )
         if entry.needs is not None and not entry.needs(model):
             raise ConfigError(f"plant: {name} shows only in a model with {entry.missing}")
     return entry.fault(layer)
 
 
-def plant_by_side(texts: Sequence[str], model: ModelConfig | None = None, default: str = "b") -> dict[str, Fault]:
-    """Faults by side (`a`, `b`), from `[SIDE=]NAME[@LAYER]`. Raises ConfigError, also for two on one side."""
+def plant_by_side(
+    texts: Sequence[str], model: ModelConfig | None = None, default: str = "b"
+) -> dict[str, Fault]:
+    """Faults by side (`a`, `b`), from `[SIDE=]NAME[@LAYER]`. Raises ConfigError, also for two on
+    one side.
+    """
     found: dict[str, Fault] = {}
     for text in texts:
         side, sign, rest = text.partition("=")
@@ -54,19 +64,27 @@ def plant_by_side(texts: Sequence[str], model: ModelConfig | None = None, defaul
     return found
 
 
-def faulty(fault: Fault, framework: str, op: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, an implementation of `op`, with the fault, or as it is if the fault is elsewhere."""
+def faulty(
+    fault: Fault, framework: str, op: str, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`function`, an implementation of `op`, with the fault, or as it is if the fault is
+    elsewhere.
+    """
     make = fault.ops.get(op)
     return function if make is None else make(namespace(framework), function)
 
 
 @dataclass(frozen=True, slots=True)
 class FaultyPlan(Plan):
-    """A plan whose bound ops have a fault, in all layers: for workers, which bind their plans themselves."""
+    """A plan whose bound ops have a fault, in all layers: for workers, which bind their plans
+    themselves.
+    """
 
     fault: Fault = field(default_factory=lambda: Fault("none"))
 
-    def bind(self, wrap: Callable[[Op, Callable[..., Any]], Callable[..., Any]] | None = None) -> Any:
+    def bind(
+        self, wrap: Callable[[Op, Callable[..., Any]], Callable[..., Any]] | None = None
+    ) -> Any:
         """As `Plan.bind`; what is wrapped is faulty already."""
 
         def both(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,16 +100,24 @@ class FaultyPlan(Plan):
 
 
 def faulty_plans(plans: Plans, fault: Fault) -> Plans:
-    """`plans` with the fault in them. Raises ConfigError for one that is not in an op, or in one layer only."""
+    """`plans` with the fault in them. Raises ConfigError for one that is not in an op, or in one
+    layer only.
+    """
     if not fault.ops or fault.layer is not None:
-        raise ConfigError(f"plant: {fault.name} cannot be planted in a plan: allowed are faults of ops, in all layers")
+        raise ConfigError(
+            f"plant: {fault.name} cannot be planted in a plan: allowed are faults of ops, in all "
+            "layers"
+        )
 
     def faulty_plan(plan: Plan) -> Plan:
         return FaultyPlan(plan.framework, plan.choices, fault=fault)
 
     kinds = {kind: faulty_plan(plan) for kind, plan in plans.by_kind.items()}
     layers = {
-        kind: {layer: replace(planned, plan=faulty_plan(planned.plan)) for layer, planned in of_kind.items()}
+        kind: {
+            layer: replace(planned, plan=faulty_plan(planned.plan))
+            for layer, planned in of_kind.items()
+        }
         for kind, of_kind in plans.layers.items()
     }
     return Plans(kinds, layers)

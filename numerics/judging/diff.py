@@ -18,9 +18,10 @@ ORDER: dict[Scope, int] = {"op": 0, "layer": 1, "inherited": 2, "logits": 3}
 class Finding:
     """One tensor of one side, compared. `layer` is -1 outside of layers.
 
-    `scope`: `op`, judged on that op's own inputs; `layer`, on the reference's inputs of the layer; `inherited`, in the
-    run as a whole; `logits`, its end. `contract` is the error in units of what the op's contract allows, `shares` are
-    metrics in units of their gates, `place` says where the largest error is.
+    `scope`: `op`, judged on that op's own inputs; `layer`, on the reference's inputs of the layer;
+    `inherited`, in the run as a whole; `logits`, its end. `contract` is the error in units of what
+    the op's contract allows, `shares` are metrics in units of their gates, `place` says where the
+    largest error is.
     """
 
     side: str
@@ -49,16 +50,20 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
         return {
-            "side": self.side, "mode": self.mode, "scope": self.scope, "step": self.step, "layer": self.layer,
-            "tap": self.tap, "implementation": self.implementation, "metrics": self.metrics.to_json(),
-            "complaints": list(self.complaints), "contract": jsonable(self.contract), "place": self.place,
+            "side": self.side, "mode": self.mode, "scope": self.scope, "step": self.step,
+            "layer": self.layer,
+            "tap": self.tap, "implementation": self.implementation,
+            "metrics": self.metrics.to_json(),
+            "complaints": list(self.complaints), "contract": jsonable(self.contract),
+            "place": self.place,
             "shares": {name: jsonable(share) for name, share in self.shares.items()},
         }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsFinding:
-    """The ends of two runs: KL in nats both ways and of the noise, flips, and agreement of the 5 best tokens.
+    """The ends of two runs: KL in nats both ways and of the noise, flips, and agreement of the 5
+    best tokens.
 
     `step` is the step's number, -1 for rows of several steps.
     """
@@ -81,7 +86,8 @@ class LogitsFinding:
 
 @dataclass(slots=True)
 class Diff:
-    """All findings of one comparison. `problems` are failures that are no tensor's: unequal weights, unequal bits.
+    """All findings of one comparison. `problems` are failures that are no tensor's: unequal
+    weights, unequal bits.
 
     `missing` names what should have been compared and was not.
     """
@@ -103,7 +109,9 @@ class Diff:
 
     @property
     def failures(self) -> list[Finding]:
-        """Findings with complaints, in the order in which the model computes them; local ones first."""
+        """Findings with complaints, in the order in which the model computes them; local ones
+        first.
+        """
         return sorted((f for f in self.findings if not f.passed), key=_order)
 
     @property
@@ -114,7 +122,8 @@ class Diff:
         return NOT_COMPARED if self.missing or not self.findings else EQUAL
 
     def first_divergence(self, side: str | None = None) -> Finding | None:
-        """The earliest tap that is wrong by itself: its own inputs are right. None if there is none.
+        """The earliest tap that is wrong by itself: its own inputs are right. None if there is
+        none.
 
         A finding on an op's own inputs goes before one that only shows what came before it.
         """
@@ -131,7 +140,9 @@ class Diff:
         return sorted(best.values(), key=_severity, reverse=True)[:count]
 
     def assert_ok(self) -> None:
-        """Raise AssertionError for a numeric failure, NotComparable if not everything was compared."""
+        """Raise AssertionError for a numeric failure, NotComparable if not everything was
+        compared.
+        """
         if self.exit_code == FAILED:
             first = self.first_divergence()
             what = [f"{first.side} {first.name}: {'; '.join(first.complaints)}"] if first else []
@@ -153,7 +164,8 @@ class Diff:
             "seconds": self.seconds,
             "environment": self.environment,
             "logits": [
-                {k: jsonable(getattr(entry, k)) for k in LogitsFinding.__dataclass_fields__} for entry in self.logits
+                {k: jsonable(getattr(entry, k)) for k in LogitsFinding.__dataclass_fields__}
+                for entry in self.logits
             ],
             "findings": [f.to_json() for f in self.findings],
         }
@@ -169,7 +181,8 @@ def load(record: Mapping[str, Any]) -> Diff:
         findings = [
             Finding(**{
                 **{name: raw[name] for name in Finding.__dataclass_fields__},
-                "metrics": Metrics(**{name: _value(value) for name, value in raw["metrics"].items()}),
+                "metrics": Metrics(**{name: _value(value) for name,
+                value in raw["metrics"].items()}),
                 "complaints": tuple(raw["complaints"]),
                 "contract": _number(raw["contract"]),
                 "shares": {name: _number(value) for name, value in raw["shares"].items()},
@@ -177,14 +190,25 @@ def load(record: Mapping[str, Any]) -> Diff:
             for raw in record["findings"]
         ]  # fmt: skip
         logits = [
-            LogitsFinding(**{name: _value(raw[name], name) for name in LogitsFinding.__dataclass_fields__})
+            LogitsFinding(
+                **{name: _value(raw[name], name) for name in LogitsFinding.__dataclass_fields__}
+            )
             for raw in record["logits"]
         ]
         lists = {name: list(record[name]) for name in ("problems", "missing", "notes")}
         environment, seconds = dict(record["environment"]), float(record["seconds"])
-        return Diff(tuple(record["sides"]), findings, logits, environment=environment, seconds=seconds, **lists)
+        return Diff(
+            tuple(record["sides"]),
+            findings,
+            logits,
+            environment=environment,
+            seconds=seconds,
+            **lists,
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise NotComparable(f"the result is damaged or of another version: {type(error).__name__} {error}") from None
+        raise NotComparable(
+            f"the result is damaged or of another version: {type(error).__name__} {error}"
+        ) from None
 
 
 def _value(value: Any, name: str = "") -> Any:
@@ -198,11 +222,15 @@ def _number(value: Any, name: str = "") -> Any:
 
 
 def _severity(f: Finding) -> float:
-    return max(f.metrics.sigma if f.mode != "S" else 0.0, f.contract or 0.0, float(len(f.complaints)))
+    return max(
+        f.metrics.sigma if f.mode != "S" else 0.0, f.contract or 0.0, float(len(f.complaints))
+    )
 
 
 def _order(f: Finding) -> tuple[Any, ...]:
-    """Local before inherited; then as the model computes: by step, layer (what stands before the layers first)."""
+    """Local before inherited; then as the model computes: by step, layer (what stands before the
+    layers first).
+    """
     local = f.scope in ("op", "layer")
     last = f.layer < 0 and f.tap.split("[")[0] in ("fused_add_rms_norm", "logits", "final")
     return (not local, f.step, 1_000_000 if last else f.layer, ORDER[f.scope])
@@ -211,7 +239,9 @@ def _order(f: Finding) -> tuple[Any, ...]:
 POOLED_SIGMA = 1.05
 
 
-def layer_sigmas(diff: Diff, side: str, scope: Scope = "layer", mode: Mode = "P") -> dict[int, float]:
+def layer_sigmas(
+    diff: Diff, side: str, scope: Scope = "layer", mode: Mode = "P"
+) -> dict[int, float]:
     """Sigma of each layer of a side, over all steps."""
     sums: dict[int, list[float]] = {}
     for f in diff.findings:
@@ -223,7 +253,9 @@ def layer_sigmas(diff: Diff, side: str, scope: Scope = "layer", mode: Mode = "P"
 
 
 def pooled_problems(diff: Diff) -> list[str]:
-    """Layers whose sigma over all steps is more than 1.05: enough numbers to leave nothing to chance."""
+    """Layers whose sigma over all steps is more than 1.05: enough numbers to leave nothing to
+    chance.
+    """
     return [
         f"{side}: layer.{layer} sigma {sigma:.3f} over all steps > {POOLED_SIGMA}"
         for side in diff.sides

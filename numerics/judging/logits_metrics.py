@@ -20,11 +20,15 @@ KL_FLOOR = 1e-9
 
 
 def compare_logits(
-    a: np.ndarray, b: np.ndarray, exact: np.ndarray, faithful: np.ndarray, step: StepInput | None, mode: Mode,
+    a: np.ndarray, b: np.ndarray, exact: np.ndarray, faithful: np.ndarray, step: StepInput | None,
+    mode: Mode,
     kl_limit_b: float = KL_LIMIT,
 ) -> LogitsFinding:  # fmt: skip
     """Compare logits [row vocab] of two sides. `step` names the rows, if they are its tokens."""
-    kl = {name: float(divergence(exact, x).mean()) for name, x in (("a", a), ("b", b), ("noise", faithful))}
+    kl = {
+        name: float(divergence(exact, x).mean())
+        for name, x in (("a", a), ("b", b), ("noise", faithful))
+    }
     found = flips(a, b, exact, faithful)
     real = [flip for flip in found if not flip.tie]
     complaints = [f"{len(real)} tokens differ by more than rounding explains"] if real else []
@@ -55,20 +59,28 @@ def compare_named(
     a: np.ndarray, named: Sequence[Mapping[int, float]], exact: np.ndarray, faithful: np.ndarray,
     places: Sequence[str], half_ulp: float, mode: Mode, step: int,
 ) -> LogitsFinding:  # fmt: skip
-    """Compare logits [row vocab] with the log-probabilities of the tokens that the other side named, by row.
+    """Compare logits [row vocab] with the log-probabilities of the tokens that the other side
+    named, by row.
 
-    Divergences are of the named tokens and the rest as one. `half_ulp` is that of the run dtype: the other side may
-    round its logits to it, which is noise beside that of the faithful reference.
+    Divergences are of the named tokens and the rest as one. `half_ulp` is that of the run dtype:
+    the other side may round its logits to it, which is noise beside that of the faithful reference.
     """
-    rows = [_compare_row(i, a[i], top, exact[i], faithful[i], half_ulp) for i, top in enumerate(named)]
+    rows = [
+        _compare_row(i, a[i], top, exact[i], faithful[i], half_ulp) for i, top in enumerate(named)
+    ]
     found = [row.flip for row in rows if row.flip is not None]
     real = sum(not flip.tie for flip in found)
     complaints = [f"{real} tokens differ by more than rounding explains"] if real else []
     errors = np.concatenate([row.squared_errors for row in rows])
     noises = np.repeat([row.noise**2 for row in rows], [len(row.squared_errors) for row in rows])
-    error, allowed = float(np.mean(errors)) ** 0.5, TIE_FACTOR * float(np.mean(noises)) ** 0.5 + KL_FLOOR
+    error, allowed = (
+        float(np.mean(errors)) ** 0.5,
+        TIE_FACTOR * float(np.mean(noises)) ** 0.5 + KL_FLOOR,
+    )
     if not error <= allowed:
-        complaints.append(f"b: log-probabilities are off by {error:.3g} nats, {allowed:.3g} are allowed")
+        complaints.append(
+            f"b: log-probabilities are off by {error:.3g} nats, {allowed:.3g} are allowed"
+        )
     kl = {name: float(np.mean([row.divergences[name] for row in rows])) for name in NAMED_PAIRS}
     return LogitsFinding(
         rows=len(named),
@@ -112,10 +124,18 @@ class _NamedRow:
 
 
 def _compare_row(
-    row: int, logits: np.ndarray, named: Mapping[int, float], exact: np.ndarray, faithful: np.ndarray, half_ulp: float
+    row: int,
+    logits: np.ndarray,
+    named: Mapping[int, float],
+    exact: np.ndarray,
+    faithful: np.ndarray,
+    half_ulp: float,
 ) -> _NamedRow:
     ids = list(named)
-    sides = {name: log_softmax(x)[ids] for name, x in (("a", logits), ("exact", exact), ("noise", faithful))}
+    sides = {
+        name: log_softmax(x)[ids]
+        for name, x in (("a", logits), ("exact", exact), ("noise", faithful))
+    }
     sides["b"] = np.asarray(list(named.values()))
     rounding = half_ulp * float(np.abs(exact[ids]).max()) / 3**0.5
     noise = (float(((faithful - exact) ** 2).mean()) + rounding**2) ** 0.5
@@ -141,7 +161,15 @@ def _coarse(p: np.ndarray, q: np.ndarray) -> float:
 
 
 def _flip(f: Flip, place: str) -> dict[str, object]:
-    return {"row": f.row, "place": place, "a": f.a, "b": f.b, "margin": f.margin, "noise": f.noise, "tie": f.tie}
+    return {
+        "row": f.row,
+        "place": place,
+        "a": f.a,
+        "b": f.b,
+        "margin": f.margin,
+        "noise": f.noise,
+        "tie": f.tie,
+    }
 
 
 def _spread(exact: np.ndarray, faithful: np.ndarray) -> float:

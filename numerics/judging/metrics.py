@@ -1,8 +1,9 @@
-"""How far one tensor is off: against the exact reference, in units of what the faithful reference is off.
+"""How far one tensor is off: against the exact reference, in units of what the faithful reference
+is off.
 
-Everything here takes `got` (a backend's), `exact` (float64) and `faithful` (rounded as the contracts say), equal in
-shape; rows are the first axis. Elements where the exact reference is not finite are left out, but must not be finite
-in `got` either.
+Everything here takes `got` (a backend's), `exact` (float64) and `faithful` (rounded as the
+contracts say), equal in shape; rows are the first axis. Elements where the exact reference is not
+finite are left out, but must not be finite in `got` either.
 """
 
 from __future__ import annotations
@@ -19,20 +20,17 @@ BINS = 100
 class Metrics:
     """Errors of one tensor.
 
-    rel_l2        |got - exact| / |exact|
-    rel_noise     the same of the faithful reference
-    sigma         their ratio: 1 is what rounding alone does
-    worst_token   the largest ratio of one row; a row's noise counts as at least the mean noise
-    excess        the same over what is allowed for the row: 1.5, or more where few large errors make up its noise
-    linf          largest error over the largest error of the faithful reference
-    bias          mean error over its root mean square
-    slope         <got - exact, exact> / <exact, exact>: a scale that is off
-    overlap       Bhattacharyya coefficient of both error histograms: 1 is the same distribution
-    max_abs       largest error, at index `worst`
-    special       elements that are finite on one side only, or infinite or NaN in different ways
-    count         elements compared
-    effective     independent numbers that the noise is made of: (sum n^2)^2 / sum n^4, one outlier counts as one
-    error_power   sum of squared errors, and `noise_power` of the faithful reference's: to pool several steps
+    rel_l2        |got - exact| / |exact| rel_noise     the same of the faithful reference sigma
+    their ratio: 1 is what rounding alone does worst_token   the largest ratio of one row; a row's
+    noise counts as at least the mean noise excess        the same over what is allowed for the row:
+    1.5, or more where few large errors make up its noise linf          largest error over the
+    largest error of the faithful reference bias          mean error over its root mean square slope
+    <got - exact, exact> / <exact, exact>: a scale that is off overlap       Bhattacharyya
+    coefficient of both error histograms: 1 is the same distribution max_abs       largest error, at
+    index `worst` special       elements that are finite on one side only, or infinite or NaN in
+    different ways count         elements compared effective     independent numbers that the noise
+    is made of: (sum n^2)^2 / sum n^4, one outlier counts as one error_power   sum of squared
+    errors, and `noise_power` of the faithful reference's: to pool several steps
     """
 
     rel_l2: float
@@ -110,13 +108,15 @@ def _ratio(a: float, b: float) -> float:
 
 TOKEN_LIMIT = 1.5
 DEVIATIONS = 4.0
-"""A root mean square of n independent errors wanders by 1 / sqrt(2 n), the ratio of two by 1 / sqrt(n): so many times
-that is left to chance, as there are thousands of rows."""
+"""A root mean square of n independent errors wanders by 1 / sqrt(2 n), the ratio of two by 1 /
+sqrt(n): so many times that is left to chance, as there are thousands of rows.
+"""
 
 
 def worst_row(error: np.ndarray, noise: np.ndarray) -> tuple[float, float]:
-    """The largest ratio of a row's error to its noise (or to the mean noise of all rows where that is more), and the
-    largest ratio of that to what is allowed for the row."""
+    """The largest ratio of a row's error to its noise (or to the mean noise of all rows where that
+    is more), and the largest ratio of that to what is allowed for the row.
+    """
     if error.ndim < 2 or not error.size:
         ratio = _ratio(float(np.abs(error).max(initial=0.0)), float(np.abs(noise).max(initial=0.0)))
         return ratio, ratio / TOKEN_LIMIT
@@ -162,7 +162,9 @@ TIE_FACTOR = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """A row whose best token differs. `margin` is the exact reference's distance between the two, `noise` its noise."""
+    """A row whose best token differs. `margin` is the exact reference's distance between the
+    two, `noise` its noise.
+    """
 
     row: int
     a: int
@@ -177,7 +179,9 @@ class Flip:
 
 
 def flips(a: np.ndarray, b: np.ndarray, exact: np.ndarray, faithful: np.ndarray) -> list[Flip]:
-    """Rows of logits [row vocab] whose best tokens differ, each with the margin and the noise of a difference."""
+    """Rows of logits [row vocab] whose best tokens differ, each with the margin and the noise of
+    a difference.
+    """
     best_a, best_b = a.argmax(-1), b.argmax(-1)
     found = []
     for row in np.flatnonzero(best_a != best_b).tolist():
@@ -192,4 +196,6 @@ def agreement(a: np.ndarray, b: np.ndarray, k: int = 5) -> float:
     """Mean share of the k best tokens that both sides have in common."""
     k = min(k, a.shape[-1])
     top = [np.argpartition(-x, k - 1, axis=-1)[:, :k] for x in (a, b)]
-    return float(np.mean([len(set(x) & set(y)) / k for x, y in zip(*(t.tolist() for t in top), strict=True)]))
+    return float(
+        np.mean([len(set(x) & set(y)) / k for x, y in zip(*(t.tolist() for t in top), strict=True)])
+    )

@@ -1,4 +1,6 @@
-"""Judges taps: an op's outputs against both references on that op's own inputs, and its contract."""
+"""Judges taps: an op's outputs against both references on that op's own inputs, and its
+contract.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def gate_for(mode: Mode, scope: Any, m: Metrics, reduction: int, depth: int = 1)
 
 
 class Judged(NamedTuple):
-    """One output: `bound` is the error over the contract's, None without one; `shares` are those of its gate."""
+    """One output: `bound` is the error over the contract's, None without one; `shares` are those
+    of its gate.
+    """
 
     name: str
     metrics: Metrics
@@ -31,7 +35,9 @@ class Judged(NamedTuple):
 
 
 class OpJudge:
-    """Judges the calls of one program of one side. `calls` are the reference's, by key, on the layer's true inputs."""
+    """Judges the calls of one program of one side. `calls` are the reference's, by key, on the
+    layer's true inputs.
+    """
 
     def __init__(self, mode: Mode, calls: Sequence[Call], real: int, reduction: int) -> None:
         self.mode = mode
@@ -44,8 +50,8 @@ class OpJudge:
     ) -> list[Judged]:
         """The verdict on each output.
 
-        The activations are the side's own; weights, tables, page tables and scalars are the reference's, so an op that
-        is called with wrong ones is wrong.
+        The activations are the side's own; weights, tables, page tables and scalars are the
+        reference's, so an op that is called with wrong ones is wrong.
         """
         call = self._calls[declared.key]
         arguments = {**call.arguments, **kept}
@@ -65,7 +71,11 @@ class OpJudge:
                 worst = max(verdict.error, verdict.gain)
                 complaints.append(f"contract exceeded {worst:.3g} times at {verdict.where}")
             bound = None if verdict is None else max(verdict.error, verdict.gain)
-            found.append(Judged(name, metrics, bound, tuple(complaints), gate.shares(metrics) if gate else {}))
+            found.append(
+                Judged(
+                    name, metrics, bound, tuple(complaints), gate.shares(metrics) if gate else {}
+                )
+            )
         return found
 
     def _rows(self, x: np.ndarray, call: Call) -> np.ndarray:
@@ -84,9 +94,15 @@ class OpJudge:
 
     @staticmethod
     def _equal(m: Metrics) -> list[str]:
-        return [f"off by {m.max_abs:.3g}, nothing may be rounded here"] if m.max_abs or m.special else []
+        return (
+            [f"off by {m.max_abs:.3g}, nothing may be rounded here"]
+            if m.max_abs or m.special
+            else []
+        )
 
-    def _contract(self, op: str, arguments: Mapping[str, Any], outputs: Sequence[np.ndarray]) -> Any:
+    def _contract(
+        self, op: str, arguments: Mapping[str, Any], outputs: Sequence[np.ndarray]
+    ) -> Any:
         load_all()  # the bounds: an op that has none is from another package
         if op not in TESTING:
             return None

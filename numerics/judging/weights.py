@@ -10,7 +10,9 @@ from .diff import Diff
 
 
 def check_weights(diff: Diff, side: str, runner: Runner, weights: HostWeights, layers: int) -> None:
-    """Note in `diff` which weights of a side, outside of layers and in all `layers`, are missing or differ."""
+    """Note in `diff` which weights of a side, outside of layers and in all `layers`, are missing
+    or differ.
+    """
     for layer in range(-1, layers):
         wanted = weights.top() if layer < 0 else weights.layer(layer)
         found = runner.weights(layer)
@@ -20,7 +22,9 @@ def check_weights(diff: Diff, side: str, runner: Runner, weights: HostWeights, l
             elif not np.array_equal(_bits(found[name]), _bits(value)):
                 where = f"layer.{layer}.{name}" if layer >= 0 else name
                 share = float((_bits(found[name]) != _bits(value)).mean())
-                diff.problems.append(f"{side}: weights {where} differ in {share:.1%} of the elements")
+                diff.problems.append(
+                    f"{side}: weights {where} differ in {share:.1%} of the elements"
+                )
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

@@ -1,1 +1,3 @@
-"""The questions: which op, which bits, which relation, which part, and does the tool see what it should."""
+"""The questions: which op, which bits, which relation, which part, and does the tool see what it
+should.
+"""

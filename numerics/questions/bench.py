@@ -1,7 +1,8 @@
-"""A worker under forced tokens: the same requests through any schedule, with the logits of every token.
+"""A worker under forced tokens: the same requests through any schedule, with the logits of every
+token.
 
-The schedules differ in what must not matter: batch, chunks, pages, padding, preemption. All run on one worker, through
-the programs that it serves with.
+The schedules differ in what must not matter: batch, chunks, pages, padding, preemption. All run on
+one worker, through the programs that it serves with.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ Change = Callable[[StepInput], StepInput]
 class Schedule:
     """How requests run.
 
-    `budget` tokens of a step at most (at least as many as there may be requests), `decoded` tokens of a request that
-    are decoded one by one (all but the first at most), `pages` of the cache in use; `alone`: one request after the
-    other; `rounds` of the same requests; `large`: the largest program only. `change` is done to each step before it
-    runs; such steps have their page tables, all others the new pages, as in an engine.
+    `budget` tokens of a step at most (at least as many as there may be requests), `decoded` tokens
+    of a request that are decoded one by one (all but the first at most), `pages` of the cache in
+    use; `alone`: one request after the other; `rounds` of the same requests; `large`: the largest
+    program only. `change` is done to each step before it runs; such steps have their page tables,
+    all others the new pages, as in an engine.
     """
 
     budget: int | None = None
@@ -53,8 +55,9 @@ class Schedule:
 
 @dataclass(slots=True)
 class Rows:
-    """What a run gave: (request, position) of each row, in the order of computing, and its logits [vocab], or the best
-    log-probabilities. `computed` are the keys of all tokens, also of those that gave no row.
+    """What a run gave: (request, position) of each row, in the order of computing, and its logits
+    [vocab], or the best log-probabilities. `computed` are the keys of all tokens, also of those
+    that gave no row.
     """
 
     keys: list[tuple[int, int]] = field(default_factory=list)
@@ -76,26 +79,37 @@ class Bench:
     """A loaded worker of a target, and the schedules that it can run."""
 
     def __init__(
-        self, subject: Subject, target: Target, pages: int, fault: Fault | None = None, **options: Any
+        self, subject: Subject, target: Target, pages: int, fault: Fault | None = None,
+        **options: Any
     ) -> None:  # fmt: skip
-        """A cache of `pages`; `options` are engine options. Raises ConfigError, ModelError, BackendUnavailable."""
+        """A cache of `pages`; `options` are engine options. Raises ConfigError, ModelError,
+        BackendUnavailable.
+        """
         device = backend_module(target.backend).find_device(target.device)
         most = max(subject.tokens, subject.max_num_seqs)
         sizes: dict[str, Any] = {}
         if target.backend == "jax":
             # Few programs: each takes seconds to compile.
-            sizes = {"decode_sizes": (subject.max_num_seqs,), "mixed_sizes": tuple(sorted({16, most}))}
+            sizes = {
+                "decode_sizes": (subject.max_num_seqs,),
+                "mixed_sizes": tuple(sorted({16, most})),
+            }
         config = EngineConfig(
-            model=subject.name, backend=target.backend, device=target.device, dtype=subject.dtype,  # type: ignore[arg-type]
+            model=subject.name, backend=target.backend, device=target.device,  # type: ignore[arg-type]
+            dtype=subject.dtype,
             load_format=subject.load_format, seed=subject.seed, max_model_len=subject.max_model_len,
-            max_num_seqs=subject.max_num_seqs, max_num_batched_tokens=most, page_size=subject.page_size,
+            max_num_seqs=subject.max_num_seqs, max_num_batched_tokens=most,
+            page_size=subject.page_size,
             op_priority=dict(target.providers), **(sizes | dict(target.options) | options),
         )  # fmt: skip
         self.subject, self.target, self.pages = subject, target, pages
         self.config, _ = resolve(config, subject.model, device)
         self.table = self.config.table()
         self.shape = StepShape(
-            self.config.pages_per_request, subject.max_num_seqs, subject.max_model_len, subject.model.vocab_size
+            self.config.pages_per_request,
+            subject.max_num_seqs,
+            subject.max_model_len,
+            subject.model.vocab_size,
         )
         with _planted(target.backend, fault):
             self.worker: Worker = create_worker(subject.model, self.config, device, subject.folder)
@@ -133,25 +147,34 @@ class Bench:
         return self._run(schedule, prompts, execute)
 
     def outputs(self, schedule: Schedule, prompts: Sequence[np.ndarray]) -> Rows:
-        """The best log-probabilities, falling, where tokens are sampled, all tokens given: through `execute`."""
+        """The best log-probabilities, falling, where tokens are sampled, all tokens given:
+        through `execute`.
+        """
 
         def execute(step: StepInput) -> Callable[[int, int], np.ndarray | None]:
             top = self.worker.execute(replace(step, logprobs=True)).result().logprobs
             sampled = step.field("sample_index")
 
             def value(request: int, row: int) -> np.ndarray | None:
-                return top.top[request].copy() if top is not None and sampled[request] == row else None
+                return (
+                    top.top[request].copy() if top is not None and sampled[request] == row else None
+                )
 
             return value
 
         return self._run(schedule, prompts, execute)
 
     def scrub(self) -> None:
-        """Write other tokens over the whole cache: what the run before left would be right for the next one too."""
+        """Write other tokens over the whole cache: what the run before left would be right for
+        the next one too.
+        """
         size, pages, rng = self.subject.page_size, self.pages, np.random.default_rng(11)
         held = np.array_split(np.arange(pages), min(self.subject.max_num_seqs, pages))
         # One more token is decoded, so that the last slot of the last page is written too.
-        prompts = [rng.integers(0, self.subject.model.vocab_size, len(h) * size).astype(np.int32) for h in held]
+        prompts = [
+            rng.integers(0, self.subject.model.vocab_size, len(h) * size).astype(np.int32)
+            for h in held
+        ]
         scheduler, made = self._scheduler(Schedule()), {}
         for i, prompt in enumerate(prompts):
             made[str(i)] = i
@@ -170,7 +193,9 @@ class Bench:
     ) -> Rows:  # fmt: skip
         self.scrub()
         scheduler, found = self._scheduler(schedule), Rows()
-        groups = [[i] for i in range(len(prompts))] if schedule.alone else [list(range(len(prompts)))]
+        groups = (
+            [[i] for i in range(len(prompts))] if schedule.alone else [list(range(len(prompts)))]
+        )
         for round_ in range(schedule.rounds):
             for group in groups:
                 made = {}
@@ -178,7 +203,9 @@ class Bench:
                     made[f"{i}/{round_}"] = i
                     decoded = min(schedule.decoded, len(prompts[i]) - 1)
                     params = SamplingParams(temperature=0.0, max_tokens=decoded, ignore_eos=True)
-                    request = Request(f"{i}/{round_}", prompts[i][: len(prompts[i]) - decoded], params, seed=i)
+                    request = Request(
+                        f"{i}/{round_}", prompts[i][: len(prompts[i]) - decoded], params, seed=i
+                    )
                     scheduler.add(request)
                 self._drain(scheduler, schedule, prompts, made, execute, found)
         metrics = scheduler.metrics()
@@ -186,11 +213,14 @@ class Bench:
         return found
 
     def _drain(
-        self, scheduler: Scheduler, schedule: Schedule, prompts: Sequence[np.ndarray], made: dict[str, int],
+        self, scheduler: Scheduler, schedule: Schedule, prompts: Sequence[np.ndarray],
+        made: dict[str, int],
         execute: Any, found: Rows,
     ) -> None:  # fmt: skip
         while (scheduled := scheduler.schedule()) is not None:
-            step = pack(scheduled, scheduler.table, self.shape, len(found.steps) + 1, with_page_table=True)
+            step = pack(
+                scheduled, scheduler.table, self.shape, len(found.steps) + 1, with_page_table=True
+            )
             if schedule.change is not None:
                 step = schedule.change(step)
                 value = execute(step)
@@ -200,7 +230,11 @@ class Bench:
             first = step.field("query_start")
             tokens = np.zeros(len(scheduled.requests), np.int32)
             for i, request in enumerate(scheduled.requests):
-                index, start, end = made[request.request_id], int(scheduled.starts[i]), int(scheduled.ends[i])
+                index, start, end = (
+                    made[request.request_id],
+                    int(scheduled.starts[i]),
+                    int(scheduled.ends[i]),
+                )
                 tokens[i] = prompts[index][min(end, len(prompts[index]) - 1)]
                 for position in range(start, end):
                     found.computed.append((index, position))
@@ -211,13 +245,19 @@ class Bench:
             scheduler.update(scheduled, tokens)
 
     def generate(self, prompts: Sequence[np.ndarray], depth: int, new_tokens: int = 8) -> Rows:
-        """Free running with `depth` steps in flight: the token and the best log-probabilities, by request and place."""
+        """Free running with `depth` steps in flight: the token and the best log-probabilities,
+        by request and place.
+        """
         self.scrub()
         scheduler, found = self._scheduler(Schedule(), depth), Rows()
         for i, prompt in enumerate(prompts):
             # Every other one draws: the noise must not depend on what is in flight either.
-            params = SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=new_tokens, ignore_eos=True)
-            scheduler.add(Request(str(i), prompt[: self.subject.max_model_len - new_tokens], params, seed=i))
+            params = SamplingParams(
+                temperature=0.8 * (i % 2), seed=i, max_tokens=new_tokens, ignore_eos=True
+            )
+            scheduler.add(
+                Request(str(i), prompt[: self.subject.max_model_len - new_tokens], params, seed=i)
+            )
         in_flight: list[Any] = []
         while True:
             while len(in_flight) < depth and (scheduled := scheduler.schedule()) is not None:
@@ -231,7 +271,9 @@ class Bench:
             scheduled, handle = in_flight.pop(0)
             output = handle.result()
             events = scheduler.update(scheduled, output.tokens)
-            for request, token, index in zip(events.requests, events.tokens, events.indices, strict=True):
+            for request, token, index in zip(
+                events.requests, events.tokens, events.indices, strict=True
+            ):
                 key = int(request.request_id), int(scheduled.ends[index])
                 found.keys.append(key)
                 found.values.append(np.append(output.logprobs.top[index], np.float32(token)))
@@ -256,11 +298,15 @@ def _planted(backend: str, fault: Fault | None) -> Iterator[None]:
         yield
 
 
-# --- changes of steps ------------------------------------------------------------------------------------------------
+# --- changes of steps
+# ------------------------------------------------------------------------------------------------
 
 
-def permuted_pages(pages: int, page_size: int, seed: int, *, table: bool = True, slots: bool = True) -> Change:
-    """Put every page elsewhere: in the `slots` that are written and in the page `table` that is read.
+def permuted_pages(
+    pages: int, page_size: int, seed: int, *, table: bool = True, slots: bool = True
+) -> Change:
+    """Put every page elsewhere: in the `slots` that are written and in the page `table` that is
+    read.
 
     For steps that have their page table.
     """

@@ -1,9 +1,9 @@
 """Finds the smallest part of a backend that makes it fail: which layer, which op in it, and why.
 
-The suspect's programs and ops are exchanged for those of the faithful reference, half of what is left at a time, until
-the verdict hangs on one of them (or on a few that fail together only). The verdict is that of `twinfer numerics model`,
-by what it needs: each layer on the exact reference's inputs; if all pass so, each op in them; if these pass too, the
-logits of the whole run.
+The suspect's programs and ops are exchanged for those of the faithful reference, half of what is
+left at a time, until the verdict hangs on one of them (or on a few that fail together only). The
+verdict is that of `twinfer numerics model`, by what it needs: each layer on the exact reference's
+inputs; if all pass so, each op in them; if these pass too, the logits of the whole run.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class Culprit:
 
 @dataclass(slots=True)
 class BisectReport:
-    """What was found. `runs` are those that gave a verdict, `bound` how many a search in halves may take."""
+    """What was found. `runs` are those that gave a verdict, `bound` how many a search in halves
+    may take.
+    """
 
     target: str
     culprits: list[Culprit] = field(default_factory=list)
@@ -95,17 +97,26 @@ class BisectReport:
 
     def dumps(self) -> str:
         """JSON text."""
-        record = {name: getattr(self, name) for name in BisectReport.__dataclass_fields__ if name != "culprits"}
+        record = {
+            name: getattr(self, name)
+            for name in BisectReport.__dataclass_fields__
+            if name != "culprits"
+        }
         culprits = [
-            {name: getattr(c, name) for name in Culprit.__dataclass_fields__} | {"name": c.name} for c in self.culprits
+            {name: getattr(c, name) for name in Culprit.__dataclass_fields__} | {"name": c.name}
+            for c in self.culprits
         ]
-        return json.dumps({"exit_code": self.exit_code, "culprits": culprits, **record}, allow_nan=False)
+        return json.dumps(
+            {"exit_code": self.exit_code, "culprits": culprits, **record}, allow_nan=False
+        )
 
 
 def smallest(units: Sequence[Any], fails: Callable[[list[Any]], bool]) -> list[Any]:
-    """A smallest part of `units` that fails: without any one of it, it passes. All of them together must fail.
+    """A smallest part of `units` that fails: without any one of it, it passes. All of them together
+    must fail.
 
-    Takes log2(n) + 1 runs for each unit that it finds; more units than needed may fail with them, never fewer.
+    Takes log2(n) + 1 runs for each unit that it finds; more units than needed may fail with them,
+    never fewer.
     """
     found: list[Any] = []
     end = len(units)
@@ -125,7 +136,9 @@ def smallest(units: Sequence[Any], fails: Callable[[list[Any]], bool]) -> list[A
 
 @dataclass(slots=True)
 class _Expected:
-    """What is right at one place of one step: what goes in, what comes out, and how far rounding may be off."""
+    """What is right at one place of one step: what goes in, what comes out, and how far rounding
+    may be off.
+    """
 
     inputs: Any
     exact: np.ndarray
@@ -134,12 +147,17 @@ class _Expected:
 
 
 class Oracle:
-    """The references' run over the steps, kept, so that every verdict after it runs the suspect only."""
+    """The references' run over the steps, kept, so that every verdict after it runs the suspect
+    only.
+    """
 
     def __init__(
-        self, subject: Subject, steps: Sequence[StepInput], mode: Mode, start: np.ndarray | None = None
+        self, subject: Subject, steps: Sequence[StepInput], mode: Mode,
+        start: np.ndarray | None = None
     ) -> None:  # fmt: skip
-        """`start` [layer page slot 2*kvhead hdim] is the cache before the first step. Raises NotComparable."""
+        """`start` [layer page slot 2*kvhead hdim] is the cache before the first step. Raises
+        NotComparable.
+        """
         if not steps:
             raise NotComparable("there are no steps to compare")
         self.subject, self.steps, self.mode, self.model = subject, list(steps), mode, subject.model
@@ -149,7 +167,9 @@ class Oracle:
         self.reduction = max(self.model.hidden_size, self.model.intermediate_size)
         self.places = [EMBED, *range(self.model.num_layers), FINISH, HEAD]
         self.pages, c = pages_of(steps), self.model
-        empty = np.full((self.pages, subject.page_size, 2 * c.num_kv_heads, c.head_dim), np.nan, self.dtype)
+        empty = np.full(
+            (self.pages, subject.page_size, 2 * c.num_kv_heads, c.head_dim), np.nan, self.dtype
+        )
         self.start = [empty.copy() for _ in range(c.num_layers)]
         for cache, content in zip(self.start, () if start is None else start, strict=False):
             cache[: len(content)] = content.astype(self.dtype)
@@ -170,7 +190,11 @@ class Oracle:
             kv, faithful_kv = self._step(exact, local, kv, faithful_kv)
 
     def _step(
-        self, exact: Reference, local: Reference, exact_kv: list[np.ndarray], faithful_kv: list[np.ndarray]
+        self,
+        exact: Reference,
+        local: Reference,
+        exact_kv: list[np.ndarray],
+        faithful_kv: list[np.ndarray],
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Run the step that the references have begun; returns their caches behind it."""
         top, faithful = self.weights.top(), self.faithful
@@ -179,7 +203,10 @@ class Oracle:
         def start() -> _Streams:
             hidden, faithful_hidden = exact.embed(top), faithful.embed(top)
             expected[EMBED] = _Expected(None, hidden, faithful_hidden, exact.calls)
-            return (hidden, np.zeros_like(hidden)), (faithful_hidden, np.zeros_like(faithful_hidden))
+            return (hidden, np.zeros_like(hidden)), (
+                faithful_hidden,
+                np.zeros_like(faithful_hidden),
+            )
 
         def layer(index: int, streams: _Streams, caches: Any) -> tuple[_Streams, Any]:
             (hidden, residual), (faithful_hidden, faithful_residual) = streams
@@ -203,10 +230,14 @@ class Oracle:
             rows = local.finish(top, *inputs)
             expected[FINISH] = _Expected(inputs, rows, faithful.finish(top, *inputs), local.calls)
             rows = rows.astype(self.dtype)
-            expected[HEAD] = _Expected(rows, local.head(top, rows), faithful.head(top, rows), local.calls)
+            expected[HEAD] = _Expected(
+                rows, local.head(top, rows), faithful.head(top, rows), local.calls
+            )
             self.expected.append(expected)
             exact_logits = exact.head(top, exact.finish(top, hidden, residual))
-            self.logits.append((exact_logits, faithful.head(top, faithful.finish(top, *faithful_stream))))
+            self.logits.append(
+                (exact_logits, faithful.head(top, faithful.finish(top, *faithful_stream)))
+            )
 
         _, caches = run_stepwise(start, layer, end, list(zip(exact_kv, faithful_kv, strict=True)))
         return [kv for kv, _ in caches], [kv for _, kv in caches]
@@ -223,7 +254,8 @@ class Suspect:
             for calls, step in zip(oracle.calls, oracle.steps, strict=True)
         ]
 
-    # --- parts ---------------------------------------------------------------------------------------------------
+    # --- parts
+    # ----------------------------------------------------------------------------------------------
 
     def _layer(self, place: int) -> Layer:
         return self.runner.spec.layers[place]
@@ -232,7 +264,9 @@ class Suspect:
         """Keys of the op calls of a layer, or of those directly inside of one."""
         prefix = f"{inside}/" if inside else ""
         keys = [tap.key for tap in self._declared[0][self._layer(place)]]
-        return [k for k in keys if k.startswith(prefix) and "/" not in k[len(prefix) :] and k != inside]
+        return [
+            k for k in keys if k.startswith(prefix) and "/" not in k[len(prefix) :] and k != inside
+        ]
 
     def op_of(self, place: int, key: str) -> str:
         """The op of a call in a layer."""
@@ -241,22 +275,32 @@ class Suspect:
     def provider(self, op: str, place: int) -> str:
         """Which implementation of an op runs at a place."""
         program = NAMES[place] if place < 0 else self._layer(place)
-        plans = [plan_of(self.runner.plans, step.descriptor.kind, program) for step in self.oracle.steps]
+        plans = [
+            plan_of(self.runner.plans, step.descriptor.kind, program) for step in self.oracle.steps
+        ]
         return "+".join(dict.fromkeys(plan[op].provider for plan in plans))
 
-    # --- verdicts ------------------------------------------------------------------------------------------------
+    # --- verdicts
+    # ----------------------------------------------------------------------------------------------
 
-    def fails(self, verdict: Verdict, places: Collection[int], trusted: Collection[str] | None = None) -> bool:
+    def fails(
+        self, verdict: Verdict, places: Collection[int], trusted: Collection[str] | None = None
+    ) -> bool:
         """Whether the run fails if the suspect computes `places` only.
 
-        With `trusted`, layers run as their ops one by one, and the reference computes the calls of these keys.
+        With `trusted`, layers run as their ops one by one, and the reference computes the calls of
+        these keys.
         """
         self.runs += 1
         if verdict == "logits":
             return self._whole(places, trusted)
         for number in range(len(self.oracle.steps)):
             self._begin(number)
-            if any(self._local(verdict, number, place, trusted) for place in self.oracle.places if place in places):
+            if any(
+                self._local(verdict, number, place, trusted)
+                for place in self.oracle.places
+                if place in places
+            ):
                 return True
         return False
 
@@ -274,7 +318,10 @@ class Suspect:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             arguments = dict(zip(names, args, strict=False)) | kwargs
-            arguments = {n: runner.download(x) if hasattr(x, "dtype") and x.ndim else x for n, x in arguments.items()}
+            arguments = {
+                n: runner.download(x) if hasattr(x, "dtype") and x.ndim else x
+                for n, x in arguments.items()
+            }
             out = tuple(runner.upload(x) for x in evaluate(op, arguments, exact=False))
             return out if len(out) > 1 else out[0]
 
@@ -300,18 +347,27 @@ class Suspect:
             out, taps = runner.by_op(place, hidden, residual, kv, self._replaced(place, trusted))
         return tuple(runner.download(x) for x in out), taps
 
-    def _local(self, verdict: Verdict, number: int, place: int, trusted: Collection[str] | None) -> bool:
+    def _local(
+        self, verdict: Verdict, number: int, place: int, trusted: Collection[str] | None
+    ) -> bool:
         oracle, expected = self.oracle, self.oracle.expected[number][place]
         num_tokens = real_tokens(oracle.steps[number])
         out, taps = self._compute(place, expected.inputs, trusted)
         output = _sum(out) if place >= 0 else out
         if verdict == "layers":
-            m = measure(output[:num_tokens], expected.exact[:num_tokens], expected.faithful[:num_tokens])
+            m = measure(
+                output[:num_tokens], expected.exact[:num_tokens], expected.faithful[:num_tokens]
+            )
             return any(gate_for(oracle.mode, "layer", m, oracle.reduction).complaints(m))
         judge = OpJudge(oracle.mode, expected.calls, num_tokens, oracle.reduction)
         declared = self._declared[number][NAMES[place] if place < 0 else self._layer(place)]
         pairs = zip(declared, taps, strict=True)
-        return any(found.complaints for tap, values in pairs if values is not None for found in judge(tap, *values))
+        return any(
+            found.complaints
+            for tap, values in pairs
+            if values is not None
+            for found in judge(tap, *values)
+        )
 
     def _whole(self, places: Collection[int], trusted: Collection[str] | None) -> bool:
         """The verdict on the logits of the whole run."""
@@ -321,17 +377,25 @@ class Suspect:
             self._begin(number)
             oracle.faithful.begin(step)
             rows, kv = self._rows(kv, places, trusted)
-            logits = self._compute(HEAD, rows, None)[0] if HEAD in places else oracle.faithful.head(top, rows)
+            logits = (
+                self._compute(HEAD, rows, None)[0]
+                if HEAD in places
+                else oracle.faithful.head(top, rows)
+            )
             num_tokens = real_tokens(step)
             m = measure(logits[:num_tokens], *(x[:num_tokens] for x in oracle.logits[number]))
-            if any(gate_for(oracle.mode, "logits", m, oracle.reduction, model.num_layers).complaints(m)):
+            if any(
+                gate_for(oracle.mode, "logits", m, oracle.reduction, model.num_layers).complaints(m)
+            ):
                 return True
         return False
 
     def _rows(
         self, caches: list[np.ndarray], places: Collection[int], trusted: Collection[str] | None
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Finished hidden states of the step under way, computed by the suspect at `places` and else faithfully."""
+        """Finished hidden states of the step under way, computed by the suspect at `places` and
+        else faithfully.
+        """
         faithful, weights = self.oracle.faithful, self.oracle.weights
         top = weights.top()
 
@@ -349,13 +413,16 @@ class Suspect:
 
         def end(stream: _Stream) -> np.ndarray:
             rows: np.ndarray = (
-                self._compute(FINISH, stream, None)[0] if FINISH in places else faithful.finish(top, *stream)
+                self._compute(FINISH, stream, None)[0]
+                if FINISH in places
+                else faithful.finish(top, *stream)
             )
             return rows
 
         return run_stepwise(start, layer, end, caches)
 
-    # --- what is no op ---------------------------------------------------------------------------------------------
+    # --- what is no op
+    # ---------------------------------------------------------------------------------------------
 
     def wrong_weights(self) -> list[str]:
         """Weights that are not those of the checkpoint."""
@@ -369,7 +436,9 @@ class Suspect:
         return names
 
     def wrong_fields(self, layer: int) -> list[str]:
-        """What a layer reads of a step (rotary tables, page table, ...) and is not what the step says."""
+        """What a layer reads of a step (rotary tables, page table, ...) and is not what the step
+        says.
+        """
         wrong: list[str] = []
         for number, step in enumerate(self.oracle.steps):
             self._begin(number)
@@ -385,21 +454,27 @@ def _sum(state: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.shape == b.shape and np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
+    return (
+        a.shape == b.shape
+        and np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
+    )
 
 
-# --- the search ------------------------------------------------------------------------------------------------------
+# --- the search
+# --------------------------------------------------------------------------------------------------
 
 
 def bisect_model(
-    subject: Subject, target: Target, steps: Sequence[StepInput], *, modes: Sequence[Mode] = ("S", "P"),
+    subject: Subject, target: Target, steps: Sequence[StepInput], *,
+    modes: Sequence[Mode] = ("S", "P"),
     start: np.ndarray | None = None, fault: Fault | None = None, planted: str = "",
     progress: Progress = lambda text: None,
 ) -> BisectReport:  # fmt: skip
-    """Find what makes `target` fail on `subject`: in float32 first, where semantics show, then in the run dtype.
+    """Find what makes `target` fail on `subject`: in float32 first, where semantics show, then in
+    the run dtype.
 
-    `start` is the cache before the first step, as in a bundle; `planted` is the text that `fault` is planted with, for
-    the commands that are printed.
+    `start` is the cache before the first step, as in a bundle; `planted` is the text that `fault`
+    is planted with, for the commands that are printed.
     """
     report, started = BisectReport(str(target)), time.perf_counter()
     for mode in modes:
@@ -441,7 +516,12 @@ class _Search:
         if wrong := suspect.wrong_weights():
             report.mode = self._mode
             report.problems.append(f"weights differ from the checkpoint's: {', '.join(wrong)}")
-            self._add(_layer_of(wrong[0]), "", "", "the weights, as the device holds them, are not the checkpoint's")
+            self._add(
+                _layer_of(wrong[0]),
+                "",
+                "",
+                "the weights, as the device holds them, are not the checkpoint's",
+            )
             return
         verdict = next((v for v in VERDICTS if self._fails(v, places)), None)
         report.runs += suspect.runs
@@ -457,12 +537,17 @@ class _Search:
         report.runs += suspect.runs
         suspect.runs = 0
 
-    def _fails(self, verdict: Verdict, places: Collection[int], trusted: Collection[str] | None = None) -> bool:
+    def _fails(
+        self, verdict: Verdict, places: Collection[int], trusted: Collection[str] | None = None
+    ) -> bool:
         result = self._suspect.fails(verdict, places, trusted)
-        names = ", ".join(NAMES.get(p, str(p)) for p in list(places)[:6]) + (", ..." if len(places) > 6 else "")
+        names = ", ".join(NAMES.get(p, str(p)) for p in list(places)[:6]) + (
+            ", ..." if len(places) > 6 else ""
+        )
         parts = "" if trusted is None else f", {len(trusted)} op calls by the reference"
         self._progress(
-            f"mode {self._mode}, {verdict}: suspect computes {names}{parts}: {'fails' if result else 'passes'}"
+            f"mode {self._mode}, {verdict}: suspect computes {names}{parts}: "
+            f"{'fails' if result else 'passes'}"
         )
         return result
 
@@ -479,21 +564,34 @@ class _Search:
             return
         self._descend(verdict, place, others, "", [])
 
-    def _descend(self, verdict: Verdict, place: int, others: list[int], inside: str, held: list[str]) -> None:
-        """Find the calls within a layer (or within one of its calls) that it hangs on; `held` are the reference's."""
+    def _descend(
+        self, verdict: Verdict, place: int, others: list[int], inside: str, held: list[str]
+    ) -> None:
+        """Find the calls within a layer (or within one of its calls) that it hangs on; `held`
+        are the reference's.
+        """
         suspect, report = self._suspect, self._report
         sites = suspect.sites(place, inside)
 
         def fails(part: Collection[str]) -> bool:
-            return self._fails(verdict, [place, *others], [*held, *(site for site in sites if site not in part)])
+            return self._fails(
+                verdict, [place, *others], [*held, *(site for site in sites if site not in part)]
+            )
 
         if fails(()):
             # Whatever computes the calls inside, it fails.
             report.bound += 1
             if inside:
-                self._add(place, suspect.op_of(place, inside), inside, "this op fails, whoever computes what it calls")
+                self._add(
+                    place,
+                    suspect.op_of(place, inside),
+                    inside,
+                    "this op fails, whoever computes what it calls",
+                )
             elif wrong := suspect.wrong_fields(place):
-                self._add(place, "", "", f"what the layer reads of the step is wrong: {', '.join(wrong)}")
+                self._add(
+                    place, "", "", f"what the layer reads of the step is wrong: {', '.join(wrong)}"
+                )
             else:
                 self._add(place, "", "", "the layer fails, whoever computes its ops")
             return
@@ -503,13 +601,17 @@ class _Search:
         for key in keys:
             # Only one call is searched into at a time, so the others of a set stay as they are.
             if suspect.sites(place, key) and len(keys) == 1:
-                self._descend(verdict, place, others, key, [*held, *(site for site in sites if site != key)])
+                self._descend(
+                    verdict, place, others, key, [*held, *(site for site in sites if site != key)]
+                )
             else:
                 self._add(place, suspect.op_of(place, key), key, "this op fails")
 
     def _add(self, place: int, op: str, tap: str, what: str) -> None:
         provider = self._suspect.provider(op, place) if op else ""
-        self._report.culprits.append(Culprit(max(place, -1), NAMES.get(place, "layer"), op, tap, provider, what))
+        self._report.culprits.append(
+            Culprit(max(place, -1), NAMES.get(place, "layer"), op, tap, provider, what)
+        )
 
 
 def _layer_of(name: str) -> int:
@@ -522,7 +624,8 @@ def _bound(units: int, found: int) -> int:
     return found * (math.ceil(math.log2(max(units, 2))) + 1)
 
 
-# --- what follows from it --------------------------------------------------------------------------------------------
+# --- what follows from it
+# --------------------------------------------------------------------------------------------
 
 
 def _try_others(
@@ -537,7 +640,11 @@ def _try_others(
         available = providers(culprit.op, target.backend)  # type: ignore[arg-type]
         for name, implementation in available.items():
             usable = implementation is None or implementation.supported()
-            if name in culprit.implementation.split("+") or name.endswith(INTERPRETED) or not usable:
+            if (
+                name in culprit.implementation.split("+")
+                or name.endswith(INTERPRETED)
+                or not usable
+            ):
                 continue
             other = replace(target, providers={**target.providers, culprit.op: (name,)})
             runner = create_runner(oracle.subject, other, fault)
@@ -551,7 +658,9 @@ def _try_others(
                 runner.close()
             report.runs += 1
             report.bound += 1
-            report.notes.append(f"{culprit.op}={name} {'fails too' if fails else 'passes'} in its place")
+            report.notes.append(
+                f"{culprit.op}={name} {'fails too' if fails else 'passes'} in its place"
+            )
 
 
 def _kind(report: BisectReport, modes: Sequence[Mode]) -> str:
@@ -562,11 +671,22 @@ def _kind(report: BisectReport, modes: Sequence[Mode]) -> str:
     return "only the run dtype was tried"
 
 
-def _commands(report: BisectReport, subject: Subject, target: Target, planted: str) -> Iterator[str]:
+def _commands(
+    report: BisectReport, subject: Subject, target: Target, planted: str
+) -> Iterator[str]:
     """Commands that show what was found."""
     first = report.culprits[0]
     other = "jax:cpu" if target.backend == "torch" else "torch:cpu"
-    words = ["twinfer numerics model --model", subject.name, "--mode", report.mode, "--a", other, "--b", str(target)]
+    words = [
+        "twinfer numerics model --model",
+        subject.name,
+        "--mode",
+        report.mode,
+        "--a",
+        other,
+        "--b",
+        str(target),
+    ]
     if subject.dtype != subject.model.dtype:
         words += ["--dtype", subject.dtype]
     if subject.load_format != "auto":
@@ -577,7 +697,9 @@ def _commands(report: BisectReport, subject: Subject, target: Target, planted: s
         words += ["--layers", str(first.layer)]
     yield " ".join([*words, *([f"--plant b={planted}"] if planted else [])])
     if first.op and not planted:
-        yield f"twinfer numerics ops --a {other} --b {target.backend}:{target.device} --op {first.op}"
+        yield (
+            f"twinfer numerics ops --a {other} --b {target.backend}:{target.device} --op {first.op}"
+        )
 
 
 def render(report: BisectReport) -> str:
@@ -585,11 +707,15 @@ def render(report: BisectReport) -> str:
     e = report.environment
     if report.exit_code != FAILED:
         word = "NOTHING FAILS" if report.exit_code == EQUAL else "NOT COMPARED"
-        return f"{word}: {e.get('model')} on {report.target}, {report.runs} runs, {report.seconds:.1f} s"
+        return (
+            f"{word}: {e.get('model')} on {report.target}, {report.runs} runs, "
+            f"{report.seconds:.1f} s"
+        )
     where = f"{e.get('model')} on {report.target}, mode {report.mode}, {report.seconds:.1f} s"
     lines = [
         f"FOUND: {len(report.culprits)} of {report.units} parts of {where}",
-        f"verdict by {report.verdict or 'weights'}, {report.runs} runs (in halves {report.bound} at most)",
+        f"verdict by {report.verdict or 'weights'}, {report.runs} runs (in halves {report.bound} "
+        "at most)",
     ]
     for c in report.culprits[:8]:
         implementation = f" [{c.op}={c.implementation}]" if c.op else ""

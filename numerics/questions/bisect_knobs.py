@@ -1,8 +1,10 @@
-"""Finds the smallest set of an engine's switches that makes its worker fail: compilation, CUDA graphs, implementations.
+"""Finds the smallest set of an engine's switches that makes its worker fail: compilation, CUDA
+graphs, implementations.
 
-The suspect's worker differs from the plainest one (eager, no graphs, every op native) in some switches. Workers with
-some of them on run the same steps through `execute`, graphs and samplers included. The log-probabilities where tokens
-are sampled are judged against both references, until the verdict hangs on one switch or on a few together.
+The suspect's worker differs from the plainest one (eager, no graphs, every op native) in some
+switches. Workers with some of them on run the same steps through `execute`, graphs and samplers
+included. The log-probabilities where tokens are sampled are judged against both references, until
+the verdict hangs on one switch or on a few together.
 """
 
 from __future__ import annotations
@@ -33,9 +35,16 @@ class _Engines:
     """Workers of a target with some of its switches on. `runs` counts them."""
 
     def __init__(
-        self, subject: Subject, target: Target, prompts: Sequence[np.ndarray], mode: Mode, fault: Fault | None
+        self, subject: Subject, target: Target, prompts: Sequence[np.ndarray], mode: Mode,
+        fault: Fault | None
     ) -> None:  # fmt: skip
-        self.subject, self.target, self.prompts, self.mode, self.fault = subject, target, prompts, mode, fault
+        self.subject, self.target, self.prompts, self.mode, self.fault = (
+            subject,
+            target,
+            prompts,
+            mode,
+            fault,
+        )
         self.pages = sum(-(-(len(p) + SPARE) // subject.page_size) for p in prompts)
         self.runs, self.notes = 0, list[str]()
         self.environment: dict[str, Any] = {}
@@ -47,7 +56,9 @@ class _Engines:
         return Bench(self.subject, self.target, self.pages, self.fault, **options)
 
     def fails(self, on: Sequence[str]) -> bool:
-        """Whether a worker with these switches on, and no others, fails. One that cannot be built passes."""
+        """Whether a worker with these switches on, and no others, fails. One that cannot be
+        built passes.
+        """
         try:
             return self._verdict(self._open(**self._options(on)))
         except ConfigError as error:
@@ -105,29 +116,41 @@ class _Engines:
         right, noisy = (best_logprobs(np.stack([pair[i] for pair in pairs]), width) for i in (0, 1))
         model = self.subject.model
         m = measure(np.stack(rows.values), right, noisy)
-        gate = gate_for(self.mode, "logits", m, max(model.hidden_size, model.intermediate_size), model.num_layers)
+        gate = gate_for(
+            self.mode,
+            "logits",
+            m,
+            max(model.hidden_size, model.intermediate_size),
+            model.num_layers,
+        )
         return any(gate.complaints(m))
 
 
 def bisect_knobs(
-    subject: Subject, target: Target, prompts: Sequence[np.ndarray], *, modes: Sequence[Mode] = ("S", "P"),
+    subject: Subject, target: Target, prompts: Sequence[np.ndarray], *,
+    modes: Sequence[Mode] = ("S", "P"),
     fault: Fault | None = None, progress: Progress = lambda text: None,
 ) -> BisectReport:  # fmt: skip
-    """Find the switches of `target` that its failure hangs on, in float32 first, then in the run dtype."""
+    """Find the switches of `target` that its failure hangs on, in float32 first, then in the run
+    dtype.
+    """
     report, started = BisectReport(str(target), verdict="engine"), time.perf_counter()
     for mode in modes:
         where = subject if mode != "S" else subject.with_dtype("float32")
         progress(f"mode {mode}: {target}")
         engines = _Engines(where, target, prompts, mode, fault)
         progress(
-            f"mode {mode}: {'fails' if engines.whole else 'passes'}; switches: {', '.join(engines.units) or 'none'}"
+            f"mode {mode}: {'fails' if engines.whole else 'passes'}; switches: "
+            f"{', '.join(engines.units) or 'none'}"
         )
         report.compared, report.mode = True, mode
         report.environment = {"model": subject.name, "dtype": where.dtype} | engines.environment
 
         def fails(on: list[str], engines: _Engines = engines, mode: Mode = mode) -> bool:
             result = engines.fails(on)
-            progress(f"mode {mode}: with {', '.join(on) or 'none'}: {'fails' if result else 'passes'}")
+            progress(
+                f"mode {mode}: with {', '.join(on) or 'none'}: {'fails' if result else 'passes'}"
+            )
             return result
 
         found: list[str] = []
@@ -136,7 +159,8 @@ def bisect_knobs(
             report.bound += 2
             if fails([]):
                 report.problems.append(
-                    "it fails with every switch off too: look for the layer and the op (without --over)"
+                    "it fails with every switch off too: look for the layer and the op (without "
+                    "--over)"
                 )
             else:
                 found = smallest(engines.units, fails)
@@ -147,7 +171,9 @@ def bisect_knobs(
         report.notes += engines.notes
         for unit in found:
             op, _, provider = unit.partition("=") if "=" in unit else ("", "", "")
-            what = "the failure hangs on it" + (f", together with {len(found) - 1} more" if len(found) > 1 else "")
+            what = "the failure hangs on it" + (
+                f", together with {len(found) - 1} more" if len(found) > 1 else ""
+            )
             report.culprits.append(Culprit(-1, unit, op, "", provider, what))
         if engines.whole:
             break

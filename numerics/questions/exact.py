@@ -1,9 +1,9 @@
 """Mode X: the exact probes of `numerics/questions/exact_probes.py`, run and compared bit for bit.
 
-For a model: what the step says (page table, slots, lengths, rotary angles) must have reached the device as it is, and
-every op of every program must give the bits of the reference on probes of the shapes that it is called with, under the
-plan that the model runs under. Ops run one by one here; that they do the same inside of the model's compiled programs
-is what modes S and P look at.
+For a model: what the step says (page table, slots, lengths, rotary angles) must have reached the
+device as it is, and every op of every program must give the bits of the reference on probes of the
+shapes that it is called with, under the plan that the model runs under. Ops run one by one here;
+that they do the same inside of the model's compiled programs is what modes S and P look at.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ SAMPLING = "greedy_sample", "quantize_logits", "penalties", "sample"
 
 
 def expected(op: str, arguments: Arguments, like: Sequence[Any]) -> list[np.ndarray]:
-    """The bits that an op must give: the oracle's numbers, rounded to float32 and then to the dtypes of `like`."""
+    """The bits that an op must give: the oracle's numbers, rounded to float32 and then to the
+    dtypes of `like`.
+    """
     with np.errstate(all="ignore"):
         outputs = [np.asarray(out) for out in oracle(op, arguments)]
         wide = [out.astype(np.float32) if out.dtype == np.float64 else out for out in outputs]
@@ -48,7 +50,9 @@ def expected(op: str, arguments: Arguments, like: Sequence[Any]) -> list[np.ndar
 
 
 class ExactJudge:
-    """Compares outputs with the bits that they must have. Zeros are equal whatever their sign; NaN is like NaN."""
+    """Compares outputs with the bits that they must have. Zeros are equal whatever their sign;
+    NaN is like NaN.
+    """
 
     def __init__(self, op: str, arguments: Arguments) -> None:
         load_all()
@@ -60,7 +64,9 @@ class ExactJudge:
         self.free = marks if isinstance(marks, tuple) else (marks,) * len(like)
 
     def unequal(self, outputs: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-        """For each output, where it differs. An output of another shape or dtype differs everywhere."""
+        """For each output, where it differs. An output of another shape or dtype differs
+        everywhere.
+        """
         for got, want, free in zip(outputs, self.wanted, self.free, strict=True):
             if got.shape != want.shape or got.dtype != want.dtype:
                 yield np.ones(want.shape, bool)
@@ -79,12 +85,24 @@ class ExactJudge:
 
 
 class ExactComparison:
-    """Probes runners of one subject. What was run once for a fault, or without one, is not run again."""
+    """Probes runners of one subject. What was run once for a fault, or without one, is not run
+    again.
+    """
 
     def __init__(
-        self, subject: Subject, runners: Mapping[str, Runner], seeds: Sequence[int] = (0, 1), *, sampling: bool = True
+        self,
+        subject: Subject,
+        runners: Mapping[str, Runner],
+        seeds: Sequence[int] = (0, 1),
+        *,
+        sampling: bool = True,
     ) -> None:
-        self.subject, self.runners, self.seeds, self.sampling = subject, dict(runners), tuple(seeds), sampling
+        self.subject, self.runners, self.seeds, self.sampling = (
+            subject,
+            dict(runners),
+            tuple(seeds),
+            sampling,
+        )
         self.model = subject.model
         self.weights = HostWeights(subject)
         self._tables = decoder.rotary_tables(self.model, subject.max_model_len)
@@ -93,8 +111,11 @@ class ExactComparison:
         self._known: dict[Any, list[Finding]] = {}
         self._judges: dict[Any, tuple[Arguments, ExactJudge]] = {}
 
-    def another_seed(self, subject: Subject, runners: Mapping[str, Runner], seed: int) -> ExactComparison:
-        """One of other weights, steps and probes, but of the same sizes and plans: what is compiled is used again.
+    def another_seed(
+        self, subject: Subject, runners: Mapping[str, Runner], seed: int
+    ) -> ExactComparison:
+        """One of other weights, steps and probes, but of the same sizes and plans: what is compiled
+        is used again.
 
         Sampling is left out: its cases know no seed.
         """
@@ -106,12 +127,17 @@ class ExactComparison:
         self, steps: Sequence[StepInput], layers: Sequence[int] | None = None,
         progress: Callable[[str], None] = lambda text: None,
     ) -> Diff:  # fmt: skip
-        """Probe at the shapes of the first step of each kind. Raises NotComparable if there is no step."""
+        """Probe at the shapes of the first step of each kind. Raises NotComparable if there is
+        no step.
+        """
         if not steps:
             raise NotComparable("there are no steps to compare")
         started = time.perf_counter()
         diff = Diff(tuple(self.runners))
-        first = {step.descriptor.kind: (number, step) for number, step in reversed(list(enumerate(steps)))}
+        first = {
+            step.descriptor.kind: (number, step)
+            for number, step in reversed(list(enumerate(steps)))
+        }
         judged = range(self.model.num_layers) if layers is None else layers
         for side, runner in self.runners.items():
             runner.allocate(pages_of(steps))
@@ -132,8 +158,12 @@ class ExactComparison:
         diff.seconds = time.perf_counter() - started
         return diff
 
-    def _calls(self, step: StepInput, pages: int, layers: Sequence[int]) -> list[tuple[int, Program, list[Call]]]:
-        """(layer, program, calls) of the reference: they say which ops there are, and their shapes."""
+    def _calls(
+        self, step: StepInput, pages: int, layers: Sequence[int]
+    ) -> list[tuple[int, Program, list[Call]]]:
+        """(layer, program, calls) of the reference: they say which ops there are, and their
+        shapes.
+        """
         reference, top, c = self._reference, self.weights.top(), self.model
         reference.begin(step)
         hidden = reference.embed(top)
@@ -158,13 +188,19 @@ class ExactComparison:
             for name, want in right.items():
                 rows = slice(real) if name in ("cos", "sin") else slice(None)
                 wrong = given[name][rows] != want[rows]
-                yield self._finding(side, number, layer, name, "", given[name][rows], want[rows], wrong, "step")
+                yield self._finding(
+                    side, number, layer, name, "", given[name][rows], want[rows], wrong, "step"
+                )
 
     def _call(
         self, side: str, runner: Runner, plan: Plan, number: int, layer: int, call: Call, tap: str
     ) -> list[Finding]:
         """The probes of one call; those that were run are said again for this layer."""
-        fault = runner.fault if runner.fault.at(layer) and _touches(runner.fault, plan, call.op) else None
+        fault = (
+            runner.fault
+            if runner.fault.at(layer) and _touches(runner.fault, plan, call.op)
+            else None
+        )
         key = (side, plan.hash, fault and fault.name, call.op, tap, _signature(call.arguments))
         if key not in self._known:
             functions = self._functions(runner, plan, fault)
@@ -172,7 +208,9 @@ class ExactComparison:
                 finding
                 for seed in self.seeds
                 for name, arguments, judge in self._probes(call.op, call.arguments, seed)
-                for finding in self._judge(side, runner, plan, functions, call.op, tap, name, arguments, judge)
+                for finding in self._judge(
+                    side, runner, plan, functions, call.op, tap, name, arguments, judge
+                )
             ]
         return [_at(finding, number, layer) for finding in self._known[key]]
 
@@ -187,12 +225,22 @@ class ExactComparison:
                 finding
                 for case in ci_cases(TESTING[op], "float32")
                 for finding in self._judge(
-                    side, runner, plan, functions, op, op, case.name, case.arguments, ExactJudge(op, case.arguments)
+                    side,
+                    runner,
+                    plan,
+                    functions,
+                    op,
+                    op,
+                    case.name,
+                    case.arguments,
+                    ExactJudge(op, case.arguments),
                 )
             ]
         return self._known[key]
 
-    def _probes(self, op: str, arguments: Mapping[str, Any], seed: int) -> Iterator[tuple[str, Arguments, ExactJudge]]:
+    def _probes(
+        self, op: str, arguments: Mapping[str, Any], seed: int
+    ) -> Iterator[tuple[str, Arguments, ExactJudge]]:
         """Probes and their judges; both sides use the same."""
         for place, probe in enumerate(probes(op, dict(arguments), seed)):
             key = op, seed, place, _signature(arguments)
@@ -205,7 +253,9 @@ class ExactComparison:
         key = runner.target.backend, plan.hash, fault and fault.name
         if key not in self._bound:
             binding = import_module(f"...ops.bindings.{runner.target.backend}", __package__)
-            chosen = plan if fault is None else FaultyPlan(plan.framework, plan.choices, fault=fault)
+            chosen = (
+                plan if fault is None else FaultyPlan(plan.framework, plan.choices, fault=fault)
+            )
             self._bound[key] = binding.bind(chosen)
         return self._bound[key]
 
@@ -215,27 +265,47 @@ class ExactComparison:
     ) -> Iterator[Finding]:  # fmt: skip
         provider = plan[op].provider
         known = None if provider in (NATIVE, COMPOSITION) else provider
-        outputs = run(op, plan.framework, known, arguments, runner.device.platform, lambda _: getattr(functions, op))
+        outputs = run(
+            op,
+            plan.framework,
+            known,
+            arguments,
+            runner.device.platform,
+            lambda _: getattr(functions, op),
+        )
         for index, (got, wrong) in enumerate(zip(outputs, judge.unequal(outputs), strict=True)):
             label = tap if len(outputs) == 1 else f"{tap}#{index}"
             yield self._finding(side, 0, -1, label, provider, got, judge.wanted[index], wrong, name)
 
     @staticmethod
     def _finding(
-        side: str, number: int, layer: int, tap: str, provider: str, got: np.ndarray, want: np.ndarray,
+        side: str, number: int, layer: int, tap: str, provider: str, got: np.ndarray,
+        want: np.ndarray,
         wrong: np.ndarray, probe: str,
     ) -> Finding:  # fmt: skip
         places = np.argwhere(wrong)
         complaints: tuple[str, ...] = ()
         where = ""
         if len(places):
-            complaints = (f"probe '{probe}': {len(places)} of {wrong.size} elements are not the reference's",)
+            complaints = (
+                f"probe '{probe}': {len(places)} of {wrong.size} elements are not the reference's",
+            )
             where = f"element {tuple(int(i) for i in places[0])}"
         same = got.shape == want.shape
         # What may differ does not count, so that the metrics say what the complaint says.
         shown = np.where(wrong, got, want) if same and complaints else want
         return Finding(
-            side, "X", "op", number, layer, tap, provider, measure(shown, want, want), complaints, None, where
+            side,
+            "X",
+            "op",
+            number,
+            layer,
+            tap,
+            provider,
+            measure(shown, want, want),
+            complaints,
+            None,
+            where,
         )
 
 
@@ -252,7 +322,9 @@ def _touches(fault: Fault, plan: Plan, op: str) -> bool:
 
 
 def _signature(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Shapes, dtypes and values that are not arrays: what a probe is made after, but for tables of one step."""
+    """Shapes, dtypes and values that are not arrays: what a probe is made after, but for tables
+    of one step.
+    """
     return tuple(
         (name, value.shape, str(value.dtype)) if isinstance(value, np.ndarray) else (name, value)
         for name, value in arguments.items()

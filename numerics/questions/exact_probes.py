@@ -1,10 +1,12 @@
-"""Exact probes: arguments for which every correct implementation of an op gives the same bits, in any order of sums.
+"""Exact probes: arguments for which every correct implementation of an op gives the same bits, in
+any order of sums.
 
-A probe has the shapes, dtypes and tables of given arguments and other values: integers whose sums float32 holds
-exactly; attention in which one key takes all weight, whose value comes out as it went in; rows of one magnitude, whose
-norm is their sign times the weight; rotations by quarter turns; gates at which silu is the identity or 0; scales that
-are powers of two. What remains is one rounding at the end, which has no order. So a probe tests indices, masks,
-tables and where roundings are, and it cannot see what is wrong at other values: an epsilon, another activation.
+A probe has the shapes, dtypes and tables of given arguments and other values: integers whose sums
+float32 holds exactly; attention in which one key takes all weight, whose value comes out as it went
+in; rows of one magnitude, whose norm is their sign times the weight; rotations by quarter turns;
+gates at which silu is the identity or 0; scales that are powers of two. What remains is one
+rounding at the end, which has no order. So a probe tests indices, masks, tables and where roundings
+are, and it cannot see what is wrong at other values: an epsilon, another activation.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from ...ops.testing import TESTING, Arguments, Case, limits
 
 Probes = Iterator[tuple[str, Arguments]]
 SMALL = 8
-"""Integers up to this are exact in every dtype, and sums of 2^17 products of two are exact in float32."""
+"""Integers up to this are exact in every dtype, and sums of 2^17 products of two are exact in
+float32.
+"""
 MAGNITUDE = 4096.0
 """Of a row before a norm: its square is so large that float32 drops the epsilon."""
 GATE = 256.0
@@ -26,8 +30,9 @@ GATE = 256.0
 
 
 def probes(op: str, arguments: Arguments, seed: int = 0) -> list[Case]:
-    """Probes of an op, shaped like `arguments`; none if there are none for these. An op that is judged bitwise is
-    probed by the arguments themselves."""
+    """Probes of an op, shaped like `arguments`; none if there are none for these. An op that is
+    judged bitwise is probed by the arguments themselves.
+    """
     made = PROBES.get(op)
     if made is not None:
         rng = np.random.default_rng([seed, len(op), *op.encode()])
@@ -40,7 +45,9 @@ def integers(rng: np.random.Generator, like: np.ndarray, largest: int = SMALL) -
     return rng.integers(-largest, largest + 1, like.shape).astype(like.dtype)
 
 
-def _or_none(rng: np.random.Generator, like: np.ndarray | None, largest: int = SMALL) -> np.ndarray | None:
+def _or_none(
+    rng: np.random.Generator, like: np.ndarray | None, largest: int = SMALL
+) -> np.ndarray | None:
     return None if like is None else integers(rng, like, largest)
 
 
@@ -52,7 +59,8 @@ def _powers(rng: np.random.Generator, like: np.ndarray) -> np.ndarray:
     return np.ldexp(1.0, rng.integers(-3, 4, like.shape)).astype(like.dtype)
 
 
-# --- products --------------------------------------------------------------------------------------------------------
+# --- products
+# --------------------------------------------------------------------------------------------------
 
 
 def _product(x: str, weight: str, bias: str | None = None) -> Callable[..., Probes]:
@@ -63,7 +71,10 @@ def _product(x: str, weight: str, bias: str | None = None) -> Callable[..., Prob
         yield "integers", {x: integers(rng, a[x]), weight: integers(rng, a[weight]), **rest}
         widest = min(4095, 2**23 // a[x].shape[-1])
         if a[x].dtype == np.float32 and widest > 1024:
-            yield "wide integers", {x: integers(rng, a[x], widest), weight: integers(rng, a[weight], 1), **rest}
+            yield (
+                "wide integers",
+                {x: integers(rng, a[x], widest), weight: integers(rng, a[weight], 1), **rest},
+            )
 
     return made
 
@@ -75,7 +86,10 @@ def _quantised_product(rng: np.random.Generator, a: Arguments) -> Probes:
 
 
 def _dequantize(rng: np.random.Generator, a: Arguments) -> Probes:
-    yield "scales of powers of two", {"values": integers(rng, a["values"]), "scale": _powers(rng, a["scale"])}
+    yield (
+        "scales of powers of two",
+        {"values": integers(rng, a["values"]), "scale": _powers(rng, a["scale"])},
+    )
 
 
 def _lora_expand(rng: np.random.Generator, a: Arguments) -> Probes:
@@ -83,7 +97,8 @@ def _lora_expand(rng: np.random.Generator, a: Arguments) -> Probes:
     yield "integers, scales of powers of two", values | {"scale": _powers(rng, a["scale"])}
 
 
-# --- MLP -------------------------------------------------------------------------------------------------------------
+# --- MLP
+# --------------------------------------------------------------------------------------------------
 
 
 def _gates(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -97,7 +112,9 @@ def _silu_and_mul(rng: np.random.Generator, a: Arguments) -> Probes:
 
 
 def _two_a_row(rng: np.random.Generator, shape: tuple[int, ...], largest: int) -> np.ndarray:
-    """Weights with two integers in each row: row i has them at i and a random place, so that all columns are used."""
+    """Weights with two integers in each row: row i has them at i and a random place, so that all
+    columns are used.
+    """
     out = np.zeros(shape)
     row = np.arange(shape[-2])
     for column in (row % shape[-1], rng.integers(0, shape[-1], shape[-2])):
@@ -106,10 +123,15 @@ def _two_a_row(rng: np.random.Generator, shape: tuple[int, ...], largest: int) -
 
 
 def _mlp_weights(rng: np.random.Generator, gate_up: np.ndarray, down: np.ndarray) -> Arguments:
-    """For x of signs: gates of -1024 to 1024 in steps of 256, up and their products integers of at most 8 bits."""
+    """For x of signs: gates of -1024 to 1024 in steps of 256, up and their products integers of
+    at most 8 bits.
+    """
     half = (*gate_up.shape[:-2], gate_up.shape[-2] // 2, gate_up.shape[-1])
     both = [GATE * _two_a_row(rng, half, 2), _two_a_row(rng, half, 15)]
-    return {"gate_up": np.concatenate(both, axis=-2).astype(gate_up.dtype), "down": integers(rng, down, 3)}
+    return {
+        "gate_up": np.concatenate(both, axis=-2).astype(gate_up.dtype),
+        "down": integers(rng, down, 3),
+    }
 
 
 def _holds_mlp(x: np.ndarray) -> bool:
@@ -120,7 +142,9 @@ def _holds_mlp(x: np.ndarray) -> bool:
 def _gated_mlp(rng: np.random.Generator, a: Arguments) -> Probes:
     if not _holds_mlp(a["x"]):
         return
-    made = _mlp_weights(rng, a["gate_up"], a["down"]) | {"x": _signs(rng, a["x"].shape).astype(a["x"].dtype)}
+    made = _mlp_weights(rng, a["gate_up"], a["down"]) | {
+        "x": _signs(rng, a["x"].shape).astype(a["x"].dtype)
+    }
     if a["gate_up_bias"] is not None:
         half = (len(a["gate_up_bias"]) // 2,)
         bias = np.concatenate([np.zeros(half), rng.integers(-1, 2, half)])
@@ -128,17 +152,21 @@ def _gated_mlp(rng: np.random.Generator, a: Arguments) -> Probes:
     yield "integers, open and closed gates", made | {"down_bias": _or_none(rng, a["down_bias"])}
 
 
-# --- norms and rotary embedding --------------------------------------------------------------------------------------
+# --- norms and rotary embedding
+# --------------------------------------------------------------------------------------
 
 
 def exact_norm(x: np.ndarray) -> bool:
-    """Whether a norm of rows like `x` is exact: 16 bits hide what the mean and the root may be off by in float32; in
-    float32 itself neither is promised exactly."""
+    """Whether a norm of rows like `x` is exact: 16 bits hide what the mean and the root may be off
+    by in float32; in float32 itself neither is promised exactly.
+    """
     return x.dtype.itemsize == 2
 
 
 def _rows(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Rows of one magnitude; every other one has it in a quarter of the places, where 4 divides the length."""
+    """Rows of one magnitude; every other one has it in a quarter of the places, where 4 divides
+    the length.
+    """
     x = MAGNITUDE * _signs(rng, shape)
     if shape[-1] % 4 == 0 and x.size:
         rows = x.reshape(-1, shape[-1])
@@ -165,12 +193,19 @@ def _fused_norm(rng: np.random.Generator, a: Arguments) -> Probes:
     weight = _norm_weight(rng, a["weight"])
     total = _rows(rng, a["x"].shape)
     part = 32.0 * rng.integers(-60, 61, total.shape)
-    yield "sums of one magnitude", {"x": (total - part).astype(dtype), "residual": part.astype(dtype), "weight": weight}
+    yield (
+        "sums of one magnitude",
+        {"x": (total - part).astype(dtype), "residual": part.astype(dtype), "weight": weight},
+    )
     total = MAGNITUDE * _signs(rng, a["x"].shape)
-    # 0.46 of a unit in the last place, at few places, so that the mean square stays: who keeps it shows it.
+    # 0.46 of a unit in the last place, at few places, so that the mean square stays: who keeps it
+    # shows it.
     unit = MAGNITUDE * 2.0 * limits(dtype).half_ulp
     part = np.sign(total) * np.floor(unit * 0.46) * (rng.random(total.shape) < 1 / 16)
-    yield "sums that are rounded", {"x": total.astype(dtype), "residual": part.astype(dtype), "weight": weight}
+    yield (
+        "sums that are rounded",
+        {"x": total.astype(dtype), "residual": part.astype(dtype), "weight": weight},
+    )
 
 
 def _quarter_turns(rng: np.random.Generator, like: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -192,13 +227,17 @@ def _norm_rope_write(rng: np.random.Generator, a: Arguments) -> Probes:
     size = a["kv"].shape[3]
     rows = (len(a["qkv"]), a["qkv"].shape[1] // size, size)
     values = _rows(rng, rows) if normed else rng.integers(-127, 128, rows)
-    values[:, -(a["kv"].shape[2] // 2) :] = rng.integers(-127, 128, (rows[0], a["kv"].shape[2] // 2, size))
+    values[:, -(a["kv"].shape[2] // 2) :] = rng.integers(
+        -127, 128, (rows[0], a["kv"].shape[2] // 2, size)
+    )
     yield (
         "quarter turns",
         {
             "qkv": values.reshape(a["qkv"].shape).astype(a["qkv"].dtype), "cos": cos, "sin": sin,
-            "q_weight": _norm_weight(rng, a["q_weight"]), "k_weight": _norm_weight(rng, a["k_weight"]),
-            "k_scale": _nearest_power(a.get("k_scale", 1.0)), "v_scale": _nearest_power(a.get("v_scale", 1.0)),
+            "q_weight": _norm_weight(rng, a["q_weight"]),
+            "k_weight": _norm_weight(rng, a["k_weight"]),
+            "k_scale": _nearest_power(a.get("k_scale", 1.0)),
+            "v_scale": _nearest_power(a.get("v_scale", 1.0)),
         },
     )  # fmt: skip
 
@@ -207,7 +246,8 @@ def _nearest_power(scale: float) -> float:
     return 2.0 ** round(math.log2(scale))
 
 
-# --- attention -------------------------------------------------------------------------------------------------------
+# --- attention
+# --------------------------------------------------------------------------------------------------
 
 LONGEST = 2048
 """Slots of a request up to which scores are exact in float32."""
@@ -216,11 +256,13 @@ GAP = 64.0
 
 
 def _attention(rng: np.random.Generator, a: Arguments) -> Probes:
-    """Queries that want one position: score (winner - wanted)^2 - (slot - wanted)^2, times what makes 1 worth `GAP`.
+    """Queries that want one position: score (winner - wanted)^2 - (slot - wanted)^2, times what
+    makes 1 worth `GAP`.
 
-    Wanted are positions that a query may see, and ones just outside of what it may: then the nearest one inside wins,
-    and if the mask is off by one, the one outside. The winner's score is 0, so that no scaling rounds it. Positions
-    count from another number in each head, so that no head can stand in for another.
+    Wanted are positions that a query may see, and ones just outside of what it may: then the
+    nearest one inside wins, and if the mask is off by one, the one outside. The winner's score is
+    0, so that no scaling rounds it. Positions count from another number in each head, so that no
+    head can stand in for another.
     """
     q, kv, lens = a["q"], a["kv"], a["kv_lens"]
     count, (_, page, entries, size) = int(a["counts"][1]), kv.shape
@@ -251,7 +293,9 @@ def _attention(rng: np.random.Generator, a: Arguments) -> Probes:
             cache[pages, offsets, 2 * head] = 0.0
             keys = _key_features(slots + shifts[head], base, digits)
             cache[pages[:, None], offsets[:, None], 2 * head, places[None]] = keys
-        wanted[:, start:stop] = _wanted(rng, np.arange(length - (stop - start), length), heads, a["window"])
+        wanted[:, start:stop] = _wanted(
+            rng, np.arange(length - (stop - start), length), heads, a["window"]
+        )
     wanted += shifts[np.arange(heads) // (heads // kv_heads)]
     queries = np.full(q.shape, np.nan)
     queries[:real] = 0.0
@@ -259,16 +303,25 @@ def _attention(rng: np.random.Generator, a: Arguments) -> Probes:
     if kv.dtype == np.int8:
         cache = np.nan_to_num(cache)
     yield "one key takes all", {
-        "q": queries.astype(q.dtype), "kv": cache.astype(kv.dtype), "k_scale": k_scale, "v_scale": v_scale,
+        "q": queries.astype(q.dtype), "kv": cache.astype(kv.dtype), "k_scale": k_scale,
+        "v_scale": v_scale,
     }  # fmt: skip
 
 
 def _wanted(rng: np.random.Generator, positions: np.ndarray, heads: int, window: int) -> np.ndarray:
-    """What queries want and which position wins, [2 query head]: wanted are their own, the oldest visible, a random
-    one, the next one, or the last one before the window."""
+    """What queries want and which position wins, [2 query head]: wanted are their own, the oldest
+    visible, a random one, the next one, or the last one before the window.
+    """
     p = positions[:, None].repeat(heads, axis=1)
     oldest = np.maximum(0, p - window + 1) if window > 0 else np.zeros_like(p)
-    choices = [p, oldest, rng.integers(oldest, p + 1), rng.integers(oldest, p + 1), p + 1, oldest - 1]
+    choices = [
+        p,
+        oldest,
+        rng.integers(oldest, p + 1),
+        rng.integers(oldest, p + 1),
+        p + 1,
+        oldest - 1,
+    ]
     wanted = np.choose(rng.integers(0, len(choices), p.shape), choices)
     return np.stack([wanted, np.clip(wanted, oldest, p)])
 
@@ -278,8 +331,9 @@ def _digits(x: np.ndarray, base: int, count: int) -> list[np.ndarray]:
 
 
 def _key_features(position: np.ndarray, base: int, digits: int) -> np.ndarray:
-    """[... feature]: with `_query_features` the product is 2 position wanted - position^2, and a number of the query's
-    own that makes it 0 at the winner."""
+    """[... feature]: with `_query_features` the product is 2 position wanted - position^2, and a
+    number of the query's own that makes it 0 at the winner.
+    """
     own = [d for d in _digits(position, base, digits) for _ in range(digits)]
     ones = [np.ones_like(position)] * (2 * digits)
     return np.stack([*own, *_digits(position * position, base, 2 * digits), *ones], axis=-1)
@@ -293,7 +347,8 @@ def _query_features(wanted: np.ndarray, winner: np.ndarray, base: int, digits: i
     return np.stack([*cross, *squares, *(-1.0 * d * base**m for m, d in enumerate(own))], axis=-1)
 
 
-# --- experts ---------------------------------------------------------------------------------------------------------
+# --- experts
+# --------------------------------------------------------------------------------------------------
 
 
 def _can_decide(like: np.ndarray) -> bool:
@@ -323,7 +378,8 @@ def _moe_block(rng: np.random.Generator, a: Arguments) -> Probes:
         x = _signs(rng, a["x"].shape).astype(a["x"].dtype)
         yield (
             "decided rows",
-            {"x": x, "logits": _decided(rng, a["logits"])} | _mlp_weights(rng, a["gate_up"], a["down"]),
+            {"x": x, "logits": _decided(rng, a["logits"])}
+            | _mlp_weights(rng, a["gate_up"], a["down"]),
         )
 
 

@@ -1,8 +1,9 @@
-"""Metamorphic relations: what must not change a model's logits, on one backend. No other backend is needed.
+"""Metamorphic relations: what must not change a model's logits, on one backend. No other backend is
+needed.
 
-Each relation is promised *bitwise* or up to *rounding*. Rounding is judged in float32 by the relative error that sums
-in another order may have (mode S), in the run dtype against the noise of the faithful reference (mode P): two runs
-whose roundings are independent differ by sqrt(2) of it.
+Each relation is promised *bitwise* or up to *rounding*. Rounding is judged in float32 by the
+relative error that sums in another order may have (mode S), in the run dtype against the noise of
+the faithful reference (mode P): two runs whose roundings are independent differ by sqrt(2) of it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ LEVELS = {"traced": 1, "compiled": 2, "graphs": 3}
 class Relation:
     """`what` must not matter. `reason` says why it is promised bitwise, or why it cannot be.
 
-    `run` gives the pair (as usual, the other way). `refuses` says why it does not apply to a target, or "".
+    `run` gives the pair (as usual, the other way). `refuses` says why it does not apply to a
+    target, or "".
     """
 
     name: str
@@ -53,7 +55,9 @@ class Relation:
 
 @dataclass(slots=True)
 class Result:
-    """One relation in one mode. `figure` is the error in units of what is allowed (0 if bitwise equal)."""
+    """One relation in one mode. `figure` is the error in units of what is allowed (0 if bitwise
+    equal).
+    """
 
     relation: str
     mode: Mode
@@ -68,7 +72,9 @@ class Result:
 
 @dataclass(slots=True)
 class InvariantsReport:
-    """All results. `absent` are relations that do not apply and why, `missing` what had to be compared and was not."""
+    """All results. `absent` are relations that do not apply and why, `missing` what had to be
+    compared and was not.
+    """
 
     target: str
     environment: dict[str, Any] = field(default_factory=dict)
@@ -91,9 +97,12 @@ class InvariantsReport:
 
     def dumps(self) -> str:
         """JSON text."""
-        results = [{n: jsonable(getattr(r, n)) for n in Result.__dataclass_fields__} for r in self.results]
+        results = [
+            {n: jsonable(getattr(r, n)) for n in Result.__dataclass_fields__} for r in self.results
+        ]
         record = {
-            "exit_code": self.exit_code, "target": self.target, "environment": self.environment, "results": results,
+            "exit_code": self.exit_code, "target": self.target, "environment": self.environment,
+            "results": results,
             "absent": self.absent, "missing": self.missing, "seconds": self.seconds,
         }  # fmt: skip
         return json.dumps(record, allow_nan=False)
@@ -121,22 +130,31 @@ class Lab:
         """The change of a relation's steps, or what a test breaks it with."""
         return self.broken.get(relation, change)
 
-    def logits(self, relation: str, schedule: Schedule, prompts: Sequence[np.ndarray] | None = None) -> Rows:
+    def logits(
+        self, relation: str, schedule: Schedule, prompts: Sequence[np.ndarray] | None = None
+    ) -> Rows:
         """Another schedule on the same worker."""
         schedule = replace(schedule, change=self.change(relation, schedule.change))
         return self.bench.logits(schedule, self.prompts if prompts is None else prompts)
 
     def other(self, relation: str, usual: bool = True, **options: Any) -> Rows:
-        """The usual schedule on another worker: its logits, or, not `usual`, what `execute` gives."""
+        """The usual schedule on another worker: its logits, or, not `usual`, what `execute`
+        gives.
+        """
         bench = Bench(self.subject, self.target, self.pages, self.fault, **options)
         try:
             schedule = Schedule(change=self.change(relation, None))
-            return bench.logits(schedule, self.prompts) if usual else bench.outputs(schedule, self.prompts)
+            return (
+                bench.logits(schedule, self.prompts)
+                if usual
+                else bench.outputs(schedule, self.prompts)
+            )
         finally:
             bench.close()
 
 
-# --- the relations ---------------------------------------------------------------------------------------------------
+# --- the relations
+# --------------------------------------------------------------------------------------------------
 
 
 def _repeat(lab: Lab) -> tuple[Rows, Rows]:
@@ -148,7 +166,8 @@ def _company(lab: Lab) -> tuple[Rows, Rows]:
     vocab, rng = lab.subject.model.vocab_size, np.random.default_rng(7)
     kept = {0, 2} if len(lab.prompts) > 2 else {0}
     others = [
-        p if i in kept else rng.integers(0, vocab, len(p)).astype(np.int32) for i, p in enumerate(lab.prompts)
+        p if i in kept else rng.integers(0, vocab, len(p)).astype(np.int32) for i,
+        p in enumerate(lab.prompts)
     ]  # fmt: skip
     rows = lab.logits("company", Schedule(), others)
     return lab.usual, _only(rows, lambda key: key[0] in kept)
@@ -233,7 +252,9 @@ def _shards_here(target: Target, platform: str) -> str:
 
 
 def _graphs_here(target: Target, platform: str) -> str:
-    return _torch_only(target, platform) or ("" if platform == "cuda" else "CUDA graphs need a cuda device")
+    return _torch_only(target, platform) or (
+        "" if platform == "cuda" else "CUDA graphs need a cuda device"
+    )
 
 
 SAME = "the same programs on the same numbers"
@@ -241,33 +262,49 @@ OTHER_SHAPE = "another program shape: products are summed in another order"
 RELATIONS = {
     r.name: r
     for r in (
-        Relation("repeat", "running the same once more", "bitwise", f"{SAME}; nothing is left to chance", _repeat),
-        Relation("company", "what other requests say", "bitwise", f"{SAME}: rows know only their own", _company),
-        Relation("page-permutation", "where pages lie", "bitwise", f"{SAME}, gathered from elsewhere", _pages),
-        Relation("overlap", "one step in flight or two", "bitwise", f"{SAME}; only the host waits less", _overlap),
+        Relation("repeat", "running the same once more", "bitwise", f"{SAME}; nothing is left to "
+                                                                    "chance", _repeat),
+        Relation("company", "what other requests say", "bitwise", f"{SAME}: rows know only "
+                                                                  "their own", _company),
+        Relation("page-permutation", "where pages lie", "bitwise", f"{SAME}, gathered from "
+                                                                   "elsewhere", _pages),
+        Relation("overlap", "one step in flight or two", "bitwise", f"{SAME}; only the host waits "
+                                                                    "less", _overlap),
         Relation("batch", "a request alone or among others", "rounding", OTHER_SHAPE, _batch),
         Relation("chunks", "the lengths of a prompt's chunks", "rounding", OTHER_SHAPE, _chunks),
-        Relation("prefix-cache", "a prefix found in the cache or computed", "rounding", OTHER_SHAPE, _prefix),
+        Relation("prefix-cache", "a prefix found in the cache or computed", "rounding", OTHER_SHAPE,
+        _prefix),
         Relation("preemption", "being preempted and resumed", "rounding", OTHER_SHAPE, _preemption),
         Relation("padding", "the size that a step is padded to", "rounding", OTHER_SHAPE, _padding),
         Relation("decode-prefill", "tokens decoded or prefilled", "rounding", OTHER_SHAPE, _decode),
-        Relation("scan", "layers in a loop or unrolled", "rounding", "XLA fuses it otherwise", _scan, _jax_only),
-        Relation("tensor-parallel", "1 shard or 2", "rounding", "partial sums are added up", _shards, _shards_here),
-        Relation("traced", "eager or traced", "bitwise", "the same kernels", _level("traced"), _torch_only),
+        Relation("scan", "layers in a loop or unrolled", "rounding", "XLA fuses it otherwise",
+        _scan, _jax_only),
+        Relation("tensor-parallel", "1 shard or 2", "rounding", "partial sums are added up",
+        _shards, _shards_here),
+        Relation("traced", "eager or traced", "bitwise", "the same kernels", _level("traced"),
+        _torch_only),
         Relation(
-            "compiled", "eager or compiled by Inductor", "rounding", "fused kernels sum in another order",
+            "compiled", "eager or compiled by Inductor", "rounding", "fused kernels sum in "
+                                                                     "another "
+                                                                     "order",
             _level("compiled"), _torch_only, costly=True,
         ),
         Relation(
-            "graphs", "eager or compiled and replayed as CUDA graphs", "rounding", "fused kernels sum in another order",
+            "graphs", "eager or compiled and replayed as CUDA graphs", "rounding", "fused kernels "
+                                                                                   "sum in "
+                                                                                   "another order",
             _level("graphs"), _graphs_here,
         ),
     )
 }  # fmt: skip
 BREAKS: dict[str, Callable[[Lab], Change]] = {
-    "page-permutation": lambda lab: permuted_pages(lab.pages, lab.subject.page_size, seed=3, table=False),
+    "page-permutation": lambda lab: permuted_pages(
+        lab.pages, lab.subject.page_size, seed=3, table=False
+    ),
 }
-"""Relations that can be broken on purpose, to see them fail: a page is put elsewhere without its table."""
+"""Relations that can be broken on purpose, to see them fail: a page is put elsewhere without its
+table.
+"""
 
 
 class _Empty(Exception):
@@ -279,11 +316,14 @@ def _only(rows: Rows, keep: Callable[[tuple[int, int]], bool]) -> Rows:
     return Rows([rows.keys[i] for i in chosen], [rows.values[i] for i in chosen])
 
 
-# --- judging ---------------------------------------------------------------------------------------------------------
+# --- judging
+# --------------------------------------------------------------------------------------------------
 
 
 class Judge:
-    """Judges a pair of runs. The noise (mode P) is that of the references over the steps of the `usual` run."""
+    """Judges a pair of runs. The noise (mode P) is that of the references over the steps of the
+    `usual` run.
+    """
 
     def __init__(self, subject: Subject, mode: Mode, usual: Rows) -> None:
         self._subject, self._mode, self._usual = subject, mode, usual
@@ -296,7 +336,11 @@ class Judge:
         keys = [key for key in other.keys if key in one]
         result.compared = len(keys)
         a = np.stack([one[key] for key in keys]) if keys else np.zeros((0, 1))
-        b = np.stack([v for k, v in zip(other.keys, other.values, strict=True) if k in one]) if keys else a
+        b = (
+            np.stack([v for k, v in zip(other.keys, other.values, strict=True) if k in one])
+            if keys
+            else a
+        )
         lost = set(one) - set(other.keys)
         if lost and relation.name != "company":
             result.complaints.append(f"{len(lost)} of {len(one)} rows were not computed")
@@ -306,21 +350,30 @@ class Judge:
             self._rounding(result, keys, a, b)
         return result
 
-    def _bitwise(self, result: Result, keys: list[tuple[int, int]], a: np.ndarray, b: np.ndarray) -> None:
-        unequal = (a.view(np.uint8).reshape(len(a), -1) != b.view(np.uint8).reshape(len(b), -1)).any(axis=1)
+    def _bitwise(
+        self, result: Result, keys: list[tuple[int, int]], a: np.ndarray, b: np.ndarray
+    ) -> None:
+        unequal = (
+            a.view(np.uint8).reshape(len(a), -1) != b.view(np.uint8).reshape(len(b), -1)
+        ).any(axis=1)
         result.detail = f"{len(keys)} rows, bitwise"
         if unequal.any():
             with np.errstate(invalid="ignore"):
                 off = float(np.nanmax(np.abs(a - b), initial=0.0))
             result.figure = float("inf")
             result.detail = f"{int(unequal.sum())} of {len(keys)} rows differ, by {off:.3g} at most"
-            result.complaints.append(f"{result.detail}; first {_place(keys[int(unequal.argmax())])}")
+            result.complaints.append(
+                f"{result.detail}; first {_place(keys[int(unequal.argmax())])}"
+            )
 
-    def _rounding(self, result: Result, keys: list[tuple[int, int]], a: np.ndarray, b: np.ndarray) -> None:
+    def _rounding(
+        self, result: Result, keys: list[tuple[int, int]], a: np.ndarray, b: np.ndarray
+    ) -> None:
         model = self._subject.model
         if self._mode == "S":
             exact, faithful = a, a
-            # Each of the two runs is off by what a float32 sum of so many terms may be, in each layer.
+            # Each of the two runs is off by what a float32 sum of so many terms may be, in each
+            # layer.
             terms = max(model.hidden_size, model.intermediate_size) * 2 * (1 + model.num_layers)
             allowed = 2.0 * HALF_ULP32 * terms**0.5
             gate = Gate(rel_l2=allowed)
@@ -334,19 +387,29 @@ class Judge:
             result.detail = f"{len(keys)} rows, sigma {m.sigma:.3f}"
         else:
             with np.errstate(invalid="ignore", divide="ignore"):
-                rows = np.sqrt(((b - a).astype(np.float64) ** 2).mean(1)) / np.sqrt((a.astype(np.float64) ** 2).mean())
+                rows = np.sqrt(((b - a).astype(np.float64) ** 2).mean(1)) / np.sqrt(
+                    (a.astype(np.float64) ** 2).mean()
+                )
             worst = float(rows.max(initial=0.0)) if np.isfinite(rows).all() else float("inf")
             result.figure = max(m.rel_l2 / allowed, worst / (ROW_FACTOR * allowed))
-            result.detail = f"{len(keys)} rows, relative error {m.rel_l2:.2g}, worst row {worst:.2g}"
+            result.detail = (
+                f"{len(keys)} rows, relative error {m.rel_l2:.2g}, worst row {worst:.2g}"
+            )
             if worst > ROW_FACTOR * allowed:
                 where = _place(keys[int(np.nan_to_num(rows, nan=np.inf).argmax())])
-                result.complaints.append(f"worst row {worst:.3g} > {ROW_FACTOR * allowed:.3g} at {where}")
+                result.complaints.append(
+                    f"worst row {worst:.3g} > {ROW_FACTOR * allowed:.3g} at {where}"
+                )
         found = list(gate.complaints(m))
         place = _place(keys[m.worst[0]]) if m.worst else ""
         result.complaints += [f"{complaint}; largest error at {place}" for complaint in found]
 
-    def _of_noise(self, keys: Sequence[tuple[int, int]], width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of both references: logits, or their best log-probabilities if that is what rows hold."""
+    def _of_noise(
+        self, keys: Sequence[tuple[int, int]], width: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of both references: logits, or their best log-probabilities if that is what rows
+        hold.
+        """
         if self._noise is None:
             self._noise = reference_rows(self._subject, self._usual)
         pairs = [self._noise[key] for key in keys]
@@ -366,10 +429,17 @@ def best_logprobs(logits: np.ndarray, count: int) -> np.ndarray:
     return best
 
 
-def reference_rows(subject: Subject, usual: Rows) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
-    """The logits of the exact and of the faithful reference, by (request, position), over the steps of a run."""
+def reference_rows(
+    subject: Subject, usual: Rows
+) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
+    """The logits of the exact and of the faithful reference, by (request, position), over the
+    steps of a run.
+    """
     model, steps = subject.model, usual.steps
-    weights, tables = HostWeights(subject), decoder.rotary_tables(subject.model, subject.max_model_len)
+    weights, tables = (
+        HostWeights(subject),
+        decoder.rotary_tables(subject.model, subject.max_model_len),
+    )
     found: list[list[np.ndarray]] = []
     for exact in (True, False):
         reference = Reference(model, tables, exact=exact)
@@ -388,7 +458,8 @@ def _place(key: tuple[int, int]) -> str:
     return f"request {key[0]}, position {key[1]}"
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+# --- the command
+# --------------------------------------------------------------------------------------------------
 
 
 def check_invariants(
@@ -398,7 +469,8 @@ def check_invariants(
 ) -> InvariantsReport:  # fmt: skip
     """Check relations (`names`; none: all that apply and are not costly) on `target`.
 
-    `fault` is planted in the worker; `breaks` are relations that are broken on purpose. Raises ConfigError.
+    `fault` is planted in the worker; `breaks` are relations that are broken on purpose. Raises
+    ConfigError.
     """
     for name in (*names, *breaks):
         if name not in RELATIONS:
@@ -463,7 +535,8 @@ def render(report: InvariantsReport) -> str:
     )
     e, names = report.environment, list(dict.fromkeys(r.relation for r in report.results))
     lines = [
-        f"{word}: {len(names)} relations of {e.get('model')} on {report.target}, {report.seconds:.1f} s",
+        f"{word}: {len(names)} relations of {e.get('model')} on {report.target}, "
+        f"{report.seconds:.1f} s",
         f"{e.get('device')}, plan {e.get('plan')}; modes: S float32, P {e.get('dtype')}",
     ]
     for name in names:
@@ -475,7 +548,9 @@ def render(report: InvariantsReport) -> str:
             if bad
             else "; ".join(f"{r.mode}: {r.detail}" for r in mine if mine[0].promise != "bitwise")
         )
-        lines.append(f"{name:16} {mine[0].promise:9}{verdict:17} {found or mine[0].detail}"[:150].rstrip())
+        lines.append(
+            f"{name:16} {mine[0].promise:9}{verdict:17} {found or mine[0].detail}"[:150].rstrip()
+        )
     lines += [f"not compared: {entry}"[:150] for entry in report.missing[:3]]
     lines += [f"does not apply: {entry}"[:150] for entry in report.absent[: LINES - len(lines)]]
     return "\n".join(lines[:LINES])

@@ -1,10 +1,10 @@
-"""Keeps steps of a live engine as bundles: those of a request, some steps, those with a NaN, or those that another
-backend computes otherwise. It is on only where an engine has the option `capture`; an engine without it has no part of
-this.
+"""Keeps steps of a live engine as bundles: those of a request, some steps, those with a NaN, or
+those that another backend computes otherwise. It is on only where an engine has the option
+`capture`; an engine without it has no part of this.
 
-A step that is kept costs: the cache that it reads is copied, the model runs once more for the logits, and the next step
-waits. With `nan` and `mismatch` every step costs that (with `every=N` each N-th), with `mismatch` a run on the other
-backend and of the references too.
+A step that is kept costs: the cache that it reads is copied, the model runs once more for the
+logits, and the next step waits. With `nan` and `mismatch` every step costs that (with `every=N`
+each N-th), with `mismatch` a run on the other backend and of the references too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from ..sides.steps import real_tokens
 from ..sides.subject import Subject, Target, parse_target
 from .replay import replay
 
-GRAMMAR = "DIR followed by some of request=ID, step=N, nan, mismatch=BACKEND:DEVICE, most=N, every=N, after commas"
+GRAMMAR = (
+    "DIR followed by some of request=ID, step=N, nan, mismatch=BACKEND:DEVICE, most=N, "
+    "every=N, after commas"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,9 @@ class Policy:
 
 
 def parse_policy(text: str) -> Policy:
-    """A policy from `DIR,request=ID,step=N,nan,mismatch=torch:cpu,most=4,every=1`. Raises ConfigError."""
+    """A policy from `DIR,request=ID,step=N,nan,mismatch=torch:cpu,most=4,every=1`. Raises
+    ConfigError.
+    """
     folder, *words = text.split(",")
     policy, requests, steps = Policy(folder), set(), set()
     for word in words:
@@ -71,14 +76,20 @@ def parse_policy(text: str) -> Policy:
 
 
 def attach(engine: Any, config: EngineConfig, folder: str) -> Camera:
-    """Let `engine` keep what its option `capture` asks for. Raises ConfigError for what cannot be kept."""
+    """Let `engine` keep what its option `capture` asks for. Raises ConfigError for what cannot
+    be kept.
+    """
     policy = parse_policy(str(config.capture))
     wanted = {"tensor_parallel_size": 1, "decode_steps": 1, "kv_cache_dtype": engine.config.dtype}
     for name, value in wanted.items():
         if getattr(engine.config, name) != value:
-            raise ConfigError(f"capture: got {name} {getattr(engine.config, name)}, allowed is {value}")
+            raise ConfigError(
+                f"capture: got {name} {getattr(engine.config, name)}, allowed is {value}"
+            )
     if any(Path(policy.folder).glob("step-*")):
-        raise ConfigError(f"capture: {policy.folder} holds bundles of an earlier run; give another folder")
+        raise ConfigError(
+            f"capture: {policy.folder} holds bundles of an earlier run; give another folder"
+        )
     engine.worker = camera = Camera(engine, policy, config.model, folder)
     return camera
 
@@ -99,7 +110,9 @@ class _Handle:
 
 
 class Camera:
-    """A worker that keeps some of the steps that it passes on. All else is the worker's. `kept` are folders."""
+    """A worker that keeps some of the steps that it passes on. All else is the worker's. `kept`
+    are folders.
+    """
 
     def __init__(self, engine: Any, policy: Policy, model: str, folder: str) -> None:
         self._worker, self._policy, self._engine = engine.worker, policy, engine
@@ -116,7 +129,9 @@ class Camera:
         """Start a step; keep it if it is to be kept."""
         self._seen += 1
         why = self._asked_for(step)
-        looked_at = (self._policy.nan or self._policy.mismatch is not None) and self._seen % self._policy.every == 0
+        looked_at = (
+            self._policy.nan or self._policy.mismatch is not None
+        ) and self._seen % self._policy.every == 0
         if len(self.kept) >= self._policy.most or not (why or looked_at):
             return self._started(step)
         known = self._known(step)
@@ -149,7 +164,8 @@ class Camera:
     def _started(self, step: StepInput) -> _Handle:
         handle = _Handle(step, self._worker.execute(step))
         self._open.append(handle)
-        # At most two steps are in flight: those before are read, and reading them again costs nothing.
+        # At most two steps are in flight: those before are read, and reading them again costs
+        # nothing.
         while len(self._open) > 2:
             self._read(self._open.popleft())
         return handle
@@ -160,7 +176,9 @@ class Camera:
             self._last[row] = token
 
     def _known(self, step: StepInput) -> StepInput:
-        """The step with the tokens that only the device has, and with its page table: waits for the steps before."""
+        """The step with the tokens that only the device has, and with its page table: waits for
+        the steps before.
+        """
         while self._open:
             self._read(self._open.popleft())
         batch = step.batch.copy()
@@ -168,19 +186,26 @@ class Camera:
         for i in np.flatnonzero(views["token_ids"] < 0).tolist():
             views["token_ids"][i] = self._last[int(views["rows"][i])]
         rows = views["rows"][: int(views["counts"][1])]
-        pages = page_table_of(rows, step.descriptor.requests, self._engine.scheduler.table, step.shape)
+        pages = page_table_of(
+            rows, step.descriptor.requests, self._engine.scheduler.table, step.shape
+        )
         return replace(step, batch=batch, new_pages=None, page_table=pages)
 
     def _bundle(
-        self, step: StepInput, pages: np.ndarray, before: np.ndarray, logits: np.ndarray, handle: _Handle
+        self, step: StepInput, pages: np.ndarray, before: np.ndarray, logits: np.ndarray,
+        handle: _Handle
     ) -> Bundle:  # fmt: skip
         config, size = self._engine.config, self._engine.config.page_size
         compact = renumbered(step, pages, size)
         # What no token of the step's requests was written to says nothing, and is not theirs.
-        start = np.where(filled(compact, size, len(pages))[None, :, :, None, None], before, np.nan).astype(before.dtype)
+        start = np.where(
+            filled(compact, size, len(pages))[None, :, :, None, None], before, np.nan
+        ).astype(before.dtype)
         subject = Subject(
-            self._model, self._folder, self._engine.model, config.dtype, config.load_format, config.seed,
-            config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, size, max(len(pages), 1),
+            self._model, self._folder, self._engine.model, config.dtype, config.load_format,
+            config.seed,
+            config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, size,
+            max(len(pages), 1),
         )  # fmt: skip
         tokens = handle.result().tokens[: int(step.field("counts")[1])]
         target = f"{config.backend}:{config.platform}"
@@ -194,5 +219,9 @@ class Camera:
         if diff.exit_code != FAILED:
             return ""
         first = diff.first_divergence()
-        what = f"{first.side} {first.name}: {'; '.join(first.complaints)}" if first else "; ".join(diff.problems)
+        what = (
+            f"{first.side} {first.name}: {'; '.join(first.complaints)}"
+            if first
+            else "; ".join(diff.problems)
+        )
         return f"mismatch: {what or [c for entry in diff.logits for c in entry.complaints]}"

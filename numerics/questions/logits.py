@@ -1,9 +1,11 @@
-"""The ends of two runs: a backend's logits against another's, against transformers', or against a server's.
+"""The ends of two runs: a backend's logits against another's, against transformers', or against a
+server's.
 
-All sides are given the same tokens, whatever they would have chosen, so that a token that flips does not make all that
-follows incomparable. A backend runs the same steps as both references (chunks, ragged batches, decodes); transformers
-runs each prompt as a whole. A server is asked for the token after each of some prefixes, with the log-probabilities of
-its best ones: over any OpenAI-compatible `/v1/completions`.
+All sides are given the same tokens, whatever they would have chosen, so that a token that flips
+does not make all that follows incomparable. A backend runs the same steps as both references
+(chunks, ragged batches, decodes); transformers runs each prompt as a whole. A server is asked for
+the token after each of some prefixes, with the log-probabilities of its best ones: over any
+OpenAI-compatible `/v1/completions`.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ def compare_ends(
             elif side == TRANSFORMERS:
                 whole[name], about[name] = transformers_logits(subject, prompts)
             else:
-                named[name], about[name] = server_logprobs(side, subject, prompts, positions, progress)
+                named[name], about[name] = server_logprobs(
+                    side, subject, prompts, positions, progress
+                )
         steps, owners = zip(*make_owned_steps(subject, prompts), strict=True)
         ends = _Ends(subject, runners, mode, names, owners, whole, named)
         diff = ends.run(steps, progress)
@@ -94,8 +98,9 @@ def compare_ends(
 
 
 class _Ends(Comparison):
-    """A comparison of ends only, in which some sides are no runners: `whole` has logits by prompt [position vocab],
-    `named` log-probabilities of some tokens, by prompt and position. `owners` are the prompts of each step's requests.
+    """A comparison of ends only, in which some sides are no runners: `whole` has logits by prompt
+    [position vocab], `named` log-probabilities of some tokens, by prompt and position. `owners` are
+    the prompts of each step's requests.
     """
 
     def __init__(
@@ -122,7 +127,9 @@ class _Ends(Comparison):
                 self._named(rows[first], self._tops[name], exact, faithful, places)
             else:
                 limit = FOREIGN**2 if name in self._whole else KL_LIMIT
-                found = compare_logits(rows[first], rows[name], exact, faithful, self.step, self.mode, limit)
+                found = compare_logits(
+                    rows[first], rows[name], exact, faithful, self.step, self.mode, limit
+                )
                 self.diff.logits.append(found)
 
     def _foreign(self, name: str, got: np.ndarray, exact: np.ndarray, faithful: np.ndarray) -> None:
@@ -131,13 +138,15 @@ class _Ends(Comparison):
         place_ = place(self.step, m.worst, 2, self.subject.page_size)
         self.diff.findings.append(
             Finding(
-                name, self.mode, "logits", self.number, -1, "final logits", "", m, tuple(gate.complaints(m)), None,
+                name, self.mode, "logits", self.number, -1, "final logits", "", m,
+                tuple(gate.complaints(m)), None,
                 place_, gate.shares(m),
             )
         )  # fmt: skip
 
     def _named(
-        self, a: np.ndarray, tops: Sequence[Mapping[int, Tops]], exact: np.ndarray, faithful: np.ndarray,
+        self, a: np.ndarray, tops: Sequence[Mapping[int, Tops]], exact: np.ndarray,
+        faithful: np.ndarray,
         places: Sequence[tuple[int, int]],
     ) -> None:  # fmt: skip
         rows = [i for i, (prompt, position) in enumerate(places) if position in tops[prompt]]
@@ -150,7 +159,14 @@ class _Ends(Comparison):
         places_ = [where(self.step, i) for i in kept]
         unit = limits(self.dtype).half_ulp if self.mode == "P" else 0.0
         entry = compare_named(
-            a[kept], tops_, exact[kept], faithful[kept], places_, unit, self.mode, self.step.step_id - 1
+            a[kept],
+            tops_,
+            exact[kept],
+            faithful[kept],
+            places_,
+            unit,
+            self.mode,
+            self.step.step_id - 1,
         )
         self.diff.logits.append(entry)
 
@@ -175,23 +191,34 @@ def _owned(step: StepInput, owners: Sequence[int]) -> Any:
             yield prompt, positions[row]
 
 
-# --- transformers ----------------------------------------------------------------------------------------------------
+# --- transformers
+# --------------------------------------------------------------------------------------------------
 
 
-def transformers_logits(subject: Subject, prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """Logits [position vocab] of each prompt by Hugging Face transformers on the CPU, and what it ran on.
+def transformers_logits(
+    subject: Subject, prompts: Sequence[np.ndarray]
+) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """Logits [position vocab] of each prompt by Hugging Face transformers on the CPU, and what it
+    ran on.
 
-    Raises BackendUnavailable if the package is not there, ConfigError for prompts that both rotate differently.
+    Raises BackendUnavailable if the package is not there, ConfigError for prompts that both rotate
+    differently.
     """
     _check_factors(subject, prompts)
     try:
         import torch
         import transformers
     except ImportError as error:
-        raise BackendUnavailable(f"{TRANSFORMERS}: {error}: pip install 'twinfer[transformers]'") from error
+        raise BackendUnavailable(
+            f"{TRANSFORMERS}: {error}: pip install 'twinfer[transformers]'"
+        ) from error
     dtype = getattr(torch, subject.dtype)
     # Where parts other than text are left out here, transformers has the model under another task.
-    auto = transformers.AutoModelForImageTextToText if subject.model.left_out else transformers.AutoModelForCausalLM
+    auto = (
+        transformers.AutoModelForImageTextToText
+        if subject.model.left_out
+        else transformers.AutoModelForCausalLM
+    )
     if subject.load_format == "dummy":
         config = transformers.AutoConfig.from_pretrained(subject.folder, local_files_only=True)
         model = auto.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
@@ -201,20 +228,31 @@ def transformers_logits(subject: Subject, prompts: Sequence[np.ndarray]) -> tupl
     model.eval()
     with torch.inference_mode():
         found = [
-            model(torch.from_numpy(np.asarray(ids, np.int64))[None], use_cache=False).logits[0].float().numpy()
+            model(torch.from_numpy(np.asarray(ids, np.int64))[None], use_cache=False)
+            .logits[0]
+            .float()
+            .numpy()
             for ids in prompts
         ]
     attention = getattr(model.config, "_attn_implementation", "")
-    return found, {"target": TRANSFORMERS, "device": f"cpu, attention {attention}", "plan": transformers.__version__}
+    return found, {
+        "target": TRANSFORMERS,
+        "device": f"cpu, attention {attention}",
+        "plan": transformers.__version__,
+    }
 
 
 def _check_factors(subject: Subject, prompts: Sequence[np.ndarray]) -> None:
-    """Raise ConfigError where transformers takes short longrope factors for a prompt, and an engine long ones."""
+    """Raise ConfigError where transformers takes short longrope factors for a prompt, and an
+    engine long ones.
+    """
     switch, shortest = subject.model.rope.switches_at, min(map(len, prompts))
     if switch is not None and subject.max_model_len > switch >= shortest:
         raise ConfigError(
-            f"max_model_len: got {subject.max_model_len}, and a prompt of {shortest} tokens; allowed is at most "
-            f"{switch}, up to which transformers takes other longrope factors, or longer prompts only"
+            f"max_model_len: got {subject.max_model_len}, and a prompt of {shortest} tokens; "
+            "allowed is at most "
+            f"{switch}, up to which transformers takes other longrope factors, or longer prompts "
+            "only"
         )
 
 
@@ -234,18 +272,25 @@ def _state(subject: Subject) -> dict[str, Any]:
     return {key: from_numpy(tensor) for key, tensor in found.items()}
 
 
-# --- servers ---------------------------------------------------------------------------------------------------------
+# --- servers
+# --------------------------------------------------------------------------------------------------
 
 Tops = Mapping[int | str, float]
 """Log-probabilities in nats of some tokens, by id, or by text where a server names no ids."""
 
 
 def server_logprobs(
-    url: str, subject: Subject, prompts: Sequence[np.ndarray], positions: int, progress: Progress = lambda text: None
+    url: str,
+    subject: Subject,
+    prompts: Sequence[np.ndarray],
+    positions: int,
+    progress: Progress = lambda text: None,
 ) -> tuple[list[dict[int, Tops]], dict[str, Any]]:
-    """For each prompt, by position, the best tokens after it; and what the server says about itself.
+    """For each prompt, by position, the best tokens after it; and what the server says about
+    itself.
 
-    Raises InfrastructureError if the server does not answer as such, ConfigError if it refuses the request.
+    Raises InfrastructureError if the server does not answer as such, ConfigError if it refuses the
+    request.
     """
     models = _ask(f"{url}/v1/models")
     try:
@@ -256,8 +301,14 @@ def server_logprobs(
     for index, ids in enumerate(prompts):
         progress(f"asking for prompt {index + 1} of {len(prompts)}")
         last = min(len(ids), subject.max_model_len) - 1
-        places = sorted({round(x) for x in np.linspace(0, last - 1, min(positions, last))}) if last > 0 else []
-        found.append({position: _best(url, model, ids[: position + 1].tolist()) for position in places})
+        places = (
+            sorted({round(x) for x in np.linspace(0, last - 1, min(positions, last))})
+            if last > 0
+            else []
+        )
+        found.append(
+            {position: _best(url, model, ids[: position + 1].tolist()) for position in places}
+        )
     return found, {"target": url, "device": f"server of {model}"}
 
 
@@ -271,7 +322,9 @@ def _best(url: str, model: str, ids: list[int]) -> Tops:
         best = answer["choices"][0]["logprobs"]["top_logprobs"][0]
         return {_token(name): float(value) for name, value in best.items()}
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-        raise InfrastructureError(f"{url}: the answer has no top_logprobs: {str(answer)[:160]}") from None
+        raise InfrastructureError(
+            f"{url}: the answer has no top_logprobs: {str(answer)[:160]}"
+        ) from None
 
 
 def _token(name: str) -> int | str:

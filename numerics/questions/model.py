@@ -1,8 +1,10 @@
-"""The comparison of whole models, layer by layer: every side runs the same steps in lockstep with both references.
+"""The comparison of whole models, layer by layer: every side runs the same steps in lockstep with
+both references.
 
-At each layer a side runs twice: on the exact reference's inputs, rounded to the run dtype (*local*: what this layer
-does wrong by itself), and on its own (*inherited*: what it has become by now). Within the local run each op is judged
-on its own inputs. Nothing is kept but the findings, so memory does not grow with the model.
+At each layer a side runs twice: on the exact reference's inputs, rounded to the run dtype (*local*:
+what this layer does wrong by itself), and on its own (*inherited*: what it has become by now).
+Within the local run each op is judged on its own inputs. Nothing is kept but the findings, so
+memory does not grow with the model.
 """
 
 from __future__ import annotations
@@ -74,14 +76,16 @@ class Comparison:
         self.diff = Diff(tuple(runners))
         self.reduction = max(self.model.hidden_size, self.model.intermediate_size)
 
-    # --- weights -----------------------------------------------------------------------------------------------------
+    # --- weights
+    # ----------------------------------------------------------------------------------------------
 
     def check_weights(self) -> None:
         """Every side's weights must be those of the checkpoint, bit for bit."""
         for side in self.sides:
             check_weights(self.diff, side.name, side.runner, self.weights, self.model.num_layers)
 
-    # --- what layers are given; a replay gives what was recorded -----------------------------------------------------
+    # --- what layers are given; a replay gives what was recorded
+    # -----------------------------------------------------
 
     def start(self, shape: tuple[int, ...]) -> list[np.ndarray]:
         """The cache of each layer before the first step."""
@@ -101,10 +105,13 @@ class Comparison:
         """What the head is given, where the exact reference has `exact`."""
         return exact.astype(self.dtype)
 
-    # --- a step ------------------------------------------------------------------------------------------------------
+    # --- a step
+    # ----------------------------------------------------------------------------------------------
 
     def run(self, steps: Sequence[StepInput], progress: Progress = lambda text: None) -> Diff:
-        """Compare all steps. Raises NotComparable if there are none, or a program calls other ops."""
+        """Compare all steps. Raises NotComparable if there are none, or a program calls other
+        ops.
+        """
         if not steps:
             raise NotComparable("there are no steps to compare")
         started = time.perf_counter()
@@ -120,7 +127,9 @@ class Comparison:
         for number, step in enumerate(steps):
             progress(f"step {number + 1} of {len(steps)}, {step.descriptor}")
             self._step(number, step)
-        self.diff.environment = describe(self.subject, {s.name: s.runner for s in self.sides}, steps)
+        self.diff.environment = describe(
+            self.subject, {s.name: s.runner for s in self.sides}, steps
+        )
         self.diff.problems += pooled_problems(self.diff) if self.mode == "P" else []
         self.diff.seconds = time.perf_counter() - started
         return self.diff
@@ -140,7 +149,9 @@ class Comparison:
         """The taps of each side's programs."""
         calls = traced(self.local, self.weights, self._kv[0][True])
         return {
-            side.name: declare_programs(calls, side.runner.plans, self.step.descriptor.kind, self.taps)
+            side.name: declare_programs(
+                calls, side.runner.plans, self.step.descriptor.kind, self.taps
+            )
             for side in self.sides
         }
 
@@ -196,7 +207,10 @@ class Comparison:
             _out, taps = runner.finish(*(runner.upload(x) for x in given))
             self._ops(side, "finish", -1, calls, taps)
             side.rows, _ = runner.finish(side.hidden, side.residual)
-        logits = {True: self.exact.head(top, rows[True]), False: self.faithful.head(top, rows[False])}
+        logits = {
+            True: self.exact.head(top, rows[True]),
+            False: self.faithful.head(top, rows[False]),
+        }
         rounded = self.given_rows(rows[True])
         self.local.head(top, rounded)
         for side in self.sides:
@@ -211,9 +225,12 @@ class Comparison:
         real = self.real
         for other in self.sides[1:]:
             a, b = (side.logits[:real] for side in (self.sides[0], other))
-            self.diff.logits.append(compare_logits(a, b, exact[:real], faithful[:real], self.step, self.mode))
+            self.diff.logits.append(
+                compare_logits(a, b, exact[:real], faithful[:real], self.step, self.mode)
+            )
 
-    # --- findings ----------------------------------------------------------------------------------------------------
+    # --- findings
+    # ----------------------------------------------------------------------------------------------
 
     def _ops(self, side: _Side, program: Program, layer: int, calls: Any, taps: Any) -> None:
         judge = OpJudge(self.mode, calls, self.real, self.reduction)
@@ -239,7 +256,9 @@ class Comparison:
                     )
                 )
 
-    def _find(self, side: _Side, scope: Any, layer: int, tap: str, got: Any, right: Any, noisy: Any) -> None:
+    def _find(
+        self, side: _Side, scope: Any, layer: int, tap: str, got: Any, right: Any, noisy: Any
+    ) -> None:
         got, right, noisy = (x[: self.real] for x in (got, right, noisy))
         metrics = measure(got, right, noisy)
         gate = gate_for(self.mode, scope, metrics, self.reduction, self.model.num_layers)
@@ -278,7 +297,9 @@ def compare_model(
     faults: Mapping[str, Fault] | None = None,
     progress: Progress = lambda text: None,
 ) -> Diff:
-    """Compare `targets` on `subject` in the given modes. `faults` plants faults by side (`a`, `b`, ...): for tests."""
+    """Compare `targets` on `subject` in the given modes. `faults` plants faults by side (`a`,
+    `b`, ...): for tests.
+    """
 
     names = [f"{chr(ord('a') + i)} {target}" for i, target in enumerate(targets)]
     merged = Diff(tuple(names))
@@ -301,5 +322,7 @@ def compare_model(
             for runner in runners.values():
                 runner.close()
         merged.extend(diff)
-        merged.environment |= {k: v for k, v in diff.environment.items() if mode == "P" or k not in merged.environment}
+        merged.environment |= {
+            k: v for k, v in diff.environment.items() if mode == "P" or k not in merged.environment
+        }
     return merged

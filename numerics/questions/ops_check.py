@@ -1,8 +1,10 @@
-"""`twinfer numerics ops`: every implementation of every op against the oracle, over the op's own cases.
+"""`twinfer numerics ops`: every implementation of every op against the oracle, over the op's own
+cases.
 
-In float32 an op keeps its contract's bound (`ops/testing.py`): mode S; in the narrower dtypes that is mode P. Mode X
-asks for equal bits: of ops that are judged bitwise on their own cases, of the others on exact probes of the same shapes
-(`numerics/questions/exact_probes.py`). No model and no weights are needed.
+In float32 an op keeps its contract's bound (`ops/testing.py`): mode S; in the narrower dtypes that
+is mode P. Mode X asks for equal bits: of ops that are judged bitwise on their own cases, of the
+others on exact probes of the same shapes (`numerics/questions/exact_probes.py`). No model and no
+weights are needed.
 """
 
 from __future__ import annotations
@@ -37,14 +39,18 @@ from .exact_probes import probes
 
 Progress = Callable[[str], None]
 INTERPRETED = "_interpret"
-"""Implementations whose name ends so run another chip's kernel in an interpreter: only where a target names them."""
+"""Implementations whose name ends so run another chip's kernel in an interpreter: only where a
+target names them.
+"""
 
 
 @dataclass(slots=True)
 class OpResult:
-    """One implementation of an op in one dtype. `error` and `gain` are the worst ones, in units of what is allowed.
+    """One implementation of an op in one dtype. `error` and `gain` are the worst ones, in units of
+    what is allowed.
 
-    `refused` counts cases that the implementation does not take. `raised` are cases that ended in an exception.
+    `refused` counts cases that the implementation does not take. `raised` are cases that ended in
+    an exception.
     """
 
     side: str
@@ -73,7 +79,9 @@ class OpResult:
 
 @dataclass(slots=True)
 class OpsReport:
-    """All results. `absent` are implementations that were not judged and why, `missing` what had to be compared."""
+    """All results. `absent` are implementations that were not judged and why, `missing` what had
+    to be compared.
+    """
 
     sides: tuple[str, ...]
     devices: dict[str, str]
@@ -102,11 +110,14 @@ class OpsReport:
     def dumps(self) -> str:
         """JSON text."""
         results = [
-            {name: jsonable(getattr(r, name)) for name in OpResult.__dataclass_fields__} for r in self.results
+            {name: jsonable(getattr(r, name)) for name in OpResult.__dataclass_fields__}
+            for r in self.results
         ]  # fmt: skip
         record = {
-            "exit_code": self.exit_code, "sides": list(self.sides), "devices": self.devices, "versions": versions(),
-            "compared": self.compared, "absent": self.absent, "missing": self.missing, "seconds": self.seconds,
+            "exit_code": self.exit_code, "sides": list(self.sides), "devices": self.devices,
+            "versions": versions(),
+            "compared": self.compared, "absent": self.absent, "missing": self.missing,
+            "seconds": self.seconds,
             "results": results,
         }  # fmt: skip
         return json.dumps(record, allow_nan=False)
@@ -120,7 +131,8 @@ def check_ops(
     targets: Sequence[Target], names: Sequence[str] = (), faults: Mapping[str, Fault] | None = None,
     modes: Sequence[Mode] = ALL_MODES, progress: Progress = lambda text: None,
 ) -> OpsReport:  # fmt: skip
-    """Judge all implementations of `names` (none: all ops) on `targets`. `faults` plants faults by side (`a`, `b`).
+    """Judge all implementations of `names` (none: all ops) on `targets`. `faults` plants faults by
+    side (`a`, `b`).
 
     Raises ConfigError, BackendUnavailable.
     """
@@ -132,10 +144,14 @@ def check_ops(
             raise ConfigError(f"op: got {name!r}, allowed are {', '.join(known)}")
     for target in targets:
         if target.options:
-            raise ConfigError(f"target: {target} has {', '.join(target.options)}, which single ops do not know")
+            raise ConfigError(
+                f"target: {target} has {', '.join(target.options)}, which single ops do not know"
+            )
     sides = tuple(f"{chr(ord('a') + i)} {target}" for i, target in enumerate(targets))
     devices = [backend_module(target.backend).find_device(target.device) for target in targets]
-    report = OpsReport(sides, {s: f"{d.platform} {d.name}" for s, d in zip(sides, devices, strict=True)})
+    report = OpsReport(
+        sides, {s: f"{d.platform} {d.name}" for s, d in zip(sides, devices, strict=True)}
+    )
     started = time.perf_counter()
     for target in targets:
         backend_module(target.backend, "plans")  # registers the kernels
@@ -192,11 +208,17 @@ def _probes(op: str, modes: Sequence[Mode]) -> list[_Probe]:
         mode = _mode(op, dtype)
         for case in ci_cases(TESTING[op], dtype):
             if mode in modes:
-                made.append(_Probe(op, mode, dtype, case, Judge(op, case.arguments), _like(op, case)))
+                made.append(
+                    _Probe(op, mode, dtype, case, Judge(op, case.arguments), _like(op, case))
+                )
             if mode != "X" and "X" in modes:
                 for exact in probes(op, case.arguments):
                     named = Case(f"{case.name}, {exact.name}", exact.arguments)
-                    made.append(_Probe(op, "X", dtype, named, ExactJudge(op, exact.arguments), _like(op, exact)))
+                    made.append(
+                        _Probe(
+                            op, "X", dtype, named, ExactJudge(op, exact.arguments), _like(op, exact)
+                        )
+                    )
     return made
 
 
@@ -215,8 +237,12 @@ def _dtypes(outputs: Sequence[np.ndarray]) -> tuple[Any, ...]:
     return tuple(out.dtype for out in outputs)
 
 
-def _runnable(op: str, target: Target, side: str, report: OpsReport) -> Iterator[tuple[str, Implementation | None]]:
-    """The implementations to judge: those that the target names, or all. Raises ConfigError for an unknown one."""
+def _runnable(
+    op: str, target: Target, side: str, report: OpsReport
+) -> Iterator[tuple[str, Implementation | None]]:
+    """The implementations to judge: those that the target names, or all. Raises ConfigError for
+    an unknown one.
+    """
     available = providers(op, target.backend)  # type: ignore[arg-type]
     wanted = target.providers.get(op, ())
     why = resolve(target.backend).unavailable.get(op)  # type: ignore[arg-type]
@@ -225,19 +251,27 @@ def _runnable(op: str, target: Target, side: str, report: OpsReport) -> Iterator
         return
     for provider in wanted or available:
         if provider not in available:
-            raise ConfigError(f"target {target}: {op} has no provider {provider!r}, known are {', '.join(available)}")
+            raise ConfigError(
+                f"target {target}: {op} has no provider {provider!r}, known are "
+                f"{', '.join(available)}"
+            )
         implementation = available[provider]
         if not wanted and provider.endswith(INTERPRETED):
-            report.absent.append(f"{side}: {op}={provider} is interpreted; name it in the target to judge it")
+            report.absent.append(
+                f"{side}: {op}={provider} is interpreted; name it in the target to judge it"
+            )
         elif implementation is None or implementation.supported():
             yield provider, implementation
         else:
             # Who asks for it by name must not get a pass without it.
-            (report.missing if wanted else report.absent).append(f"{side}: {op}={provider} cannot run on this machine")
+            (report.missing if wanted else report.absent).append(
+                f"{side}: {op}={provider} cannot run on this machine"
+            )
 
 
 def _check(
-    report: OpsReport, side: str, where: Where, provider: str, implementation: Implementation | None,
+    report: OpsReport, side: str, where: Where, provider: str,
+    implementation: Implementation | None,
     cases: Sequence[_Probe],
 ) -> None:  # fmt: skip
     """Judge one implementation in all dtypes."""
@@ -245,19 +279,25 @@ def _check(
     results: dict[tuple[str, str], OpResult] = {}
     for probe in cases:
         key = probe.dtype, probe.mode
-        result = results.setdefault(key, OpResult(side, probe.op, provider, probe.dtype, probe.mode))
+        result = results.setdefault(
+            key, OpResult(side, probe.op, provider, probe.dtype, probe.mode)
+        )
         if takes is not None and not takes(**probe.case.arguments):
             result.refused += 1
         else:
             _judge(result, probe, where)
     report.results.extend(results.values())
-    report.missing += [f"{side}: {r.name}, {r.dtype}, {entry}" for r in results.values() for entry in r.raised]
+    report.missing += [
+        f"{side}: {r.name}, {r.dtype}, {entry}" for r in results.values() for entry in r.raised
+    ]
     if not any(r.compared or r.raised for r in results.values()):
         report.missing.append(f"{side}: {cases[0].op}={provider} takes no case")
 
 
 def _judge(result: OpResult, probe: _Probe, where: Where) -> None:
-    """Run one case. An implementation may raise anything; what it could not compute was not compared."""
+    """Run one case. An implementation may raise anything; what it could not compute was not
+    compared.
+    """
     name = None if result.provider in (NATIVE, COMPOSITION) else result.provider
     try:
         outputs = where.run(probe.op, name, probe.case.arguments)
@@ -274,11 +314,16 @@ def _judge(result: OpResult, probe: _Probe, where: Where) -> None:
     if not (result.case and max(verdict.error, verdict.gain) <= result.factor):
         result.error, result.gain, result.case = verdict.error, verdict.gain, probe.case.name
     if not verdict.passed:
-        what = "is not bitwise equal" if result.mode == "X" else f"error {verdict.error:.3g}, gain {verdict.gain:.3g}"
+        what = (
+            "is not bitwise equal"
+            if result.mode == "X"
+            else f"error {verdict.error:.3g}, gain {verdict.gain:.3g}"
+        )
         result.complaints.append(f"case {probe.case.name}: {what} at {verdict.where}")
 
 
-# --- the view --------------------------------------------------------------------------------------------------------
+# --- the view
+# --------------------------------------------------------------------------------------------------
 
 
 def render(report: OpsReport) -> str:
@@ -299,18 +344,25 @@ def render(report: OpsReport) -> str:
     if report.absent:
         lines += [f"not judged: {entry}" for entry in report.absent[:3]]
         more = len(report.absent) - 3
-        lines += [f"not judged: {more} more implementations (--json names them)"] if more > 0 else []
+        lines += (
+            [f"not judged: {more} more implementations (--json names them)"] if more > 0 else []
+        )
     lines += [f"not compared: {entry[:150]}" for entry in report.missing[:4]]
     if len(report.missing) > 4:
         lines.append(f"not compared: {len(report.missing) - 4} more")
     lines += [f"wrong: {r.side}, {r.name}, {r.dtype}: {r.complaints[0]}"[:160] for r in failing[:5]]
     rows = sorted(report.results, key=lambda r: (not r.complaints, -r.factor))
-    lines.append(f"{'op=implementation':44} {'side':4} mode {'dtype':14} cases  error   gain   (1 is what is allowed)")
+    lines.append(
+        f"{'op=implementation':44} {'side':4} mode {'dtype':14} cases  error   gain   (1 is what "
+        "is allowed)"
+    )
     room = LINES - 1 - len(lines)
     for r in rows[:room]:
         worst = "FAIL" if r.complaints else ""
         numbers = f"{r.compared:5} {r.error:6.2f} {r.gain:6.2f}"
-        lines.append(f"{r.name:44.44} {r.side[:1]:4} {r.mode:4} {r.dtype:14} {numbers}   {worst}".rstrip())
+        lines.append(
+            f"{r.name:44.44} {r.side[:1]:4} {r.mode:4} {r.dtype:14} {numbers}   {worst}".rstrip()
+        )
     if len(rows) > room:
         lines.append(f"... and {len(rows) - room} rows with smaller errors (--json has everything)")
     return "\n".join(lines)

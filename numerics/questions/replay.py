@@ -1,9 +1,10 @@
-"""Replays a bundle: what it recorded is one side of a comparison, and backends that run the same steps are the others.
+"""Replays a bundle: what it recorded is one side of a comparison, and backends that run the same
+steps are the others.
 
-*Local*: each layer gets the inputs that it had in the recorded run, and so do both references; so an op of the recorded
-side is judged on what it really got, and the other side shows whether it does better with the same. *Inherited*: the
-runs as a whole. A bundle from a live engine has the cache and the ends of its steps only; its layers are then judged on
-the exact reference's inputs.
+*Local*: each layer gets the inputs that it had in the recorded run, and so do both references; so
+an op of the recorded side is judged on what it really got, and the other side shows whether it does
+better with the same. *Inherited*: the runs as a whole. A bundle from a live engine has the cache
+and the ends of its steps only; its layers are then judged on the exact reference's inputs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class RecordedPlan:
     """The implementations of one kind of program, by name."""
 
     def __init__(self, providers: Mapping[str, str]) -> None:
-        self.choices = {op: SimpleNamespace(provider=str(provider)) for op, provider in providers.items()}
+        self.choices = {
+            op: SimpleNamespace(provider=str(provider)) for op, provider in providers.items()
+        }
 
     def __getitem__(self, op: str) -> Any:
         if op not in self.choices:
@@ -52,18 +55,25 @@ class RecordedPlan:
 
 
 class RecordedPlans:
-    """What a recorded side's plans were. A bundle that does not name those of layers has one for all of them."""
+    """What a recorded side's plans were. A bundle that does not name those of layers has one for
+    all of them.
+    """
 
     def __init__(self, source: Mapping[str, Any], model: Model) -> None:
         self.hash = str(source.get("plan", ""))
         kinds = source.get("implementations")
-        if not isinstance(kinds, dict) or not all(isinstance(entry, dict) for entry in kinds.values()):
+        if not isinstance(kinds, dict) or not all(
+            isinstance(entry, dict) for entry in kinds.values()
+        ):
             raise NotComparable("the bundle's source names no implementations")
         self.by_kind = {kind: RecordedPlan(providers) for kind, providers in kinds.items()}
         self._kinds, self._titles = model.kinds, source.get("layer_plans", {})
         lists = self._titles.values() if isinstance(self._titles, dict) else [None]
         if not all(self._names_plans(titles) for titles in lists):
-            raise NotComparable(f"the bundle's source must name a plan for each of {len(self._kinds)} kinds of layers")
+            raise NotComparable(
+                f"the bundle's source must name a plan for each of {len(self._kinds)} kinds of "
+                "layers"
+            )
 
     def _names_plans(self, titles: Any) -> bool:
         """Whether this is a name for each kind of layer."""
@@ -134,7 +144,10 @@ class Recording:
         """A recorded array of the step. Raises NotComparable."""
         arrays = self.step.arrays
         if name not in arrays:
-            raise NotComparable(f"the bundle lacks {name} of step {self.step.step.step_id}; it has {arrays_of(arrays)}")
+            raise NotComparable(
+                f"the bundle lacks {name} of step {self.step.step.step_id}; it has "
+                f"{arrays_of(arrays)}"
+            )
         return arrays[name]
 
     def before(self, index: int, empty: np.ndarray) -> np.ndarray:
@@ -149,7 +162,9 @@ class Recording:
         slots = self.step.step.field("slots")
         slots, rows = slots[slots >= 0], self.array(f"layer.{index}.kv_rows")
         if rows.shape != (len(slots), *before.shape[2:]):
-            raise NotComparable(f"layer.{index}.kv_rows is {list(rows.shape)}, the step writes {len(slots)} slots")
+            raise NotComparable(
+                f"layer.{index}.kv_rows is {list(rows.shape)}, the step writes {len(slots)} slots"
+            )
         return with_rows(before, slots, rows.astype(before.dtype))
 
     def embed(self) -> tuple[Any, TapValues]:
@@ -194,12 +209,16 @@ class Recording:
                 continue
             key = f"{name}/{tap.key}"
             arguments = {a: value(place, f"{key}<{a}") for a, place in entry["arguments"].items()}
-            found.append((arguments, tuple(value(p, f"{key}>{i}") for i, p in enumerate(entry["outputs"]))))
+            found.append(
+                (arguments, tuple(value(p, f"{key}>{i}") for i, p in enumerate(entry["outputs"])))
+            )
         return found
 
 
 class _FromStart(Comparison):
-    """A comparison that starts with the recorded cache. The ends that were recorded are judged beside the others."""
+    """A comparison that starts with the recorded cache. The ends that were recorded are judged
+    beside the others.
+    """
 
     def __init__(self, bundle: Bundle, runners: Mapping[str, Runner], mode: Mode) -> None:
         super().__init__(bundle.subject, runners, mode)
@@ -221,16 +240,30 @@ class _FromStart(Comparison):
         if logits is None or self.name in self.diff.sides:
             return
         if logits.shape != exact[: self.real].shape:
-            raise NotComparable(f"logits are {list(logits.shape)}, must be {list(exact[: self.real].shape)}")
+            raise NotComparable(
+                f"logits are {list(logits.shape)}, must be {list(exact[: self.real].shape)}"
+            )
         right, noisy = exact[: self.real], faithful[: self.real]
         metrics = measure(logits, right, noisy)
         complaints = tuple(
-            gate_for(self.mode, "logits", metrics, self.reduction, self.model.num_layers).complaints(metrics)
+            gate_for(
+                self.mode, "logits", metrics, self.reduction, self.model.num_layers
+            ).complaints(metrics)
         )
         place = where(self.step, metrics.worst[0]) if metrics.worst else ""
         self.diff.findings.append(
             Finding(
-                self.name, self.mode, "logits", self.number, -1, "final logits", "", metrics, complaints, None, place
+                self.name,
+                self.mode,
+                "logits",
+                self.number,
+                -1,
+                "final logits",
+                "",
+                metrics,
+                complaints,
+                None,
+                place,
             )
         )
         for side in self.sides:
@@ -241,7 +274,9 @@ class _FromStart(Comparison):
 class Replayed(_FromStart):
     """A comparison whose local runs get what the recorded run had."""
 
-    def __init__(self, bundle: Bundle, recording: Recording, runners: Mapping[str, Any], mode: Mode) -> None:
+    def __init__(
+        self, bundle: Bundle, recording: Recording, runners: Mapping[str, Any], mode: Mode
+    ) -> None:
         super().__init__(bundle, runners, mode)
         self._recording = recording
 
@@ -275,7 +310,8 @@ def replay(
     bundle: Bundle, targets: Sequence[Target], *, faults: Mapping[str, Fault] | None = None,
     progress: Progress = lambda text: None,
 ) -> Diff:  # fmt: skip
-    """Run a bundle's steps on `targets` and judge them and what was recorded. `faults` by target's place, a, b, ...
+    """Run a bundle's steps on `targets` and judge them and what was recorded. `faults` by target's
+    place, a, b, ...
 
     Raises ConfigError without a target, NotComparable if the bundle lacks something.
     """
@@ -284,7 +320,11 @@ def replay(
     subject = bundle.subject
     mode: Mode = "S" if subject.dtype == "float32" else "P"
     runners: dict[str, Any] = {}  # a `Recording` does what a `Runner` does
-    layers = all(f"layer.{i}.hidden" in r.arrays for r in bundle.steps for i in range(subject.model.num_layers))
+    layers = all(
+        f"layer.{i}.hidden" in r.arrays
+        for r in bundle.steps
+        for i in range(subject.model.num_layers)
+    )
     try:
         recording = Recording(bundle) if layers else None
         if recording is not None:

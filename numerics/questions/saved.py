@@ -1,7 +1,8 @@
 """Compares what was found before: results that `--json` wrote, and bundles that `capture` wrote.
 
-Two runs on two machines need not meet: each was judged against the same references, so their findings stand side by
-side as soon as model, steps and dtype are the same. A side that is in both and does worse in the second is a drift.
+Two runs on two machines need not meet: each was judged against the same references, so their
+findings stand side by side as soon as model, steps and dtype are the same. A side that is in both
+and does worse in the second is a drift.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from ..showing.report import read_record
 from .replay import RECORDED, Recording, Replayed
 
 DRIFT = 1.05
-"""Sigma of a layer in a later run over that of an earlier one: correct runs keep it to a few thousandths."""
+"""Sigma of a layer in a later run over that of an earlier one: correct runs keep it to a few
+thousandths.
+"""
 SAME = "model_hash", "steps_hash", "dtype"
 Item = Diff | Bundle | str | Path
 Progress = Callable[[str], None]
 
 
 def compare(*items: Item, model: str | None = None, progress: Progress = lambda text: None) -> Diff:
-    """One comparison of all sides of `items`: results, bundles, or their paths. `model`: the bundles' model's folder.
+    """One comparison of all sides of `items`: results, bundles, or their paths. `model`: the
+    bundles' model's folder.
 
     Raises NotComparable if they are of other models, steps or dtypes, or damaged.
     """
@@ -42,7 +46,10 @@ def compare(*items: Item, model: str | None = None, progress: Progress = lambda 
     for item in opened:
         diffs.append(judge_bundle(item, before, progress) if isinstance(item, Bundle) else item)
         before += [item] if isinstance(item, Bundle) else []
-    labels = [Path(item).stem if isinstance(item, str | Path) else str(i + 1) for i, item in enumerate(items)]
+    labels = [
+        Path(item).stem if isinstance(item, str | Path) else str(i + 1)
+        for i, item in enumerate(items)
+    ]
     return merge(diffs, labels)
 
 
@@ -55,14 +62,19 @@ def _open(item: Item, model: str | None) -> Diff | Bundle:
 def _check_steps(bundles: Sequence[Bundle]) -> None:
     first = bundles[0]
     for other in bundles[1:]:
-        if (first.subject.identity, first.subject.dtype) != (other.subject.identity, other.subject.dtype):
+        if (first.subject.identity, first.subject.dtype) != (
+            other.subject.identity,
+            other.subject.dtype,
+        ):
             raise NotComparable(f"the bundles are of {_what(first)} and {_what(other)}")
         same = len(first.steps) == len(other.steps) and all(
             a.descriptor == b.descriptor and np.array_equal(a.batch, b.batch)
             for a, b in zip(first.inputs, other.inputs, strict=True)
         )
         if not same:
-            raise NotComparable("the bundles hold other steps: capture both with the same prompts, seed and tokens")
+            raise NotComparable(
+                "the bundles hold other steps: capture both with the same prompts, seed and tokens"
+            )
 
 
 def _what(bundle: Bundle) -> str:
@@ -72,7 +84,9 @@ def _what(bundle: Bundle) -> str:
 class _Beside(Replayed):
     """Judges a bundle; logits are compared with those of bundles of the same steps."""
 
-    def __init__(self, bundle: Bundle, recording: Recording, others: Sequence[Bundle], mode: Mode) -> None:
+    def __init__(
+        self, bundle: Bundle, recording: Recording, others: Sequence[Bundle], mode: Mode
+    ) -> None:
         super().__init__(bundle, recording, {f"{RECORDED} {bundle.name}": recording}, mode)
         self._others = others
 
@@ -81,19 +95,27 @@ class _Beside(Replayed):
         for other in self._others:
             logits = other.steps[self.number].arrays.get("logits")
             if logits is None or logits.shape != own.shape:
-                raise NotComparable(f"step {self.number}: the bundle of {other.name} has no such logits")
+                raise NotComparable(
+                    f"step {self.number}: the bundle of {other.name} has no such logits"
+                )
             ends = exact[: self.real], faithful[: self.real]
             self.diff.logits.append(compare_logits(logits, own, *ends, self.step, self.mode))
 
 
-def judge_bundle(bundle: Bundle, others: Sequence[Bundle] = (), progress: Progress = lambda text: None) -> Diff:
-    """Judge what a bundle recorded against both references, and its logits against those of other bundles."""
+def judge_bundle(
+    bundle: Bundle, others: Sequence[Bundle] = (), progress: Progress = lambda text: None
+) -> Diff:
+    """Judge what a bundle recorded against both references, and its logits against those of
+    other bundles.
+    """
     mode: Mode = "S" if bundle.subject.dtype == "float32" else "P"
     return _Beside(bundle, Recording(bundle), others, mode).run(bundle.inputs, progress)
 
 
 def merge(diffs: Sequence[Diff], labels: Sequence[str]) -> Diff:
-    """All sides of several comparisons in one. Raises NotComparable if they are not of the same thing."""
+    """All sides of several comparisons in one. Raises NotComparable if they are not of the same
+    thing.
+    """
     for name in SAME:
         values = [str(diff.environment.get(name)) for diff in diffs]
         if len(set(values)) > 1 or values[0] == "None":
@@ -107,7 +129,10 @@ def merge(diffs: Sequence[Diff], labels: Sequence[str]) -> Diff:
             names[side] = f"{chr(ord('a') + len(whole.sides))} {rest or side} in {label}"
             whole.sides += (names[side],)
             info = diff.environment.get("sides", {}).get(side, {})
-            about = {"versions": diff.environment.get("versions", {}), "machine": diff.environment.get("machine", "")}
+            about = {
+                "versions": diff.environment.get("versions", {}),
+                "machine": diff.environment.get("machine", ""),
+            }
             whole.environment["sides"][names[side]] = {**about, **info}
         whole.findings += [replace(f, side=names[f.side]) for f in diff.findings]
         whole.logits += diff.logits

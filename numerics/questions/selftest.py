@@ -1,9 +1,11 @@
-"""`twinfer numerics selftest`: is what the comparison promises true? Every catalogued fault planted, 20 clean runs.
+"""`twinfer numerics selftest`: is what the comparison promises true? Every catalogued fault
+planted, 20 clean runs.
 
-A fault must be seen by at least one mode on every backend, and modes S and P must blame the layer and the op that it
-is in. A clean run must not alarm. Faults of the model are planted in the last layer of a small random model; faults of
-ops that a dense decoder does not call are judged by the ops' own cases; faults of what an engine keeps between steps
-are planted in a worker, and what looks for them are the invariants: mode I.
+A fault must be seen by at least one mode on every backend, and modes S and P must blame the layer
+and the op that it is in. A clean run must not alarm. Faults of the model are planted in the last
+layer of a small random model; faults of ops that a dense decoder does not call are judged by the
+ops' own cases; faults of what an engine keeps between steps are planted in a worker, and what looks
+for them are the invariants: mode I.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ FIRST_SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What one mode found on one side: its first finding, empty if there is none, and whether the fault is there."""
+    """What one mode found on one side: its first finding, empty if there is none, and whether
+    the fault is there.
+    """
 
     side: str
     mode: str
@@ -72,7 +76,9 @@ class FaultResult:
 
 @dataclass(slots=True)
 class SelfTest:
-    """All results. `alarms` are findings in clean runs, `clean` counts these (a seed, a mode and a side are one)."""
+    """All results. `alarms` are findings in clean runs, `clean` counts these (a seed, a mode and
+    a side are one).
+    """
 
     sides: tuple[str, ...]
     modes: tuple[str, ...]
@@ -88,7 +94,12 @@ class SelfTest:
     @property
     def missed(self) -> list[str]:
         """Faults that no mode saw, by side."""
-        return [f"{side}: {fault.name}" for fault in self.faults for side in self.sides if not fault.modes(side)]
+        return [
+            f"{side}: {fault.name}"
+            for fault in self.faults
+            for side in self.sides
+            if not fault.modes(side)
+        ]
 
     @property
     def misplaced(self) -> list[str]:
@@ -110,15 +121,18 @@ class SelfTest:
     def dumps(self) -> str:
         """JSON text."""
         record = {
-            "exit_code": self.exit_code, "sides": list(self.sides), "modes": list(self.modes), "versions": versions(),
-            "missed": self.missed, "misplaced": self.misplaced, "alarms": self.alarms, "clean_runs": self.clean,
+            "exit_code": self.exit_code, "sides": list(self.sides), "modes": list(self.modes),
+            "versions": versions(),
+            "missed": self.missed, "misplaced": self.misplaced, "alarms": self.alarms,
+            "clean_runs": self.clean,
             "seconds": self.seconds,
             "faults": [
                 {
                     "name": fault.name, "what": fault.what, "place": fault.place,
                     "seen": {side: fault.modes(side) for side in self.sides},
                     "findings": [
-                        {"side": s.side, "mode": s.mode, "found": s.found, "right_place": s.right_place}
+                        {"side": s.side, "mode": s.mode, "found": s.found,
+                        "right_place": s.right_place}
                         for s in fault.sights
                     ],
                 }
@@ -137,7 +151,8 @@ class SelfTest:
 
 
 def selftest(
-    targets: Sequence[Target], *, names: Sequence[str] = (), modes: Sequence[str] = MODES, seeds: int = SEEDS,
+    targets: Sequence[Target], *, names: Sequence[str] = (), modes: Sequence[str] = MODES,
+    seeds: int = SEEDS,
     progress: Progress = lambda text: None,
 ) -> SelfTest:  # fmt: skip
     """Plant `names` (none: all of the catalogue) on every target, and run `seeds` clean models.
@@ -149,7 +164,9 @@ def selftest(
             plant(name)
     if seeds < 0:
         raise ConfigError(f"seeds: got {seeds}, allowed is at least 0")
-    entries = [e for e in CATALOGUE.values() if set(modes) - {"I"} and (not names or e.name in names)]
+    entries = [
+        e for e in CATALOGUE.values() if set(modes) - {"I"} and (not names or e.name in names)
+    ]
     states = [f for f in ENGINE_FAULTS.values() if "I" in modes and (not names or f.name in names)]
     sides = tuple(f"{chr(ord('a') + i)} {target}" for i, target in enumerate(targets))
     report = SelfTest(sides, tuple(modes), [FaultResult(e.name, e.what, e.place) for e in entries])
@@ -186,7 +203,9 @@ def _told(sights: Sequence[Sight]) -> str:
 
 
 class _Bench:
-    """Runners of one mode, whose programs are compiled once; only what has a fault is compiled anew."""
+    """Runners of one mode, whose programs are compiled once; only what has a fault is compiled
+    anew.
+    """
 
     def __init__(self, folder: Path, targets: Mapping[str, Target], mode: str) -> None:
         self.folder, self.targets, self.mode = folder / mode, targets, mode
@@ -209,7 +228,9 @@ class _Bench:
         return {side: create_runner(subject, target) for side, target in self.targets.items()}
 
     def look(self, entry: Entry) -> list[Sight]:
-        """Plant a fault in the last layer (or where it belongs) and run one step, a ragged batch of prompts."""
+        """Plant a fault in the last layer (or where it belongs) and run one step, a ragged batch
+        of prompts.
+        """
         for runner in self.runners.values():
             runner.plant(entry.fault(LAYER if entry.place == "layer" else None))
         if self.mode == "X":
@@ -230,7 +251,9 @@ class _Bench:
             return Sight(side, self.mode, found)
         ops = (*entry.ops, *entry.shown_by)
         layer = LAYER if entry.place == "layer" else -1
-        return Sight(side, self.mode, found, first.layer == layer and any(op in first.tap for op in ops))
+        return Sight(
+            side, self.mode, found, first.layer == layer and any(op in first.tap for op in ops)
+        )
 
     def clean(self, seed: int) -> Iterator[str]:
         """Run a model of another seed, whole, without a fault; yields what is found."""
@@ -240,7 +263,8 @@ class _Bench:
             for side, runner in runners.items():
                 runner.share(self.runners[side])
             if self.mode == "X":
-                # The programs are those of the other seeds, and so is what was run already; the probes are not.
+                # The programs are those of the other seeds, and so is what was run already; the
+                # probes are not.
                 diff = self.exact.another_seed(subject, runners, seed).run(steps)
             else:
                 diff = Comparison(subject, runners, self.mode).run(steps)  # type: ignore[arg-type]
@@ -249,13 +273,22 @@ class _Bench:
         finally:
             _close(runners)
         for finding in diff.failures:
-            yield f"{finding.side}: mode {self.mode}, seed {seed}, {finding.name}: {'; '.join(finding.complaints)}"
-        for text in (*diff.problems, *diff.missing, *(c for entry in diff.logits for c in entry.complaints)):
+            yield (
+                f"{finding.side}: mode {self.mode}, seed {seed}, {finding.name}: "
+                f"{'; '.join(finding.complaints)}"
+            )
+        for text in (
+            *diff.problems,
+            *diff.missing,
+            *(c for entry in diff.logits for c in entry.complaints),
+        ):
             yield f"mode {self.mode}, seed {seed}, {text}"
 
 
 class _Engine:
-    """One worker of a target, which serves all faults and all clean runs: only prompts change with the seed."""
+    """One worker of a target, which serves all faults and all clean runs: only prompts change
+    with the seed.
+    """
 
     def __init__(self, folder: Path, target: Target) -> None:
         self.subject, self.target = open_model(folder, FIRST_SEED).with_dtype("float32"), target
@@ -278,7 +311,9 @@ class _Engine:
 
         prompts = default_prompts(self.subject, seed)
         with patch.object(bench, "create_worker", create):
-            report = check_invariants(self.subject, self.target, prompts, names=RELATIONS, modes=("S",))
+            report = check_invariants(
+                self.subject, self.target, prompts, names=RELATIONS, modes=("S",)
+            )
         yield from (f"{result.relation}: {result.complaints[0]}" for result in report.failures)
         if fault is None:
             yield from report.missing
@@ -296,7 +331,9 @@ def _problems(diff: Diff, side: str) -> Iterator[str]:
 def _look_at_ops(
     entry: Entry, targets: Sequence[Target], sides: Sequence[str], modes: Sequence[str]
 ) -> Iterator[Sight]:
-    """A fault of an op that the model does not call: its own cases, on every side, for every implementation."""
+    """A fault of an op that the model does not call: its own cases, on every side, for every
+    implementation.
+    """
     fault: Fault = entry.fault()
     looking = tuple(mode for mode in ALL_MODES if mode in modes)
     report = check_ops(targets, list(entry.ops), {side[0]: fault for side in sides}, looking)
@@ -307,11 +344,20 @@ def _look_at_ops(
                 # An implementation that lets it pass has not been seen through.
                 wrong = [row for row in rows if row.complaints]
                 seen = {row.provider for row in wrong} == {row.provider for row in rows}
-                yield Sight(side, mode, f"{wrong[0].name}: {wrong[0].complaints[0]}" if seen and wrong else "")
+                yield Sight(
+                    side,
+                    mode,
+                    f"{wrong[0].name}: {wrong[0].complaints[0]}" if seen and wrong else "",
+                )
 
 
 def _look_at_engine(
-    engine: _Engine, side: str, faults: Sequence[EngineFault], seeds: int, report: SelfTest, progress: Progress
+    engine: _Engine,
+    side: str,
+    faults: Sequence[EngineFault],
+    seeds: int,
+    report: SelfTest,
+    progress: Progress,
 ) -> None:
     """Mode I on one side: each of `faults` planted, then `seeds` runs without one."""
     results = report.by_name()
@@ -327,7 +373,9 @@ def _look_at_engine(
 
 
 def _marks(fault: FaultResult, side: str, modes: Sequence[str]) -> list[str]:
-    """For each mode: its letter if it saw the fault, a dot if it looked and did not, else a blank."""
+    """For each mode: its letter if it saw the fault, a dot if it looked and did not, else a
+    blank.
+    """
     looked = {s.mode for s in fault.sights if s.side == side}
     marks = {mode: "." for mode in looked} | {mode: mode for mode in fault.modes(side)}
     return [marks.get(mode, " ") for mode in modes]
@@ -344,7 +392,8 @@ def render(report: SelfTest) -> str:
         lines.append(f"{fault.name:{width}}  {'  '.join(cells)}".rstrip())
     lines.append(
         f"{len(report.faults)} faults on {len(report.sides)} sides: {len(report.missed)} missed, "
-        f"{len(report.misplaced)} blamed elsewhere; {report.clean} clean runs: {len(report.alarms)} false alarms; "
+        f"{len(report.misplaced)} blamed elsewhere; {report.clean} clean runs: "
+        f"{len(report.alarms)} false alarms; "
         f"{report.seconds:.0f} s"
     )
     lines += [f"MISSED {text}" for text in report.missed]

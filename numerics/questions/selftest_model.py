@@ -1,4 +1,6 @@
-"""The model of the self-test: small, random, with all that a dense decoder can have, so that every fault can show."""
+"""The model of the self-test: small, random, with all that a dense decoder can have, so that
+every fault can show.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,25 @@ from ...shared.models.table import keys
 from ..sides.subject import Subject, open_subject
 
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 160, "hidden_size": 64,
-    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 32, "max_position_embeddings": 128, "dtype": "bfloat16", "tie_word_embeddings": False,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 128, "dtype": "bfloat16",
+    "tie_word_embeddings": False,
     "attention_bias": True, "use_sliding_window": True, "sliding_window": 24,
     "layer_types": ["full_attention", "sliding_attention"],
 }  # fmt: skip
-"""Biases, norms of queries and keys, grouped heads, and a window in the last layer, where faults are planted."""
+"""Biases, norms of queries and keys, grouped heads, and a window in the last layer, where faults
+are planted.
+"""
 LAYER = 1
 
 
 def write_model(folder: Path, seed: int) -> None:
-    """A checkpoint whose activations are of the size that trained models have. Norm weights are not 1: some faults
-    hide behind a weight of 1."""
+    """A checkpoint whose activations are of the size that trained models have. Norm weights are not
+    1: some faults hide behind a weight of 1.
+    """
     rng, model = np.random.default_rng(seed), parse_config(CONFIG)
     tensors = {}
     for parameter, layer in decoder.parameters_of(model).placed():

@@ -1,4 +1,6 @@
-"""A comparison as JUnit XML: one test case per side, mode, scope and tap (or implementation of an op)."""
+"""A comparison as JUnit XML: one test case per side, mode, scope and tap (or implementation of
+an op).
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,18 @@ def junit(diff: Diff) -> str:
 
 
 def suite_xml(cases: Mapping[tuple[str, str], Sequence[str]], missing: Sequence[str]) -> str:
-    """The XML text of test cases, their complaints by (group, name), and of what was not compared."""
-    suite = ElementTree.Element("testsuite", name="twinfer numerics", tests=str(len(cases) + len(missing)))
+    """The XML text of test cases, their complaints by (group, name), and of what was not
+    compared.
+    """
+    suite = ElementTree.Element(
+        "testsuite", name="twinfer numerics", tests=str(len(cases) + len(missing))
+    )
     for (group, name), complaints in cases.items():
         case_ = ElementTree.SubElement(suite, "testcase", classname=group, name=name)
         if complaints:
-            ElementTree.SubElement(case_, "failure", message=complaints[0]).text = "\n".join(complaints)
+            ElementTree.SubElement(case_, "failure", message=complaints[0]).text = "\n".join(
+                complaints
+            )
     for name in missing:
         case_ = ElementTree.SubElement(suite, "testcase", classname="missing", name=name)
         ElementTree.SubElement(case_, "error", message="not compared")

@@ -1,6 +1,7 @@
 """A result as one static HTML file: no scripts, nothing loaded from elsewhere, dark and light.
 
-`page(record)` takes what `--json` wrote. Numbers are put together here; `report.html` only lays them out.
+`page(record)` takes what `--json` wrote. Numbers are put together here; `report.html` only lays
+them out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ MODES = {
     "S": "semantics, in float32: is it the same mathematics?",
     "P": "precision, in the run dtype: is the error that of rounding alone?",
 }
-METRICS = "sigma", "relative error", "worst token", "largest error", "|bias|", "|slope|", "overlap", "contract"
+METRICS = (
+    "sigma",
+    "relative error",
+    "worst token",
+    "largest error",
+    "|bias|",
+    "|slope|",
+    "overlap",
+    "contract",
+)
 LAST = ("fused_add_rms_norm", "logits", "final")
 """Taps outside of layers that stand behind them."""
 KINDS = {"findings", "results"}
@@ -39,18 +49,26 @@ def read_record(path: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise NotComparable(f"{path}: is not JSON: {str(error)[:120]}") from None
     if not isinstance(record, dict) or "sides" not in record or not KINDS & set(record):
-        raise NotComparable(f"{path}: is no result of model, logits, ops or compare: no sides, no findings")
+        raise NotComparable(
+            f"{path}: is no result of model, logits, ops or compare: no sides, no findings"
+        )
     return record
 
 
 def page(record: Record) -> str:
     """The HTML text. Raises NotComparable for a record that lacks what a result has."""
     try:
-        environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-        template = environment.from_string(resources.files(__package__).joinpath("report.html").read_text("utf-8"))
+        environment = jinja2.Environment(
+            autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+        )
+        template = environment.from_string(
+            resources.files(__package__).joinpath("report.html").read_text("utf-8")
+        )
         return template.render(_context(record))
     except (KeyError, TypeError, ValueError, AttributeError, jinja2.UndefinedError) as error:
-        raise NotComparable(f"report: the result is damaged: {type(error).__name__} {str(error)[:120]}") from error
+        raise NotComparable(
+            f"report: the result is damaged: {type(error).__name__} {str(error)[:120]}"
+        ) from error
 
 
 def _context(record: Record) -> dict[str, Any]:
@@ -64,7 +82,9 @@ def _context(record: Record) -> dict[str, Any]:
         "exit_code": record["exit_code"],
         "triage": _triage(record),
         "first": record.get("first_divergence"),
-        "sides": [{"name": name, "letter": "ab"[i] if i < 2 else "c"} for i, name in enumerate(sides)],
+        "sides": [
+            {"name": name, "letter": "ab"[i] if i < 2 else "c"} for i, name in enumerate(sides)
+        ],
         "facts": _facts(record, findings),
         "environment": _environment(record, sides),
         "modes": [_mode([f for f in findings if f["mode"] == mode], sides, mode) for mode in modes],
@@ -78,7 +98,11 @@ def _context(record: Record) -> dict[str, Any]:
         "ops": _ops(record.get("results", []), sides),
         "problems": [
             *record.get("problems", []),
-            *(f"logits, mode {e.get('mode')}: {c}" for e in record.get("logits", []) for c in e["complaints"]),
+            *(
+                f"logits, mode {e.get('mode')}: {c}"
+                for e in record.get("logits", [])
+                for c in e["complaints"]
+            ),
         ],
         "missing": record.get("missing", []),
         "notes": [*record.get("notes", []), *record.get("absent", [])],
@@ -87,13 +111,21 @@ def _context(record: Record) -> dict[str, Any]:
 
 
 def _finding(raw: Record) -> dict[str, Any]:
-    """A finding with numbers instead of names of infinities, and its shares, the contract's among them."""
+    """A finding with numbers instead of names of infinities, and its shares, the contract's
+    among them.
+    """
     metrics = {k: _number(v) for k, v in raw["metrics"].items() if not isinstance(v, list)}
     shares = {name: _number(v) for name, v in raw["shares"].items()}
     if raw["contract"] is not None:
         shares["contract"] = _number(raw["contract"])
     row = _row(raw["tap"], raw["layer"])
-    return {**raw, "metrics": metrics, "shares": shares, "row": row, "share": max(shares.values(), default=0.0)}
+    return {
+        **raw,
+        "metrics": metrics,
+        "shares": shares,
+        "row": row,
+        "share": max(shares.values(), default=0.0),
+    }
 
 
 def _mode(findings: Sequence[Record], sides: Sequence[str], mode: str) -> dict[str, Any]:
@@ -108,7 +140,9 @@ def _mode(findings: Sequence[Record], sides: Sequence[str], mode: str) -> dict[s
 
 
 def _row(tap: str, layer: int) -> float:
-    """The row of the map: the layer, or, outside layers, -1 before them and infinity behind them."""
+    """The row of the map: the layer, or, outside layers, -1 before them and infinity behind
+    them.
+    """
     if layer >= 0:
         return layer
     return math.inf if tap.split("[")[0].split(" ")[0] in LAST else -1
@@ -139,13 +173,19 @@ def _triage(record: Record) -> str:
         return "No single op is at fault; see the problems below."
     local = first["scope"] in ("op", "layer")
     where = "by itself, on inputs that are right" if local else "but only in the run as a whole"
-    return f"The first op that goes wrong does so {where}: {CAUSES.get(first['mode'], OTHER_CAUSE)}."
+    return (
+        f"The first op that goes wrong does so {where}: {CAUSES.get(first['mode'], OTHER_CAUSE)}."
+    )
 
 
 def _facts(record: Record, findings: Sequence[Record]) -> list[tuple[str, str]]:
     e = record.get("environment", {})
     count = len(findings) or record.get("compared", 0)
-    facts = [("model", e.get("model")), ("architecture", e.get("architecture")), ("dtype", e.get("dtype"))]
+    facts = [
+        ("model", e.get("model")),
+        ("architecture", e.get("architecture")),
+        ("dtype", e.get("dtype")),
+    ]
     facts += [("layers", e.get("layers")), ("tokens", e.get("tokens")), ("steps", e.get("steps"))]
     facts += [("weights", e.get("load_format")), ("seed", e.get("seed")), ("comparisons", count)]
     facts += [("seconds", f"{record.get('seconds', 0.0):.1f}")]
@@ -174,7 +214,8 @@ def _environment(record: Record, sides: Sequence[str]) -> list[dict[str, Any]]:
     return [{"name": n, "values": v, "differs": len(set(v)) > 1} for n, v in rows if any(v)]
 
 
-# --- heat map --------------------------------------------------------------------------------------------------------
+# --- heat map
+# --------------------------------------------------------------------------------------------------
 
 
 def _heat(findings: Sequence[Record], side: str) -> dict[str, Any]:
@@ -189,7 +230,10 @@ def _heat(findings: Sequence[Record], side: str) -> dict[str, Any]:
         cells = [_cell((f["shares"].get(name) for f in here), here, name) for name in metrics]
         cells = cells or [_cell((f["share"] for f in here), here)]
         ops = [
-            _cell((f["share"] for f in here if f["tap"] == tap), [f for f in here if f["tap"] == tap]) for tap in taps
+            _cell(
+                (f["share"] for f in here if f["tap"] == tap), [f for f in here if f["tap"] == tap]
+            )
+            for tap in taps
         ]
         whole = [f for f in mine if f["row"] == row and f["scope"] in ("inherited", "logits")]
         inherited = _cell((f["share"] for f in whole), whole)
@@ -214,7 +258,9 @@ def _short(tap: str) -> str:
     return f"· {tail}" if head else tail
 
 
-def _cell(values: Iterable[float | None], findings: Sequence[Record], metric: str = "") -> dict[str, Any] | None:
+def _cell(
+    values: Iterable[float | None], findings: Sequence[Record], metric: str = ""
+) -> dict[str, Any] | None:
     """A share for the map; None where nothing was compared."""
     known = [value for value in values if value is not None]
     if not known:
@@ -232,13 +278,16 @@ def _brief(value: float) -> str:
     return f"{value:.2f}".removeprefix("0") if value < 1 else f"{value:.3g}"
 
 
-# --- lines -----------------------------------------------------------------------------------------------------------
+# --- lines
+# --------------------------------------------------------------------------------------------------
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1100, 250, 52, 140, 14, 34
 
 
 def _chart(findings: Sequence[Record], sides: Sequence[str], mode: str) -> dict[str, Any] | None:
-    """Local and inherited error by layer: sigma with its band in mode P, relative error in mode S."""
+    """Local and inherited error by layer: sigma with its band in mode P, relative error in mode
+    S.
+    """
     lines = _lines(findings, sides, mode)
     if not lines:
         return None
@@ -254,10 +303,12 @@ def _chart(findings: Sequence[Record], sides: Sequence[str], mode: str) -> dict[
         line["places"] = [(x(layer), y(value), layer, value) for layer, value in line["points"]]
         line["path"] = " ".join(f"{a},{b}" for a, b, *_ in line["places"])
     return {
-        "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM,
+        "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "top": TOP,
+        "bottom": HEIGHT - BOTTOM,
         "lines": lines, "labels": _labels(lines),
         "band": (y(band[1]), y(max(band[0], low)) - y(band[1])),
-        "title": "sigma by layer: 1 is what rounding alone does" if mode == "P" else "relative error by layer",
+        "title": "sigma by layer: 1 is what rounding alone does"
+        if mode == "P" else "relative error by layer",
         "band_name": "sigma 0.95 to 1.05" if mode == "P" else "up to the gate of one layer",
         "y": [(y(tick), f"{tick:g}") for tick in _ticks(low, high, log)],
         "x": [(x(layer), layer) for layer in layers[:: max(1, len(layers) // 16)]],
@@ -269,16 +320,22 @@ def _lines(findings: Sequence[Record], sides: Sequence[str], mode: str) -> list[
     lines: list[dict[str, Any]] = []
     for index, side in enumerate(sides):
         for scope, word in (("layer", "local"), ("inherited", "inherited")):
-            points = _by_layer([f for f in findings if (f["side"], f["scope"]) == (side, scope)], mode)
+            points = _by_layer(
+                [f for f in findings if (f["side"], f["scope"]) == (side, scope)], mode
+            )
             if points:
-                lines.append({"side": index, "scope": word, "name": f"{side[:1]} {word}", "points": points})
+                lines.append(
+                    {"side": index, "scope": word, "name": f"{side[:1]} {word}", "points": points}
+                )
     return lines
 
 
 def _limits(
     findings: Sequence[Record], values: Sequence[float], mode: str
 ) -> tuple[float, float, tuple[float, float], bool]:
-    """(lowest y, highest y, band of what is right, whether the scale is logarithmic) of a chart of `values`."""
+    """(lowest y, highest y, band of what is right, whether the scale is logarithmic) of a chart
+    of `values`.
+    """
     if mode == "P":
         return min(0.9, *values) - 0.02, max(1.1, *values) + 0.02, (0.95, 1.05), max(values) > 4
     noise = [f["metrics"]["rel_noise"] for f in findings if f["scope"] in ("layer", "inherited")]
@@ -321,7 +378,9 @@ def _ticks(low: float, high: float, log: bool) -> list[float]:
 
 def _labels(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Names at the lines' ends, pushed apart where they would lie on each other."""
-    labels = sorted(({"y": line["places"][-1][1], **line} for line in lines), key=lambda label: label["y"])
+    labels = sorted(
+        ({"y": line["places"][-1][1], **line} for line in lines), key=lambda label: label["y"]
+    )
     for before, label in pairwise(labels):
         label["y"] = max(label["y"], before["y"] + 15)
     below = max((label["y"] for label in labels), default=0) - (HEIGHT - BOTTOM)
@@ -330,7 +389,8 @@ def _labels(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return labels
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
+# --- tables
+# --------------------------------------------------------------------------------------------------
 
 
 def _tables(findings: Sequence[Record], sides: Sequence[str]) -> list[dict[str, Any]]:
@@ -340,8 +400,16 @@ def _tables(findings: Sequence[Record], sides: Sequence[str]) -> list[dict[str, 
         here = [f for f in findings if f["row"] == row]
         taps = []
         for scope, tap in dict.fromkeys((f["scope"], f["tap"]) for f in here):
-            both = [[f for f in here if (f["scope"], f["tap"], f["side"]) == (scope, tap, side)] for side in sides]
-            taps.append({"name": tap if scope == "op" else f"{tap} ({scope})", "sides": [_summary(fs) for fs in both]})
+            both = [
+                [f for f in here if (f["scope"], f["tap"], f["side"]) == (scope, tap, side)]
+                for side in sides
+            ]
+            taps.append(
+                {
+                    "name": tap if scope == "op" else f"{tap} ({scope})",
+                    "sides": [_summary(fs) for fs in both],
+                }
+            )
         failed = sum(bool(f["complaints"]) for f in here)
         tables.append({"name": _row_name(row), "taps": taps, "failed": failed})
     return tables
@@ -371,16 +439,22 @@ def _summary(findings: Sequence[Record]) -> dict[str, Any] | None:
 
 
 def _worst(findings: Sequence[Record], count: int = 12) -> list[dict[str, Any]]:
-    """Where errors are largest, one row for each side, mode and tap: failing ones first, as the model computes them."""
+    """Where errors are largest, one row for each side, mode and tap: failing ones first, as the
+    model computes them.
+    """
     best: dict[Any, Record] = {}
     for f in findings:
         key = f["side"], f["mode"], f["scope"], f["tap"]
-        if key not in best or (bool(f["complaints"]), f["share"]) > (bool(best[key]["complaints"]), best[key]["share"]):
+        if key not in best or (bool(f["complaints"]), f["share"]) > (
+            bool(best[key]["complaints"]),
+            best[key]["share"],
+        ):
             best[key] = f
     rows = sorted(best.values(), key=lambda f: (not f["complaints"], -f["share"]))[:count]
     return [
         {
-            "side": f["side"], "mode": f["mode"], "step": f["step"], "place": f["place"], "scope": f["scope"],
+            "side": f["side"], "mode": f["mode"], "step": f["step"], "place": f["place"],
+            "scope": f["scope"],
             "name": f"layer.{f['layer']}.{f['tap']}" if f["layer"] >= 0 else f["tap"],
             "error": f"{f['metrics']['max_abs']:.3g}", "share": _brief(f["share"]),
             "complaints": "; ".join(f["complaints"]),
@@ -390,9 +464,16 @@ def _worst(findings: Sequence[Record], count: int = 12) -> list[dict[str, Any]]:
 
 
 def _logits(entry: Record) -> dict[str, Any]:
-    nats = {key: f"{_number(entry[key]):.2e}" for key in ("kl_a", "kl_b", "kl_noise", "kl_ab", "kl_ba")}
+    nats = {
+        key: f"{_number(entry[key]):.2e}" for key in ("kl_a", "kl_b", "kl_noise", "kl_ab", "kl_ba")
+    }
     step = entry.get("step", -1)
-    return {**entry, **nats, "top5": f"{_number(entry['top5']):.3f}", "step": "" if step < 0 else step}
+    return {
+        **entry,
+        **nats,
+        "top5": f"{_number(entry['top5']):.3f}",
+        "step": "" if step < 0 else step,
+    }
 
 
 def _ratio(flip: Record) -> str:
@@ -405,8 +486,10 @@ def _ops(results: Sequence[Record], sides: Sequence[str]) -> list[dict[str, Any]
     rows = [
         {
             "letter": "ab"[sides.index(r["side"])] if r["side"] in sides[:2] else "c",
-            "name": f"{r['op']}={r['provider']}", "side": r["side"], "dtype": r["dtype"], "mode": r["mode"],
-            "compared": r["compared"], "error": _number(r["error"]), "gain": _number(r["gain"]), "case": r["case"],
+            "name": f"{r['op']}={r['provider']}", "side": r["side"], "dtype": r["dtype"],
+            "mode": r["mode"],
+            "compared": r["compared"], "error": _number(r["error"]), "gain": _number(r["gain"]),
+            "case": r["case"],
             "complaint": "; ".join(r["complaints"]),
         }
         for r in results

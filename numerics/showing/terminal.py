@@ -15,25 +15,40 @@ def render(diff: Diff) -> str:
     """The verdict, sigma by layer, the ends, and what is wrong."""
     lines = list(_lines(diff))
     if len(lines) > LINES:
-        lines = [*lines[: LINES - 1], f"... and {len(lines) - LINES + 1} lines more (--json has everything)"]
+        lines = [
+            *lines[: LINES - 1],
+            f"... and {len(lines) - LINES + 1} lines more (--json has everything)",
+        ]
     return "\n".join(lines)
 
 
 def _lines(diff: Diff) -> Iterator[str]:
     e = diff.environment
-    yield f"{WORDS.get(diff.exit_code, 'NOT (fully) COMPARED')}: {e.get('model')} in {e.get('dtype')}"
-    yield f"{len(diff.findings)} comparisons, {e.get('tokens')} tokens in {e.get('steps')} steps, {diff.seconds:.1f} s"
+    yield (
+        f"{WORDS.get(diff.exit_code, 'NOT (fully) COMPARED')}: {e.get('model')} in {e.get('dtype')}"
+    )
+    yield (
+        f"{len(diff.findings)} comparisons, {e.get('tokens')} tokens in {e.get('steps')} steps, "
+        f"{diff.seconds:.1f} s"
+    )
     for side in diff.sides:
         info = e.get("sides", {}).get(side, {})
         yield f"{side} on {info.get('device')}, plan {info.get('plan')}"
         for scope, word in (("layer", "local"), ("inherited", "inherited")):
             sigmas = list(layer_sigmas(diff, side, scope).values())  # type: ignore[arg-type]
             if sigmas:
-                shown = " ".join(f"{s:.2f}" for s in (sigmas if len(sigmas) <= 16 else [*sigmas[:8], *sigmas[-8:]]))
-                yield f"  {word:<9} sigma by layer: {shown}  ({min(sigmas):.3f} to {max(sigmas):.3f})"
+                shown = " ".join(
+                    f"{s:.2f}"
+                    for s in (sigmas if len(sigmas) <= 16 else [*sigmas[:8], *sigmas[-8:]])
+                )
+                yield (
+                    f"  {word:<9} sigma by layer: {shown}  ({min(sigmas):.3f} to {max(sigmas):.3f})"
+                )
     rows = sum(entry.rows for entry in diff.logits)
     if rows:
-        equal, ties, real = (sum(getattr(x, n) for x in diff.logits) for n in ("argmax_equal", "ties", "real"))
+        equal, ties, real = (
+            sum(getattr(x, n) for x in diff.logits) for n in ("argmax_equal", "ties", "real")
+        )
         yield f"best tokens equal: {equal}/{rows}, ties {ties}, real differences {real}"
         for mode in dict.fromkeys(entry.mode for entry in diff.logits):
             here = [entry for entry in diff.logits if entry.mode == mode]
@@ -42,11 +57,19 @@ def _lines(diff: Diff) -> Iterator[str]:
                 sum(getattr(entry, name) * entry.rows for entry in here) / count
                 for name in ("kl_a", "kl_b", "kl_noise", "kl_ab")
             )
-            yield f"KL in nats, mode {mode}: a {a:.2g}, b {b:.2g}, noise {noise:.2g}; between a and b {between:.2g}"
+            yield (
+                f"KL in nats, mode {mode}: a {a:.2g}, b {b:.2g}, noise {noise:.2g}; between a "
+                f"and b {between:.2g}"
+            )
     first = diff.first_divergence()
     if first is not None:
-        yield f"first wrong: {first.side}, mode {first.mode}, {first.name} [{first.implementation or first.scope}]"
-        yield f"  step {first.step}, {first.place or 'place unknown'}: {'; '.join(first.complaints)}"
+        yield (
+            f"first wrong: {first.side}, mode {first.mode}, {first.name} "
+            f"[{first.implementation or first.scope}]"
+        )
+        yield (
+            f"  step {first.step}, {first.place or 'place unknown'}: {'; '.join(first.complaints)}"
+        )
         yield f"{len(diff.failures)} findings fail"
     yield from diff.problems
     yield from (f"not compared: {name}" for name in diff.missing)

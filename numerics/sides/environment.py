@@ -1,4 +1,6 @@
-"""What a comparison ran on: versions, devices, plans. Two results differ for a reason that stands here, or for none."""
+"""What a comparison ran on: versions, devices, plans. Two results differ for a reason that
+stands here, or for none.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def steps_hash(steps: Sequence[StepInput]) -> str:
     return digest.hexdigest()[:16]
 
 
-def describe(subject: Subject, runners: Mapping[str, Runner], steps: Sequence[StepInput]) -> dict[str, Any]:
+def describe(
+    subject: Subject, runners: Mapping[str, Runner], steps: Sequence[StepInput]
+) -> dict[str, Any]:
     """The environment of a comparison, fit for JSON."""
     return {
         "model": subject.name,
@@ -50,7 +54,9 @@ def describe(subject: Subject, runners: Mapping[str, Runner], steps: Sequence[St
         "seed": subject.seed,
         "steps": len(steps),
         "steps_hash": steps_hash(steps),
-        "tokens": sum(int(step.field("query_start")[int(step.field("counts")[1])]) for step in steps),
+        "tokens": sum(
+            int(step.field("query_start")[int(step.field("counts")[1])]) for step in steps
+        ),
         "machine": platform.machine(),
         "versions": versions(),
         "sides": {name: describe_side(r.target, r.device, r.plans) for name, r in runners.items()},
@@ -64,7 +70,8 @@ def describe_side(target: Any, device: DeviceInfo, plans: Any) -> dict[str, Any]
         "device": f"{device.platform} {device.name}",
         "plan": plans.hash,
         "implementations": {
-            title: {op: choice.provider for op, choice in plan.choices.items()} for title, plan in plans.titled()
+            title: {op: choice.provider for op, choice in plan.choices.items()}
+            for title, plan in plans.titled()
         },
         "layer_plans": plans.layer_titles(),
     }

@@ -36,7 +36,8 @@ class JaxRunner(Runner):
         self._single: dict[Any, Any] = {}
         blocks = single_blocks(subject.model.num_layers)
         weights = load_weights(
-            subject.folder, self.config.load_format, subject.model, decoder.parameters_of(subject.model), blocks,
+            subject.folder, self.config.load_format, subject.model,
+            decoder.parameters_of(subject.model), blocks,
             jnp.dtype(self.config.dtype), self.config.seed, make_mesh([self._where], 1), silent,
         )  # fmt: skip
         layers = [
@@ -57,7 +58,9 @@ class JaxRunner(Runner):
         """Compile the programs of the step's descriptor."""
         self.begin(step)
         self._taps = taps
-        hidden = jax.ShapeDtypeStruct((step.descriptor.tokens, self._model.hidden_size), jnp.dtype(self.config.dtype))
+        hidden = jax.ShapeDtypeStruct(
+            (step.descriptor.tokens, self._model.hidden_size), jnp.dtype(self.config.dtype)
+        )
         jobs: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {
             ("embed", self._top_faulty): (self._embed, (self._top, self._ids)),
             ("finish", self._top_faulty): (self._finish, (self._top, hidden, hidden)),
@@ -73,12 +76,16 @@ class JaxRunner(Runner):
             if key not in self._programs:
                 lowered = jax.jit(function).lower(*arguments)
                 # As the worker compiles: a rounding that a contract states must happen.
-                self._programs[key] = lowered.compile(compiler_options={"xla_allow_excess_precision": False})
+                self._programs[key] = lowered.compile(
+                    compiler_options={"xla_allow_excess_precision": False}
+                )
 
     def _bound(self, tapped: Tapped) -> Any:
         return self.plans[self._step.descriptor.kind].bind(tapped.wrap)
 
-    def _tapped(self, program: Program, faulty: bool = False, replaced: Mapping[str, Any] | None = None) -> Tapped:
+    def _tapped(
+        self, program: Program, faulty: bool = False, replaced: Mapping[str, Any] | None = None
+    ) -> Tapped:
         return Tapped(self._taps[program], faults=self._faults(faulty), replaced=replaced or {})
 
     def _embed(self, top: Any, ids: jax.Array) -> Any:
@@ -86,7 +93,8 @@ class JaxRunner(Runner):
         return decoder.embed(self._bound(tapped), self.spec, top, ids), tapped.values
 
     def _layer(
-        self, spec: Layer, faulty: bool, weights: Any, hidden: Any, residual: Any, kv: Any, batch: decoder.Batch,
+        self, spec: Layer, faulty: bool, weights: Any, hidden: Any, residual: Any, kv: Any,
+        batch: decoder.Batch,
     ) -> Any:  # fmt: skip
         tapped, d = self._tapped(spec, faulty), self._step.descriptor
         ops = self.plans.of(d.kind, spec).bind(tapped.wrap)
@@ -101,10 +109,17 @@ class JaxRunner(Runner):
 
     def _head(self, top: Any, rows: jax.Array) -> Any:
         tapped = self._tapped("head", self._top_faulty)
-        return decoder.head(self.plans["sample"].bind(tapped.wrap), self.spec, top, rows), tapped.values
+        return decoder.head(
+            self.plans["sample"].bind(tapped.wrap), self.spec, top, rows
+        ), tapped.values
 
     def by_op(
-        self, index: int, hidden: Any, residual: Any, kv: Any, replaced: Mapping[str, Callable[..., Any]]
+        self,
+        index: int,
+        hidden: Any,
+        residual: Any,
+        kv: Any,
+        replaced: Mapping[str, Callable[..., Any]],
     ) -> tuple[Any, TapValues]:
         """One layer, each op compiled for itself."""
         here, spec = self.fault.at(index), self.spec.layers[index]
@@ -123,7 +138,9 @@ class JaxRunner(Runner):
         if key not in self._single:
             self._single[key] = jax.jit(
                 lambda *args, **kwargs: function(*args, **kwargs),
-                static_argnums=[i for i, n in enumerate(op.signature.parameters) if n in op.static_parameters],
+                static_argnums=[
+                    i for i, n in enumerate(op.signature.parameters) if n in op.static_parameters
+                ],
                 static_argnames=op.static_parameters,
                 compiler_options={"xla_allow_excess_precision": False},
             )

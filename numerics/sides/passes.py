@@ -1,4 +1,6 @@
-"""A forward pass of a comparison: one layer at a time, each by whatever the comparison wants to run there."""
+"""A forward pass of a comparison: one layer at a time, each by whatever the comparison wants to
+run there.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ Caches = list[Any]
 
 @dataclass(frozen=True)
 class Stepwise:
-    """An `Execution` (shared/models/decoder.py) of three functions: before, for and behind the layers."""
+    """An `Execution` (shared/models/decoder.py) of three functions: before, for and behind the
+    layers.
+    """
 
     num_layers: int
     start: Callable[[], Streams]
@@ -33,7 +37,9 @@ class Stepwise:
         """See `Execution`."""
         return self.start()
 
-    def layers(self, block: Block, stream: Streams, cache: Caches, rows: Any) -> tuple[Streams, Caches]:
+    def layers(
+        self, block: Block, stream: Streams, cache: Caches, rows: Any
+    ) -> tuple[Streams, Caches]:
         """See `Execution`."""
         index = block.first
         stream, cache[index] = self.layer(index, stream, cache[index])

@@ -1,7 +1,9 @@
-"""The two references: exact (float64, no rounding) and faithful (the run dtype, rounded where the contracts say so).
+"""The two references: exact (float64, no rounding) and faithful (the run dtype, rounded where the
+contracts say so).
 
-The exact one says what is right; the faithful one says how far a correct implementation in the run dtype may be off.
-Both are the model of `shared/models/decoder.py` over the ops' references, in numpy, and take one layer at a time.
+The exact one says what is right; the faithful one says how far a correct implementation in the run
+dtype may be off. Both are the model of `shared/models/decoder.py` over the ops' references, in
+numpy, and take one layer at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def step_batch(
     tables: tuple[np.ndarray, np.ndarray],
     change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None,
 ) -> decoder.Batch:
-    """What a step gives every layer besides weights and activations, in numpy; `change` plants a fault."""
+    """What a step gives every layer besides weights and activations, in numpy; `change` plants a
+    fault.
+    """
     fields = {name: np.array(step.field(name)) for name in FIELDS}
     if change is not None:
         fields = change(fields)
@@ -44,9 +48,13 @@ def step_batch(
 
 
 class Reference:
-    """A model in numpy, one program (embed, layer, finish, head) at a time. `calls` are those of the last program."""
+    """A model in numpy, one program (embed, layer, finish, head) at a time. `calls` are those of
+    the last program.
+    """
 
-    def __init__(self, model: ModelConfig, tables: tuple[np.ndarray, np.ndarray], *, exact: bool) -> None:
+    def __init__(
+        self, model: ModelConfig, tables: tuple[np.ndarray, np.ndarray], *, exact: bool
+    ) -> None:
         self.model = model
         self.spec = decoder.model_of(model)
         self.exact = exact
@@ -80,11 +88,18 @@ class Reference:
         self._tracer.start(weights, self._batch.arrays())
         with np.errstate(all="ignore"):
             stream, kv = decoder.layer(
-                self._ops, self.spec.layers[index], weights, decoder.Stream(hidden, residual), kv, self._batch
+                self._ops,
+                self.spec.layers[index],
+                weights,
+                decoder.Stream(hidden, residual),
+                kv,
+                self._batch,
             )
         return stream.hidden, stream.residual, kv
 
-    def finish(self, top: Mapping[str, np.ndarray], hidden: np.ndarray, residual: np.ndarray) -> np.ndarray:
+    def finish(
+        self, top: Mapping[str, np.ndarray], hidden: np.ndarray, residual: np.ndarray
+    ) -> np.ndarray:
         """Finished hidden states [tok dim]."""
         self._tracer.start(top, {})
         with np.errstate(all="ignore"):
@@ -95,7 +110,9 @@ class Reference:
         self, top: Mapping[str, np.ndarray], weights: Callable[[int], Mapping[str, np.ndarray]],
         caches: Sequence[np.ndarray],
     ) -> tuple[np.ndarray, list[np.ndarray]]:  # fmt: skip
-        """A whole pass: (finished hidden states [tok dim], the caches behind it). `weights` are those of a layer."""
+        """A whole pass: (finished hidden states [tok dim], the caches behind it). `weights` are
+        those of a layer.
+        """
 
         def start() -> tuple[np.ndarray, np.ndarray]:
             hidden = self.embed(top)
@@ -132,7 +149,9 @@ def _ops(exact: bool) -> SimpleNamespace:
 
 
 def evaluate(op: str, arguments: Mapping[str, Any], *, exact: bool) -> tuple[np.ndarray, ...]:
-    """One op: exactly, on float64 copies of its floating arguments, or faithfully, in the dtypes that they have."""
+    """One op: exactly, on float64 copies of its floating arguments, or faithfully, in the dtypes
+    that they have.
+    """
     given = widened(REGISTRY[op], dict(arguments)) if exact else arguments
     with np.errstate(all="ignore"):
         out = getattr(_ops(exact), op)(**given)
@@ -140,13 +159,16 @@ def evaluate(op: str, arguments: Mapping[str, Any], *, exact: bool) -> tuple[np.
 
 
 def faithful_attention(
-    q: Any, kv: Any, page_table: Any, query_start: Any, kv_lens: Any, counts: Any, scale: float, window: int,
+    q: Any, kv: Any, page_table: Any, query_start: Any, kv_lens: Any, counts: Any, scale: float,
+    window: int,
     soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> np.ndarray:  # fmt: skip
-    """`paged_attention` with the rounding that its contract has besides the output's: softmax weights to q's dtype.
+    """`paged_attention` with the rounding that its contract has besides the output's: softmax
+    weights to q's dtype.
 
-    They are rounded before they are normalised, as every implementation does: a row's largest weight is 1 there, exact,
-    so normalised weights would be off by up to a fifth more in rows that see few slots.
+    They are rounded before they are normalised, as every implementation does: a row's largest
+    weight is 1 there, exact, so normalised weights would be off by up to a fifth more in rows that
+    see few slots.
     """
     _, page_size, kv_heads, size = kv.shape
     group = q.shape[1] // (kv_heads // 2)
@@ -156,7 +178,9 @@ def faithful_attention(
         pages = page_table[i, : -(-length // page_size)]
         cache_ = kv[pages].reshape(-1, kv_heads, size)[:length].astype(np.float32)
         keys, values = (cache_[:, j::2].repeat(group, axis=1) for j in (0, 1))
-        scores = np.einsum("thd,shd->hts", q[start:stop].astype(np.float32), keys) * np.float32(scale * k_scale)
+        scores = np.einsum("thd,shd->hts", q[start:stop].astype(np.float32), keys) * np.float32(
+            scale * k_scale
+        )
         if soft_cap > 0:
             scores = soft_cap * np.tanh(scores / soft_cap)
         position = np.arange(length - (stop - start), length)[:, None]

@@ -1,4 +1,6 @@
-"""What a backend offers to a comparison: the model's programs one by one, over its plan, with taps."""
+"""What a backend offers to a comparison: the model's programs one by one, over its plan, with
+taps.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from .taps import Declared
 Device = Any
 """An array where the backend keeps it."""
 TapValues = Sequence[tuple[Mapping[str, np.ndarray], tuple[np.ndarray, ...]] | None]
-"""For each declared tap, the kept arguments and the outputs on the host; None for a tap that is not kept."""
+"""For each declared tap, the kept arguments and the outputs on the host; None for a tap that is
+not kept.
+"""
 Program = str | Layer
 """`embed`, `finish`, `head`, or a kind of layer."""
 OpFault = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -34,14 +38,18 @@ OpFault = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something wrong on purpose, in layer `layer` (None: in all layers, and before and after them).
+    """Something wrong on purpose, in layer `layer` (None: in all layers, and before and after
+    them).
 
-    `ops` wrap the functions of some ops; they get the framework's array namespace `xp` first. `weights` changes the
-    weights of a layer, `tables` those of the rotary embedding, `batch` the fields of a step.
+    `ops` wrap the functions of some ops; they get the framework's array namespace `xp` first.
+    `weights` changes the weights of a layer, `tables` those of the rotary embedding, `batch` the
+    fields of a step.
     """
 
     name: str
-    ops: Mapping[str, Callable[[Any, Callable[..., Any]], Callable[..., Any]]] = field(default_factory=dict)
+    ops: Mapping[str, Callable[[Any, Callable[..., Any]], Callable[..., Any]]] = field(
+        default_factory=dict
+    )
     weights: Callable[[dict[str, np.ndarray], Any], dict[str, np.ndarray]] | None = None
     tables: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
     batch: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None
@@ -55,14 +63,15 @@ class Fault:
 class Runner(ABC):
     """One backend on one device. Arrays stay there; `download` brings one to the host.
 
-    `embed`, `layer`, `finish` and `head` run compiled programs in which the taps are extra outputs. `prepare` says
-    which taps each program has, and compiles it; nothing is compiled afterwards.
+    `embed`, `layer`, `finish` and `head` run compiled programs in which the taps are extra outputs.
+    `prepare` says which taps each program has, and compiles it; nothing is compiled afterwards.
     """
 
     framework: str
 
     def __init__(
-        self, subject: Subject, target: Target, config: ResolvedConfig, device: DeviceInfo, plans: Plans,
+        self, subject: Subject, target: Target, config: ResolvedConfig, device: DeviceInfo,
+        plans: Plans,
         fault: Fault | None,
     ) -> None:  # fmt: skip
         self.target, self.config, self.device, self.plans = target, config, device, plans
@@ -93,12 +102,21 @@ class Runner(ABC):
 
     @abstractmethod
     def by_op(
-        self, index: int, hidden: Device, residual: Device, kv: Device, replaced: Mapping[str, Callable[..., Any]]
+        self,
+        index: int,
+        hidden: Device,
+        residual: Device,
+        kv: Device,
+        replaced: Mapping[str, Callable[..., Any]],
     ) -> tuple[tuple[Device, Device, Device], TapValues]:
-        """One layer as its ops one by one, nothing compiled together, with other functions at some taps."""
+        """One layer as its ops one by one, nothing compiled together, with other functions at
+        some taps.
+        """
 
     def plant(self, fault: Fault | None) -> None:
-        """Have this fault, or none, from now on: for tests of the comparison itself. Programs without one are kept."""
+        """Have this fault, or none, from now on: for tests of the comparison itself. Programs
+        without one are kept.
+        """
         self.fault = fault = fault or Fault("none")
         self._top_faulty = fault.at(-1) and bool(fault.ops)
         self._layers = list(self._true_layers)
@@ -107,12 +125,16 @@ class Runner(ABC):
                 if fault.at(index):
                     changed = fault.weights(dict(self.weights(index)), index)
                     self._layers[index] = {name: self.upload(x) for name, x in changed.items()}
-        self._tables = fault.tables(*self._true_tables) if fault.tables is not None else self._true_tables
+        self._tables = (
+            fault.tables(*self._true_tables) if fault.tables is not None else self._true_tables
+        )
         self.share(self)
 
     def share(self, other: Runner) -> None:
         """Take over the programs without a fault of a runner of the same model, sizes and plan."""
-        self._programs = {key: program for key, program in other._programs.items() if not key[-1][-1]}
+        self._programs = {
+            key: program for key, program in other._programs.items() if not key[-1][-1]
+        }
 
     def weights(self, layer: int) -> Mapping[str, np.ndarray]:
         """The weights of a layer as the device holds them; -1: those outside of layers."""
@@ -120,12 +142,19 @@ class Runner(ABC):
         return {name: self.download(x) for name, x in found.items()}
 
     def allocate(self, pages: int) -> None:
-        """Say how many pages, the scratch page included, a layer's cache has. Comes before `prepare`."""
+        """Say how many pages, the scratch page included, a layer's cache has. Comes before
+        `prepare`.
+        """
         self._pages = pages
 
     def kv_shape(self) -> tuple[int, ...]:
         """The cache of a layer."""
-        return (self._pages, self.config.page_size, 2 * self._model.num_kv_heads, self._model.head_dim)
+        return (
+            self._pages,
+            self.config.page_size,
+            2 * self._model.num_kv_heads,
+            self._model.head_dim,
+        )
 
     def begin(self, step: StepInput) -> None:
         """Take the step that the next programs belong to."""
@@ -152,9 +181,12 @@ class Runner(ABC):
         return {name: partial(make, xp) for name, make in self.fault.ops.items()} if faulty else {}
 
     def inputs(self, layer: int) -> Mapping[str, np.ndarray]:
-        """What a layer is given of the step besides weights and activations, as the device holds it: the fields of
-        `decoder.Batch`."""
-        return {name: self.download(x) for name, x in self._batch[self.fault.at(layer)].arrays().items()}
+        """What a layer is given of the step besides weights and activations, as the device holds
+        it: the fields of `decoder.Batch`.
+        """
+        return {
+            name: self.download(x) for name, x in self._batch[self.fault.at(layer)].arrays().items()
+        }
 
     def _run(self, name: tuple[Any, ...], *arguments: Any) -> tuple[Any, TapValues]:
         out, values = self._programs[self._step.descriptor, self._pages, name](*arguments)
@@ -162,7 +194,10 @@ class Runner(ABC):
 
     def _host(self, values: Sequence[Any]) -> TapValues:
         return [
-            ({name: self.download(x) for name, x in tap[0].items()}, tuple(self.download(x) for x in tap[1]))
+            (
+                {name: self.download(x) for name, x in tap[0].items()},
+                tuple(self.download(x) for x in tap[1]),
+            )
             if tap
             else None
             for tap in values
@@ -198,7 +233,9 @@ RUNNERS = {"jax": ("jax_runner", "JaxRunner"), "torch": ("torch_runner", "TorchR
 
 
 def create_runner(subject: Subject, target: Target, fault: Fault | None = None) -> Runner:
-    """A runner for `target`, its weights loaded. Raises ConfigError, ModelError, BackendUnavailable."""
+    """A runner for `target`, its weights loaded. Raises ConfigError, ModelError,
+    BackendUnavailable.
+    """
     device = backend_module(target.backend).find_device(target.device)
     config = subject.resolved(target)
     try:

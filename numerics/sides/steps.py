@@ -1,7 +1,8 @@
-"""The steps that are compared: prompts through the real scheduler and packer, with given tokens, not sampled ones.
+"""The steps that are compared: prompts through the real scheduler and packer, with given tokens,
+not sampled ones.
 
-Prompts of different lengths, more tokens than a step holds, and some continuation: so there are chunks, ragged batches
-of prefill and decode, pure decode steps, and padding.
+Prompts of different lengths, more tokens than a step holds, and some continuation: so there are
+chunks, ragged batches of prefill and decode, pure decode steps, and padding.
 """
 
 from __future__ import annotations
@@ -27,26 +28,36 @@ LENGTHS = (40, 3, 61, 17, 30, 1)
 """Tokens of the prompts: with 64 tokens a step, some are split, some share a step."""
 NEW_TOKENS = 3
 TEXTS = (
-    "def read_file(path):\n    with open(path) as file:\n        return file.read()\n\n\nclass Node:\n    def __init__",
-    "import json\n\n\ndef load_config(filename):\n    with open(filename) as file:\n        return json.load(file)\n",
-    "The two sides run the same steps; what differs is judged against what rounding alone would do. " * 2,
+    "def read_file(path):\n    with open(path) as file:\n        return file.read()\n\n\nclass "
+    "Node:\n    def __init__",
+    "import json\n\n\ndef load_config(filename):\n    with open(filename) as file:\n        "
+    "return "
+    "json.load(file)\n",
+    "The two sides run the same steps; what differs is judged against what rounding alone would "
+    "do. " * 2,
 )
 
 
 def default_prompts(subject: Subject, seed: int = 0) -> list[np.ndarray]:
-    """Prompts with their continuation, token ids int32: text if the model has a tokenizer, else random."""
+    """Prompts with their continuation, token ids int32: text if the model has a tokenizer, else
+    random.
+    """
     rng = np.random.default_rng(seed)
     lengths = [min(length, subject.max_model_len - NEW_TOKENS) + NEW_TOKENS for length in LENGTHS]
     tokenizer = Tokenizer.load(subject.folder) if seed == 0 else None
     if tokenizer is not None:
         texts = [tokenizer.encode(text) for text in TEXTS]
-        streams = [np.tile(np.asarray(ids, np.int32), 1 + max(lengths) // len(ids)) for ids in texts]
+        streams = [
+            np.tile(np.asarray(ids, np.int32), 1 + max(lengths) // len(ids)) for ids in texts
+        ]
         return [streams[i % len(streams)][7 * i : 7 * i + n] for i, n in enumerate(lengths)]
     return [rng.integers(0, subject.model.vocab_size, n).astype(np.int32) for n in lengths]
 
 
 def read_prompts(path: str, subject: Subject) -> list[np.ndarray]:
-    """Prompts from a file of JSON lines: {"token_ids": [...]} or {"prompt": "text"}. Raises ConfigError."""
+    """Prompts from a file of JSON lines: {"token_ids": [...]} or {"prompt": "text"}. Raises
+    ConfigError.
+    """
     prompts = []
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -55,10 +66,14 @@ def read_prompts(path: str, subject: Subject) -> list[np.ndarray]:
     for number, line in enumerate(filter(str.strip, lines), 1):
         try:
             record = json.loads(line)
-            ids = record["token_ids"] if "token_ids" in record else encode(record["prompt"], subject)
+            ids = (
+                record["token_ids"] if "token_ids" in record else encode(record["prompt"], subject)
+            )
             prompts.append(np.asarray(ids, np.int32))
         except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise ConfigError(f"prompts: line {number} of {path} has no token_ids or prompt ({error})") from error
+            raise ConfigError(
+                f"prompts: line {number} of {path} has no token_ids or prompt ({error})"
+            ) from error
     if not prompts:
         raise ConfigError(f"prompts: {path} has none")
     return prompts
@@ -72,7 +87,9 @@ def encode(text: str, subject: Subject) -> list[int]:
     return tokenizer.encode(text)
 
 
-def make_steps(subject: Subject, prompts: Sequence[np.ndarray], new_tokens: int = NEW_TOKENS) -> list[StepInput]:
+def make_steps(
+    subject: Subject, prompts: Sequence[np.ndarray], new_tokens: int = NEW_TOKENS
+) -> list[StepInput]:
     """Steps that run each prompt but for its last `new_tokens` ids, and then these, one at a time.
 
     Raises RequestError for a prompt that is too short, too long, or outside of the vocabulary.
@@ -84,7 +101,9 @@ def make_owned_steps(
     subject: Subject, prompts: Sequence[np.ndarray], new_tokens: int = NEW_TOKENS
 ) -> Iterator[tuple[StepInput, list[int]]]:
     """The same, each with the prompts that its requests are of, by number."""
-    table = Table((subject.max_num_seqs,), (max(subject.tokens, subject.max_num_seqs),), subject.max_num_seqs)
+    table = Table(
+        (subject.max_num_seqs,), (max(subject.tokens, subject.max_num_seqs),), subject.max_num_seqs
+    )
     config = SchedulerConfig(
         max_num_seqs=subject.max_num_seqs,
         max_num_batched_tokens=table.mixed_sizes[-1],
@@ -107,14 +126,19 @@ def make_owned_steps(
         owners = [int(request.request_id) for request in scheduled.requests]
         yield pack(scheduled, scheduler.table, shape, step_id, with_page_table=True), owners
         following = [prompts[owner] for owner in owners]
-        tokens = [ids[min(end, len(ids) - 1)] for ids, end in zip(following, scheduled.ends.tolist(), strict=True)]
+        tokens = [
+            ids[min(end, len(ids) - 1)]
+            for ids, end in zip(following, scheduled.ends.tolist(), strict=True)
+        ]
         scheduler.update(scheduled, np.asarray(tokens, np.int32))
 
 
 def _check(ids: np.ndarray, index: int, subject: Subject, new_tokens: int) -> None:
     if not new_tokens < len(ids) <= subject.max_model_len:
         allowed = f"{new_tokens + 1} to {subject.max_model_len}"
-        raise RequestError("prompts", f"prompt {index} has {len(ids)} tokens, allowed are {allowed}")
+        raise RequestError(
+            "prompts", f"prompt {index} has {len(ids)} tokens, allowed are {allowed}"
+        )
     if ids.min() < 0 or ids.max() >= subject.model.vocab_size:
         raise RequestError("prompts", f"prompt {index} has a token outside of the vocabulary")
 
@@ -135,12 +159,16 @@ def where(step: StepInput, token: int) -> str:
     request = int(np.searchsorted(starts[1 : count + 1], token, side="right"))
     if request >= count:
         return "padding"
-    return f"request {int(step.field('rows')[request])}, position {int(step.field('positions')[token])}"
+    return (
+        f"request {int(step.field('rows')[request])}, position "
+        f"{int(step.field('positions')[token])}"
+    )
 
 
 def place(step: StepInput, worst: tuple[int, ...], ndim: int, page_size: int) -> str:
-    """Where an element of an output is: index `worst` of its rows [tok ...], or slots [slot 2*kvhead hdim] of a cache,
-    which has 4 dimensions. Names request, position, page, and the head where there is one.
+    """Where an element of an output is: index `worst` of its rows [tok ...], or slots [slot
+    2*kvhead hdim] of a cache, which has 4 dimensions. Names request, position, page, and the head
+    where there is one.
     """
     if not worst:
         return ""
@@ -155,5 +183,7 @@ def place(step: StepInput, worst: tuple[int, ...], ndim: int, page_size: int) ->
         request = int(np.searchsorted(starts[1 : count + 1], worst[0], side="right"))
         position = int(step.field("positions")[worst[0]])
         page = int(step.field("page_table")[request, position // page_size])
-        parts = [where(step, worst[0]), f"page {page}"] + ([f"head {worst[1]}"] if ndim == 3 else [])
+        parts = [where(step, worst[0]), f"page {page}"] + (
+            [f"head {worst[1]}"] if ndim == 3 else []
+        )
     return ", ".join(parts)

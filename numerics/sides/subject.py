@@ -1,4 +1,6 @@
-"""What is compared, and where it runs: a model with its sizes (`Subject`), and a backend on a device (`Target`)."""
+"""What is compared, and where it runs: a model with its sizes (`Subject`), and a backend on a
+device (`Target`).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ RUN_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A backend on a device. `options` are options of its engine, `providers` the first choice for some ops."""
+    """A backend on a device. `options` are options of its engine, `providers` the first choice
+    for some ops.
+    """
 
     backend: str
     device: str
@@ -42,11 +46,15 @@ class Target:
         return ":".join([self.backend, self.device, *([",".join(parts)] if parts else [])])
 
 
-OPTIONS: Mapping[str, Callable[[str], Any]] = {"compile_level": int, "scan_layers": lambda text: text == "true"}
+OPTIONS: Mapping[str, Callable[[str], Any]] = {
+    "compile_level": int,
+    "scan_layers": lambda text: text == "true",
+}
 
 
 def parse_target(text: str) -> Target:
-    """`backend:device[:key=value,...]`; a key is an engine option or an op, whose value is providers joined by +.
+    """`backend:device[:key=value,...]`; a key is an engine option or an op, whose value is
+    providers joined by +.
 
     Raises ConfigError.
     """
@@ -54,7 +62,8 @@ def parse_target(text: str) -> Target:
     device, _, tail = rest.partition(":")
     if backend not in BACKENDS or (device or "auto") not in DEVICES:
         raise ConfigError(
-            f"target: got {text!r}, allowed is BACKEND:DEVICE[:KEY=VALUE,...] with {', '.join(BACKENDS)} and "
+            f"target: got {text!r}, allowed is BACKEND:DEVICE[:KEY=VALUE,...] with "
+            f"{', '.join(BACKENDS)} and "
             f"{', '.join(DEVICES)}, such as torch:cuda or jax:cpu:rms_norm=native"
         )
     options: dict[str, Any] = {}
@@ -72,13 +81,17 @@ def parse_target(text: str) -> Target:
         elif key in {op.name for op in REGISTRY}:
             providers[key] = tuple(value.split("+"))
         else:
-            raise ConfigError(f"target: {key!r} in {text!r} is neither an op nor one of {', '.join(OPTIONS)}")
+            raise ConfigError(
+                f"target: {key!r} in {text!r} is neither an op nor one of {', '.join(OPTIONS)}"
+            )
     return Target(backend, device or "auto", options, providers)
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model and the sizes of the steps that are compared. `folder` holds config.json, and weights unless `dummy`."""
+    """A model and the sizes of the steps that are compared. `folder` holds config.json, and
+    weights unless `dummy`.
+    """
 
     name: str
     folder: str
@@ -113,11 +126,15 @@ class Subject:
             op_priority=dict(target.providers),
             **target.options,
         )
-        return resolve(config, self.model, backend_module(target.backend).find_device(target.device))[0]
+        return resolve(
+            config, self.model, backend_module(target.backend).find_device(target.device)
+        )[0]
 
     @property
     def identity(self) -> str:
-        """Hex digest of what must be equal for two captures to be of the same model: config, weights' source, seed."""
+        """Hex digest of what must be equal for two captures to be of the same model: config,
+        weights' source, seed.
+        """
         weights = f"dummy {self.seed}" if self.load_format == "dummy" else "checkpoint"
         return hashlib.sha256(f"{self.model.raw_hash}/{weights}".encode()).hexdigest()[:16]
 
@@ -135,7 +152,9 @@ def open_subject(
 ) -> Subject:
     """The subject for a model folder, or the word demo. Raises ModelError, ConfigError."""
     if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"load_format: got {load_format!r}, allowed are {', '.join(LOAD_FORMATS)}")
+        raise ConfigError(
+            f"load_format: got {load_format!r}, allowed are {', '.join(LOAD_FORMATS)}"
+        )
     if dtype not in ("auto", *RUN_DTYPES):
         raise ConfigError(f"dtype: got {dtype!r}, allowed are auto, {', '.join(RUN_DTYPES)}")
     check_weights(name, load_format)
@@ -159,11 +178,15 @@ def open_subject(
 
 
 KEPT_BYTES = 4 << 30
-"""Of layers' weights that are kept on the host between steps: making dummy ones anew takes longer than using them."""
+"""Of layers' weights that are kept on the host between steps: making dummy ones anew takes
+longer than using them.
+"""
 
 
 class HostWeights:
-    """A model's weights as numpy arrays in the run dtype, read on demand: what every side's weights must equal."""
+    """A model's weights as numpy arrays in the run dtype, read on demand: what every side's
+    weights must equal.
+    """
 
     def __init__(self, subject: Subject) -> None:
         """Raises CheckpointError if the checkpoint is not that of the model."""
@@ -202,5 +225,7 @@ class HostWeights:
         if self._checkpoint is not None:
             return read_parameter(self._checkpoint, parameter, layer).astype(dtype)
         index = np.arange(dummy_size(parameter), dtype=np.int32)
-        values = dummy_parameter(namespace("numpy"), parameter, max(layer, 0), self._subject.seed, index)
+        values = dummy_parameter(
+            namespace("numpy"), parameter, max(layer, 0), self._subject.seed, index
+        )
         return np.asarray(values).astype(dtype).reshape(parameter.shape)

@@ -1,8 +1,10 @@
-"""Taps: what an op got and gave, at one call. Models are made of ops, so traces align by op, layer and call.
+"""Taps: what an op got and gave, at one call. Models are made of ops, so traces align by op, layer
+and call.
 
-The reference is traced with everything nested (`Tracer`). From that trace follows what a backend must offer under its
-plan (`declare`): a coarse op that it implements as one has nothing inside. The declared taps become extra outputs of
-the backend's programs before these are compiled (`Tapped`), so nothing is compiled again because somebody looks.
+The reference is traced with everything nested (`Tracer`). From that trace follows what a backend
+must offer under its plan (`declare`): a coarse op that it implements as one has nothing inside. The
+declared taps become extra outputs of the backend's programs before these are compiled (`Tapped`),
+so nothing is compiled again because somebody looks.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from ..errors import NotComparable
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an op in the reference. `key` names it within its program, as `gated_mlp[gate_up]/linear[down]`.
+    """One call of an op in the reference. `key` names it within its program, as
+    `gated_mlp[gate_up]/linear[down]`.
 
-    `constants` are the arguments that do not come from other ops: weights, tables, what the step says. `parents` are
-    the numbers of the calls that it happened in, outermost first.
+    `constants` are the arguments that do not come from other ops: weights, tables, what the step
+    says. `parents` are the numbers of the calls that it happened in, outermost first.
     """
 
     op: str
@@ -37,11 +40,17 @@ class Call:
     @property
     def activations(self) -> tuple[str, ...]:
         """Names of the arguments that come from other ops."""
-        return tuple(n for n, v in self.arguments.items() if isinstance(v, np.ndarray) and n not in self.constants)
+        return tuple(
+            n
+            for n, v in self.arguments.items()
+            if isinstance(v, np.ndarray) and n not in self.constants
+        )
 
 
 class Tracer:
-    """Records calls of numpy ops. `constants` are arrays with their names; they are recognised by identity."""
+    """Records calls of numpy ops. `constants` are arrays with their names; they are recognised
+    by identity.
+    """
 
     def __init__(self) -> None:
         self.constants: dict[int, str] = {}
@@ -63,7 +72,9 @@ class Tracer:
             bound = op.signature.bind(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments
-            constant = frozenset(n for n, v in given.items() if id(v) in self.constants and isinstance(v, np.ndarray))
+            constant = frozenset(
+                n for n, v in given.items() if id(v) in self.constants and isinstance(v, np.ndarray)
+            )
             number, parents = len(self._calls), tuple(self._open)
             key = self._key(op.name, given)
             self._calls.append(None)
@@ -79,7 +90,9 @@ class Tracer:
 
     def _key(self, op: str, given: Mapping[str, Any]) -> str:
         inside = f"{self._keys[self._open[-1]]}/" if self._open else ""
-        weight = next((self.constants[id(v)] for v in given.values() if id(v) in self.weights), None)
+        weight = next(
+            (self.constants[id(v)] for v in given.values() if id(v) in self.weights), None
+        )
         key = f"{inside}{op}" + (f"[{weight}]" if weight else "")
         same = sum(known == key or known.startswith(key + ".") for known in self._keys)
         return f"{key}.{same}" if same else key
@@ -92,7 +105,9 @@ class Tracer:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A tap that is built into a program: `arguments` are kept, and the outputs. Not kept at all unless `kept`."""
+    """A tap that is built into a program: `arguments` are kept, and the outputs. Not kept at all
+    unless `kept`.
+    """
 
     op: str
     key: str
@@ -100,15 +115,20 @@ class Declared:
     kept: bool = True
 
 
-def declare(calls: Sequence[Call], plan: Plan, patterns: Iterable[str] = ("*",)) -> tuple[Declared, ...]:
-    """The taps of a program under `plan`: all calls of the reference, but for those inside of what is one piece there.
+def declare(
+    calls: Sequence[Call], plan: Plan, patterns: Iterable[str] = ("*",)
+) -> tuple[Declared, ...]:
+    """The taps of a program under `plan`: all calls of the reference, but for those inside of what
+    is one piece there.
 
     `patterns` select keys, as a shell would.
     """
     patterns = tuple(patterns)
     whole = {i for i, call in enumerate(calls) if plan[call.op].provider != COMPOSITION}
     return tuple(
-        Declared(call.op, call.key, call.activations, any(fnmatchcase(call.key, p) for p in patterns))
+        Declared(
+            call.op, call.key, call.activations, any(fnmatchcase(call.key, p) for p in patterns)
+        )
         for call in calls
         if not whole.intersection(call.parents)
     )
@@ -116,15 +136,19 @@ def declare(calls: Sequence[Call], plan: Plan, patterns: Iterable[str] = ("*",))
 
 @dataclass(slots=True)
 class Tapped:
-    """Wraps a backend's ops while a program is traced. `values` are the program's extra outputs, one per declared tap.
+    """Wraps a backend's ops while a program is traced. `values` are the program's extra outputs,
+    one per declared tap.
 
-    `copy` keeps a value as it is now, where ops write in place. `faults` wrap the functions of some ops, `replaced` are
-    other functions for the calls with some keys; what these would call inside is not called then, and has no value.
+    `copy` keeps a value as it is now, where ops write in place. `faults` wrap the functions of some
+    ops, `replaced` are other functions for the calls with some keys; what these would call inside
+    is not called then, and has no value.
     """
 
     declared: Sequence[Declared]
     copy: Callable[[Any], Any] = lambda value: value
-    faults: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = field(default_factory=dict)
+    faults: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = field(
+        default_factory=dict
+    )
     values: list[Any] = field(default_factory=list)
     replaced: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
@@ -145,11 +169,15 @@ class Tapped:
             number = len(values)
             if number >= len(declared) or declared[number].op != name:
                 expected = declared[number].op if number < len(declared) else "the end"
-                raise NotComparable(f"taps: the program calls {name} where the reference has {expected}")
+                raise NotComparable(
+                    f"taps: the program calls {name} where the reference has {expected}"
+                )
             given = dict(zip(names, args, strict=False)) | kwargs
             tap = declared[number]
             values.append(())
-            kept = {argument: copy(given[argument]) for argument in tap.arguments} if tap.kept else {}
+            kept = (
+                {argument: copy(given[argument]) for argument in tap.arguments} if tap.kept else {}
+            )
             other = replaced.get(tap.key)
             result = faulty(*args, **kwargs) if other is None else other(*args, **kwargs)
             if other is not None:

@@ -1,4 +1,6 @@
-"""The torch side of a comparison: the layer function as the worker compiles it (or not), with its taps as outputs."""
+"""The torch side of a comparison: the layer function as the worker compiles it (or not), with
+its taps as outputs.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,17 @@ class TorchRunner(Runner):
 
     framework = "torch"
 
-    def _load(self, subject: Subject) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+    def _load(
+        self, subject: Subject
+    ) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
         pin_precision()
         self._where = torch.device(self.device.platform)
         self._compiling = self.config.compile_level > 0
         table = decoder.parameters_of(subject.model)
         module = Decoder(subject.model, table, None, getattr(torch, self.config.dtype), self._where)
-        load_weights(module, subject.folder, self.config.load_format, table, self.config.seed, silent)
+        load_weights(
+            module, subject.folder, self.config.load_format, table, self.config.seed, silent
+        )
         layers = [{n: p.detach() for n, p in layer.named_parameters()} for layer in module.layers]
         return {n: p.detach() for n, p in module.named_parameters(recurse=False)}, layers
 
@@ -108,8 +114,12 @@ class TorchRunner(Runner):
 
         return torch.compile(traced, fullgraph=True, dynamic=False)
 
-    def _chosen(self, plan: Plan, op: Op, function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-        """What the binding makes of an op; one that writes in place gets copies, but for the state that it is for."""
+    def _chosen(
+        self, plan: Plan, op: Op, function: Callable[..., Any], compiled: bool
+    ) -> Callable[..., Any]:
+        """What the binding makes of an op; one that writes in place gets copies, but for the
+        state that it is for.
+        """
         choice = plan[op.name].implementation
         if compiled and (choice.host_metadata or choice.inplace or choice.opaque):
             function = opaque(op, choice)
@@ -118,13 +128,18 @@ class TorchRunner(Runner):
         positions = activation_positions(op)
 
         def call(*args: Any) -> Any:
-            return function(*(value.clone() if i in positions else value for i, value in enumerate(args)))
+            return function(
+                *(value.clone() if i in positions else value for i, value in enumerate(args))
+            )
 
         return call
 
     def _placed(self, step: StepInput, fields: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         stay = self.plans.host_metadata(step.descriptor.kind)
-        return {n: from_numpy(x) if stay and n in HOST_LENGTHS else self.upload(x) for n, x in fields.items()}
+        return {
+            n: from_numpy(x) if stay and n in HOST_LENGTHS else self.upload(x)
+            for n, x in fields.items()
+        }
 
     @torch.inference_mode()
     def _run(self, name: tuple[Any, ...], *arguments: Any) -> tuple[Any, TapValues]:
@@ -136,7 +151,12 @@ class TorchRunner(Runner):
 
     @torch.inference_mode()
     def by_op(
-        self, index: int, hidden: Any, residual: Any, kv: Any, replaced: Mapping[str, Callable[..., Any]]
+        self,
+        index: int,
+        hidden: Any,
+        residual: Any,
+        kv: Any,
+        replaced: Mapping[str, Callable[..., Any]],
     ) -> tuple[Any, TapValues]:
         """One layer, not compiled."""
         here, d, spec = self.fault.at(index), self._step.descriptor, self.spec.layers[index]
@@ -154,7 +174,14 @@ class TorchRunner(Runner):
 
 
 def run_layer(
-    spec: Layer, max_query_len: int, ops: Any, weights: Any, hidden: Any, residual: Any, kv: Any, batch: decoder.Batch
+    spec: Layer,
+    max_query_len: int,
+    ops: Any,
+    weights: Any,
+    hidden: Any,
+    residual: Any,
+    kv: Any,
+    batch: decoder.Batch,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One kind of layer: hidden, residual and the cache."""
     stream = decoder.Stream(hidden, residual)

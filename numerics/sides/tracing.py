@@ -1,4 +1,6 @@
-"""The calls that each program of a step makes, from a dry run of the reference, and the taps that backends give."""
+"""The calls that each program of a step makes, from a dry run of the reference, and the taps
+that backends give.
+"""
 
 from __future__ import annotations
 
@@ -34,4 +36,7 @@ def declare_programs(
     calls: Mapping[Program, list[Call]], plans: Any, kind: str, patterns: Sequence[str]
 ) -> dict[Program, tuple[Declared, ...]]:
     """The taps of each program of a backend for steps of a kind, from the reference's calls."""
-    return {program: declare(found, plan_of(plans, kind, program), patterns) for program, found in calls.items()}
+    return {
+        program: declare(found, plan_of(plans, kind, program), patterns)
+        for program, found in calls.items()
+    }

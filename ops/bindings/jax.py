@@ -1,4 +1,5 @@
-"""The JAX binding: each op is a named jit that is not inlined, so that it stands in the jaxpr under its name.
+"""The JAX binding: each op is a named jit that is not inlined, so that it stands in the jaxpr under
+its name.
 
 What takes the KV cache stands there as what it does.
 """
@@ -22,8 +23,9 @@ def bind(plan: Plan) -> Any:
 def named_jit(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as a jit of the op's name, its Python values static.
 
-    Those that take the KV cache are inlined. The TPU's compiler does not see that a reshape of the cache, for heads
-    of 64, is undone inside of a call: it copied the whole cache in each layer that stood for itself.
+    Those that take the KV cache are inlined. The TPU's compiler does not see that a reshape of the
+    cache, for heads of 64, is undone inside of a call: it copied the whole cache in each layer that
+    stood for itself.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

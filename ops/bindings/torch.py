@@ -2,18 +2,20 @@
 
 Every op can be called as `twinfer::<op>`, which has two overloads:
 
-- the default one is functional: it copies the activations before an implementation that writes into them;
-- `maybe_inplace` (ops with one activation per result, or with state) gives its activations away: what they hold
-  afterwards is undefined, and the results may lie in their memory, as the schema says. Compilers must turn it into the
+- the default one is functional: it copies the activations before an implementation that writes into
+  them;
+- `maybe_inplace` (ops with one activation per result, or with state) gives its activations away:
+  what they hold
+  afterwards is undefined, and the results may lie in their memory, as the schema says. Compilers
+  must turn it into the
   functional one first (`gpu/passes`); AOTAutograd refuses it as it stands.
 
-What runs behind an operator is said by its keyword `plan`, the hash of a plan that was bound in this process, so that
-engines with different plans share the operators, whose registration is irreversible, without clashing. An empty hash
-means the native implementations.
+What runs behind an operator is said by its keyword `plan`, the hash of a plan that was bound in
+this process, so that engines with different plans share the operators, whose registration is
+irreversible, without clashing. An empty hash means the native implementations.
 
-Implementations that no graph may look into, because they write in place, read the host or launch a raw kernel, are
-operators of their own:
-`twinfer_impl::<op>_<provider>`.
+Implementations that no graph may look into, because they write in place, read the host or launch a
+raw kernel, are operators of their own: `twinfer_impl::<op>_<provider>`.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """The two overloads of an op; `inplace` is None where results and activations do not pair up."""
+    """The two overloads of an op; `inplace` is None where results and activations do not pair
+    up.
+    """
 
     op: Op
     functional: Any
@@ -72,11 +76,10 @@ _opaque: dict[tuple[str, str], tuple[Implementation, Callable[..., Any]]] = {}
 def bind(plan: Plan, *, compiling: bool = False, wrap: bool = False) -> Any:
     """A namespace of the plan's ops.
 
-    Plain functions by default; when `compiling`, those that write in place, read the host or launch raw kernels are
-    opaque operators.
-    With `wrap`, every call is one operator `twinfer::<op>`. On all roads a call of an op whose planned implementation
-    writes in place gives its activations away; a composition's own calls do not, but for the state that it was given.
-    Raises OpError.
+    Plain functions by default; when `compiling`, those that write in place, read the host or launch
+    raw kernels are opaque operators. With `wrap`, every call is one operator `twinfer::<op>`. On
+    all roads a call of an op whose planned implementation writes in place gives its activations
+    away; a composition's own calls do not, but for the state that it was given. Raises OpError.
     """
     if wrap:
         return _wrapped(plan)
@@ -91,7 +94,8 @@ def bind(plan: Plan, *, compiling: bool = False, wrap: bool = False) -> Any:
         direct[op.name] = function
         return _copying(op, function)
 
-    # A reference may return what it gave to an op, so compositions are bound to functions that copy.
+    # A reference may return what it gave to an op, so compositions are bound to functions that
+    # copy.
     space = plan.bind(choose)
     return SimpleNamespace(**{**vars(space), **direct})
 
@@ -100,8 +104,13 @@ def _copying(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
     positions = activation_positions(op)
 
     def call(*args: Any, **named: Any) -> Any:
-        copies = {name: value.clone() if name in op.activations else value for name, value in named.items()}
-        return function(*(value.clone() if i in positions else value for i, value in enumerate(args)), **copies)
+        copies = {
+            name: value.clone() if name in op.activations else value
+            for name, value in named.items()
+        }
+        return function(
+            *(value.clone() if i in positions else value for i, value in enumerate(args)), **copies
+        )
 
     return call
 
@@ -114,17 +123,24 @@ def _wrapped(plan: Plan) -> Any:
         operator = made.functional
         if name in bound.writes:
             if made.inplace is None:
-                raise OpError(f"op {name!r} is planned in place, but its results do not pair up with its activations")
+                raise OpError(
+                    f"op {name!r} is planned in place, but its results do not pair up with its "
+                    "activations"
+                )
             operator = made.inplace
         setattr(space, name, partial(operator, plan=plan.hash))
     return space
 
 
 def register(plan: Plan) -> str:
-    """Make `plan` callable behind the operators, under the hash that is returned. Equal hashes are equal arithmetic."""
+    """Make `plan` callable behind the operators, under the hash that is returned. Equal hashes
+    are equal arithmetic.
+    """
     if plan.framework != "torch":
         raise OpError(f"plan: got one for {plan.framework}, the operators need one for torch")
-    _plans[plan.hash] = Bound(plan, bind(plan), frozenset(name for name in plan.choices if writes(plan, name)))
+    _plans[plan.hash] = Bound(
+        plan, bind(plan), frozenset(name for name in plan.choices if writes(plan, name))
+    )
     return plan.hash
 
 
@@ -142,11 +158,17 @@ def _bound(key: str) -> Bound:
 
 
 def writes(plan: Plan, name: str) -> bool:
-    """Whether what `plan` chose for an op may write into its activations, itself or by passing on its state."""
+    """Whether what `plan` chose for an op may write into its activations, itself or by passing
+    on its state.
+    """
     choice = plan[name].implementation
     if choice.provider != COMPOSITION:
         return choice.inplace
-    parts = [part for part in REGISTRY[name].composition if REGISTRY[part].state or plan[part].provider == COMPOSITION]
+    parts = [
+        part
+        for part in REGISTRY[name].composition
+        if REGISTRY[part].state or plan[part].provider == COMPOSITION
+    ]
     return any(writes(plan, part) for part in parts)
 
 
@@ -157,14 +179,22 @@ def activation_positions(op: Op) -> tuple[int, ...]:
 
 
 def result_count(op: Op) -> int | None:
-    """How many results an op has if it returns a tuple, or None if it returns one array. Raises OpError."""
+    """How many results an op has if it returns a tuple, or None if it returns one array. Raises
+    OpError.
+    """
     annotation = op.signature.return_annotation
     if annotation == "Array":
         return None
-    parts = annotation.removeprefix("tuple[").removesuffix("]").split(", ") if isinstance(annotation, str) else []
+    parts = (
+        annotation.removeprefix("tuple[").removesuffix("]").split(", ")
+        if isinstance(annotation, str)
+        else []
+    )
     if not parts or set(parts) != {"Array"}:
         returns = "no annotation" if annotation is inspect.Signature.empty else repr(annotation)
-        raise OpError(f"op {op.name!r} returns {returns}, operators return Array or tuple[Array, ...]")
+        raise OpError(
+            f"op {op.name!r} returns {returns}, operators return Array or tuple[Array, ...]"
+        )
     return len(parts)
 
 
@@ -173,7 +203,9 @@ def front(name: str) -> Front:
     op = REGISTRY[name]
     if name in _fronts:
         if _fronts[name].op.signature != op.signature:
-            raise OpError(f"op {name!r} was registered with {_fronts[name].op.signature}, got {op.signature}")
+            raise OpError(
+                f"op {name!r} was registered with {_fronts[name].op.signature}, got {op.signature}"
+            )
         return _fronts[name]
     library = _library(NAMESPACE)
     library.define(name + _schema(op, donated=False))
@@ -184,7 +216,9 @@ def front(name: str) -> Front:
         overload = f"{name}.maybe_inplace"
         library.define(overload + _schema(op, donated=True))
         library.impl(overload, partial(_run_inplace, op), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{overload}", partial(_fake_inplace, op), lib=library)
+        torch.library.register_fake(
+            f"{NAMESPACE}::{overload}", partial(_fake_inplace, op), lib=library
+        )
         inplace = getattr(torch.ops.twinfer, name).maybe_inplace
     _fronts[name] = Front(op, getattr(torch.ops.twinfer, name).default, inplace)
     return _fronts[name]
@@ -201,16 +235,28 @@ def _schema(op: Op, *, donated: bool) -> str:
     marks = dict(zip(op.activations, "abcdefgh", strict=False)) if donated else {}
     parameters = [*_parameters(op, marks), "*", 'str plan=""']
     count = result_count(op)
-    results = ["Tensor"] * ((count or 1) - len(marks)) + [f"Tensor({mark}!)" for mark in marks.values()]
-    return f"({', '.join(parameters)}) -> {results[0] if count is None else '(' + ', '.join(results) + ')'}"
+    results = ["Tensor"] * ((count or 1) - len(marks)) + [
+        f"Tensor({mark}!)" for mark in marks.values()
+    ]
+    return (
+        f"({', '.join(parameters)}) -> "
+        f"{results[0] if count is None else '(' + ', '.join(results) + ')'}"
+    )
 
 
 def _parameters(op: Op, marks: dict[str, str]) -> Iterator[str]:
     for parameter in op.signature.parameters.values():
         if parameter.annotation not in KINDS:
             known = ", ".join(KINDS)
-            raise OpError(f"op {op.name!r}: {parameter.name} is {parameter.annotation!r}, operators take {known}")
-        kind = f"Tensor({marks[parameter.name]}!)" if parameter.name in marks else KINDS[parameter.annotation]
+            raise OpError(
+                f"op {op.name!r}: {parameter.name} is {parameter.annotation!r}, operators take "
+                f"{known}"
+            )
+        kind = (
+            f"Tensor({marks[parameter.name]}!)"
+            if parameter.name in marks
+            else KINDS[parameter.annotation]
+        )
         default = parameter.default
         if default is inspect.Parameter.empty:
             yield f"{kind} {parameter.name}"
@@ -248,7 +294,9 @@ def _fake_inplace(op: Op, *args: Any, plan: str = "", **kwargs: Any) -> Any:
 
 
 class _Fakes:
-    """Results without data: the references in the torch namespace, whatever is planned, run on fake tensors."""
+    """Results without data: the references in the torch namespace, whatever is planned, run on
+    fake tensors.
+    """
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         op = REGISTRY[name]
@@ -259,7 +307,9 @@ class _Fakes:
         return without_data(op, empty_tensor, donated=False)
 
 
-def empty_tensor(like: torch.Tensor, shape: tuple[Any, ...], dtype: str | None = None) -> torch.Tensor:
+def empty_tensor(
+    like: torch.Tensor, shape: tuple[Any, ...], dtype: str | None = None
+) -> torch.Tensor:
     """A tensor on the device of `like`, of the named dtype or of that of `like`."""
     return like.new_empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype))
 
@@ -272,8 +322,9 @@ def _fakes() -> _Fakes:
 def opaque(op: Op, implementation: Implementation) -> Callable[..., Any]:
     """An implementation as the operator `twinfer_impl::<op>_<provider>`.
 
-    What one that writes in place gives the graph is only its results beyond its activations, which the caller has.
-    A provider of an op is registered once, so no plans can differ in what is behind it. Raises OpError.
+    What one that writes in place gives the graph is only its results beyond its activations, which
+    the caller has. A provider of an op is registered once, so no plans can differ in what is behind
+    it. Raises OpError.
     """
     key = (op.name, implementation.provider)
     if key in _opaque:
@@ -298,7 +349,11 @@ def opaque(op: Op, implementation: Implementation) -> Callable[..., Any]:
         parts = _as_tuple(result)
         for position, value in zip(positions, parts[fresh:], strict=True):
             if value is not args[position]:
-                raise OpError(f"op {op.name!r}: {implementation.provider!r} works in place and returns other tensors")
+                raise OpError(
+                    f"op {op.name!r}: {implementation.provider!r} works in place and returns "
+                    "other "
+                    "tensors"
+                )
         return _of_graph(parts[:fresh])
 
     def fake(*args: Any) -> Any:

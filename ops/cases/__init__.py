@@ -1,4 +1,6 @@
-"""Cases, bounds and mutants of the ops, one module per group: `load_all` attaches all of them (see `ops.testing`)."""
+"""Cases, bounds and mutants of the ops, one module per group: `load_all` attaches all of them
+(see `ops.testing`).
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,10 @@ import numpy as np
 from ..testing import DTYPES, Arguments, Bound, Case, Testing, judged_by
 from .generators import generator, normal, strided, to_bfloat16, weights
 
-NARROW: dict[str, tuple[Any, float]] = {"fp8": (ml_dtypes.float8_e4m3fn, 448.0), "int8": (np.int8, 127.0)}
+NARROW: dict[str, tuple[Any, float]] = {
+    "fp8": (ml_dtypes.float8_e4m3fn, 448.0),
+    "int8": (np.int8, 127.0),
+}
 
 
 def narrow(x: np.ndarray, kind: str, scale: float) -> np.ndarray:
@@ -23,12 +26,16 @@ def narrow(x: np.ndarray, kind: str, scale: float) -> np.ndarray:
     return np.asarray((np.nan_to_num(np.rint(y)) if kind == "int8" else y).astype(dtype))
 
 
-# --- write_kv --------------------------------------------------------------------------------------------------------
+# --- write_kv
+# --------------------------------------------------------------------------------------------------
 
 
 def _write_cases(dtype: str) -> Iterator[Case]:
     rng = generator("write_kv")
-    for name, pages, page, heads, hdim in (("pages of 4", 5, 4, 3, 24), ("pages of 16, one head", 3, 16, 1, 7)):
+    for name, pages, page, heads, hdim in (
+        ("pages of 4", 5, 4, 3, 24),
+        ("pages of 16, one head", 3, 16, 1, 7),
+    ):
         kv = normal(rng, dtype, pages, page, 2 * heads, hdim)
         kv[1, 2] = np.nan  # what lies in a slot is copied or overwritten, not read
         slots = rng.permutation(pages * page - 1)[:9].astype(np.int32)
@@ -61,7 +68,14 @@ def _scratch(a: Arguments) -> np.ndarray:
 
 
 def _wrong_write(
-    xp: Any, kv: Any, k: Any, v: Any, slots: Any, k_scale: float = 1.0, v_scale: float = 1.0, fault: str = ""
+    xp: Any,
+    kv: Any,
+    k: Any,
+    v: Any,
+    slots: Any,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    fault: str = "",
 ) -> Any:
     out = kv.reshape(-1, *kv.shape[2:]).copy()
     real = slots >= 0
@@ -73,7 +87,8 @@ def _wrong_write(
     elif fault == "multiplied by the scale":
         k_scale, v_scale = 1.0 / k_scale, 1.0 / v_scale
     if kind and fault == "truncated" and kind == "int8":
-        k, v = (np.trunc(np.nan_to_num(np.clip(x.astype(np.float32) * np.float32(1 / s), -127, 127))).astype(np.int8)
+        k, v = (np.trunc(np.nan_to_num(np.clip(x.astype(np.float32) * np.float32(1 / s), -127,
+            127))).astype(np.int8)
                 for x, s in ((k, k_scale), (v, v_scale)))  # fmt: skip
     elif kind:
         k, v = narrow(k, kind, k_scale), narrow(v, kind, v_scale)
@@ -100,7 +115,12 @@ def _wrong_write(
 
 
 WRITE_FAULTS = (
-    *("padding written to slot 0", "padding written to the last real slot", "page and offset swapped", "next slot"),
+    *(
+        "padding written to slot 0",
+        "padding written to the last real slot",
+        "page and offset swapped",
+        "next slot",
+    ),
     *("last row lost", "K and V swapped", "halves, not interleaved", "V not written"),
     *("scales ignored", "scales swapped", "multiplied by the scale", "truncated"),
 )
@@ -117,14 +137,18 @@ judged_by(
 )
 
 
-# --- norm_rope_write_kv ----------------------------------------------------------------------------------------------
+# --- norm_rope_write_kv
+# ----------------------------------------------------------------------------------------------
 
 
 def _fused_arguments(
-    rng: np.random.Generator, dtype: str, tokens: int, heads: tuple[int, int], hdim: int, pages: tuple[int, int],
+    rng: np.random.Generator, dtype: str, tokens: int, heads: tuple[int, int], hdim: int,
+    pages: tuple[int, int],
     rotated: int = 0, norms: bool = True,
 ) -> Arguments:  # fmt: skip
-    """A step of `tokens` rows, the second of which has no slot; pages: (how many, slots in each)."""
+    """A step of `tokens` rows, the second of which has no slot; pages: (how many, slots in
+    each).
+    """
     kv = normal(rng, dtype, *pages, 2 * heads[1], hdim)
     kv[0] = np.nan  # what lies in a slot is copied or overwritten, not read
     slots = rng.permutation(pages[0] * pages[1] - 1)[:tokens].astype(np.int32)
@@ -135,7 +159,8 @@ def _fused_arguments(
     angles = rng.uniform(0.0, 2e3, (tokens, (rotated or hdim) // 2))
     return {
         "qkv": qkv, "kv": kv, "q_weight": weights(rng, dtype, hdim) if norms else None,
-        "k_weight": weights(rng, dtype, hdim) if norms else None, "cos": np.cos(angles).astype(np.float32),
+        "k_weight": weights(rng, dtype, hdim) if norms else None,
+        "cos": np.cos(angles).astype(np.float32),
         "sin": np.sin(angles).astype(np.float32), "slots": slots, "eps": 1e-6,
     }  # fmt: skip
 
@@ -147,9 +172,13 @@ def _fused_cases(dtype: str) -> Iterator[Case]:
     yield Case("large eps", arguments | {"eps": 0.5})
     yield Case("no norms", arguments | {"q_weight": None, "k_weight": None})
     yield Case("view of a wider array", arguments | {"qkv": strided(arguments["qkv"])})
-    yield Case("odd head size, partly rotated", _fused_arguments(rng, dtype, 5, (3, 1), 23, (3, 16), rotated=10))
+    yield Case(
+        "odd head size, partly rotated",
+        _fused_arguments(rng, dtype, 5, (3, 1), 23, (3, 16), rotated=10),
+    )
     yield Case("one token", _fused_arguments(rng, dtype, 1, (16, 8), 64, (2, 16)))
-    for kind, k_scale, v_scale in (("fp8", 0.9, 0.37), ("int8", 0.31, 0.05)):  # some entries of V saturate
+    # some entries of V saturate
+    for kind, k_scale, v_scale in (("fp8", 0.9, 0.37), ("int8", 0.31, 0.05)):
         yield Case(f"{kind} cache", _fused_narrow(arguments, kind, k_scale, v_scale))
     if dtype == "bfloat16":
         for tokens in (64, 2048):
@@ -158,7 +187,8 @@ def _fused_cases(dtype: str) -> Iterator[Case]:
 
 
 def _fused_narrow(a: Arguments, kind: str, k_scale: float, v_scale: float) -> Arguments:
-    """The same step over a cache of fp8 or int8, which must be equal: so what is stored is exact until it is scaled.
+    """The same step over a cache of fp8 or int8, which must be equal: so what is stored is exact
+    until it is scaled.
 
     K has no norm, and it is turned by quarter turns. V is never rounded on the way.
     """
@@ -175,7 +205,8 @@ def _fused_narrow(a: Arguments, kind: str, k_scale: float, v_scale: float) -> Ar
 
 
 def _wrong_fused(
-    ops: Any, qkv: Any, kv: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, slots: Any, eps: float,
+    ops: Any, qkv: Any, kv: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, slots: Any,
+    eps: float,
     k_scale: float = 1.0, v_scale: float = 1.0, fault: str = "",
 ) -> Any:  # fmt: skip
     size, kv_heads = kv.shape[3], kv.shape[2] // 2
@@ -218,7 +249,10 @@ def _fused_sizes(a: Arguments) -> Any:
     size, kv_heads = a["kv"].shape[3], a["kv"].shape[2] // 2
     x = a["qkv"].reshape(len(a["qkv"]), -1, size).astype(np.float64)
     heads, half = x.shape[1] - 2 * kv_heads, a["cos"].shape[1]
-    for part, weight in ((slice(0, heads), a["q_weight"]), (slice(heads, heads + kv_heads), a["k_weight"])):
+    for part, weight in (
+        (slice(0, heads), a["q_weight"]),
+        (slice(heads, heads + kv_heads), a["k_weight"]),
+    ):
         if weight is not None:
             y = x[:, part]
             x[:, part] = y / np.sqrt((y**2).mean(-1, keepdims=True) + a["eps"]) * weight
@@ -236,8 +270,21 @@ def _fused_sizes(a: Arguments) -> Any:
 
 
 FUSED_FAULTS = (
-    *("K and V swapped", "weights of q and k swapped", "eps missing", "eps of another model", "q not normed"),
-    *("k not normed", "v normed", "rotated the other way", "angles of the next token", "k not rotated", "v rotated"),
+    *(
+        "K and V swapped",
+        "weights of q and k swapped",
+        "eps missing",
+        "eps of another model",
+        "q not normed",
+    ),
+    *(
+        "k not normed",
+        "v normed",
+        "rotated the other way",
+        "angles of the next token",
+        "k not rotated",
+        "v rotated",
+    ),
     *("q scaled by 1.005", "next slot", "scales swapped", "scales ignored"),
 )
 
@@ -248,7 +295,8 @@ judged_by(
         Bound(
             inner=1.0,
             ties=1.0,
-            reason="the norm, which it is composed of, rounds before the rotation; the oracle rounds there too, so "
+            reason="the norm, which it is composed of, rounds before the rotation; the oracle "
+            "rounds there too, so "
             "that only what rounds differently, or not at all, is left",
         ),
         magnitude=_fused_sizes,
@@ -260,7 +308,8 @@ judged_by(
 )
 
 
-# --- paged_attention -------------------------------------------------------------------------------------------------
+# --- paged_attention
+# -------------------------------------------------------------------------------------------------
 
 
 def _paged_cache(
@@ -301,10 +350,11 @@ def paged(
     tokens: int = 0,
     shared: int = 0,
 ) -> Arguments:
-    """Arguments of a step: requests of `lengths` slots, of which the last `queries` are asked for; decodes first.
+    """Arguments of a step: requests of `lengths` slots, of which the last `queries` are asked for;
+    decodes first.
 
-    Pages are permuted. Every slot that no request holds is NaN, and so are queries of padding rows; the first `shared`
-    pages are the same in all requests. `requests` and `tokens`: padded sizes.
+    Pages are permuted. Every slot that no request holds is NaN, and so are queries of padding rows;
+    the first `shared` pages are the same in all requests. `requests` and `tokens`: padded sizes.
     """
     order = sorted(range(len(lengths)), key=lambda i: queries[i] != 1)
     lengths, queries = [lengths[i] for i in order], [queries[i] for i in order]
@@ -317,7 +367,8 @@ def paged(
     q = np.full((tokens, heads[0], hdim), np.nan)
     q[: sum(queries)] = rng.normal(size=(sum(queries), heads[0], hdim))
     return {
-        "q": q.astype(DTYPES[dtype]), "kv": kv.astype(DTYPES[dtype]), "page_table": table, "query_start": start,
+        "q": q.astype(DTYPES[dtype]), "kv": kv.astype(DTYPES[dtype]), "page_table": table,
+        "query_start": start,
         "kv_lens": lens, "counts": np.array([queries.count(1), len(lengths)], np.int32),
         "scale": 1.3 / math.sqrt(hdim), "window": 0, "soft_cap": 0.0, "max_query_len": max(queries),
     }  # fmt: skip
@@ -328,11 +379,13 @@ BELOW_ONE = 1.0 - 2.0**-8
 
 
 def equal_values(queries: int) -> Arguments:
-    """Attention over values of 1, in bfloat16. Of 16 keys one has the weight 1, the others 0.5 and nearly half a unit.
+    """Attention over values of 1, in bfloat16. Of 16 keys one has the weight 1, the others 0.5 and
+    nearly half a unit.
 
-    The exact mean is 1. If weights are rounded for the product and not in their sum, as the contract says, the last 16
-    rows are about (3 + 45 / 2) / (3 + 45 weight) = 0.9968, which rounds to `BELOW_ONE`. No bound can tell, as it allows
-    for roundings wherever they are. The first key of every 16 has the largest score: blocks and parts change nothing.
+    The exact mean is 1. If weights are rounded for the product and not in their sum, as the
+    contract says, the last 16 rows are about (3 + 45 / 2) / (3 + 45 weight) = 0.9968, which rounds
+    to `BELOW_ONE`. No bound can tell, as it allows for roundings wherever they are. The first key
+    of every 16 has the largest score: blocks and parts change nothing.
     """
     length, size, page = 48, 64, 16
     weight = 0.5 + 0.48 * 2.0**-8
@@ -361,7 +414,9 @@ def _attention_cases(dtype: str) -> Iterator[Case]:
     yield Case("decode, padded", decode)
     yield Case("decode, window", decode | {"window": 5})
     yield Case("decode, soft cap", decode | {"soft_cap": 1.5})
-    mixed = paged(rng, dtype, [9, 50, 23, 31, 7], [1, 50, 2, 1, 5], (6, 2), 24, 4, requests=8, tokens=72)
+    mixed = paged(
+        rng, dtype, [9, 50, 23, 31, 7], [1, 50, 2, 1, 5], (6, 2), 24, 4, requests=8, tokens=72
+    )
     yield Case("mixed, padded", mixed)
     yield Case("mixed, window and soft cap", mixed | {"window": 11, "soft_cap": 3.0})
     yield Case("mixed, window of a page", mixed | {"window": 4})
@@ -374,13 +429,18 @@ def _attention_cases(dtype: str) -> Iterator[Case]:
     blocks = paged(rng, dtype, [300, 140, 290], [290, 1, 20], (2, 1), 16, 16)
     yield Case("several blocks", blocks)
     yield Case("several blocks, window", blocks | {"window": 131})
-    # The oldest slot that the query sees is 127: the last one of a block of 128, which must not be skipped.
+    # The oldest slot that the query sees is 127: the last one of a block of 128, which must not be
+    # skipped.
     edge = paged(np.random.default_rng(9), dtype, [167], [1], (2, 1), 16, 16)
     yield Case("window that ends with a block", edge | {"window": 40})
     few = paged(rng, dtype, [9, 5], [1, 5], (4, 2), 32, 16, requests=32, tokens=16)
     yield Case("more requests than tokens", few)
-    sharp = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in decode.items()}
-    sharp["q"] *= sharp["q"].dtype.type(30.0)  # scores in the hundreds: a softmax without its maximum overflows
+    sharp = {
+        name: value.copy() if isinstance(value, np.ndarray) else value
+        for name, value in decode.items()
+    }
+    # scores in the hundreds: a softmax without its maximum overflows
+    sharp["q"] *= sharp["q"].dtype.type(30.0)
     sharp["q"][1] *= sharp["q"].dtype.type(0.0)  # a mean of the values
     yield Case("decode, sharp and flat", sharp)
     for kind, k_scale, v_scale in (("fp8", 0.9, 0.6), ("int8", 0.031, 0.037)):
@@ -395,12 +455,17 @@ def _attention_cases(dtype: str) -> Iterator[Case]:
     if dtype == "bfloat16":
         bench = generator("bench paged_attention")
         lengths = [int(n) for n in bench.integers(200, 2000, 64)]
-        for name, n, m in (("decode, 64 requests", lengths, [1] * 64), ("prefill of 1024", [1024], [1024])):
+        for name, n, m in (
+            ("decode, 64 requests", lengths, [1] * 64),
+            ("prefill of 1024", [1024], [1024]),
+        ):
             yield Case(name, partial(paged, bench, dtype, n, m, (16, 8), 128, 16), ("bench",))
 
 
 def _narrowed(a: Arguments, kind: str, k_scale: float, v_scale: float) -> Arguments:
-    """The same step over a cache of fp8 or int8. What no request holds is large in int8, which has no NaN."""
+    """The same step over a cache of fp8 or int8. What no request holds is large in int8, which
+    has no NaN.
+    """
     unused = np.isnan(a["kv"].astype(np.float32)).all((2, 3))
     kv = np.empty(a["kv"].shape, NARROW[kind][0])
     kv[..., 0::2, :] = narrow(a["kv"][..., 0::2, :], kind, k_scale)
@@ -414,12 +479,21 @@ def _open(a: Arguments) -> np.ndarray:
     """Rows of a request in which another row sees NaN: the contract leaves them open."""
     free = np.zeros((len(a["q"]), 1, 1), bool)
     for i in range(a["counts"][1]):
-        start, stop, length = int(a["query_start"][i]), int(a["query_start"][i + 1]), int(a["kv_lens"][i])
+        start, stop, length = (
+            int(a["query_start"][i]),
+            int(a["query_start"][i + 1]),
+            int(a["kv_lens"][i]),
+        )
         pages = a["page_table"][i, : -(-length // a["kv"].shape[1])]
         slots = a["kv"][pages].reshape(-1, *a["kv"].shape[2:])[:length].astype(np.float32)
         spoilt = np.isnan(slots).any((1, 2))
-        position, slot = np.arange(length - (stop - start), length)[:, None], np.arange(length)[None, :]
-        visible = (slot <= position) & ((slot > position - a["window"]) if a["window"] > 0 else True)
+        position, slot = (
+            np.arange(length - (stop - start), length)[:, None],
+            np.arange(length)[None, :],
+        )
+        visible = (slot <= position) & (
+            (slot > position - a["window"]) if a["window"] > 0 else True
+        )
         hit = (visible & spoilt).any(1)
         free[start:stop, 0, 0] = hit.any() & ~hit
     return free
@@ -436,7 +510,9 @@ def _spoil_below_window(a: Arguments) -> np.ndarray:
 
 
 def _spoil_last(a: Arguments) -> np.ndarray:
-    """NaN in the last slot of each request with several queries: it reaches the last of them only."""
+    """NaN in the last slot of each request with several queries: it reaches the last of them
+    only.
+    """
     kv = a["kv"].copy()
     for i in range(a["counts"][0], a["counts"][1]):
         slot = a["kv_lens"][i] - 1
@@ -445,14 +521,18 @@ def _spoil_last(a: Arguments) -> np.ndarray:
 
 
 class _Fault:
-    """paged_attention with one thing wrong; "" is the plain truth. `sizes` gives magnitudes instead of results."""
+    """paged_attention with one thing wrong; "" is the plain truth. `sizes` gives magnitudes
+    instead of results.
+    """
 
     def __init__(self, fault: str = "", sizes: str = "") -> None:
         self.fault, self.sizes = fault, sizes
 
     def __call__(
-        self, xp: Any, q: Any, kv: Any, page_table: Any, query_start: Any, kv_lens: Any, counts: Any, scale: float,
-        window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+        self, xp: Any, q: Any, kv: Any, page_table: Any, query_start: Any, kv_lens: Any,
+        counts: Any, scale: float,
+        window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Any:  # fmt: skip
         out = np.zeros_like(q)
         kv = kv.astype(np.float64)
@@ -509,7 +589,9 @@ class _Fault:
         if self.fault == "scores rounded to bfloat16":
             scores = to_bfloat16(scores)
         if soft_cap > 0 and self.fault != "soft cap ignored":
-            scores = soft_cap * np.tanh(scores if self.fault == "soft cap without division" else scores / soft_cap)
+            scores = soft_cap * np.tanh(
+                scores if self.fault == "soft cap without division" else scores / soft_cap
+            )
         return scores, size
 
     def _visible(self, length: int, queries: int, window: int) -> Any:
@@ -544,14 +626,19 @@ class _Fault:
             total = weights.sum(-1, keepdims=True)
         weights = weights / total
         if self.sizes:
-            # An error e of a score moves its weight by the factor e, and those of all others by their share in it.
+            # An error e of a score moves its weight by the factor e, and those of all others by
+            # their share in it.
             spread = np.where(visible, 1.0 + size, 0.0) * (
                 math.sqrt(size.shape[-1]) / 4.0 if self.sizes == "sums" else 0.0
             )
             spread = spread + 1.0 + (weights * spread).sum(-1, keepdims=True)
-            return np.einsum("hts,shd->thd", weights * spread, np.abs(np.where(np.isnan(values), 0.0, values)))
+            return np.einsum(
+                "hts,shd->thd", weights * spread, np.abs(np.where(np.isnan(values), 0.0, values))
+            )
         mean = np.einsum("hts,shd->thd", weights, np.where(np.isnan(values), 0.0, values))
-        return np.where(np.einsum("ts,shd->thd", 1.0 * visible, 1.0 * np.isnan(values)) > 0, np.nan, mean)
+        return np.where(
+            np.einsum("ts,shd->thd", 1.0 * visible, 1.0 * np.isnan(values)) > 0, np.nan, mean
+        )
 
 
 def _sizes(a: Arguments, which: str) -> Any:
@@ -559,12 +646,44 @@ def _sizes(a: Arguments, which: str) -> Any:
 
 
 ATTENTION_FAULTS = (
-    *("mask off by one, future seen", "mask off by one, self unseen", "not causal", "positions from 0"),
-    *("window one longer", "window one shorter", "window ignored", "stale last page", "pages in order"),
-    *("first pages swapped", "last partial page lost", "length of the request before", "K and V swapped"),
-    *("halves, not interleaved", "heads mapped modulo", "heads mapped reversed", "soft cap ignored"),
-    *("soft cap without division", "soft cap of the mask", "scale missing", "scale off by 1.005", "scaled by 1.005"),
-    *("last 8 of hdim skipped", "scores rounded to bfloat16", "one more in the sum", "softmax of base 2"),
+    *(
+        "mask off by one, future seen",
+        "mask off by one, self unseen",
+        "not causal",
+        "positions from 0",
+    ),
+    *(
+        "window one longer",
+        "window one shorter",
+        "window ignored",
+        "stale last page",
+        "pages in order",
+    ),
+    *(
+        "first pages swapped",
+        "last partial page lost",
+        "length of the request before",
+        "K and V swapped",
+    ),
+    *(
+        "halves, not interleaved",
+        "heads mapped modulo",
+        "heads mapped reversed",
+        "soft cap ignored",
+    ),
+    *(
+        "soft cap without division",
+        "soft cap of the mask",
+        "scale missing",
+        "scale off by 1.005",
+        "scaled by 1.005",
+    ),
+    *(
+        "last 8 of hdim skipped",
+        "scores rounded to bfloat16",
+        "one more in the sum",
+        "softmax of base 2",
+    ),
     *("maximum not taken off", "padding not zeroed", "scale of K ignored", "scale of V ignored"),
 )
 

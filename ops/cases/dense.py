@@ -14,22 +14,31 @@ from .generators import generator, hostile_rows, normal, strided, to_bfloat16, t
 
 
 def chain(k: int) -> float:
-    """Growth of the error of a float32 sum of k numbers in any order, over that of a few: roundings walk randomly."""
+    """Growth of the error of a float32 sum of k numbers in any order, over that of a few:
+    roundings walk randomly.
+    """
     return max(1.0, math.sqrt(k) / 4.0)
 
 
 COARSE = Bound(
     roundings=1.0,
     inner=2.0,
-    reason="the contract lets an implementation make or skip the inner roundings, and the oracle makes them: who skips "
-    "one is off by half a unit in the last place of that value, who makes it next to a tie by a whole one",
+    reason="the contract lets an implementation make or skip the inner roundings, and the oracle "
+    "makes them: who skips "
+    "one is off by half a unit in the last place of that value, who makes it next to a tie by a "
+    "whole one",
 )
-"""Of coarse ops whose finer ones round on the way. `rounded` has to count each inner rounding once."""
+"""Of coarse ops whose finer ones round on the way. `rounded` has to count each inner rounding
+once.
+"""
 FLUSHED = 2.0**-104
-"""A magnitude that allows 2^-125 in a default bound: what is below the smallest normal number may be flushed to 0."""
+"""A magnitude that allows 2^-125 in a default bound: what is below the smallest normal number
+may be flushed to 0.
+"""
 
 
-# --- embedding -------------------------------------------------------------------------------------------------------
+# --- embedding
+# --------------------------------------------------------------------------------------------------
 
 
 def _embedding_cases(dtype: str) -> Iterator[Case]:
@@ -59,16 +68,23 @@ judged_by(
         rows=("ids",),
         mutants={
             "next word": lambda xp, ids, table: table[(ids + 1) % len(table)],
-            "scaled by sqrt(dim)": lambda xp, ids, table: (table[ids] * np.float32(70**0.5)).astype(table.dtype),
+            "scaled by sqrt(dim)": lambda xp, ids, table: (table[ids] * np.float32(70**0.5)).astype(
+                table.dtype
+            ),
             "last word unreachable": lambda xp, ids, table: table[np.minimum(ids, len(table) - 3)],
-            "last channel lost": lambda xp, ids, table: np.where(np.arange(70) < 69, table[ids], table[ids] * 0),
-            "NaN cleaned": lambda xp, ids, table: np.nan_to_num(table[ids].astype(np.float32)).astype(table.dtype),
+            "last channel lost": lambda xp, ids, table: np.where(
+                np.arange(70) < 69, table[ids], table[ids] * 0
+            ),
+            "NaN cleaned": lambda xp, ids, table: np.nan_to_num(
+                table[ids].astype(np.float32)
+            ).astype(table.dtype),
         },
     ),
 )
 
 
-# --- linear and logits -----------------------------------------------------------------------------------------------
+# --- linear and logits
+# -----------------------------------------------------------------------------------------------
 
 
 def _product(rng: np.random.Generator, dtype: str, rows: int, k: int, n: int) -> Arguments:
@@ -83,7 +99,9 @@ def _linear_cases(dtype: str) -> Iterator[Case]:
     rng = generator("linear")
     odd = _product(rng, dtype, 7, 133, 35)
     yield Case("odd sizes", odd)
-    yield Case("strided x and weight", odd | {"x": strided(odd["x"]), "weight": strided(odd["weight"])})
+    yield Case(
+        "strided x and weight", odd | {"x": strided(odd["x"]), "weight": strided(odd["weight"])}
+    )
     yield Case("no bias", odd | {"bias": None})
     real = _product(rng, dtype, 9, 1024, 96)
     yield Case("k of a real layer", real | {"bias": None})
@@ -122,12 +140,22 @@ judged_by(
         rows=("x",),
         mutants={
             "bias dropped": lambda xp, x, weight, bias: x @ weight.T,
-            "bias twice": lambda xp, x, weight, bias: x @ weight.T + (0.0 if bias is None else 2 * bias),
-            "last 64 of k skipped": lambda xp, x, weight, bias: xp.linear(x[:, :-64], weight[:, :-64], bias),
-            "last of k skipped": lambda xp, x, weight, bias: xp.linear(x[:, :-1], weight[:, :-1], bias),
+            "bias twice": lambda xp, x, weight, bias: (
+                x @ weight.T + (0.0 if bias is None else 2 * bias)
+            ),
+            "last 64 of k skipped": lambda xp, x, weight, bias: xp.linear(
+                x[:, :-64], weight[:, :-64], bias
+            ),
+            "last of k skipped": lambda xp, x, weight, bias: xp.linear(
+                x[:, :-1], weight[:, :-1], bias
+            ),
             "scaled by 1.005": lambda xp, x, weight, bias: xp.linear(x, weight, bias) * 1.005,
-            "rows shifted": lambda xp, x, weight, bias: xp.linear(np.roll(x, 1, axis=0), weight, bias),
-            "columns shifted": lambda xp, x, weight, bias: xp.linear(x, np.roll(weight, 1, axis=0), bias),
+            "rows shifted": lambda xp, x, weight, bias: xp.linear(
+                np.roll(x, 1, axis=0), weight, bias
+            ),
+            "columns shifted": lambda xp, x, weight, bias: xp.linear(
+                x, np.roll(weight, 1, axis=0), bias
+            ),
             "rounded before the bias": partial(_wrong_linear, fault="rounded before the bias"),
             "tf32 product": partial(_wrong_linear, fault="tf32"),
             "bfloat16 product": partial(_wrong_linear, fault="bfloat16"),
@@ -139,7 +167,10 @@ judged_by(
 
 def _logits_cases(dtype: str) -> Iterator[Case]:
     rng = generator("logits")
-    for name, (rows, k, vocab) in {"odd sizes": (8, 133, 257), "k of a real model": (3, 1024, 65)}.items():
+    for name, (rows, k, vocab) in {
+        "odd sizes": (8, 133, 257),
+        "k of a real model": (3, 1024, 65),
+    }.items():
         arguments = _product(rng, dtype, rows, k, vocab)
         arguments.pop("bias")
         yield Case(name, arguments)
@@ -166,13 +197,16 @@ judged_by(
             "scaled by 1.005": lambda xp, x, weight: x @ weight.T * 1.005,
             "words shifted": lambda xp, x, weight: x @ np.roll(weight, 1, axis=0).T,
             "tf32 product": lambda xp, x, weight: to_tf32(x) @ to_tf32(weight).T,
-            "last word lost": lambda xp, x, weight: x @ np.where(np.arange(len(weight)) < len(weight) - 1, weight.T, 0),
+            "last word lost": lambda xp, x, weight: (
+                x @ np.where(np.arange(len(weight)) < len(weight) - 1, weight.T, 0)
+            ),
         },
     ),
 )
 
 
-# --- silu_and_mul and the gated MLP ----------------------------------------------------------------------------------
+# --- silu_and_mul and the gated MLP
+# ----------------------------------------------------------------------------------
 
 
 def silu_cases(dtype: str) -> Iterator[Case]:
@@ -182,14 +216,21 @@ def silu_cases(dtype: str) -> Iterator[Case]:
     x[7] = np.linspace(-87, 87, 198).astype(x.dtype)  # both tails of exp
     yield Case("hostile rows", {"x": x})
     if dtype != "float16":  # which holds no such up
-        # Where exp(-gate) overflows and exp(gate) is below the smallest float32, but the product with up is not.
+        # Where exp(-gate) overflows and exp(gate) is below the smallest float32, but the product
+        # with up is not.
         gates, up = np.linspace(-140, -80, 99), np.geomspace(1e36, 1e15, 99)
-        yield Case("deep gates", {"x": np.tile(np.concatenate([gates, up]), (8, 1)).astype(x.dtype)})
+        yield Case(
+            "deep gates", {"x": np.tile(np.concatenate([gates, up]), (8, 1)).astype(x.dtype)}
+        )
     yield Case("strided", {"x": strided(normal(rng, dtype, 8, 198, scale=3.0))})
     yield Case("real width", {"x": normal(rng, dtype, 3, 2 * 3072, scale=2.0)})
     if dtype == "bfloat16":
         bench = generator("bench silu_and_mul")
-        yield Case("Qwen3-0.6B, 2048 tokens", lambda: {"x": normal(bench, dtype, 2048, 2 * 3072)}, ("bench",))
+        yield Case(
+            "Qwen3-0.6B, 2048 tokens",
+            lambda: {"x": normal(bench, dtype, 2048, 2 * 3072)},
+            ("bench",),
+        )
 
 
 def _halves(x: Any) -> tuple[Any, Any]:
@@ -275,22 +316,32 @@ def _big_mlp() -> Arguments:
 
 
 def mlp_sizes(a: Arguments, accumulated: bool) -> Any:
-    """What relative errors of 1 in gate, up and their product, or in all that these are sums of, do to the output."""
-    gate, up = _halves(a["x"] @ a["gate_up"].T + (0.0 if a["gate_up_bias"] is None else a["gate_up_bias"]))
+    """What relative errors of 1 in gate, up and their product, or in all that these are sums of,
+    do to the output.
+    """
+    gate, up = _halves(
+        a["x"] @ a["gate_up"].T + (0.0 if a["gate_up_bias"] is None else a["gate_up_bias"])
+    )
     gate_size, up_size = np.abs(gate), np.abs(up)
     if accumulated:
-        gate_size, up_size = _halves(_added(a["x"], a["gate_up"], a["gate_up_bias"]) * chain(a["x"].shape[-1]))
+        gate_size, up_size = _halves(
+            _added(a["x"], a["gate_up"], a["gate_up_bias"]) * chain(a["x"].shape[-1])
+        )
     sigmoid = 1.0 / (1.0 + np.exp(-gate))
     slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
     hidden = np.abs(slope * up) * gate_size + np.abs(_silu(gate)) * (up_size + np.abs(up))
-    return _added(hidden, a["down"], a["down_bias"]) * (chain(a["down"].shape[-1]) if accumulated else 1.0)
+    return _added(hidden, a["down"], a["down_bias"]) * (
+        chain(a["down"].shape[-1]) if accumulated else 1.0
+    )
 
 
 def _added(x: Any, weight: Any, bias: Any) -> Any:
     return np.abs(x) @ np.abs(weight).T + (0.0 if bias is None else np.abs(bias))
 
 
-def _wrong_mlp(ops: Any, x: Any, gate_up: Any, gate_up_bias: Any, down: Any, down_bias: Any, fault: str) -> Any:
+def _wrong_mlp(
+    ops: Any, x: Any, gate_up: Any, gate_up_bias: Any, down: Any, down_bias: Any, fault: str
+) -> Any:
     if fault == "gate_up bias dropped":
         gate_up_bias = None
     hidden = ops.rounded(ops.linear(x, gate_up, gate_up_bias))

@@ -1,6 +1,8 @@
-"""Cases, bounds and mutants of the op families: activations, norms, rotary, parallel forms (`quantized`: the others).
+"""Cases, bounds and mutants of the op families: activations, norms, rotary, parallel forms
+(`quantized`: the others).
 
-Cases are small. Rows hold tiny and large values, zeros and an outlier channel; sizes are odd where an op allows it.
+Cases are small. Rows hold tiny and large values, zeros and an outlier channel; sizes are odd where
+an op allows it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def normal(seed: int, dtype: str, *shape: int, scale: float = 1.0) -> np.ndarray
 
 
 def _grid(seed: int, dtype: str, *shape: int) -> np.ndarray:
-    """Multiples of 1/16 below 4: sums of two are exact in every dtype, so that only the norm rounds."""
+    """Multiples of 1/16 below 4: sums of two are exact in every dtype, so that only the norm
+    rounds.
+    """
     return (np.random.default_rng(seed).integers(-63, 64, shape) / 16.0).astype(DTYPES[dtype])
 
 
@@ -54,7 +58,10 @@ def altered(reference: Function, **changes: Callable[[Any], Any]) -> Function:
     """The reference with some of its arguments changed."""
 
     def mutant(ns: Any, **arguments: Any) -> Any:
-        return reference(ns, **{**arguments, **{name: change(arguments[name]) for name, change in changes.items()}})
+        return reference(
+            ns,
+            **{**arguments, **{name: change(arguments[name]) for name, change in changes.items()}},
+        )
 
     return mutant
 
@@ -72,7 +79,10 @@ def _half_swapped(x: np.ndarray) -> np.ndarray:
 
 
 def judged(
-    name: str, cases: Callable[[str], Mapping[str, Arguments]], mutants: Mapping[str, Function], **rest: Any
+    name: str,
+    cases: Callable[[str], Mapping[str, Arguments]],
+    mutants: Mapping[str, Function],
+    **rest: Any,
 ) -> None:
     def make(dtype: str) -> Iterator[Case]:
         for case, arguments in cases(dtype).items():
@@ -85,7 +95,10 @@ def judged(
 
 
 def _activation(
-    name: str, magnitude: Callable[[Arguments], Any] | None, others: Mapping[str, Function], bound: Bound = ONCE
+    name: str,
+    magnitude: Callable[[Arguments], Any] | None,
+    others: Mapping[str, Function],
+    bound: Bound = ONCE,
 ) -> None:
     """An activation of x alone, with what it takes beside x in STATIC."""
     reference = getattr(act, name)
@@ -98,7 +111,12 @@ def _activation(
         return {**made, "heads": {"x": heads, **static[0]}, "strided": {"x": view, **static[0]}}
 
     judged(
-        name, cases, {"scale 1.005": scaled(reference, 1.005), **others}, magnitude=magnitude, bound=bound, rows=("x",)
+        name,
+        cases,
+        {"scale 1.005": scaled(reference, 1.005), **others},
+        magnitude=magnitude,
+        bound=bound,
+        rows=("x",),
     )
 
 
@@ -107,7 +125,12 @@ STATIC: dict[str, list[dict[str, Any]]] = {
     "swigluoai_and_mul": [{"alpha": 1.702, "limit": 7.0}],
     "fatrelu_and_mul": [{"threshold": 0.25}, {"threshold": 0.0}],
     "xielu": [
-        {"alpha_p": np.array([0.8], np.float32), "alpha_n": np.array([1.3], np.float32), "beta": 0.5, "eps": -1e-6}
+        {
+            "alpha_p": np.array([0.8], np.float32),
+            "alpha_n": np.array([1.3], np.float32),
+            "beta": 0.5,
+            "eps": -1e-6,
+        }
     ],
 }
 
@@ -144,16 +167,24 @@ def _other_gelu(approximate: str) -> Function:
 judged(
     "mul_and_silu",
     lambda dtype: {
-        **{case.name: {"x": _half_swapped(case.arguments["x"])} for case in silu_cases(dtype) if "ci" in case.tags},
+        **{
+            case.name: {"x": _half_swapped(case.arguments["x"])}
+            for case in silu_cases(dtype)
+            if "ci" in case.tags
+        },
         "heads": {"x": rows(11, dtype, 5, 3, 34)},
     },
     {
         "scale 1.005": scaled(act.mul_and_silu, 1.005),
         "halves swapped": altered(act.mul_and_silu, x=_half_swapped),
-        "sigmoid for silu": lambda xp, x: np.split(x, 2, -1)[0] / (1.0 + np.exp(-np.split(x, 2, -1)[1])),
+        "sigmoid for silu": lambda xp, x: (
+            np.split(x, 2, -1)[0] / (1.0 + np.exp(-np.split(x, 2, -1)[1]))
+        ),
         "gate clipped at 20": altered(
             act.mul_and_silu,
-            x=lambda x: np.concatenate([np.split(x, 2, -1)[0], np.split(x, 2, -1)[1].clip(-20, 20)], -1),
+            x=lambda x: np.concatenate(
+                [np.split(x, 2, -1)[0], np.split(x, 2, -1)[1].clip(-20, 20)], -1
+            ),
         ),
     },
     magnitude=lambda arguments: silu_magnitude({"x": _half_swapped(arguments["x"])}),
@@ -161,7 +192,11 @@ judged(
 )
 _activation("gelu_new", _input, {"steeper": _rescaled("gelu_new", 1.02), "quick": act.quick_gelu})
 _activation("gelu_fast", _input, {"steeper": _rescaled("gelu_fast", 1.02), "quick": act.quick_gelu})
-_activation("quick_gelu", _input, {"1.6 for 1.702": _rescaled("quick_gelu", 1.6 / 1.702), "tanh": act.gelu_new})
+_activation(
+    "quick_gelu",
+    _input,
+    {"1.6 for 1.702": _rescaled("quick_gelu", 1.6 / 1.702), "tanh": act.gelu_new},
+)
 _activation(
     "gelu_and_mul",
     _product,
@@ -182,7 +217,11 @@ _activation(
         "alpha 1": altered(act.swigluoai_and_mul, alpha=lambda _: 1.0),
     },
 )
-_activation("relu2", None, {"not squared": lambda xp, x: xp.where(x < 0, 0.0, x), "absolute": lambda xp, x: x * x})
+_activation(
+    "relu2",
+    None,
+    {"not squared": lambda xp, x: xp.where(x < 0, 0.0, x), "absolute": lambda xp, x: x * x},
+)
 _activation(
     "fatrelu_and_mul",
     None,
@@ -198,7 +237,8 @@ _activation(
         "softplus twice": altered(act.xielu, alpha_p=lambda a: np.log1p(np.exp(a))),
         "beta missing in alpha_n": altered(act.xielu, alpha_n=lambda a: a - 0.5),
     },
-    # Near 0 the result is beta x (exact for beta 1/2) and a little of one sign: roundings all go the same way.
+    # Near 0 the result is beta x (exact for beta 1/2) and a little of one sign: roundings all go
+    # the same way.
     Bound(gain=False, reason="roundings of a tiny row are not independent"),
 )
 
@@ -278,7 +318,10 @@ judged(
     "layer_norm",
     lambda dtype: {
         "rows": _norm_case(dtype, "weight", "bias"),
-        "far from zero": {**_norm_case(dtype, "weight", "bias"), "x": rows(25, dtype, 7, 102) + DTYPES[dtype](8.0)},
+        "far from zero": {
+            **_norm_case(dtype, "weight", "bias"),
+            "x": rows(25, dtype, 7, 102) + DTYPES[dtype](8.0),
+        },
         "no bias": {**_norm_case(dtype, "weight"), "bias": None},
         "bare": {**_norm_case(dtype), "weight": None, "bias": None},
     },
@@ -294,7 +337,11 @@ judged(
 
 
 def _fused_case(dtype: str, *names: str) -> Arguments:
-    return {**_norm_case(dtype, *names), "x": _grid(26, dtype, 7, 102), "residual": _grid(27, dtype, 7, 102)}
+    return {
+        **_norm_case(dtype, *names),
+        "x": _grid(26, dtype, 7, 102),
+        "residual": _grid(27, dtype, 7, 102),
+    }
 
 
 def _returning(reference: Function, name: str) -> Function:
@@ -339,7 +386,9 @@ judged(
 
 def _rotary_case(dtype: str, pairs: int) -> Arguments:
     inverse = rotary.dynamic_ntk_inverse_frequencies(2 * pairs, 1e4, 4.0, 64, 200)
-    cos, sin = (table[[0, 1, 63, 64, 199]].astype(np.float32) for table in rotary.rotary_table(inverse, 200))
+    cos, sin = (
+        table[[0, 1, 63, 64, 199]].astype(np.float32) for table in rotary.rotary_table(inverse, 200)
+    )
     return {"q": rows(30, dtype, 5, 4, 32), "k": rows(31, dtype, 5, 2, 32), "cos": cos, "sin": sin}
 
 
@@ -368,7 +417,9 @@ judged(
         "other direction": altered(rotary.rotary_embedding_gptj, sin=lambda s: -s),
         "halves, not pairs": _halves_rotated,
         "position off by one": altered(
-            rotary.rotary_embedding_gptj, cos=lambda c: np.roll(c, 1, 0), sin=lambda s: np.roll(s, 1, 0)
+            rotary.rotary_embedding_gptj,
+            cos=lambda c: np.roll(c, 1, 0),
+            sin=lambda s: np.roll(s, 1, 0),
         ),
         "scale 1.005": scaled(rotary.rotary_embedding_gptj, 1.005),
     },
@@ -391,17 +442,25 @@ def _wrong_shard(xp: Any, ids: Any, table_shard: Any, start: int) -> Any:
 judged(
     "vocab_parallel_embedding",
     lambda dtype: {
-        f"shard at {start}": {"ids": _ids(), "table_shard": normal(40, dtype, 24, 32), "start": start}
+        f"shard at {start}": {
+            "ids": _ids(),
+            "table_shard": normal(40, dtype, 24, 32),
+            "start": start,
+        }
         for start in (0, 40)
     },
     {
         "clipped, not masked": _wrong_shard,
         "start off by one": altered(parallel.vocab_parallel_embedding, start=lambda n: n + 1),
-        "last word of the shard lost": lambda xp, ids, table_shard, start: parallel.vocab_parallel_embedding(
-            xp, np.where(ids == start + len(table_shard) - 1, -1, ids), table_shard, start
+        "last word of the shard lost": lambda xp, ids, table_shard, start: (
+            parallel.vocab_parallel_embedding(
+                xp, np.where(ids == start + len(table_shard) - 1, -1, ids), table_shard, start
+            )
         ),
-        "-1 is the last word": lambda xp, ids, table_shard, start: parallel.vocab_parallel_embedding(
-            xp, np.where(ids < 0, start + len(table_shard) - 1, ids), table_shard, start
+        "-1 is the last word": lambda xp, ids, table_shard, start: (
+            parallel.vocab_parallel_embedding(
+                xp, np.where(ids < 0, start + len(table_shard) - 1, ids), table_shard, start
+            )
         ),
     },
     bitwise=True,
@@ -410,7 +469,11 @@ judged(
 
 
 def _product_case(dtype: str, bias: bool, names: tuple[str, str, str]) -> Arguments:
-    made = rows(41, dtype, 7, 96, scale=1.0), normal(42, dtype, 33, 96), normal(43, dtype, 33) if bias else None
+    made = (
+        rows(41, dtype, 7, 96, scale=1.0),
+        normal(42, dtype, 33, 96),
+        normal(43, dtype, 33) if bias else None,
+    )
     return dict(zip(names, made, strict=True))
 
 
@@ -426,7 +489,8 @@ def _products(names: tuple[str, str, str]) -> Callable[[Arguments], Any]:
 def _linear_form(reference: Function, names: tuple[str, str, str], *shards: int) -> None:
     def cases(dtype: str) -> dict[str, Arguments]:
         return {
-            f"bias {bias} shard {shard}": _product_case(dtype, bias, names) | ({"shard": shard} if shards else {})
+            f"bias {bias} shard {shard}": _product_case(dtype, bias, names)
+            | ({"shard": shard} if shards else {})
             for bias in (True, False)
             for shard in shards or (0,)
         }
@@ -438,7 +502,9 @@ def _linear_form(reference: Function, names: tuple[str, str, str], *shards: int)
     }
     if shards:
         mutants["bias on every shard"] = altered(reference, shard=lambda _: 0)
-    judged(reference.__name__, cases, mutants, bound=SUMS, magnitude=_products(names), rows=names[:1])
+    judged(
+        reference.__name__, cases, mutants, bound=SUMS, magnitude=_products(names), rows=names[:1]
+    )
 
 
 _linear_form(parallel.column_linear, ("x", "weight_shard", "bias_shard"))
@@ -447,7 +513,11 @@ _linear_form(parallel.replicated_linear, ("x", "weight", "bias"))
 judged(
     "logits_processor",
     lambda dtype: {
-        f"{scale=} {cap=}": {"logits": rows(44, dtype, 6, 101, scale=8.0), "scale": scale, "soft_cap": cap}
+        f"{scale=} {cap=}": {
+            "logits": rows(44, dtype, 6, 101, scale=8.0),
+            "scale": scale,
+            "soft_cap": cap,
+        }
         for scale, cap in ((1.0, 30.0), (0.0625, 0.0), (0.5, 50.0))
     },
     {

@@ -1,4 +1,6 @@
-"""Arrays that implementations get wrong, shared by the groups. Everything is a function of a name: runs repeat."""
+"""Arrays that implementations get wrong, shared by the groups. Everything is a function of a
+name: runs repeat.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ Make = Callable[[str], Arguments]
 
 
 def huge(dtype: str) -> float:
-    """A magnitude that the dtype holds, and whose square float32 still holds, with room: beyond, its accumulation
-    overflows, as the contract implies.
+    """A magnitude that the dtype holds, and whose square float32 still holds, with room: beyond,
+    its accumulation overflows, as the contract implies.
     """
     return 1e4 if dtype == "float16" else 1e15
 
@@ -37,10 +39,16 @@ def weights(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
     return np.asarray((sign * rng.uniform(0.3, 2.0, shape)).astype(DTYPES[dtype]))
 
 
-def hostile_rows(rng: np.random.Generator, dtype: str, rows: int, n: int, kinds: tuple[str, ...] = ()) -> np.ndarray:
-    """Rows that differ in kind: normal, zero, huge, tiny, with one outlier channel (in its tail), with a large mean."""
+def hostile_rows(
+    rng: np.random.Generator, dtype: str, rows: int, n: int, kinds: tuple[str, ...] = ()
+) -> np.ndarray:
+    """Rows that differ in kind: normal, zero, huge, tiny, with one outlier channel (in its
+    tail), with a large mean.
+    """
     x, large = rng.normal(size=(rows, n)), huge(dtype)
-    for i, kind in enumerate(kinds or ("normal", "zero", "huge", "tiny", "outlier", "mean", "spread")):
+    for i, kind in enumerate(
+        kinds or ("normal", "zero", "huge", "tiny", "outlier", "mean", "spread")
+    ):
         if i >= rows:
             break
         if kind == "zero":
@@ -57,7 +65,9 @@ def hostile_rows(rng: np.random.Generator, dtype: str, rows: int, n: int, kinds:
 
 
 def strided(x: np.ndarray, axis: int = -1) -> np.ndarray:
-    """The same values as a view into an array twice as long in `axis`, whose other half is NaN (or -1)."""
+    """The same values as a view into an array twice as long in `axis`, whose other half is NaN
+    (or -1).
+    """
     fill = np.full(x.shape, np.nan if x.dtype.kind not in "iub" else -1).astype(x.dtype)
     return np.split(np.concatenate([x, fill], axis=axis), 2, axis=axis)[0]
 
@@ -68,6 +78,8 @@ def to_bfloat16(x: Any) -> Any:
 
 
 def to_tf32(x: Any) -> Any:
-    """x with 10 mantissa bits, in float64: what a framework's default may make of a float32 product."""
+    """x with 10 mantissa bits, in float64: what a framework's default may make of a float32
+    product.
+    """
     mantissa, exponent = np.frexp(np.asarray(x, np.float64))
     return np.ldexp(np.rint(mantissa * 2.0**11) / 2.0**11, exponent)

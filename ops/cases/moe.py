@@ -1,4 +1,6 @@
-"""Cases of the mixture of experts: empty experts, one that takes all, ties, choices of no expert."""
+"""Cases of the mixture of experts: empty experts, one that takes all, ties, choices of no
+expert.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def _experts(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
     return made
 
 
-# --- moe_route -------------------------------------------------------------------------------------------------------
+# --- moe_route
+# --------------------------------------------------------------------------------------------------
 
 
 def _route_cases(dtype: str) -> Iterator[Case]:
@@ -41,9 +44,16 @@ def _route_cases(dtype: str) -> Iterator[Case]:
             yield Case(name, {"logits": x, "top_k": top_k, "renormalize": renormalize})
     yield Case("strided", {"logits": strided(x), "top_k": 4, "renormalize": True})
     if dtype == "bfloat16":
-        for name, tokens, experts, k in (("Qwen3-30B-A3B", 2048, 128, 8), ("Mixtral-8x7B", 2048, 8, 2)):
+        for name, tokens, experts, k in (
+            ("Qwen3-30B-A3B", 2048, 128, 8),
+            ("Mixtral-8x7B", 2048, 8, 2),
+        ):
             logits = normal(generator("bench moe_route"), dtype, tokens, experts)
-            yield Case(f"{name}, {tokens} tokens", {"logits": logits, "top_k": k, "renormalize": True}, ("bench",))
+            yield Case(
+                f"{name}, {tokens} tokens",
+                {"logits": logits, "top_k": k, "renormalize": True},
+                ("bench",),
+            )
 
 
 def _route_magnitude(a: Arguments) -> Any:
@@ -82,8 +92,19 @@ def _route(xp: Any, logits: Any, top_k: int, renormalize: bool, fault: str = "")
 
 
 ROUTE_FAULTS = (
-    *("chosen by rounded logits", "last expert never chosen", "NaN chosen first", "ties to the higher id"),
-    *("ordered by id", "sigmoid", "always renormalised", "never renormalised", "rounded to bfloat16"),
+    *(
+        "chosen by rounded logits",
+        "last expert never chosen",
+        "NaN chosen first",
+        "ties to the higher id",
+    ),
+    *(
+        "ordered by id",
+        "sigmoid",
+        "always renormalised",
+        "never renormalised",
+        "rounded to bfloat16",
+    ),
     *("weights shifted", "scaled by 1.005"),
 )
 
@@ -99,7 +120,8 @@ judged_by(
 )
 
 
-# --- moe_permute and moe_unpermute -----------------------------------------------------------------------------------
+# --- moe_permute and moe_unpermute
+# -----------------------------------------------------------------------------------
 
 
 def _choices(rng: np.random.Generator, tokens: int, k: int, experts: int) -> np.ndarray:
@@ -112,12 +134,16 @@ def _permute_cases(dtype: str) -> Iterator[Case]:
     x = hostile_rows(rng, dtype, 9, 35)
     x[8] = np.nan
     some = _choices(rng, 9, 3, 5)
-    some = np.where(some == 1, 4, some).astype(np.int32)  # expert 1 has no token, some token chooses 4 twice
+    # expert 1 has no token, some token chooses 4 twice
+    some = np.where(some == 1, 4, some).astype(np.int32)
     yield Case("an empty expert", {"x": x, "experts": some, "num_experts": 5})
     away = some.copy()
     away[::2, 1], away[3] = -1, 5  # no expert, and one of another process
     yield Case("choices of no expert", {"x": x, "experts": away, "num_experts": 5})
-    yield Case("one takes all", {"x": strided(x), "experts": np.full((9, 1), 2, np.int32), "num_experts": 4})
+    yield Case(
+        "one takes all",
+        {"x": strided(x), "experts": np.full((9, 1), 2, np.int32), "num_experts": 4},
+    )
     yield Case("no choice", {"x": x, "experts": np.full((9, 2), -1, np.int32), "num_experts": 3})
     if dtype == "bfloat16":
         yield Case("Qwen3-30B-A3B, 2048 tokens", _big_permute, ("bench",))
@@ -125,7 +151,11 @@ def _permute_cases(dtype: str) -> Iterator[Case]:
 
 def _big_permute() -> Arguments:
     rng = generator("bench moe_permute")
-    return {"x": normal(rng, "bfloat16", 2048, 2048), "experts": _choices(rng, 2048, 8, 128), "num_experts": 128}
+    return {
+        "x": normal(rng, "bfloat16", 2048, 2048),
+        "experts": _choices(rng, 2048, 8, 128),
+        "num_experts": 128,
+    }
 
 
 def _wrong_permute(xp: Any, x: Any, experts: Any, num_experts: int, fault: str) -> Any:
@@ -167,9 +197,16 @@ judged_by(
 
 def _unpermute_cases(dtype: str) -> Iterator[Case]:
     rng = generator("moe_unpermute")
-    for name, tokens, k, dim in (("three choices", 9, 3, 35), ("one choice", 7, 1, 66), ("eight choices", 5, 8, 130)):
-        # Not the kind with a large mean: its few values times one weight round alike, which is no random walk.
-        rows = hostile_rows(rng, dtype, tokens * k, dim, ("normal", "zero", "tiny", "outlier", "huge", "spread"))
+    for name, tokens, k, dim in (
+        ("three choices", 9, 3, 35),
+        ("one choice", 7, 1, 66),
+        ("eight choices", 5, 8, 130),
+    ):
+        # Not the kind with a large mean: its few values times one weight round alike, which is no
+        # random walk.
+        rows = hostile_rows(
+            rng, dtype, tokens * k, dim, ("normal", "zero", "tiny", "outlier", "huge", "spread")
+        )
         place = rng.permutation(tokens * k).reshape(tokens, k).astype(np.int32)
         weights = rng.random((tokens, k)).astype(np.float32)
         weights[-1, -1] = 0.0
@@ -226,7 +263,8 @@ judged_by(
 )
 
 
-# --- grouped_matmul --------------------------------------------------------------------------------------------------
+# --- grouped_matmul
+# --------------------------------------------------------------------------------------------------
 
 
 def _grouped_cases(dtype: str) -> Iterator[Case]:
@@ -239,29 +277,47 @@ def _grouped_cases(dtype: str) -> Iterator[Case]:
         ("all rows used", [1, 3, 3, 3, 3]),
         ("no rows", [0, 0, 0, 0, 0]),
     ):
-        arguments: Arguments = {"x": x.copy(), "weight": weight.copy(), "group_sizes": np.array(sizes, np.int32)}
+        arguments: Arguments = {
+            "x": x.copy(),
+            "weight": weight.copy(),
+            "group_sizes": np.array(sizes, np.int32),
+        }
         # What no row may see: rows past the last group, and experts without rows.
         arguments["x"][sum(sizes) :] = np.nan
         arguments["weight"][[i for i, size in enumerate(sizes) if size == 0]] = np.nan
         yield Case(name, arguments)
     yield Case(
-        "strided", arguments | {"x": strided(x), "weight": strided(weight), "group_sizes": np.full(5, 2, np.int32)}
+        "strided",
+        arguments
+        | {"x": strided(x), "weight": strided(weight), "group_sizes": np.full(5, 2, np.int32)},
     )
     deep = _experts(rng, dtype, 3, 33, 768)
     yield Case(
         "k of a real expert",
-        {"x": normal(rng, dtype, 9, 768), "weight": deep, "group_sizes": np.array([3, 3, 3], np.int32)},
+        {
+            "x": normal(rng, dtype, 9, 768),
+            "weight": deep,
+            "group_sizes": np.array([3, 3, 3], np.int32),
+        },
     )
     if dtype == "bfloat16":
-        yield Case("Qwen3-30B-A3B gate and up, 64 tokens", partial(_big_grouped, 128, 8, 2048, 1536), ("bench",))
         yield Case(
-            "Mixtral-8x7B gate and up, 1 of 8 shards, 64 tokens", partial(_big_grouped, 8, 2, 4096, 3584), ("bench",)
+            "Qwen3-30B-A3B gate and up, 64 tokens",
+            partial(_big_grouped, 128, 8, 2048, 1536),
+            ("bench",),
+        )
+        yield Case(
+            "Mixtral-8x7B gate and up, 1 of 8 shards, 64 tokens",
+            partial(_big_grouped, 8, 2, 4096, 3584),
+            ("bench",),
         )
 
 
 def _big_grouped(experts: int, k: int, dim: int, n: int, tokens: int = 64) -> Arguments:
     rng = generator("bench grouped_matmul")
-    sizes = np.bincount(_choices(rng, tokens, k, experts).reshape(-1), minlength=experts).astype(np.int32)
+    sizes = np.bincount(_choices(rng, tokens, k, experts).reshape(-1), minlength=experts).astype(
+        np.int32
+    )
     x = normal(rng, "bfloat16", tokens * k, dim)
     return {"x": x, "weight": _experts(rng, "bfloat16", experts, n, dim), "group_sizes": sizes}
 
@@ -270,20 +326,28 @@ def _grouped(xp: Any, x: Any, weight: Any, group_sizes: Any, fault: str = "") ->
     out = np.zeros((len(x), weight.shape[1]))
     if fault == "empty experts not counted":
         used = group_sizes > 0
-        weight = np.concatenate([weight[: used.sum()], weight[~used]])[np.argsort(np.argsort(~used, kind="stable"))]
+        weight = np.concatenate([weight[: used.sum()], weight[~used]])[
+            np.argsort(np.argsort(~used, kind="stable"))
+        ]
     ends = np.cumsum(group_sizes)
     for e, (start, end) in enumerate(zip(ends - group_sizes, ends, strict=True)):
         if fault == "boundaries off by one" and end > start:
             start, end = start + 1, min(end + 1, len(x))
         own = weight[e - 1] if fault == "expert before" else weight[e]
-        rows, own = (to_bfloat16(x[start:end]), to_bfloat16(own)) if fault == "bfloat16" else (x[start:end], own)
+        rows, own = (
+            (to_bfloat16(x[start:end]), to_bfloat16(own))
+            if fault == "bfloat16"
+            else (x[start:end], own)
+        )
         if fault == "last 64 of k skipped":
             rows, own = rows[:, :-64], own[:, :-64]
         out[start:end] = rows @ own.T
     if fault == "rest through the last expert":
         out[ends[-1] :] = x[ends[-1] :] @ weight[-1].T
     elif fault == "masked by a product with 0":
-        out += (x @ weight.transpose(2, 0, 1).reshape(x.shape[1], -1)).reshape(len(x), len(weight), -1).sum(1) * 0.0
+        out += (x @ weight.transpose(2, 0, 1).reshape(x.shape[1], -1)).reshape(
+            len(x), len(weight), -1
+        ).sum(1) * 0.0
     return out * 1.005 if fault == "scaled by 1.005" else out
 
 
@@ -293,7 +357,13 @@ def _grouped_magnitude(a: Arguments) -> Any:
 
 
 GROUPED_FAULTS = (
-    *("empty experts not counted", "boundaries off by one", "expert before", "bfloat16", "last 64 of k skipped"),
+    *(
+        "empty experts not counted",
+        "boundaries off by one",
+        "expert before",
+        "bfloat16",
+        "last 64 of k skipped",
+    ),
     *("rest through the last expert", "masked by a product with 0", "scaled by 1.005"),
 )
 
@@ -309,7 +379,8 @@ judged_by(
 )
 
 
-# --- moe_block -------------------------------------------------------------------------------------------------------
+# --- moe_block
+# --------------------------------------------------------------------------------------------------
 
 
 def _block_cases(dtype: str) -> Iterator[Case]:
@@ -326,29 +397,55 @@ def _block_cases(dtype: str) -> Iterator[Case]:
     one[:, 3] = 7.0
     yield Case("one takes all", arguments | {"logits": one, "top_k": 1, "renormalize": False})
     tied = np.where(np.arange(5) == 1, -9.0, np.zeros((7, 1))).astype(logits.dtype)
-    yield Case("ties, strided", arguments | {"x": strided(x), "logits": tied, "top_k": 2, "renormalize": True})
+    yield Case(
+        "ties, strided",
+        arguments | {"x": strided(x), "logits": tied, "top_k": 2, "renormalize": True},
+    )
     if dtype == "bfloat16":
         yield Case("Qwen3-30B-A3B, 64 tokens", partial(_big_block, 128, 8, 2048, 768), ("bench",))
-        yield Case("Mixtral-8x7B, 1 of 8 shards, 64 tokens", partial(_big_block, 8, 2, 4096, 1792), ("bench",))
+        yield Case(
+            "Mixtral-8x7B, 1 of 8 shards, 64 tokens",
+            partial(_big_block, 8, 2, 4096, 1792),
+            ("bench",),
+        )
 
 
 def _big_block(experts: int, k: int, dim: int, inter: int, tokens: int = 64) -> Arguments:
     rng = generator("bench moe_block")
     x, logits = normal(rng, "bfloat16", tokens, dim), normal(rng, "bfloat16", tokens, experts)
-    gate_up, down = (_experts(rng, "bfloat16", experts, *s) for s in ((2 * inter, dim), (dim, inter)))
-    return {"x": x, "logits": logits, "gate_up": gate_up, "down": down, "top_k": k, "renormalize": True}
+    gate_up, down = (
+        _experts(rng, "bfloat16", experts, *s) for s in ((2 * inter, dim), (dim, inter))
+    )
+    return {
+        "x": x,
+        "logits": logits,
+        "gate_up": gate_up,
+        "down": down,
+        "top_k": k,
+        "renormalize": True,
+    }
 
 
 def _block_sizes(a: Arguments, accumulated: bool) -> Any:
-    """What relative errors of 1 in each expert's MLP, its result and its weight do to the output."""
+    """What relative errors of 1 in each expert's MLP, its result and its weight do to the
+    output.
+    """
     weights, experts = _route(None, a["logits"], a["top_k"], a["renormalize"])
     gap = a["logits"].max(-1, keepdims=True) - np.take_along_axis(a["logits"], experts, -1)
     total = np.zeros_like(a["x"])
     for e in np.unique(experts):
-        mlp = {"x": a["x"], "gate_up": a["gate_up"][e], "down": a["down"][e], "gate_up_bias": None, "down_bias": None}
+        mlp = {
+            "x": a["x"],
+            "gate_up": a["gate_up"][e],
+            "down": a["down"][e],
+            "gate_up_bias": None,
+            "down_bias": None,
+        }
         result = np.abs(_mlp(a["x"], a["gate_up"][e], a["down"][e]))
         weight = np.where(experts == e, weights, 0.0).sum(-1, keepdims=True)
-        error = np.where(experts == e, gap, 0.0).sum(-1, keepdims=True) + 2.0 if accumulated else 1.0
+        error = (
+            np.where(experts == e, gap, 0.0).sum(-1, keepdims=True) + 2.0 if accumulated else 1.0
+        )
         total += weight * (mlp_sizes(mlp, accumulated) + error * result)
     return total
 
@@ -359,9 +456,19 @@ def _mlp(x: Any, gate_up: Any, down: Any, rounded: Any = lambda x: x) -> Any:
 
 
 def _wrong_block(
-    ops: Any, x: Any, logits: Any, gate_up: Any, down: Any, top_k: int, renormalize: bool, fault: str
+    ops: Any,
+    x: Any,
+    logits: Any,
+    gate_up: Any,
+    down: Any,
+    top_k: int,
+    renormalize: bool,
+    fault: str,
 ) -> Any:
-    routed = {"never renormalised": "never renormalised", "ties to the higher id": "ties to the higher id"}
+    routed = {
+        "never renormalised": "never renormalised",
+        "ties to the higher id": "ties to the higher id",
+    }
     weights, experts = _route(None, logits, top_k, renormalize, routed.get(fault, ""))
     if fault == "weights shifted":
         weights = np.roll(weights, 1, axis=1 if top_k > 1 else 0)
@@ -377,7 +484,11 @@ def _wrong_block(
     out = np.zeros_like(x)
     for e in np.unique(experts):
         weight = np.where(experts == e, weights, 0.0).sum(-1, keepdims=True)
-        halves = np.roll(gate_up[e], len(gate_up[e]) // 2, axis=0) if fault == "gate and up swapped" else gate_up[e]
+        halves = (
+            np.roll(gate_up[e], len(gate_up[e]) // 2, axis=0)
+            if fault == "gate and up swapped"
+            else gate_up[e]
+        )
         other = down[(e + 2) % 5] if fault == "down of another expert" else down[e]
         out += weight * _mlp(x, halves, np.nan_to_num(other), ops.rounded)
     if fault == "scaled by 1.005":
@@ -386,7 +497,12 @@ def _wrong_block(
 
 
 BLOCK_FAULTS = (
-    *("never renormalised", "ties to the higher id", "weights shifted", "weights rounded to bfloat16"),
+    *(
+        "never renormalised",
+        "ties to the higher id",
+        "weights shifted",
+        "weights rounded to bfloat16",
+    ),
     *("all weights equal", "last choice lost", "at most two rows an expert", "gate and up swapped"),
     *("down of another expert", "scaled by 1.005", "residual added"),
 )

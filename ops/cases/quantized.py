@@ -1,4 +1,6 @@
-"""Cases, bounds and mutants of quantisation, of projections of quantised arrays, and of adapters."""
+"""Cases, bounds and mutants of quantisation, of projections of quantised arrays, and of
+adapters.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from .families import SUMS, Function, altered, judged, normal, rows, scaled, wit
 
 
 def _values(seed: int, dtype: str, *shape: int) -> np.ndarray:
-    """A row whose largest magnitude is 127 holds exact ties; others an outlier, NaN, zeros, tiny and huge values."""
+    """A row whose largest magnitude is 127 holds exact ties; others an outlier, NaN, zeros, tiny
+    and huge values.
+    """
     x = rows(seed, dtype, *shape)
     tiny, large = (2.0**-10, 2.0**8) if dtype == "float16" else (2.0**-120, 2.0**110)
     x[0] = (np.arange(shape[1]) - 40.5).astype(x.dtype)
@@ -27,7 +31,10 @@ def _values(seed: int, dtype: str, *shape: int) -> np.ndarray:
 
 def _static_scales(k: int) -> dict[str, np.ndarray]:
     scales = {"tensor": np.full((1, 1), 1.0), "row": np.linspace(0.01, 3.0, 7)[:, None]}
-    scales |= {"column": np.geomspace(0.01, 3.0, k)[None, :], "block": np.geomspace(0.01, 3.0, 21).reshape(7, 3)}
+    scales |= {
+        "column": np.geomspace(0.01, 3.0, k)[None, :],
+        "block": np.geomspace(0.01, 3.0, 21).reshape(7, 3),
+    }
     return {name: scale.astype(np.float32) for name, scale in scales.items()}
 
 
@@ -35,11 +42,17 @@ def _floored(limit: float, dtype: str) -> Function:
     """Values rounded down, from the reference's own scales."""
 
     def mutant(xp: Any, x: Any, scale: Any = None, per: str = "", block: int = 0) -> Any:
-        reference = quantization.quantize_int8_dynamic if dtype == "int8" else quantization.quantize_fp8_dynamic
+        reference = (
+            quantization.quantize_int8_dynamic
+            if dtype == "int8"
+            else quantization.quantize_fp8_dynamic
+        )
         scales = reference(xp, x, per, block)[1] if scale is None else scale
         share = np.repeat(scales, x.shape[1] // scales.shape[1], axis=1)
         step = 1.0 if dtype == "int8" else 0.125
-        values = np.clip(np.floor(x / share / step) * step, -limit, limit).astype(xp.float_dtype(dtype))
+        values = np.clip(np.floor(x / share / step) * step, -limit, limit).astype(
+            xp.float_dtype(dtype)
+        )
         return values if scale is not None else (values, scales)
 
     return mutant
@@ -49,7 +62,8 @@ def _quantizers(dtype: str, static: Function, dynamic: Function, limit: float) -
     judged(
         static.__name__,
         lambda storage: {
-            name: {"x": _values(50, storage, 7, 96), "scale": scale} for name, scale in _static_scales(96).items()
+            name: {"x": _values(50, storage, 7, 96), "scale": scale}
+            for name, scale in _static_scales(96).items()
         },
         {
             "rounded down": _floored(limit, dtype),
@@ -78,8 +92,15 @@ def _quantizers(dtype: str, static: Function, dynamic: Function, limit: float) -
     )
 
 
-_quantizers("int8", quantization.quantize_int8, quantization.quantize_int8_dynamic, quantization.INT8_MAX)
-_quantizers("float8_e4m3fn", quantization.quantize_fp8, quantization.quantize_fp8_dynamic, quantization.FP8_MAX)
+_quantizers(
+    "int8", quantization.quantize_int8, quantization.quantize_int8_dynamic, quantization.INT8_MAX
+)
+_quantizers(
+    "float8_e4m3fn",
+    quantization.quantize_fp8,
+    quantization.quantize_fp8_dynamic,
+    quantization.FP8_MAX,
+)
 
 
 # Dequantisation and products
@@ -112,7 +133,8 @@ judged(
         "scale of another row": altered(quantization.dequantize, scale=lambda s: np.roll(s, 1, 0)),
         "magnitudes": lambda xp, **a: np.abs(quantization.dequantize(xp, **a)),
     },
-    # Values of few bits times one scale: the same roundings come again and again, they are not independent.
+    # Values of few bits times one scale: the same roundings come again and again, they are not
+    # independent.
     bound=Bound(accumulated=4.0, gain=False, reason="roundings repeat with the few values"),
 )
 
@@ -195,11 +217,15 @@ def _chosen(w: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def _shrunk(arguments: Arguments) -> Any:
-    return np.einsum("tk,tnk->tn", np.abs(arguments["x"]), _chosen(arguments["a"], arguments["index"]))
+    return np.einsum(
+        "tk,tnk->tn", np.abs(arguments["x"]), _chosen(arguments["a"], arguments["index"])
+    )
 
 
 def _expanded(arguments: Arguments) -> Any:
-    product = np.einsum("tk,tnk->tn", np.abs(arguments["x"]), _chosen(arguments["b"], arguments["index"]))
+    product = np.einsum(
+        "tk,tnk->tn", np.abs(arguments["x"]), _chosen(arguments["b"], arguments["index"])
+    )
     scale = np.abs(arguments["scale"][np.maximum(arguments["index"], 0)])
     return np.abs(arguments["y"]) + scale[:, None] * product
 
@@ -212,7 +238,11 @@ def _next(index: np.ndarray) -> np.ndarray:
 judged(
     "lora_shrink",
     lambda dtype: {
-        f"rank {rank}": {"x": rows(61, dtype, 7, 70, scale=1.0), "a": _adapters(dtype, rank, 70), "index": INDEX}
+        f"rank {rank}": {
+            "x": rows(61, dtype, 7, 70, scale=1.0),
+            "a": _adapters(dtype, rank, 70),
+            "index": INDEX,
+        }
         for rank in (1, 16)
     },
     {

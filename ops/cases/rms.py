@@ -19,7 +19,8 @@ def _inputs(name: str, dtype: str) -> Iterator[tuple[str, np.ndarray, tuple[str,
     rng = generator(name)
     # 200 channels: a tail of 64 is a third, and a vector width that does not divide it shows.
     hostile = hostile_rows(rng, dtype, 9, 200)
-    hostile[7] = (rng.normal(size=200) * 1e-3).astype(hostile.dtype)  # the variance is of the size of eps
+    # the variance is of the size of eps
+    hostile[7] = (rng.normal(size=200) * 1e-3).astype(hostile.dtype)
     hostile[8] = (rng.normal(size=200) * 1e-4).astype(hostile.dtype)
     yield "hostile rows", hostile, ("ci",)
     yield "strided", strided(hostile), ("ci",)
@@ -41,7 +42,11 @@ def _norm(y: Any, weight: Any, eps: float, fault: str = "", source: Any = None) 
     """rms_norm with a fault; the variance is that of `source`."""
     source = y if source is None else source
     if fault.startswith("last 64"):
-        square = (source[..., :-64] ** 2).mean(-1, keepdims=True) if source.shape[-1] > 64 else np.ones_like(y)
+        square = (
+            (source[..., :-64] ** 2).mean(-1, keepdims=True)
+            if source.shape[-1] > 64
+            else np.ones_like(y)
+        )
     elif fault == "last channel skipped":
         square = (source[..., :-1] ** 2).mean(-1, keepdims=True)
     elif fault == "mean over n - 1":
@@ -63,9 +68,20 @@ def _norm(y: Any, weight: Any, eps: float, fault: str = "", source: Any = None) 
 
 
 NORM_FAULTS = (
-    *("last 64 channels skipped in the variance", "last channel skipped", "mean over n - 1", "centred"),
+    *(
+        "last 64 channels skipped in the variance",
+        "last channel skipped",
+        "mean over n - 1",
+        "centred",
+    ),
     *("variance, not mean square", "squares rounded to bfloat16", "eps ten times", "eps ignored"),
-    *("eps outside the root", "rounded before the weight", "scaled by 1.005", "scaled by 1.001", "1 + weight"),
+    *(
+        "eps outside the root",
+        "rounded before the weight",
+        "scaled by 1.005",
+        "scaled by 1.001",
+        "1 + weight",
+    ),
 )
 
 
@@ -93,14 +109,21 @@ judged_by(
 )
 
 
-# --- add -------------------------------------------------------------------------------------------------------------
+# --- add
+# --------------------------------------------------------------------------------------------------
 
 
 def _residual(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
-    """A residual beside x: of its size in each row, cancelling it in the first, with an outlier like trained models."""
+    """A residual beside x: of its size in each row, cancelling it in the first, with an outlier
+    like trained models.
+    """
     size = np.abs(x.astype(np.float64)).max(-1, keepdims=True)
     largest = limits(x.dtype).largest
-    residual = (rng.normal(size=x.shape) * np.where(size == 0, 1.0, size)).clip(-largest, largest).astype(x.dtype)
+    residual = (
+        (rng.normal(size=x.shape) * np.where(size == 0, 1.0, size))
+        .clip(-largest, largest)
+        .astype(x.dtype)
+    )
     residual[0] = -x[0] * x.dtype.type(1.0)
     return residual
 
@@ -121,7 +144,9 @@ judged_by(
         mutants={
             "residual ignored": lambda xp, x, residual: x,
             "residual subtracted": lambda xp, x, residual: x - residual,
-            "residual rounded to bfloat16": lambda xp, x, residual: x + to_bfloat16(residual).astype(x.dtype),
+            "residual rounded to bfloat16": lambda xp, x, residual: (
+                x + to_bfloat16(residual).astype(x.dtype)
+            ),
             "cut, not rounded": lambda xp, x, residual: _cut(x, residual),
             "last channel copied": lambda xp, x, residual: np.where(
                 np.arange(x.shape[-1]) < x.shape[-1] - 1, x + residual, x
@@ -139,21 +164,28 @@ def _cut(x: np.ndarray, residual: np.ndarray) -> np.ndarray:
     return np.where(over, np.nextafter(total, np.zeros_like(total)), total)
 
 
-# --- fused_add_rms_norm ----------------------------------------------------------------------------------------------
+# --- fused_add_rms_norm
+# ----------------------------------------------------------------------------------------------
 
 
 def _fused_cases(dtype: str) -> Iterator[Case]:
     rng = generator("fused_add_rms_norm")
     for name, x, tags in _inputs("fused_add_rms_norm", dtype):
         if x.ndim == 2:
-            arguments: Arguments = {"x": x, "residual": _residual(rng, x), "weight": weights(rng, dtype, x.shape[-1])}
+            arguments: Arguments = {
+                "x": x,
+                "residual": _residual(rng, x),
+                "weight": weights(rng, dtype, x.shape[-1]),
+            }
             yield Case(name, arguments | {"eps": EPS}, tags)
-    # One channel holds the variance, and its sum lies just below the middle of two bfloat16 numbers: whoever takes the
-    # variance of the sum before it was rounded is off by half a unit in every channel.
+    # One channel holds the variance, and its sum lies just below the middle of two bfloat16
+    # numbers: whoever takes the variance of the sum before it was rounded is off by half a unit in
+    # every channel.
     x, residual = normal(rng, dtype, 9, 200), normal(rng, dtype, 9, 200)
     x[:, 7], residual[:, 7] = 4096.0, 15.75
     yield Case(
-        "the outlier is rounded far", {"x": x, "residual": residual, "weight": weights(rng, dtype, 200), "eps": EPS}
+        "the outlier is rounded far",
+        {"x": x, "residual": residual, "weight": weights(rng, dtype, 200), "eps": EPS},
     )
 
 
@@ -175,7 +207,12 @@ def _wrong_fused(ops: Any, x: Any, residual: Any, weight: Any, eps: float, fault
 
 
 FUSED_FAULTS = (
-    *("variance of the unrounded sum", "norm of the unrounded sum", "norm of x only", "residual returned"),
+    *(
+        "variance of the unrounded sum",
+        "norm of the unrounded sum",
+        "norm of x only",
+        "residual returned",
+    ),
     *("norm returned twice", "residual twice"),
 )
 
@@ -184,7 +221,9 @@ judged_by(
     Testing(
         _fused_cases,
         rows=("x", "residual"),
-        mutants={fault: partial(_wrong_fused, fault=fault) for fault in (*FUSED_FAULTS, *NORM_FAULTS)},
+        mutants={
+            fault: partial(_wrong_fused, fault=fault) for fault in (*FUSED_FAULTS, *NORM_FAULTS)
+        },
         truth=partial(_wrong_fused, fault=""),
     ),
 )

@@ -17,7 +17,8 @@ def _table(positions: np.ndarray, rotated: int, theta: float) -> tuple[np.ndarra
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def _arguments(rng: np.random.Generator, dtype: str, tokens: int, heads: tuple[int, int], hdim: int, rotated: int,
+def _arguments(rng: np.random.Generator, dtype: str, tokens: int, heads: tuple[int, int], hdim: int,
+    rotated: int,
                theta: float = 1e4) -> Arguments:  # fmt: skip
     # A decode row far out, a prompt from 0, and padding at position 0.
     positions = np.concatenate([[131071, 4095], np.arange(max(0, tokens - 3)), [0]])[:tokens]
@@ -44,11 +45,17 @@ def _cases(dtype: str) -> Iterator[Case]:
     cancel["q"][..., :32] = cancel["q"][..., 32:] * (sin / cos).astype(cancel["q"].dtype)
     yield Case("halves that cancel", cancel)
     if dtype == "bfloat16":
-        yield Case("Qwen3-0.6B, 2048 tokens", _arguments(rng, dtype, 2048, (16, 8), 128, 128, 1e6), ("bench",))
+        yield Case(
+            "Qwen3-0.6B, 2048 tokens",
+            _arguments(rng, dtype, 2048, (16, 8), 128, 128, 1e6),
+            ("bench",),
+        )
 
 
 def _magnitude(a: Arguments) -> Any:
-    return tuple(_rotate(np.abs(a[n]), np.abs(a["cos"]), -np.abs(a["sin"]), both=1.0) for n in ("q", "k"))
+    return tuple(
+        _rotate(np.abs(a[n]), np.abs(a["cos"]), -np.abs(a["sin"]), both=1.0) for n in ("q", "k")
+    )
 
 
 def _rotate(x: Any, cos: Any, sin: Any, both: float = -1.0, fault: str = "") -> Any:
@@ -68,7 +75,10 @@ def _rotate(x: Any, cos: Any, sin: Any, both: float = -1.0, fault: str = "") -> 
     elif fault == "one half only":
         second = b
     elif fault == "products rounded":
-        first, second = to_bfloat16(a * c) - to_bfloat16(b * s), to_bfloat16(b * c) + to_bfloat16(a * s)
+        first, second = (
+            to_bfloat16(a * c) - to_bfloat16(b * s),
+            to_bfloat16(b * c) + to_bfloat16(a * s),
+        )
     elif fault == "tail zeroed":
         rest = rest * 0.0
     elif fault == "tail scaled":
@@ -100,9 +110,20 @@ def _wrong(xp: Any, q: Any, k: Any, cos: Any, sin: Any, fault: str) -> Any:
 
 
 FAULTS = (
-    *("negative angle", "cos and sin swapped", "position of the next row", "position of the first row"),
+    *(
+        "negative angle",
+        "cos and sin swapped",
+        "position of the next row",
+        "position of the first row",
+    ),
     *("table rounded to bfloat16", "frequencies shifted", "k not rotated", "q scaled by 1.005"),
-    *("last head of q not rotated", "neighbours paired", "halves swapped", "one half only", "products rounded"),
+    *(
+        "last head of q not rotated",
+        "neighbours paired",
+        "halves swapped",
+        "one half only",
+        "products rounded",
+    ),
     *("tail zeroed", "tail scaled"),
 )
 

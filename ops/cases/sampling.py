@@ -17,7 +17,9 @@ LOG2_E = 1.4426950408889634
 
 
 def _logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
-    """Rows of several spreads: flat, sharp, tied at the top, huge, and one with ties of the largest."""
+    """Rows of several spreads: flat, sharp, tied at the top, huge, and one with ties of the
+    largest.
+    """
     x = rng.normal(size=(rows, vocab)) * rng.choice([0.01, 1.0, 3.0, 8.0, 100.0], (rows, 1))
     x[0] = 1.0
     x[1, rng.integers(0, vocab, 5)] = x[1].max() + 2.0
@@ -30,14 +32,16 @@ def _big_logits() -> Arguments:
     return {"logits": _logits(generator("bench logits"), 64, 151936)}
 
 
-# --- greedy_sample and quantize_logits -------------------------------------------------------------------------------
+# --- greedy_sample and quantize_logits
+# -------------------------------------------------------------------------------
 
 
 def _greedy_cases(dtype: str) -> Iterator[Case]:
     rng = generator("greedy_sample")
     x = _logits(rng, 8, 133)
     x[4, -1] = x[4].max() + 1.0
-    x[5, [7, 132]] = np.nextafter(np.float32(9e3), np.float32(1e4))  # above its neighbours by one unit
+    # above its neighbours by one unit
+    x[5, [7, 132]] = np.nextafter(np.float32(9e3), np.float32(1e4))
     x[5, 3] = 9e3
     x[7] = -1.0
     x[7, [2, 5]] = -0.0, 0.0  # equal
@@ -50,7 +54,9 @@ def _greedy_cases(dtype: str) -> Iterator[Case]:
 
 
 def _with_not_finite(logits: np.ndarray, first: int = 0) -> np.ndarray:
-    """A copy with one entry that is no number in each of five rows from `first` on: the last row all of them."""
+    """A copy with one entry that is no number in each of five rows from `first` on: the last row
+    all of them.
+    """
     x = logits.copy()
     column = x.shape[1] // 2
     for row, value in enumerate((np.nan, np.inf, -np.inf, -np.nan), first):
@@ -76,11 +82,19 @@ judged_by(
                 logits.shape[1] - 1 - np.argmax(logits[:, ::-1], axis=-1)
             ).astype(np.int32),
             "off by one": lambda xp, logits: (np.argmax(logits, axis=-1) + 1).astype(np.int32),
-            "last 64 words skipped": lambda xp, logits: np.argmax(logits[:, :-64], axis=-1).astype(np.int32),
-            "bfloat16": lambda xp, logits: np.argmax(_to_bfloat16(logits), axis=-1).astype(np.int32),
-            "Q16 only": lambda xp, logits: np.argmax(sampling.quantize_logits(xp, logits), axis=-1).astype(np.int32),
+            "last 64 words skipped": lambda xp, logits: np.argmax(logits[:, :-64], axis=-1).astype(
+                np.int32
+            ),
+            "bfloat16": lambda xp, logits: np.argmax(_to_bfloat16(logits), axis=-1).astype(
+                np.int32
+            ),
+            "Q16 only": lambda xp, logits: np.argmax(
+                sampling.quantize_logits(xp, logits), axis=-1
+            ).astype(np.int32),
             "magnitudes": lambda xp, logits: np.argmax(np.abs(logits), axis=-1).astype(np.int32),
-            "not finite as masked": lambda xp, logits: np.argmax(_without_not_finite(logits), axis=-1).astype(np.int32),
+            "not finite as masked": lambda xp, logits: np.argmax(
+                _without_not_finite(logits), axis=-1
+            ).astype(np.int32),
             "minus infinity as masked": lambda xp, logits: sampling.greedy_sample(
                 xp, np.where(logits == -np.inf, np.float32(-3e38), logits)
             ),
@@ -106,7 +120,9 @@ def _quantize_cases(dtype: str) -> Iterator[Case]:
 
 def _wrong_quantize(xp: Any, logits: Any, fault: str) -> Any:
     limit = 4096.0 if fault == "limit 4096" else 8192.0
-    scaled = np.clip(logits.astype(np.float64), -limit, limit) * (ONE // 2 if fault == "Q15" else ONE)
+    scaled = np.clip(logits.astype(np.float64), -limit, limit) * (
+        ONE // 2 if fault == "Q15" else ONE
+    )
     if fault == "cut":
         scores = np.trunc(scaled)
     elif fault == "ties upwards":
@@ -136,16 +152,21 @@ judged_by(
 )
 
 
-# --- penalties -------------------------------------------------------------------------------------------------------
+# --- penalties
+# --------------------------------------------------------------------------------------------------
 
 
-def _penalty_arguments(rng: np.random.Generator, rows: int, vocab: int, length: int, slots: int) -> Arguments:
+def _penalty_arguments(
+    rng: np.random.Generator, rows: int, vocab: int, length: int, slots: int
+) -> Arguments:
     history = rng.integers(0, vocab, (rows, length)).astype(np.int32)
     history[:, length // 2 :] = rng.integers(0, max(2, vocab // 4), (rows, length - length // 2))
     history[1::2, -5:] = -1
     history[-1] = -1  # no history at all
     repetition = rng.uniform(0.5, 2.0, rows).astype(np.float32)
-    presence, frequency = (np.rint(rng.uniform(-2, 2, rows) * ONE).astype(np.int32) for _ in range(2))
+    presence, frequency = (
+        np.rint(rng.uniform(-2, 2, rows) * ONE).astype(np.int32) for _ in range(2)
+    )
     repetition[2], presence[2], frequency[2] = 1.0, 0, 0
     bias_ids = np.stack([rng.permutation(vocab)[:slots] for _ in range(rows)]).astype(np.int32)
     bias_ids[:, -2:] = -1
@@ -154,10 +175,13 @@ def _penalty_arguments(rng: np.random.Generator, rows: int, vocab: int, length: 
     logits = (rng.normal(size=(rows, vocab)) * 5).astype(np.float32)
     logits[0, :4] = np.nan, np.inf, -np.inf, -0.0
     return {
-        "logits": logits, "history": history, "prompt_len": rng.integers(0, length // 2, rows).astype(np.int32),
+        "logits": logits, "history": history,
+        "prompt_len": rng.integers(0, length // 2, rows).astype(np.int32),
         "presence": presence, "frequency": frequency, "repetition": repetition,
-        "repetition_inverse": (1 / repetition.astype(np.float64)).astype(np.float32), "bias_ids": bias_ids,
-        "bias": np.rint(rng.uniform(-100, 100, bias_ids.shape) * ONE).astype(np.int32), "mask": mask,
+        "repetition_inverse": (1 / repetition.astype(np.float64)).astype(np.float32),
+        "bias_ids": bias_ids,
+        "bias": np.rint(rng.uniform(-100, 100, bias_ids.shape) * ONE).astype(np.int32),
+        "mask": mask,
     }  # fmt: skip
 
 
@@ -188,7 +212,10 @@ class _Penalties:
             "prompt one shorter": lambda: {"prompt_len": a["prompt_len"] - 1},
             "frequency ignored": lambda: {"frequency": a["frequency"] * 0},
             "presence ignored": lambda: {"presence": a["presence"] * 0},
-            "presence and frequency swapped": lambda: {"presence": a["frequency"], "frequency": a["presence"]},
+            "presence and frequency swapped": lambda: {
+                "presence": a["frequency"],
+                "frequency": a["presence"],
+            },
             "repetition multiplies positives": lambda: {"repetition_inverse": a["repetition"]},
             "repetition divides negatives": lambda: {"repetition": a["repetition_inverse"]},
             "repetition of the output only": lambda: {"history": _output(a)},
@@ -234,9 +261,18 @@ PENALTY_FAULTS = (
         "presence ignored",
         "presence and frequency swapped",
     ),
-    *("repetition multiplies positives", "repetition divides negatives", "repetition of the output only"),
+    *(
+        "repetition multiplies positives",
+        "repetition divides negatives",
+        "repetition of the output only",
+    ),
     *("mask bits reversed", "mask words of the row before", "mask ignored", "bias ignored"),
-    *("unused history is token 0", "unused bias is token 0", "presence of unseen tokens", "counts without limit"),
+    *(
+        "unused history is token 0",
+        "unused bias is token 0",
+        "presence of unseen tokens",
+        "counts without limit",
+    ),
     "bias penalised too",
 )
 
@@ -247,7 +283,15 @@ judged_by(
         dtypes=("float32",),
         bitwise=True,
         rows=(
-            *("logits", "history", "prompt_len", "presence", "frequency", "repetition", "repetition_inverse"),
+            *(
+                "logits",
+                "history",
+                "prompt_len",
+                "presence",
+                "frequency",
+                "repetition",
+                "repetition_inverse",
+            ),
             *("bias_ids", "bias", "mask"),
         ),
         mutants={fault: _Penalties(fault) for fault in PENALTY_FAULTS},
@@ -256,7 +300,8 @@ judged_by(
 )
 
 
-# --- sample ----------------------------------------------------------------------------------------------------------
+# --- sample
+# --------------------------------------------------------------------------------------------------
 
 
 def _sample_arguments(rng: np.random.Generator, rows: int, vocab: int, filtered: bool) -> Arguments:
@@ -276,11 +321,14 @@ def _sample_arguments(rng: np.random.Generator, rows: int, vocab: int, filtered:
     far = np.minimum(FAR, np.rint(-np.log2(np.maximum(min_p, 2.0**-64)) * ONE))
     greedy = (np.arange(rows) % 8 == 7) | (np.arange(rows) == 1)
     return {
-        "logits": logits, "scores": scores, "position": rng.integers(0, 10**6, rows).astype(np.int32),
+        "logits": logits, "scores": scores,
+        "position": rng.integers(0, 10**6, rows).astype(np.int32),
         "seed_lo": rng.integers(-(2**31), 2**31, rows).astype(np.int32),
-        "seed_hi": rng.integers(-(2**31), 2**31, rows).astype(np.int32), "greedy": greedy.astype(np.int32),
+        "seed_hi": rng.integers(-(2**31), 2**31, rows).astype(np.int32),
+        "greedy": greedy.astype(np.int32),
         "scale": (LOG2_E / temperature).astype(np.float32), "top_k": top_k.astype(np.int32),
-        "top_p": np.maximum(1, np.rint(top_p * ONE)).astype(np.int32), "min_p": far.astype(np.int32),
+        "top_p": np.maximum(1, np.rint(top_p * ONE)).astype(np.int32),
+        "min_p": far.astype(np.int32),
         "filtered": filtered,
     }  # fmt: skip
 
@@ -297,15 +345,22 @@ def _sample_cases(dtype: str) -> Iterator[Case]:
     yield Case("384 rows, filters", many)
     yield Case("384 rows, filters off", many | {"filtered": False})
     yield Case("top-p at the boundary", _boundary())
-    yield Case("64 rows of 151936", partial(_sample_arguments, generator("bench sample"), 64, 151936, True), ("bench",))
+    yield Case(
+        "64 rows of 151936",
+        partial(_sample_arguments, generator("bench sample"), 64, 151936, True),
+        ("bench",),
+    )
 
 
 def _boundary(rows: int = 64) -> Arguments:
-    """The best token holds exactly the half that top-p asks for: 2^26 - 1 of it and of 2 (2^25 - 1) + 1 beside it."""
+    """The best token holds exactly the half that top-p asks for: 2^26 - 1 of it and of 2 (2^25 -
+    1) + 1 beside it.
+    """
     scores = np.array([[-ONE, 0, -ONE, -25 * ONE, MASKED]], np.int32).repeat(rows, axis=0)
     half = {"top_k": 0, "top_p": ONE // 2, "min_p": FAR, "greedy": 0, "seed_lo": 7, "seed_hi": 0}
     return {
-        "logits": scores.astype(np.float32) / ONE, "scores": scores, "position": np.arange(rows, dtype=np.int32),
+        "logits": scores.astype(np.float32) / ONE, "scores": scores,
+        "position": np.arange(rows, dtype=np.int32),
         "scale": np.ones(rows, np.float32), "filtered": True,
         **{name: np.full(rows, value, np.int32) for name, value in half.items()},
     }  # fmt: skip
@@ -323,11 +378,16 @@ class _Sample:
             "position off by one": lambda: {"position": a["position"] + 1},
             "low half of the seed ignored": lambda: {"seed_lo": a["seed_lo"] * 0},
             "high half of the seed ignored": lambda: {"seed_hi": a["seed_hi"] * 0},
-            "halves of the seed swapped": lambda: {"seed_lo": a["seed_hi"], "seed_hi": a["seed_lo"]},
+            "halves of the seed swapped": lambda: {
+                "seed_lo": a["seed_hi"],
+                "seed_hi": a["seed_lo"],
+            },
             "min-p ignored": lambda: {"min_p": a["min_p"] * 0 + FAR},
             "top-k ignored": lambda: {"top_k": a["top_k"] * 0},
             "top-k one larger": lambda: {"top_k": np.where(a["top_k"] > 0, a["top_k"] + 1, 0)},
-            "top-k one smaller": lambda: {"top_k": np.where(a["top_k"] > 1, a["top_k"] - 1, a["top_k"])},
+            "top-k one smaller": lambda: {
+                "top_k": np.where(a["top_k"] > 1, a["top_k"] - 1, a["top_k"])
+            },
             "top-p ignored": lambda: {"top_p": a["top_p"] * 0 + ONE},
             "greedy ignored": lambda: {"greedy": a["greedy"] * 0},
             "greedy by scores only": lambda: {"logits": a["logits"] * 0},
@@ -390,7 +450,9 @@ class _Sample:
 
 
 def _passing(xp: Any, far: Any, keep: Any, top_p: Any) -> Any:
-    """The smallest distance within which tokens hold *more* than top-p of the mass; all of it where nothing does."""
+    """The smallest distance within which tokens hold *more* than top-p of the mass; all of it
+    where nothing does.
+    """
     weight = np.where(keep, sampling.exp2_negative(xp, far), 0).astype(np.int64)
     order = np.argsort(far, axis=-1, kind="stable")
     mass = np.take_along_axis(weight, order, -1).cumsum(-1)
@@ -400,10 +462,32 @@ def _passing(xp: Any, far: Any, keep: Any, top_p: Any) -> Any:
 
 
 SAMPLE_FAULTS = (
-    *("position ignored", "position off by one", "low half of the seed ignored", "high half of the seed ignored"),
-    *("halves of the seed swapped", "min-p ignored", "top-k ignored", "top-k one larger", "top-k one smaller"),
-    *("top-p ignored", "greedy ignored", "greedy by scores only", "temperature ignored", "temperature inverted"),
-    *("temperature off by two percent", "filters off", "noise of the next token", "noise in natural units"),
+    *(
+        "position ignored",
+        "position off by one",
+        "low half of the seed ignored",
+        "high half of the seed ignored",
+    ),
+    *(
+        "halves of the seed swapped",
+        "min-p ignored",
+        "top-k ignored",
+        "top-k one larger",
+        "top-k one smaller",
+    ),
+    *(
+        "top-p ignored",
+        "greedy ignored",
+        "greedy by scores only",
+        "temperature ignored",
+        "temperature inverted",
+    ),
+    *(
+        "temperature off by two percent",
+        "filters off",
+        "noise of the next token",
+        "noise in natural units",
+    ),
     *("greedy ties to the higher id", "masked tokens drawn", "top-p before top-k", "min-p last"),
     "not finite as masked",
     *("top-p one token short", "top-p one token more", "top-p passed, not reached"),
@@ -415,14 +499,26 @@ judged_by(
         _sample_cases,
         dtypes=("float32",),
         bitwise=True,
-        rows=("logits", "scores", "position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p"),
+        rows=(
+            "logits",
+            "scores",
+            "position",
+            "seed_lo",
+            "seed_hi",
+            "greedy",
+            "scale",
+            "top_k",
+            "top_p",
+            "min_p",
+        ),
         mutants={fault: _Sample(fault) for fault in SAMPLE_FAULTS},
         truth=_Sample(""),
     ),
 )
 
 
-# --- top_logprobs ----------------------------------------------------------------------------------------------------
+# --- top_logprobs
+# --------------------------------------------------------------------------------------------------
 
 
 def _top_cases(dtype: str) -> Iterator[Case]:
@@ -438,7 +534,11 @@ def _top_cases(dtype: str) -> Iterator[Case]:
     yield Case("fewer words than are asked for", small)
     zeros = np.where(rng.random((8, 133)) < 0.5, -0.0, 0.0).astype(np.float32)
     yield Case("zeros of both signs are equal", {"logits": zeros, "chosen": chosen})
-    yield Case("64 rows of 151936", lambda: {**_big_logits(), "chosen": np.arange(64, dtype=np.int32)}, ("bench",))
+    yield Case(
+        "64 rows of 151936",
+        lambda: {**_big_logits(), "chosen": np.arange(64, dtype=np.int32)},
+        ("bench",),
+    )
 
 
 def _top_magnitude(a: Arguments) -> Any:
@@ -453,7 +553,9 @@ def _top_magnitude(a: Arguments) -> Any:
 def _wrong_top(xp: Any, logits: Any, chosen: Any, fault: str) -> Any:
     best = logits.max(-1, keepdims=True)
     shifted = logits - best
-    summed = shifted[:, :-64] if fault == "last 64 words skipped" and logits.shape[1] > 64 else shifted
+    summed = (
+        shifted[:, :-64] if fault == "last 64 words skipped" and logits.shape[1] > 64 else shifted
+    )
     norm = np.log(np.exp(summed).sum(-1)) + best[:, 0]
     if fault == "logarithm of base 2":
         norm = np.log2(np.exp(shifted).sum(-1)) + best[:, 0]
@@ -464,7 +566,9 @@ def _wrong_top(xp: Any, logits: Any, chosen: Any, fault: str) -> Any:
     if fault == "normalised over the best":
         norm = np.log(np.exp(np.take_along_axis(shifted, ids, 1)).sum(-1)) + best[:, 0]
     elif fault == "ties to the higher id":
-        ids = (logits.shape[1] - 1 - np.argsort(-logits[:, ::-1], axis=-1, kind="stable")[:, :k]).astype(np.int32)
+        ids = (
+            logits.shape[1] - 1 - np.argsort(-logits[:, ::-1], axis=-1, kind="stable")[:, :k]
+        ).astype(np.int32)
     at = np.take_along_axis(logits, chosen[:, None], 1)[:, 0]
     token = np.arange(logits.shape[1])[None, :]
     tied = (logits == at[:, None]) & (token < chosen[:, None])
@@ -480,7 +584,12 @@ def _wrong_top(xp: Any, logits: Any, chosen: Any, fault: str) -> Any:
 
 
 TOP_FAULTS = (
-    *("last 64 words skipped", "logarithm of base 2", "maximum not taken off", "normalised over the best"),
+    *(
+        "last 64 words skipped",
+        "logarithm of base 2",
+        "maximum not taken off",
+        "normalised over the best",
+    ),
     *("ties to the higher id", "rank without ties", "rank from 0", "raw logit of the chosen"),
     *("chosen scaled by 1.005", "values shifted"),
 )

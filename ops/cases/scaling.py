@@ -27,7 +27,9 @@ def _cases(dtype: str) -> Iterator[Case]:
     yield Case("several axes", {"x": normal(rng, dtype, 3, 5, 33), "factor": 0.22})
     if dtype == "bfloat16":
         yield Case(
-            "Granite 3 8B, 2048 tokens", lambda: {"x": normal(rng, dtype, 2048, 4096), "factor": 0.22}, ("bench",)
+            "Granite 3 8B, 2048 tokens",
+            lambda: {"x": normal(rng, dtype, 2048, 4096), "factor": 0.22},
+            ("bench",),
         )
 
 
@@ -43,7 +45,9 @@ judged_by(
         rows=("x",),
         mutants={
             "factor ignored": lambda xp, x, factor: x,
-            "factor rounded to bfloat16": lambda xp, x, factor: x * float(to_bfloat16(np.float32(factor))),
+            "factor rounded to bfloat16": lambda xp, x, factor: (
+                x * float(to_bfloat16(np.float32(factor)))
+            ),
             "divided": lambda xp, x, factor: x / factor,
             "scaled by 1.005": lambda xp, x, factor: x * factor * 1.005,
             "last channel left": _tail_lost,

@@ -19,10 +19,11 @@ ALGORITHMS = {
 
 
 def with_float32_sums(product: Callable[..., jax.Array], x: jax.Array, w: jax.Array) -> jax.Array:
-    """`product(x, w, precision=, preferred_element_type=)` by the algorithm that the contract names.
+    """`product(x, w, precision=, preferred_element_type=)` by the algorithm that the contract
+    names.
 
-    Only NVIDIA GPUs have products of float16 with float32 sums. Elsewhere both sides are widened, which is exact: a
-    product of two float16 numbers is a float32 number.
+    Only NVIDIA GPUs have products of float16 with float32 sums. Elsewhere both sides are widened,
+    which is exact: a product of two float16 numbers is a float32 number.
     """
     if x.dtype != jnp.float16:
         out = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
@@ -41,8 +42,8 @@ def with_float32_sums(product: Callable[..., jax.Array], x: jax.Array, w: jax.Ar
 class OneOf(NamedTuple):
     """One matrix of several of the same shape, known by its index on the device, for `linear`.
 
-    A loop over layers that takes a slice of stacked weights copies it, which on a CPU takes longer than the product.
-    Here each matrix has a branch of its own that reads it where it lies.
+    A loop over layers that takes a slice of stacked weights copies it, which on a CPU takes longer
+    than the product. Here each matrix has a branch of its own that reads it where it lies.
     """
 
     matrices: tuple[jax.Array, ...]
@@ -73,7 +74,9 @@ class JaxNamespace:
 
     @staticmethod
     def accumulate(x: jax.Array) -> jax.Array:
-        """x in its accumulation dtype, as it was rounded: XLA drops roundings between ops if nothing forbids it."""
+        """x in its accumulation dtype, as it was rounded: XLA drops roundings between ops if
+        nothing forbids it.
+        """
         if x.dtype in (jnp.bfloat16, jnp.float16):
             kind = jnp.finfo(x.dtype)
             x = jax.lax.reduce_precision(x, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
@@ -84,7 +87,8 @@ class JaxNamespace:
         """x [..., k] by w [n, k] in the accumulation dtype."""
         if x.dtype != jnp.bfloat16 or x.shape[:-1] != (1,):
             return _product(x, w)
-        # For a single row XLA's CPU compiler widens the whole matrix to float32 first, which takes five times as long.
+        # For a single row XLA's CPU compiler widens the whole matrix to float32 first, which takes
+        # five times as long.
         return jax.lax.platform_dependent(x, w, cpu=_product_of_two_rows, default=_product)
 
     def linear(self, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -36,8 +36,8 @@ def to_numpy(x: torch.Tensor) -> np.ndarray:
 class TorchNamespace(EagerLoop):
     """Array API functions of torch and the extra words of this package.
 
-    float32 products are float32 (`torch.backends.*.allow_tf32` stays off: the worker sees to it), bfloat16 products
-    accumulate in float32.
+    float32 products are float32 (`torch.backends.*.allow_tf32` stays off: the worker sees to it),
+    bfloat16 products accumulate in float32.
     """
 
     name = "torch"
@@ -47,7 +47,9 @@ class TorchNamespace(EagerLoop):
 
     @staticmethod
     def asarray(x: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
-        """x as a tensor. A number is filled in on the device: a copy from the host would wait for it."""
+        """x as a tensor. A number is filled in on the device: a copy from the host would wait
+        for it.
+        """
         if isinstance(x, (bool, int, float)):
             return torch.full((), x, dtype=dtype, device=device)
         return base.asarray(x, dtype=dtype, device=device)
@@ -112,7 +114,9 @@ class TorchNamespace(EagerLoop):
 
     @staticmethod
     def linear_int32(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        """x [tok k] int8 by w [n k] int8, exact: sums are below 2^53. CUDA has no general integer product."""
+        """x [tok k] int8 by w [n k] int8, exact: sums are below 2^53. CUDA has no general
+        integer product.
+        """
         return F.linear(x.to(torch.float64), w.to(torch.float64)).to(torch.int32)
 
     @staticmethod

@@ -1,1 +1,3 @@
-"""Native implementations of the ops that the Array API has no words for, one module per framework."""
+"""Native implementations of the ops that the Array API has no words for, one module per
+framework.
+"""

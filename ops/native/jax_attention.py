@@ -1,7 +1,9 @@
-"""KV write and paged attention in plain XLA: no kernel, static shapes, work proportional to the tokens in use.
+"""KV write and paged attention in plain XLA: no kernel, static shapes, work proportional to the
+tokens in use.
 
-Attention runs over blocks of the cache with an online softmax, in loops whose trip counts are read on the device: the
-requests with one query token all at once, the others one after the other in blocks of queries.
+Attention runs over blocks of the cache with an online softmax, in loops whose trip counts are read
+on the device: the requests with one query token all at once, the others one after the other in
+blocks of queries.
 """
 
 from __future__ import annotations
@@ -26,11 +28,15 @@ EVERYTHING = 1 << 30
 
 
 @implement("write_kv", provider="native", framework="jax")
-def write_kv(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0) -> Array:
+def write_kv(
+    kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0
+) -> Array:
     """Scatter the rows of K and V into their slots; rows with slot -1 are dropped."""
     pages, page_size, heads, size = kv.shape
     xp = namespace("jax")
-    rows = jnp.stack([stored(xp, k, kv, k_scale), stored(xp, v, kv, v_scale)], axis=2).reshape(k.shape[0], heads, size)
+    rows = jnp.stack([stored(xp, k, kv, k_scale), stored(xp, v, kv, v_scale)], axis=2).reshape(
+        k.shape[0], heads, size
+    )
     target = jnp.where(slots < 0, pages * page_size, slots)
 
     def scatter(kv: jax.Array, rows: jax.Array) -> jax.Array:
@@ -46,7 +52,8 @@ def write_kv(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, 
 def _bits(x: jax.Array) -> jax.Array:
     """The bits of a float of one or two bytes as an unsigned integer, anything else as it is.
 
-    XLA's CPU compiler computes such floats in float32: to move some entries of a cache it would convert all of it.
+    XLA's CPU compiler computes such floats in float32: to move some entries of a cache it would
+    convert all of it.
     """
     if x.dtype.itemsize < 4 and jnp.issubdtype(x.dtype, jnp.floating):
         return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
@@ -70,7 +77,9 @@ def _read_pages(kv: jax.Array, pages: jax.Array) -> jax.Array:
 
 
 class _Softmax(NamedTuple):
-    """Running maximum, sum and weighted values of an online softmax: [..., 1], [..., 1], [..., hdim]."""
+    """Running maximum, sum and weighted values of an online softmax: [..., 1], [..., 1], [...,
+    hdim].
+    """
 
     maximum: jax.Array
     total: jax.Array
@@ -92,7 +101,9 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Array:
-    """See the op. Scores and softmax in float32, weights rounded to the storage dtype, one rounding at the end."""
+    """See the op. Scores and softmax in float32, weights rounded to the storage dtype, one
+    rounding at the end.
+    """
     tokens = q.shape[0]
     requests = page_table.shape[0]
     block_pages = max(1, KV_BLOCK // kv.shape[1])
@@ -121,7 +132,9 @@ def paged_attention(
             last = jnp.minimum(length, length - stop + first + block)
             new = attend(part[None], page_table[i][None], position[None], last[None])[0]
             old = jax.lax.dynamic_slice_in_dim(out, first, block)
-            return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(real[:, None, None], new, old), first, 0)
+            return jax.lax.dynamic_update_slice_in_dim(
+                out, jnp.where(real[:, None, None], new, old), first, 0
+            )
 
         return jax.lax.fori_loop(0, (stop - start + block - 1) // block, queries, out)
 
@@ -141,13 +154,18 @@ def _attend(
     positions: jax.Array,
     lengths: jax.Array,
 ) -> jax.Array:
-    """q [req n head hdim] at positions [req n] (-1: no query) over the first `lengths` [req] slots of their pages."""
+    """q [req n head hdim] at positions [req n] (-1: no query) over the first `lengths` [req]
+    slots of their pages.
+    """
     requests, n, heads, size = q.shape
     page_size, kv_heads = kv.shape[1], kv.shape[2] // 2
     block = block_pages * page_size
     q = q.reshape(requests, n, kv_heads, heads // kv_heads, size)
-    # The barrier hides the window's value, so layers that differ in it are one code to XLA, which is compiled once.
-    reach = jax.lax.optimization_barrier(jnp.asarray(window if window > 0 else EVERYTHING, jnp.int32))
+    # The barrier hides the window's value, so layers that differ in it are one code to XLA, which
+    # is compiled once.
+    reach = jax.lax.optimization_barrier(
+        jnp.asarray(window if window > 0 else EVERYTHING, jnp.int32)
+    )
     far = jnp.iinfo(jnp.int32).max
     oldest = jnp.maximum(0, jnp.where(positions < 0, far, positions).min(1) - reach + 1)
     products = partial(jnp.einsum, "rnkgd,rskd->rkgns"), partial(jnp.einsum, "rkgns,rskd->rkgnd")
@@ -167,7 +185,9 @@ def _attend(
         maximum = jnp.maximum(state.maximum, scores.max(-1, keepdims=True))
         weights = jnp.where(seen, jnp.exp(scores - maximum), 0.0)
         # A slot that nobody may see can hold anything, NaN included, and 0 * NaN is NaN.
-        used = ((slot[None, :] < lengths[:, None]) & (slot[None, :] >= oldest[:, None]))[:, :, None, None]
+        used = ((slot[None, :] < lengths[:, None]) & (slot[None, :] >= oldest[:, None]))[
+            :, :, None, None
+        ]
         values = jnp.where(used, cache[..., 1, :], jnp.zeros((), q.dtype))
         product = weighted(weights.astype(q.dtype), values)
         decay = jnp.exp(state.maximum - maximum)
@@ -175,8 +195,12 @@ def _attend(
         return _Softmax(maximum, total, state.values * decay + product)
 
     shape = (requests, kv_heads, heads // kv_heads, n)
-    zero = _Softmax(jnp.full((*shape, 1), LOWEST), jnp.zeros((*shape, 1)), jnp.zeros((*shape, size)))
+    zero = _Softmax(
+        jnp.full((*shape, 1), LOWEST), jnp.zeros((*shape, 1)), jnp.zeros((*shape, size))
+    )
     zero = jax.tree.map(lambda x: x.astype(jnp.float32), zero)
-    state = jax.lax.fori_loop(oldest.min() // block, (lengths.max() + block - 1) // block, step, zero)
+    state = jax.lax.fori_loop(
+        oldest.min() // block, (lengths.max() + block - 1) // block, step, zero
+    )
     out = state.values / jnp.where(state.total == 0, 1.0, state.total) * v_scale
     return out.transpose(0, 3, 1, 2, 4).reshape(requests, n, heads, size).astype(q.dtype)

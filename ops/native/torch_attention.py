@@ -1,7 +1,7 @@
 """KV write and paged attention in plain torch: no kernel, ragged lengths read on the host.
 
-The lengths arrive as CPU tensors (`host_metadata`), so nothing waits for the device. Requests with one query token run
-together, the others one after the other in blocks of queries.
+The lengths arrive as CPU tensors (`host_metadata`), so nothing waits for the device. Requests with
+one query token run together, the others one after the other in blocks of queries.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ MAX_GATHER = 1 << 26
 
 
 @implement("write_kv", provider="native", framework="torch", inplace=True)
-def write_kv(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0) -> Array:
-    """Write the rows of K and V into their slots, in place; rows with slot -1 go to the scratch slot."""
+def write_kv(
+    kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0
+) -> Array:
+    """Write the rows of K and V into their slots, in place; rows with slot -1 go to the scratch
+    slot.
+    """
     pages, page_size, heads, size = kv.shape
     xp = namespace("torch")
-    rows = torch.stack([stored(xp, k, kv, k_scale), stored(xp, v, kv, v_scale)], dim=2).view(k.shape[0], heads, size)
+    rows = torch.stack([stored(xp, k, kv, k_scale), stored(xp, v, kv, v_scale)], dim=2).view(
+        k.shape[0], heads, size
+    )
     target = slots.remainder(pages * page_size).to(torch.int64)  # slot -1 is the last one
     flat = kv.view(pages * page_size, heads, size)
     if kv.dtype.itemsize == 1:  # fp8 is copied by nothing but its bytes
@@ -48,7 +54,9 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Array:
-    """See the op. Scores and softmax in float32, weights not normalised and rounded to q's dtype, one rounding."""
+    """See the op. Scores and softmax in float32, weights not normalised and rounded to q's
+    dtype, one rounding.
+    """
     single, requests = counts.tolist()
     starts, lengths = query_start.tolist(), kv_lens.tolist()
     out = torch.zeros_like(q)
@@ -67,7 +75,8 @@ def paged_attention(
             ends = kv_lens[first:last].to(q.device, torch.int64, non_blocking=True)[:, None]
             positions = positions + (ends - slots).clamp(min=0)
             seen = (positions < ends)[:, None] if min(lengths[first:last]) < slots else None
-            # A slot that is not seen can hold anything, and 0 * NaN is NaN: the last one stands in for it.
+            # A slot that is not seen can hold anything, and 0 * NaN is NaN: the last one stands in
+            # for it.
             positions = torch.minimum(positions, ends - 1)
         cache = _gather(kv, page_table[first:last], positions)
         out[first:last] = attend(q[first:last, None], cache, seen, *settings)[:, 0]
@@ -76,10 +85,14 @@ def paged_attention(
         start, stop, length = starts[i], starts[i + 1], lengths[i]
         past = length - (stop - start)
         lowest = max(0, past - window + 1) if window > 0 else 0
-        cache = _gather(kv, page_table[i : i + 1], torch.arange(lowest, length, device=q.device)[None])
+        cache = _gather(
+            kv, page_table[i : i + 1], torch.arange(lowest, length, device=q.device)[None]
+        )
         for first in range(start, stop, QUERY_BLOCK):
             last = min(stop, first + QUERY_BLOCK)
-            position = torch.arange(past + first - start, past + last - start, device=q.device)[:, None]
+            position = torch.arange(past + first - start, past + last - start, device=q.device)[
+                :, None
+            ]
             lowest_seen = max(lowest, past + first - start - window + 1) if window > 0 else 0
             highest = past + last - start
             slot = torch.arange(lowest_seen, highest, device=q.device)
@@ -92,7 +105,9 @@ def paged_attention(
 
 
 def _gather(kv: torch.Tensor, page_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The cache at positions [req or 1, slot] of requests with page_table [req page] -> [req slot 2*kvhead hdim]."""
+    """The cache at positions [req or 1, slot] of requests with page_table [req page] -> [req
+    slot 2*kvhead hdim].
+    """
     pages, page_size, heads, size = kv.shape
     columns, offsets = positions // page_size, positions % page_size
     pages_of = page_table[:, columns[0]] if len(positions) == 1 else page_table.gather(1, columns)
@@ -104,19 +119,30 @@ def _gather(kv: torch.Tensor, page_table: torch.Tensor, positions: torch.Tensor)
 
 
 def _attend(
-    q: torch.Tensor, cache: torch.Tensor, seen: torch.Tensor | None, scale: float, v_scale: float, soft_cap: float
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    seen: torch.Tensor | None,
+    scale: float,
+    v_scale: float,
+    soft_cap: float,
 ) -> torch.Tensor:
     """q [req n head hdim] over cache [req slot 2*kvhead hdim]; seen [req n slot], None: all."""
     requests, n, heads, size = q.shape
     kv_heads = cache.shape[2] // 2
     group = heads // kv_heads
-    # The queries of a group of heads are rows of one product; a batched product copies what is not contiguous.
+    # The queries of a group of heads are rows of one product; a batched product copies what is not
+    # contiguous.
     queries = q.view(requests, n, kv_heads, group, size).permute(0, 2, 3, 1, 4).to(torch.float32)
     queries = queries.reshape(requests, kv_heads, group * n, size)
     keys, values = (
-        cache[:, :, j::2].transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format) for j in (0, 1)
+        cache[:, :, j::2].transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        for j in (0, 1)
     )
-    scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scale).view(requests, kv_heads, group, n, -1)
+    scores = (
+        torch.matmul(queries, keys.transpose(-1, -2))
+        .mul_(scale)
+        .view(requests, kv_heads, group, n, -1)
+    )
     if soft_cap > 0:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     if seen is not None:
@@ -124,28 +150,47 @@ def _attend(
     weights = (scores - scores.amax(-1, keepdim=True)).exp_()
     total = weights.sum(-1, keepdim=True)
     weights = weights.to(q.dtype).to(torch.float32).view(requests, kv_heads, group * n, -1)
-    product = torch.matmul(weights, values).view(requests, kv_heads, group, n, size) / total * v_scale
+    product = (
+        torch.matmul(weights, values).view(requests, kv_heads, group, n, size) / total * v_scale
+    )
     return product.permute(0, 3, 1, 2, 4).reshape(requests, n, heads, size).to(q.dtype)
 
 
 def _attend_on_cpu(
-    q: torch.Tensor, cache: torch.Tensor, seen: torch.Tensor | None, scale: float, v_scale: float, soft_cap: float
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    seen: torch.Tensor | None,
+    scale: float,
+    v_scale: float,
+    soft_cap: float,
 ) -> torch.Tensor:
     """As `_attend` without a cap, in float32, by torch's kernel for CPUs.
 
-    It reads keys and values where they lie; a batched product would first copy each head's. In half precision its
-    results lie within the op's bound, but `twinfer numerics` finds pages of the demo model that are farther from
-    float64 than roundings where the op says would be.
+    It reads keys and values where they lie; a batched product would first copy each head's. In half
+    precision its results lie within the op's bound, but `twinfer numerics` finds pages of the demo
+    model that are farther from float64 than roundings where the op says would be.
     """
     requests, n, heads, size = q.shape
     kv_heads = cache.shape[2] // 2
     group = heads // kv_heads
     # The queries of a group of heads stand beside each other, as queries of their one head of keys.
-    queries = q.view(requests, n, kv_heads, group, size).transpose(1, 2).reshape(requests, kv_heads, n * group, size)
+    queries = (
+        q.view(requests, n, kv_heads, group, size)
+        .transpose(1, 2)
+        .reshape(requests, kv_heads, n * group, size)
+    )
     keys, values = (cache[:, :, j::2].transpose(1, 2).to(torch.float32) for j in (0, 1))
     mask = None
     if seen is not None:
         mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
-        mask = mask[:, None, :, None].expand(-1, -1, -1, group, -1).reshape(requests, 1, n * group, -1)
-    mean = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale) * v_scale
-    return mean.view(requests, kv_heads, n, group, size).transpose(1, 2).reshape(requests, n, heads, size)
+        mask = (
+            mask[:, None, :, None].expand(-1, -1, -1, group, -1).reshape(requests, 1, n * group, -1)
+        )
+    mean = (
+        F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale) * v_scale
+    )
+    return (
+        mean.view(requests, kv_heads, n, group, size)
+        .transpose(1, 2)
+        .reshape(requests, n, heads, size)
+    )

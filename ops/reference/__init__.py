@@ -1,6 +1,18 @@
 """The ops: one executable reference each."""
 
-from . import activations, dense, lora, moe, norms, paged, parallel, quantization, rotary, sampling, scaling
+from . import (
+    activations,
+    dense,
+    lora,
+    moe,
+    norms,
+    paged,
+    parallel,
+    quantization,
+    rotary,
+    sampling,
+    scaling,
+)
 
 __all__ = [
     "activations",

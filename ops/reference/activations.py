@@ -1,10 +1,11 @@
 """Activation functions, under the names that users of vLLM's CustomOp know.
 
-Shapes: `n` entries, `inter` MLP width. Sources: "Gaussian Error Linear Units" (arXiv:1606.08415) for the gelu family,
-`transformers.activations` for its constants; others are named where they stand.
+Shapes: `n` entries, `inter` MLP width. Sources: "Gaussian Error Linear Units" (arXiv:1606.08415)
+for the gelu family, `transformers.activations` for its constants; others are named where they
+stand.
 
-Tails that the storage dtype cannot tell from the cancellation in `1 + tanh` or `1 + erf` are noise: the contract bounds
-the error by the operands |x| (and |x up| with a product), not by the result.
+Tails that the storage dtype cannot tell from the cancellation in `1 + tanh` or `1 + erf` are noise:
+the contract bounds the error by the operands |x| (and |x up| with a product), not by the result.
 """
 
 from __future__ import annotations
@@ -17,27 +18,37 @@ from .dense import along
 
 SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 ELEMENTWISE = Contract(
-    accumulate="float32 (float64 for float64 inputs); errors are relative to the operands, not to a cancelled result",
+    accumulate="float32 (float64 for float64 inputs); errors are relative to the operands, not to "
+    "a cancelled result",
     masked="each element depends on its own inputs only",
     nan="NaN in, NaN out, in the same element",
 )
 GATED = Contract(
-    accumulate="float32 (float64 for float64 inputs), exact to it for every gate: exp neither overflows nor flushes",
+    accumulate="float32 (float64 for float64 inputs), exact to it for every gate: exp neither "
+    "overflows nor flushes",
     masked="each element depends on its own inputs only",
     nan="NaN in, NaN out, in the same element",
 )
 
 
-@define(shapes="x [... 2*inter] -> [... inter] x", shards=("inter",), activations=("x",), contract=GATED)
+@define(
+    shapes="x [... 2*inter] -> [... inter] x", shards=("inter",), activations=("x",), contract=GATED
+)
 def silu_and_mul(xp: Any, x: Array) -> Array:
-    """silu(gate) * up for x [... 2 inter] = (gate, up) -> [... inter], silu(y) = y / (1 + exp(-y))."""
+    """silu(gate) * up for x [... 2 inter] = (gate, up) -> [... inter], silu(y) = y / (1 +
+    exp(-y)).
+    """
     gate, up = _halves(xp, x)
     return xp.astype(swish(xp, gate, up), x.dtype)
 
 
-@define(shapes="x [... 2*inter] -> [... inter] x", shards=("inter",), activations=("x",), contract=GATED)
+@define(
+    shapes="x [... 2*inter] -> [... inter] x", shards=("inter",), activations=("x",), contract=GATED
+)
 def mul_and_silu(xp: Any, x: Array) -> Array:
-    """up * silu(gate) for x [... 2 inter] = (up, gate) -> [... inter]: silu_and_mul with the halves swapped."""
+    """up * silu(gate) for x [... 2 inter] = (up, gate) -> [... inter]: silu_and_mul with the
+    halves swapped.
+    """
     up, gate = _halves(xp, x)
     return xp.astype(swish(xp, gate, up), x.dtype)
 
@@ -50,9 +61,13 @@ def gelu_new(xp: Any, x: Array) -> Array:
 
 @define(shapes="x [... n] -> [... n] x", activations=("x",), contract=ELEMENTWISE)
 def gelu_fast(xp: Any, x: Array) -> Array:
-    """x/2 (1 + tanh(0.7978845608 x (1 + 0.044715 x^2))), elementwise: gelu_new with its root written to 10 digits."""
+    """x/2 (1 + tanh(0.7978845608 x (1 + 0.044715 x^2))), elementwise: gelu_new with its root
+    written to 10 digits.
+    """
     y = xp.accumulate(x)
-    return xp.astype(0.5 * y * (1.0 + xp.tanh(0.7978845608 * y * (1.0 + 0.044715 * y * y))), x.dtype)
+    return xp.astype(
+        0.5 * y * (1.0 + xp.tanh(0.7978845608 * y * (1.0 + 0.044715 * y * y))), x.dtype
+    )
 
 
 @define(shapes="x [... n] -> [... n] x", activations=("x",), contract=ELEMENTWISE)
@@ -62,9 +77,16 @@ def quick_gelu(xp: Any, x: Array) -> Array:
     return xp.astype(swish(xp, y, 1.0, 1.702), x.dtype)
 
 
-@define(shapes="x [... 2*inter] -> [... inter] x", shards=("inter",), activations=("x",), contract=ELEMENTWISE)
+@define(
+    shapes="x [... 2*inter] -> [... inter] x",
+    shards=("inter",),
+    activations=("x",),
+    contract=ELEMENTWISE,
+)
 def gelu_and_mul(xp: Any, x: Array, approximate: str) -> Array:
-    """gelu(gate) * up for x [... 2 inter] = (gate, up) -> [... inter]; `approximate`: none (erf) or tanh."""
+    """gelu(gate) * up for x [... 2 inter] = (gate, up) -> [... inter]; `approximate`: none (erf)
+    or tanh.
+    """
     gate, up = _halves(xp, x)
     if approximate == "none":
         activated = 0.5 * gate * (1.0 + xp.erf(gate * math.sqrt(0.5)))
@@ -77,9 +99,11 @@ def gelu_and_mul(xp: Any, x: Array, approximate: str) -> Array:
 
 @define(shapes="x [... 2*inter] -> [... inter] x", activations=("x",), contract=ELEMENTWISE)
 def swigluoai_and_mul(xp: Any, x: Array, alpha: float, limit: float) -> Array:
-    """(up + 1) gate sigmoid(alpha gate) for x [... 2 inter], gate at even and up at odd places -> [... inter].
+    """(up + 1) gate sigmoid(alpha gate) for x [... 2 inter], gate at even and up at odd places ->
+    [... inter].
 
-    The gate is cut from above at `limit`, up on both sides: gpt-oss (`GptOssExperts` of transformers).
+    The gate is cut from above at `limit`, up on both sides: gpt-oss (`GptOssExperts` of
+    transformers).
     """
     y = xp.accumulate(x)
     gate, up = y[..., 0::2], y[..., 1::2]
@@ -96,19 +120,32 @@ def relu2(xp: Any, x: Array) -> Array:
     return xp.astype(positive * positive, x.dtype)
 
 
-@define(shapes="x [... 2*inter] -> [... inter] x", shards=("inter",), activations=("x",), contract=ELEMENTWISE)
+@define(
+    shapes="x [... 2*inter] -> [... inter] x",
+    shards=("inter",),
+    activations=("x",),
+    contract=ELEMENTWISE,
+)
 def fatrelu_and_mul(xp: Any, x: Array, threshold: float) -> Array:
-    """up * (gate if gate > threshold else 0) for x [... 2 inter] = (gate, up) -> [... inter]: FATReLU, MiniCPM-S."""
+    """up * (gate if gate > threshold else 0) for x [... 2 inter] = (gate, up) -> [... inter]:
+    FATReLU, MiniCPM-S.
+    """
     gate, up = _halves(xp, x)
     return xp.astype(xp.where(gate <= threshold, 0.0, gate) * up, x.dtype)
 
 
-@define(shapes="x [... n], alpha_p [p], alpha_n [q] -> [... n] x", activations=("x",), contract=ELEMENTWISE)
+@define(
+    shapes="x [... n], alpha_p [p], alpha_n [q] -> [... n] x",
+    activations=("x",),
+    contract=ELEMENTWISE,
+)
 def xielu(xp: Any, x: Array, alpha_p: Array, alpha_n: Array, beta: float, eps: float) -> Array:
-    """xIELU (arXiv:2411.13010), elementwise: x [... n]; alpha_p, alpha_n [1] or [n], what they are *after* softplus.
+    """xIELU (arXiv:2411.13010), elementwise: x [... n]; alpha_p, alpha_n [1] or [n], what they are
+    *after* softplus.
 
-    x > 0: alpha_p x^2 + beta x. Else (expm1(min(x, eps)) - x) alpha_n + beta x, where `alpha_n` holds the published
-    beta + softplus(a_n), made once when weights are loaded. `eps` is a tiny negative number.
+    x > 0: alpha_p x^2 + beta x. Else (expm1(min(x, eps)) - x) alpha_n + beta x, where `alpha_n`
+    holds the published beta + softplus(a_n), made once when weights are loaded. `eps` is a tiny
+    negative number.
     """
     y = xp.accumulate(x)
     p, n = (along(xp.accumulate(a), x) for a in (alpha_p, alpha_n))
@@ -130,12 +167,14 @@ def _gelu_tanh(xp: Any, y: Array) -> Array:
 def swish(xp: Any, gate: Array, up: Any, steepness: float = 1.0) -> Array:
     """gate * sigmoid(steepness * gate) * up, in the accumulation dtype.
 
-    exp(-gate) overflows at a gate of -89, and exp(gate) is subnormal, so flushed to 0 by some processors, at -88; a
-    large `up` can make a normal number of either. With e = exp(-|y| / 2), y = steepness * gate, sigmoid(y) is
-    e e / (1 + e e) below 0 and 1 / (1 + e e) above; one e goes to each factor, so nothing is lost before the result is.
+    exp(-gate) overflows at a gate of -89, and exp(gate) is subnormal, so flushed to 0 by some
+    processors, at -88; a large `up` can make a normal number of either. With e = exp(-|y| / 2), y =
+    steepness * gate, sigmoid(y) is e e / (1 + e e) below 0 and 1 / (1 + e e) above; one e goes to
+    each factor, so nothing is lost before the result is.
     """
     y = gate if steepness == 1.0 else steepness * gate
     half = xp.exp(-0.5 * xp.abs(y))
-    # `half` below 0 and 1 above: in torch a comparison and a choice take longer on a CPU than all the rest.
+    # `half` below 0 and 1 above: in torch a comparison and a choice take longer on a CPU than all
+    # the rest.
     share = xp.maximum(half, xp.sign(y))
     return (gate * share) * (up * share) / (1.0 + half * half)

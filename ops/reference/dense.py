@@ -1,6 +1,7 @@
 """Ops on rows of tokens: embedding, projections, norms, rotary embedding, gated MLP, logits.
 
-Shapes: `tok` tokens of a step, `dim` model width, `head` heads, `hdim` head size, `inter` MLP width, `vocab` words.
+Shapes: `tok` tokens of a step, `dim` model width, `head` heads, `hdim` head size, `inter` MLP
+width, `vocab` words.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from typing import Any
 from ..declare import DOT, Array, Contract, define
 
 PRODUCT = Contract(dot=DOT)
-FUSED_ADD = Contract(rounds="the sum once, then the norm once; the norm reads the sum as it was rounded")
+FUSED_ADD = Contract(
+    rounds="the sum once, then the norm once; the norm reads the sum as it was rounded"
+)
 MLP = Contract(
-    rounds="where its finer ops do: gate and up, their product, the output; an implementation may skip the first two",
+    rounds="where its finer ops do: gate and up, their product, the output; an implementation may "
+    "skip the first two",
     dot=DOT,
 )
 
@@ -28,7 +32,9 @@ def embedding(xp: Any, ids: Array, table: Array) -> Array:
 
 @define(shapes="x [tok k], weight [n k], bias [n] -> [tok n] x", contract=PRODUCT)
 def linear(xp: Any, x: Array, weight: Array, bias: Array | None) -> Array:
-    """x [tok k] times weight [n k] transposed, plus bias [n] or None -> [tok n]. The weight lies as in checkpoints."""
+    """x [tok k] times weight [n k] transposed, plus bias [n] or None -> [tok n]. The weight lies
+    as in checkpoints.
+    """
     return xp.linear(x, weight, bias)
 
 
@@ -37,7 +43,9 @@ def linear(xp: Any, x: Array, weight: Array, bias: Array | None) -> Array:
     contract=Contract(rounds="nowhere: the result keeps the accumulation dtype", dot=DOT),
 )
 def logits(xp: Any, x: Array, weight: Array) -> Array:
-    """x [row dim] times weight [vocab dim] transposed -> [row vocab], not rounded: greedy decoding needs margins."""
+    """x [row dim] times weight [vocab dim] transposed -> [row vocab], not rounded: greedy
+    decoding needs margins.
+    """
     return xp.linear_accumulated(x, weight)
 
 
@@ -68,21 +76,29 @@ def add(xp: Any, x: Array, residual: Array) -> Array:
     composition=("add", "rms_norm"),
     contract=FUSED_ADD,
 )
-def fused_add_rms_norm(ops: Any, x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
-    """(rms_norm(s), s) with s = x + residual. The norm reads s as it was rounded, so both roads agree bitwise."""
+def fused_add_rms_norm(
+    ops: Any, x: Array, residual: Array, weight: Array, eps: float
+) -> tuple[Array, Array]:
+    """(rms_norm(s), s) with s = x + residual. The norm reads s as it was rounded, so both roads
+    agree bitwise.
+    """
     total = ops.add(x, residual)
     return ops.rms_norm(total, weight, eps), total
 
 
 @define(
-    shapes="q [tok head hdim], k [tok kvhead hdim], cos [tok r], sin [tok r] -> [tok head hdim] q, [tok kvhead hdim] k",
+    shapes="q [tok head hdim], k [tok kvhead hdim], cos [tok r], sin [tok r] -> [tok head "
+    "hdim] q, "
+    "[tok kvhead hdim] k",
     shards=("head", "kvhead"),
     activations=("q", "k"),
 )
 def rotary_embedding(xp: Any, q: Array, k: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
-    """Rotate the first 2r entries of each head, neox style: q [tok head hdim], k likewise, cos and sin [tok r] float32.
+    """Rotate the first 2r entries of each head, neox style: q [tok head hdim], k likewise, cos and
+    sin [tok r] float32.
 
-    The halves (a, b) of those entries become (a cos - b sin, b cos + a sin); the entries after them are copied.
+    The halves (a, b) of those entries become (a cos - b sin, b cos + a sin); the entries after them
+    are copied.
     """
     return _rotate(xp, q, cos, sin), _rotate(xp, k, cos, sin)
 
@@ -96,7 +112,8 @@ def _rotate(xp: Any, x: Array, cos: Array, sin: Array) -> Array:
 
 
 @define(
-    shapes="x [tok dim], gate_up [2*inter dim], gate_up_bias [2*inter], down [dim inter], down_bias [dim] "
+    shapes="x [tok dim], gate_up [2*inter dim], gate_up_bias [2*inter], down [dim inter], "
+    "down_bias [dim] "
     "-> [tok dim] x",
     level="coarse",
     activations=("x",),
@@ -104,12 +121,21 @@ def _rotate(xp: Any, x: Array, cos: Array, sin: Array) -> Array:
     contract=MLP,
 )
 def gated_mlp(
-    ops: Any, x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None
+    ops: Any,
+    x: Array,
+    gate_up: Array,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_bias: Array | None,
 ) -> Array:
-    """down(silu(gate(x)) * up(x)): x [tok dim], gate_up [2 inter dim], down [dim inter], biases may be None."""
+    """down(silu(gate(x)) * up(x)): x [tok dim], gate_up [2 inter dim], down [dim inter], biases
+    may be None.
+    """
     return ops.linear(ops.silu_and_mul(ops.linear(x, gate_up, gate_up_bias)), down, down_bias)
 
 
 def along(weight: Array, x: Array) -> Array:
-    """weight with leading axes of 1 until it has as many as x, so that no framework has to promote ranks."""
+    """weight with leading axes of 1 until it has as many as x, so that no framework has to
+    promote ranks.
+    """
     return weight[(None,) * (x.ndim - weight.ndim) + (Ellipsis,)]

@@ -1,8 +1,10 @@
-"""Low-rank adapters (arXiv:2106.09685), one for each row: y + scale[i] * b[i] (a[i] x), i the row's adapter.
+"""Low-rank adapters (arXiv:2106.09685), one for each row: y + scale[i] * b[i] (a[i] x), i the row's
+adapter.
 
-Shapes: `tok` tokens, `dim` input and `out` output width, `rank`, `adapters` resident ones. `index` [tok] int32 names
-the adapter of each row, -1 for none. The reference makes one dense product per adapter and selects: shapes are
-static, and what lies in other adapters (even NaN) cannot reach a row.
+Shapes: `tok` tokens, `dim` input and `out` output width, `rank`, `adapters` resident ones. `index`
+[tok] int32 names the adapter of each row, -1 for none. The reference makes one dense product per
+adapter and selects: shapes are static, and what lies in other adapters (even NaN) cannot reach a
+row.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ def lora_shrink(xp: Any, x: Array, a: Array, index: Array) -> Array:
 
 
 @define(
-    shapes="y [tok out], x [tok rank], b [adapters out rank], index [tok], scale [adapters] -> [tok out] y",
+    shapes="y [tok out], x [tok rank], b [adapters out rank], index [tok], scale [adapters] -> "
+    "[tok out] y",
     activations=("y",),
     contract=Contract(dot=DOT, masked=f"{ROWS}; rows of no adapter are y, bit for bit"),
 )
 def lora_expand(xp: Any, y: Array, x: Array, b: Array, index: Array, scale: Array) -> Array:
-    """y + scale[index] b[index] x: y [tok out], x [tok rank], b [adapters out rank], scale [adapters] float32.
+    """y + scale[index] b[index] x: y [tok out], x [tok rank], b [adapters out rank], scale
+    [adapters] float32.
 
     The product is not rounded before it is scaled and added to y: one rounding, of the sum.
     """

@@ -1,9 +1,11 @@
-"""Mixture of experts: each token goes through its `k` best experts, and the results are added up by their weights.
+"""Mixture of experts: each token goes through its `k` best experts, and the results are added up by
+their weights.
 
-Shapes: `tok` tokens, `expert` experts of this process, `dim` model width, `inter` MLP width of an expert, `row` the
-tok * k choices of tokens, sorted by expert. Shapes are static: only how many rows each expert has depends on the data,
-and that is an array (`group_sizes`). A choice outside [0, expert) (-1: none, or an expert of another process) goes to
-the end, where rows are 0 and add nothing.
+Shapes: `tok` tokens, `expert` experts of this process, `dim` model width, `inter` MLP width of an
+expert, `row` the tok * k choices of tokens, sorted by expert. Shapes are static: only how many rows
+each expert has depends on the data, and that is an array (`group_sizes`). A choice outside [0,
+expert) (-1: none, or an expert of another process) goes to the end, where rows are 0 and add
+nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +17,21 @@ from ..namespaces import device_of
 
 ROUTED = Contract(
     rounds="nowhere: weights stay in the accumulation dtype",
-    accumulate="float32 (float64 for float64 inputs), any order; experts are chosen by the logits, without arithmetic",
+    accumulate="float32 (float64 for float64 inputs), any order; experts are chosen by the "
+    "logits, "
+    "without arithmetic",
     nan="an expert whose logit is NaN is chosen last; the weights of its row are NaN",
 )
-MOVED = Contract(rounds="nowhere", accumulate="none", masked="each row is a copy of its token", nan="copied")
-GROUPED = Contract(dot=DOT, masked="a row depends on itself and its own expert; rows past the last group are 0")
+MOVED = Contract(
+    rounds="nowhere", accumulate="none", masked="each row is a copy of its token", nan="copied"
+)
+GROUPED = Contract(
+    dot=DOT, masked="a row depends on itself and its own expert; rows past the last group are 0"
+)
 BLOCK = Contract(
-    rounds="where its finer ops do: gate and up, their product, each expert's result, and the sum; an implementation "
+    rounds="where its finer ops do: gate and up, their product, each expert's result, and the "
+    "sum; "
+    "an implementation "
     "may skip all but the last",
     dot=DOT,
     masked="a token depends on itself and its own experts only",
@@ -30,10 +40,11 @@ BLOCK = Contract(
 
 @define(shapes="logits [tok expert] -> [tok top_k] float32, [tok top_k] int32", contract=ROUTED)
 def moe_route(xp: Any, logits: Array, top_k: int, renormalize: bool) -> tuple[Array, Array]:
-    """(weights [tok k] float32, experts [tok k] int32) of the k largest of logits [tok expert], ties to the lower id.
+    """(weights [tok k] float32, experts [tok k] int32) of the k largest of logits [tok expert],
+    ties to the lower id.
 
-    Weights are the softmax over all experts (Qwen3-MoE with `norm_topk_prob` off), or over the chosen ones if
-    `renormalize` (Mixtral, arXiv:2401.04088, equation 3). Best first.
+    Weights are the softmax over all experts (Qwen3-MoE with `norm_topk_prob` off), or over the
+    chosen ones if `renormalize` (Mixtral, arXiv:2401.04088, equation 3). Best first.
     """
     y = xp.accumulate(logits)
     best = xp.max(y, axis=-1, keepdims=True)  # NaN if the row has one, so that all its weights are
@@ -43,9 +54,13 @@ def moe_route(xp: Any, logits: Array, top_k: int, renormalize: bool) -> tuple[Ar
     return chosen / total, experts
 
 
-@define(shapes="x [tok dim], experts [tok k] -> [tok*k dim] x, [tok k] int32, [num_experts] int32", contract=MOVED)
+@define(
+    shapes="x [tok dim], experts [tok k] -> [tok*k dim] x, [tok k] int32, [num_experts] int32",
+    contract=MOVED,
+)
 def moe_permute(xp: Any, x: Array, experts: Array, num_experts: int) -> tuple[Array, Array, Array]:
-    """x [tok dim] sorted by experts [tok k] -> (rows [row dim], place [tok k], group_sizes [expert]), int32.
+    """x [tok dim] sorted by experts [tok k] -> (rows [row dim], place [tok k], group_sizes
+    [expert]), int32.
 
     `place` is the row of each choice; rows of one expert keep the order of tokens.
     """
@@ -58,13 +73,16 @@ def moe_permute(xp: Any, x: Array, experts: Array, num_experts: int) -> tuple[Ar
     return xp.take(x, order // k, axis=0), xp.reshape(place, (tokens, k)), sizes
 
 
-@define(shapes="x [row k], weight [expert n k], group_sizes [expert] -> [row n] x", contract=GROUPED)
+@define(
+    shapes="x [row k], weight [expert n k], group_sizes [expert] -> [row n] x", contract=GROUPED
+)
 def grouped_matmul(xp: Any, x: Array, weight: Array, group_sizes: Array) -> Array:
     """x [row k] times weight[e] [n k] transposed, e the row's expert -> [row n], rounded once.
 
-    Rows are sorted by expert, `group_sizes` [expert] int32 of them for each. The reference makes one dense product per
-    expert and selects: what lies in other experts or past the last group (even NaN) cannot reach a row, and its work
-    grows with the number of experts, which is what kernels are for.
+    Rows are sorted by expert, `group_sizes` [expert] int32 of them for each. The reference makes
+    one dense product per expert and selects: what lies in other experts or past the last group
+    (even NaN) cannot reach a row, and its work grows with the number of experts, which is what
+    kernels are for.
     """
     ends = xp.cumsum(group_sizes, 0, dtype=xp.int32)
     row = xp.arange(x.shape[0], dtype=xp.int32, device=device_of(group_sizes))
@@ -81,19 +99,35 @@ def grouped_matmul(xp: Any, x: Array, weight: Array, group_sizes: Array) -> Arra
     contract=Contract(masked="a token depends on its own rows only"),
 )
 def moe_unpermute(xp: Any, rows: Array, place: Array, weights: Array) -> Array:
-    """sum over k of weights[t, k] * rows[place[t, k]]: rows [row dim], place and weights [tok k] -> [tok dim]."""
+    """sum over k of weights[t, k] * rows[place[t, k]]: rows [row dim], place and weights [tok k]
+    -> [tok dim].
+    """
     tokens, k = place.shape
-    chosen = xp.reshape(xp.take(rows, xp.reshape(place, (tokens * k,)), axis=0), (tokens, k, rows.shape[1]))
-    return xp.astype(xp.sum(xp.accumulate(chosen) * xp.accumulate(weights)[:, :, None], axis=1), rows.dtype)
+    chosen = xp.reshape(
+        xp.take(rows, xp.reshape(place, (tokens * k,)), axis=0), (tokens, k, rows.shape[1])
+    )
+    return xp.astype(
+        xp.sum(xp.accumulate(chosen) * xp.accumulate(weights)[:, :, None], axis=1), rows.dtype
+    )
 
 
 @define(
-    shapes="x [tok dim], logits [tok expert], gate_up [expert 2*inter dim], down [expert dim inter] -> [tok dim] x",
+    shapes="x [tok dim], logits [tok expert], gate_up [expert 2*inter dim], down [expert dim "
+    "inter] -> [tok dim] x",
     level="coarse",
-    composition=("moe_route", "moe_permute", "grouped_matmul", "silu_and_mul", "grouped_matmul", "moe_unpermute"),
+    composition=(
+        "moe_route",
+        "moe_permute",
+        "grouped_matmul",
+        "silu_and_mul",
+        "grouped_matmul",
+        "moe_unpermute",
+    ),
     contract=BLOCK,
 )
-def moe_block(ops: Any, x: Array, logits: Array, gate_up: Array, down: Array, top_k: int, renormalize: bool) -> Array:
+def moe_block(
+    ops: Any, x: Array, logits: Array, gate_up: Array, down: Array, top_k: int, renormalize: bool
+) -> Array:
     """The sum of each token's gated MLPs by the weights of its router's logits -> [tok dim].
 
     x [tok dim], logits [tok expert], gate_up [expert 2inter dim], down [expert dim inter].

@@ -1,6 +1,7 @@
 """Norms over the last axis beside `rms_norm`, and their sums with the residual.
 
-Shapes: x [... n], weight and bias [n], or [group n] for x [... group n]. Weights are float32 or the storage dtype.
+Shapes: x [... n], weight and bias [n], or [group n] for x [... group n]. Weights are float32 or the
+storage dtype.
 """
 
 from __future__ import annotations
@@ -11,23 +12,36 @@ from ..declare import Array, Contract, define
 from .activations import swish
 from .dense import FUSED_ADD, along
 
-GATED = Contract(rounds="once, at the output: neither the gated input nor the normed value is rounded before")
-CENTRED = Contract(accumulate="float32 (float64 for float64 inputs), any order; the variance from centred values")
+GATED = Contract(
+    rounds="once, at the output: neither the gated input nor the normed value is rounded before"
+)
+CENTRED = Contract(
+    accumulate="float32 (float64 for float64 inputs), any order; the variance from centred values"
+)
 
 
 @define(shapes="x [... n], weight [n] -> [... n] x", shards=(), activations=("x",))
 def gemma_rms_norm(xp: Any, x: Array, weight: Array, eps: float) -> Array:
-    """x / sqrt(mean(x^2) + eps) * (1 + weight); the sum is made before rounding (`GemmaRMSNorm` of transformers)."""
+    """x / sqrt(mean(x^2) + eps) * (1 + weight); the sum is made before rounding (`GemmaRMSNorm`
+    of transformers).
+    """
     y = xp.accumulate(x)
     return xp.astype(_rms(xp, y, eps) * (1.0 + along(xp.accumulate(weight), y)), x.dtype)
 
 
-@define(shapes="x [... n], gate [... n], weight [... n] -> [... n] x", activations=("x",), contract=GATED)
-def gated_rms_norm(xp: Any, x: Array, gate: Array, weight: Array, eps: float, norm_before_gate: bool) -> Array:
-    """norm(x) silu(gate), or norm(x silu(gate)) unless `norm_before_gate`, with norm(y) = y / rms(y) * weight.
+@define(
+    shapes="x [... n], gate [... n], weight [... n] -> [... n] x",
+    activations=("x",),
+    contract=GATED,
+)
+def gated_rms_norm(
+    xp: Any, x: Array, gate: Array, weight: Array, eps: float, norm_before_gate: bool
+) -> Array:
+    """norm(x) silu(gate), or norm(x silu(gate)) unless `norm_before_gate`, with norm(y) = y /
+    rms(y) * weight.
 
-    x and gate [... n]. Mamba-2 (`RMSNormGated`) gates first, Qwen3-Next norms first; groups of a row are an axis of
-    their own, with weight [group n].
+    x and gate [... n]. Mamba-2 (`RMSNormGated`) gates first, Qwen3-Next norms first; groups of a
+    row are an axis of their own, with weight [group n].
     """
     y, z = xp.accumulate(x), xp.accumulate(gate)
     w = along(xp.accumulate(weight), y)
@@ -36,7 +50,12 @@ def gated_rms_norm(xp: Any, x: Array, gate: Array, weight: Array, eps: float, no
     return xp.astype(out, x.dtype)
 
 
-@define(shapes="x [... n], weight [n], bias [n] -> [... n] x", shards=(), activations=("x",), contract=CENTRED)
+@define(
+    shapes="x [... n], weight [n], bias [n] -> [... n] x",
+    shards=(),
+    activations=("x",),
+    contract=CENTRED,
+)
 def layer_norm(xp: Any, x: Array, weight: Array | None, bias: Array | None, eps: float) -> Array:
     """(x - mean) / sqrt(var + eps) * weight + bias with the biased variance (arXiv:1607.06450).
 
@@ -60,7 +79,9 @@ def layer_norm(xp: Any, x: Array, weight: Array | None, bias: Array | None, eps:
     composition=("add", "gemma_rms_norm"),
     contract=FUSED_ADD,
 )
-def fused_add_gemma_rms_norm(ops: Any, x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+def fused_add_gemma_rms_norm(
+    ops: Any, x: Array, residual: Array, weight: Array, eps: float
+) -> tuple[Array, Array]:
     """(gemma_rms_norm(s), s) with s = x + residual, read as it was rounded."""
     total = ops.add(x, residual)
     return ops.gemma_rms_norm(total, weight, eps), total
@@ -77,7 +98,9 @@ def fused_add_gemma_rms_norm(ops: Any, x: Array, residual: Array, weight: Array,
 def fused_add_layer_norm(
     ops: Any, x: Array, residual: Array, weight: Array, bias: Array | None, eps: float
 ) -> tuple[Array, Array]:
-    """(layer_norm(s), s) with s = x + residual, read as it was rounded. weight and bias may each be None."""
+    """(layer_norm(s), s) with s = x + residual, read as it was rounded. weight and bias may each
+    be None.
+    """
     total = ops.add(x, residual)
     return ops.layer_norm(total, weight, bias, eps), total
 

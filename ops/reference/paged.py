@@ -1,9 +1,11 @@
 """Ops on the paged KV cache.
 
-A cache may be narrower than the model's dtype: int8 and float8_e4m3fn hold `x / scale` for fixed scales of K and V.
+A cache may be narrower than the model's dtype: int8 and float8_e4m3fn hold `x / scale` for fixed
+scales of K and V.
 
-The cache of a layer is `kv [page slot 2*kvhead hdim]`: the entries 2h and 2h+1 of a slot are K and V of head h. The
-last slot of the last page is scratch: no page table names that page, and padding rows may write there.
+The cache of a layer is `kv [page slot 2*kvhead hdim]`: the entries 2h and 2h+1 of a slot are K and
+V of head h. The last slot of the last page is scratch: no page table names that page, and padding
+rows may write there.
 """
 
 from __future__ import annotations
@@ -17,22 +19,28 @@ from .quantization import stored
 
 
 @define(
-    shapes="kv [page slot 2*kvhead hdim], k [tok kvhead hdim], v [tok kvhead hdim], slots [tok] -> kv",
+    shapes="kv [page slot 2*kvhead hdim], k [tok kvhead hdim], v [tok kvhead hdim], slots [tok] "
+    "-> kv",
     shards=("kvhead",),
     native="per framework",
     activations=("kv",),
     state=("kv",),
     contract=Contract(
-        rounds="nowhere; x * float32(1 / scale) in float32, saturated, once to int8 or fp8 for a cache of those",
+        rounds="nowhere; x * float32(1 / scale) in float32, saturated, once to int8 or fp8 for a "
+        "cache of those",
         accumulate="none",
         masked="rows with slot -1 may write the scratch slot only",
         nan="copied; 0 in an int8 cache",
     ),
 )
-def write_kv(xp: Any, kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0) -> Array:
-    """The cache with k and v [tok kvhead hdim] written at slots [tok] = page * page_size + offset, -1 for none.
+def write_kv(
+    xp: Any, kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0
+) -> Array:
+    """The cache with k and v [tok kvhead hdim] written at slots [tok] = page * page_size + offset,
+    -1 for none.
 
-    `k_scale` and `v_scale` divide what a cache of int8 or float8_e4m3fn holds; any other holds k and v themselves.
+    `k_scale` and `v_scale` divide what a cache of int8 or float8_e4m3fn holds; any other holds k
+    and v themselves.
     """
     pages, page_size, heads, size = kv.shape
     out = kv.reshape(pages * page_size, heads, size).copy()
@@ -68,8 +76,9 @@ def norm_rope_write_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> tuple[Array, Array]:
-    """(q [tok head hdim], the cache): q, k and v split from qkv [tok (head + 2 kvhead) hdim], q and k normed by head if
-    there are weights [hdim], rotated (cos, sin [tok r] float32), k and v written at slots [tok] as `write_kv` does.
+    """(q [tok head hdim], the cache): q, k and v split from qkv [tok (head + 2 kvhead) hdim], q and
+    k normed by head if there are weights [hdim], rotated (cos, sin [tok r] float32), k and v
+    written at slots [tok] as `write_kv` does.
     """
     tokens, size, kv_heads = qkv.shape[0], kv.shape[3], kv.shape[2] // 2
     heads = qkv.shape[1] // size - 2 * kv_heads
@@ -86,17 +95,22 @@ def norm_rope_write_kv(
 
 
 @define(
-    shapes="q [tok head hdim], kv [page slot 2*kvhead hdim], page_table [req pages], query_start [req+1], "
+    shapes="q [tok head hdim], kv [page slot 2*kvhead hdim], page_table [req pages], query_start "
+    "[req+1], "
     "kv_lens [req], counts [2] -> [tok head hdim] q",
     shards=("head", "kvhead"),
     host=("query_start", "kv_lens", "counts"),
     native="per framework",
     contract=Contract(
-        rounds="softmax weights, not normalised yet, to q's dtype before the product with V, but not in their own sum; "
+        rounds="softmax weights, not normalised yet, to q's dtype before the product with V, but "
+        "not in their own sum; "
         "the output once",
-        dot="BF16_BF16_F32 for bfloat16, F32_F32_F32 for float32; int8 and fp8 entries are exact in q's dtype",
-        masked="rows of no request are 0; slots that no row of a request sees are not read into any result",
-        nan="NaN in a slot reaches each row that sees it, and may reach the other rows of that request in this step",
+        dot="BF16_BF16_F32 for bfloat16, F32_F32_F32 for float32; int8 and fp8 entries are exact "
+        "in q's dtype",
+        masked="rows of no request are 0; slots that no row of a request sees are not read into "
+        "any result",
+        nan="NaN in a slot reaches each row that sees it, and may reach the other rows of that "
+        "request in this step",
     ),
 )
 def paged_attention(
@@ -116,11 +130,12 @@ def paged_attention(
 ) -> Array:
     """Causal attention of ragged queries over the cache -> [tok head hdim].
 
-    q [tok head hdim]; page_table [req page] int32; query_start [req+1]; kv_lens [req] counts the slots in use, this
-    step's included: the queries of request i are its last positions. counts [2]: requests with one query token, which
-    stand first, and requests. `window` w > 0 lets a query at position p see positions above p - w; `soft_cap` c > 0
-    squashes scores to c tanh(s / c). `max_query_len` bounds the query tokens of a request (1: a decode step). K and V
-    are the cache's entries times `k_scale` and `v_scale`.
+    q [tok head hdim]; page_table [req page] int32; query_start [req+1]; kv_lens [req] counts the
+    slots in use, this step's included: the queries of request i are its last positions. counts [2]:
+    requests with one query token, which stand first, and requests. `window` w > 0 lets a query at
+    position p see positions above p - w; `soft_cap` c > 0 squashes scores to c tanh(s / c).
+    `max_query_len` bounds the query tokens of a request (1: a decode step). K and V are the cache's
+    entries times `k_scale` and `v_scale`.
     """
     _, page_size, kv_heads, size = kv.shape
     group = q.shape[1] // (kv_heads // 2)

@@ -1,9 +1,9 @@
 """What one shard of a tensor-parallel layer computes; reductions and gathers belong to the backend.
 
-The shard's place is a static int. Column-parallel and replicated projections are `linear` under another name: they are
-declared as compositions of it, so that they exist in plans and recordings but can never drift from it. A row-parallel
-projection gives a partial sum, rounded once like every `linear`; the backend's reduction over s shards may round s - 1
-times more.
+The shard's place is a static int. Column-parallel and replicated projections are `linear` under
+another name: they are declared as compositions of it, so that they exist in plans and recordings
+but can never drift from it. A row-parallel projection gives a partial sum, rounded once like every
+`linear`; the backend's reduction over s shards may round s - 1 times more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ LOCAL = Contract(dot=DOT)
     ),
 )
 def vocab_parallel_embedding(xp: Any, ids: Array, table_shard: Array, start: int) -> Array:
-    """Rows of the words [start, start + shard) and 0 for other ids: ids [tok] int32, table [shard dim] -> [tok dim]."""
+    """Rows of the words [start, start + shard) and 0 for other ids: ids [tok] int32, table
+    [shard dim] -> [tok dim].
+    """
     inside = (ids >= start) & (ids < start + table_shard.shape[0])
     rows = xp.take(table_shard, xp.where(inside, ids - start, 0), axis=0)
     return xp.where(inside[:, None], rows, xp.zeros_like(rows))
@@ -42,7 +44,9 @@ def vocab_parallel_embedding(xp: Any, ids: Array, table_shard: Array, start: int
     contract=LOCAL,
 )
 def column_linear(ops: Any, x: Array, weight_shard: Array, bias_shard: Array | None) -> Array:
-    """This shard's columns of a projection: x [tok k], weight [n/shards k], bias [n/shards] or None: `linear`."""
+    """This shard's columns of a projection: x [tok k], weight [n/shards k], bias [n/shards] or
+    None: `linear`.
+    """
     return ops.linear(x, weight_shard, bias_shard)
 
 
@@ -52,16 +56,22 @@ def column_linear(ops: Any, x: Array, weight_shard: Array, bias_shard: Array | N
     composition=("linear",),
     contract=PARTIAL,
 )
-def row_linear(ops: Any, x_shard: Array, weight_shard: Array, bias: Array | None, shard: int) -> Array:
+def row_linear(
+    ops: Any, x_shard: Array, weight_shard: Array, bias: Array | None, shard: int
+) -> Array:
     """This shard's part of a sum over k: x [tok k/shards], weight [n k/shards] -> [tok n].
 
-    bias [n] (or None) is the whole layer's; shard 0 alone adds it, so that the reduction counts it once.
+    bias [n] (or None) is the whole layer's; shard 0 alone adds it, so that the reduction counts it
+    once.
     """
     return ops.linear(x_shard, weight_shard, bias if shard == 0 else None)
 
 
 @define(
-    shapes="x [tok k], weight [n k], bias [n] -> [tok n] x", level="coarse", composition=("linear",), contract=LOCAL
+    shapes="x [tok k], weight [n k], bias [n] -> [tok n] x",
+    level="coarse",
+    composition=("linear",),
+    contract=LOCAL,
 )
 def replicated_linear(ops: Any, x: Array, weight: Array, bias: Array | None) -> Array:
     """The same projection on every shard: `linear`."""
@@ -77,7 +87,8 @@ def replicated_linear(ops: Any, x: Array, weight: Array, bias: Array | None) -> 
 def logits_processor(xp: Any, logits: Array, scale: float, soft_cap: float) -> Array:
     """scale * c tanh(logits / c) with c = `soft_cap`, or scale * logits if it is 0: [row vocab].
 
-    The cap comes first (Gemma 2); the scale after it (Cohere, Granite), as in vLLM's LogitsProcessor.
+    The cap comes first (Gemma 2); the scale after it (Cohere, Granite), as in vLLM's
+    LogitsProcessor.
     """
     y = xp.accumulate(logits)
     if soft_cap > 0:

@@ -1,19 +1,26 @@
 """Symmetric quantisation to int8 and to fp8 (e4m3fn), and projections of quantised arrays.
 
-Values and scales are the same bits in every framework, because nothing in them depends on how a compiler divides:
+Values and scales are the same bits in every framework, because nothing in them depends on how a
+compiler divides:
 
-- All arithmetic is float32, whatever the input dtype. NaN does not count towards a scale, infinities count as the
+- All arithmetic is float32, whatever the input dtype. NaN does not count towards a scale,
+  infinities count as the
   largest float32.
-- scale = amax * c with c = float32(1/127) or float32(1/448): a product, because XLA turns a division by a constant into
-  one and Triton's division is approximate. An amax below 2^-100 (0 among them) gives scale 1: smaller scales would be
+- scale = amax * c with c = float32(1/127) or float32(1/448): a product, because XLA turns a
+  division by a constant into
+  one and Triton's division is approximate. An amax below 2^-100 (0 among them) gives scale 1:
+  smaller scales would be
   subnormal, which some processors flush.
-- inverse = 1 / scale, correctly rounded: any division that is within 4 units in the last place, put right by an exact
+- inverse = 1 / scale, correctly rounded: any division that is within 4 units in the last place, put
+  right by an exact
   integer remainder. One a scale, not one an element.
-- value = x * inverse, clipped to +-127 or +-448, then rounded once, ties to even. NaN is 0 in int8 and NaN in fp8.
+- value = x * inverse, clipped to +-127 or +-448, then rounded once, ties to even. NaN is 0 in int8
+  and NaN in fp8.
 
-Shapes: x [row k], scale [s t] with s in (1, row) and t dividing k: entry j of row i has scale [i or 0, j // (k / t)].
-That is [1 1] for a tensor, [row 1] for tokens (and for the output channels of a weight [n k]), [1 k] for the channels
-of the last axis, [row k/block] for blocks. Scales are float32, positive, in [2^-107, 2^122].
+Shapes: x [row k], scale [s t] with s in (1, row) and t dividing k: entry j of row i has scale [i or
+0, j // (k / t)]. That is [1 1] for a tensor, [row 1] for tokens (and for the output channels of a
+weight [n k]), [1 k] for the channels of the last axis, [row k/block] for blocks. Scales are
+float32, positive, in [2^-107, 2^122].
 """
 
 from __future__ import annotations
@@ -28,7 +35,8 @@ INT8_MAX, FP8_MAX = 127.0, 448.0
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = 2.0**-100
 BITWISE = Contract(
-    rounds="scale, inverse, x * inverse in float32 once each; the value once, ties to even, saturating",
+    rounds="scale, inverse, x * inverse in float32 once each; the value once, ties to even, "
+    "saturating",
     accumulate="float32 even for float64 inputs: results are equal bit for bit in all frameworks",
     masked="per row: each row depends on its own input row only",
     nan="NaN does not reach a scale; it is 0 in int8 and NaN in fp8",
@@ -38,7 +46,10 @@ SCALED = "product and scales in float32, then bias, then once to the storage dty
 
 def _scale_shape(per: str, block: int, row: int, k: int, **_: Any) -> dict[str, int]:
     """The sizes [s t] of the scales of x [row k]."""
-    return {"s": 1 if per in ("tensor", "column") else row, "t": {"column": k, "block": k // max(block, 1)}.get(per, 1)}
+    return {
+        "s": 1 if per in ("tensor", "column") else row,
+        "t": {"column": k, "block": k // max(block, 1)}.get(per, 1),
+    }
 
 
 @define(shapes="x [row k], scale [s t] -> [row k] int8", contract=BITWISE)
@@ -49,7 +60,9 @@ def quantize_int8(xp: Any, x: Array, scale: Array) -> Array:
 
 @define(shapes="x [row k] -> [row k] int8, [s t] float32", choose=_scale_shape, contract=BITWISE)
 def quantize_int8_dynamic(xp: Any, x: Array, per: str, block: int) -> tuple[Array, Array]:
-    """(values [row k] int8, scales) of x [row k]; `per`: tensor, row, column, or block (of `block` neighbours in k)."""
+    """(values [row k] int8, scales) of x [row k]; `per`: tensor, row, column, or block (of
+    `block` neighbours in k).
+    """
     scale = _scales(xp, x, INT8_MAX, per, block)
     return _to_int8(xp, _scaled(xp, x, scale)), _as_wide(xp, scale, x)
 
@@ -60,9 +73,15 @@ def quantize_fp8(xp: Any, x: Array, scale: Array) -> Array:
     return _as_wide(xp, _to_fp8(xp, _scaled(xp, x, scale)), x)
 
 
-@define(shapes="x [row k] -> [row k] float8_e4m3fn, [s t] float32", choose=_scale_shape, contract=BITWISE)
+@define(
+    shapes="x [row k] -> [row k] float8_e4m3fn, [s t] float32",
+    choose=_scale_shape,
+    contract=BITWISE,
+)
 def quantize_fp8_dynamic(xp: Any, x: Array, per: str, block: int) -> tuple[Array, Array]:
-    """(values [row k] float8_e4m3fn, scales) of x [row k]; `per`: tensor, row, column, or block (of `block` in k)."""
+    """(values [row k] float8_e4m3fn, scales) of x [row k]; `per`: tensor, row, column, or block
+    (of `block` in k).
+    """
     scale = _scales(xp, x, FP8_MAX, per, block)
     return _as_wide(xp, _to_fp8(xp, _scaled(xp, x, scale)), x), _as_wide(xp, scale, x)
 
@@ -72,22 +91,34 @@ def quantize_fp8_dynamic(xp: Any, x: Array, per: str, block: int) -> tuple[Array
     contract=Contract(rounds="value * scale in float32, then once to the storage dtype"),
 )
 def dequantize(xp: Any, values: Array, scale: Array, dtype: str) -> Array:
-    """values [row k] int8 or fp8 times their scales -> [row k] of `dtype`: float32, bfloat16, float16."""
+    """values [row k] int8 or fp8 times their scales -> [row k] of `dtype`: float32, bfloat16,
+    float16.
+    """
     blocks = _blocks(xp, xp.astype(values, scale.dtype), scale) * scale[..., None]
     return _rounded(xp, xp.reshape(blocks, values.shape), dtype)
 
 
 @define(
     shapes="x [tok k], weight [n k], x_scale [s 1], weight_scale [t 1], bias [n] -> [tok n] dtype",
-    contract=Contract(rounds=SCALED, accumulate="int32, exact, then float32", dot="int8 by int8 in int32"),
+    contract=Contract(
+        rounds=SCALED, accumulate="int32, exact, then float32", dot="int8 by int8 in int32"
+    ),
 )
 def linear_int8(
-    xp: Any, x: Array, weight: Array, x_scale: Array, weight_scale: Array, bias: Array | None, dtype: str
+    xp: Any,
+    x: Array,
+    weight: Array,
+    x_scale: Array,
+    weight_scale: Array,
+    bias: Array | None,
+    dtype: str,
 ) -> Array:
-    """x [tok k] int8 times weight [n k] int8 transposed, scaled, plus bias [n] or None -> [tok n] of `dtype`.
+    """x [tok k] int8 times weight [n k] int8 transposed, scaled, plus bias [n] or None -> [tok n]
+    of `dtype`.
 
-    x_scale [tok 1] or [1 1], weight_scale [n 1] or [1 1], as quantisation per row or tensor gives them. k < 2^17 keeps
-    the sum within int32. Without a bias the float32 result is the same bits everywhere: (sum * x_scale) * weight_scale.
+    x_scale [tok 1] or [1 1], weight_scale [n 1] or [1 1], as quantisation per row or tensor gives
+    them. k < 2^17 keeps the sum within int32. Without a bias the float32 result is the same bits
+    everywhere: (sum * x_scale) * weight_scale.
     """
     total = xp.astype(xp.linear_int32(x, weight), x_scale.dtype)
     return _rounded(xp, _scale_and_add(xp, total, x_scale, weight_scale, bias), dtype)
@@ -95,15 +126,24 @@ def linear_int8(
 
 @define(
     shapes="x [tok k], weight [n k], x_scale [s 1], weight_scale [t 1], bias [n] -> [tok n] dtype",
-    contract=Contract(rounds=SCALED, dot="products of e4m3 (exact in bfloat16) in float32: BF16_BF16_F32"),
+    contract=Contract(
+        rounds=SCALED, dot="products of e4m3 (exact in bfloat16) in float32: BF16_BF16_F32"
+    ),
 )
 def linear_fp8(
-    xp: Any, x: Array, weight: Array, x_scale: Array, weight_scale: Array, bias: Array | None, dtype: str
+    xp: Any,
+    x: Array,
+    weight: Array,
+    x_scale: Array,
+    weight_scale: Array,
+    bias: Array | None,
+    dtype: str,
 ) -> Array:
-    """x [tok k] fp8 times weight [n k] fp8 transposed, scaled, plus bias [n] or None -> [tok n] of `dtype`.
+    """x [tok k] fp8 times weight [n k] fp8 transposed, scaled, plus bias [n] or None -> [tok n] of
+    `dtype`.
 
-    x_scale [tok 1] or [1 1], weight_scale [n 1] or [1 1]. Sums are float32: the 14 bits that some fp8 units keep
-    between their own steps do not meet the contract.
+    x_scale [tok 1] or [1 1], weight_scale [n 1] or [1 1]. Sums are float32: the 14 bits that some
+    fp8 units keep between their own steps do not meet the contract.
     """
     total = xp.linear_accumulated(_rounded(xp, x, "bfloat16"), _rounded(xp, weight, "bfloat16"))
     return _rounded(xp, _scale_and_add(xp, total, x_scale, weight_scale, bias), dtype)
@@ -113,10 +153,14 @@ def linear_fp8(
     shapes="x [tok k], weight [n k], weight_scale [t 1], bias [n] -> [tok n] x",
     contract=Contract(rounds=SCALED, dot=DOT),
 )
-def linear_weight_only(xp: Any, x: Array, weight: Array, weight_scale: Array, bias: Array | None) -> Array:
-    """x [tok k] times weight [n k] (int8 or fp8) transposed, times weight_scale [n 1] or [1 1], plus bias -> [tok n].
+def linear_weight_only(
+    xp: Any, x: Array, weight: Array, weight_scale: Array, bias: Array | None
+) -> Array:
+    """x [tok k] times weight [n k] (int8 or fp8) transposed, times weight_scale [n 1] or [1 1],
+    plus bias -> [tok n].
 
-    Weights are exact in x's dtype, so the scale is taken out of the sum and the product has one rounding, as `linear`.
+    Weights are exact in x's dtype, so the scale is taken out of the sum and the product has one
+    rounding, as `linear`.
     """
     y = xp.linear_accumulated(x, xp.astype(weight, x.dtype)) * _across(xp, weight_scale)
     if bias is not None:
@@ -127,7 +171,8 @@ def linear_weight_only(xp: Any, x: Array, weight: Array, weight_scale: Array, bi
 def stored(xp: Any, x: Array, cache: Array, scale: float) -> Array:
     """x as a KV cache of the dtype of `cache` holds it.
 
-    int8 and float8_e4m3fn hold x * float32(1 / scale), saturated and rounded once; other dtypes hold x itself.
+    int8 and float8_e4m3fn hold x * float32(1 / scale), saturated and rounded once; other dtypes
+    hold x itself.
     """
     inverse = float(np.float32(1.0 / scale))
     if cache.dtype == xp.int8:
@@ -192,7 +237,8 @@ def reciprocal(xp: Any, x: Array) -> Array:
 def exact_quotient(mantissa: Array, guess: Array, xp: Any) -> Array:
     """2^47 / mantissa to the nearest integer, from a guess that is off by at most a few tens.
 
-    The remainder 2^47 - mantissa * guess fits 31 bits, so the wrapped int32 product holds it. No tie can happen.
+    The remainder 2^47 - mantissa * guess fits 31 bits, so the wrapped int32 product holds it. No
+    tie can happen.
     """
     remainder = -(mantissa * guess)
     quotient = remainder // mantissa
@@ -200,7 +246,9 @@ def exact_quotient(mantissa: Array, guess: Array, xp: Any) -> Array:
     return guess + quotient + xp.astype(2 * rest > mantissa, xp.int32)
 
 
-def _scale_and_add(xp: Any, total: Array, x_scale: Array, weight_scale: Array, bias: Array | None) -> Array:
+def _scale_and_add(
+    xp: Any, total: Array, x_scale: Array, weight_scale: Array, bias: Array | None
+) -> Array:
     y = (total * x_scale) * _across(xp, weight_scale)
     return y if bias is None else y + xp.accumulate(bias)[None, :]
 

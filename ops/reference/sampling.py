@@ -1,20 +1,22 @@
-"""Sampling in integers: with the same logits and the same integers every backend returns the same token.
+"""Sampling in integers: with the same logits and the same integers every backend returns the same
+token.
 
-Floating `exp`, `log`, division and sums differ in the last bit between numpy, XLA, Inductor and Triton; integers do
-not. So logits are rounded once to fixed point (Q16: 16 fractional bits) by a single float32 product, and everything
-after that is int32: distances to the best token in log2 units, noise from an integer hash, masses as sums of integers
-(which have no order). Ties break by the lower token id.
+Floating `exp`, `log`, division and sums differ in the last bit between numpy, XLA, Inductor and
+Triton; integers do not. So logits are rounded once to fixed point (Q16: 16 fractional bits) by a
+single float32 product, and everything after that is int32: distances to the best token in log2
+units, noise from an integer hash, masses as sums of integers (which have no order). Ties break by
+the lower token id.
 
-A draw takes the token with the largest `log2 p + noise`, noise = -log2(-log2 u), which is Gumbel noise in log2 units
-(up to a constant that moves no maximum). u is a hash of (seed, position, token id), so a token does not depend on the
-batch, on preemption or on the backend.
+A draw takes the token with the largest `log2 p + noise`, noise = -log2(-log2 u), which is Gumbel
+noise in log2 units (up to a constant that moves no maximum). u is a hash of (seed, position, token
+id), so a token does not depend on the batch, on preemption or on the backend.
 
-A row with a logit that is not finite (NaN or an infinity) names no token: the result is -1, and whoever reads it ends
-the request. A token of such a row would be an accident of the comparison.
+A row with a logit that is not finite (NaN or an infinity) names no token: the result is -1, and
+whoever reads it ends the request. A token of such a row would be an accident of the comparison.
 
-What is lost: logits are kept to 2^-16 and within +-8192, the noise to 1.4e-4 in log2 units; gaps to the best token are
-cut at 256 in logits and at 64 in log2 units (a token 2^-38 as probable as the best can never win), and probabilities
-below 2^-26 of the best count as 0 in top-p.
+What is lost: logits are kept to 2^-16 and within +-8192, the noise to 1.4e-4 in log2 units; gaps to
+the best token are cut at 256 in logits and at 64 in log2 units (a token 2^-38 as probable as the
+best can never win), and probabilities below 2^-26 of the best count as 0 in top-p.
 
 Shapes: `row` sampled requests, `vocab` at most 2^18.
 """
@@ -49,7 +51,9 @@ NO_TOKEN_FOR_NAN = "a row with a NaN or an infinity gives -1"
     contract=Contract(rounds="nowhere", accumulate="none", nan=NO_TOKEN_FOR_NAN),
 )
 def greedy_sample(xp: Any, logits: Array) -> Array:
-    """The first of the largest logits, -1 if one is not finite: [row vocab] float32 -> [row] int32."""
+    """The first of the largest logits, -1 if one is not finite: [row vocab] float32 -> [row]
+    int32.
+    """
     return _if_finite(xp, logits, xp.argmax(logits, axis=-1))
 
 
@@ -66,7 +70,8 @@ def quantize_logits(xp: Any, logits: Array) -> Array:
 
 
 @define(
-    shapes="logits [row vocab], history [row len], prompt_len [row], presence [row], frequency [row], "
+    shapes="logits [row vocab], history [row len], prompt_len [row], presence [row], frequency "
+    "[row], "
     "repetition [row], repetition_inverse [row], bias_ids [row n], bias [row n], mask [row words] "
     "-> [row vocab] int32",
     shards=(),
@@ -87,9 +92,10 @@ def penalties(
 ) -> Array:
     """Scores [row vocab] int32 in Q16 after penalties, bias and mask, in this order.
 
-    The repetition penalty divides positive and multiplies negative logits of tokens in `history` [row len] (-1 unused);
-    frequency times the count in the output (history from `prompt_len` on) and presence are taken off; `bias` [row n] is
-    added at `bias_ids` (-1 unused); tokens whose bit in `mask` [row words] is 0 are masked. Counts stop at 4096.
+    The repetition penalty divides positive and multiplies negative logits of tokens in `history`
+    [row len] (-1 unused); frequency times the count in the output (history from `prompt_len` on)
+    and presence are taken off; `bias` [row n] is added at `bias_ids` (-1 unused); tokens whose bit
+    in `mask` [row words] is 0 are masked. Counts stop at 4096.
     """
     vocab = logits.shape[1]
     place = xp.arange(history.shape[1], dtype=xp.int32, device=device_of(history))[None, :]
@@ -132,10 +138,12 @@ def sample(
     min_p: Array,
     filtered: bool,
 ) -> Array:
-    """One token a row, -1 if a logit is not finite -> [row] int32. See `shared/step.py` for the encoded parameters.
+    """One token a row, -1 if a logit is not finite -> [row] int32. See `shared/step.py` for the
+    encoded parameters.
 
-    A greedy row takes the largest score, among equal scores the largest of `logits`. `filtered` off skips min-p, top-k
-    and top-p, for steps in which no row asks for them. They apply in this order, each to what the one before it left.
+    A greedy row takes the largest score, among equal scores the largest of `logits`. `filtered` off
+    skips min-p, top-k and top-p, for steps in which no row asks for them. They apply in this order,
+    each to what the one before it left.
     """
     best = xp.max(scores, axis=-1, keepdims=True)
     keep = scores > MASKED
@@ -146,7 +154,9 @@ def sample(
         keep = keep & (far <= _top_k_limit(xp, far, keep, top_k)[:, None])
         keep = keep & (far <= _top_p_limit(xp, far, keep, top_p)[:, None])
     token = xp.arange(scores.shape[1], dtype=xp.int32, device=device_of(scores))
-    noise = gumbel_log2(xp, hash_tokens(xp, token[None, :], position[:, None], seed_lo[:, None], seed_hi[:, None]))
+    noise = gumbel_log2(
+        xp, hash_tokens(xp, token[None, :], position[:, None], seed_lo[:, None], seed_hi[:, None])
+    )
     drawn = xp.argmax(xp.where(keep, noise - far, MASKED), axis=-1)
     first = xp.argmax(xp.where(scores == best, logits, -float("inf")), axis=-1)
     return _if_finite(xp, logits, xp.where(greedy > 0, first, drawn))
@@ -159,7 +169,10 @@ def _top_k_limit(xp: Any, far: Array, keep: Array, top_k: Array) -> Array:
     wanted = xp.minimum(wanted, kept)
 
     def enough(limit: Array) -> Array:
-        return xp.sum(xp.astype(keep & (far <= limit[:, None]), xp.int32), axis=-1, dtype=xp.int32) >= wanted
+        return (
+            xp.sum(xp.astype(keep & (far <= limit[:, None]), xp.int32), axis=-1, dtype=xp.int32)
+            >= wanted
+        )
 
     return _smallest(xp, enough, wanted)
 
@@ -196,7 +209,9 @@ def _mass(xp: Any, weight: Array) -> tuple[Array, Array]:
 
 
 def _smallest(xp: Any, enough: Any, like: Array) -> Array:
-    """The smallest limit in [0, FAR] for which `enough` holds, by bisection: 23 passes over the row."""
+    """The smallest limit in [0, FAR] for which `enough` holds, by bisection: 23 passes over the
+    row.
+    """
 
     def halve(i: Any, limit: Array) -> Array:
         lower = limit - (FAR >> i)
@@ -206,7 +221,9 @@ def _smallest(xp: Any, enough: Any, like: Array) -> Array:
 
 
 def hash_tokens(xp: Any, token: Array, position: Array, seed_lo: Array, seed_hi: Array) -> Array:
-    """31 random bits for each (seed, position, token): int32 in [0, 2^31). Products wrap; murmur3's finaliser mixes."""
+    """31 random bits for each (seed, position, token): int32 in [0, 2^31). Products wrap;
+    murmur3's finaliser mixes.
+    """
     key = _mix(xp, seed_lo ^ _mix(xp, position * 0x3C6EF372 + 0x1B873593))
     other = _mix(xp, seed_hi + key * 0x2C1B3C6D + 0x165667B1)
     return _shift(_mix(xp, _mix(xp, token * -0x61C8864F + key) ^ other), 1)
@@ -226,8 +243,8 @@ def _shift(x: Array, bits: int) -> Array:
 def gumbel_log2(xp: Any, bits: Array) -> Array:
     """-log2(-log2 u) in Q16 for u = (bits + 1/2) / 2^31, to 1.4e-4.
 
-    For u near 1 that is -log2(d) - log2(-log2(1 - d) / d) with d = 1 - u, whose second term is smooth; else the two
-    logarithms are taken one after the other.
+    For u near 1 that is -log2(d) - log2(-log2(1 - d) / d) with d = 1 - u, whose second term is
+    smooth; else the two logarithms are taken one after the other.
     """
     near = bits >= (1 << 30)
     doubled = xp.where(near, 2 * ((2**31 - 1) - bits) + 1, 2 * bits + 1)
@@ -237,7 +254,9 @@ def gumbel_log2(xp: Any, bits: Array) -> Array:
 
 
 def log2(xp: Any, x: Array) -> Array:
-    """log2 of a positive int32 in Q16: f + f (1 - f) q(f) on the mantissa 1 + f, q a minimax polynomial."""
+    """log2 of a positive int32 in Q16: f + f (1 - f) q(f) on the mantissa 1 + f, q a minimax
+    polynomial.
+    """
     exponent = xp.zeros_like(x)
     rest = x
     for step in (16, 8, 4, 2, 1):
@@ -246,7 +265,11 @@ def log2(xp: Any, x: Array) -> Array:
         rest = xp.where(large, rest >> step, rest)
     fraction = ((x << (30 - exponent)) & ((1 << 30) - 1)) >> 15
     bend = (fraction * ((1 << 15) - fraction)) >> 13
-    return (exponent << 16) + (fraction << 1) + ((_horner(fraction, 29010, -18136, 12115, -6448, 1722) * bend) >> 17)
+    return (
+        (exponent << 16)
+        + (fraction << 1)
+        + ((_horner(fraction, 29010, -18136, 12115, -6448, 1722) * bend) >> 17)
+    )
 
 
 def exp2_negative(xp: Any, x: Array) -> Array:
@@ -271,12 +294,15 @@ def _best(vocab: int, **_: Any) -> dict[str, int]:
 
 
 @define(
-    shapes="logits [row vocab], chosen [row] -> [row] float32, [row] int32, [row best] int32, [row best] float32",
+    shapes="logits [row vocab], chosen [row] -> [row] float32, [row] int32, [row best] int32, "
+    "[row "
+    "best] float32",
     choose=_best,
     contract=Contract(rounds="nowhere", accumulate="float32, any order"),
 )
 def top_logprobs(xp: Any, logits: Array, chosen: Array) -> tuple[Array, Array, Array, Array]:
-    """Log-probabilities [row], rank [row] of `chosen` [row], and the 20 best: ids [row 20] and values [row 20].
+    """Log-probabilities [row], rank [row] of `chosen` [row], and the 20 best: ids [row 20] and
+    values [row 20].
 
     Rank 1 is the most probable token; equal logits rank by token id.
     """

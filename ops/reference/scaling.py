@@ -1,4 +1,6 @@
-"""A product with a number that the model states, for models whose streams, sublayers or logits are scaled."""
+"""A product with a number that the model states, for models whose streams, sublayers or logits
+are scaled.
+"""
 
 from __future__ import annotations
 
@@ -11,5 +13,6 @@ from ..declare import Array, define
 def scale(xp: Any, x: Array, factor: float) -> Array:
     """x * factor, elementwise: x [... n]. The factor is not rounded to the storage dtype before."""
     y = xp.accumulate(x)
-    # Without the choice, which NaN alone takes, compilers make one operation of this product and a sum behind it.
+    # Without the choice, which NaN alone takes, compilers make one operation of this product and a
+    # sum behind it.
     return xp.astype(xp.where(y == y, y * factor, y), x.dtype)

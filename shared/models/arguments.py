@@ -1,4 +1,6 @@
-"""How a command names a model: MODEL, or `--model MODEL`. The same for all commands that take one."""
+"""How a command names a model: MODEL, or `--model MODEL`. The same for all commands that take
+one.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,17 @@ class _Arguments(Protocol):
 def add_model(parser: _Arguments) -> None:
     """Add the argument and the flag. `settle_model` makes one of them."""
     shapes = ", ".join(shape_names())
-    what = f"a Hugging Face checkpoint folder, the word demo, or (with --load-format dummy) one of {shapes}"
+    what = (
+        "a Hugging Face checkpoint folder, the word demo, or (with --load-format dummy) one "
+        f"of {shapes}"
+    )
     parser.add_argument(WORD, nargs="?", metavar="MODEL", help=what)
     parser.add_argument("--model", metavar="MODEL", help="the same as a flag")
 
 
 def settle_model(arguments: argparse.Namespace, words: list[str]) -> list[str]:
-    """Put the model's name into `arguments.model`, and return what is left of `words`. Raises ConfigError.
+    """Put the model's name into `arguments.model`, and return what is left of `words`. Raises
+    ConfigError.
 
     `words` are those that the parser could not place: it gives up on MODEL at the first flag.
     """

@@ -1,7 +1,8 @@
-"""Covers the layers of a model with repeated blocks, so that a compiler sees as few layer bodies as possible.
+"""Covers the layers of a model with repeated blocks, so that a compiler sees as few layer bodies as
+possible.
 
-A block is a period of layers that comes several times: 24 layers whose windows alternate are one block of 2 layers,
-12 times. JAX scans over the repeats; a block that comes once is unrolled.
+A block is a period of layers that comes several times: 24 layers whose windows alternate are one
+block of 2 layers, 12 times. JAX scans over the repeats; a block that comes once is unrolled.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ MAX_PERIOD = 8
 
 
 class Block(NamedTuple):
-    """Layers `first` to `first + period * repeats - 1`; layer i is of the same kind as layer i - `period`."""
+    """Layers `first` to `first + period * repeats - 1`; layer i is of the same kind as layer i -
+    `period`.
+    """
 
     first: int
     period: int
@@ -36,7 +39,9 @@ def single_blocks(num_layers: int) -> tuple[Block, ...]:
 
 
 def cover(layers: Sequence[Hashable]) -> tuple[Block, ...]:
-    """The blocks, in order, with the fewest layer bodies (periods in sum), and of these the fewest blocks."""
+    """The blocks, in order, with the fewest layer bodies (periods in sum), and of these the
+    fewest blocks.
+    """
     count = len(layers)
     # best[i]: (bodies, blocks) that cover the layers from i on, and the first of them.
     best: list[tuple[int, int, Block | None]] = [(0, 0, None)] * (count + 1)
@@ -62,7 +67,8 @@ def _blocks_from(layers: Sequence[Hashable], first: int) -> list[Block]:
         while stop < len(layers) and layers[stop] == layers[stop - period]:
             stop += 1
         most = (stop - first) // period
-        # Fewer repeats may leave layers that begin a better block; without a repeat only a single layer is one.
+        # Fewer repeats may leave layers that begin a better block; without a repeat only a single
+        # layer is one.
         least = 1 if period == 1 else 2
         found += [Block(first, period, repeats) for repeats in range(most, least - 1, -1)]
     return found

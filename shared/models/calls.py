@@ -1,8 +1,10 @@
-"""The ops that a model's programs call, from shapes alone: no weight is loaded, no framework is asked.
+"""The ops that a model's programs call, from shapes alone: no weight is loaded, no framework is
+asked.
 
-The decoder runs on numpy arrays that hold no data. That takes less than a millisecond a program, so every program of
-the table is recorded, and a plan is made for what an engine really calls. A stage from outside may do anything;
-backends trace it in their own framework (`gpu/plans.py`, `tpu/plans.py`).
+The decoder runs on numpy arrays that hold no data. That takes less than a millisecond a program, so
+every program of the table is recorded, and a plan is made for what an engine really calls. A stage
+from outside may do anything; backends trace it in their own framework (`gpu/plans.py`,
+`tpu/plans.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def without_data(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 def _empty(like: np.ndarray, shape: tuple[int, ...], dtype: str | None = None) -> np.ndarray:
-    return np.ndarray(shape, DTYPES[dtype] if dtype else like.dtype, _ITEM, strides=(0,) * len(shape))
+    return np.ndarray(
+        shape, DTYPES[dtype] if dtype else like.dtype, _ITEM, strides=(0,) * len(shape)
+    )
 
 
 @dataclass(frozen=True)
@@ -85,13 +89,18 @@ class ModelShapes:
         return [self._without_data(table.layer(whole.index(kind))) for kind in self.spec.layers]
 
     def _without_data(self, parameters: Mapping[str, Parameter]) -> dict[str, np.ndarray]:
-        return {name: without_data(p.shape, p.dtype_in(self.config.dtype)) for name, p in parameters.items()}
+        return {
+            name: without_data(p.shape, p.dtype_in(self.config.dtype))
+            for name, p in parameters.items()
+        }
 
     def cache(self) -> np.ndarray:
         """The cache as a layer sees it; how many pages there will be is not known yet."""
         heads = 2 * self.model.num_kv_heads
         pages = 2 * len(self.spec.layers)
-        return without_data((pages, self.config.page_size, heads, self.model.head_dim), self.config.kv_cache_dtype)
+        return without_data(
+            (pages, self.config.page_size, heads, self.model.head_dim), self.config.kv_cache_dtype
+        )
 
     def batch(self, d: Descriptor) -> decoder.Batch:
         """What the layers of a program read."""
@@ -109,7 +118,9 @@ class ModelShapes:
     def step(self) -> StepShape:
         """The sizes that all steps share."""
         c = self.config
-        return StepShape(c.pages_per_request, c.max_num_seqs, c.max_model_len, self.model.vocab_size)
+        return StepShape(
+            c.pages_per_request, c.max_num_seqs, c.max_model_len, self.model.vocab_size
+        )
 
 
 def largest_first(config: ResolvedConfig, kind: str) -> list[Descriptor]:
@@ -117,8 +128,12 @@ def largest_first(config: ResolvedConfig, kind: str) -> list[Descriptor]:
     return sorted((d for d in config.table() if d.kind == kind), key=lambda d: -d.tokens)
 
 
-def plan_programs(model: ModelConfig, choose: Callable[..., Plan], record: Callable[[str], Sequence[Call]]) -> Plans:
-    """The plans of all programs. `choose(calls=...)` makes one, `record(kind)` gives the calls of a kind."""
+def plan_programs(
+    model: ModelConfig, choose: Callable[..., Plan], record: Callable[[str], Sequence[Call]]
+) -> Plans:
+    """The plans of all programs. `choose(calls=...)` makes one, `record(kind)` gives the calls
+    of a kind.
+    """
     layers = decoder.model_of(model).kinds
     by_kind = {"sample": choose(calls=record("sample"))}
     by_layer = {}
@@ -128,13 +143,17 @@ def plan_programs(model: ModelConfig, choose: Callable[..., Plan], record: Calla
 
 
 class RecordedCalls(decoder.PlainCalls):
-    """Plain calls whose recorder is told which kind of layer each belongs to: its number in `kinds`."""
+    """Plain calls whose recorder is told which kind of layer each belongs to: its number in
+    `kinds`.
+    """
 
     def __init__(self, recorder: Recorder, kinds: Sequence[Layer], *parts: Any) -> None:
         super().__init__(*parts)
         self._recorder, self._kinds = recorder, kinds
 
-    def layers(self, block: Block, stream: decoder.Stream, cache: Any, rows: Any) -> tuple[decoder.Stream, Any]:
+    def layers(
+        self, block: Block, stream: decoder.Stream, cache: Any, rows: Any
+    ) -> tuple[decoder.Stream, Any]:
         """See `Execution`."""
         self._recorder.layer = self._kinds.index(self.model.layers[block.first])
         try:
@@ -144,16 +163,23 @@ class RecordedCalls(decoder.PlainCalls):
 
 
 def record_layers(
-    recorder: Recorder, shapes: ModelShapes, kind: str, drops_rows: Callable[[Descriptor], bool] | None = None
+    recorder: Recorder,
+    shapes: ModelShapes,
+    kind: str,
+    drops_rows: Callable[[Descriptor], bool] | None = None,
 ) -> None:
     """Record the programs of a kind of step, the largest first.
 
-    `drops_rows` is for a backend that finishes the sampled tokens only: it says whose last layer drops the others.
+    `drops_rows` is for a backend that finishes the sampled tokens only: it says whose last layer
+    drops the others.
     """
     ops, kinds = recording_ops(recorder, _empty), shapes.spec.layers
 
     def calls(model: Model, d: Descriptor) -> RecordedCalls:
-        weights, ids = [shapes.layers[kinds.index(kind)] for kind in model.layers], without_data((d.tokens,), "int32")
+        weights, ids = (
+            [shapes.layers[kinds.index(kind)] for kind in model.layers],
+            without_data((d.tokens,), "int32"),
+        )
         parts = ops, model, shapes.top, weights, ids, shapes.batch(d), lambda hidden: hidden
         return RecordedCalls(recorder, kinds, *parts)
 
@@ -170,8 +196,12 @@ def record_layers(
             whole.finish(decoder.Stream(finished[rows], finished[rows]))
 
 
-def record_samplers(recorder: Recorder, shapes: ModelShapes, prompt_rows: Sequence[int] = ()) -> None:
-    """Record what follows the layers, for each number of requests, and the log-probabilities of `prompt_rows` rows."""
+def record_samplers(
+    recorder: Recorder, shapes: ModelShapes, prompt_rows: Sequence[int] = ()
+) -> None:
+    """Record what follows the layers, for each number of requests, and the log-probabilities of
+    `prompt_rows` rows.
+    """
     ops, step = recording_ops(recorder, _empty), shapes.step()
 
     def logits(rows: int) -> np.ndarray:
@@ -195,4 +225,7 @@ def record_samplers(recorder: Recorder, shapes: ModelShapes, prompt_rows: Sequen
 
 def _fields(layout: Layout) -> dict[str, np.ndarray]:
     """Arrays without data for the fields of a buffer."""
-    return {f.name: without_data(f.shape, "float32" if f.floating else "int32") for f in layout.fields.values()}
+    return {
+        f.name: without_data(f.shape, "float32" if f.floating else "int32")
+        for f in layout.fields.values()
+    }

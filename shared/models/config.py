@@ -1,4 +1,6 @@
-"""A model's config.json as the numbers that the maths needs. What might change the maths is refused if unknown."""
+"""A model's config.json as the numbers that the maths needs. What might change the maths is
+refused if unknown.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,15 @@ from .rope import RopeConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder. `layer_windows[i]` w > 0 lets position p of layer i see positions above p - w; 0 is all of them.
+    """A dense decoder. `layer_windows[i]` w > 0 lets position p of layer i see positions above p -
+    w; 0 is all of them.
 
-    `eos_token_ids` joins config.json and generation_config.json. `raw_hash` is the SHA-256 of config.json's content.
-    `kv_scales` are what K and V are divided by in a narrow cache: the engine's choice, not config.json's. The other
-    scales multiply: embeddings, scores (None: head_dim^-0.5), what a sublayer adds to the stream, logits.
-    `left_out` names parts of the checkpoint that do not run, since they are not text; `image_token_ids` are those that
-    stand for their output in a prompt.
+    `eos_token_ids` joins config.json and generation_config.json. `raw_hash` is the SHA-256 of
+    config.json's content. `kv_scales` are what K and V are divided by in a narrow cache: the
+    engine's choice, not config.json's. The other scales multiply: embeddings, scores (None:
+    head_dim^-0.5), what a sublayer adds to the stream, logits. `left_out` names parts of the
+    checkpoint that do not run, since they are not text; `image_token_ids` are those that stand for
+    their output in a prompt.
     """
 
     architecture: str = ""
@@ -62,13 +66,17 @@ def load_config(folder: str | Path) -> ModelConfig:
     path = need_folder(folder)
     raw = read_json(path / "config.json")
     generation = path / "generation_config.json"
-    return parse_config(raw, read_json(generation) if os.path.exists(generation) else {}, str(path / "config.json"))
+    return parse_config(
+        raw, read_json(generation) if os.path.exists(generation) else {}, str(path / "config.json")
+    )
 
 
 def parse_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, where: str = "config.json"
 ) -> ModelConfig:
-    """The config that a config.json (`raw`) and a generation_config.json describe; `where` names them in errors."""
+    """The config that a config.json (`raw`) and a generation_config.json describe; `where` names
+    them in errors.
+    """
     architecture = _architecture(Fields(raw, where))
     model_type, family = FAMILIES[architecture], family_of(architecture)
     fields = Fields(raw, where, model_type)

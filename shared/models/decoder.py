@@ -1,7 +1,8 @@
-"""The decoder, written once over ops: layers from `spec.py`, each sublayer computed by its stage (`stages.py`).
+"""The decoder, written once over ops: layers from `spec.py`, each sublayer computed by its stage
+(`stages.py`).
 
-`forward` is the one loop over layers. How they are run (scanned over stacked weights by JAX, compiled or captured by
-torch, one at a time with taps by numerics) is its argument.
+`forward` is the one loop over layers. How they are run (scanned over stacked weights by JAX,
+compiled or captured by torch, one at a time with taps by numerics) is its argument.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ __all__ = [
 def rotary_tables(config: ModelConfig, positions: int) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin [positions r] float32, r = half of the rotated entries, computed in float64.
 
-    They are for sequences of up to `positions` tokens: with longrope, short and long ones have different tables.
+    They are for sequences of up to `positions` tokens: with longrope, short and long ones have
+    different tables.
     """
     inverse, scaling = rope_inverse_frequencies(config.rope, config.head_dim, positions)
     angles = np.arange(positions, dtype=np.float64)[:, None] * inverse[None, :]
-    return (np.cos(angles) * scaling).astype(np.float32), (np.sin(angles) * scaling).astype(np.float32)
+    return (np.cos(angles) * scaling).astype(np.float32), (np.sin(angles) * scaling).astype(
+        np.float32
+    )
 
 
 def embed(ops: Any, model: Model, weights: Weights, token_ids: Array) -> Array:
@@ -50,18 +54,24 @@ def embed(ops: Any, model: Model, weights: Weights, token_ids: Array) -> Array:
 
 
 def scaled(ops: Any, x: Array, factor: float) -> Array:
-    """x times a factor of the model, rounded to the dtype of x as a step of its own; nothing is called for a 1."""
+    """x times a factor of the model, rounded to the dtype of x as a step of its own; nothing is
+    called for a 1.
+    """
     return x if factor == 1.0 else ops.scale(x, factor)
 
 
 class Stream(NamedTuple):
-    """The residual stream as two summands [tok dim]: what the last sublayer gave, and all before it."""
+    """The residual stream as two summands [tok dim]: what the last sublayer gave, and all before
+    it.
+    """
 
     hidden: Array
     residual: Array
 
 
-def layer(ops: Any, spec: Layer, weights: Weights, stream: Stream, cache: Cache, batch: Batch) -> tuple[Stream, Cache]:
+def layer(
+    ops: Any, spec: Layer, weights: Weights, stream: Stream, cache: Cache, batch: Batch
+) -> tuple[Stream, Cache]:
     """One layer: its sublayers in order. With `batch.rows` the result is [row dim].
 
     Behind the last sublayer whose tokens see each other, the layer goes on with these tokens only.
@@ -81,8 +91,12 @@ def layer(ops: Any, spec: Layer, weights: Weights, stream: Stream, cache: Cache,
     return Stream(hidden, residual), cache
 
 
-def pre_norm(ops: Any, norm: Norm | None, weights: Weights, hidden: Array, residual: Array) -> tuple[Array, Array]:
-    """(what a mixer reads, the stream so far): the last result is added here, where the norm reads the sum anyway."""
+def pre_norm(
+    ops: Any, norm: Norm | None, weights: Weights, hidden: Array, residual: Array
+) -> tuple[Array, Array]:
+    """(what a mixer reads, the stream so far): the last result is added here, where the norm
+    reads the sum anyway.
+    """
     if norm is None:
         total = ops.add(hidden, residual)
         return total, total
@@ -101,7 +115,8 @@ C = TypeVar("C")
 
 
 class Execution(Protocol[S, C]):
-    """How the parts of a forward pass are run: as plain calls, scanned, compiled, captured or tapped.
+    """How the parts of a forward pass are run: as plain calls, scanned, compiled, captured or
+    tapped.
 
     S is what is carried from layer to layer (a `Stream`, or several), C whatever holds the caches.
     """
@@ -116,7 +131,9 @@ class Execution(Protocol[S, C]):
         ...
 
     def layers(self, block: Block, stream: S, cache: C, rows: Array | None) -> tuple[S, C]:
-        """The layers of a block; the last of them finishes the tokens `rows` only, if there are any."""
+        """The layers of a block; the last of them finishes the tokens `rows` only, if there are
+        any.
+        """
         ...
 
     def finish(self, stream: S) -> Array:
@@ -138,10 +155,11 @@ def forward(execution: Execution[S, C], cache: C, rows: Array | None = None) -> 
 
 
 class PlainCalls:
-    """An `Execution` that calls one layer after the other. The cache is a list, in which it puts that of each layer.
+    """An `Execution` that calls one layer after the other. The cache is a list, in which it puts
+    that of each layer.
 
-    `layer_weights` are those of each layer, `zeros` gives the residual before the first one, from hidden states.
-    `ops_of(layer)` are the ops of a kind of layer, if they are not `ops`.
+    `layer_weights` are those of each layer, `zeros` gives the residual before the first one, from
+    hidden states. `ops_of(layer)` are the ops of a kind of layer, if they are not `ops`.
     """
 
     def __init__(
@@ -166,7 +184,9 @@ class PlainCalls:
         hidden = embed(self.ops, self.model, self.weights, self.token_ids)
         return Stream(hidden, self.zeros(hidden))
 
-    def layers(self, block: Block, stream: Stream, cache: Cache, rows: Array | None) -> tuple[Stream, Cache]:
+    def layers(
+        self, block: Block, stream: Stream, cache: Cache, rows: Array | None
+    ) -> tuple[Stream, Cache]:
         """See `Execution`."""
         index, batch = block.first, self.batch._replace(rows=rows)
         spec, weights = self.model.layers[index], self.layer_weights[index]

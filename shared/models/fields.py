@@ -1,4 +1,6 @@
-"""Reads JSON objects that others wrote: typed, with errors that name the file, the field, the value and the rule."""
+"""Reads JSON objects that others wrote: typed, with errors that name the file, the field, the
+value and the rule.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ MAX_SIZE = 2**31 - 1
 
 
 class Fields:
-    """Typed access to a JSON object. Null counts as absent. Errors name the file, the field, the value and the rule.
+    """Typed access to a JSON object. Null counts as absent. Errors name the file, the field, the
+    value and the rule.
 
-    `family` is the model type whose rules hold, if there are such. `within` is the path of the object in its file, with
-    the dot behind it; fields `outside` do not lie there but at the top.
+    `family` is the model type whose rules hold, if there are such. `within` is the path of the
+    object in its file, with the dot behind it; fields `outside` do not lie there but at the top.
     """
 
     def __init__(
@@ -58,12 +61,16 @@ class Fields:
     def refuse(self, name: str, value: Any, allowed: str) -> NoReturn:
         """Raise UnsupportedModel about a field."""
         whose = f", for {self.family}" if self.family else ""
-        raise UnsupportedModel(f"{self.where}: {self.path(name)} is {show(value)}, allowed: {allowed}{whose}")
+        raise UnsupportedModel(
+            f"{self.where}: {self.path(name)} is {show(value)}, allowed: {allowed}{whose}"
+        )
 
     def only(self, name: str, *allowed: Any) -> None:
         """Refuse a field that is there and has none of these values."""
         value = self.get(name)
-        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+        if value is None or any(
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed
+        ):
             return
         self.refuse(name, value, " or ".join([*map(json.dumps, allowed), "absent"]))
 
@@ -74,11 +81,19 @@ class Fields:
             self.fail(name, f"is {quoted(value)}, must be an integer from 1 to {high}")
         return int(value)
 
-    def number(self, name: str, default: float | None = None, low: float = 0.0, above: bool = False) -> float:
-        """A finite number of at least `low`, or more than that. Without a default it must be there."""
+    def number(
+        self, name: str, default: float | None = None, low: float = 0.0, above: bool = False
+    ) -> float:
+        """A finite number of at least `low`, or more than that. Without a default it must be
+        there.
+        """
         value = self.need(name, default)
         if not is_number(value) or value < low or (above and value == low):
-            self.fail(name, f"is {quoted(value)}, must be a number of {'more than' if above else 'at least'} {low:g}")
+            self.fail(
+                name,
+                f"is {quoted(value)}, must be a number of {'more than' if above else 'at least'} "
+                f"{low:g}",
+            )
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
@@ -102,7 +117,9 @@ class Fields:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What to add to an error about an unknown name: the known one that is most like it, if there is such."""
+    """What to add to an error about an unknown name: the known one that is most like it, if
+    there is such.
+    """
     near = difflib.get_close_matches(name, list(known), 1)
     return f"; the nearest known one is {near[0]}" if near else ""
 
@@ -115,7 +132,9 @@ def need_folder(folder: str | Path) -> Path:
 
 
 def read_json(path: Path, error: type[ModelError] = ModelError) -> dict[str, Any]:
-    """The JSON object in a file. Raises ModelNotFound if there is no file, `error` if it is not an object."""
+    """The JSON object in a file. Raises ModelNotFound if there is no file, `error` if it is not
+    an object.
+    """
     try:
         raw = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -130,10 +149,13 @@ def read_json(path: Path, error: type[ModelError] = ModelError) -> dict[str, Any
 
 
 def show(value: Any, limit: int = 80) -> str:
-    """A value for an error message: one line, cut at `limit` characters. Text keeps no quotes if it needs none."""
+    """A value for an error message: one line, cut at `limit` characters. Text keeps no quotes if
+    it needs none.
+    """
     try:
         text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits, a list in a list in a list
+    # an integer of thousands of digits, a list in a list in a list
+    except (ValueError, RecursionError):
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 

@@ -19,7 +19,8 @@ def shape_names() -> tuple[str, ...]:
 
 
 def model_folder(model: str) -> str:
-    """The folder that `model` names: a path, the word demo (the bundled model), or the name of a shape.
+    """The folder that `model` names: a path, the word demo (the bundled model), or the name of a
+    shape.
 
     Raises ModelNotFound.
     """
@@ -31,7 +32,8 @@ def model_folder(model: str) -> str:
     if not os.path.isdir(model):
         what = "is not a folder" if os.path.exists(model) else "no such folder"
         raise ModelNotFound(
-            f"model: {what}: {model[:200]} (a path to a Hugging Face checkpoint, or the word demo); "
+            f"model: {what}: {model[:200]} (a path to a Hugging Face checkpoint, or the word "
+            "demo); "
             f"known by name: {', '.join(shape_names())}"
         )
     return model

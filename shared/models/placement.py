@@ -1,8 +1,9 @@
 """How the weights of a model lie on several shards, in integers: the same for every backend.
 
-Attention heads are dealt out so that every shard holds whole key-value heads and the query heads that read them. Where
-the numbers do not divide, heads of zeros are added; where there are fewer key-value heads than shards, each is held by
-several shards. Both happen once, when weights are loaded: `physical_config` is the model as the programs see it.
+Attention heads are dealt out so that every shard holds whole key-value heads and the query heads
+that read them. Where the numbers do not divide, heads of zeros are added; where there are fewer
+key-value heads than shards, each is held by several shards. Both happen once, when weights are
+loaded: `physical_config` is the model as the programs see it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,23 @@ import numpy as np
 from .config import ModelConfig
 from .table import Parameter, Part
 
-SHARDED = {"vocab": True, "heads": True, "kv_heads": True, "qkv": True, "mlp": True, "embed": False, "head_dim": False}
+SHARDED = {
+    "vocab": True,
+    "heads": True,
+    "kv_heads": True,
+    "qkv": True,
+    "mlp": True,
+    "embed": False,
+    "head_dim": False,
+}
 """Whether a logical axis is dealt out to the shards; else every shard holds all of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """For each head that shards hold, shard by shard, the model's head that it is, or -1 for one of zeros."""
+    """For each head that shards hold, shard by shard, the model's head that it is, or -1 for one
+    of zeros.
+    """
 
     query: tuple[int, ...]
     kv: tuple[int, ...]
@@ -31,8 +42,9 @@ class HeadLayout:
 def head_layout(heads: int, kv_heads: int, shards: int) -> HeadLayout:
     """How `heads` query heads in `kv_heads` equal groups lie on `shards` shards.
 
-    With at least as many groups as shards, groups are dealt out in order and padded to a multiple. With fewer, they are
-    padded to a divisor of `shards`, and each is split among as many shards as that leaves it.
+    With at least as many groups as shards, groups are dealt out in order and padded to a multiple.
+    With fewer, they are padded to a divisor of `shards`, and each is split among as many shards as
+    that leaves it.
     """
     group = heads // kv_heads
     if kv_heads >= shards:
@@ -55,7 +67,9 @@ def physical_config(model: ModelConfig, shards: int) -> ModelConfig:
     """The model with the heads and the MLP width that its shards hold together."""
     layout = head_layout(model.num_heads, model.num_kv_heads, shards)
     width = -(-model.intermediate_size // shards) * shards
-    return replace(model, num_heads=len(layout.query), num_kv_heads=len(layout.kv), intermediate_size=width)
+    return replace(
+        model, num_heads=len(layout.query), num_kv_heads=len(layout.kv), intermediate_size=width
+    )
 
 
 def local_config(model: ModelConfig, shards: int) -> ModelConfig:
@@ -73,8 +87,8 @@ def local_config(model: ModelConfig, shards: int) -> ModelConfig:
 class Placement:
     """How one parameter (of one layer) lies on the shards.
 
-    `axis` is the dimension that is sharded, None if every shard holds all. `source` [physical size] is, for each entry
-    of that dimension, the model's entry that it is, or -1 for zeros.
+    `axis` is the dimension that is sharded, None if every shard holds all. `source` [physical size]
+    is, for each entry of that dimension, the model's entry that it is, or -1 for zeros.
     """
 
     shape: tuple[int, ...]
@@ -83,11 +97,17 @@ class Placement:
 
 
 def place(parameter: Parameter, model: ModelConfig, shards: int) -> Placement:
-    """The placement of a parameter on `shards` shards. The parts of one dimension are dealt out together."""
+    """The placement of a parameter on `shards` shards. The parts of one dimension are dealt out
+    together.
+    """
     for axis, name in enumerate(parameter.axes):
         if not SHARDED[name]:
             continue
-        parts = [(p.axis, p.rows) for p in parameter.parts] if axis == 0 else [(name, parameter.shape[axis])]
+        parts = (
+            [(p.axis, p.rows) for p in parameter.parts]
+            if axis == 0
+            else [(name, parameter.shape[axis])]
+        )
         columns, offset = [], 0
         for part, size in parts:
             source = _source(part, size, model, shards)
@@ -102,7 +122,9 @@ def place(parameter: Parameter, model: ModelConfig, shards: int) -> Placement:
 
 
 def _source(axis: str, size: int, model: ModelConfig, shards: int) -> np.ndarray | None:
-    """The entries of one logical axis of `size` as they lie on the shards, or None if it is not dealt out."""
+    """The entries of one logical axis of `size` as they lie on the shards, or None if it is not
+    dealt out.
+    """
     if axis in ("heads", "kv_heads"):
         layout = head_layout(model.num_heads, model.num_kv_heads, shards)
         heads = np.array(layout.query if axis == "heads" else layout.kv)[:, None]
@@ -118,7 +140,8 @@ def _source(axis: str, size: int, model: ModelConfig, shards: int) -> np.ndarray
 def rows_of(part: Part, source: np.ndarray, offset: int) -> np.ndarray:
     """The rows of a part's tensor that make up a shard, -1 where it has none of this part.
 
-    `source` is what `Placement` says of the shard's rows, `offset` where the part begins in the parameter.
+    `source` is what `Placement` says of the shard's rows, `offset` where the part begins in the
+    parameter.
     """
     inside = (source >= offset) & (source < offset + part.rows)
     return np.where(inside, source - offset + part.first, -1)

@@ -24,10 +24,14 @@ FIELDS: dict[RopeKind, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
-    "yarn": frozenset("factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate".split()),
+    "yarn": frozenset(
+        "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate".split()
+    ),
     "longrope": frozenset("factor attention_factor short_factor long_factor".split()),
 }
-COMMON = frozenset("rope_type type rope_theta partial_rotary_factor original_max_position_embeddings".split())
+COMMON = frozenset(
+    "rope_type type rope_theta partial_rotary_factor original_max_position_embeddings".split()
+)
 PER_LAYER = ("full_attention", "sliding_attention")
 """Keys under which a config may have an object for each type of layer."""
 ORIGINAL = "original_max_position_embeddings"
@@ -36,7 +40,8 @@ PARTIAL = "partial_rotary_factor"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding. Fields after `kind` mean something for some kinds only; None leaves it to the formula.
+    """Rotary embedding. Fields after `kind` mean something for some kinds only; None leaves it to
+    the formula.
 
     `partial_rotary_factor` is the part of a head that is rotated.
     """
@@ -68,20 +73,24 @@ class RopeConfig:
         return None if alike else self.original_max_position
 
 
-def rope_inverse_frequencies(rope: RopeConfig, head_dim: int, length: int) -> tuple[np.ndarray, float]:
+def rope_inverse_frequencies(
+    rope: RopeConfig, head_dim: int, length: int
+) -> tuple[np.ndarray, float]:
     """Angles per position [rotated / 2] float64, and the factor of cos and sin.
 
-    `length` is that of the longest sequence: longrope has one list of factors for short and one for long ones.
+    `length` is that of the longest sequence: longrope has one list of factors for short and one for
+    long ones.
 
-    linear: Chen et al., arXiv 2306.15595. llama3: Meta's Llama 3.1 reference code. yarn: Peng et al., arXiv 2309.00071.
-    longrope: Ding et al., arXiv 2402.13753.
+    linear: Chen et al., arXiv 2306.15595. llama3: Meta's Llama 3.1 reference code. yarn: Peng et
+    al., arXiv 2309.00071. longrope: Ding et al., arXiv 2402.13753.
     """
     dim = rope.rotated(head_dim)
     inverse = 1.0 / rope.theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     if rope.kind == "linear":
         return inverse / rope.factor, 1.0
     if rope.kind == "llama3":
-        # Turns within the original context, from "so few that it is interpolated" (0) to "many, left alone" (1).
+        # Turns within the original context, from "so few that it is interpolated" (0) to "many,
+        # left alone" (1).
         turns = rope.original_max_position * inverse / (2 * math.pi)
         keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         keep = np.clip(keep, 0.0, 1.0)
@@ -91,7 +100,9 @@ def rope_inverse_frequencies(rope: RopeConfig, head_dim: int, length: int) -> tu
         if rope.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
-        ramp = (np.arange(dim // 2, dtype=np.float64) - low) / (high - low if high != low else 0.001)
+        ramp = (np.arange(dim // 2, dtype=np.float64) - low) / (
+            high - low if high != low else 0.001
+        )
         keep = 1 - np.clip(ramp, 0.0, 1.0)
         return (1 - keep) * inverse / rope.factor + keep * inverse, _yarn_attention_factor(rope)
     if rope.kind == "longrope":
@@ -102,7 +113,11 @@ def rope_inverse_frequencies(rope: RopeConfig, head_dim: int, length: int) -> tu
 
 def _yarn_dimension(rope: RopeConfig, dim: int, turns: float) -> float:
     """The (fractional) pair of entries that makes `turns` turns within the original context."""
-    return dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    return (
+        dim
+        * math.log(rope.original_max_position / (turns * 2 * math.pi))
+        / (2 * math.log(rope.theta))
+    )
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
@@ -127,10 +142,11 @@ def _longrope_attention_factor(rope: RopeConfig) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRules:
-    """What a family reads of rotary embedding: which kinds, and whether a part of a head may be rotated.
+    """What a family reads of rotary embedding: which kinds, and whether a part of a head may be
+    rotated.
 
-    `original` is its default of `original_max_position_embeddings` outside of the object that describes the embedding.
-    None: that field may stand inside alone.
+    `original` is its default of `original_max_position_embeddings` outside of the object that
+    describes the embedding. None: that field may stand inside alone.
     """
 
     kinds: Sequence[RopeKind] = USUAL_KINDS
@@ -142,7 +158,9 @@ USUAL = RopeRules()
 
 
 def read_rope(fields: Fields, head_dim: int, rules: RopeRules = USUAL) -> RopeConfig:
-    """From `rope_theta` and `rope_scaling` (version 4) or `rope_parameters` (version 5), or from both if they agree."""
+    """From `rope_theta` and `rope_scaling` (version 4) or `rope_parameters` (version 5), or from
+    both if they agree.
+    """
     found: list[tuple[str, RopeConfig]] = []
     for name in ("rope_parameters", "rope_scaling"):
         block = fields.get(name)
@@ -156,27 +174,49 @@ def read_rope(fields: Fields, head_dim: int, rules: RopeRules = USUAL) -> RopeCo
             if nested and not isinstance(part, dict):
                 fields.refuse(label, part, "an object")
             if part:
-                found.append((label, _read_block(fields, Fields(part, f"{fields.where}: {fields.path(label)}"), rules)))
+                found.append(
+                    (
+                        label,
+                        _read_block(
+                            fields, Fields(part, f"{fields.where}: {fields.path(label)}"), rules
+                        ),
+                    )
+                )
     if not found:
         theta = fields.number("rope_theta", 10_000.0, low=1.0, above=True)
-        found.append(("rope_theta", RopeConfig(theta=theta, partial_rotary_factor=_partial(fields, fields, rules))))
+        found.append(
+            (
+                "rope_theta",
+                RopeConfig(theta=theta, partial_rotary_factor=_partial(fields, fields, rules)),
+            )
+        )
     for label, rope in found[1:]:
         if rope != found[0][1]:
             fields.refuse(label, fields.get(label.partition(".")[0]), f"the same as {found[0][0]}")
     label, rope = found[0]
-    _check_size(Fields(fields.raw, f"{fields.where}: {fields.path(label)}"), rope, rope.rotated(head_dim))
+    _check_size(
+        Fields(fields.raw, f"{fields.where}: {fields.path(label)}"), rope, rope.rotated(head_dim)
+    )
     return rope
 
 
 def _check_size(block: Fields, rope: RopeConfig, rotated: int) -> None:
-    """Raise ModelError where what is rotated is no pairs, or a list has not one factor for each of them."""
+    """Raise ModelError where what is rotated is no pairs, or a list has not one factor for each
+    of them.
+    """
     if rotated < 2 or rotated % 2:
-        block.fail(PARTIAL, f"is {rope.partial_rotary_factor}, which is {rotated} entries of a head, must be pairs")
+        block.fail(
+            PARTIAL,
+            f"is {rope.partial_rotary_factor}, which is {rotated} entries of a head, must be pairs",
+        )
     if rope.kind != "longrope":
         return
     for name, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
         if len(factors) != rotated // 2:
-            block.fail(name, f"has {len(factors)} entries, must have one for each rotated pair ({rotated // 2})")
+            block.fail(
+                name,
+                f"has {len(factors)} entries, must have one for each rotated pair ({rotated // 2})",
+            )
 
 
 def _partial(top: Fields, block: Fields, rules: RopeRules) -> float:
@@ -187,7 +227,9 @@ def _partial(top: Fields, block: Fields, rules: RopeRules) -> float:
     if not rules.partial:
         block.refuse(PARTIAL, block.get(PARTIAL), "1.0 or absent")
     if len(parts) > 1:
-        block.refuse(PARTIAL, block.get(PARTIAL), f"the value of {PARTIAL} outside, {top.get(PARTIAL)}")
+        block.refuse(
+            PARTIAL, block.get(PARTIAL), f"the value of {PARTIAL} outside, {top.get(PARTIAL)}"
+        )
     part = parts.pop()
     if part > 1:
         block.fail(PARTIAL, f"is {part}, must be at most 1")
@@ -196,10 +238,14 @@ def _partial(top: Fields, block: Fields, rules: RopeRules) -> float:
 
 def _kind(block: Fields, rules: RopeRules) -> RopeKind:
     named = [block.get(name) for name in ("rope_type", "type") if block.get(name) is not None]
-    kinds: list[Any] = [ALIASES.get(name, name) if isinstance(name, str) else name for name in named]
+    kinds: list[Any] = [
+        ALIASES.get(name, name) if isinstance(name, str) else name for name in named
+    ]
     kind: RopeKind = kinds[0] if kinds else "default"
     if kind not in rules.kinds or kinds[1:] not in ([], [kind]):
-        block.refuse("rope_type", named[0] if len(named) < 2 else named, f"one of {', '.join(rules.kinds)}")
+        block.refuse(
+            "rope_type", named[0] if len(named) < 2 else named, f"one of {', '.join(rules.kinds)}"
+        )
     return kind
 
 
@@ -207,11 +253,21 @@ def _read_block(top: Fields, block: Fields, rules: RopeRules) -> RopeConfig:
     kind, max_position = _kind(block, rules), top.size("max_position_embeddings")
     for name, value in block.raw.items():
         if value is not None and name not in COMMON | FIELDS[kind]:
-            block.refuse(show(name), value, f"absent for rope_type {kind}{nearest(name, FIELDS[kind])}")
+            block.refuse(
+                show(name), value, f"absent for rope_type {kind}{nearest(name, FIELDS[kind])}"
+            )
     part = _partial(top, block, rules)
-    thetas = {f.number("rope_theta", low=1.0, above=True) for f in (block, top) if f.get("rope_theta") is not None}
+    thetas = {
+        f.number("rope_theta", low=1.0, above=True)
+        for f in (block, top)
+        if f.get("rope_theta") is not None
+    }
     if len(thetas) > 1:  # version 5 would take this one, version 4 the one outside
-        block.refuse("rope_theta", block.get("rope_theta"), f"the value of rope_theta outside, {top.get('rope_theta')}")
+        block.refuse(
+            "rope_theta",
+            block.get("rope_theta"),
+            f"the value of rope_theta outside, {top.get('rope_theta')}",
+        )
     theta = thetas.pop() if thetas else 10_000.0
     rope = RopeConfig(theta=theta, kind=kind, partial_rotary_factor=part)
     if kind == "default":
@@ -232,7 +288,9 @@ def _read_block(top: Fields, block: Fields, rules: RopeRules) -> RopeConfig:
 def _llama3(block: Fields, rope: RopeConfig) -> RopeConfig:
     low = block.number("low_freq_factor", above=True)
     high = block.number("high_freq_factor", low=low, above=True)
-    return replace(rope, factor=block.number("factor", low=1.0), low_freq_factor=low, high_freq_factor=high)
+    return replace(
+        rope, factor=block.number("factor", low=1.0), low_freq_factor=low, high_freq_factor=high
+    )
 
 
 def _yarn(block: Fields, rope: RopeConfig, stretch: float) -> RopeConfig:
@@ -270,4 +328,6 @@ def _factors(block: Fields, name: str) -> tuple[float, ...]:
 
 
 def _optional(fields: Fields, name: str) -> float | None:
-    return None if fields.get(name) is None else fields.number(name, above=name == "attention_factor")
+    return (
+        None if fields.get(name) is None else fields.number(name, above=name == "attention_factor")
+    )

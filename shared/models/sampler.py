@@ -1,4 +1,6 @@
-"""From logits to tokens: which op runs in which case, told once for all backends and for what they record."""
+"""From logits to tokens: which op runs in which case, told once for all backends and for what
+they record.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def sample(
 ) -> Array:
     """Tokens [row] int32 of `logits` [row vocab] float32, -1 where one is not finite.
 
-    `settings` are fields of `sampling_layout`. The `processed` variant needs `processors`, see `known_processors`.
+    `settings` are fields of `sampling_layout`. The `processed` variant needs `processors`, see
+    `known_processors`.
     """
     if variant == "greedy":
         return ops.greedy_sample(logits)
@@ -40,8 +43,8 @@ def known_processors(
 ) -> dict[str, Array]:
     """The arguments of the op `penalties` from the fields of `processor_layout`.
 
-    A token of the history that only the device has is the last one of its row in `last_tokens` [rows + 1]. `where` is
-    that of the framework.
+    A token of the history that only the device has is the last one of its row in `last_tokens`
+    [rows + 1]. `where` is that of the framework.
     """
     history, last = fields["history"], last_tokens[fields["rows"]][:, None]
     known = {name: value for name, value in fields.items() if name != "rows"}

@@ -1,9 +1,10 @@
-"""Sizes of well-known models by name, as their config.json states them: to measure and to compile without weights.
+"""Sizes of well-known models by name, as their config.json states them: to measure and to compile
+without weights.
 
-Each is a folder in `shapes/` with nothing but a config.json, so that whatever takes a model's folder takes its name.
-Sources: the config.json of meta-llama/Meta-Llama-3-8B, Llama-3.1-8B and 70B, Llama-3.2-1B and 3B, of
-mistralai/Mistral-7B-v0.3, of Qwen/Qwen2.5-7B-Instruct, of Qwen/Qwen3-0.6B, 4B, 14B and 32B, of
-microsoft/Phi-4-mini-instruct and of ibm-granite/granite-3.3-8b-instruct.
+Each is a folder in `shapes/` with nothing but a config.json, so that whatever takes a model's
+folder takes its name. Sources: the config.json of meta-llama/Meta-Llama-3-8B, Llama-3.1-8B and 70B,
+Llama-3.2-1B and 3B, of mistralai/Mistral-7B-v0.3, of Qwen/Qwen2.5-7B-Instruct, of Qwen/Qwen3-0.6B,
+4B, 14B and 32B, of microsoft/Phi-4-mini-instruct and of ibm-granite/granite-3.3-8b-instruct.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def check_weights(model: str, load_format: str) -> None:
-    """Raise ConfigError if `model` names a shape, which has no weights, and they are not to be dummies."""
+    """Raise ConfigError if `model` names a shape, which has no weights, and they are not to be
+    dummies.
+    """
     if model in SHAPES and load_format != "dummy":
         raise ConfigError(
-            f"load_format: got {load_format}; {model} is a shape without weights, so it must be dummy "
+            f"load_format: got {load_format}; {model} is a shape without weights, so it must be "
+            "dummy "
             "(--load-format dummy: seeded random weights)"
         )

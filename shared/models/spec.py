@@ -1,7 +1,8 @@
 """What a model is, as data: frozen and hashable, so that equal layers are one kind of layer.
 
-A layer is a tuple of sublayers. Each is `pre-norm -> mixer -> post-norm -> scale -> add to the residual stream`.
-A mixer says what is computed. The function that computes it is its stage (`stages.py`), one for each type of mixer.
+A layer is a tuple of sublayers. Each is `pre-norm -> mixer -> post-norm -> scale -> add to the
+residual stream`. A mixer says what is computed. The function that computes it is its stage
+(`stages.py`), one for each type of mixer.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal attention over the paged cache. `window` w > 0: position p sees positions above p - w; 0: all of them.
+    """Causal attention over the paged cache. `window` w > 0: position p sees positions above p - w;
+    0: all of them.
 
-    `norm_eps` is that of the norms of q and k heads, which a model has if `qk_norm`. `kv_scales` are what K and V are
-    divided by in a narrow cache.
+    `norm_eps` is that of the norms of q and k heads, which a model has if `qk_norm`. `kv_scales`
+    are what K and V are divided by in a narrow cache.
     """
 
     mixes_tokens: ClassVar[bool] = True
@@ -63,7 +65,9 @@ Layer = tuple[Sublayer, ...]
 
 @dataclass(frozen=True)
 class Model:
-    """The layers in order, and the norm behind the last one. Embeddings and logits are multiplied by their scales."""
+    """The layers in order, and the norm behind the last one. Embeddings and logits are
+    multiplied by their scales.
+    """
 
     layers: tuple[Layer, ...]
     norm: Norm

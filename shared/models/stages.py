@@ -1,6 +1,8 @@
-"""The stages of a layer: one function for each type of mixer, and the one seam for products with weights.
+"""The stages of a layer: one function for each type of mixer, and the one seam for products with
+weights.
 
-A stage sees the ops, what its mixer is, the layer's weights and cache, and the batch. None asks which family it is in.
+A stage sees the ops, what its mixer is, the layer's weights and cache, and the batch. None asks
+which family it is in.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ Cache = Any
 class Batch(NamedTuple):
     """What every layer of a step reads: cos, sin [tok r] float32, and fields of `batch_layout`.
 
-    `max_query_len` is a Python integer. A program that gets its batch as an argument sets it inside (`within`).
-    `rows` [row]: the only tokens that anything behind the layers wants, in the last layer that mixes tokens.
+    `max_query_len` is a Python integer. A program that gets its batch as an argument sets it inside
+    (`within`). `rows` [row]: the only tokens that anything behind the layers wants, in the last
+    layer that mixes tokens.
     """
 
     cos: Array
@@ -52,7 +55,9 @@ A stage whose tokens see each other returns the tokens `batch.rows` only, if the
 
 
 def project(ops: Any, weights: Weights, name: str, x: Array, batch: Batch) -> Array:
-    """x [tok in] times the weight of this name, [tok out]: the only place that knows what a weight is."""
+    """x [tok in] times the weight of this name, [tok out]: the only place that knows what a
+    weight is.
+    """
     return ops.linear(x, weights[name], weights.get(f"{name}_bias"))
 
 
@@ -84,7 +89,9 @@ def attention_stage(
     return project(ops, weights, "o", heads, batch), cache
 
 
-def mlp_stage(ops: Any, spec: Mlp, weights: Weights, x: Array, cache: Cache, batch: Batch) -> tuple[Array, Cache]:
+def mlp_stage(
+    ops: Any, spec: Mlp, weights: Weights, x: Array, cache: Cache, batch: Batch
+) -> tuple[Array, Cache]:
     """Each token for itself; the cache stays as it is."""
     return gated_mlp(ops, weights, "gate_up", "down", x, batch), cache
 
@@ -94,17 +101,21 @@ _replaced: dict[type[Mixer], Stage] = {}
 
 
 def replace_stage(mixer: type[Mixer], stage: Stage) -> None:
-    """Run `stage` for this type of mixer, in every model that has it: for packages that are not part of this one.
+    """Run `stage` for this type of mixer, in every model that has it: for packages that are not
+    part of this one.
 
     Raises ConfigError for a type that has no stage, and if somebody else has replaced it.
     """
     if mixer not in STAGES:
         allowed = ", ".join(known.__name__ for known in STAGES)
-        raise ConfigError(f"mixer: got {getattr(mixer, '__name__', mixer)!r}, allowed are {allowed}")
+        raise ConfigError(
+            f"mixer: got {getattr(mixer, '__name__', mixer)!r}, allowed are {allowed}"
+        )
     other = _replaced.get(mixer, stage)
     if other is not stage:
         raise ConfigError(
-            f"mixer: the stage of {mixer.__name__} is replaced by {_title(other)} and by {_title(stage)}, "
+            f"mixer: the stage of {mixer.__name__} is replaced by {_title(other)} and by "
+            f"{_title(stage)}, "
             "one of them is allowed"
         )
     _replaced[mixer] = stage

@@ -1,4 +1,6 @@
-"""The parameter table: the one place that states each weight's name, shape, logical axes and checkpoint keys."""
+"""The parameter table: the one place that states each weight's name, shape, logical axes and
+checkpoint keys.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ ParameterDtype = Literal["model", "float32"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`rows` rows of a parameter: a tensor of the checkpoint, or with `of`, those from `first` on of its `of` rows.
+    """`rows` rows of a parameter: a tensor of the checkpoint, or with `of`, those from `first` on
+    of its `of` rows.
 
     `key` may hold `{layer}`; `axis` is logical.
     """
@@ -42,12 +45,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One weight of any rank. It exists once for each of `layers`, and `shape` is that of one layer; None: once in all.
+    """One weight of any rank. It exists once for each of `layers`, and `shape` is that of one
+    layer; None: once in all.
 
-    `axes` names the logical axis of each dimension. `parts` are stacked along the first dimension, in order: q, k and v
-    are one parameter here and three tensors in most checkpoints, since one product of the whole is faster.
-    `alternatives` are other parts: the first that a checkpoint has all of is read. `factor` multiplies what is read: a
-    power of two, so that it is exact. `dtype` float32: in models of any dtype.
+    `axes` names the logical axis of each dimension. `parts` are stacked along the first dimension,
+    in order: q, k and v are one parameter here and three tensors in most checkpoints, since one
+    product of the whole is faster. `alternatives` are other parts: the first that a checkpoint has
+    all of is read. `factor` multiplies what is read: a power of two, so that it is exact. `dtype`
+    float32: in models of any dtype.
     """
 
     name: str
@@ -64,9 +69,13 @@ class Parameter:
         for parts in (self.parts, *self.alternatives):
             rows = sum(part.rows for part in parts)
             if rows != self.shape[0]:
-                raise InternalError(f"parameter {self.name}: the parts have {rows} rows, the shape {self.shape[0]}")
+                raise InternalError(
+                    f"parameter {self.name}: the parts have {rows} rows, the shape {self.shape[0]}"
+                )
         if not is_power_of_two(self.factor):
-            raise InternalError(f"parameter {self.name}: factor is {self.factor}, which is no power of two")
+            raise InternalError(
+                f"parameter {self.name}: factor is {self.factor}, which is no power of two"
+            )
 
     @property
     def layered(self) -> bool:
@@ -84,10 +93,11 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """All parameters of a model. A name may stand for one parameter in some layers and for another in others.
+    """All parameters of a model. A name may stand for one parameter in some layers and for another
+    in others.
 
-    `ignored` are patterns (as of `fnmatch`) of tensors that a checkpoint may have and that nothing reads. `copies`:
-    tensors that a checkpoint may have and that must equal that of a parameter.
+    `ignored` are patterns (as of `fnmatch`) of tensors that a checkpoint may have and that nothing
+    reads. `copies`: tensors that a checkpoint may have and that must equal that of a parameter.
     """
 
     parameters: tuple[Parameter, ...]

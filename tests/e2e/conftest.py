@@ -1,4 +1,6 @@
-"""Small random checkpoints of every supported architecture, written and read as transformers does it (the oracle)."""
+"""Small random checkpoints of every supported architecture, written and read as transformers
+does it (the oracle).
+"""
 
 import contextlib
 import copy
@@ -8,12 +10,18 @@ import numpy as np
 import pytest
 
 BASE = dict(
-    hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=997, max_position_embeddings=640, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=997, max_position_embeddings=640, bos_token_id=None, eos_token_id=None,
+    pad_token_id=None,
     rms_norm_eps=1e-3,  # large enough to show when it is not used
 )  # fmt: skip
 LLAMA3_ROPE = dict(
-    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
 )
 # Three quarters of each head of 16 are rotated, as in Phi-4-mini, whose short factors are 1.
 LONGROPE = dict(
@@ -24,31 +32,48 @@ LONGROPE = dict(
         long_factor=[1.0, 1.5, 3.0, 8.0, 20.0, 40.0],
     ),
 )  # fmt: skip
-# With Granite's own numbers a model this small attends to everything alike, and says its last token again.
+# With Granite's own numbers a model this small attends to everything alike, and says its last token
+# again.
 GRANITE = dict(
-    embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.7, logits_scaling=16.0,
+    embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.7,
+    logits_scaling=16.0,
     tie_word_embeddings=True,
 )  # fmt: skip
 YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=160)
 
 MODELS = {
     "llama-mha": ("Llama", dict(num_key_value_heads=4)),
-    "llama3-scaled-tied": ("Llama", dict(rope_theta=5e5, rope_scaling=LLAMA3_ROPE, tie_word_embeddings=True)),
+    "llama3-scaled-tied": (
+        "Llama",
+        dict(rope_theta=5e5, rope_scaling=LLAMA3_ROPE, tie_word_embeddings=True),
+    ),
     "llama-biases-head96": ("Llama", dict(attention_bias=True, mlp_bias=True, head_dim=96)),
     "llama-yarn": ("Llama", dict(rope_scaling=YARN_ROPE)),
     "mistral-window": ("Mistral", dict(sliding_window=8, vocab_size=1009)),
     "mistral-mqa": ("Mistral", dict(num_key_value_heads=1, sliding_window=None, head_dim=24)),
     "qwen2": ("Qwen2", dict(tie_word_embeddings=True, rope_theta=1e6)),
-    "qwen2-windows": ("Qwen2", dict(use_sliding_window=True, sliding_window=11, max_window_layers=1)),
+    "qwen2-windows": (
+        "Qwen2",
+        dict(use_sliding_window=True, sliding_window=11, max_window_layers=1),
+    ),
     "qwen3": ("Qwen3", dict(head_dim=32, vocab_size=1023)),
     "qwen3-tied-bias": ("Qwen3", dict(head_dim=16, attention_bias=True, tie_word_embeddings=True)),
     "phi3": ("Phi3", dict(num_key_value_heads=4, vocab_size=1007)),
-    "phi3-window": ("Phi3", dict(sliding_window=9, partial_rotary_factor=0.5, tie_word_embeddings=True)),
+    "phi3-window": (
+        "Phi3",
+        dict(sliding_window=9, partial_rotary_factor=0.5, tie_word_embeddings=True),
+    ),
     "phi4-mini-short": ("Phi3", LONGROPE | dict(original_max_position_embeddings=600)),
     "phi4-mini-long": ("Phi3", LONGROPE | dict(original_max_position_embeddings=96)),
     "granite": ("Granite", GRANITE),
-    "granite-odd": ("Granite", GRANITE | dict(logits_scaling=13.0, attention_bias=True, tie_word_embeddings=False)),
-    "mistral3": ("Mistral3", dict(head_dim=24, vocab_size=1009, sliding_window=None, rope_theta=1e9)),
+    "granite-odd": (
+        "Granite",
+        GRANITE | dict(logits_scaling=13.0, attention_bias=True, tie_word_embeddings=False),
+    ),
+    "mistral3": (
+        "Mistral3",
+        dict(head_dim=24, vocab_size=1009, sliding_window=None, rope_theta=1e9),
+    ),
     "mistral3-tied-window": ("Mistral3", dict(tie_word_embeddings=True, sliding_window=8)),
 }
 OLD_NAMES = {
@@ -59,17 +84,21 @@ OLD_NAMES = {
 }
 """What tensors of Mistral3 are called by transformers 5 in memory -> in published files."""
 VISION = dict(
-    model_type="pixtral", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+    model_type="pixtral", hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+    num_attention_heads=2,
     image_size=16, patch_size=8,
 )  # fmt: skip
 
 
 def make_model(family: str, fields: dict):
-    """The transformers model of a family, eager: a text model, or one that has a text model of `fields` as a part."""
+    """The transformers model of a family, eager: a text model, or one that has a text model of
+    `fields` as a part.
+    """
     import transformers
 
     if family == "Mistral3":
-        # The last token stands for images; what transformers reads of tied embeddings is the outer field.
+        # The last token stands for images; what transformers reads of tied embeddings is the outer
+        # field.
         outer = {"tie_word_embeddings": fields.pop("tie_word_embeddings", False)}
         outer |= {"image_token_index": fields["vocab_size"] - 1, "vision_config": dict(VISION)}
         fields = outer | {"text_config": fields | {"model_type": "mistral"}}
@@ -80,20 +109,33 @@ def make_model(family: str, fields: dict):
 
 
 def rename_tensors(folder: str, old: bool):
-    """Give the tensors of a saved Mistral3 their names in published files, or those in transformers' memory."""
+    """Give the tensors of a saved Mistral3 their names in published files, or those in
+    transformers' memory.
+    """
     from safetensors.numpy import load_file, save_file
 
     path = f"{folder}/model.safetensors"
     names = OLD_NAMES if old else {published: ours for ours, published in OLD_NAMES.items()}
 
     def renamed(key):
-        return next((new + key.removeprefix(start) for start, new in names.items() if key.startswith(start)), key)
+        return next(
+            (
+                new + key.removeprefix(start)
+                for start, new in names.items()
+                if key.startswith(start)
+            ),
+            key,
+        )
 
-    save_file({renamed(key): value for key, value in load_file(path).items()}, path, {"format": "pt"})
+    save_file(
+        {renamed(key): value for key, value in load_file(path).items()}, path, {"format": "pt"}
+    )
 
 
 def build(name: str, folder: str, **overrides):
-    """Write the random checkpoint `name` to `folder` and return the transformers model, float32 and eager."""
+    """Write the random checkpoint `name` to `folder` and return the transformers model, float32
+    and eager.
+    """
     import torch
 
     family, changes = MODELS[name]
@@ -105,7 +147,8 @@ def build(name: str, folder: str, **overrides):
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            # Norm weights and biases too: at their initial ones and zeros, half of the mistakes would not show.
+            # Norm weights and biases too: at their initial ones and zeros, half of the mistakes
+            # would not show.
             parameter.copy_(1 + 0.2 * noise if "norm" in key else 0.1 * noise)
     model.save_pretrained(folder, max_shard_size=shard_size)
     if family == "Mistral3":  # which of both names are saved depends on the version of transformers
@@ -128,7 +171,9 @@ def checkpoints(tmp_path_factory):
 
 
 def greedy(model, prompt, count):
-    """Tokens that transformers decodes greedily, and its logits at every position of prompt and output."""
+    """Tokens that transformers decodes greedily, and its logits at every position of prompt and
+    output.
+    """
     import torch
 
     ids = torch.tensor([list(prompt)])
@@ -136,7 +181,12 @@ def greedy(model, prompt, count):
         # Without a mask, generate() takes every prompt token that equals the pad token for padding.
         mask = torch.ones_like(ids)
         out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
+            ids,
+            attention_mask=mask,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
         )
         logits = model(out[:, :-1]).logits[0]
     return out[0, len(prompt) :].tolist(), logits.numpy()
@@ -167,8 +217,8 @@ def no_waits():
     @contextlib.contextmanager
     def refuse():
         try:
-            # torch says once in a process that this check is a prototype, after it has switched it on. An error made of
-            # that would leave it on for all tests that follow.
+            # torch says once in a process that this check is a prototype, after it has switched it
+            # on. An error made of that would leave it on for all tests that follow.
             with warnings.catch_warnings(action="ignore"):
                 torch.cuda.set_sync_debug_mode("error")
             yield

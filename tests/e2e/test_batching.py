@@ -1,4 +1,6 @@
-"""A request's tokens do not depend on its company: alone or among 64, whatever is cached, chunked or preempted."""
+"""A request's tokens do not depend on its company: alone or among 64, whatever is cached,
+chunked or preempted.
+"""
 
 import numpy as np
 import pytest
@@ -27,11 +29,22 @@ def workload(vocab):
             "max_tokens": int(rng.integers(1, 30)),
         }
         if rng.random() < 0.4:
-            choice |= {"top_k": int(rng.integers(1, 60)), "top_p": float(rng.uniform(0.5, 1)), "min_p": 0.01}
+            choice |= {
+                "top_k": int(rng.integers(1, 60)),
+                "top_p": float(rng.uniform(0.5, 1)),
+                "min_p": 0.01,
+            }
         if rng.random() < 0.3:
-            choice |= {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.1}
+            choice |= {
+                "presence_penalty": 0.5,
+                "frequency_penalty": 0.25,
+                "repetition_penalty": 1.1,
+            }
         if rng.random() < 0.2:
-            choice |= {"logit_bias": {int(rng.integers(vocab)): 3.0}, "banned_token_ids": (int(rng.integers(vocab)),)}
+            choice |= {
+                "logit_bias": {int(rng.integers(vocab)): 3.0},
+                "banned_token_ids": (int(rng.integers(vocab)),),
+            }
         if rng.random() < 0.2:
             allowed = tuple(int(t) for t in rng.integers(0, vocab, 50))
             choice |= {"allowed_token_ids": allowed, "banned_token_ids": ()}
@@ -80,7 +93,9 @@ def alone(checkpoints, device):
 
     def get(backend):
         if backend not in made:
-            subject = engine(folder, backend, device, async_scheduling=False, enable_prefix_caching=False)
+            subject = engine(
+                folder, backend, device, async_scheduling=False, enable_prefix_caching=False
+            )
             made[backend] = run_alone(subject, workload(subject.model.vocab_size))
             subject.close()
         return made[backend]
@@ -105,12 +120,19 @@ VARIANTS = {
 }
 
 
-# The JAX worker, whose programs take half a minute of compiling for each, is given all of them in `make test-slow`.
+# The JAX worker, whose programs take half a minute of compiling for each, is given all of them in
+# `make test-slow`.
 ON_JAX = ["tiny cache"]
 ON_A_GPU = ["plain", "tiny cache"]
 CASES = [
-    *(pytest.param(name, "jax", marks=() if name in ON_JAX else pytest.mark.slow) for name in VARIANTS),
-    *(pytest.param(name, "torch", marks=pytest.mark.gpu if name in ON_A_GPU else ()) for name in VARIANTS),
+    *(
+        pytest.param(name, "jax", marks=() if name in ON_JAX else pytest.mark.slow)
+        for name in VARIANTS
+    ),
+    *(
+        pytest.param(name, "torch", marks=pytest.mark.gpu if name in ON_A_GPU else ())
+        for name in VARIANTS
+    ),
 ]
 
 
@@ -147,7 +169,9 @@ def test_compiled_layers_agree_with_eager_ones(checkpoints, alone, device):
     """torch level 2: every shape of a small table compiled by Inductor, then nothing more."""
     folder, _ = checkpoints("qwen3")
     want = alone("torch")[:12]
-    subject = engine(folder, "torch", device, compile_level=2, max_num_seqs=2, max_num_batched_tokens=16)
+    subject = engine(
+        folder, "torch", device, compile_level=2, max_num_seqs=2, max_num_batched_tokens=16
+    )
     got = run_together(subject, workload(subject.model.vocab_size)[:12])
     assert got == want
     assert subject.worker.compilations_after_ready() == 0

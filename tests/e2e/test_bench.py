@@ -6,7 +6,10 @@ import pytest
 
 from twinfer.serving.cli import main
 
-ENGINE = "--model demo --backend torch --dtype float32 --max-model-len 64 --max-num-seqs 2 --max-num-batched-tokens 16"
+ENGINE = (
+    "--model demo --backend torch --dtype float32 --max-model-len 64 --max-num-seqs 2 "
+    "--max-num-batched-tokens 16"
+)
 SIZES = """--batch-sizes 1,2 --input-len 8 --output-len 5 --prefill-prompts 2 --prefill-len 16 --mixed-requests 3
     --mixed-input 4,12 --mixed-output 2,6 --repeats 1 --ttft-repeats 1"""
 OFFLINE = ["bench", "offline", *ENGINE.split(), *SIZES.split()]
@@ -34,7 +37,14 @@ def test_offline_figures(tmp_path, device, capsys):
         assert (row["share_of_limit"] is None) == (device == "cpu")
     assert figures["mixed"]["out_tokens"] >= 6
     out = capsys.readouterr().out
-    for words in ("decode b=2", "prefill 2 x 16", "ttft 16", "requests/s", result["plan_hash"], "not the standard"):
+    for words in (
+        "decode b=2",
+        "prefill 2 x 16",
+        "ttft 16",
+        "requests/s",
+        result["plan_hash"],
+        "not the standard",
+    ):
         assert words in out
     if device == "cpu":
         assert result["limits"]["note"].startswith("not measured on a CPU")
@@ -51,7 +61,12 @@ def test_start_is_measured_in_processes_of_their_own(tmp_path, device):
 
 
 def test_latency_percentiles(tmp_path, device, capsys):
-    argv = ["bench", "latency", *ENGINE.split(), *"--batch-size 2 --input-len 8 --output-len 5 --iterations 2".split()]
+    argv = [
+        "bench",
+        "latency",
+        *ENGINE.split(),
+        *"--batch-size 2 --input-len 8 --output-len 5 --iterations 2".split(),
+    ]
     figures = bench(argv, tmp_path, device)["figures"]
     assert figures["ttft_ms"]["count"] == figures["request_ms"]["count"] == 4
     assert figures["per_token_ms"]["count"] == 4 * 4

@@ -31,11 +31,16 @@ def test_json_lines(capsys, device):
     assert len(records) == 2
     for record in records:
         assert set(record) == {
-            "index", "request_id", "completion", "prompt_token_ids", "token_ids", "text", "finish_reason",
+            "index", "request_id", "completion", "prompt_token_ids", "token_ids", "text",
+            "finish_reason",
             "stop_reason", "backend", "device", "dtype",
         } | ({"prompt"} if record["index"] == 0 else set())  # fmt: skip
         assert len(record["token_ids"]) == 5
-        assert (record["backend"], record["device"], record["dtype"]) == ("torch", device, "float32")
+        assert (record["backend"], record["device"], record["dtype"]) == (
+            "torch",
+            device,
+            "float32",
+        )
         assert record["finish_reason"] == "length"
     assert records[1]["prompt_token_ids"] == [305, 288]
 
@@ -46,40 +51,70 @@ def test_a_prompt_file_and_one_bad_prompt_among_good_ones(capsys, tmp_path):
     assert main([*GENERATE, "--prompt-file", str(file), "--max-tokens", "3", "--json"]) == 2
     captured = capsys.readouterr()
     records = [json.loads(line) for line in captured.out.splitlines()]
-    assert sorted((record["index"], "error" in record) for record in records) == [(0, False), (1, True), (2, False)]
+    assert sorted((record["index"], "error" in record) for record in records) == [
+        (0, False),
+        (1, True),
+        (2, False),
+    ]
     complaints = [line for line in captured.err.splitlines() if "error" in line]
-    assert complaints == ["twinfer: error: prompt 1: prompt: is empty: at least one token is needed"]
+    assert complaints == [
+        "twinfer: error: prompt 1: prompt: is empty: at least one token is needed"
+    ]
 
 
 BAD = {
     "missing folder": (["--model", "/no/such", "--prompt", "x"], "/no/such"),
     "no prompt": (["--model", "demo"], "prompt"),
     "missing prompt file": (["--model", "demo", "--prompt-file", "/no/such"], "/no/such"),
-    "negative temperature": (["--model", "demo", "--prompt", "x", "--temperature", "-0.5"], "temperature"),
+    "negative temperature": (
+        ["--model", "demo", "--prompt", "x", "--temperature", "-0.5"],
+        "temperature",
+    ),
     "no tokens": (["--model", "demo", "--prompt", "x", "--max-tokens", "0"], "max_tokens"),
     "not a number": (["--model", "demo", "--prompt", "x", "--max-tokens", "many"], "max-tokens"),
     "token ids": (["--model", "demo", "--prompt-token-ids", "1,b"], "1,b"),
-    "stop list": (["--model", "demo", "--prompt", "x", *[a for i in range(17) for a in ("--stop", str(i))]], "stop"),
-    "short flag": (["--model", "demo", "--prompt", "x", "--temp", "1"], "did you mean --temperature?"),
+    "stop list": (
+        ["--model", "demo", "--prompt", "x", *[a for i in range(17) for a in ("--stop", str(i))]],
+        "stop",
+    ),
+    "short flag": (
+        ["--model", "demo", "--prompt", "x", "--temp", "1"],
+        "did you mean --temperature?",
+    ),
     "no model": (["--prompt", "x"], "model: none given"),
     "two models": (["demo", "--model", "other", "--prompt", "x"], "got demo and --model other"),
     "two words": (["demo", "other", "--prompt", "x"], "unknown argument other"),
-    "no such number": (["demo", "--prompt", "x", "--backend", "torch", "--device", "cpu:7"], "cpu:7"),
+    "no such number": (
+        ["demo", "--prompt", "x", "--backend", "torch", "--device", "cpu:7"],
+        "cpu:7",
+    ),
     "odd device": (["demo", "--prompt", "x", "--device", "gpu0"], "gpu0"),
     "bias": (["demo", "--prompt", "x", "--logit-bias", "5"], "'5' is not a list such as 42:5"),
-    "two cache sizes": (["demo", "--prompt", "x", "--num-pages", "8", "--kv-cache-memory", "1G"], "kv_cache_memory"),
+    "two cache sizes": (
+        ["demo", "--prompt", "x", "--num-pages", "8", "--kv-cache-memory", "1G"],
+        "kv_cache_memory",
+    ),
     "unknown flag": (["--model", "demo", "--prompt", "x", "--temprature", "1"], "--temperature"),
     "infinite size": (["--model", "demo", "--prompt", "x", "--max-model-len", "infk"], "infk"),
     "a hole in token ids": (["--model", "demo", "--prompt-token-ids", "1,,2"], "1,,2"),
-    "too many pages": (["--model", "demo", "--backend", "torch", "--prompt", "x", "--num-pages", "100G"], "num_pages"),
+    "too many pages": (
+        ["--model", "demo", "--backend", "torch", "--prompt", "x", "--num-pages", "100G"],
+        "num_pages",
+    ),
     "a very long name": (["--model", "a" * 5000, "--prompt", "x"], "model"),
     "unknown backend": (["--model", "demo", "--prompt", "x", "--backend", "mxnet"], "mxnet"),
-    "no such device": (["--model", "demo", "--prompt", "x", "--backend", "torch", "--device", "tpu"], "tpu"),
+    "no such device": (
+        ["--model", "demo", "--prompt", "x", "--backend", "torch", "--device", "tpu"],
+        "tpu",
+    ),
     "level for jax": (
         ["--model", "demo", "--backend", "jax", "--prompt", "x", "--compile-level", "2"],
         "compile_level",
     ),
-    "too long a limit": (["--model", "demo", "--prompt", "x", "--max-model-len", "32K"], "max_model_len"),
+    "too long a limit": (
+        ["--model", "demo", "--prompt", "x", "--max-model-len", "32K"],
+        "max_model_len",
+    ),
 }
 
 
@@ -135,7 +170,10 @@ def rewrite_config(folder, **changes):
 def test_a_broken_model_folder_is_named(broken_folder, damage, words, backend, capsys):
     damage(broken_folder)
     before = sorted(p.name for p in broken_folder.iterdir())
-    assert main(["generate", "--model", str(broken_folder), "--backend", backend, "--prompt", "x"]) == 2
+    assert (
+        main(["generate", "--model", str(broken_folder), "--backend", backend, "--prompt", "x"])
+        == 2
+    )
     captured = capsys.readouterr()
     assert captured.out == ""
     line = captured.err.splitlines()[-1]
@@ -162,7 +200,10 @@ def test_plan_prints_a_provider_for_every_op_and_kind(capsys):
         assert {op for op, _ in rows} >= {"rms_norm", "paged_attention", "sample"}
         assert {kind for _, kind in rows} == {"decode", "mixed", "sample"}
         assert all(row["provider"] and len(row["uuid"]) == 16 for row in record["ops"])
-        assert all(row["contract"]["rounds"] == row["rounds"] and "dot" in row["contract"] for row in record["ops"])
+        assert all(
+            row["contract"]["rounds"] == row["rounds"] and "dot" in row["contract"]
+            for row in record["ops"]
+        )
         assert len(record["cache_key"]) == 64
         assert list(record)[-1] == "plan_hash"
         assert len(record["plan_hash"]) == 16
@@ -173,9 +214,14 @@ def test_the_plan_as_a_table_says_why_a_provider_was_passed_over(capsys):
     assert main(["plan", "--model", "demo", "--backend", "torch", *flags]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert last.startswith("plan hash ")
-    op, kind, provider, by, uuid, *rest = next(line.split() for line in lines if line.startswith("rms_norm "))
+    op, kind, provider, by, uuid, *rest = next(
+        line.split() for line in lines if line.startswith("rms_norm ")
+    )
     assert (op, kind, provider, by, len(uuid)) == ("rms_norm", "decode", "native", "native", 16)
-    assert " ".join(rest) == "deterministic rounds once, at the output passed over: triton: the op is disabled"
+    assert (
+        " ".join(rest)
+        == "deterministic rounds once, at the output passed over: triton: the op is disabled"
+    )
 
 
 def test_the_plan_shows_what_the_model_calls_and_the_rest_when_asked(capsys):
@@ -198,7 +244,9 @@ def test_the_plan_shows_what_the_model_calls_and_the_rest_when_asked(capsys):
 def test_the_plan_is_the_same_compiled_and_eager(capsys):
     hashes = set()
     for level in ("0", "2"):
-        assert main(["plan", "--model", "demo", "--backend", "torch", "--compile-level", level]) == 0
+        assert (
+            main(["plan", "--model", "demo", "--backend", "torch", "--compile-level", level]) == 0
+        )
         hashes.add(capsys.readouterr().out.splitlines()[-1])
     assert len(hashes) == 1
     assert hashes.pop().startswith("plan hash ")
@@ -225,7 +273,10 @@ def test_a_bad_plan_is_refused(argv, named, capsys):
 
 def test_the_demo_compares_all_tokens():
     done = subprocess.run(
-        [sys.executable, "-m", "twinfer", "demo", "--max-tokens", "16"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "twinfer", "demo", "--max-tokens", "16"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]

@@ -1,4 +1,6 @@
-"""Several decode steps without the host (docs/adr/0005): the tokens of single steps, in fewer steps."""
+"""Several decode steps without the host (docs/adr/0005): the tokens of single steps, in fewer
+steps.
+"""
 
 from dataclasses import replace
 
@@ -29,7 +31,8 @@ def engines(request, checkpoints, device):
 
     def make(decode_steps, **options):
         config = EngineConfig(
-            model=folder, backend=request.param, device=device, dtype="float32", max_model_len=128, max_num_seqs=4,
+            model=folder, backend=request.param, device=device, dtype="float32", max_model_len=128,
+            max_num_seqs=4,
             max_num_batched_tokens=32, decode_steps=decode_steps, **options,
         )  # fmt: skip
         made.append(Engine(config, load_config(folder), folder))
@@ -44,7 +47,10 @@ def engines(request, checkpoints, device):
 def complete(engine, params, abort=None):
     """(outputs, finish reasons, steps), one request aborted after a few steps if asked."""
     first = engine._step_id
-    requests = [engine.add(f"r{i}", prompt, p) for i, (prompt, p) in enumerate(zip(PROMPTS, params, strict=True))]
+    requests = [
+        engine.add(f"r{i}", prompt, p)
+        for i, (prompt, p) in enumerate(zip(PROMPTS, params, strict=True))
+    ]
     tokens, ended, turns = {r.request_id: [] for r in requests}, {}, 0
     while engine.has_work:
         for update in engine.step():
@@ -57,7 +63,11 @@ def complete(engine, params, abort=None):
             engine.abort(f"r{abort}")
     assert ended == {r.request_id: r.finish_reason for r in requests}
     assert tokens == {r.request_id: r.output for r in requests}
-    return [r.output for r in requests], [r.finish_reason for r in requests], engine._step_id - first
+    return (
+        [r.output for r in requests],
+        [r.finish_reason for r in requests],
+        engine._step_id - first,
+    )
 
 
 def test_loops_give_the_tokens_of_single_steps(engines):
@@ -103,7 +113,9 @@ def test_one_step_at_a_time_without_overlap(engines):
 
 @pytest.mark.parametrize("number", [0, 65, True, "8"])
 def test_the_option_is_checked(number):
-    with pytest.raises(ConfigError, match=r"decode_steps: got .*, allowed is an integer from 1 to 64"):
+    with pytest.raises(
+        ConfigError, match=r"decode_steps: got .*, allowed is an integer from 1 to 64"
+    ):
         EngineConfig(model="demo", decode_steps=number)
 
 

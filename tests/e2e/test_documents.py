@@ -1,7 +1,8 @@
-"""README and docs say what is true: each command and Python block runs and prints what is shown, or is listed below.
+"""README and docs say what is true: each command and Python block runs and prints what is shown, or
+is listed below.
 
-What is run here is what a CPU can run. What cannot be run still has to be a command that exists, with flags that exist.
-`MODEL` stands for a model's folder (docs/cli.md says so).
+What is run here is what a CPU can run. What cannot be run still has to be a command that exists,
+with flags that exist. `MODEL` stands for a model's folder (docs/cli.md says so).
 """
 
 import argparse
@@ -75,7 +76,10 @@ PLACEHOLDERS = {
 """What stands in documents for a value. MODEL is a folder, when the command is run."""
 
 PROGRAMS = ("twinfer", "python", "pip", "make", "pytest", "mkdir")
-BLOCK = re.compile(r"^(```|~~~)(\w*)[^\n]*\n(.*?)^\1 *$|((?:^ {4}[^\n]*\n)(?:^ {4}[^\n]*\n|^\n(?= {4}))*)", re.M | re.S)
+BLOCK = re.compile(
+    r"^(```|~~~)(\w*)[^\n]*\n(.*?)^\1 *$|((?:^ {4}[^\n]*\n)(?:^ {4}[^\n]*\n|^\n(?= {4}))*)",
+    re.M | re.S,
+)
 INLINE = re.compile(r"`([^`]+)`")
 VARIABLE = re.compile(r"\w+=\S*$")
 
@@ -107,7 +111,9 @@ def examples(text: str, document: str = "") -> Iterator[Example]:
 
 
 def commands(block: str, document: str, line: int) -> Iterator[Example]:
-    """The commands of a block: lines behind `$ ` with their output, or if there are none, lines that name a program."""
+    """The commands of a block: lines behind `$ ` with their output, or if there are none, lines
+    that name a program.
+    """
     prompted = re.search(r"^\$ ", block, re.M) is not None
     lines = block.splitlines()
     starts = [i for i in range(len(lines)) if is_command(lines, i, prompted)]
@@ -133,17 +139,26 @@ def mentions(text: str) -> Iterator[tuple[int, str]]:
         yield text.count("\n", 0, match.start()) + 1, " ".join(match[1].split())
 
 
-# --- what can be said of a command without running it ----------------------------------------------------------------
+# --- what can be said of a command without running it
+# ----------------------------------------------------------------
 
 
 def split(command: str) -> list[str]:
-    """The words of a command: of alternatives the first, what may be left out included, placeholders replaced."""
+    """The words of a command: of alternatives the first, what may be left out included,
+    placeholders replaced.
+    """
     words = [word.strip("[]") for word in shlex.split(command, comments=True)]
-    return [PLACEHOLDERS.get(word, word.split("|")[0]) for word in words if word not in ("...", "[...]", "")]
+    return [
+        PLACEHOLDERS.get(word, word.split("|")[0])
+        for word in words
+        if word not in ("...", "[...]", "")
+    ]
 
 
 def complaint(words: list[str], whole: bool) -> str | None:
-    """What the parser of `twinfer` says against arguments. Those that are not `whole` may lack what is required."""
+    """What the parser of `twinfer` says against arguments. Those that are not `whole` may lack
+    what is required.
+    """
     parser, _ = cli._parser()
     errors = io.StringIO()
     try:
@@ -175,16 +190,25 @@ def find_problem(command: str, whole: bool = True) -> str | None:
         case ["python", script, *arguments] if script.startswith("scripts/"):
             return script_problem(ROOT / script, arguments)
         case ["pytest", *arguments] | ["python", "-m", "pytest", *arguments]:
-            absent = [word for word in arguments if word.startswith("tests/") and not (ROOT / word).exists()]
+            absent = [
+                word
+                for word in arguments
+                if word.startswith("tests/") and not (ROOT / word).exists()
+            ]
             return f"no such file: {absent[0]}" if absent else None
         case ["make", *targets]:
             known = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
             absent = sorted(set(targets) - set(known))
             return f"no such target: {absent[0]}" if absent else None
         case ["pip", "install", *packages]:
-            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+                "optional-dependencies"
+            ]
             named = [
-                extra for package in packages for names in re.findall(r"\[(.*)", package) for extra in names.split(",")
+                extra
+                for package in packages
+                for names in re.findall(r"\[(.*)", package)
+                for extra in names.split(",")
             ]
             absent = sorted({extra.strip("]") for extra in named} - set(extras))
             return f"no such extra: {absent[0]}" if absent else None
@@ -195,7 +219,9 @@ def find_problem(command: str, whole: bool = True) -> str | None:
 
 def missing_flag(arguments: list[str]) -> str | None:
     flags = [word for word in arguments if word.startswith("--")]
-    absent = sorted(set(flags).difference(*(parser._option_string_actions for parser in all_parsers())))
+    absent = sorted(
+        set(flags).difference(*(parser._option_string_actions for parser in all_parsers()))
+    )
     return f"no such flag: {absent[0]}" if absent else None
 
 
@@ -212,14 +238,29 @@ def all_parsers() -> list[OneLineParser]:
     parser, _ = cli._parser()
     found = [parser]
     for one in found:
-        below = [action.choices for action in one._actions if isinstance(action, argparse._SubParsersAction)]
+        below = [
+            action.choices
+            for action in one._actions
+            if isinstance(action, argparse._SubParsersAction)
+        ]
         found += [command for choices in below for command in choices.values()]
     return found
 
 
 def mention_problem(text: str) -> str | None:
     """Why inline code names a command or a flag that does not exist, or None."""
-    numerics = ("model", "ops", "logits", "compare", "report", "capture", "replay", "invariants", "bisect", "selftest")
+    numerics = (
+        "model",
+        "ops",
+        "logits",
+        "compare",
+        "report",
+        "capture",
+        "replay",
+        "invariants",
+        "bisect",
+        "selftest",
+    )
     words = text.split()
     if words[0] in PROGRAMS and len(words) > 1:
         return find_problem(text, whole=False)
@@ -250,7 +291,9 @@ def value_problem(parser: OneLineParser, words: list[str]) -> str | None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_what_is_named_exists(path):
-    """Every command can be parsed, run here or not; so can what sentences say, and their flags exist."""
+    """Every command can be parsed, run here or not; so can what sentences say, and their flags
+    exist.
+    """
     text, problems = path.read_text(), []
     for example in examples(text, path.name):
         if not example.python and (problem := find_problem(example.text)):
@@ -271,12 +314,18 @@ def dead_entries(texts: list[str]) -> list[str]:
     return [part for part in [*NOT_RUN, *LONG] if not any(part in text for text in texts)]
 
 
-# --- running them ----------------------------------------------------------------------------------------------------
+# --- running them
+# --------------------------------------------------------------------------------------------------
 
-VARYING = re.compile(r"(plan )[0-9a-f]{16}|\b\d+(?:\.\d+)?( s\b| tokens/s)|(best tokens equal: )\d+|(ties )\d+")
-"""What is another in each run, commit or processor: hashes of plans, which cover the sources; times; near-ties."""
+VARYING = re.compile(
+    r"(plan )[0-9a-f]{16}|\b\d+(?:\.\d+)?( s\b| tokens/s)|(best tokens equal: )\d+|(ties )\d+"
+)
+"""What is another in each run, commit or processor: hashes of plans, which cover the sources;
+times; near-ties.
+"""
 FLOAT = re.compile(
-    r"(\d+\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+|(?:(?<=sigma )|(?<=worst token )|(?<=error )|(?<=exceeded ))\d+)"
+    r"(\d+\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+|(?:(?<=sigma )|(?<=worst token )|(?<=error "
+    r")|(?<=exceeded ))\d+)"
 )
 """Numbers with fractions, and those that may lack one where they are large."""
 EXIT_CODES = {"DIFFERENT": 1, "BROKEN": 1, "FOUND": 1}
@@ -284,9 +333,11 @@ EXIT_CODES = {"DIFFERENT": 1, "BROKEN": 1, "FOUND": 1}
 
 
 def compare(shown: tuple[str, ...], printed: str) -> str | None:
-    """The first line shown that was not printed, or None. A line `...` stands for any lines, `...` at an end for more.
+    """The first line shown that was not printed, or None. A line `...` stands for any lines, `...`
+    at an end for more.
 
-    Such numbers (FLOAT) depend on the machine: they have to be alike, which is within a factor of two.
+    Such numbers (FLOAT) depend on the machine: they have to be alike, which is within a factor of
+    two.
     """
     lines = iter(printed.rstrip("\n").split("\n"))
     skipping = False
@@ -308,7 +359,10 @@ def same(wanted: str, line: str) -> bool:
     sides = [FLOAT.split(VARYING.sub(r"\1\2\3\4", text.rstrip())) for text in (wanted, line)]
     if [part for part in sides[0][::2]] != [part for part in sides[1][::2]]:
         return False
-    return all(float(a) / 2 <= float(b) <= 2 * float(a) for a, b in zip(sides[0][1::2], sides[1][1::2], strict=True))
+    return all(
+        float(a) / 2 <= float(b) <= 2 * float(a)
+        for a, b in zip(sides[0][1::2], sides[1][1::2], strict=True)
+    )
 
 
 @pytest.fixture
@@ -345,7 +399,9 @@ def run_apart(example: Example) -> tuple[int, str, str]:
         Path("stamp").touch()
         words += [f"BIN={Path(sys.executable).parent}", f"STAMP={Path('stamp').resolve()}", "-s"]
         cwd = ROOT
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=cwd, env=dict(os.environ))
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, cwd=cwd, env=dict(os.environ)
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -368,11 +424,17 @@ def failures(document: str, text: str, long: bool) -> Iterator[str]:
 
 def having(long: bool) -> list[Path]:
     """Documents with something to run."""
-    return [path for path in DOCUMENTS if any(is_run(example, long) for example in examples(path.read_text()))]
+    return [
+        path
+        for path in DOCUMENTS
+        if any(is_run(example, long) for example in examples(path.read_text()))
+    ]
 
 
 def is_run(example: Example, long: bool) -> bool:
-    return not any(p in example.text for p in NOT_RUN) and long == any(p in example.text for p in LONG)
+    return not any(p in example.text for p in NOT_RUN) and long == any(
+        p in example.text for p in LONG
+    )
 
 
 @pytest.mark.parametrize("path", having(long=False), ids=lambda path: path.name)
@@ -389,7 +451,8 @@ def test_what_is_shown_happens_at_length(path, folder):
     assert not problems, "\n".join(problems)
 
 
-# --- that the checks above see something -----------------------------------------------------------------------------
+# --- that the checks above see something
+# -----------------------------------------------------------------------------
 
 FENCE = "```"
 RIGHT = """\
@@ -411,14 +474,32 @@ WRONG = {
 @pytest.mark.parametrize(
     ("line", "alike"),
     [
-        ("head 3: sigma 344 > 1.09; worst token 438 > 1; contract exceeded 2.1e+02 times at output 0", True),
-        ("head 3: sigma 338.5 > 1.09; worst token 414 > 1; contract exceeded 199 times at output 0", True),
-        ("head 3: sigma 800 > 1.09; worst token 414 > 1; contract exceeded 199 times at output 0", False),
-        ("head 4: sigma 338 > 1.09; worst token 414 > 1; contract exceeded 199 times at output 0", False),
+        (
+            "head 3: sigma 344 > 1.09; worst token 438 > 1; contract exceeded 2.1e+02 times at "
+            "output 0",
+            True,
+        ),
+        (
+            "head 3: sigma 338.5 > 1.09; worst token 414 > 1; contract exceeded 199 times at "
+            "output 0",
+            True,
+        ),
+        (
+            "head 3: sigma 800 > 1.09; worst token 414 > 1; contract exceeded 199 times at "
+            "output 0",
+            False,
+        ),
+        (
+            "head 4: sigma 338 > 1.09; worst token 414 > 1; contract exceeded 199 times at "
+            "output 0",
+            False,
+        ),
     ],
 )
 def test_measures_have_to_be_alike_and_counts_equal(line, alike):
-    wanted = "head 3: sigma 338 > 1.09; worst token 414 > 1; contract exceeded 199 times at output 0"
+    wanted = (
+        "head 3: sigma 338 > 1.09; worst token 414 > 1; contract exceeded 199 times at output 0"
+    )
     assert same(wanted, line) == alike
 
 

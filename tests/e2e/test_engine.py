@@ -1,4 +1,6 @@
-"""The engine core: aborts at any time, late ends, and the counters. Failures: test_engine_failures.py."""
+"""The engine core: aborts at any time, late ends, and the counters. Failures:
+test_engine_failures.py.
+"""
 
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20)
 def engine(request, checkpoints, device):
     folder, _ = checkpoints("qwen3")
     config = EngineConfig(
-        model=folder, backend=request.param, device=device, dtype="float32", max_model_len=128, max_num_seqs=4,
+        model=folder, backend=request.param, device=device, dtype="float32", max_model_len=128,
+        max_num_seqs=4,
         max_num_batched_tokens=32,
     )  # fmt: skip
     made = Engine(config, load_config(folder), folder)
@@ -63,7 +66,11 @@ def test_an_end_of_sequence_found_late_costs_nothing_but_a_step(engine):
 
 
 def test_each_request_ends_with_exactly_one_update_of_values(engine):
-    given = dict(zip(("whole", "aborted", "stopped", "waiting", "late"), prompts(9, 20, 5, 7, 3), strict=True))
+    given = dict(
+        zip(
+            ("whole", "aborted", "stopped", "waiting", "late"), prompts(9, 20, 5, 7, 3), strict=True
+        )
+    )
     requests = {
         name: engine.add(name, prompt, GREEDY) for name, prompt in given.items()
     }  # one more than there are rows
@@ -107,7 +114,11 @@ def test_prefix_cache_and_salts(engine):
 
 @pytest.mark.parametrize(
     ("options", "field"),
-    [({"priority": "high"}, "priority"), ({"priority": True}, "priority"), ({"cache_salt": 5}, "cache_salt")],
+    [
+        ({"priority": "high"}, "priority"),
+        ({"priority": True}, "priority"),
+        ({"cache_salt": 5}, "cache_salt"),
+    ],
 )
 def test_options_of_a_request_are_checked(engine, options, field):
     with pytest.raises(RequestError, match=field):
@@ -127,7 +138,8 @@ def test_options_of_a_request_are_checked(engine, options, field):
 @pytest.mark.parametrize(
     "prompt",
     [
-        "text", b"ab", memoryview(b"ab"), {1}, iter([1]), None, [], (), np.zeros((1, 2), int), np.ones(2),
+        "text", b"ab", memoryview(b"ab"), {1}, iter([1]), None, [], (), np.zeros((1, 2), int),
+        np.ones(2),
         [True, 2], [np.True_], [1.0], ["1"], [None], [[1]], [np.array(3)], [np.timedelta64(3, "s")],
         [2**63], [1, 10**5000], [np.int64(1), -(10**5000)], [np.uint64(2**63)], np.array([True]),
     ],
@@ -139,14 +151,23 @@ def test_what_is_no_list_of_integers_is_refused(prompt):
 
 
 def test_integers_of_all_kinds_are_token_ids():
-    for prompt in ([1, 2], (1, 2), range(1, 3), [np.uint8(1), 2], np.array([1, 2], np.uint64), np.array([1, 2], ">i2")):
+    for prompt in (
+        [1, 2],
+        (1, 2),
+        range(1, 3),
+        [np.uint8(1), 2],
+        np.array([1, 2], np.uint64),
+        np.array([1, 2], ">i2"),
+    ):
         made = token_array(prompt)
         assert (made.dtype, made.tolist()) == (np.int64, [1, 2])
 
 
 def test_a_closed_engine_says_so(checkpoints, device):
     folder, _ = checkpoints("qwen3")
-    config = EngineConfig(model=folder, backend="torch", device=device, max_model_len=32, max_num_seqs=1)
+    config = EngineConfig(
+        model=folder, backend="torch", device=device, max_model_len=32, max_num_seqs=1
+    )
     closed = Engine(config, load_config(folder), folder)
     closed.close()
     closed.close()

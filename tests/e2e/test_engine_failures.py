@@ -1,4 +1,6 @@
-"""Nothing is served from a doubtful state: interrupts at every line, steps that fail, logits that are not finite."""
+"""Nothing is served from a doubtful state: interrupts at every line, steps that fail, logits
+that are not finite.
+"""
 
 import itertools
 import json
@@ -34,12 +36,20 @@ SETTINGS = {
 PARTS = 8
 """Of what takes minutes: each part is a test."""
 BOTH = pytest.mark.parametrize("backend", ["jax", "torch"])
-ON_GPUS_TOO = pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.gpu)])
+ON_GPUS_TOO = pytest.mark.parametrize(
+    "backend", ["jax", pytest.param("torch", marks=pytest.mark.gpu)]
+)
 
 
 def open_llm(checkpoints, backend, device, setting, **options):
     folder, _ = checkpoints("qwen3")
-    small = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32, "num_pages": 24}
+    small = {
+        "dtype": "float32",
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "num_pages": 24,
+    }
     options = small | SETTINGS[setting] | options
     return LLM(folder, backend=backend, device=device, progress=False, **options)
 
@@ -49,7 +59,9 @@ def tokens_of(llm, prompts=PROMPTS):
 
 
 class InterruptAtLine:
-    """Sends SIGINT when the given line (counted over everything in the package that runs) is about to run."""
+    """Sends SIGINT when the given line (counted over everything in the package that runs) is
+    about to run.
+    """
 
     def __init__(self, number):
         self.lines, self._number = 0, number
@@ -74,7 +86,9 @@ class InterruptAtLine:
 
 
 def check_interrupted(llm, want, lines):
-    """Interrupt `generate` at each of `lines`; afterwards the engine gives the tokens it gave before."""
+    """Interrupt `generate` at each of `lines`; afterwards the engine gives the tokens it gave
+    before.
+    """
     interrupted = 0
     for line in lines:
         try:
@@ -108,26 +122,36 @@ def test_an_interrupt_at_some_lines_costs_the_requests_only(quick):
 @BOTH
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_an_interrupt_at_every_line_costs_the_requests_only(checkpoints, device, backend, setting, part):
+def test_an_interrupt_at_every_line_costs_the_requests_only(
+    checkpoints, device, backend, setting, part
+):
     with open_llm(checkpoints, backend, device, setting) as llm:
         want = tokens_of(llm)
         every = InterruptAtLine(0)
         every.run(lambda: tokens_of(llm))
         # Each line of the first steps, where all kinds of step occur, and a share of the rest.
         lines = itertools.chain(range(1, every.lines // 2), range(every.lines // 2, every.lines, 7))
-        assert check_interrupted(llm, want, itertools.islice(lines, part, None, PARTS)) > every.lines // 3 // PARTS
+        assert (
+            check_interrupted(llm, want, itertools.islice(lines, part, None, PARTS))
+            > every.lines // 3 // PARTS
+        )
 
 
 def interrupt_at_random(monkeypatch, llm, want, number, seed=0):
-    """Interrupts at random moments of `generate`, by a thread that sends the signal after a random time."""
+    """Interrupts at random moments of `generate`, by a thread that sends the signal after a
+    random time.
+    """
     dice = np.random.default_rng(seed)
     start = time.perf_counter()
     tokens_of(llm)
     length = time.perf_counter() - start
     interrupted = 0
-    # Python drops an interrupt that comes while it runs a callback of its own, of a weak reference for instance.
+    # Python drops an interrupt that comes while it runs a callback of its own, of a weak reference
+    # for instance.
     hook = sys.unraisablehook
-    monkeypatch.setattr(sys, "unraisablehook", lambda lost: lost.exc_type is KeyboardInterrupt or hook(lost))
+    monkeypatch.setattr(
+        sys, "unraisablehook", lambda lost: lost.exc_type is KeyboardInterrupt or hook(lost)
+    )
     while interrupted < number:
         timer = threading.Timer(dice.uniform(0, length), os.kill, (os.getpid(), signal.SIGINT))
         try:
@@ -149,7 +173,9 @@ def test_random_interrupts_leave_a_working_engine(quick, monkeypatch):
 @pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("part", range(PARTS))
-def test_5000_random_interrupts_leave_a_working_engine(checkpoints, device, backend, part, monkeypatch):
+def test_5000_random_interrupts_leave_a_working_engine(
+    checkpoints, device, backend, part, monkeypatch
+):
     with open_llm(checkpoints, backend, device, "prefix") as llm:
         interrupt_at_random(monkeypatch, llm, tokens_of(llm), -(-2500 // PARTS), seed=1 + part)
 
@@ -229,7 +255,10 @@ def plant(llm, point, call):
         worker.execute = start
     elif not jax:
         owners = {"before": (worker._inputs, "fill"), "inside": (worker._programs, "_put_pages")}
-        owners |= {"behind": (worker._download, "wait_for_last"), "sampler": (worker._programs, "sample")}
+        owners |= {
+            "behind": (worker._download, "wait_for_last"),
+            "sampler": (worker._programs, "sample"),
+        }
         fail(*owners[point], call)
     elif point == "before":
         fail(worker._buffers, "pack", call)
@@ -256,14 +285,20 @@ POINTS = ("before", "inside", "behind", "sampler", "reading")
 
 
 def failing_steps():
-    """(backend, setting, point). JAX takes long to compile loops of decode steps: one point of them comes often."""
-    for backend, setting, point in itertools.product(("jax", "torch"), ("prefix", "loops-plain"), POINTS):
+    """(backend, setting, point). JAX takes long to compile loops of decode steps: one point of
+    them comes often.
+    """
+    for backend, setting, point in itertools.product(
+        ("jax", "torch"), ("prefix", "loops-plain"), POINTS
+    ):
         slow = (backend, setting) == ("jax", "loops-plain") and point != "inside"
         yield pytest.param(backend, setting, point, marks=[pytest.mark.slow] if slow else [])
 
 
 @pytest.mark.parametrize(("backend", "setting", "point"), [*failing_steps()])
-def test_a_step_that_fails_ends_the_engine_with_its_reason(checkpoints, device, backend, setting, point):
+def test_a_step_that_fails_ends_the_engine_with_its_reason(
+    checkpoints, device, backend, setting, point
+):
     if point == "sampler" and backend == "jax" and setting == "loops-plain":
         call = 1  # a loop has the sampler inside: only prompts sample apart from it
     else:
@@ -289,7 +324,9 @@ def test_a_step_that_fails_ends_the_engine_with_its_reason(checkpoints, device, 
 
 @pytest.fixture(scope="module")
 def not_finite(checkpoints, tmp_path_factory):
-    """not_finite(value, what) -> the checkpoint with `value` in its final norm or in one row of its head."""
+    """not_finite(value, what) -> the checkpoint with `value` in its final norm or in one row of
+    its head.
+    """
     from safetensors.numpy import load_file, save_file
 
     folder, _ = checkpoints("qwen3")
@@ -312,8 +349,12 @@ def not_finite(checkpoints, tmp_path_factory):
 
 @ON_GPUS_TOO
 @pytest.mark.parametrize("setting", ["prefix", "loops"])
-@pytest.mark.parametrize(("value", "what"), [(np.nan, "norm"), (np.inf, "head")], ids=["nan", "inf"])
-def test_logits_that_are_not_finite_end_the_request(not_finite, device, backend, setting, value, what):
+@pytest.mark.parametrize(
+    ("value", "what"), [(np.nan, "norm"), (np.inf, "head")], ids=["nan", "inf"]
+)
+def test_logits_that_are_not_finite_end_the_request(
+    not_finite, device, backend, setting, value, what
+):
     folder = not_finite(value, what)
     options = SETTINGS[setting] | {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4}
     dice = SamplingParams(temperature=1.0, seed=3, top_p=0.9, logprobs=2, max_tokens=6)
@@ -334,13 +375,19 @@ def test_logits_that_are_not_finite_end_the_request(not_finite, device, backend,
 @ON_GPUS_TOO
 @pytest.mark.parametrize("setting", ["prefix", "loops"])
 def test_a_row_that_is_not_finite_leaves_the_others_alone(checkpoints, device, backend, setting):
-    """A token whose embedding is NaN: only requests with it in the prompt, or that sample it, end."""
+    """A token whose embedding is NaN: only requests with it in the prompt, or that sample it,
+    end.
+    """
     with open_llm(checkpoints, backend, device, setting) as llm:
         poison = 950
         clean = [prompt for prompt in PROMPTS if poison not in prompt]
         want = tokens_of(llm, clean)
         assert not any(poison in tokens for tokens in want)
-        weights = llm.engine.worker._weights if backend == "jax" else llm.engine.worker._module.top_weights
+        weights = (
+            llm.engine.worker._weights
+            if backend == "jax"
+            else llm.engine.worker._module.top_weights
+        )
         if backend == "jax":
             weights["embed"] = weights["embed"].at[poison].set(np.nan)
         else:
@@ -356,7 +403,17 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(checkpoints, device, b
 
 def test_the_command_line_says_so_and_prints_json(not_finite, capsys, device):
     folder = not_finite(np.nan, "norm")
-    arguments = ["--backend", "torch", "--device", device, "--logprobs", "2", "--max-model-len", "64", "--json"]
+    arguments = [
+        "--backend",
+        "torch",
+        "--device",
+        device,
+        "--logprobs",
+        "2",
+        "--max-model-len",
+        "64",
+        "--json",
+    ]
     assert main(["generate", "--model", folder, "--prompt-token-ids", "1,2,3", *arguments]) == 1
     printed = capsys.readouterr()
     assert "prompt 0: the model's logits were not finite" in printed.err

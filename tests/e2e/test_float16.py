@@ -1,16 +1,23 @@
-"""Engines in float16: XLA's CPU backend has no product of it with float32 sums, and runs it all the same."""
+"""Engines in float16: XLA's CPU backend has no product of it with float32 sums, and runs it all
+the same.
+"""
 
 import pytest
 
 from twinfer import LLM, SamplingParams
 
-OPTIONS = dict(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=16, num_pages=8, progress=False)
+OPTIONS = dict(
+    max_model_len=32, max_num_seqs=2, max_num_batched_tokens=16, num_pages=8, progress=False
+)
 
 
 def tokens(backend, device, dtype):
     with LLM("demo", backend=backend, device=device, dtype=dtype, **OPTIONS) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=6)
-        return [o.outputs[0].token_ids for o in llm.generate(["def find(", "x = "], greedy, progress=False)]
+        return [
+            o.outputs[0].token_ids
+            for o in llm.generate(["def find(", "x = "], greedy, progress=False)
+        ]
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])

@@ -1,4 +1,6 @@
-"""`twinfer generate`: records that name their prompts and survive an interrupt, streams, sampling defaults."""
+"""`twinfer generate`: records that name their prompts and survive an interrupt, streams,
+sampling defaults.
+"""
 
 import io
 import json
@@ -33,7 +35,9 @@ def generate(*words, model="demo"):
 def lines(capsys):
     """The records on standard output. NaN and its kin are no JSON."""
     out = capsys.readouterr().out
-    return [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in out.splitlines()]
+    return [
+        json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in out.splitlines()
+    ]
 
 
 @pytest.fixture
@@ -54,7 +58,11 @@ def check_records(records, texts):
             assert "is empty" in record["error"]
             assert "completion" not in record
         else:
-            assert (record["completion"], record["finish_reason"], len(record["token_ids"])) == (0, "length", 3)
+            assert (record["completion"], record["finish_reason"], len(record["token_ids"])) == (
+                0,
+                "length",
+                3,
+            )
     assert [record["index"] for record in records[:3]] == list(REFUSED)
 
 
@@ -84,10 +92,16 @@ def test_an_interrupt_loses_nothing_that_was_finished(prompts, monkeypatch):
         return events
 
     monkeypatch.setattr(Scheduler, "update", interrupted)
-    assert generate("--prompt-file", str(file), "--max-tokens", "3", "--json", "--ignore-eos") == 130
+    assert (
+        generate("--prompt-file", str(file), "--max-tokens", "3", "--json", "--ignore-eos") == 130
+    )
     records = [json.loads(line) for line in output.safe.splitlines()]
     check_records(records, texts)
-    done = [f"{record['request_id']}/{record['completion']}" for record in records if "error" not in record]
+    done = [
+        f"{record['request_id']}/{record['completion']}"
+        for record in records
+        if "error" not in record
+    ]
     assert len(done) >= 400
     assert sorted(done) == sorted(finished)
 
@@ -101,12 +115,27 @@ def drain(terminal):
 
 
 def test_records_are_written_as_they_end_and_a_bar_takes_none_of_them(prompts):
-    """A process with a terminal for its errors and a pipe for its records, interrupted after fifty."""
+    """A process with a terminal for its errors and a pipe for its records, interrupted after
+    fifty.
+    """
     file, texts = prompts
     terminal, slave = pty.openpty()
-    argv = [sys.executable, "-m", "twinfer", "generate", "demo", *ENGINE, "--prompt-file", str(file), "--json"]
+    argv = [
+        sys.executable,
+        "-m",
+        "twinfer",
+        "generate",
+        "demo",
+        *ENGINE,
+        "--prompt-file",
+        str(file),
+        "--json",
+    ]
     process = subprocess.Popen(
-        [*argv, "--max-tokens", "3", "--ignore-eos"], stdout=subprocess.PIPE, stderr=slave, text=True
+        [*argv, "--max-tokens", "3", "--ignore-eos"],
+        stdout=subprocess.PIPE,
+        stderr=slave,
+        text=True,
     )
     os.close(slave)
     threading.Thread(target=drain, args=(terminal,), daemon=True).start()
@@ -124,12 +153,30 @@ def test_records_are_written_as_they_end_and_a_bar_takes_none_of_them(prompts):
 
 
 def test_records_name_their_completion_in_the_order_of_the_prompts(capsys):
-    words = ["--prompt-token-ids", "305,288", "--prompt", "def f(x):", "--prompt-token-ids", "5,9999"]
+    words = [
+        "--prompt-token-ids",
+        "305,288",
+        "--prompt",
+        "def f(x):",
+        "--prompt-token-ids",
+        "5,9999",
+    ]
     assert generate(*words, "--n", "2", "--max-tokens", "4", "--seed", "1", "--json") == 2
     captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1].startswith("twinfer: error: prompt 2: prompt: token id 9999 ")
-    records = sorted(map(json.loads, captured.out.splitlines()), key=lambda r: (r["index"], r.get("completion", 0)))
-    assert [(r["index"], r.get("completion")) for r in records] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, None)]
+    assert captured.err.splitlines()[-1].startswith(
+        "twinfer: error: prompt 2: prompt: token id 9999 "
+    )
+    records = sorted(
+        map(json.loads, captured.out.splitlines()),
+        key=lambda r: (r["index"], r.get("completion", 0)),
+    )
+    assert [(r["index"], r.get("completion")) for r in records] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (2, None),
+    ]
     assert "prompt" not in records[0]
     assert records[0]["prompt_token_ids"] == [305, 288]
     assert records[2]["prompt"] == "def f(x):"
@@ -153,7 +200,8 @@ class Script:
 
     def __init__(self, prompts, n, pieces):
         self.outputs = [
-            RequestOutput(str(i), text, [5], [CompletionOutput(c) for c in range(n)]) for i, text in enumerate(prompts)
+            RequestOutput(str(i), text, [5], [CompletionOutput(c) for c in range(n)])
+            for i, text in enumerate(prompts)
         ]
         self.writer = TextLines(len(prompts), n, pieces=pieces, as_ids=False)
 
@@ -164,7 +212,9 @@ class Script:
         if end:
             completion.finish_reason = "length"
         reason = completion.finish_reason
-        self.writer.write(StreamUpdate(index, number, self.outputs[index], text, [7], finish_reason=reason))
+        self.writer.write(
+            StreamUpdate(index, number, self.outputs[index], text, [7], finish_reason=reason)
+        )
 
     def refuse(self, index):
         self.writer.write(StreamUpdate(index, 0, self.outputs[index], error=ValueError("no")))
@@ -214,14 +264,24 @@ def test_streamed_records_add_up_to_the_whole(capsys):
             assert [item for piece in own for item in piece[name]] == record[name]
         *before, last = own
         assert all("finish_reason" not in piece for piece in before)
-        assert {name: last[name] for name in ("finish_reason", "stop_reason", "prompt_logprobs")} == {
-            name: record[name] for name in ("finish_reason", "stop_reason", "prompt_logprobs")
-        }
+        assert {
+            name: last[name] for name in ("finish_reason", "stop_reason", "prompt_logprobs")
+        } == {name: record[name] for name in ("finish_reason", "stop_reason", "prompt_logprobs")}
     assert whole[0]["stop_reason"] == "return"
 
 
 def test_log_probabilities_of_the_best_and_of_the_token(capsys):
-    words = ["--prompt", "def f(x):", "--max-tokens", "6", "--seed", "3", "--temperature", "2", "--json"]
+    words = [
+        "--prompt",
+        "def f(x):",
+        "--max-tokens",
+        "6",
+        "--seed",
+        "3",
+        "--temperature",
+        "2",
+        "--json",
+    ]
     assert generate(*words, "--logprobs", "3", "--prompt-logprobs", "2") == 0
     (record,) = lines(capsys)
     assert len(record["logprobs"]) == 6
@@ -257,7 +317,19 @@ def test_it_is_quiet_unless_asked(capsys):
 
 
 def test_chat_renders_what_a_user_says(capsys):
-    assert generate("--prompt", "what is a list?", "--prompt", "\ud800", "--chat", "--max-tokens", "2", "--json") == 2
+    assert (
+        generate(
+            "--prompt",
+            "what is a list?",
+            "--prompt",
+            "\ud800",
+            "--chat",
+            "--max-tokens",
+            "2",
+            "--json",
+        )
+        == 2
+    )
     refused, record = lines(capsys)
     assert refused["index"] == 1
     assert record["prompt"] == "# user: what is a list?\n# assistant:"
@@ -299,7 +371,10 @@ def test_a_default_that_cannot_be_had_is_named(folder, capsys):
     model = folder(temperature=0.001)
     assert generate("--prompt", "x", model=model) == 2
     assert "generation_config.json: temperature: got 0.001" in capsys.readouterr().err
-    assert generate("--prompt", "x", "--max-tokens", "1", "--generation-config", "none", model=model) == 0
+    assert (
+        generate("--prompt", "x", "--max-tokens", "1", "--generation-config", "none", model=model)
+        == 0
+    )
 
 
 def test_a_shape_needs_dummy_weights(capsys):
@@ -323,7 +398,9 @@ def test_an_op_is_disabled_by_a_word_with_a_minus_sign(capsys):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-@pytest.mark.parametrize("command", [["plan", "demo"], ["generate", "demo", *SIZES, "--prompt", "x", "--json"]])
+@pytest.mark.parametrize(
+    "command", [["plan", "demo"], ["generate", "demo", *SIZES, "--prompt", "x", "--json"]]
+)
 def test_a_full_disk_is_one_line(command):
     argv = [sys.executable, "-m", "twinfer", *command, "--backend", "torch"]
     with open("/dev/full", "w") as full:

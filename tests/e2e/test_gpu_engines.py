@@ -1,7 +1,8 @@
-"""Two engines of the torch worker in one process: one starts or serves while a step of the other is under way.
+"""Two engines of the torch worker in one process: one starts or serves while a step of the other is
+under way.
 
-On a CPU the kernels run in Triton's interpreter, in a process of its own, and the second engine runs in the middle of a
-kernel of the first.
+On a CPU the kernels run in Triton's interpreter, in a process of its own, and the second engine
+runs in the middle of a kernel of the first.
 """
 
 import os
@@ -52,18 +53,34 @@ def test_an_engine_beside_a_kernel_of_another_changes_no_token(device):
     from triton.runtime import interpreter
 
     kernels = {"paged_attention": ("triton",), "greedy_sample": ("triton",)}
-    options = {"backend": "torch", "device": "cpu", "dtype": "float32", "compile_level": 0, "op_priority": kernels}
-    options |= {"max_num_seqs": 1, "max_num_batched_tokens": 80, "max_model_len": 96, "num_pages": 6}
+    options = {
+        "backend": "torch",
+        "device": "cpu",
+        "dtype": "float32",
+        "compile_level": 0,
+        "op_priority": kernels,
+    }
+    options |= {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 80,
+        "max_model_len": 96,
+        "num_pages": 6,
+    }
     builder = interpreter.InterpreterBuilder
     count, calls, beside = builder.create_atomic_rmw, [], []
 
     def count_and_start_an_engine(self, *args):
         result = count(self, *args)
         calls.append(threading.get_ident())
-        # The first is of the prompt's sampler. The second is of the first token's attention: one of two parts is there.
+        # The first is of the prompt's sampler. The second is of the first token's attention: one of
+        # two parts is there.
         if len(calls) == 2:
             grid, index = self.grid_dim, self.grid_idx
-            beside.append(in_a_thread(lambda: tokens(LLM("demo", progress=False, **options), [PROMPT], 2))[1]())
+            beside.append(
+                in_a_thread(lambda: tokens(LLM("demo", progress=False, **options), [PROMPT], 2))[
+                    1
+                ]()
+            )
             self.grid_dim, self.grid_idx = grid, index
         return result
 
@@ -83,7 +100,13 @@ def test_an_engine_that_starts_beside_another_changes_no_token_on_a_gpu(device, 
     """One generates without a pause while others start in another thread, and then beside them."""
     if device != "cuda":
         pytest.skip("needs --device cuda")
-    options = {"backend": "torch", "device": "cuda", "max_num_seqs": 16, "num_pages": 512, "progress": False}
+    options = {
+        "backend": "torch",
+        "device": "cuda",
+        "max_num_seqs": 16,
+        "num_pages": 512,
+        "progress": False,
+    }
     options["compilation_config"] = {"cache_dir": str(tmp_path)}
     prompts = [PROMPT[i:] + PROMPT * 3 for i in range(12)]
     with LLM("demo", **options) as llm:
@@ -95,7 +118,9 @@ def test_an_engine_that_starts_beside_another_changes_no_token_on_a_gpu(device, 
                 assert tokens(llm, prompts, 40) == alone
                 rounds += 1
             with other() as second:
-                thread, found = in_a_thread(lambda second=second: [tokens(second, prompts, 40) for _ in range(5)])
+                thread, found = in_a_thread(
+                    lambda second=second: [tokens(second, prompts, 40) for _ in range(5)]
+                )
                 while thread.is_alive():
                     assert tokens(llm, prompts, 40) == alone
                 assert found() == [alone] * 5
@@ -104,7 +129,9 @@ def test_an_engine_that_starts_beside_another_changes_no_token_on_a_gpu(device, 
 
 @pytest.mark.gpu
 def test_launches_on_two_streams_do_not_count_together_on_a_gpu(device):
-    """Products whose columns are split among programs, side by side: the bits of those that run alone."""
+    """Products whose columns are split among programs, side by side: the bits of those that run
+    alone.
+    """
     if device != "cuda":
         pytest.skip("needs --device cuda")
     import torch

@@ -1,4 +1,6 @@
-"""The torch worker's compile levels and CUDA graph modes: the same tokens, the same bits, nothing compiled late."""
+"""The torch worker's compile levels and CUDA graph modes: the same tokens, the same bits,
+nothing compiled late.
+"""
 
 import dataclasses
 import itertools
@@ -16,7 +18,9 @@ from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.step import processor_layout, sampling_layout
 
 PROMPTS = ["Once upon a time", "The cat sat on the mat and then", "A"]
-SMALL = dict(backend="torch", dtype="float32", max_num_seqs=2, max_num_batched_tokens=32, num_pages=64)
+SMALL = dict(
+    backend="torch", dtype="float32", max_num_seqs=2, max_num_batched_tokens=32, num_pages=64
+)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 ON_A_GPU = SMALL | {"dtype": "bfloat16", "device": "cuda"}
 """In half precision every op of the layers is a kernel, as it is in service."""
@@ -24,7 +28,9 @@ MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
 
 def with_cache(device, folder, options):
-    """Options of an engine that keeps what it compiles in a folder of the test, where anything is kept."""
+    """Options of an engine that keeps what it compiles in a folder of the test, where anything
+    is kept.
+    """
     options = SMALL | {"device": device} | options
     config = dict(options.get("compilation_config", {}))
     if keeps_code(EngineConfig(model="demo", **options).compilation(), device):
@@ -37,7 +43,9 @@ def tokens(device, folder, **options):
     options = with_cache(device, folder, options)
     with LLM("demo", **options) as llm:
         greedy = llm.generate(PROMPTS, GREEDY)
-        drawn = llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_k=9, seed=5, max_tokens=12))
+        drawn = llm.generate(
+            PROMPTS, SamplingParams(temperature=0.8, top_k=9, seed=5, max_tokens=12)
+        )
         assert llm.engine.worker.compilations_after_ready() == 0
         return [output.outputs[0].token_ids for output in (*greedy, *drawn)]
 
@@ -56,8 +64,15 @@ def test_traced_layers_give_the_tokens_of_eager_ones(device, eager, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("use_inductor", [False, True])
 def test_the_piecewise_road_gives_the_tokens_of_eager_steps(device, eager, use_inductor, tmp_path):
-    """On a GPU with the graphs of level 3, each step captured around all its pieces or at its attention."""
-    config = {"level": 3, "road": "piecewise", "use_inductor": use_inductor, "cache_dir": str(tmp_path)}
+    """On a GPU with the graphs of level 3, each step captured around all its pieces or at its
+    attention.
+    """
+    config = {
+        "level": 3,
+        "road": "piecewise",
+        "use_inductor": use_inductor,
+        "cache_dir": str(tmp_path),
+    }
     assert tokens(device, tmp_path, compilation_config=config) == eager
 
 
@@ -87,7 +102,13 @@ def test_graphs_are_refused_on_a_cpu_with_the_reason(device):
 
 def test_attention_that_reads_the_host_cannot_be_captured_whole(cuda):
     with pytest.raises(ConfigError, match="reads lengths on the host"):
-        LLM("demo", cudagraph_mode="FULL", enable_ops=("all", "-paged_attention"), device=cuda, **SMALL)
+        LLM(
+            "demo",
+            cudagraph_mode="FULL",
+            enable_ops=("all", "-paged_attention"),
+            device=cuda,
+            **SMALL,
+        )
 
 
 def padded_steps(worker, table, vocab):
@@ -107,7 +128,9 @@ def padded_steps(worker, table, vocab):
         pages = -(-length // 16)
         page_table = np.zeros_like(step.page_table)
         page_table[:count, :pages] = 1 + np.arange(count * pages).reshape(count, pages)
-        f["slots"][: count * length] = np.concatenate([(1 + i * pages) * 16 + np.arange(length) for i in range(count)])
+        f["slots"][: count * length] = np.concatenate(
+            [(1 + i * pages) * 16 + np.arange(length) for i in range(count)]
+        )
         f["query_start"][: count + 1] = np.arange(count + 1) * length
         f["query_start"][count + 1 :] = count * length
         f["kv_lens"][:count] = length
@@ -132,7 +155,9 @@ def filters(requests, count, position):
 
 
 def penalties(requests, shape):
-    """Fields of the `processed` sampler: a history with repeated tokens, penalties, a bias, and half of all words."""
+    """Fields of the `processed` sampler: a history with repeated tokens, penalties, a bias, and
+    half of all words.
+    """
     layout = processor_layout(requests, shape)
     buffer = layout.allocate()
     f = layout.views(buffer)
@@ -154,24 +179,35 @@ def poison(pool):
     from twinfer.gpu.graphs import alias_of
 
     torch.cuda.synchronize()
-    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool)]
+    segments = [
+        s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool)
+    ]
     assert segments, "the graphs have no memory of their own"
     for segment in segments:
-        alias_of(segment["address"], (segment["total_size"] // 4,), torch.int32, segment["device"]).fill_(-1)
+        alias_of(
+            segment["address"], (segment["total_size"] // 4,), torch.int32, segment["device"]
+        ).fill_(-1)
     torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL", "PIECEWISE"])
 def test_interleaved_graphs_equal_eager_bit_for_bit(cuda, mode, tmp_path):
-    """Replays of all sizes and samplers in several orders; all memory that graphs share is overwritten before each."""
+    """Replays of all sizes and samplers in several orders; all memory that graphs share is
+    overwritten before each.
+    """
     import torch
 
     from twinfer.gpu.programs import TOP
     from twinfer.shared.step import SAMPLERS
 
-    with LLM("demo", **ON_A_GPU, compilation_config={"cache_dir": str(tmp_path), "cudagraph_mode": mode}) as llm:
+    with LLM(
+        "demo", **ON_A_GPU, compilation_config={"cache_dir": str(tmp_path), "cudagraph_mode": mode}
+    ) as llm:
         worker = llm.engine.worker
-        programs, steps = worker._programs, list(padded_steps(worker, llm.engine.table, llm.engine.model.vocab_size))
+        programs, steps = (
+            worker._programs,
+            list(padded_steps(worker, llm.engine.table, llm.engine.model.vocab_size)),
+        )
 
         def poisoned(run, *args):
             poison(worker._recorder.pool)
@@ -180,7 +216,9 @@ def test_interleaved_graphs_equal_eager_bit_for_bit(cuda, mode, tmp_path):
             return made if isinstance(made, tuple) else ()
 
         def run(step, captured):
-            """Finished rows, and by sampler what it leaves in `tokens` and returns: of the real requests."""
+            """Finished rows, and by sampler what it leaves in `tokens` and returns: of the real
+            requests.
+            """
             count, d = int(step.field("counts")[1]), step.descriptor
             backbone, sample = programs.backbone, programs.sample
             if not captured:
@@ -196,7 +234,9 @@ def test_interleaved_graphs_equal_eager_bit_for_bit(cuda, mode, tmp_path):
             return found
 
         assert set(programs._backbones) == {step.descriptor for step in steps}
-        samplers = {(step.descriptor.requests, sampler) for step in steps for sampler in (*SAMPLERS, TOP)}
+        samplers = {
+            (step.descriptor.requests, sampler) for step in steps for sampler in (*SAMPLERS, TOP)
+        }
         assert set(programs._samplers) == samplers
         want = [run(step, captured=False) for step in steps]
         for order in (range(len(steps)), reversed(range(len(steps))), [0, len(steps) - 1] * 3):
@@ -207,12 +247,16 @@ def test_interleaved_graphs_equal_eager_bit_for_bit(cuda, mode, tmp_path):
         first, *others = (found["rows"][0][0] for found in want)
         assert not any(torch.equal(first, other) for other in others)
         for a, b in itertools.combinations(SAMPLERS, 2):
-            assert any(not torch.equal(found[a][0], found[b][0]) for found in want), f"{a} gives the tokens of {b}"
+            assert any(not torch.equal(found[a][0], found[b][0]) for found in want), (
+                f"{a} gives the tokens of {b}"
+            )
 
 
 @pytest.mark.parametrize("shared_wrongly", [False, True])
 def test_the_canary_sees_a_result_that_was_left_in_the_pool(cuda, shared_wrongly):
-    """Two graphs of one pool: the second reads what the first left outside of the pool, or (the fault) inside."""
+    """Two graphs of one pool: the second reads what the first left outside of the pool, or (the
+    fault) inside.
+    """
     import torch
 
     from twinfer.bucketing import Descriptor
@@ -236,7 +280,9 @@ def test_the_canary_sees_a_result_that_was_left_in_the_pool(cuda, shared_wrongly
 
 @pytest.mark.parametrize("pieces", [False, True])
 def test_results_of_graphs_do_not_hold_memory_of_the_pool(cuda, pieces):
-    """Four programs with results of 32 MiB, all kept: each finds the memory of the one before it free again."""
+    """Four programs with results of 32 MiB, all kept: each finds the memory of the one before it
+    free again.
+    """
     import torch
 
     from twinfer.bucketing import Descriptor
@@ -258,7 +304,11 @@ def test_results_of_graphs_do_not_hold_memory_of_the_pool(cuda, pieces):
         x * 2 + 1  # kernels are loaded by their first launch, which must not be captured
         for number in (4, 3, 2, 1):
             kept.append(recorder.capture(Descriptor("decode", number, number, 1), mode, program))
-            segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(recorder.pool)]
+            segments = [
+                s
+                for s in torch.cuda.memory_snapshot()
+                if tuple(s["segment_pool_id"]) == tuple(recorder.pool)
+            ]
             sizes.append(sum(segment["total_size"] for segment in segments))
     assert sizes[0] >= 64 << 20
     assert sizes == [sizes[0]] * 4
@@ -278,7 +328,9 @@ def test_the_check_for_waits_is_taken_back_though_torch_warns(no_waits, monkeypa
     def switch(mode):
         modes.append(mode)
         if len(modes) == 1:
-            warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=2)
+            warnings.warn(
+                "Synchronization debug mode is a prototype feature", UserWarning, stacklevel=2
+            )
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "set_sync_debug_mode", switch)
@@ -291,10 +343,13 @@ def test_the_check_for_waits_is_taken_back_though_torch_warns(no_waits, monkeypa
 
 
 def test_the_step_loop_waits_for_nothing_but_its_results(cuda, tmp_path, no_waits):
-    """With torch's check for synchronising calls on, over every sampler, log-probabilities and prompts."""
+    """With torch's check for synchronising calls on, over every sampler, log-probabilities and
+    prompts.
+    """
     import torch
 
-    config = {"cache_dir": str(tmp_path), "cudagraph_mixed_limit": 16}  # larger steps run without a graph
+    # larger steps run without a graph
+    config = {"cache_dir": str(tmp_path), "cudagraph_mixed_limit": 16}
     kinds = (
         {"temperature": 0.0},
         {"temperature": 0.8, "seed": 1},
@@ -312,19 +367,30 @@ def test_the_step_loop_waits_for_nothing_but_its_results(cuda, tmp_path, no_wait
 
 
 def test_a_measured_start_is_reused_only_where_it_fits(cuda, tmp_path, monkeypatch):
-    """The first start reserves addresses and measures; the next takes its plan; another configuration does not."""
+    """The first start reserves addresses and measures; the next takes its plan; another
+    configuration does not.
+    """
     import torch
 
     free = torch.cuda.mem_get_info()
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: free)  # others may use this GPU meanwhile
+    # others may use this GPU meanwhile
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: free)
 
     def start(**changes):
-        options = ON_A_GPU | {"num_pages": None, "compilation_config": {"cache_dir": str(tmp_path)}} | changes
+        options = (
+            ON_A_GPU
+            | {"num_pages": None, "compilation_config": {"cache_dir": str(tmp_path)}}
+            | changes
+        )
         with LLM("demo", **options) as llm:
             made = llm.generate(PROMPTS, GREEDY)
             worker = llm.engine.worker
             assert worker.compilations_after_ready() == 0
-            return [o.outputs[0].token_ids for o in made], worker._reserved is not None, llm.engine.report.num_pages
+            return (
+                [o.outputs[0].token_ids for o in made],
+                worker._reserved is not None,
+                llm.engine.report.num_pages,
+            )
 
     first = start()
     assert first[1] is True
@@ -370,7 +436,9 @@ def test_regions_made_of_kernels_alone_are_not_compiled(cuda, tmp_path):
 
 
 def step_logits(device, folder, **options):
-    """Logits of the sampled rows of a step of each program, by whatever road the engine takes: [row vocab] float32."""
+    """Logits of the sampled rows of a step of each program, by whatever road the engine takes:
+    [row vocab] float32.
+    """
     import torch
 
     options = with_cache(device, folder, options)
@@ -388,13 +456,19 @@ def step_logits(device, folder, **options):
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_no_level_or_mode_is_farther_from_float32_than_eager_steps(device, tmp_path):
-    """sigma: the root mean square error of bfloat16 logits, as a ratio to that of eager steps of the same plan.
+    """sigma: the root mean square error of bfloat16 logits, as a ratio to that of eager steps of
+    the same plan.
 
-    Tracing alone changes no bit. Inductor keeps float32 between ops that it fuses, so it may be nearer.
+    Tracing alone changes no bit. Inductor keeps float32 between ops that it fuses, so it may be
+    nearer.
     """
     import torch
 
-    options = [{"compile_level": 1}, {"compile_level": 2}, {"compilation_config": {"level": 2, "road": "piecewise"}}]
+    options = [
+        {"compile_level": 1},
+        {"compile_level": 2},
+        {"compilation_config": {"level": 2, "road": "piecewise"}},
+    ]
     if device == "cuda":
         options += [{"compile_level": 3, "cudagraph_mode": mode} for mode in MODES]
         options += [{"compilation_config": {"level": 3, "use_inductor": True}}]
@@ -433,15 +507,26 @@ def test_the_last_layer_drops_the_tokens_that_nothing_is_sampled_from(device, tm
 
 @pytest.mark.gpu
 def test_a_last_layer_of_its_own_kind_compiles_nothing_late(device, tmp_path):
-    """The log-probabilities of a prompt need all tokens of the last layer, by code that the start has compiled."""
+    """The log-probabilities of a prompt need all tokens of the last layer, by code that the
+    start has compiled.
+    """
     config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64,
-        "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 32, "max_position_embeddings": 64, "dtype": "float32", "tie_word_embeddings": True,
-        "use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"],
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32, "max_position_embeddings": 64, "dtype": "float32",
+        "tie_word_embeddings": True,
+        "use_sliding_window": True, "sliding_window": 4,
+        "layer_types": ["full_attention", "sliding_attention"],
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    options = {"compile_level": 1, "load_format": "dummy", "max_num_seqs": 1, "max_num_batched_tokens": 16}
+    options = {
+        "compile_level": 1,
+        "load_format": "dummy",
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 16,
+    }
     with LLM(str(tmp_path), **with_cache(device, tmp_path / "code", options)) as llm:
         llm.generate([[1, 2, 3] * 6], SamplingParams(max_tokens=2, prompt_logprobs=1))
         assert llm.engine.worker.compilations_after_ready() == 0

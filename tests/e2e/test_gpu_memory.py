@@ -1,7 +1,9 @@
-"""Memory that the torch worker takes and gives back: reserved addresses, what a start keeps, what an end returns.
+"""Memory that the torch worker takes and gives back: reserved addresses, what a start keeps, what
+an end returns.
 
-On a CPU a driver of the operating system's own plays the virtual memory calls of CUDA: addresses without memory behind
-them are as deadly as on a GPU. Tests that may die of them run in a process of their own.
+On a CPU a driver of the operating system's own plays the virtual memory calls of CUDA: addresses
+without memory behind them are as deadly as on a GPU. Tests that may die of them run in a process of
+their own.
 """
 
 import ctypes
@@ -46,7 +48,12 @@ class Driver:
     def __init__(self):
         self.libc = ctypes.CDLL(None, use_errno=True)
         self.libc.mmap.restype = ctypes.c_void_p
-        self.libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+        self.libc.mmap.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            *[ctypes.c_int] * 3,
+            ctypes.c_long,
+        )
         self.libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self.libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         self.ranges, self.memory, self.mappings = {}, {}, {}
@@ -81,7 +88,10 @@ class Driver:
     def cuMemMap(self, address, size, offset, handle, flags):
         assert size == self.memory[handle]
         assert address % self.granule == 0
-        taken = (place < address + size and address < place + length for place, length in self.mappings.items())
+        taken = (
+            place < address + size and address < place + length
+            for place, length in self.mappings.items()
+        )
         assert not any(taken), "something is mapped there already"
         self.map_at(address, size, mmap.MAP_SHARED | MAP_FIXED, handle)
         self.mappings[address] = size
@@ -149,11 +159,27 @@ def in_a_process_of_its_own(wanted):
             if os.environ.get(GUARDED) == "1":
                 return test(device=device, **fixtures)
             node = os.environ["PYTEST_CURRENT_TEST"].removesuffix(" (call)")
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", device, node]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "--device",
+                device,
+                node,
+            ]
             # Not a worker of xdist's, whatever this process is: a plug-in that minds would stop it.
-            environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+            environment = {
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith("PYTEST_XDIST")
+            }
             environment |= {GUARDED: "1"}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=500
+            )
             assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
             assert "1 passed" in done.stdout
 
@@ -169,7 +195,9 @@ def only_on(device, wanted):
 
 @pytest.fixture
 def as_on_a_gpu(driver, monkeypatch, tmp_path):
-    """The options of an engine on the CPU that measures its cache as on a GPU and reserves addresses for it."""
+    """The options of an engine on the CPU that measures its cache as on a GPU and reserves
+    addresses for it.
+    """
     measure = worker.TorchWorker.measure
 
     def on_a_gpu(self):
@@ -180,9 +208,19 @@ def as_on_a_gpu(driver, monkeypatch, tmp_path):
             self.device = here
 
     monkeypatch.setattr(worker.TorchWorker, "measure", on_a_gpu)
-    monkeypatch.setattr(compilation_config, "keeps_code", lambda *_: True)  # the measured size, as on a GPU
-    small = {"backend": "torch", "device": "cpu", "dtype": "float32", "max_num_seqs": 3, "max_num_batched_tokens": 16}
-    return small | {"max_model_len": 128, "compilation_config": {"level": 0, "cache_dir": str(tmp_path)}}
+    # the measured size, as on a GPU
+    monkeypatch.setattr(compilation_config, "keeps_code", lambda *_: True)
+    small = {
+        "backend": "torch",
+        "device": "cpu",
+        "dtype": "float32",
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 16,
+    }
+    return small | {
+        "max_model_len": 128,
+        "compilation_config": {"level": 0, "cache_dir": str(tmp_path)},
+    }
 
 
 def tokens(llm):
@@ -190,10 +228,15 @@ def tokens(llm):
 
 
 def check_padding(cache, page, dtype, device):
-    """The native op writes rows of padding on a cache with memory for two pages of many, and nothing else changes."""
+    """The native op writes rows of padding on a cache with memory for two pages of many, and
+    nothing else changes.
+    """
     write_kv = resolve("torch", enable=("none",)).bind().write_kv
     slots = torch.tensor([1, -1, 2 * page[0] - 1, -1], dtype=torch.int32, device=device)
-    k, v = (torch.full((4, page[1] // 2, page[2]), value, dtype=dtype, device=device) for value in (1.0, 2.0))
+    k, v = (
+        torch.full((4, page[1] // 2, page[2]), value, dtype=dtype, device=device)
+        for value in (1.0, 2.0)
+    )
     cache.back(2)
     for layer in cache.layers:
         write_kv(layer, k, v, slots)
@@ -202,7 +245,10 @@ def check_padding(cache, page, dtype, device):
         found = pages.flatten(0, 1)[:, 0, 0].nonzero().flatten().tolist()
         assert found == [1, 2 * page[0] - 1]
     cache.back(cache.max_pages)
-    assert all(float(layer[: cache.max_pages].float().sum()) == float(pages.sum()) for layer in cache.layers)
+    assert all(
+        float(layer[: cache.max_pages].float().sum()) == float(pages.sum())
+        for layer in cache.layers
+    )
 
 
 @in_a_process_of_its_own("cpu")
@@ -244,10 +290,20 @@ def test_native_writes_start_and_serve_on_a_reserved_cache(as_on_a_gpu, device):
 @pytest.mark.gpu
 @in_a_process_of_its_own("cuda")
 def test_native_writes_start_and_serve_on_a_reserved_cache_on_a_gpu(device, tmp_path):
-    """A cache of which a layer is larger than a granule, with every op native; without graphs and with them."""
-    options = {"backend": "torch", "device": "cuda", "max_num_seqs": 64, "max_num_batched_tokens": 64}
+    """A cache of which a layer is larger than a granule, with every op native; without graphs
+    and with them.
+    """
+    options = {
+        "backend": "torch",
+        "device": "cuda",
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 64,
+    }
     options |= {"compile_level": 0, "enable_ops": ("none",)}
-    for graphs in ({"enforce_eager": True}, {"enforce_eager": False, "cudagraph_mode": "PIECEWISE"}):
+    for graphs in (
+        {"enforce_eager": True},
+        {"enforce_eager": False, "cudagraph_mode": "PIECEWISE"},
+    ):
         folder = {"compilation_config": {"cache_dir": str(tmp_path / str(len(graphs)))}}
         with LLM("demo", **options, **graphs, **folder, num_pages=64) as llm:
             want = tokens(llm)
@@ -345,14 +401,16 @@ def test_the_end_of_a_process_leaves_its_memory_to_the_driver(device):
 
 @pytest.mark.gpu
 def test_dropped_engines_give_their_memory_back_on_a_gpu(device, tmp_path):
-    """With steps in flight, by the collector alone but for torch's own cache, from the second on: the first engine
-    loads libraries and kernels.
+    """With steps in flight, by the collector alone but for torch's own cache, from the second on:
+    the first engine loads libraries and kernels.
     """
     only_on(device, "cuda")
     left = []
     for number in range(4):
         config = {"cache_dir": str(tmp_path / str(number))}
-        llm = LLM("demo", backend="torch", device="cuda", max_num_seqs=64, compilation_config=config)
+        llm = LLM(
+            "demo", backend="torch", device="cuda", max_num_seqs=64, compilation_config=config
+        )
         cache = llm.engine.worker._reserved
         assert cache.bytes > 20 * cache.granule
         granule = cache.granule
@@ -386,8 +444,12 @@ class Recorder:
 
 
 @pytest.mark.parametrize("captured", [(1, 2, 3), (1,)])
-def test_memory_is_measured_once_eager_steps_have_theirs(as_on_a_gpu, monkeypatch, device, captured):
-    """The largest steps that no graph holds, on the stream of the steps, when the captures' memory has gone back."""
+def test_memory_is_measured_once_eager_steps_have_theirs(
+    as_on_a_gpu, monkeypatch, device, captured
+):
+    """The largest steps that no graph holds, on the stream of the steps, when the captures'
+    memory has gone back.
+    """
     only_on(device, "cpu")
     log = []
 
@@ -397,7 +459,9 @@ def test_memory_is_measured_once_eager_steps_have_theirs(as_on_a_gpu, monkeypatc
 
     def logged(owner, name, text):
         function = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args: (log.append(text(*args)), function(*args))[1])
+        monkeypatch.setattr(
+            owner, name, lambda *args: (log.append(text(*args)), function(*args))[1]
+        )
 
     monkeypatch.setattr(worker, "fit_mode", mode_for_all)
     monkeypatch.setattr(worker, "GraphRecorder", lambda: Recorder(log))
@@ -405,7 +469,11 @@ def test_memory_is_measured_once_eager_steps_have_theirs(as_on_a_gpu, monkeypatc
     logged(torch.cuda, "mem_get_info", lambda *_: "measured")
     for name in ("hidden", "backbone"):
         logged(Programs, name, lambda programs, d, name=name: f"{name} {d.kind} {d.tokens}")
-    logged(worker.TorchWorker, "_prompt_logprobs", lambda self, targets, hidden: f"logits {hidden.shape[0]}")
+    logged(
+        worker.TorchWorker,
+        "_prompt_logprobs",
+        lambda self, targets, hidden: f"logits {hidden.shape[0]}",
+    )
     with LLM("demo", **as_on_a_gpu):
         start = log.index("recorded")
         end = log.index("measured", start)
@@ -417,9 +485,16 @@ def test_memory_is_measured_once_eager_steps_have_theirs(as_on_a_gpu, monkeypatc
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY", "NONE"])
 def test_the_largest_eager_steps_take_no_memory_after_ready_on_a_gpu(device, tmp_path, mode):
-    """A prompt that fills a step, with log-probabilities: no graph holds those. Measured, and from the start plan."""
+    """A prompt that fills a step, with log-probabilities: no graph holds those. Measured, and
+    from the start plan.
+    """
     only_on(device, "cuda")
-    options = {"backend": "torch", "device": "cuda", "max_num_seqs": 8, "max_num_batched_tokens": 1024}
+    options = {
+        "backend": "torch",
+        "device": "cuda",
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 1024,
+    }
     options |= {"cudagraph_mode": mode, "enable_prefix_caching": False}
     options |= {"compilation_config": {"cache_dir": str(tmp_path)}}
     prompt = (np.arange(1020) % 2000).tolist()
@@ -442,15 +517,23 @@ def no_memory(*_):
     [
         (worker, "Decoder", "dtype: got float32.*smaller model"),
         (worker, "load_weights", "dtype: got float32.*smaller model"),
-        (worker.TorchWorker, "_build", "max_num_batched_tokens: got 16, with max_num_seqs 3.*lower"),
+        (
+            worker.TorchWorker,
+            "_build",
+            "max_num_batched_tokens: got 16, with max_num_seqs 3.*lower",
+        ),
         (ReservedCache, "back", "memory_utilization: got 0.9.*lower memory_utilization"),
     ],
 )
-def test_a_start_without_memory_says_what_to_lower(as_on_a_gpu, monkeypatch, device, owner, name, advice):
+def test_a_start_without_memory_says_what_to_lower(
+    as_on_a_gpu, monkeypatch, device, owner, name, advice
+):
     only_on(device, "cpu")
     if name == "back":  # not for the first page
         first, back = [], owner.back
-        monkeypatch.setattr(owner, name, lambda *args: no_memory() if first else first.append(back(*args)))
+        monkeypatch.setattr(
+            owner, name, lambda *args: no_memory() if first else first.append(back(*args))
+        )
     else:
         monkeypatch.setattr(owner, name, no_memory)
     with pytest.raises(ConfigError, match=f"^{advice}.*8.6 of 10.7 GB are free") as raised:

@@ -1,7 +1,9 @@
-"""What each compile level, road and CUDA graph mode did: what was traced, compiled and captured, in how many pieces.
+"""What each compile level, road and CUDA graph mode did: what was traced, compiled and captured, in
+how many pieces.
 
-Equal tokens cannot show that a level compiled nothing or that a mode captured nothing. On a CPU, Inductor is stood in
-for by the traced graph, and CUDA's graphs by `Recording`; with `--device cuda` both are the real ones.
+Equal tokens cannot show that a level compiled nothing or that a mode captured nothing. On a CPU,
+Inductor is stood in for by the traced graph, and CUDA's graphs by `Recording`; with `--device cuda`
+both are the real ones.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from twinfer.shared.sampling_params import SamplingParams
 pytestmark = pytest.mark.gpu
 Array = Any
 SMALL = dict(
-    backend="torch", dtype="float32", max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, num_pages=64
+    backend="torch", dtype="float32", max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64,
+    num_pages=64
 )  # fmt: skip
 PROMPTS = [list(range(5, 25)), [7, 8, 9], [11] * 30]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -37,13 +40,16 @@ MIXED = ("mixed[16x4]", "mixed[32x4]")
 LAYERS = 5
 
 
-# --- CUDA graphs -----------------------------------------------------------------------------------------------------
+# --- CUDA graphs
+# --------------------------------------------------------------------------------------------------
 
 
 class Recording(TorchDispatchMode):
-    """A CUDA graph on a CPU: notes the calls of torch that run within a capture, and replays them on the same tensors.
+    """A CUDA graph on a CPU: notes the calls of torch that run within a capture, and replays them
+    on the same tensors.
 
-    As in a CUDA graph, what Python decided is fixed, results lie where they lay, and nothing may be read on the host.
+    As in a CUDA graph, what Python decided is fixed, results lie where they lay, and nothing may be
+    read on the host.
     """
 
     def __init__(self) -> None:
@@ -85,9 +91,13 @@ def attention_without_lengths(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Array:
-    """paged_attention that reads nothing on the host: every token against all slots of its request."""
+    """paged_attention that reads nothing on the host: every token against all slots of its
+    request.
+    """
     token = torch.arange(q.shape[0], device=q.device)
-    request = torch.searchsorted(query_start[1:].long(), token, right=True).clamp(max=len(kv_lens) - 1)
+    request = torch.searchsorted(query_start[1:].long(), token, right=True).clamp(
+        max=len(kv_lens) - 1
+    )
     real = token < query_start[-1]
     position = torch.where(real, kv_lens[request] - query_start[request + 1] + token, 0)
     seen = torch.arange(page_table.shape[1] * kv.shape[1], device=q.device) <= position[:, None]
@@ -104,7 +114,9 @@ def attention_without_lengths(
 
 @pytest.fixture
 def graph_device(device, monkeypatch):
-    """Options of an engine with CUDA graphs: on this GPU, or on a CPU whose graphs are recordings."""
+    """Options of an engine with CUDA graphs: on this GPU, or on a CPU whose graphs are
+    recordings.
+    """
     if device == "cuda":
         yield SMALL | {"device": "cuda", "dtype": "bfloat16"}
         return
@@ -116,15 +128,24 @@ def graph_device(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     real = config.resolve_compilation
-    monkeypatch.setattr(config, "resolve_compilation", lambda asked, _, *rest: real(asked, "cuda", *rest))
-    implement("paged_attention", provider="no_lengths", framework="torch")(attention_without_lengths)
+    monkeypatch.setattr(
+        config, "resolve_compilation", lambda asked, _, *rest: real(asked, "cuda", *rest)
+    )
+    implement("paged_attention", provider="no_lengths", framework="torch")(
+        attention_without_lengths
+    )
     yield SMALL | {"device": "cpu", "op_priority": {"paged_attention": ("no_lengths",)}}
     del IMPLEMENTATIONS["paged_attention", "torch"]["no_lengths"]
 
 
 def graph_engine(options, folder, mode, **more):
     """Graphs of eager functions: what is captured does not depend on what was compiled."""
-    compilation = {"level": 0, "enforce_eager": False, "cudagraph_mode": mode, "cache_dir": str(folder)} | more
+    compilation = {
+        "level": 0,
+        "enforce_eager": False,
+        "cudagraph_mode": mode,
+        "cache_dir": str(folder),
+    } | more
     if options["device"] == "cuda":
         compilation |= {"level": 3, "enforce_eager": None}
     return LLM("demo", **options, compilation_config=compilation)
@@ -138,7 +159,9 @@ def parts_of(replay):
 
 
 def captured(llm):
-    """(graphs, calls between them) by program, and the samplers that were captured, by number of requests."""
+    """(graphs, calls between them) by program, and the samplers that were captured, by number of
+    requests.
+    """
     programs = llm.engine.worker._programs
     backbones = {str(d): parts_of(replay) for d, replay in programs._backbones.items()}
     samplers = {}
@@ -187,7 +210,9 @@ def test_replays_give_the_tokens_of_eager_steps(graph_device, mode, tmp_path):
     made = {}
     for name in ("NONE", mode):
         with graph_engine(graph_device, tmp_path, name) as llm:
-            outputs = [o.outputs[0] for kind in kinds for o in llm.generate(PROMPTS, kind, progress=False)]
+            outputs = [
+                o.outputs[0] for kind in kinds for o in llm.generate(PROMPTS, kind, progress=False)
+            ]
             made[name] = [output.token_ids for output in outputs]
     assert made[mode] == made["NONE"]
 
@@ -199,17 +224,22 @@ def test_capture_sizes_and_the_limit_of_mixed_steps_say_what_is_captured(graph_d
         assert captured(llm)[0] == {"decode[1]": WHOLE, "decode[2]": WHOLE, "mixed[16x4]": PIECES}
 
 
-# --- compile levels and roads ----------------------------------------------------------------------------------------
+# --- compile levels and roads
+# ----------------------------------------------------------------------------------------
 
 TWO_LAYERS = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64,
-    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 32, "max_position_embeddings": 64, "dtype": "float32", "tie_word_embeddings": True,
 }  # fmt: skip
 
 
 class Seen:
-    """What reached the compilers while an engine started. Traced graphs run as they are in place of Inductor's code."""
+    """What reached the compilers while an engine started. Traced graphs run as they are in place
+    of Inductor's code.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from torch._inductor import compile_fx
@@ -222,7 +252,9 @@ class Seen:
         self.generated: list[dict[str, Any]] = []
         """Inductor's options, for each graph that it was given."""
         self.pieces: dict[str, int] = {}
-        """How many pieces of a whole model were compiled, by the numbers of tokens that they serve."""
+        """How many pieces of a whole model were compiled, by the numbers of tokens that they
+        serve.
+        """
         self.adaptors: set[str] = set()
         real_backend, real_specialise = compilation.make_backend, compilers._specialise
 
@@ -230,7 +262,9 @@ class Seen:
             backend = real_backend(options, name)
 
             def traced(module: Any, inputs: Any) -> Any:
-                self.traced.append((name, sizes_left_open(module) > (0 if name.startswith("start") else 1)))
+                self.traced.append(
+                    (name, sizes_left_open(module) > (0 if name.startswith("start") else 1))
+                )
                 return backend(module, inputs)
 
             return traced
@@ -256,7 +290,9 @@ class Seen:
 
 
 def sizes_left_open(module):
-    """How many sizes of a traced graph's inputs are symbols. A layer's cache always has one: its number of pages."""
+    """How many sizes of a traced graph's inputs are symbols. A layer's cache always has one: its
+    number of pages.
+    """
     values = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
     shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
     return len({str(size) for shape in shapes for size in shape if isinstance(size, torch.SymInt)})
@@ -264,7 +300,9 @@ def sizes_left_open(module):
 
 @pytest.fixture
 def start(device, monkeypatch, tmp_path):
-    """start(compilation options) -> (what was seen, the piecewise program or None), of an engine that gave tokens."""
+    """start(compilation options) -> (what was seen, the piecewise program or None), of an engine
+    that gave tokens.
+    """
     import json
 
     (tmp_path / "config.json").write_text(json.dumps(TWO_LAYERS))
@@ -275,7 +313,12 @@ def start(device, monkeypatch, tmp_path):
             options |= {"cache_dir": str(tmp_path / "code")}
         # In half precision every op of a layer is a kernel on a GPU.
         dtype = "bfloat16" if device == "cuda" else "float32"
-        engine = SMALL | {"device": device, "dtype": dtype, "load_format": "dummy", "compilation_config": options}
+        engine = SMALL | {
+            "device": device,
+            "dtype": dtype,
+            "load_format": "dummy",
+            "compilation_config": options,
+        }
         with LLM(str(tmp_path), **engine) as llm:
             assert len(llm.generate(PROMPTS, GREEDY, progress=False)[0].outputs[0].token_ids) == 6
             assert llm.engine.worker.compilations_after_ready() == 0
@@ -285,7 +328,9 @@ def start(device, monkeypatch, tmp_path):
 
 
 def regions(**variants):
-    """Names of the functions that the regional road compiles, with whether they are open, by version."""
+    """Names of the functions that the regional road compiles, with whether they are open, by
+    version.
+    """
     made = {}
     for name, is_open in variants.items():
         parts = ("start", "layer", "last_layer") if name.startswith("mixed") else ("start", "layer")
@@ -327,14 +372,18 @@ def layers_of_kernels(device, monkeypatch):
     if device == "cuda":
         return SMALL | {"device": "cuda", "dtype": "bfloat16"}
     real = config.resolve_compilation
-    monkeypatch.setattr(config, "resolve_compilation", lambda asked, _, *rest: real(asked, "cuda", *rest))
+    monkeypatch.setattr(
+        config, "resolve_compilation", lambda asked, _, *rest: real(asked, "cuda", *rest)
+    )
     monkeypatch.setattr(worker, "compiled_kinds", lambda *_: frozenset())
     return SMALL | {"device": "cpu"}
 
 
 def test_sizes_that_have_no_effect_on_kernels_are_refused(layers_of_kernels, tmp_path):
     asked = {"compile_sizes": [1, 2], "cudagraph_mode": "NONE", "cache_dir": str(tmp_path)}
-    with pytest.raises(ConfigError, match=r"compile_sizes: got \(1, 2\), allowed is none: every op of a layer is"):
+    with pytest.raises(
+        ConfigError, match=r"compile_sizes: got \(1, 2\), allowed is none: every op of a layer is"
+    ):
         LLM("demo", **layers_of_kernels, compilation_config=asked)
 
 
@@ -353,7 +402,9 @@ SIZES = {"compile_sizes": [2], "compile_ranges": [[3, 4], [10, 20]]}
 
 
 def test_sizes_and_ranges_have_code_of_their_own(start):
-    """Static for a size, open within a range; all others share the general code. Inductor gets the options."""
+    """Static for a size, open within a range; all others share the general code. Inductor gets
+    the options.
+    """
     seen, _ = start(level=2, **SIZES, inductor_compile_config={"epilogue_fusion": False})
     versions = {"decode_1": False, "decode_2": False, "decode_3_to_4": True, "mixed_10_to_20": True}
     assert sorted(seen.traced) == regions(**versions, mixed_2_to_32=True)

@@ -1,4 +1,6 @@
-"""Kernels that Triton compiles after a start are counted. Its compiler needs no GPU, so on a CPU it is the real one."""
+"""Kernels that Triton compiles after a start are counted. Its compiler needs no GPU, so on a CPU
+it is the real one.
+"""
 
 import pytest
 import torch
@@ -33,7 +35,9 @@ class Compiles:
 
 @pytest.fixture
 def compile_kernel(device, monkeypatch, tmp_path):
-    """compile_kernel(n): let Triton compile a kernel that is another one for each n, here or for a GPU that is not."""
+    """compile_kernel(n): let Triton compile a kernel that is another one for each n, here or for
+    a GPU that is not.
+    """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     if device == "cuda":
         return lambda n: _doubled[(1,)](torch.zeros(n, device="cuda"), N=n)
@@ -42,8 +46,12 @@ def compile_kernel(device, monkeypatch, tmp_path):
 
 
 def test_kernels_that_triton_compiles_in_a_step_are_counted(device, compile_kernel, monkeypatch):
-    small = dict(backend="torch", device=device, dtype="float32", max_num_seqs=1, max_num_batched_tokens=16)
-    with LLM("demo", **small, max_model_len=32, num_pages=4, compilation_config={"level": 0}) as llm:
+    small = dict(
+        backend="torch", device=device, dtype="float32", max_num_seqs=1, max_num_batched_tokens=16
+    )
+    with LLM(
+        "demo", **small, max_model_len=32, num_pages=4, compilation_config={"level": 0}
+    ) as llm:
         worker = llm.engine.worker
         before, fill, wanted = monitor.compilations()["triton"], worker._inputs.fill, []
 

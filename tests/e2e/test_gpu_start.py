@@ -1,4 +1,6 @@
-"""What the torch worker measures at a start, and how often it builds its programs: a CPU plays a GPU."""
+"""What the torch worker measures at a start, and how often it builds its programs: a CPU plays a
+GPU.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ class FakeReserved:
 
     def __init__(self, layers, max_pages, page, dtype, device):
         self.max_pages = min(max_pages, self.most or max_pages)
-        self.layers = tuple(torch.zeros((self.max_pages + 1, *page), dtype=dtype) for _ in range(layers))
+        self.layers = tuple(
+            torch.zeros((self.max_pages + 1, *page), dtype=dtype) for _ in range(layers)
+        )
         self.backed, self.freed = 1, False
 
     def back(self, pages):
@@ -35,7 +39,9 @@ def no_virtual_memory(*_):
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """Starts an engine on the CPU that measures as on a GPU with 8 of 10 GiB free: (tokens, builds, worker, pages)."""
+    """Starts an engine on the CPU that measures as on a GPU with 8 of 10 GiB free: (tokens,
+    builds, worker, pages).
+    """
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (8 << 30, 10 << 30))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -50,20 +56,37 @@ def measured(monkeypatch, tmp_path):
             self.device = here
 
     monkeypatch.setattr(worker.TorchWorker, "measure", on_a_gpu)
-    monkeypatch.setattr(worker.TorchWorker, "_build", lambda self, table: (builds.append(1), build(self, table))[1])
+    monkeypatch.setattr(
+        worker.TorchWorker, "_build", lambda self, table: (builds.append(1), build(self, table))[1]
+    )
 
     # What was measured is kept where a GPU's code is.
     real = config.resolve_compilation
-    monkeypatch.setattr(config, "resolve_compilation", lambda asked, _, *rest: real(asked, "cuda", *rest))
+    monkeypatch.setattr(
+        config, "resolve_compilation", lambda asked, _, *rest: real(asked, "cuda", *rest)
+    )
 
     def start(**options):
         builds.clear()
-        small = dict(backend="torch", device="cpu", dtype="float32", max_num_seqs=2, max_num_batched_tokens=16)
+        small = dict(
+            backend="torch",
+            device="cpu",
+            dtype="float32",
+            max_num_seqs=2,
+            max_num_batched_tokens=16,
+        )
         kept = {"level": 0, "cache_dir": str(tmp_path)}
         with LLM("demo", **small, max_model_len=64, compilation_config=kept, **options) as llm:
-            made = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=4), progress=False)
+            made = llm.generate(
+                [[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=4), progress=False
+            )
             engine = llm.engine
-            return made[0].outputs[0].token_ids, len(builds), engine.worker._reserved, engine.report.num_pages
+            return (
+                made[0].outputs[0].token_ids,
+                len(builds),
+                engine.worker._reserved,
+                engine.report.num_pages,
+            )
 
     return start
 
@@ -84,8 +107,12 @@ PAGE_BYTES = 5 * 16 * 2 * 2 * 64 * 4
 
 
 @pytest.mark.parametrize(("utilization", "pages"), [(0.9, 6), (0.89, 5), (0.88, 4), (1.0, 8)])
-def test_the_cache_takes_the_part_of_the_memory_that_is_asked_for(measured, monkeypatch, utilization, pages):
-    """Of 100 pages 16.5 are free. What is not to be used stays free; more than 8 pages would be of no use."""
+def test_the_cache_takes_the_part_of_the_memory_that_is_asked_for(
+    measured, monkeypatch, utilization, pages
+):
+    """Of 100 pages 16.5 are free. What is not to be used stays free; more than 8 pages would be
+    of no use.
+    """
     total, free = 100 * PAGE_BYTES, 33 * PAGE_BYTES // 2
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, total))
     monkeypatch.setattr(FakeReserved, "granule", 0)

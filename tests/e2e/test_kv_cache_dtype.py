@@ -1,4 +1,6 @@
-"""A narrow KV cache: a quarter of the memory in float32, nearly the same logits, on both backends."""
+"""A narrow KV cache: a quarter of the memory in float32, nearly the same logits, on both
+backends.
+"""
 
 import numpy as np
 import pytest
@@ -17,23 +19,31 @@ def run(backend, device, kind, scales):
     """(bytes of a page, tokens, log-probabilities of the prompt's tokens) of the demo model."""
     folder = str(model_folder("demo"))
     config = EngineConfig(
-        model=folder, backend=backend, device=device, dtype="float32", max_model_len=64, max_num_seqs=2,
+        model=folder, backend=backend, device=device, dtype="float32", max_model_len=64,
+        max_num_seqs=2,
         max_num_batched_tokens=32, kv_cache_dtype=kind, kv_cache_scales=scales,
     )  # fmt: skip
     engine = Engine(config, load_config(folder), folder)
     prompt = list(range(40, 64))
-    request = engine.add("r", prompt, SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=1, ignore_eos=True))
+    request = engine.add(
+        "r", prompt, SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=1, ignore_eos=True)
+    )
     rows = []
     while engine.has_work:
         for update in engine.step():
             rows += update.prompt_logprobs or []
     page = engine.report.page_bytes
     engine.close()
-    return page, request.output, np.array([row[token].logprob for row, token in zip(rows[1:], prompt[1:], strict=True)])
+    return (
+        page,
+        request.output,
+        np.array([row[token].logprob for row, token in zip(rows[1:], prompt[1:], strict=True)]),
+    )
 
 
 @pytest.mark.parametrize(
-    "backend", [pytest.param("jax", marks=pytest.mark.slow), pytest.param("torch", marks=pytest.mark.gpu)]
+    "backend",
+    [pytest.param("jax", marks=pytest.mark.slow), pytest.param("torch", marks=pytest.mark.gpu)],
 )
 def test_a_narrow_cache_is_smaller_and_nearly_as_good(backend, device):
     page, _, want = run(backend, device, "auto", None)
@@ -41,7 +51,8 @@ def test_a_narrow_cache_is_smaller_and_nearly_as_good(backend, device):
         small, _, found = run(backend, device, kind, scales)
         assert small * 4 == page
         error = np.abs(found - want).mean()
-        assert 1e-4 < error < 0.05 * np.abs(want).mean(), kind  # it is narrow, and its scales are those
+        # it is narrow, and its scales are those
+        assert 1e-4 < error < 0.05 * np.abs(want).mean(), kind
 
 
 @pytest.mark.parametrize(

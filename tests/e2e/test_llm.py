@@ -1,4 +1,6 @@
-"""`LLM` with the bundled model: text in and out, stop strings, several completions, log-probabilities, bad input."""
+"""`LLM` with the bundled model: text in and out, stop strings, several completions,
+log-probabilities, bad input.
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +18,12 @@ GREEDY = {"temperature": 0.0, "max_tokens": 40}
 
 @pytest.fixture(scope="module", params=["jax", "torch"])
 def llm(request, device):
-    options = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    options = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+    }
     with LLM("demo", backend=request.param, device=device, progress=False, **options) as made:
         yield made
         assert made.engine.worker.compilations_after_ready() == 0
@@ -31,7 +38,9 @@ def reference():
     import transformers
 
     folder = model_folder("demo")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     return transformers.AutoTokenizer.from_pretrained(folder), model.eval()
 
 
@@ -41,7 +50,9 @@ def test_greedy_text_equals_transformers(llm, reference):
     tokenizer, model = reference
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     with torch.no_grad():
-        want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)
+        want = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40
+        )
     (got,) = llm.generate(PROMPT, SamplingParams(**GREEDY), progress=False)
     assert got.prompt_token_ids == ids[0].tolist()
     assert got.outputs[0].token_ids == want[0, ids.shape[1] :].tolist()
@@ -59,7 +70,9 @@ def test_log_probabilities_equal_those_of_transformers(llm, reference):
     ids, out = got.prompt_token_ids, got.outputs[0]
     assert len(ids) > 64
     with torch.no_grad():
-        want = torch.log_softmax(model(torch.tensor([ids + out.token_ids])).logits[0].double(), -1).numpy()
+        want = torch.log_softmax(
+            model(torch.tensor([ids + out.token_ids])).logits[0].double(), -1
+        ).numpy()
     assert got.prompt_logprobs[0] is None
     for position in range(1, len(ids)):
         row, best = want[position - 1], got.prompt_logprobs[position]
@@ -83,7 +96,9 @@ def test_stop_strings_end_the_text_and_the_request(llm):
     stop = "self.value"
     assert stop in full.text
     for include in (False, True):
-        params = SamplingParams(**GREEDY, stop=("nowhere to be found", stop), include_stop_str_in_output=include)
+        params = SamplingParams(
+            **GREEDY, stop=("nowhere to be found", stop), include_stop_str_in_output=include
+        )
         out = llm.generate(PROMPT, params, progress=False)[0].outputs[0]
         assert out.text == full.text[: full.text.index(stop) + (len(stop) if include else 0)]
         assert (out.finish_reason, out.stop_reason) == ("stop", stop)
@@ -94,7 +109,9 @@ def test_stop_strings_end_the_text_and_the_request(llm):
 def test_stop_token_ids_and_min_tokens(llm):
     full = llm.generate(PROMPT, SamplingParams(**GREEDY), progress=False)[0].outputs[0].token_ids
     stop = full[5]
-    out = llm.generate(PROMPT, SamplingParams(**GREEDY, stop_token_ids=(stop,)), progress=False)[0].outputs[0]
+    out = llm.generate(PROMPT, SamplingParams(**GREEDY, stop_token_ids=(stop,)), progress=False)[
+        0
+    ].outputs[0]
     assert out.token_ids == full[: full.index(stop) + 1]
     assert (out.finish_reason, out.stop_reason) == ("stop", stop)
     later = SamplingParams(**GREEDY, stop_token_ids=(stop,), min_tokens=12)
@@ -110,7 +127,9 @@ def test_several_completions_differ_from_each_other_and_repeat_with_the_seed(llm
     assert len({tuple(t) for t in texts}) > 1
     assert texts == [out.token_ids for out in again.outputs]
     assert [out.index for out in first.outputs] == [0, 1, 2, 3]
-    alone = llm.generate(PROMPT, SamplingParams(temperature=1.0, max_tokens=12, seed=7), progress=False)[0]
+    alone = llm.generate(
+        PROMPT, SamplingParams(temperature=1.0, max_tokens=12, seed=7), progress=False
+    )[0]
     assert alone.outputs[0].token_ids == texts[0]
 
 
@@ -122,7 +141,9 @@ def test_without_a_seed_two_requests_differ(llm):
 
 def test_allowed_and_banned_tokens_and_bias(llm):
     allowed = (5, 9, 77)
-    params = SamplingParams(temperature=1.0, max_tokens=20, seed=1, allowed_token_ids=allowed, ignore_eos=True)
+    params = SamplingParams(
+        temperature=1.0, max_tokens=20, seed=1, allowed_token_ids=allowed, ignore_eos=True
+    )
     out = llm.generate(PROMPT, params, progress=False)[0].outputs[0].token_ids
     assert set(out) <= set(allowed)
     greedy = llm.generate(PROMPT, SamplingParams(**GREEDY), progress=False)[0].outputs[0].token_ids
@@ -142,14 +163,26 @@ def test_a_strong_penalty_stops_repetition(llm):
 
 def test_prompts_of_all_kinds(llm):
     ids = llm.tokenizer.encode(PROMPT)
-    kinds = [PROMPT, ids, {"prompt": PROMPT}, {"prompt_token_ids": ids, "cache_salt": "a", "priority": 3}]
-    texts = [o.outputs[0].text for o in llm.generate(kinds, SamplingParams(**GREEDY), progress=False)]
+    kinds = [
+        PROMPT,
+        ids,
+        {"prompt": PROMPT},
+        {"prompt_token_ids": ids, "cache_salt": "a", "priority": 3},
+    ]
+    texts = [
+        o.outputs[0].text for o in llm.generate(kinds, SamplingParams(**GREEDY), progress=False)
+    ]
     assert len(set(texts)) == 1
-    assert llm.generate(ids, SamplingParams(**GREEDY), progress=False)[0].outputs[0].text == texts[0]
+    assert (
+        llm.generate(ids, SamplingParams(**GREEDY), progress=False)[0].outputs[0].text == texts[0]
+    )
 
 
 def test_chat_renders_the_template(llm):
-    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": "what is a list?"}]
+    messages = [
+        {"role": "system", "content": "be short"},
+        {"role": "user", "content": "what is a list?"},
+    ]
     (got,) = llm.chat(messages, SamplingParams(**GREEDY), progress=False)
     assert got.prompt == "# system: be short\n# user: what is a list?\n# assistant:"
     assert got.outputs[0].text
@@ -171,7 +204,11 @@ def test_chat_renders_the_template(llm):
 )
 def test_a_bad_request_ends_alone(llm, prompt, options, field):
     batch = [PROMPT, prompt, PROMPT]
-    params = [SamplingParams(**GREEDY), SamplingParams(**GREEDY | options), SamplingParams(**GREEDY)]
+    params = [
+        SamplingParams(**GREEDY),
+        SamplingParams(**GREEDY | options),
+        SamplingParams(**GREEDY),
+    ]
     good, bad, also_good = llm.generate(batch, params, progress=False, return_errors=True)
     assert isinstance(bad.error, RequestError)
     assert field in str(bad.error)
@@ -225,17 +262,28 @@ def test_config_json_is_written_by_no_one(llm):
     before = {p.name: p.stat().st_mtime_ns for p in Path(model_folder("demo")).iterdir()}
     llm.generate(PROMPT, SamplingParams(**GREEDY), progress=False)
     assert before == {p.name: p.stat().st_mtime_ns for p in Path(model_folder("demo")).iterdir()}
-    assert json.loads((Path(model_folder("demo")) / "config.json").read_text())["vocab_size"] == 2048
+    assert (
+        json.loads((Path(model_folder("demo")) / "config.json").read_text())["vocab_size"] == 2048
+    )
 
 
 def test_the_last_text_is_what_the_tokens_say(llm):
-    """Text of an end token is left out, special tokens are skipped or shown, incomplete bytes come at the end."""
+    """Text of an end token is left out, special tokens are skipped or shown, incomplete bytes
+    come at the end.
+    """
     decode = llm.tokenizer.decode
     full = llm.generate(PROMPT, SamplingParams(**GREEDY), progress=False)[0].outputs[0].token_ids
-    stopped = llm.generate(PROMPT, SamplingParams(**GREEDY, stop_token_ids=(full[5],)), progress=False)[0].outputs[0]
+    stopped = llm.generate(
+        PROMPT, SamplingParams(**GREEDY, stop_token_ids=(full[5],)), progress=False
+    )[0].outputs[0]
     assert stopped.text == decode(stopped.token_ids[:-1]) != decode(stopped.token_ids)
     (eos,) = llm.engine.model.eos_token_ids
-    only_eos = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True, "allowed_token_ids": (eos,)}
+    only_eos = {
+        "temperature": 0.0,
+        "max_tokens": 2,
+        "ignore_eos": True,
+        "allowed_token_ids": (eos,),
+    }
     for skip, text in ((True, ""), (False, "<|endoftext|>" * 2)):
         params = SamplingParams(**only_eos, skip_special_tokens=skip)
         assert llm.generate(PROMPT, params, progress=False)[0].outputs[0].text == text
@@ -261,7 +309,8 @@ def test_salt_and_priority_reach_the_engine(llm):
     params = SamplingParams(temperature=0.0, max_tokens=1)
     try:
         outputs = [
-            llm.generate({**prompt, "cache_salt": salt}, params, progress=False)[0] for salt in ("a", "a", "b", None)
+            llm.generate({**prompt, "cache_salt": salt}, params, progress=False)[0]
+            for salt in ("a", "a", "b", None)
         ]
     finally:
         llm.engine.add = add
@@ -295,7 +344,9 @@ def test_generate_cannot_run_inside_itself(llm):
         llm.generate(PROMPT, SamplingParams(**GREEDY), progress=False)
 
     with pytest.raises(RequestError, match="running already"):
-        llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=2), progress=False, on_finish=nested)
+        llm.generate(
+            PROMPT, SamplingParams(temperature=0.0, max_tokens=2), progress=False, on_finish=nested
+        )
 
 
 @pytest.mark.parametrize(
@@ -329,17 +380,26 @@ def test_odd_requests_are_refused_alone(llm, prompt, options):
     assert not llm.engine.scheduler.requests
 
 
-@pytest.mark.parametrize("prompt", [[2**63], [np.uint64(2**63)], np.array([5, 2**63], np.uint64)], ids=str)
+@pytest.mark.parametrize(
+    "prompt", [[2**63], [np.uint64(2**63)], np.array([5, 2**63], np.uint64)], ids=str
+)
 def test_a_huge_token_is_named_as_it_was_given(llm, prompt):
     with pytest.raises(RequestError, match="token id 9223372036854775808 is out of range"):
         llm.generate([prompt], progress=False)
-    assert len(llm.generate(np.array([5, 6], np.uint64), SamplingParams(max_tokens=1), progress=False)) == 1
+    assert (
+        len(llm.generate(np.array([5, 6], np.uint64), SamplingParams(max_tokens=1), progress=False))
+        == 1
+    )
 
 
 def test_none_is_no_prompt(llm):
-    """Of a tokenizer that begins texts with a token of its own, it once was an empty text, and was completed."""
+    """Of a tokenizer that begins texts with a token of its own, it once was an empty text, and
+    was completed.
+    """
     for batch in ([None], [PROMPT, None]):
-        with pytest.raises(RequestError, match="prompt: got None, must be text, token ids, or a mapping"):
+        with pytest.raises(
+            RequestError, match="prompt: got None, must be text, token ids, or a mapping"
+        ):
             llm.generate(batch, progress=False)
 
 
@@ -393,7 +453,10 @@ def test_a_stream_says_what_was_refused(llm):
     assert not llm.engine.scheduler.requests
 
 
-MESSAGES = [{"role": "user", "content": "what is a list?"}, {"role": "assistant", "content": "A list is "}]
+MESSAGES = [
+    {"role": "user", "content": "what is a list?"},
+    {"role": "assistant", "content": "A list is "},
+]
 TEMPLATE = """{{ tools | length if tools else 'none' }} {{ style is defined and style }}
 {%- for m in messages %}|{{ m.content }}{% endfor %}{{ '>' if add_generation_prompt }}"""
 
@@ -413,7 +476,12 @@ def test_chat_takes_what_a_template_reads(llm):
     assert prompt(chat_template=TEMPLATE) == "none False|what is a list?|A list is >"
     tools = [{"type": "function", "function": {"name": "f"}}]
     variables = {"style": "short"}
-    told = prompt(chat_template=TEMPLATE, tools=tools, chat_template_kwargs=variables, add_generation_prompt=False)
+    told = prompt(
+        chat_template=TEMPLATE,
+        tools=tools,
+        chat_template_kwargs=variables,
+        add_generation_prompt=False,
+    )
     assert told == "1 short|what is a list?|A list is "
     streamed = list(llm.stream(llm.chat_prompts(MESSAGES), SamplingParams(max_tokens=1)))
     assert streamed[0].output.prompt == prompt()
@@ -458,7 +526,9 @@ def test_numbers_and_arrays_of_numpy_are_taken(llm):
     ids = np.array(llm.tokenizer.encode(PROMPT))
     params = SamplingParams(temperature=np.float32(0), max_tokens=np.int64(5), seed=np.int64(3))
     assert hash(params) == hash(SamplingParams(temperature=0.0, max_tokens=5, seed=3))
-    outputs = llm.generate(ids, params, progress=False) + llm.generate(list(ids), params, progress=False)
+    outputs = llm.generate(ids, params, progress=False) + llm.generate(
+        list(ids), params, progress=False
+    )
     assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
     with pytest.raises(RequestError, match="must be integers"):
         llm.generate(np.array(5), params, progress=False)

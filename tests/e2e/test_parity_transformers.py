@@ -1,4 +1,6 @@
-"""Both workers against transformers, float32: every architecture, odd shapes, prompts around page boundaries."""
+"""Both workers against transformers, float32: every architecture, odd shapes, prompts around
+page boundaries.
+"""
 
 import json
 import os
@@ -18,13 +20,16 @@ from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.step import StepInput, batch_layout, sampling_layout
 
 NAMES = [
-    "llama-mha", "llama3-scaled-tied", "llama-biases-head96", "llama-yarn", "mistral-window", "mistral-mqa", "qwen2",
-    "qwen2-windows", "qwen3", "qwen3-tied-bias", "phi3", "phi3-window", "phi4-mini-short", "phi4-mini-long", "granite",
+    "llama-mha", "llama3-scaled-tied", "llama-biases-head96", "llama-yarn", "mistral-window",
+    "mistral-mqa", "qwen2",
+    "qwen2-windows", "qwen3", "qwen3-tied-bias", "phi3", "phi3-window", "phi4-mini-short",
+    "phi4-mini-long", "granite",
     "granite-odd", "mistral3", "mistral3-tied-window",
 ]  # fmt: skip
 LENGTHS = (1, 15, 16, 17, 100, 500)
 NEW_TOKENS = 64
-# transformers takes the short longrope factors up to 600 tokens for the one, up to 96 for the other.
+# transformers takes the short longrope factors up to 600 tokens for the one, up to 96 for the
+# other.
 LONGROPE = {"phi4-mini-short": dict(max_model_len=600), "phi4-mini-long": dict(max_model_len=640)}
 LONG_ONLY = {"phi4-mini-long": (97, 112, 500)}
 
@@ -43,7 +48,9 @@ def run(engine, prompts, params):
 
 
 def logits_of(engine, tokens):
-    """Logits at every position of one sequence, computed in chunks as the engine does: [len vocab]."""
+    """Logits at every position of one sequence, computed in chunks as the engine does: [len
+    vocab].
+    """
     shape, page, size = engine.shape, engine.config.page_size, 128
     rows = []
     for first in range(0, len(tokens), size):
@@ -69,12 +76,26 @@ def logits_of(engine, tokens):
     return np.concatenate(rows)
 
 
-# The JAX worker, whose programs take half a minute of compiling for each, is given all of them in `make test-slow`.
+# The JAX worker, whose programs take half a minute of compiling for each, is given all of them in
+# `make test-slow`.
 ON_JAX = ["mistral-window", "qwen3", "phi4-mini-long", "granite", "mistral3"]
-ON_A_GPU = ["llama-biases-head96", "mistral-mqa", "qwen2-windows", "qwen3", "phi4-mini-long", "granite-odd"]
+ON_A_GPU = [
+    "llama-biases-head96",
+    "mistral-mqa",
+    "qwen2-windows",
+    "qwen3",
+    "phi4-mini-long",
+    "granite-odd",
+]
 CASES = [
-    *(pytest.param(name, "jax", marks=() if name in ON_JAX else pytest.mark.slow) for name in NAMES),
-    *(pytest.param(name, "torch", marks=pytest.mark.gpu if name in ON_A_GPU else ()) for name in NAMES),
+    *(
+        pytest.param(name, "jax", marks=() if name in ON_JAX else pytest.mark.slow)
+        for name in NAMES
+    ),
+    *(
+        pytest.param(name, "torch", marks=pytest.mark.gpu if name in ON_A_GPU else ())
+        for name in NAMES
+    ),
 ]
 
 
@@ -92,8 +113,12 @@ def test_logits_and_greedy_tokens(checkpoints, oracle, prompts, name, backend, d
             want, want_logits = oracle(model, prompt, NEW_TOKENS)
             assert tokens == want, f"prompt of {len(prompt)} tokens"
             ours = logits_of(engine, np.concatenate([prompt, want[:-1]]))
-            error = np.linalg.norm(ours - want_logits, axis=-1) / np.linalg.norm(want_logits, axis=-1)
-            assert error.max() < 1e-4, f"prompt of {len(prompt)} tokens, position {error.argmax()}: {error.max():.2e}"
+            error = np.linalg.norm(ours - want_logits, axis=-1) / np.linalg.norm(
+                want_logits, axis=-1
+            )
+            assert error.max() < 1e-4, (
+                f"prompt of {len(prompt)} tokens, position {error.argmax()}: {error.max():.2e}"
+            )
     finally:
         engine.close()
 
@@ -102,13 +127,17 @@ def test_logits_and_greedy_tokens(checkpoints, oracle, prompts, name, backend, d
 def test_a_prompt_with_a_token_of_an_image_is_refused(checkpoints, name, device):
     """The check is of one request: others run on."""
     folder, _ = checkpoints(name)
-    first = {"mistral3": "language_model.model.", "mistral3-tied-window": "model.language_model."}[name]
+    first = {"mistral3": "language_model.model.", "mistral3-tied-window": "model.language_model."}[
+        name
+    ]
     assert Checkpoint(folder).has(f"{first}norm.weight")
     engine = start(folder, "torch", device)
     image = engine.model.vocab_size - 1
     params = SamplingParams(temperature=0, max_tokens=4)
     assert engine.model.image_token_ids == (image,)
-    with pytest.raises(RequestError, match=f"^prompt: token id {image} stands for an image, and prompts are text"):
+    with pytest.raises(
+        RequestError, match=f"^prompt: token id {image} stands for an image, and prompts are text"
+    ):
         engine.add("image", [1, 2, image, 3], params)
     ((*tokens,),) = run(engine, [[1, 2, 3]], params)
     assert len(tokens) == 4
@@ -117,8 +146,12 @@ def test_a_prompt_with_a_token_of_an_image_is_refused(checkpoints, name, device)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"])
-def test_a_sharded_checkpoint_with_a_version_4_config(checkpoints, prompts, tmp_path, backend, device):
-    """The same weights in several files, and `rope_theta` + `rope_scaling` as transformers 4 wrote them."""
+def test_a_sharded_checkpoint_with_a_version_4_config(
+    checkpoints, prompts, tmp_path, backend, device
+):
+    """The same weights in several files, and `rope_theta` + `rope_scaling` as transformers 4
+    wrote them.
+    """
     folder, model = checkpoints("llama3-scaled-tied")
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert os.path.exists(tmp_path / "model.safetensors.index.json")
@@ -152,14 +185,18 @@ def test_the_check_would_see_a_wrong_rope_base(checkpoints, oracle, prompts, tmp
 
 
 def test_an_engine_for_long_sequences_takes_the_long_factors_for_all(checkpoints, prompts, device):
-    """transformers would take the short ones here. Given the long ones for both, it computes the same."""
+    """transformers would take the short ones here. Given the long ones for both, it computes the
+    same.
+    """
     import torch
     import transformers
 
     folder, _ = checkpoints("phi4-mini-long")
     config = transformers.AutoConfig.from_pretrained(folder)
     config.rope_parameters["short_factor"] = config.rope_parameters["long_factor"]
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, config=config, attn_implementation="eager"
+    ).eval()
     engine = start(folder, "torch", device, max_model_len=640)
     (prompt,) = prompts(engine.model.vocab_size, 40)
     with torch.no_grad():
@@ -167,7 +204,10 @@ def test_an_engine_for_long_sequences_takes_the_long_factors_for_all(checkpoints
     ours = logits_of(engine, prompt)
     assert (np.linalg.norm(ours - want, axis=-1) / np.linalg.norm(want, axis=-1)).max() < 1e-4
     (change,) = [change for change in engine.report.changes if change.field == "longrope factors"]
-    assert str(change) == "longrope factors: short -> long (max_model_len is above 96: for every sequence)"
+    assert (
+        str(change)
+        == "longrope factors: short -> long (max_model_len is above 96: for every sequence)"
+    )
     engine.close()
 
 
@@ -175,10 +215,14 @@ def small_faults(model, name):
     """Models that differ from `model` in one number, by 1 % at most, or a rounding."""
     rope = model.rope
     found = {
-        "attention": replace(model, attention_scale=1.01 * (model.attention_scale or model.head_dim**-0.5)),
+        "attention": replace(
+            model, attention_scale=1.01 * (model.attention_scale or model.head_dim**-0.5)
+        ),
         "part": replace(model, rope=replace(rope, partial_rotary_factor=1.0, kind="default")),
         "longrope": replace(model, rope=replace(rope, factor=1.01 * rope.factor)),
-        "factors": replace(model, rope=replace(rope, short_factor=rope.long_factor, long_factor=rope.short_factor)),
+        "factors": replace(
+            model, rope=replace(rope, short_factor=rope.long_factor, long_factor=rope.short_factor)
+        ),
         "residual": replace(model, residual_scale=0.69921875),  # 0.7 rounded to bfloat16
         "embedding": replace(model, embedding_scale=1.001 * model.embedding_scale),
         "logits": replace(model, logits_scale=1.001 * model.logits_scale),
@@ -196,12 +240,16 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_check_would_see_other_numbers(checkpoints, oracle, prompts, name, device):
-    """Each number of a config that these families brought is seen by the bound, where it is off by little."""
+    """Each number of a config that these families brought is seen by the bound, where it is off
+    by little.
+    """
     folder, model = checkpoints(name)
     (prompt,) = prompts(997, 100)
     _, want = oracle(model, prompt, 2)
     for fault, wrong in small_faults(load_config(folder), name).items():
-        config = EngineConfig(model=folder, backend="torch", device=device, dtype="float32", **LONGROPE.get(name, {}))
+        config = EngineConfig(
+            model=folder, backend="torch", device=device, dtype="float32", **LONGROPE.get(name, {})
+        )
         engine = Engine(config, wrong, folder)
         ours = logits_of(engine, prompt)
         error = np.linalg.norm(ours - want[:100], axis=-1) / np.linalg.norm(want[:100], axis=-1)

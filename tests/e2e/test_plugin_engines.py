@@ -1,4 +1,6 @@
-"""What a plug-in provides runs in the engines, whoever asks for it, and whatever the platform prefers."""
+"""What a plug-in provides runs in the engines, whoever asks for it, and whatever the platform
+prefers.
+"""
 
 import functools
 import os
@@ -23,7 +25,12 @@ BACKENDS = ("torch", "jax")
 VOICES = ("scoped", "user", "default")
 COARSE = ("fused_add_rms_norm", "norm_rope_write_kv")
 OPTIONS = dict(
-    dtype="float32", max_model_len=32, max_num_seqs=2, max_num_batched_tokens=16, num_pages=8, progress=False
+    dtype="float32",
+    max_model_len=32,
+    max_num_seqs=2,
+    max_num_batched_tokens=16,
+    num_pages=8,
+    progress=False,
 )
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 CALLS = []
@@ -51,7 +58,8 @@ def providers(device):
 
 
 def provide(op, provider, backend, function, **properties):
-    @torch.compiler.assume_constant_result  # or the list's length would be a guard, and each call a new compilation
+    # or the list's length would be a guard, and each call a new compilation
+    @torch.compiler.assume_constant_result
     def note():
         CALLS.append((op, provider))
 
@@ -105,14 +113,18 @@ def test_a_plugin_runs_in_the_engine_whoever_asks_for_it(backend, voice):
 @pytest.mark.parametrize("voice", VOICES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_plugin_runs_on_a_platform_that_prefers_its_own_kernels(backend, voice):
-    """The kernels of the platform, for the op and for the coarse ops that would swallow it, must not run at all."""
+    """The kernels of the platform, for the op and for the coarse ops that would swallow it, must
+    not run at all.
+    """
     prefer(backend, "rms_norm", *COARSE)
     got, plans = asked_by(voice, "rms_norm", "acme", backend, functools.partial(tokens, backend))
     assert all(len(out) == 4 for out in got)
     assert set(CALLS) == {("rms_norm", "acme")}
     for op in COARSE:
         assert plans["decode"][op].provider == "composition"
-        assert plans["decode"][op].passed_over == (("chip", f"its finer op rms_norm is acme ({voice})"),)
+        assert plans["decode"][op].passed_over == (
+            ("chip", f"its finer op rms_norm is acme ({voice})"),
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -137,7 +149,9 @@ def test_a_plugin_runs_on_a_gpu(cuda, backend, voice):
 
 
 def outside_ops(backend):
-    """Ops from outside that no model calls: one that this backend cannot run, and one with a default provider."""
+    """Ops from outside that no model calls: one that this backend cannot run, and one with a
+    default provider.
+    """
     other = "jax" if backend == "torch" else "torch"
 
     @define(native="per framework")
@@ -188,7 +202,9 @@ with LLM("demo", backend="jax", tensor_parallel_size=2, progress=False, **option
 def test_an_op_that_no_model_calls_does_not_stop_two_shards(tmp_path):
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     command = [sys.executable, "-c", ON_TWO_SHARDS]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "3"
 
@@ -209,12 +225,17 @@ def test_an_engine_does_not_start_with_a_provider_that_takes_some_programs_only(
         tokens("torch", op_priority={"silu_and_mul": ("picky",)}, max_num_seqs=16)
     said = str(error.value)
     assert not CALLS
-    assert all(part in said for part in ("'silu_and_mul'", "'picky'", "[", "x=(", "op_priority silu_and_mul=native"))
+    assert all(
+        part in said
+        for part in ("'silu_and_mul'", "'picky'", "[", "x=(", "op_priority silu_and_mul=native")
+    )
 
 
 def test_the_predicate_of_an_engine_on_jax_is_asked_for_every_program():
     provide("silu_and_mul", "picky", "jax", never, supports_args=up_to_eight)
-    with pytest.raises(ConfigError, match=r"'silu_and_mul': 'picky' takes decode\[8\] but refuses decode\[16\]"):
+    with pytest.raises(
+        ConfigError, match=r"'silu_and_mul': 'picky' takes decode\[8\] but refuses decode\[16\]"
+    ):
         tokens("jax", op_priority={"silu_and_mul": ("picky",)}, max_num_seqs=16)
 
 
@@ -257,5 +278,7 @@ def test_two_plugins_cannot_replace_the_same_stage():
     stages.replace_stage(Mlp, first)
     stages.replace_stage(Mlp, first)
     stages.replace_stage(Attention, second)
-    with pytest.raises(ConfigError, match=r"stage of Mlp is replaced by .*\.first and by .*\.second, one"):
+    with pytest.raises(
+        ConfigError, match=r"stage of Mlp is replaced by .*\.first and by .*\.second, one"
+    ):
         stages.replace_stage(Mlp, second)

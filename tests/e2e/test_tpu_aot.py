@@ -1,8 +1,10 @@
-"""Programs compiled by libtpu for slices that nobody has: what fits, what is sent between devices, what is refused.
+"""Programs compiled by libtpu for slices that nobody has: what fits, what is sent between devices,
+what is refused.
 
-Every figure is the compiler's; nothing runs on a TPU. The normal suite compiles a decode and a mixed step of Qwen3-0.6B
-for one chip; `make test-tpu` compiles the 8B shape's ladder of six for v6e, and samples the rest: without samplers, a
-decode program of 16 requests and a mixed one of 512 tokens for each chip, a slice of four hosts, and both shapes.
+Every figure is the compiler's; nothing runs on a TPU. The normal suite compiles a decode and a
+mixed step of Qwen3-0.6B for one chip; `make test-tpu` compiles the 8B shape's ladder of six for
+v6e, and samples the rest: without samplers, a decode program of 16 requests and a mixed one of 512
+tokens for each chip, a slice of four hosts, and both shapes.
 """
 
 import json
@@ -18,7 +20,16 @@ from twinfer.shared.models.shapes import SHAPES
 
 pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 
-SMALL = ["--max-num-seqs", "16", "--max-num-batched-tokens", "512", "--decode-sizes", "16", "--mixed-sizes", "512"]
+SMALL = [
+    "--max-num-seqs",
+    "16",
+    "--max-num-batched-tokens",
+    "512",
+    "--decode-sizes",
+    "16",
+    "--mixed-sizes",
+    "512",
+]
 SMALL += ["--max-model-len", "2048", "--page-size", "128"]
 CHIPS = {"v4:2x2x1": 4, "v5e:2x2": 4, "v5p:2x2x1": 4, "v6e:2x2": 4, "tpu7x:2x2x1": 8, "v5e:4x4": 16}
 
@@ -31,7 +42,9 @@ every = aot.jobs
 aot.jobs = lambda *given: {key: job for key, job in every(*given).items() if job.name.startswith("backbone")}
 sys.exit(main(sys.argv[1:]))
 """
-"""The command without the samplers, which take most of its time and are nearly the same for every chip."""
+"""The command without the samplers, which take most of its time and are nearly the same for
+every chip.
+"""
 
 
 REFUSED = """
@@ -43,7 +56,9 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def aot(*arguments, program=("-m", "twinfer")):
-    """(exit code, report) of `twinfer aot --json`, in a process of its own: libtpu is loaded once and for all."""
+    """(exit code, report) of `twinfer aot --json`, in a process of its own: libtpu is loaded
+    once and for all.
+    """
     command = [sys.executable, *program, "aot", *arguments, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, cwd="/")
     assert done.returncode in (0, 3), done.stderr[-3000:]
@@ -51,7 +66,9 @@ def aot(*arguments, program=("-m", "twinfer")):
 
 
 def check(report, programs=2, whole_embedding=False):
-    layers = {"llama3-8b": 32, "qwen3-0.6b": 28, "phi4-mini": 32, "granite3.3-8b": 40}[report["model"]]
+    layers = {"llama3-8b": 32, "qwen3-0.6b": 28, "phi4-mini": 32, "granite3.3-8b": 40}[
+        report["model"]
+    ]
     backbones = [p for p in report["programs"] if p["name"].startswith("backbone")]
     assert len(backbones) == programs
     for program in backbones:
@@ -88,7 +105,9 @@ def test_a_cache_that_does_not_fit_says_how_much_would():
     assert code == 3
     assert 0 < report["num_pages"] < 100000
     assert report["kv_tokens"] == report["num_pages"] * 128
-    assert any("KV cache for 12800000 tokens (100000 pages)" in row["what"] for row in report["too_large"])
+    assert any(
+        "KV cache for 12800000 tokens (100000 pages)" in row["what"] for row in report["too_large"]
+    )
 
 
 def test_what_is_refused_before_anything_is_compiled(tmp_path):
@@ -97,12 +116,18 @@ def test_what_is_refused_before_anything_is_compiled(tmp_path):
     shared.chmod(0o777)
     file.write_text("")
     expected = {
-        "llama3-8c --topology v6e:1x1": "no such folder: llama3-8c .*; known by name: .*llama3-8b, .*qwen3-0.6b",
+        "llama3-8c --topology v6e:1x1": "no such folder: llama3-8c .*; known by name: "
+        ".*llama3-8b, "
+        ".*qwen3-0.6b",
         "qwen3-0.6b --topology v6e:3x5": "topology: got 'v6e:3x5', libtpu knows no such slice",
         "qwen3-0.6b --topology v6e:2x2 --tp 5": "tensor_parallel_size: got 5, there are 4 devices",
-        "qwen3-0.6b --topology v5e:4x4 --tp 8": "got 8; the 4 hosts of v5e:4x4 have 16 devices, and all take part",
-        f"qwen3-0.6b --topology v6e:1x1 --out {shared}": "out: .*shared must belong .* writable by no other",
-        f"qwen3-0.6b --topology v6e:1x1 --out {file}": "out: cannot make the folder .*file: File exists",
+        "qwen3-0.6b --topology v5e:4x4 --tp 8": "got 8; the 4 hosts of v5e:4x4 have 16 devices, "
+        "and all take part",
+        f"qwen3-0.6b --topology v6e:1x1 --out {shared}": "out: .*shared must belong .* "
+        "writable by "
+        "no other",
+        f"qwen3-0.6b --topology v6e:1x1 --out {file}": "out: cannot make the folder .*file: File "
+        "exists",
     }
     commands = json.dumps([["aot", *arguments.split(), *SMALL] for arguments in expected])
     command = [sys.executable, "-c", REFUSED, commands]
@@ -116,7 +141,18 @@ def test_what_is_refused_before_anything_is_compiled(tmp_path):
 @pytest.mark.slow
 def test_the_step_of_qwen3_for_v6e(tmp_path):
     folder = str(tmp_path / "programs")
-    code, report = aot("qwen3-0.6b", "--topology", "v6e:2x2", "--tp", "2", "--num-pages", "64", "--out", folder, *SMALL)
+    code, report = aot(
+        "qwen3-0.6b",
+        "--topology",
+        "v6e:2x2",
+        "--tp",
+        "2",
+        "--num-pages",
+        "64",
+        "--out",
+        folder,
+        *SMALL,
+    )
     assert code == 0
     check(report)
     assert report["kv_tokens"] == 64 * 128
@@ -128,22 +164,37 @@ def test_the_step_of_qwen3_for_v6e(tmp_path):
 
 @pytest.mark.slow
 def test_the_ladder_of_llama3_8b_for_four_chips():
-    sizes = ["--max-num-seqs", "64", "--max-num-batched-tokens", "512", "--max-model-len", "4096", "--page-size", "128"]
+    sizes = [
+        "--max-num-seqs",
+        "64",
+        "--max-num-batched-tokens",
+        "512",
+        "--max-model-len",
+        "4096",
+        "--page-size",
+        "128",
+    ]
     ladder = ["--decode-sizes", "8,16,64", "--mixed-sizes", "16,128,512"]
-    code, report = aot("llama3-8b", "--topology", "v6e:2x2", "--tp", "4", "--programs", "all", *sizes, *ladder)
+    code, report = aot(
+        "llama3-8b", "--topology", "v6e:2x2", "--tp", "4", "--programs", "all", *sizes, *ladder
+    )
     assert code == 0
     check(report, 6)
     assert len(report["programs"]) == report["ladder"]
     assert report["kv_tokens"] == report["num_pages"] * 128 > 64 * 4096
     # Nothing that was not asked for its size takes more than those that were.
-    assert report["besides"]["temporaries of the largest program"] == max(p["temporaries"] for p in report["programs"])
+    assert report["besides"]["temporaries of the largest program"] == max(
+        p["temporaries"] for p in report["programs"]
+    )
     assert all(p["seconds"] > 0 for p in report["programs"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["phi4-mini", "granite3.3-8b"])
 def test_the_step_of_other_families(shape):
-    """A part of each head rotated, fused tensors; streams that are multiplied, a vocabulary that 4 does not divide."""
+    """A part of each head rotated, fused tensors; streams that are multiplied, a vocabulary that
+    4 does not divide.
+    """
     options = ["--topology", "v6e:2x2", "--tp", "4", "--num-pages", "64", *SMALL]
     code, report = aot(shape, *options, program=("-c", BACKBONES))
     assert code == 0
@@ -162,8 +213,15 @@ def test_the_step_for_every_chip(shape, topology):
 
 @pytest.mark.slow
 def test_layers_that_stand_for_themselves_do_not_copy_a_cache_of_narrow_heads(tmp_path):
-    """Two heads of 64 share the lanes of a row, so the ops see the cache reshaped. It takes what is left here."""
-    config = SHAPES["llama3.2-1b"] | {"num_hidden_layers": 2, "vocab_size": 2048, "bos_token_id": 1, "eos_token_id": 2}
+    """Two heads of 64 share the lanes of a row, so the ops see the cache reshaped. It takes what
+    is left here.
+    """
+    config = SHAPES["llama3.2-1b"] | {
+        "num_hidden_layers": 2,
+        "vocab_size": 2048,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = ["--load-format", "dummy", "--topology", "v6e:1x1", "--no-scan-layers", *SMALL]
     code, report = aot(str(tmp_path), *options, program=("-c", BACKBONES))
@@ -174,12 +232,15 @@ def test_layers_that_stand_for_themselves_do_not_copy_a_cache_of_narrow_heads(tm
 
 @pytest.mark.slow
 def test_a_model_at_its_defaults():
-    """README's line: nothing is refused for want of a page size, and the programs that need most are sized."""
+    """README's line: nothing is refused for want of a page size, and the programs that need most
+    are sized.
+    """
     code, report = aot("qwen3-0.6b", "--topology", "v6e:2x2", "--tp", "2")
     assert code == 0
     assert report["page_size"] == 128
     assert any(
-        change.startswith("page_size: None -> 128 (the page table of 256 requests") for change in report["changes"]
+        change.startswith("page_size: None -> 128 (the page table of 256 requests")
+        for change in report["changes"]
     )
     assert (len(report["programs"]), report["ladder"]) == (5, 83)
     most = max(p["temporaries"] for p in report["programs"])

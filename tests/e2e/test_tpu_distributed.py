@@ -1,4 +1,6 @@
-"""Several hosts: the same command in two processes that `jax.distributed` joins, with two virtual CPU devices each."""
+"""Several hosts: the same command in two processes that `jax.distributed` joins, with two
+virtual CPU devices each.
+"""
 
 import json
 import os
@@ -16,15 +18,19 @@ from twinfer.shared.step import NewPages, StepInput, StepShape
 from twinfer.tpu import hosts
 
 STEP = StepInput(
-    7, Descriptor("mixed", 16, 8, 16), StepShape(4, 8, 32, 100), "processed", np.arange(5, dtype=np.int32),
+    7, Descriptor("mixed", 16, 8, 16), StepShape(4, 8, 32, 100), "processed",
+    np.arange(5, dtype=np.int32),
     np.ones(3, np.int32), np.zeros((0,), np.int32), True,
     new_pages=NewPages(5, *np.arange(12, dtype=np.int32).reshape(3, 4)),
 )  # fmt: skip
 GENERATE = (
-    "generate --model demo --backend jax --device cpu --dtype float32 --max-model-len 32 --max-num-seqs 8 "
-    "--page-size 8 --max-num-batched-tokens 16 --num-pages 16 --decode-sizes 8 --mixed-sizes 16 --max-tokens 6 "
+    "generate --model demo --backend jax --device cpu --dtype float32 --max-model-len 32 "
+    "--max-num-seqs 8 "
+    "--page-size 8 --max-num-batched-tokens 16 --num-pages 16 --decode-sizes 8 --mixed-sizes 16 "
+    "--max-tokens 6 "
     "--seed 3 --logprobs 2 "
-    "--prompt-token-ids 5,6,7 --prompt-token-ids 9,8,7,6,5,4,3,2,1,9,8,7,6,5,4,3,2,1 --prompt-token-ids 1 --json"
+    "--prompt-token-ids 5,6,7 --prompt-token-ids 9,8,7,6,5,4,3,2,1,9,8,7,6,5,4,3,2,1 "
+    "--prompt-token-ids 1 --json"
 ).split()
 
 
@@ -73,9 +79,22 @@ def test_what_starts_device_work_is_done_by_every_host_in_the_same_order():
     for thread in threads:
         thread.join(20)
         assert not thread.is_alive()
-    assert [call[0] for call in mine.calls] == ["measure", "load", "allocate_kv", "warm_up", "execute", "close"]
+    assert [call[0] for call in mine.calls] == [
+        "measure",
+        "load",
+        "allocate_kv",
+        "warm_up",
+        "execute",
+        "close",
+    ]
     for other in others:
-        assert [call[0] for call in other.calls] == ["load", "allocate_kv", "warm_up", "execute", "close"]
+        assert [call[0] for call in other.calls] == [
+            "load",
+            "allocate_kv",
+            "warm_up",
+            "execute",
+            "close",
+        ]
         assert other.calls[1] == ("allocate_kv", 12)
         assert other.calls[2][1] == Table((8,), (16,), 8)
         step = other.calls[3][1]
@@ -85,7 +104,9 @@ def test_what_starts_device_work_is_done_by_every_host_in_the_same_order():
             np.testing.assert_array_equal(getattr(step, name), getattr(STEP, name), strict=True)
         assert step.new_pages.start == 5
         for name in ("rows", "columns", "pages"):
-            np.testing.assert_array_equal(getattr(step.new_pages, name), getattr(STEP.new_pages, name), strict=True)
+            np.testing.assert_array_equal(
+                getattr(step.new_pages, name), getattr(STEP.new_pages, name), strict=True
+            )
 
 
 def test_hosts_that_do_not_come_are_not_waited_for_forever(monkeypatch):

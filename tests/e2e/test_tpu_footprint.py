@@ -1,6 +1,8 @@
-"""How many KV tokens fit: `twinfer aot` and the worker say the same, from what the compiler says of their programs.
+"""How many KV tokens fit: `twinfer aot` and the worker say the same, from what the compiler says of
+their programs.
 
-A slice is played by virtual CPU devices that pretend to have so much memory; in use is what arrays really take there.
+A slice is played by virtual CPU devices that pretend to have so much memory; in use is what arrays
+really take there.
 """
 
 import json
@@ -76,10 +78,16 @@ print(json.dumps(result))
 
 SHAPE = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 16,
-    "num_key_value_heads": 16, "vocab_size": 2048, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 1,
+    "num_key_value_heads": 16, "vocab_size": 2048, "max_position_embeddings": 256,
+    "bos_token_id": 1, "eos_token_id": 1,
     "tie_word_embeddings": False,
 }  # fmt: skip
-SIZES = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "decode_sizes": (6,), "mixed_sizes": (16, 64)}
+SIZES = {
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 64,
+    "decode_sizes": (6,),
+    "mixed_sizes": (16, 64),
+}
 MEMORY = 64 << 20
 
 
@@ -89,7 +97,8 @@ def both(folder, shards, **options):
     flags = f"--xla_force_host_platform_device_count={shards}"
     arguments = [str(folder), str(shards), str(MEMORY), json.dumps(SIZES | options)]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, cwd="/", check=False,
+        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, cwd="/",
+        check=False,
         env=os.environ | {"XLA_FLAGS": flags},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -106,9 +115,17 @@ def test_aot_and_the_worker_agree(tmp_path, shards):
     taken = sum(found["besides"].values()) + (pages + 1) * found["page"][0]
     assert 0 <= int(0.9 * MEMORY) - taken < found["page"][0]
     # The programs that were asked are those that need most, and no guess stands for them.
-    assert found["besides"]["temporaries of the largest program"] == found["temporaries"] != found["guess"]
+    assert (
+        found["besides"]["temporaries of the largest program"]
+        == found["temporaries"]
+        != found["guess"]
+    )
     # Of what is resident all was counted: with the head, which no step reads, though samplers do.
-    assert found["loaded"] <= found["besides"]["weights, rotary and page tables"] <= found["loaded"] + (64 << 10)
+    assert (
+        found["loaded"]
+        <= found["besides"]["weights, rotary and page tables"]
+        <= found["loaded"] + (64 << 10)
+    )
     assert found["in_use"] <= 0.9 * MEMORY
     assert found["names"] == [
         "backbone_decode_6", "backbone_mixed_64", "take_rows_64", "sample_processed_6", "logprobs_6"
@@ -140,15 +157,21 @@ def test_a_program_that_is_too_large_is_an_error_of_the_configuration():
 def settings(platform, **options):
     backend = "jax" if platform == "tpu" else "torch"
     config = EngineConfig(model="x", backend=backend, max_model_len=1024, max_num_seqs=8, **options)
-    return resolve(config, parse_config(SHAPES["qwen3-0.6b"]), DeviceInfo(platform, platform, 1 << 40))[0]
+    return resolve(
+        config, parse_config(SHAPES["qwen3-0.6b"]), DeviceInfo(platform, platform, 1 << 40)
+    )[0]
 
 
 def test_the_cache_takes_what_is_left():
-    """What requests do not use holds prefixes: but not on a CPU, and not where there is no prefix cache."""
+    """What requests do not use holds prefixes: but not on a CPU, and not where there is no
+    prefix cache.
+    """
     page = 1 << 20
     for platform, most in (("tpu", 8 * 8), ("cuda", 8 * 64)):
         assert cache_pages(settings(platform), 5000 * page + 1, page) == 5000
-        assert cache_pages(settings(platform, enable_prefix_caching=False), 5000 * page, page) == most
+        assert (
+            cache_pages(settings(platform, enable_prefix_caching=False), 5000 * page, page) == most
+        )
     assert cache_pages(settings("cpu"), 5000 * page, page) == 8 * 64
     assert cache_pages(settings("cpu"), 100 * page, page) == 100
     assert cache_pages(settings("cuda"), -page, page) == 0
@@ -156,23 +179,30 @@ def test_the_cache_takes_what_is_left():
 
 
 def test_programs_that_were_compiled_before_say_how_many_pages(tmp_path, monkeypatch):
-    """A worker with `aot_folder` compiles nothing to size its cache, and takes the folder's if it fits."""
+    """A worker with `aot_folder` compiles nothing to size its cache, and takes the folder's if
+    it fits.
+    """
     from twinfer.tpu import worker
 
     model = parse_config(SHAPES["qwen3-0.6b"] | SHAPE)
     device = DeviceInfo("cpu", "cpu", 1 << 40)
-    config, _ = resolve(EngineConfig(model="x", backend="jax", aot_folder=str(tmp_path), **SIZES), model, device)
+    config, _ = resolve(
+        EngineConfig(model="x", backend="jax", aot_folder=str(tmp_path), **SIZES), model, device
+    )
     made = worker.JaxWorker(model, config, device, "x")
     made.device = replace(device, platform="tpu")
     monkeypatch.setattr(worker.footprint, "measure", lambda *given: pytest.fail("compiled"))
     page = made.page_bytes()
 
     def pages(number, limit):
-        (tmp_path / "manifest.json").write_text(json.dumps({"key": {"num_pages": number}, "sha256": {}}))
+        (tmp_path / "manifest.json").write_text(
+            json.dumps({"key": {"num_pages": number}, "sha256": {}})
+        )
         monkeypatch.setattr(worker, "memory_of", lambda device: (limit, 10 * page))
         return made.measure() // page
 
     assert pages(70, 1000 * page) == 70
-    assert pages(70, 50 * page) == 45 - 10 - 1  # 0.9 of the memory, without what is in use and the scratch page
+    # 0.9 of the memory, without what is in use and the scratch page
+    assert pages(70, 50 * page) == 45 - 10 - 1
     with pytest.raises(ConfigError, match="num_pages '70', must be an integer"):
         pages("70", 1000 * page)

@@ -20,10 +20,13 @@ def test_the_module_is_the_model_and_an_nnx_module(checkpoints, oracle, prompts)
     graph, state = nnx.split(module)
     leaves = jax.tree.leaves(state)
     assert sum(x.size for x in leaves) == sum(p.numel() for p in reference.parameters())
-    # The tools' own round trip, with every parameter changed on the way: the module computes from its state.
+    # The tools' own round trip, with every parameter changed on the way: the module computes from
+    # its state.
     doubled = nnx.merge(graph, jax.tree.map(lambda x: x * 2, state))
     assert not np.allclose(np.asarray(doubled(jnp.asarray(prompt))), got)
-    np.testing.assert_array_equal(np.asarray(nnx.merge(graph, state)(jnp.asarray(prompt))).argmax(-1), got.argmax(-1))
+    np.testing.assert_array_equal(
+        np.asarray(nnx.merge(graph, state)(jnp.asarray(prompt))).argmax(-1), got.argmax(-1)
+    )
 
 
 def test_a_shape_needs_dummy_weights_and_a_dtype_that_exists():

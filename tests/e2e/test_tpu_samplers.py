@@ -20,23 +20,37 @@ KINDS = [
     {"temperature": 0},
     {"temperature": 1.0, "seed": 3},
     {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 4},
-    {"temperature": 0.9, "repetition_penalty": 1.4, "frequency_penalty": 0.5, "logit_bias": {7: 2.0}, "seed": 5},
+    {
+        "temperature": 0.9,
+        "repetition_penalty": 1.4,
+        "frequency_penalty": 0.5,
+        "logit_bias": {7: 2.0},
+        "seed": 5,
+    },
 ]
 
 
 def answers(llm, count):
-    """Tokens and log-probabilities of requests of all kinds, which end one after the other: the one of row 0 last.
+    """Tokens and log-probabilities of requests of all kinds, which end one after the other: the one
+    of row 0 last.
 
     That one draws: what stands behind the rows of a step is greedy, and must not become its token.
     """
     settings = [
         SamplingParams(
-            **KINDS[(n + 1) % len(KINDS)], max_tokens=19 - 3 * n, ignore_eos=True, logprobs=2, prompt_logprobs=1
+            **KINDS[(n + 1) % len(KINDS)],
+            max_tokens=19 - 3 * n,
+            ignore_eos=True,
+            logprobs=2,
+            prompt_logprobs=1,
         )
         for n in range(count)
     ]
     outputs = [out.outputs[0] for out in llm.generate(PROMPTS[:count], settings, progress=False)]
-    chosen = [[best[t].logprob for t, best in zip(out.token_ids, out.logprobs, strict=True)] for out in outputs]
+    chosen = [
+        [best[t].logprob for t, best in zip(out.token_ids, out.logprobs, strict=True)]
+        for out in outputs
+    ]
     return [out.token_ids for out in outputs], chosen
 
 
@@ -44,7 +58,9 @@ def test_padded_samplers_give_the_tokens_of_the_other_backend(device):
     """Steps of 5 and 3 requests are sampled by programs of 6 and 4 rows."""
     with LLM("demo", backend="torch", device="cpu", progress=False, **LIMITS) as llm:
         want, probabilities = answers(llm, 6)
-    with LLM("demo", backend="jax", device=device, progress=False, decode_sizes=(3, 5, 6), **LIMITS) as llm:
+    with LLM(
+        "demo", backend="jax", device=device, progress=False, decode_sizes=(3, 5, 6), **LIMITS
+    ) as llm:
         worker = llm.engine.worker
         names = {report.name for report in llm.engine.report.programs}
         assert {name for name in names if name.startswith("sample")} == {
@@ -60,8 +76,12 @@ def test_padded_samplers_give_the_tokens_of_the_other_backend(device):
 def test_the_programs_of_a_tpu_at_its_defaults():
     """Counted, not compiled. Each backbone has a sampler that serves it."""
     model = parse_config(SHAPES["qwen3-0.6b"])
-    config, _ = resolve(EngineConfig(model="x", backend="jax"), model, DeviceInfo("tpu", "TPU v6 lite", 31 << 30))
-    cpu, _ = resolve(EngineConfig(model="x", backend="jax"), model, DeviceInfo("cpu", "cpu", 31 << 30))
+    config, _ = resolve(
+        EngineConfig(model="x", backend="jax"), model, DeviceInfo("tpu", "TPU v6 lite", 31 << 30)
+    )
+    cpu, _ = resolve(
+        EngineConfig(model="x", backend="jax"), model, DeviceInfo("cpu", "cpu", 31 << 30)
+    )
     mesh = make_mesh(jax.devices("cpu"), 1)
     tools = ladder.program_model(model, config, make_plans(model, cpu), mesh)
     shapes = ladder.describe(model, config, tools.blocks, 64, mesh)
@@ -75,7 +95,16 @@ def test_the_programs_of_a_tpu_at_its_defaults():
 
 
 def test_sizes_are_powers_of_two_or_all_rows():
-    assert [sampler_size(n, 24) for n in (1, 2, 3, 8, 9, 16, 17, 24)] == [1, 2, 4, 8, 16, 16, 24, 24]
+    assert [sampler_size(n, 24) for n in (1, 2, 3, 8, 9, 16, 17, 24)] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        16,
+        24,
+        24,
+    ]
 
 
 def test_rows_behind_have_no_processors():

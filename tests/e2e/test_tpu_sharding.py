@@ -1,4 +1,6 @@
-"""Tensor parallelism on virtual CPU devices, in a process of its own: XLA's device count is fixed when it starts."""
+"""Tensor parallelism on virtual CPU devices, in a process of its own: XLA's device count is
+fixed when it starts.
+"""
 
 import json
 import os
@@ -71,7 +73,9 @@ def run(folder, sizes, load_format="auto", decode_steps=1):
 
 @pytest.mark.slow
 def test_the_same_tokens_on_1_2_4_and_8_shards(checkpoints):
-    """8 heads in 2 groups: on 4 and 8 shards, groups are split; the cache of a shard never holds more than its own."""
+    """8 heads in 2 groups: on 4 and 8 shards, groups are split; the cache of a shard never holds
+    more than its own.
+    """
     folder, _ = checkpoints("qwen3")
     runs = run(folder, [1, 2, 4, 8])
     assert [r["outputs"] for r in runs] == [runs[0]["outputs"]] * 4
@@ -81,7 +85,9 @@ def test_the_same_tokens_on_1_2_4_and_8_shards(checkpoints):
 
 
 def test_the_same_tokens_on_1_and_4_shards_and_nothing_compiles_after_ready(checkpoints):
-    """4 heads in 2 groups, biases, a vocabulary and an MLP that 4 does not divide (997, 112 does)."""
+    """4 heads in 2 groups, biases, a vocabulary and an MLP that 4 does not divide (997, 112
+    does).
+    """
     folder, _ = checkpoints("llama-biases-head96")
     one, four = run(folder, [1, 4])
     assert one["outputs"] == four["outputs"]
@@ -117,9 +123,22 @@ def test_fused_tensors_and_scaled_streams_on_shards(checkpoints, name):
 def test_parameters_of_any_kind_on_shards():
     """Those of `tests/unit/test_families.py`, which one device cannot run."""
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_families.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/unit/test_families.py",
+    ]
     done = subprocess.run(
-        [*command, "-k", "jax_loads"], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500
+        [*command, "-k", "jax_loads"],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert "6 passed" in done.stdout

@@ -1,6 +1,8 @@
-"""Programs that a start builds and finds: what is asked for, stored executables, and JAX's cache, on a CPU.
+"""Programs that a start builds and finds: what is asked for, stored executables, and JAX's cache,
+on a CPU.
 
-In processes of their own: JAX's cache is for a whole process, and that of the tests of this folder must not be found.
+In processes of their own: JAX's cache is for a whole process, and that of the tests of this folder
+must not be found.
 """
 
 import json
@@ -102,10 +104,21 @@ else:
 
 def run(what, folder):
     """What the script found, in a process that uses JAX's cache only if it is told to."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))}
-    environment |= {"JAX_ENABLE_COMPILATION_CACHE": str(what != "aot").lower(), "XDG_CACHE_HOME": folder}
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))
+    }
+    environment |= {
+        "JAX_ENABLE_COMPILATION_CACHE": str(what != "aot").lower(),
+        "XDG_CACHE_HOME": folder,
+    }
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, what, folder], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", SCRIPT, what, folder],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -159,7 +172,9 @@ def test_the_second_start_finds_every_program_in_the_users_cache(tmp_path):
     assert second["cache_hits"] >= len(second["programs"])
     assert entries(tmp_path) == kept
     (folder,) = (tmp_path / "twinfer" / "jax").iterdir()
-    assert second["lines"] == [f"compilation_cache_dir: None -> {folder} (compiled programs are kept for later starts)"]
+    assert second["lines"] == [
+        f"compilation_cache_dir: None -> {folder} (compiled programs are kept for later starts)"
+    ]
     assert folder.stat().st_mode & 0o777 == 0o700
     off = run("off", str(tmp_path))
     assert off["tokens"] == first["tokens"]
@@ -184,7 +199,9 @@ def engine(demand, **options):
     from twinfer.shared.models.locate import model_folder
 
     demo = model_folder("demo")
-    base = dict(model="demo", backend="jax", device="cpu", dtype="float32", max_model_len=64, page_size=8)
+    base = dict(
+        model="demo", backend="jax", device="cpu", dtype="float32", max_model_len=64, page_size=8
+    )
     return Engine(EngineConfig(**base | options), load_config(demo), demo, demand=demand)
 
 
@@ -206,7 +223,12 @@ def test_an_engine_for_one_greedy_prompt_builds_four_programs_and_refuses_the_re
     assert names == ["backbone_decode_1", "backbone_mixed_16", "update", "sample_greedy_1"]
     tokens = finished(narrow, prompt, greedy)
     assert len(tokens) == 5
-    for field, value in {"temperature": 1.0, "logprobs": 1, "prompt_logprobs": 1, "min_tokens": 1}.items():
+    for field, value in {
+        "temperature": 1.0,
+        "logprobs": 1,
+        "prompt_logprobs": 1,
+        "min_tokens": 1,
+    }.items():
         with pytest.raises(RequestError, match=field):
             narrow.add("b", prompt, SamplingParams(**{"temperature": 0, field: value}))
     # Longer prompts come in chunks, and more requests wait: what was refused left nothing behind.
@@ -223,7 +245,9 @@ def test_a_step_that_samples_nothing_needs_no_sampler_of_its_own():
 
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=3)
     random = engine(Demand.of([(40, params)]), max_num_batched_tokens=16)
-    assert {name for p in random.report.programs if (name := p.name).startswith("sample")} == {"sample_random_1"}
+    assert {name for p in random.report.programs if (name := p.name).startswith("sample")} == {
+        "sample_random_1"
+    }
     assert len(finished(random, list(range(3, 43)), params)) == 3
     random.close()
 
@@ -231,7 +255,9 @@ def test_a_step_that_samples_nothing_needs_no_sampler_of_its_own():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scan", [True, False])
 def test_no_program_on_a_cpu_copies_the_cache(dtype, scan):
-    """The scatter of new keys and values is the only instruction as large as the cache, and it works in place."""
+    """The scatter of new keys and values is the only instruction as large as the cache, and it
+    works in place.
+    """
     from twinfer.shared.config import EngineConfig, resolve
     from twinfer.shared.models.config import load_config
     from twinfer.shared.models.locate import model_folder
@@ -240,9 +266,17 @@ def test_no_program_on_a_cpu_copies_the_cache(dtype, scan):
 
     folder = model_folder("demo")
     model, device = load_config(folder), find_device("cpu")
-    options = {"dtype": dtype, "scan_layers": scan, "num_pages": 1024, "decode_sizes": (8,), "mixed_sizes": (16,)}
+    options = {
+        "dtype": dtype,
+        "scan_layers": scan,
+        "num_pages": 1024,
+        "decode_sizes": (8,),
+        "mixed_sizes": (16,),
+    }
     limits = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 16}
-    config, _ = resolve(EngineConfig(model="demo", backend="jax", **options, **limits), model, device)
+    config, _ = resolve(
+        EngineConfig(model="demo", backend="jax", **options, **limits), model, device
+    )
     worker = JaxWorker(model, config, device, folder)
     worker.load(lambda *progress: None)
     worker.allocate_kv(1024)
@@ -256,7 +290,8 @@ def test_no_program_on_a_cpu_copies_the_cache(dtype, scan):
         large = [
             operation
             for sizes, operation, rest in found
-            if prod(int(size) for size in sizes.split(",")) >= cache.size and "wrapped_scatter" not in rest
+            if prod(int(size) for size in sizes.split(",")) >= cache.size
+            and "wrapped_scatter" not in rest
         ]
         assert large, "the cache was not found"
         assert set(large) <= in_place, (descriptor, set(large) - in_place)

@@ -1,4 +1,6 @@
-"""The road of wrapped ops (`compilation_config={"ops": "wrapped"}`): passes over each layer's graph, the same bits."""
+"""The road of wrapped ops (`compilation_config={"ops": "wrapped"}`): passes over each layer's
+graph, the same bits.
+"""
 
 import dataclasses
 
@@ -7,7 +9,12 @@ import pytest
 
 import twinfer.gpu.passes
 from twinfer.serving.llm import LLM
-from twinfer.shared.compilation_config import CompilationConfig, CUDAGraphMode, check_wrapping, resolve_compilation
+from twinfer.shared.compilation_config import (
+    CompilationConfig,
+    CUDAGraphMode,
+    check_wrapping,
+    resolve_compilation,
+)
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.models import stages
 from twinfer.shared.models.spec import Mlp
@@ -15,8 +22,16 @@ from twinfer.shared.sampling_params import SamplingParams
 
 PROMPTS = ["Once upon a time", "The cat sat on the mat and then", "A"]
 PAGES = 24
-SMALL = dict(backend="torch", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, num_pages=PAGES)
-LAYER = {"fused_add_rms_norm": 2, "linear": 2, "norm_rope_write_kv": 1, "paged_attention": 1, "gated_mlp": 1}
+SMALL = dict(
+    backend="torch", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, num_pages=PAGES
+)
+LAYER = {
+    "fused_add_rms_norm": 2,
+    "linear": 2,
+    "norm_rope_write_kv": 1,
+    "paged_attention": 1,
+    "gated_mlp": 1,
+}
 
 
 @pytest.fixture
@@ -35,11 +50,15 @@ def backends(monkeypatch):
 
 @pytest.fixture
 def spelled_out():
-    """A stage that spells out a sum and a norm, which the passes know as one op, before what the model does."""
+    """A stage that spells out a sum and a norm, which the passes know as one op, before what the
+    model does.
+    """
 
     def stage(ops, spec, weights, x, cache, batch):
         total = ops.add(x, x)
-        return stages.mlp_stage(ops, spec, weights, ops.rms_norm(total, weights["post_norm"], 1e-6), cache, batch)
+        return stages.mlp_stage(
+            ops, spec, weights, ops.rms_norm(total, weights["post_norm"], 1e-6), cache, batch
+        )
 
     stages.replace_stage(Mlp, stage)
     yield
@@ -53,8 +72,12 @@ def run(device, ops, folder, max_num_seqs=2, **config):
     config["ops"] = ops
     options = SMALL | {"max_num_seqs": max_num_seqs, "compilation_config": config}
     with LLM("demo", **options, device=device, progress=False) as llm:
-        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=8), progress=False)
-        outputs += llm.generate(PROMPTS, SamplingParams(temperature=0.8, seed=5, max_tokens=8), progress=False)
+        outputs = llm.generate(
+            PROMPTS, SamplingParams(temperature=0.0, max_tokens=8), progress=False
+        )
+        outputs += llm.generate(
+            PROMPTS, SamplingParams(temperature=0.8, seed=5, max_tokens=8), progress=False
+        )
         worker = llm.engine.worker
         assert worker.compilations_after_ready() == 0
         return [output.outputs[0].token_ids for output in outputs], worker.read_pages(range(PAGES))
@@ -89,21 +112,37 @@ def test_compiled_layers_have_the_same_bits(device, backends, tmp_path):
     layers = [backend for backend in backends if "paged_attention" in backend.before]
     assert layers
     assert all(backend.before == LAYER and not backend.after for backend in layers)
-    assert_equal(got, run(device, "plain", tmp_path / "b", max_num_seqs=1, use_inductor=True, **config))
+    assert_equal(
+        got, run(device, "plain", tmp_path / "b", max_num_seqs=1, use_inductor=True, **config)
+    )
 
 
 @pytest.mark.parametrize(
     ("platform", "options", "message"),
     [
         ("cpu", {}, "ops: got 'wrapped', allowed is none: level 0 compiles nothing"),
-        ("cpu", {"level": 2, "road": "piecewise"}, "ops: got 'wrapped', allowed is plain: the road is piecewise"),
-        ("cuda", {"cudagraph_mode": "PIECEWISE"}, "ops: got 'wrapped', .* cudagraph_mode is PIECEWISE"),
-        ("cuda", {"cudagraph_mode": "FULL_AND_PIECEWISE"}, "ops: got 'wrapped', .* is FULL_AND_PIECEWISE"),
+        (
+            "cpu",
+            {"level": 2, "road": "piecewise"},
+            "ops: got 'wrapped', allowed is plain: the road is piecewise",
+        ),
+        (
+            "cuda",
+            {"cudagraph_mode": "PIECEWISE"},
+            "ops: got 'wrapped', .* cudagraph_mode is PIECEWISE",
+        ),
+        (
+            "cuda",
+            {"cudagraph_mode": "FULL_AND_PIECEWISE"},
+            "ops: got 'wrapped', .* is FULL_AND_PIECEWISE",
+        ),
     ],
 )
 def test_where_it_cannot_run_it_is_refused(platform, options, message):
     with pytest.raises(ConfigError, match=message):
-        resolve_compilation(CompilationConfig.from_options({"ops": "wrapped"} | options), platform, (1, 2), 2)
+        resolve_compilation(
+            CompilationConfig.from_options({"ops": "wrapped"} | options), platform, (1, 2), 2
+        )
 
 
 def test_it_is_refused_where_the_plan_makes_graphs_piecewise():

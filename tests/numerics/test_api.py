@@ -20,11 +20,14 @@ def test_public_names_are_there():
 def test_capture_compare_and_assert(small_model, tmp_path):
     options = {"prompts": PROMPTS, "load_format": "dummy"}
     numerics.capture(small_model, "torch:cpu", out=tmp_path / "a", **options)
-    diff = numerics.compare(tmp_path / "a", numerics.capture(small_model, "torch:cpu:compile_level=0", **options))
+    diff = numerics.compare(
+        tmp_path / "a", numerics.capture(small_model, "torch:cpu:compile_level=0", **options)
+    )
     diff.assert_ok()
     assert diff.first_divergence() is None
     wrong = numerics.compare_targets(
-        small_model, "torch:cpu", "torch:cpu", modes=("P",), plant=["a=softmax-bf16@1", "attention-scale-1e-2@1"],
+        small_model, "torch:cpu", "torch:cpu", modes=("P",),
+        plant=["a=softmax-bf16@1", "attention-scale-1e-2@1"],
         **options,
     )  # fmt: skip
     assert wrong.first_divergence().layer == 1
@@ -33,7 +36,9 @@ def test_capture_compare_and_assert(small_model, tmp_path):
 
 
 def test_prompts_may_be_text(tmp_path):
-    diff = numerics.compare_targets("demo", "torch:cpu", "torch:cpu", modes=("S",), layers=[0], prompts=["def f(x):"])
+    diff = numerics.compare_targets(
+        "demo", "torch:cpu", "torch:cpu", modes=("S",), layers=[0], prompts=["def f(x):"]
+    )
     diff.assert_ok()
 
 
@@ -64,9 +69,13 @@ def test_model(numerics):
 def test_the_fixture(pytester, monkeypatch, small_model):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(TEST.format(model=small_model))
-    result = pytester.runpytest_subprocess("-p", "twinfer.numerics.pytest_plugin", "-p", "no:cacheprovider")
+    result = pytester.runpytest_subprocess(
+        "-p", "twinfer.numerics.pytest_plugin", "-p", "no:cacheprovider"
+    )
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*layer.1.paged_attention*", "*- twinfer numerics -*", "DIFFERENT*"])
+    result.stdout.fnmatch_lines(
+        ["*layer.1.paged_attention*", "*- twinfer numerics -*", "DIFFERENT*"]
+    )
 
 
 def test_an_op_that_cannot_be_judged_does_not_pass():

@@ -1,4 +1,6 @@
-"""`twinfer numerics bisect`: a fault planted anywhere is found: its layer, its op, in as many runs as halving takes."""
+"""`twinfer numerics bisect`: a fault planted anywhere is found: its layer, its op, in as many
+runs as halving takes.
+"""
 
 import json
 import math
@@ -18,9 +20,12 @@ from twinfer.numerics.sides.subject import open_subject, parse_target
 
 LAYERS = 6
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64,
-    "intermediate_size": 160, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 32, "max_position_embeddings": 128, "dtype": "bfloat16", "tie_word_embeddings": True,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 160, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 128, "dtype": "bfloat16",
+    "tie_word_embeddings": True,
 }  # fmt: skip
 TORCH = parse_target("torch:cpu")
 OPS = {  # fault -> the call that it is in
@@ -72,7 +77,9 @@ def places(seed, count):
     + [pytest.param("jax", *place, marks=pytest.mark.slow) for place in places(3, len(OPS))],
 )
 def test_a_fault_is_found_wherever_it_is(subject, backend, name, layer):
-    report = search(subject, parse_target(f"{backend}:cpu"), plant(f"{name}@{layer}", subject.model))
+    report = search(
+        subject, parse_target(f"{backend}:cpu"), plant(f"{name}@{layer}", subject.model)
+    )
     assert report.exit_code == 1
     assert [(c.layer, c.tap) for c in report.culprits] == [(layer, OPS[name])]
     assert report.culprits[0].implementation in ("native", "composition")
@@ -106,7 +113,9 @@ def test_too_little_precision_is_told_from_wrong_mathematics(subject):
 
         return call
 
-    report = search(subject, TORCH, Fault("narrow", ops={"rms_norm": narrow}, layer=2), modes=("S", "P"))
+    report = search(
+        subject, TORCH, Fault("narrow", ops={"rms_norm": narrow}, layer=2), modes=("S", "P")
+    )
     assert report.mode == "P"
     assert report.culprits[0].layer == 2
     assert "rms_norm" in report.culprits[0].tap
@@ -115,21 +124,27 @@ def test_too_little_precision_is_told_from_wrong_mathematics(subject):
 
 @pytest.mark.parametrize("name", ["rope-base", "gate-up-loaded-swapped"])
 def test_what_is_no_op_is_named(subject, name):
-    report = search(subject, TORCH, plant(f"{name}@3" if CATALOGUE[name].weights else name, subject.model))
+    report = search(
+        subject, TORCH, plant(f"{name}@3" if CATALOGUE[name].weights else name, subject.model)
+    )
     text = render(report)
     assert report.exit_code == 1
     assert "layer.3.gate_up" in text if CATALOGUE[name].weights else "cos, sin" in text
     assert len(text.splitlines()) <= LINES
 
 
-@pytest.mark.parametrize(("name", "place"), [("embedding-off-by-one", "embed.embedding"), ("vocab-tail-lost", "head.")])
+@pytest.mark.parametrize(
+    ("name", "place"), [("embedding-off-by-one", "embed.embedding"), ("vocab-tail-lost", "head.")]
+)
 def test_places_outside_of_layers(subject, name, place):
     report = search(subject, TORCH, plant(name, subject.model))
     assert report.culprits[0].name.startswith(place)
 
 
 def test_a_fault_of_several_layers_that_only_the_end_shows(subject, monkeypatch):
-    """With local verdicts shut off, the logits show it; the layers that it takes together are found."""
+    """With local verdicts shut off, the logits show it; the layers that it takes together are
+    found.
+    """
     import twinfer.numerics.questions.bisect as module
 
     monkeypatch.setattr(module, "VERDICTS", ("logits",))
@@ -166,12 +181,15 @@ def test_no_steps_is_no_pass(subject):
         bisect_model(subject, TORCH, [])
 
 
-# --- switches of an engine -------------------------------------------------------------------------------------------
+# --- switches of an engine
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def rotten():
-    """An implementation of rms_norm, and one of linear, that are registered for a test and right or wrong by `bad`."""
+    """An implementation of rms_norm, and one of linear, that are registered for a test and right
+    or wrong by `bad`.
+    """
     from twinfer.ops import REGISTRY, Implementation
     from twinfer.ops.implement import IMPLEMENTATIONS
     from twinfer.ops.namespaces import namespace
@@ -212,7 +230,9 @@ def test_switches_of_a_correct_engine(subject, rotten):
 
 def test_what_is_in_no_switch_is_said(subject):
     fault = plant("attention-scale-1e-2", subject.model)
-    report = bisect_knobs(subject, TORCH, default_prompts(subject, seed=1), modes=("S",), fault=fault)
+    report = bisect_knobs(
+        subject, TORCH, default_prompts(subject, seed=1), modes=("S",), fault=fault
+    )
     assert report.exit_code == 1
     assert "without --over" in render(report)
 

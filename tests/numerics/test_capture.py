@@ -1,4 +1,6 @@
-"""Bundles: what one backend recorded replays on the other, a fault is found where it is, damage is named."""
+"""Bundles: what one backend recorded replays on the other, a fault is found where it is, damage
+is named.
+"""
 
 import json
 import shutil
@@ -20,9 +22,12 @@ from twinfer.shared.errors import ConfigError
 from twinfer.shared.sampling_params import SamplingParams
 
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64,
-    "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 32, "max_position_embeddings": 128, "dtype": "bfloat16", "tie_word_embeddings": True,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 128, "dtype": "bfloat16",
+    "tie_word_embeddings": True,
 }  # fmt: skip
 
 
@@ -40,7 +45,9 @@ def captured(subject, backend, count=2, **options):
 
 @pytest.fixture(scope="module")
 def stored(subject, tmp_path_factory):
-    """A bundle of the torch backend on disk: one step, as JAX takes seconds to compile for another."""
+    """A bundle of the torch backend on disk: one step, as JAX takes seconds to compile for
+    another.
+    """
     folder = tmp_path_factory.mktemp("bundles") / "torch"
     bundles.write(captured(subject, "torch", 1), str(folder))
     return folder
@@ -57,7 +64,11 @@ def test_what_is_read_is_what_was_written(subject, stored, tmp_path):
     assert two.subject == one.subject
     for a, b in zip(one.steps, two.steps, strict=True):
         assert a.taps == b.taps
-        assert (a.step.descriptor, a.step.shape, a.step.sampler) == (b.step.descriptor, b.step.shape, b.step.sampler)
+        assert (a.step.descriptor, a.step.shape, a.step.sampler) == (
+            b.step.descriptor,
+            b.step.shape,
+            b.step.sampler,
+        )
         assert np.array_equal(a.step.batch, b.step.batch)
         assert np.array_equal(a.step.sampling, b.step.sampling)
         assert a.arrays.keys() == b.arrays.keys()
@@ -65,7 +76,9 @@ def test_what_is_read_is_what_was_written(subject, stored, tmp_path):
             assert value.dtype == b.arrays[name].dtype
             assert value.tobytes() == b.arrays[name].tobytes(), name
     bundles.write(two, str(tmp_path / "again"))
-    files = [sorted((p.name, p.read_bytes()) for p in f.glob("s*")) for f in (stored, tmp_path / "again")]
+    files = [
+        sorted((p.name, p.read_bytes()) for p in f.glob("s*")) for f in (stored, tmp_path / "again")
+    ]
     assert files[0] == files[1]
     with pytest.raises(ConfigError, match="there already"):
         bundles.write(two, str(stored))
@@ -79,7 +92,9 @@ def test_a_bundle_replays_on_the_other_backend(subject, stored, tmp_path, record
     diff = replay(bundles.read(str(folder)), [parse_target(f"{other}:cpu")])
     diff.assert_ok()
     scopes = {(f.side.split()[0], f.scope) for f in diff.findings}
-    assert scopes == {(s, k) for s in ("recorded", "a") for k in ("op", "layer", "inherited", "logits")}
+    assert scopes == {
+        (s, k) for s in ("recorded", "a") for k in ("op", "layer", "inherited", "logits")
+    }
     assert {f.layer for f in diff.findings if f.scope == "op"} == {-1, 0, 1}
 
 
@@ -116,7 +131,11 @@ def test_layers_only(subject):
     assert not made.steps[0].taps
     diff = replay(made, [parse_target("torch:cpu")])
     diff.assert_ok()
-    assert {f.scope for f in diff.findings if f.side.startswith("recorded")} == {"layer", "inherited", "logits"}
+    assert {f.scope for f in diff.findings if f.side.startswith("recorded")} == {
+        "layer",
+        "inherited",
+        "logits",
+    }
 
 
 def edit(folder, change):
@@ -136,7 +155,12 @@ def edit_steps(folder, change):
     change(lines[0])
     data = "".join(json.dumps(line) + "\n" for line in lines).encode()
     path.write_bytes(data)
-    edit(folder, lambda m: m["files"].update({path.name: {"bytes": len(data), "sha256": bundles._sha(data)}}))
+    edit(
+        folder,
+        lambda m: m["files"].update(
+            {path.name: {"bytes": len(data), "sha256": bundles._sha(data)}}
+        ),
+    )
 
 
 def truncate(folder):
@@ -152,7 +176,9 @@ def corrupt(folder):
 
 
 def outside(name):
-    return lambda folder: edit(folder, lambda m: m["files"].update({name: {"bytes": 5, "sha256": "0"}}))
+    return lambda folder: edit(
+        folder, lambda m: m["files"].update({name: {"bytes": 5, "sha256": "0"}})
+    )
 
 
 def link(folder):
@@ -190,13 +216,19 @@ DAMAGE = {
     "a link that leads out": (link, "link"),
     "no safetensors": (not_safetensors, "damaged"),
     "no steps": (lambda f: edit_steps(f, lambda s: s.clear()), "descriptor"),
-    "a page outside of the cache": (lambda f: edit_steps(f, lambda s: poke(s, "page_table", 10**6)), "page_table"),
-    "a slot outside of the cache": (lambda f: edit_steps(f, lambda s: poke(s, "slots", 10**8)), "slots"),
-    "a token outside of the vocabulary": (lambda f: edit_steps(f, lambda s: poke(s, "token_ids", 300)), "token_ids"),
+    "a page outside of the cache": (lambda f: edit_steps(f, lambda s: poke(s, "page_table", 10**6)),
+    "page_table"),
+    "a slot outside of the cache": (lambda f: edit_steps(f, lambda s: poke(s, "slots", 10**8)),
+    "slots"),
+    "a token outside of the vocabulary": (lambda f: edit_steps(f,
+    lambda s: poke(s, "token_ids", 300)), "token_ids"),
     "a text for a number": (lambda f: edit_steps(f, lambda s: poke(s, "counts", "1")), "counts"),
-    "a number that is too large": (lambda f: edit_steps(f, lambda s: poke(s, "counts", 2**40)), "counts"),
-    "a step of terabytes": (lambda f: edit_steps(f, lambda s: s.update(descriptor=HUGE)), "numbers"),
-    "an unknown sampler": (lambda f: edit_steps(f, lambda s: s.update(sampler="nobody")), "sampler"),
+    "a number that is too large": (lambda f: edit_steps(f, lambda s: poke(s, "counts", 2**40)),
+    "counts"),
+    "a step of terabytes": (lambda f: edit_steps(f, lambda s: s.update(descriptor=HUGE)),
+    "numbers"),
+    "an unknown sampler": (lambda f: edit_steps(f, lambda s: s.update(sampler="nobody")),
+    "sampler"),
 }  # fmt: skip
 
 
@@ -231,13 +263,15 @@ def test_a_copy_of_the_model_elsewhere_will_do(subject, stored, tmp_path):
         bundles.read(str(stored), model=str(other))
 
 
-# --- live engines ----------------------------------------------------------------------------------------------------
+# --- live engines
+# --------------------------------------------------------------------------------------------------
 
 
 def engine(subject, backend, capture, **options):
     settings = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32} | options
     config = EngineConfig(
-        model=subject.folder, backend=backend, device="cpu", load_format="dummy", capture=capture, **settings
+        model=subject.folder, backend=backend, device="cpu", load_format="dummy", capture=capture,
+        **settings
     )  # fmt: skip
     return Engine(config, subject.model, subject.folder)
 
@@ -255,8 +289,12 @@ def serve(made, count=3):
 @pytest.mark.parametrize(
     ("backend", "other"), [pytest.param("jax", "torch", marks=pytest.mark.slow), ("torch", "jax")]
 )  # fmt: skip
-def test_a_live_engine_keeps_steps_that_replay_on_the_other_backend(subject, tmp_path, backend, other):
-    """The last step of the longest request: decodes, whose tokens the host does not know when it starts them."""
+def test_a_live_engine_keeps_steps_that_replay_on_the_other_backend(
+    subject, tmp_path, backend, other
+):
+    """The last step of the longest request: decodes, whose tokens the host does not know when it
+    starts them.
+    """
     made = engine(subject, backend, f"{tmp_path / 'kept'},step=6", async_scheduling=True)
     serve(made)
     (folder,) = made.worker.kept
@@ -274,7 +312,9 @@ def test_a_live_engine_keeps_steps_that_replay_on_the_other_backend(subject, tmp
 
 
 def test_capturing_changes_no_token(subject, tmp_path):
-    assert serve(engine(subject, "torch", None)) == serve(engine(subject, "torch", f"{tmp_path},nan,request=r1"))
+    assert serve(engine(subject, "torch", None)) == serve(
+        engine(subject, "torch", f"{tmp_path},nan,request=r1")
+    )
 
 
 def test_steps_of_a_request_are_kept_up_to_a_limit(subject, tmp_path):
@@ -298,13 +338,17 @@ def test_a_nan_is_kept(subject, tmp_path, monkeypatch):
 def test_what_another_backend_computes_otherwise_is_kept(subject, tmp_path, monkeypatch):
     made = engine(subject, "torch", f"{tmp_path},mismatch=torch:cpu,every=2,most=1")
     logits = made.worker._worker.logits
-    monkeypatch.setattr(made.worker._worker, "logits", lambda step: logits(step) * (1.1 if step.step_id == 4 else 1))
+    monkeypatch.setattr(
+        made.worker._worker, "logits", lambda step: logits(step) * (1.1 if step.step_id == 4 else 1)
+    )
     serve(made)
     assert [folder.name for folder in made.worker.kept] == ["step-000004-mismatch"]
     assert "logits" in bundles.read(str(made.worker.kept[0])).source["why"]
 
 
-@pytest.mark.parametrize("text", ["", "dir", "dir,step", "dir,step=x", "dir,most=0,nan", "dir,mismatch=cuda", ",nan"])
+@pytest.mark.parametrize(
+    "text", ["", "dir", "dir,step", "dir,step=x", "dir,most=0,nan", "dir,mismatch=cuda", ",nan"]
+)
 def test_policies_are_checked(text):
     with pytest.raises(ConfigError, match=r"capture|target"):
         parse_policy(text)

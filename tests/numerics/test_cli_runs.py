@@ -1,4 +1,6 @@
-"""The commands capture, replay, invariants and bisect from the command line: exit codes, JSON, JUnit."""
+"""The commands capture, replay, invariants and bisect from the command line: exit codes, JSON,
+JUnit.
+"""
 
 import json
 
@@ -20,7 +22,10 @@ def test_capture_and_replay(model, tmp_path, capsys):
     folder, result = tmp_path / "bundle", tmp_path / "result.json"
     assert run("capture", *model, "--on", "torch:cpu", "--steps", 1, "--out", folder) == 0
     assert "twinfer numerics replay" in capsys.readouterr().out
-    assert run("replay", folder, "--on", "torch:cpu", "--json", result, "--junit", tmp_path / "x.xml") == 0
+    assert (
+        run("replay", folder, "--on", "torch:cpu", "--json", result, "--junit", tmp_path / "x.xml")
+        == 0
+    )
     assert json.loads(result.read_text())["environment"]["bundle"]["steps"] == 1
     assert run("replay", folder, "--on", "torch:cpu", "--plant", "rope-sign@1") == 1
     assert "layer.1" in capsys.readouterr().out
@@ -33,21 +38,41 @@ def test_capture_and_replay(model, tmp_path, capsys):
 
 def test_invariants(model, tmp_path, capsys):
     result = tmp_path / "result.json"
-    words = ["invariants", *model, "--on", "torch:cpu", "--mode", "S", "--relation", "repeat", "page-permutation"]
+    words = [
+        "invariants",
+        *model,
+        "--on",
+        "torch:cpu",
+        "--mode",
+        "S",
+        "--relation",
+        "repeat",
+        "page-permutation",
+    ]
     assert run(*words, "--json", result) == 0
-    assert {r["relation"] for r in json.loads(result.read_text())["results"]} == {"repeat", "page-permutation"}
+    assert {r["relation"] for r in json.loads(result.read_text())["results"]} == {
+        "repeat",
+        "page-permutation",
+    }
     assert run(*words, "--break", "page-permutation") == 1
     assert "page-permutation bitwise  BROKEN" in capsys.readouterr().out
-    assert run("invariants", *model, "--on", "torch:cpu", "--mode", "S", "--relation", "graphs") == 3
+    assert (
+        run("invariants", *model, "--on", "torch:cpu", "--mode", "S", "--relation", "graphs") == 3
+    )
     assert run("invariants", *model, "--on", "torch:cpu", "--relation", "nope") == 2
     assert run("invariants", *model, "--on", "torch:cpu", "--mode", "Q") == 2
     assert run("invariants", *model, "--on", "torch:tpu") == 4
 
 
 def test_bisect(model, tmp_path, capsys):
-    result, words = tmp_path / "result.json", ["bisect", *model, "--on", "torch:cpu", "--mode", "S", "--steps", 1]
+    result, words = (
+        tmp_path / "result.json",
+        ["bisect", *model, "--on", "torch:cpu", "--mode", "S", "--steps", 1],
+    )
     assert run(*words) == 0
-    assert run(*words, "--plant", "rope-sign@1", "--json", result, "--junit", tmp_path / "x.xml") == 1
+    assert (
+        run(*words, "--plant", "rope-sign@1", "--json", result, "--junit", tmp_path / "x.xml") == 1
+    )
     record = json.loads(result.read_text())
     assert record["culprits"][0]["name"] == "layer.1.norm_rope_write_kv[q_norm]"
     assert record["runs"] <= record["bound"]
@@ -61,6 +86,11 @@ def test_bisect(model, tmp_path, capsys):
 def test_bisect_takes_the_steps_of_a_bundle(model, tmp_path, capsys):
     folder = tmp_path / "bundle"
     words = ["--on", "torch:cpu", "--steps", 2]
-    assert run("capture", *model, *words, "--dtype", "float32", "--taps", "none", "--out", folder) == 0
-    assert run("bisect", *model, *words, "--bundle", folder, "--mode", "S", "--plant", "kv-row-lost@0") == 1
+    assert (
+        run("capture", *model, *words, "--dtype", "float32", "--taps", "none", "--out", folder) == 0
+    )
+    assert (
+        run("bisect", *model, *words, "--bundle", folder, "--mode", "S", "--plant", "kv-row-lost@0")
+        == 1
+    )
     assert "layer.0.norm_rope_write_kv" in capsys.readouterr().out

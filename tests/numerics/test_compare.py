@@ -20,7 +20,9 @@ PROMPTS = [[*range(3, 30)], [7, 8, 9, 10, 11]]
 
 
 def run(model, **options):
-    return compare_targets(model, TORCH, "torch:cpu", modes=("P",), load_format="dummy", prompts=PROMPTS, **options)
+    return compare_targets(
+        model, TORCH, "torch:cpu", modes=("P",), load_format="dummy", prompts=PROMPTS, **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +78,14 @@ def test_damaged_results_are_refused(clean, tmp_path):
     del record["findings"][0]["metrics"]["sigma"]
     for name, content in (("whole", clean.dumps()), ("damaged", json.dumps(record))):
         (tmp_path / f"{name}.json").write_text(content)
-    assert main(["numerics", "compare", str(tmp_path / "whole.json"), str(tmp_path / "damaged.json")]) == 3
-    assert main(["numerics", "compare", str(tmp_path / "whole.json"), str(tmp_path / "none.json")]) == 3
+    assert (
+        main(["numerics", "compare", str(tmp_path / "whole.json"), str(tmp_path / "damaged.json")])
+        == 3
+    )
+    assert (
+        main(["numerics", "compare", str(tmp_path / "whole.json"), str(tmp_path / "none.json")])
+        == 3
+    )
     assert main(["numerics", "compare", str(tmp_path / "whole.json")]) == 2
 
 
@@ -87,20 +95,30 @@ def test_bundles_are_judged_and_their_ends_compared(small_model, tmp_path):
     assert diff.exit_code == 0
     assert sum(entry.rows for entry in diff.logits) == sum(len(ids) - 1 for ids in PROMPTS)
     assert {f.scope for f in diff.findings} == {"op", "layer", "inherited", "logits"}
-    good.steps[0].arrays["layer.1/paged_attention>0"] = good.steps[0].arrays["layer.1/paged_attention>0"][:, ::-1]
+    good.steps[0].arrays["layer.1/paged_attention>0"] = good.steps[0].arrays[
+        "layer.1/paged_attention>0"
+    ][:, ::-1]
     first = compare(tmp_path / "good", good).first_divergence()
     assert (first.layer, first.tap, first.side[0]) == (1, "paged_attention", "b")
 
 
 def test_bundles_of_other_steps_are_not_compared(small_model):
-    one, other = (capture(small_model, TORCH, prompts=p, taps=(), load_format="dummy") for p in (PROMPTS, PROMPTS[:1]))
+    one, other = (
+        capture(small_model, TORCH, prompts=p, taps=(), load_format="dummy")
+        for p in (PROMPTS, PROMPTS[:1])
+    )
     with pytest.raises(NotComparable, match="other steps"):
         compare(one, other)
 
 
 def test_a_result_says_how_to_ask_again():
-    text = "numerics model --model /a b --a jax:cpu --b torch:cpu --seed 3 --plant a=x@1 --plant y --json F".split(" ")
+    text = "numerics model --model /a b --a jax:cpu --b torch:cpu --seed 3 --plant a=x@1 --plant y --json F".split(
+        " "
+    )
     text[3:5] = ["/a b"]
     arguments = _parser()[0].parse_args(text)
-    wanted = "twinfer numerics model --model '/a b' --a jax:cpu --b torch:cpu --seed 3 --plant a=x@1 --plant y"
+    wanted = (
+        "twinfer numerics model --model '/a b' --a jax:cpu --b torch:cpu --seed 3 --plant "
+        "a=x@1 --plant y"
+    )
     assert command(arguments) == wanted

@@ -1,4 +1,6 @@
-"""Mode X: probes are exact, correct implementations give their bits, and a wrong index or rounding shows."""
+"""Mode X: probes are exact, correct implementations give their bits, and a wrong index or
+rounding shows.
+"""
 
 import numpy as np
 import pytest
@@ -22,7 +24,9 @@ NEEDS_ROUNDING = {("fused_add_rms_norm", "sums that are rounded")}
 
 @pytest.mark.parametrize("op", list(PROBES))
 def test_probes_are_exact(op):
-    """With the inner roundings of the op, without them, and in another order of sums: the same bits."""
+    """With the inner roundings of the op, without them, and in another order of sums: the same
+    bits.
+    """
     compared = 0
     for dtype in TESTING[op].dtypes:
         for case in ci_cases(TESTING[op], dtype):
@@ -35,7 +39,9 @@ def test_probes_are_exact(op):
                     verdict = judge([x.astype(like) for x, like in zip(wide, likes, strict=True)])
                     assert verdict.passed, (case.name, probe.name, verdict)
                 faithful = evaluate(op, probe.arguments, exact=False)
-                verdict = judge([np.asarray(x).astype(like) for x, like in zip(faithful, likes, strict=True)])
+                verdict = judge(
+                    [np.asarray(x).astype(like) for x, like in zip(faithful, likes, strict=True)]
+                )
                 assert verdict.passed, (case.name, probe.name, verdict)
     assert compared
 
@@ -47,7 +53,8 @@ def test_torch_gives_the_bits_of_all_probes():
     assert {r.mode for r in report.results} == {"X"}
 
 
-@pytest.mark.parametrize("op", ["linear", "norm_rope_write_kv", pytest.param("paged_attention", marks=pytest.mark.slow),
+@pytest.mark.parametrize("op", ["linear", "norm_rope_write_kv",
+    pytest.param("paged_attention", marks=pytest.mark.slow),
                                 pytest.param("moe_block", marks=pytest.mark.slow)])  # fmt: skip
 def test_jax_gives_the_bits_of_probes(op):
     report = check_ops([parse_target("jax:cpu")], [op], modes=("X",))
@@ -71,7 +78,9 @@ def compared(tmp_path_factory):
     """A small model on torch, probed without a fault, and its steps."""
     subject = open_model(tmp_path_factory.mktemp("exact"), 1)
     steps = make_steps(subject, default_prompts(subject, 1))
-    comparison = ExactComparison(subject, {"torch": create_runner(subject, parse_target("torch:cpu"))})
+    comparison = ExactComparison(
+        subject, {"torch": create_runner(subject, parse_target("torch:cpu"))}
+    )
     comparison.run(steps).assert_ok()
     return comparison, steps
 
@@ -87,7 +96,8 @@ def planted(compared, fault):
 
 @pytest.mark.parametrize(
     ("name", "tap"),
-    [("mask-shows-next-key", "paged_attention"), ("rounding-dropped", "fused_add_rms_norm[input_norm]#0"),
+    [("mask-shows-next-key", "paged_attention"),
+    ("rounding-dropped", "fused_add_rms_norm[input_norm]#0"),
      ("split-k-rounded", "linear[qkv]"), ("rope-base", "cos")],
 )  # fmt: skip
 def test_a_fault_of_a_model_is_found_where_it_is(compared, name, tap):

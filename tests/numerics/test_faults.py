@@ -5,7 +5,14 @@ import pytest
 
 from twinfer.numerics.faults.catalogue import CATALOGUE, dense_attention
 from twinfer.numerics.faults.making import changed, instead
-from twinfer.numerics.faults.planting import FaultyPlan, describe, faulty, faulty_plans, plant, plant_by_side
+from twinfer.numerics.faults.planting import (
+    FaultyPlan,
+    describe,
+    faulty,
+    faulty_plans,
+    plant,
+    plant_by_side,
+)
 from twinfer.numerics.questions.selftest_model import CONFIG
 from twinfer.numerics.sides.runners import Fault
 from twinfer.ops import Plans, resolve
@@ -17,8 +24,10 @@ from twinfer.shared.models.config import parse_config
 
 load_all()
 MODEL = parse_config(CONFIG)
-PLAIN = parse_config({k: v for k, v in CONFIG.items() if k not in ("attention_bias", "use_sliding_window",
-                                                                  "sliding_window", "layer_types")})  # fmt: skip
+PLAIN = parse_config({k: v for k, v in CONFIG.items() if k not in ("attention_bias",
+    "use_sliding_window",
+                                                                  "sliding_window",
+                                                                  "layer_types")})  # fmt: skip
 
 
 def test_there_are_enough_and_each_is_described():
@@ -35,7 +44,8 @@ def test_a_fault_in_a_layer_is_there_only():
 
 @pytest.mark.parametrize(
     ("text", "model"),
-    [("nope", None), ("norm-eps@x", None), ("norm-eps@-1", None), ("norm-eps@2", MODEL), ("logits-rounded@1", None),
+    [("nope", None), ("norm-eps@x", None), ("norm-eps@-1", None), ("norm-eps@2", MODEL),
+    ("logits-rounded@1", None),
      ("token-off-by-one", MODEL), ("window-missing", PLAIN), ("bias-forgotten", PLAIN)],
 )  # fmt: skip
 def test_names_are_checked(text, model):
@@ -45,7 +55,10 @@ def test_names_are_checked(text, model):
 
 def test_sides_are_checked():
     found = plant_by_side(["a=norm-eps@1", "rope-sign"])
-    assert {side: fault.name for side, fault in found.items()} == {"a": "norm-eps", "b": "rope-sign"}
+    assert {side: fault.name for side, fault in found.items()} == {
+        "a": "norm-eps",
+        "b": "rope-sign",
+    }
     for texts in (["c=norm-eps"], ["norm-eps", "rope-sign"]):
         with pytest.raises(ConfigError, match="plant: "):
             plant_by_side(texts)
@@ -60,7 +73,9 @@ def test_attention_without_its_fault_is_right(framework, dtype):
     for case in ci_cases(TESTING["paged_attention"], dtype):
         if case.arguments["kv"].nbytes > 1 << 20 or case.name.startswith("several"):
             continue
-        outputs = run("paged_attention", framework, None, case.arguments, wrap=lambda f: make(xp, f))
+        outputs = run(
+            "paged_attention", framework, None, case.arguments, wrap=lambda f: make(xp, f)
+        )
         verdict = Judge("paged_attention", case.arguments)(outputs)
         assert verdict.passed, (case.name, verdict)
 

@@ -1,4 +1,6 @@
-"""Bounds that were too tight or too loose once: a correct result passes, and a wrong one still does not."""
+"""Bounds that were too tight or too loose once: a correct result passes, and a wrong one still
+does not.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -20,14 +22,18 @@ def test_attention_is_as_noisy_as_its_reference(framework):
     for case in ci_cases(TESTING["paged_attention"], "bfloat16")[:2]:
         arguments = case.arguments
         got = run("paged_attention", framework, None, arguments)[0]
-        right, noisy = (evaluate("paged_attention", arguments, exact=exact)[0] for exact in (True, False))
+        right, noisy = (
+            evaluate("paged_attention", arguments, exact=exact)[0] for exact in (True, False)
+        )
         m = measure(got, right, noisy)
         errors, noises = errors + m.error_power, noises + m.noise_power
     assert (errors / noises) ** 0.5 == pytest.approx(1.0, abs=0.02)
 
 
 def test_a_row_that_is_scaled_by_almost_one_may_be_rounded_one_way():
-    """x * 1.0015 in bfloat16 is x again for each x: no roundings that are independent, and none that is wrong."""
+    """x * 1.0015 in bfloat16 is x again for each x: no roundings that are independent, and none
+    that is wrong.
+    """
     load_all()
     x = (np.random.default_rng(0).standard_normal((4, 1024)) * 0.9).astype(BF16)
     power = (x.astype(np.float64) ** 2).mean(-1, keepdims=True)

@@ -1,4 +1,6 @@
-"""`twinfer numerics invariants`: every relation holds as declared; one that is broken on purpose is named."""
+"""`twinfer numerics invariants`: every relation holds as declared; one that is broken on purpose
+is named.
+"""
 
 import json
 from dataclasses import replace
@@ -16,9 +18,12 @@ from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.shared.errors import ConfigError
 
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64,
-    "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 32, "max_position_embeddings": 128, "dtype": "bfloat16", "tie_word_embeddings": True,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 128, "dtype": "bfloat16",
+    "tie_word_embeddings": True,
     "use_sliding_window": False,
 }  # fmt: skip
 TORCH, JAX = parse_target("torch:cpu"), parse_target("jax:cpu")
@@ -54,7 +59,9 @@ def test_all_hold_on_torch(subject):
 def test_all_hold_on_jax(subject):
     report = check(subject, JAX, names=[*sorted(HERE), "scan"])
     assert report.exit_code == 0, [r.complaints for r in report.failures] + report.missing
-    assert {(r.relation, r.mode) for r in report.results} == {(n, m) for n in HERE | {"scan"} for m in "SP"}
+    assert {(r.relation, r.mode) for r in report.results} == {
+        (n, m) for n in HERE | {"scan"} for m in "SP"
+    }
 
 
 @pytest.mark.slow
@@ -132,7 +139,9 @@ def test_a_run_that_is_not_what_it_says_is_no_pass(subject):
     assert "preempted" in report.missing[0]
 
 
-@pytest.mark.parametrize(("target", "relation"), [(TORCH, "tensor-parallel"), (TORCH, "graphs"), (TORCH, "scan")])
+@pytest.mark.parametrize(
+    ("target", "relation"), [(TORCH, "tensor-parallel"), (TORCH, "graphs"), (TORCH, "scan")]
+)
 def test_what_does_not_apply_is_missed_only_if_it_was_named(subject, target, relation):
     assert check(subject, target, names=[relation], modes=("S",)).exit_code == 3
     report = check(subject, target, names=["repeat", relation], modes=("S",))
@@ -152,5 +161,9 @@ def test_rows_are_told_by_request_and_position(subject):
     prompts = default_prompts(subject, seed=1)
     rows = bench.logits(Schedule(budget=8), prompts)
     bench.close()
-    assert sorted(rows.keys) == sorted((i, p) for i, prompt in enumerate(prompts) for p in range(len(prompt) - 1))
-    assert all(np.isfinite(value).all() and value.shape == (CONFIG["vocab_size"],) for value in rows.values)
+    assert sorted(rows.keys) == sorted(
+        (i, p) for i, prompt in enumerate(prompts) for p in range(len(prompt) - 1)
+    )
+    assert all(
+        np.isfinite(value).all() and value.shape == (CONFIG["vocab_size"],) for value in rows.values
+    )

@@ -1,4 +1,6 @@
-"""`twinfer numerics logits`: ends against a backend, transformers, and a server of the OpenAI API."""
+"""`twinfer numerics logits`: ends against a backend, transformers, and a server of the OpenAI
+API.
+"""
 
 import json
 import threading
@@ -40,15 +42,39 @@ def test_transformers_computes_the_same(subject):
 
 
 PHI3 = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 96}
-PHI3 |= {"rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 4.0, 9.0]}}
-GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 16}
+PHI3 |= {
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.5, 2.0],
+        "long_factor": [1.0, 4.0, 9.0],
+    }
+}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 16,
+}
 
 
 def subject_of(folder, architecture, fields, **options):
-    config = {"architectures": [architecture], "vocab_size": 200, "hidden_size": 32, "intermediate_size": 48}
+    config = {
+        "architectures": [architecture],
+        "vocab_size": 200,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+    }
     config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config |= {"model_type": architecture.removesuffix("ForCausalLM").lower(), "max_position_embeddings": 128}
-    config |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config |= {
+        "model_type": architecture.removesuffix("ForCausalLM").lower(),
+        "max_position_embeddings": 128,
+    }
+    config |= {
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
     if "text_config" in fields:
         config = {name: config[name] for name in ("architectures", "tie_word_embeddings")}
     (folder / "config.json").write_text(json.dumps(config | fields))
@@ -57,17 +83,36 @@ def subject_of(folder, architecture, fields, **options):
 
 def mistral3():
     """A config of several parts, whose text model transformers finds by a class of its own."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    text = {
+        "vocab_size": 200,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     text |= {"model_type": "mistral", "sliding_window": None}
-    config = {"text_config": text, "vision_config": sizes | {"model_type": "pixtral"}, "image_token_index": 199}
+    config = {
+        "text_config": text,
+        "vision_config": sizes | {"model_type": "pixtral"},
+        "image_token_index": 199,
+    }
     return config | {"model_type": "mistral3"}
 
 
 @pytest.mark.parametrize(
     ("architecture", "fields"),
-    [("Phi3ForCausalLM", PHI3), ("GraniteForCausalLM", GRANITE), ("Mistral3ForConditionalGeneration", mistral3())],
+    [
+        ("Phi3ForCausalLM", PHI3),
+        ("GraniteForCausalLM", GRANITE),
+        ("Mistral3ForConditionalGeneration", mistral3()),
+    ],
 )
 def test_transformers_gets_the_same_weights_under_their_names(tmp_path, architecture, fields):
     """Rows of one tensor are put together again, and what was multiplied when loaded is divided."""
@@ -77,7 +122,9 @@ def test_transformers_gets_the_same_weights_under_their_names(tmp_path, architec
 
 def test_prompts_that_transformers_rotates_otherwise_are_refused(tmp_path):
     where = subject_of(tmp_path, "Phi3ForCausalLM", PHI3, max_model_len=97)
-    with pytest.raises(ConfigError, match="max_model_len: got 97, and a prompt of 5 tokens; allowed is at most 96"):
+    with pytest.raises(
+        ConfigError, match="max_model_len: got 97, and a prompt of 5 tokens; allowed is at most 96"
+    ):
         compare_ends(where, [TORCH, "transformers"], PROMPTS)
 
 
@@ -89,10 +136,18 @@ def test_a_fault_of_ours_shows_against_transformers(subject):
 
 
 class Server(HTTPServer):
-    """Answers as `/v1/completions` does, from logits by prompt. `change` is made to log-probabilities."""
+    """Answers as `/v1/completions` does, from logits by prompt. `change` is made to
+    log-probabilities.
+    """
 
     def __init__(self, logits, change=lambda x: x, ids=True, strict=False):
-        self.logits, self.change, self.ids, self.strict, self.asked = logits, change, ids, strict, []
+        self.logits, self.change, self.ids, self.strict, self.asked = (
+            logits,
+            change,
+            ids,
+            strict,
+            [],
+        )
         super().__init__(("127.0.0.1", 0), Handler)
 
     def __enter__(self):
@@ -128,7 +183,10 @@ class Handler(BaseHTTPRequestHandler):
         server.asked.append(ids)
         prompt = next(i for i, given in enumerate(PROMPTS) if given[: len(ids)].tolist() == ids)
         best = server.change(log_softmax(server.logits[prompt][len(ids) - 1]))
-        names = {f"token_id:{i}" if server.ids else f"text {i}": float(best[i]) for i in np.argsort(-best)[:5]}
+        names = {
+            f"token_id:{i}" if server.ids else f"text {i}": float(best[i])
+            for i in np.argsort(-best)[:5]
+        }
         return self._answer(200, {"choices": [{"logprobs": {"top_logprobs": [names]}}]})
 
 
@@ -137,7 +195,8 @@ def test_a_server_that_computes_the_same(subject, oracle, strict):
     with Server(oracle, strict=strict) as server:
         diff = compare_ends(subject, [TORCH, server.url], PROMPTS, positions=6)
         diff.assert_ok()
-        assert sum(entry.rows for entry in diff.logits) == 10  # 6 places of one prompt, all 4 of the other
+        # 6 places of one prompt, all 4 of the other
+        assert sum(entry.rows for entry in diff.logits) == 10
         assert len(server.asked) == 10
         assert all(entry.top5 == 1.0 and entry.kl_ab < 1e-9 for entry in diff.logits)
 
@@ -145,7 +204,8 @@ def test_a_server_that_computes_the_same(subject, oracle, strict):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda x: log_softmax(1.001 * x), "log-probabilities are off"),  # a temperature that nobody asked for
+        # a temperature that nobody asked for
+        (lambda x: log_softmax(1.001 * x), "log-probabilities are off"),
         (lambda x: np.roll(x, 1), "tokens differ by more"),
     ],
 )
@@ -163,7 +223,16 @@ def test_a_server_whose_tokens_mean_nothing_to_us_is_not_compared(subject, oracl
 
 
 def test_a_server_that_is_not_there(small_model):
-    flags = ["--model", small_model, "--load-format", "dummy", "--a", "torch:cpu", "--b", "http://127.0.0.1:9"]
+    flags = [
+        "--model",
+        small_model,
+        "--load-format",
+        "dummy",
+        "--a",
+        "torch:cpu",
+        "--b",
+        "http://127.0.0.1:9",
+    ]
     assert main(["numerics", "logits", *flags]) == 5
 
 

@@ -18,20 +18,29 @@ from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.shared.errors import ConfigError
 
 QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64,
-    "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 32, "max_position_embeddings": 256, "dtype": "bfloat16", "tie_word_embeddings": True,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 256, "dtype": "bfloat16",
+    "tie_word_embeddings": True,
 }  # fmt: skip
 LLAMA = QWEN3 | {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False, "head_dim": 16,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False,
+    "head_dim": 16,
 }  # fmt: skip
 
 
 GRANITE = LLAMA | {
     "architectures": ["GraniteForCausalLM"], "model_type": "granite", "tie_word_embeddings": True,
-    "embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 13.0,
+    "embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22,
+    "logits_scaling": 13.0,
 }  # fmt: skip
-LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.5, 2, 3], "long_factor": [1.0, 2, 4, 8, 16, 32]}
+LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.5, 2, 3],
+    "long_factor": [1.0, 2, 4, 8, 16, 32],
+}
 PHI3 = LLAMA | {
     "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "partial_rotary_factor": 0.75,
     "rope_scaling": LONGROPE, "original_max_position_embeddings": 64,
@@ -48,7 +57,9 @@ def subject(folder: Any, config: dict[str, Any] = QWEN3, seed: int = 0) -> Any:
 
 
 def compare(where: Any, backend: str, mode: str, fault: Fault | None = None) -> Diff:
-    """All steps; with a fault the first one only, which is a ragged batch of prompts: one program less to compile."""
+    """All steps; with a fault the first one only, which is a ragged batch of prompts: one
+    program less to compile.
+    """
     run = where.with_dtype("float32") if mode == "S" else where
     runner = create_runner(run, parse_target(f"{backend}:cpu"), fault)
     steps = make_steps(run, default_prompts(run, seed=1))[: None if fault is None else 1]
@@ -56,9 +67,15 @@ def compare(where: Any, backend: str, mode: str, fault: Fault | None = None) -> 
 
 
 def jax_slow(values: list[tuple[str, Any]], quick: tuple[str, ...]) -> list[Any]:
-    """(backend, value) for all; compiling for JAX takes seconds, so there only `quick` ones are in every test run."""
+    """(backend, value) for all; compiling for JAX takes seconds, so there only `quick` ones are
+    in every test run.
+    """
     return [
-        pytest.param(backend, value, marks=[pytest.mark.slow] if backend == "jax" and name not in quick else [])
+        pytest.param(
+            backend,
+            value,
+            marks=[pytest.mark.slow] if backend == "jax" and name not in quick else [],
+        )
         for backend in ("jax", "torch")
         for name, value in values
     ]
@@ -88,7 +105,10 @@ def arguments(**change: Callable[[Any], Any]) -> Callable[..., Any]:
     def make(xp: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             return function(
-                *(change[i](xp, x) if i in change else x for i, x in zip(NAMES[len(args)], args, strict=True))
+                *(
+                    change[i](xp, x) if i in change else x
+                    for i, x in zip(NAMES[len(args)], args, strict=True)
+                )
             )
 
         return call
@@ -99,20 +119,41 @@ def arguments(**change: Callable[[Any], Any]) -> Callable[..., Any]:
 NAMES = {
     2: ("x", "factor"),
     3: ("x", "weight", "eps"),
-    10: ("q", "kv", "page_table", "query_start", "kv_lens", "counts", "scale", "window", "soft_cap", "max_query_len"),
+    10: (
+        "q",
+        "kv",
+        "page_table",
+        "query_start",
+        "kv_lens",
+        "counts",
+        "scale",
+        "window",
+        "soft_cap",
+        "max_query_len",
+    ),
 }
 
 
 ATTENTION = "paged_attention"
 FAULTS = {
-    "attention scale off by 0.1 %": ("S", {ATTENTION: arguments(scale=lambda xp, x: x * 1.001)}, ATTENTION),
+    "attention scale off by 0.1 %": (
+        "S",
+        {ATTENTION: arguments(scale=lambda xp, x: x * 1.001)},
+        ATTENTION,
+    ),
     "window of 8": ("P", {ATTENTION: arguments(window=lambda xp, x: 8)}, ATTENTION),
     "eps of 1e-5": ("S", {"rms_norm": arguments(eps=lambda xp, x: 1e-5)}, "rms_norm"),
-    "page table rolled": ("P", {ATTENTION: arguments(page_table=lambda xp, x: xp.roll(x, 1, axis=0))}, ATTENTION),
+    "page table rolled": (
+        "P",
+        {ATTENTION: arguments(page_table=lambda xp, x: xp.roll(x, 1, axis=0))},
+        ATTENTION,
+    ),
 }
 
 
-@pytest.mark.parametrize(("backend", "name"), jax_slow([(n, n) for n in FAULTS], ("page table rolled",)))
+@pytest.mark.parametrize(
+    ("backend", "name"), jax_slow([(n, n) for n in FAULTS], ("page table rolled",))
+)
 def test_a_planted_fault_is_found_in_its_op_and_layer(tmp_path, backend, name):
     mode, ops, op = FAULTS[name]
     diff = compare(subject(tmp_path, SMALL), backend, mode, Fault(name, ops=ops, layer=1))
@@ -146,7 +187,12 @@ def swapped(weights: dict[str, np.ndarray], layer: int) -> dict[str, np.ndarray]
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_swapped_weights_are_named_and_found(tmp_path, backend):
-    diff = compare(subject(tmp_path, SMALL), backend, "P", Fault("gate and up swapped", weights=swapped, layer=1))
+    diff = compare(
+        subject(tmp_path, SMALL),
+        backend,
+        "P",
+        Fault("gate and up swapped", weights=swapped, layer=1),
+    )
     assert [p for p in diff.problems if "weights layer.1.gate_up differ" in p]
     assert diff.first_divergence().name.startswith("layer.1.gated_mlp[gate_up]")
 
@@ -156,7 +202,9 @@ def test_a_rope_table_in_bfloat16_is_found(tmp_path, backend):
     def narrow(*tables: np.ndarray) -> tuple[np.ndarray, ...]:
         return tuple(table.astype(ml_dtypes.bfloat16).astype(np.float32) for table in tables)
 
-    diff = compare(subject(tmp_path, SMALL), backend, "S", Fault("rope in bf16", tables=narrow, layer=0))
+    diff = compare(
+        subject(tmp_path, SMALL), backend, "S", Fault("rope in bf16", tables=narrow, layer=0)
+    )
     assert "norm_rope_write_kv" in diff.first_divergence().tap
     assert diff.first_divergence().layer == 0
 
@@ -178,7 +226,9 @@ def test_nothing_compared_is_not_a_pass():
     assert Diff(("a", "b")).exit_code == 3
 
 
-@pytest.mark.parametrize("text", ["cuda", "torch:disk", "torch:cpu:window=3", "jax:cpu:compile_level=x", "jax:cpu:a"])
+@pytest.mark.parametrize(
+    "text", ["cuda", "torch:disk", "torch:cpu:window=3", "jax:cpu:compile_level=x", "jax:cpu:a"]
+)
 def test_targets_are_checked(text):
     with pytest.raises(ConfigError, match="target"):
         parse_target(text)

@@ -1,4 +1,6 @@
-"""`twinfer numerics ops`: correct implementations pass, a wrong one is named, and what is not compared is no pass."""
+"""`twinfer numerics ops`: correct implementations pass, a wrong one is named, and what is not
+compared is no pass.
+"""
 
 import json
 
@@ -31,7 +33,9 @@ def plant(monkeypatch, change):
 def test_both_frameworks_pass():
     report = check_ops([JAX, TORCH], ["add", "greedy_sample"])
     assert report.exit_code == 0
-    assert {(r.side[0], r.op) for r in report.results} == {(s, o) for s in "ab" for o in ("add", "greedy_sample")}
+    assert {(r.side[0], r.op) for r in report.results} == {
+        (s, o) for s in "ab" for o in ("add", "greedy_sample")
+    }
     assert all(r.compared for r in report.results)
 
 
@@ -42,7 +46,10 @@ def test_all_ops_of_torch_pass_and_the_view_is_short():
 
 
 def test_a_scale_off_by_one_percent_is_named(monkeypatch):
-    plant(monkeypatch, lambda outputs: tuple((x.astype(np.float32) * 1.01).astype(x.dtype) for x in outputs))
+    plant(
+        monkeypatch,
+        lambda outputs: tuple((x.astype(np.float32) * 1.01).astype(x.dtype) for x in outputs),
+    )
     report = check_ops([JAX, TORCH], ["add"])
     assert report.exit_code == 1
     assert {r.side for r in report.failures} == {"b torch:cpu"}
@@ -52,7 +59,10 @@ def test_a_scale_off_by_one_percent_is_named(monkeypatch):
 
 
 def test_a_bit_of_an_exact_op_is_seen(monkeypatch):
-    plant(monkeypatch, lambda outputs: tuple(x + (np.arange(x.size).reshape(x.shape) == 0) for x in outputs))
+    plant(
+        monkeypatch,
+        lambda outputs: tuple(x + (np.arange(x.size).reshape(x.shape) == 0) for x in outputs),
+    )
     plant(monkeypatch, lambda outputs: tuple(x.astype(np.int32) for x in outputs))
     assert check_ops([TORCH], ["greedy_sample"]).exit_code == 1
 
@@ -81,7 +91,9 @@ def test_names_are_checked(target, op):
 
 @pytest.fixture
 def plugin(monkeypatch):
-    """A plug-in that is loaded when it is asked for: an op with cases, and one without that torch alone can run."""
+    """A plug-in that is loaded when it is asked for: an op with cases, and one without that
+    torch alone can run.
+    """
     from twinfer.ops import define, implement
     from twinfer.ops.implement import IMPLEMENTATIONS
     from twinfer.ops.testing import TESTING, Bound, Case, Testing, judged_by

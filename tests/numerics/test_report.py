@@ -17,7 +17,9 @@ PROMPTS = [[*range(3, 30)], [7, 8, 9, 10, 11]]
 
 
 def run(model, **options):
-    return compare_targets(model, TORCH, "torch:cpu", load_format="dummy", prompts=PROMPTS, **options)
+    return compare_targets(
+        model, TORCH, "torch:cpu", load_format="dummy", prompts=PROMPTS, **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +59,25 @@ def test_a_page_says_what_is_wrong_and_loads_nothing(record):
     text = page(record)
     found = Checker(text)
     assert not found.tags & {"script", "img", "link", "iframe"}
-    assert not [v for n, v in found.attributes if n in ("src", "onclick") or (n == "href" and not v.startswith("#"))]
+    assert not [
+        v
+        for n, v in found.attributes
+        if n in ("src", "onclick") or (n == "href" and not v.startswith("#"))
+    ]
     assert "url(" not in text
     assert "@import" not in text
     assert "default-src 'none'" in text
     assert len(text) < 200_000
     words = " ".join(" ".join(found.words).split())
     first = record["first_divergence"]
-    for part in ("✕ Different", "layer.1.paged_attention", first["complaints"][0], "request", "page", "head"):
+    for part in (
+        "✕ Different",
+        "layer.1.paged_attention",
+        first["complaints"][0],
+        "request",
+        "page",
+        "head",
+    ):
         assert part in words, part
     targets = {v[1:] for n, v in found.attributes if n == "href"}
     assert targets <= {v for n, v in found.attributes if n == "id"}
@@ -72,9 +85,13 @@ def test_a_page_says_what_is_wrong_and_loads_nothing(record):
 
 def test_the_layer_with_the_fault_is_marked_and_none_before_it(record):
     text = page(record)
-    rows = re.findall(r'<tr><th class="row"><a href="#([SP])-(\w+)">\w+</a></th>(.*?)</tr>', text, re.DOTALL)
+    rows = re.findall(
+        r'<tr><th class="row"><a href="#([SP])-(\w+)">\w+</a></th>(.*?)</tr>', text, re.DOTALL
+    )
     marked = {(mode, name) for mode, name, cells in rows if 'class="bad"' in cells}
-    assert {("S", "1"), ("P", "1")} <= marked <= {("S", "1"), ("P", "1"), ("S", "end"), ("P", "end")}
+    assert (
+        {("S", "1"), ("P", "1")} <= marked <= {("S", "1"), ("P", "1"), ("S", "end"), ("P", "end")}
+    )
     assert len(rows) == 2 * 2 * 4  # modes, sides, and rows: embed, two layers, end
 
 
@@ -93,10 +110,19 @@ def test_what_stands_in_a_result_is_text_and_no_markup(record):
 
 def test_a_result_of_ops_is_a_page_too():
     result = {
-        "side": "a jax:cpu", "op": "rms_norm", "provider": "native", "dtype": "bfloat16", "mode": "P", "compared": 3,
-        "refused": 0, "error": "inf", "gain": 0.2, "case": "wide", "complaints": ["error inf"], "raised": [],
+        "side": "a jax:cpu", "op": "rms_norm", "provider": "native", "dtype": "bfloat16",
+        "mode": "P", "compared": 3,
+        "refused": 0, "error": "inf", "gain": 0.2, "case": "wide", "complaints": ["error inf"],
+        "raised": [],
     }  # fmt: skip
-    given = {"exit_code": 1, "sides": ["a jax:cpu"], "versions": {}, "results": [result], "compared": 3, "seconds": 1.0}
+    given = {
+        "exit_code": 1,
+        "sides": ["a jax:cpu"],
+        "versions": {},
+        "results": [result],
+        "compared": 3,
+        "seconds": 1.0,
+    }
     found = Checker(page(given))
     assert "rms_norm=native" in found.words
 
@@ -107,10 +133,14 @@ def test_the_command_writes_a_file(record, tmp_path, capsys):
     assert main(["numerics", "report", str(result)]) == 0
     assert (tmp_path / "run.html").read_text().startswith("<!doctype html>")
     assert "run.html" in capsys.readouterr().out
-    assert main(["numerics", "report", str(result), "--out", str(tmp_path / "none" / "a.html")]) == 5
+    assert (
+        main(["numerics", "report", str(result), "--out", str(tmp_path / "none" / "a.html")]) == 5
+    )
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"sides": []}', '{"sides": ["a"], "findings": [{}]}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"sides": []}', '{"sides": ["a"], "findings": [{}]}']
+)
 def test_what_is_no_result_is_refused(tmp_path, content):
     path = tmp_path / "bad.json"
     path.write_text(content)

@@ -1,4 +1,6 @@
-"""`twinfer numerics selftest`: faults are seen where they are, and what is missed or alarms for nothing fails."""
+"""`twinfer numerics selftest`: faults are seen where they are, and what is missed or alarms for
+nothing fails.
+"""
 
 import json
 from pathlib import Path
@@ -25,7 +27,8 @@ def test_a_sample_is_seen_on_torch_and_clean_runs_do_not_alarm():
     assert report.exit_code == 0, render(report)
     seen = {fault.name: "".join(fault.modes("a torch:cpu")) for fault in report.faults}
     assert seen == {
-        "attention-scale-1e-3": "S", "rope-base": "SXP", "split-k-rounded": "XP", "logits-rounded": "SXP",
+        "attention-scale-1e-3": "S", "rope-base": "SXP", "split-k-rounded": "XP",
+        "logits-rounded": "SXP",
         "int8-wrapped": "X", "lengths-stale": "I",
     }  # fmt: skip
     assert report.clean == 4
@@ -36,7 +39,9 @@ def test_a_sample_is_seen_on_torch_and_clean_runs_do_not_alarm():
 
 
 def test_a_sample_is_seen_on_jax():
-    """Of single ops: JAX takes long to compile a model (`test_model.py` has one fault there, the slow test all)."""
+    """Of single ops: JAX takes long to compile a model (`test_model.py` has one fault there, the
+    slow test all).
+    """
     report = selftest([JAX], names=["token-off-by-one", "adapter-off-by-one"], seeds=0)
     assert report.exit_code == 0, render(report)
 
@@ -72,7 +77,9 @@ def test_a_fault_that_is_blamed_on_another_op_fails(monkeypatch):
 
 def test_a_false_alarm_fails(monkeypatch):
     create = room.create_runner
-    monkeypatch.setattr(room, "create_runner", lambda subject, target: create(subject, target, plant("norm-eps@1")))
+    monkeypatch.setattr(
+        room, "create_runner", lambda subject, target: create(subject, target, plant("norm-eps@1"))
+    )
     report = selftest([TORCH], names=["vocab-tail-lost"], modes=("S",), seeds=1)
     assert report.exit_code == 1
     assert any("seed 1" in alarm for alarm in report.alarms)

@@ -12,6 +12,7 @@ def kernels(device):
 
     if not launch.supported() or (device == "cpu") != launch.INTERPRETED:
         pytest.skip("run by test_in_the_interpreter, in a process of its own")
-    # As every worker does, for its process: where a kernel hands over to cuBLAS, that keeps to float32 too.
+    # As every worker does, for its process: where a kernel hands over to cuBLAS, that keeps to
+    # float32 too.
     pin_precision()
     return launch

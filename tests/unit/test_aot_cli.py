@@ -1,4 +1,6 @@
-"""The words of `twinfer aot`: its flags, its progress, its table. What it compiles is in tests/e2e/test_tpu_aot.py."""
+"""The words of `twinfer aot`: its flags, its progress, its table. What it compiles is in
+tests/e2e/test_tpu_aot.py.
+"""
 
 import io
 
@@ -23,7 +25,9 @@ def help_of(command, capsys):
 def test_the_help_has_no_flags_of_the_other_backend(capsys):
     words = help_of("aot", capsys)
     assert not [flag for flag in TORCH_ONLY if flag in words]
-    assert all(flag in words for flag in ("--memory-utilization", "--gpu-memory-utilization", "--programs"))
+    assert all(
+        flag in words for flag in ("--memory-utilization", "--gpu-memory-utilization", "--programs")
+    )
     words = help_of("generate", capsys)
     assert all(flag in words for flag in (*TORCH_ONLY, "--memory-utilization"))
 
@@ -31,7 +35,9 @@ def test_the_help_has_no_flags_of_the_other_backend(capsys):
 @pytest.mark.parametrize("flag", ["--memory-utilization", "--gpu-memory-utilization"])
 def test_the_share_of_memory_is_a_flag_and_is_checked(flag, capsys):
     assert main(["plan", "--model", "demo", "--backend", "torch", flag, "1.5"]) == 2
-    assert "memory_utilization: got 1.5, allowed is a number from 0.05 to 1" in capsys.readouterr().err
+    assert (
+        "memory_utilization: got 1.5, allowed is a number from 0.05 to 1" in capsys.readouterr().err
+    )
 
 
 def test_progress_is_lines_where_there_is_no_terminal(capsys):
@@ -39,13 +45,19 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys):
     print_progress("load", 2, 2)
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.splitlines() == ["programs: 1 of 5 backbone_decode_256 15 s", "load: 2 of 2"]
+    assert captured.err.splitlines() == [
+        "programs: 1 of 5 backbone_decode_256 15 s",
+        "load: 2 of 2",
+    ]
 
 
 def test_the_report_says_what_was_chosen_and_what_was_left_out():
     report = AotReport(
-        "m", "v6e:2x2", 4, 1, 2, "hash", 31 << 30, 1 << 30, 128, 7 << 20, ["page_size: None -> 128 (why [not])"],
-        num_pages=10, kv_tokens=1280, fits=True, ladder=83, besides={"code of all programs": 3 << 20},
+        "m", "v6e:2x2", 4, 1, 2, "hash", 31 << 30, 1 << 30, 128, 7 << 20, ["page_size: None -> "
+                                                                           "128 "
+                                                                           "(why [not])"],
+        num_pages=10, kv_tokens=1280, fits=True, ladder=83,
+        besides={"code of all programs": 3 << 20},
         programs=[ProgramCost("backbone_decode_8", 1.0, 2 << 20, 0, 0, 0, {"all-reduce": 2}, {})],
     )  # fmt: skip
     console = Console(width=160, record=True, file=io.StringIO())

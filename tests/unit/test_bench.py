@@ -1,4 +1,6 @@
-"""The benchmark's arithmetic: what is run, how a figure is made of times, and what a device's limit is held against."""
+"""The benchmark's arithmetic: what is run, how a figure is made of times, and what a device's
+limit is held against.
+"""
 
 import random
 from types import SimpleNamespace
@@ -69,7 +71,9 @@ def test_a_start_that_ends_for_want_of_a_device_says_so():
 
 def test_the_other_figures():
     runner = FakeRunner()
-    assert bench.prefill(runner, Workload(), NO_LIMITS)["tok_s"] == pytest.approx(32 * 1024 / (1 + 32.768))
+    assert bench.prefill(runner, Workload(), NO_LIMITS)["tok_s"] == pytest.approx(
+        32 * 1024 / (1 + 32.768)
+    )
     assert bench.ttft(runner, Workload(), NO_LIMITS)["ms"] == pytest.approx(2024)
     assert runner.calls == 3 * [([1024] * 32, [1] * 32)] + 5 * [([1024], [1])]
     runner.calls.clear()
@@ -113,9 +117,12 @@ def test_what_an_engine_cannot_run_is_refused():
     Workload(only=("ttft",)).check(max_model_len=1025, max_num_seqs=1)
 
 
-@pytest.mark.parametrize(("shape", "weights"), [("llama3-8b", 7_504_924_672), ("qwen3-0.6b", 596_049_920)])
+@pytest.mark.parametrize(
+    ("shape", "weights"), [("llama3-8b", 7_504_924_672), ("qwen3-0.6b", 596_049_920)]
+)
 def test_bytes_of_a_decode_step(shape, weights):
-    # Weights that a step reads, counted by hand from the shapes: all but a separate embedding table.
+    # Weights that a step reads, counted by hand from the shapes: all but a separate embedding
+    # table.
     model = parse_config(SHAPES[shape])
     rows = 0 if model.tie_embeddings else 8 * model.hidden_size
     cache = 8 * 192 * model.num_layers * 2 * 8 * 128
@@ -124,14 +131,22 @@ def test_bytes_of_a_decode_step(shape, weights):
 
 
 def test_a_window_limits_what_is_read_and_computed():
-    raw = dict(SHAPES["llama3-8b"]) | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    raw = dict(SHAPES["llama3-8b"]) | {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+    }
     for name in ("attention_bias", "mlp_bias"):
         raw.pop(name)
     whole, windowed = (parse_config(raw | {"sliding_window": window}) for window in (None, 5))
-    assert decode_bytes(whole, 1, 9, 2, 2) - decode_bytes(windowed, 1, 9, 2, 2) == 2 * 4 * 32 * 2 * 8 * 128
+    assert (
+        decode_bytes(whole, 1, 9, 2, 2) - decode_bytes(windowed, 1, 9, 2, 2)
+        == 2 * 4 * 32 * 2 * 8 * 128
+    )
     pairs = sum(min(position, 4) + 1 for position in range(9))
     less = sum(range(1, 10)) - pairs
-    assert prefill_flops(whole, [9, 3]) - prefill_flops(windowed, [9, 3]) == 4 * 32 * 128 * (less * 31 + 4)
+    assert prefill_flops(whole, [9, 3]) - prefill_flops(windowed, [9, 3]) == 4 * 32 * 128 * (
+        less * 31 + 4
+    )
 
 
 def test_flops_of_a_prompt():

@@ -1,4 +1,6 @@
-"""The table of programs: every step that the limits allow has one, the smallest that is large enough."""
+"""The table of programs: every step that the limits allow has one, the smallest that is large
+enough.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +28,11 @@ def test_every_allowed_step_has_the_smallest_program_that_holds_it(max_requests,
     assert found in set(table)
     assert found.tokens >= requests + extra
     assert found.requests >= requests
-    same_kind = [d for d in table if d.kind == found.kind and d.tokens >= requests + extra and d.requests >= requests]
+    same_kind = [
+        d
+        for d in table
+        if d.kind == found.kind and d.tokens >= requests + extra and d.requests >= requests
+    ]
     assert found.tokens == min(d.tokens for d in same_kind)
     if not extra:
         assert found.kind == "decode"

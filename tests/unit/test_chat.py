@@ -1,4 +1,6 @@
-"""Chat templates: the same prompts as transformers renders, and a template cannot do more than render."""
+"""Chat templates: the same prompts as transformers renders, and a template cannot do more than
+render.
+"""
 
 import json
 from datetime import datetime
@@ -72,7 +74,10 @@ TEMPLATES = {"chatml": CHATML, "llama_2": LLAMA_2, "tools": TOOLS, "generation":
 
 CONVERSATIONS = [
     [{"role": "user", "content": "Hi"}],
-    [{"role": "system", "content": "Be <brief> & 'kind'."}, {"role": "user", "content": "  Hi\n there "}],
+    [
+        {"role": "system", "content": "Be <brief> & 'kind'."},
+        {"role": "user", "content": "  Hi\n there "},
+    ],
     [
         {"role": "user", "content": "One?", "name": "Ann"},
         {"role": "assistant", "content": "1", "reasoning": "counted", "refusal": None},
@@ -84,14 +89,21 @@ CONVERSATIONS = [
             "role": "assistant",
             "content": None,
             "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": "é<", "n": [1, 2.5]}}}
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "f", "arguments": {"x": "é<", "n": [1, 2.5]}},
+                }
             ],
         },
         {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
     ],
     [{"role": "user", "content": str(i)} for i in range(12)],
 ]
-TOOL = {"type": "function", "function": {"name": "f", "description": "<é>", "parameters": {"b": 1, "a": None}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "<é>", "parameters": {"b": 1, "a": None}},
+}
 
 
 def tokenizer(template=None, **templates):
@@ -125,7 +137,9 @@ def test_equals_transformers(tmp_path, name, messages, tools, prompt):
     except Exception as error:
         theirs = error
     if isinstance(theirs, Exception):
-        with pytest.raises(RequestError, match=r"^messages: the chat template refuses them: ") as caught:
+        with pytest.raises(
+            RequestError, match=r"^messages: the chat template refuses them: "
+        ) as caught:
             render_chat(tokenizer(TEMPLATES[name]), messages, **options)
         assert str(theirs).splitlines()[0][:60] in str(caught.value)
     else:
@@ -150,14 +164,24 @@ def test_variables_reach_the_template(tmp_path):
 
 
 def test_the_date_is_today(monkeypatch):
-    assert render_chat(tokenizer("{{ strftime_now('%Y-%m-%d') }}"), CONVERSATIONS[0]) == f"{datetime.now():%Y-%m-%d}"
+    assert (
+        render_chat(tokenizer("{{ strftime_now('%Y-%m-%d') }}"), CONVERSATIONS[0])
+        == f"{datetime.now():%Y-%m-%d}"
+    )
 
 
 def test_text_parts_are_joined():
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     for content in (parts, tuple(parts), ["one", "two"]):
-        assert render_chat(tokenizer("{{ messages[0].content }}"), [{"role": "user", "content": content}]) == "one\ntwo"
-    assert render_chat(tokenizer("{{ messages[0].content }}"), [{"role": "user", "content": []}]) == ""
+        assert (
+            render_chat(
+                tokenizer("{{ messages[0].content }}"), [{"role": "user", "content": content}]
+            )
+            == "one\ntwo"
+        )
+    assert (
+        render_chat(tokenizer("{{ messages[0].content }}"), [{"role": "user", "content": []}]) == ""
+    )
 
 
 def test_which_template():
@@ -196,7 +220,10 @@ def fails(error, words, templates, messages=CONVERSATIONS[0], **options):
         ({}, "messages: got {}"),
         (5, "messages: got 5"),
         ([], "messages: has 0 messages"),
-        ([{"role": "user", "content": ""}] * 5000, "messages: has 5000 messages, allowed is 1 to 4096"),
+        (
+            [{"role": "user", "content": ""}] * 5000,
+            "messages: has 5000 messages, allowed is 1 to 4096",
+        ),
         (["hi"], "messages[0]: got hi"),
         ([None], "messages[0]: got None"),
         ([[]], "messages[0]: got []"),
@@ -210,9 +237,15 @@ def fails(error, words, templates, messages=CONVERSATIONS[0], **options):
         ([{"role": "user", "content": {"text": "x"}}], "messages[0].content: got"),
         ([{"role": "user", "content": b"x"}], "messages[0].content: got b'x'"),
         ([{"role": "user", "content": [5]}], "messages[0].content[0]: got 5"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "messages[0].content[0]: got"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+            "messages[0].content[0]: got",
+        ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]: got"),
-        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0]: got"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": 5}]}],
+            "messages[0].content[0]: got",
+        ),
         ([{"role": "user", "content": "x", "more": object()}], "messages[0]: has <object"),
         ([{"role": "user", "content": "x", "more": {5: 6}}], "messages[0]: has {5: 6}"),
         ([{"role": "user", "content": "x", "more": datetime}], "messages[0]: has <class"),
@@ -229,7 +262,12 @@ def test_nesting_is_limited():
     for _ in range(100_000):
         deep = [deep]
     message = {"role": "user", "content": "x"}
-    fails(RequestError, "messages[0]: is nested more than 32 deep", "x", [message | {"tool_calls": deep}])
+    fails(
+        RequestError,
+        "messages[0]: is nested more than 32 deep",
+        "x",
+        [message | {"tool_calls": deep}],
+    )
     fails(RequestError, "messages[0].content[0]: got", "x", [message | {"content": deep}])
     fails(RequestError, "tools: is nested", "x", tools=[{"x": deep}])
     fails(RequestError, "chat_template_kwargs: is nested", "x", variables={"x": deep})
@@ -243,7 +281,10 @@ def test_malformed_tools(tools):
 UNFINISHED = [
     [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}],
     [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Well,  "}],
-    [{"role": "user", "content": "a list"}, {"role": "assistant", "content": "a list\nof a list\n"}],
+    [
+        {"role": "user", "content": "a list"},
+        {"role": "assistant", "content": "a list\nof a list\n"},
+    ],
     [{"role": "user", "content": "Hi"}],
 ]
 
@@ -264,8 +305,20 @@ def test_the_last_message_is_continued_as_in_transformers(tmp_path, name, messag
 def test_what_cannot_be_continued():
     options = {"add_generation_prompt": False, "continue_final_message": True}
     called = [*CONVERSATIONS[0], {"role": "assistant", "tool_calls": []}]
-    fails(RequestError, "continue_final_message: the last message has no content", "x", called, **options)
-    fails(RequestError, "continue_final_message: the chat template leaves out", "x", CONVERSATIONS[0], **options)
+    fails(
+        RequestError,
+        "continue_final_message: the last message has no content",
+        "x",
+        called,
+        **options,
+    )
+    fails(
+        RequestError,
+        "continue_final_message: the chat template leaves out",
+        "x",
+        CONVERSATIONS[0],
+        **options,
+    )
     both = {"add_generation_prompt": True, "continue_final_message": True}
     fails(RequestError, "continue_final_message: needs add_generation_prompt=False", "x", **both)
 
@@ -274,7 +327,11 @@ def test_what_cannot_be_continued():
     ("option", "value", "words"),
     [
         ("add_generation_prompt", 1, "add_generation_prompt: got 1, allowed are true and false"),
-        ("continue_final_message", None, "continue_final_message: got None, allowed are true and false"),
+        (
+            "continue_final_message",
+            None,
+            "continue_final_message: got None, allowed are true and false",
+        ),
         ("template", b"x", "chat_template: got b'x', must be the text of a template"),
         ("variables", ["x"], "chat_template_kwargs: got ['x'], must map names to values"),
     ],
@@ -285,7 +342,12 @@ def test_malformed_options(option, value, words):
 
 def test_malformed_variables():
     fails(RequestError, "chat_template_kwargs: has", "x", variables={"x": object()})
-    fails(RequestError, "chat_template_kwargs: messages has a parameter", "x", variables={"messages": []})
+    fails(
+        RequestError,
+        "chat_template_kwargs: messages has a parameter",
+        "x",
+        variables={"messages": []},
+    )
 
 
 def test_templates_see_plain_data_only():
@@ -295,7 +357,10 @@ def test_templates_see_plain_data_only():
 
     for value in (Text("x"), {"y": Text("x")}):
         message = {"role": Text("user"), "content": Text("x"), "more": value}
-        template = "{{ messages[0].content.secret }}{{ messages[0].more.secret }}{{ messages[0].role.secret }}"
+        template = (
+            "{{ messages[0].content.secret }}{{ messages[0].more.secret }}{{ "
+            "messages[0].role.secret }}"
+        )
         assert render_chat(tokenizer(template), [message]) == ""
 
 
@@ -308,19 +373,37 @@ def test_messages_are_not_changed():
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 MESSAGE = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "system", "assistant", "tool"]) | JSON, "content": st.text(max_size=8) | JSON},
-    optional={"tool_calls": JSON, "name": JSON, "reasoning": JSON, "thinking": JSON, "tool_call_id": JSON},
+    {
+        "role": st.sampled_from(["user", "system", "assistant", "tool"]) | JSON,
+        "content": st.text(max_size=8) | JSON,
+    },
+    optional={
+        "tool_calls": JSON,
+        "name": JSON,
+        "reasoning": JSON,
+        "thinking": JSON,
+        "tool_call_id": JSON,
+    },
 )
 
 
-@given(st.sampled_from(sorted(TEMPLATES)), JSON | st.lists(MESSAGE, max_size=4), JSON, st.text(max_size=3))
+@given(
+    st.sampled_from(sorted(TEMPLATES)),
+    JSON | st.lists(MESSAGE, max_size=4),
+    JSON,
+    st.text(max_size=3),
+)
 def test_any_messages_give_text_or_one_line(name, messages, tools, variable):
     try:
-        text = render_chat(tokenizer(TEMPLATES[name]), messages, tools=tools, variables={variable: tools})
+        text = render_chat(
+            tokenizer(TEMPLATES[name]), messages, tools=tools, variables={variable: tools}
+        )
     except TwinferError as error:
         text = str(error)
         oneline = "\n" not in text and len(text) < 1000
@@ -400,7 +483,9 @@ def test_output_is_limited():
     loop = "{% for i in range(1000) %}0123456789{% endfor %}"
     assert len(render_chat(tokenizer(loop), CONVERSATIONS[0], max_output=10_000)) == 10_000
     fails(RequestError, "longer than 9999 characters", loop, max_output=9_999)
-    endless = "{% for i in range(99999) %}{% for j in range(99999) %}0123456789{% endfor %}{% endfor %}"
+    endless = (
+        "{% for i in range(99999) %}{% for j in range(99999) %}0123456789{% endfor %}{% endfor %}"
+    )
     fails(RequestError, f"longer than {chat.MAX_OUTPUT} characters", endless)
     big = [{"role": "user", "content": "x" * (chat.MAX_OUTPUT + 1)}]
     fails(RequestError, "longer than", "{{ messages[0].content }}", big)

@@ -1,4 +1,6 @@
-"""Weights on disk: what is read is what was written, and each way a folder can be wrong is one line."""
+"""Weights on disk: what is read is what was written, and each way a folder can be wrong is one
+line.
+"""
 
 import json
 import os
@@ -37,7 +39,9 @@ def write_shards(folder, *shards, weight_map=None):
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for name, tensors in zip(names, shards, strict=True):
         save_file(tensors, folder / name)
-    where = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+    where = {
+        tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors
+    }
     write_index(folder, where if weight_map is None else weight_map)
     return folder
 
@@ -114,10 +118,14 @@ def resident_kib(file):
     with open("/proc/self/smaps") as maps:
         lines = maps.read().splitlines()
     starts = [i for i, line in enumerate(lines) if line.endswith(str(file))]
-    return sum(int(next(line for line in lines[i:] if line.startswith("Rss:")).split()[1]) for i in starts)
+    return sum(
+        int(next(line for line in lines[i:] if line.startswith("Rss:")).split()[1]) for i in starts
+    )
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs Linux to tell what was read")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/smaps"), reason="needs Linux to tell what was read"
+)
 def test_a_slice_reads_only_its_part(tmp_path):
     rows, file = 1 << 13, tmp_path / "model.safetensors"
     write(tmp_path, {"big": np.zeros((rows, 4096), np.uint8)})  # 32 MiB
@@ -130,7 +138,8 @@ def test_a_slice_reads_only_its_part(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("axis", "start", "stop"), [(2, 0, 1), (-1, 0, 1), (0, -1, 2), (0, 3, 2), (0, 0, 5), (1, 0, 7), (1, 7, 7)]
+    ("axis", "start", "stop"),
+    [(2, 0, 1), (-1, 0, 1), (0, -1, 2), (0, 3, 2), (0, 0, 5), (1, 0, 7), (1, 7, 7)],
 )
 def test_slices_outside_are_refused(folder, axis, start, stop):
     with fails("a", "[4, 6]", f"{start}:{stop} on axis {axis}"):
@@ -141,7 +150,12 @@ def test_slices_outside_are_refused(folder, axis, start, stop):
 
 def test_unknown_tensor(folder):
     checkpoint = Checkpoint(folder)
-    for call in (checkpoint.read, checkpoint.shape, checkpoint.dtype, lambda n: checkpoint.read_slice(n, 0, 0, 1)):
+    for call in (
+        checkpoint.read,
+        checkpoint.shape,
+        checkpoint.dtype,
+        lambda n: checkpoint.read_slice(n, 0, 0, 1),
+    ):
         with fails("no tensor", "x.weight", str(folder)):
             call("x.weight")
 
@@ -197,7 +211,14 @@ def test_no_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt", "consolidated.00.pth", "last.ckpt"]
+    "name",
+    [
+        "pytorch_model.bin",
+        "pytorch_model-00001-of-00002.bin",
+        "model.pt",
+        "consolidated.00.pth",
+        "last.ckpt",
+    ],
 )
 def test_pickles_are_refused_unread(tmp_path, name):
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
@@ -267,7 +288,9 @@ def test_a_shard_that_is_missing(tmp_path):
 
 
 def test_a_tensor_that_its_shard_lacks(tmp_path):
-    write_shards(tmp_path, {"a": GRID}, weight_map=dict.fromkeys("az", "model-00001-of-00001.safetensors"))
+    write_shards(
+        tmp_path, {"a": GRID}, weight_map=dict.fromkeys("az", "model-00001-of-00001.safetensors")
+    )
     checkpoint = Checkpoint(tmp_path)
     assert checkpoint.names() == ["a", "z"]
     for call in (lambda: checkpoint.read("z"), lambda: checkpoint.check({"a": (4, 6), "z": (1,)})):
@@ -305,7 +328,17 @@ def test_index_entries_are_plain_names(tmp_path, file):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": null}', "[" * 100_000]
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"weight_map": null}',
+        "[" * 100_000,
+    ],
 )
 def test_malformed_index(tmp_path, content):
     (tmp_path / "model.safetensors.index.json").write_text(content)
@@ -318,7 +351,11 @@ def test_malformed_index(tmp_path, content):
 
 def test_check_accepts_what_fits(tmp_path):
     tensors = {name: TENSORS[name] for name in SHAPES}
-    extra = {"model.rotary_emb.inv_freq": GRID, "model.layers.0.self_attn.rotary_emb.inv_freq": GRID, "extra": GRID}
+    extra = {
+        "model.rotary_emb.inv_freq": GRID,
+        "model.layers.0.self_attn.rotary_emb.inv_freq": GRID,
+        "extra": GRID,
+    }
     checkpoint = Checkpoint(write(tmp_path, tensors | extra))
     rotary = ("model.rotary_emb.inv_freq", "*.self_attn.rotary_emb.*")
     checkpoint.check(SHAPES, (*rotary, "extra"))
@@ -328,9 +365,20 @@ def test_check_accepts_what_fits(tmp_path):
 
 
 def test_a_tensor_that_nothing_reads_is_named_with_the_nearest_that_is(tmp_path):
-    write(tmp_path, {"layers.0.q_proj.weight": GRID, "layers.0.k_proj.weight": GRID, "layers.0.kk_proj.weight": GRID})
-    with fails("1 unexpected: layers.0.kk_proj.weight; the nearest known one is layers.0.k_proj.weight"):
-        Checkpoint(tmp_path).check({"layers.0.q_proj.weight": (4, 6), "layers.0.k_proj.weight": (4, 6)})
+    write(
+        tmp_path,
+        {
+            "layers.0.q_proj.weight": GRID,
+            "layers.0.k_proj.weight": GRID,
+            "layers.0.kk_proj.weight": GRID,
+        },
+    )
+    with fails(
+        "1 unexpected: layers.0.kk_proj.weight; the nearest known one is layers.0.k_proj.weight"
+    ):
+        Checkpoint(tmp_path).check(
+            {"layers.0.q_proj.weight": (4, 6), "layers.0.k_proj.weight": (4, 6)}
+        )
 
 
 def test_check_reports_everything_at_once(tmp_path):
@@ -375,8 +423,16 @@ def test_tensors_of_a_transformers_model(tmp_path):
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    small = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
-    config = Qwen3Config(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, **small)
+    small = {
+        "vocab_size": 60,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
+    config = Qwen3Config(
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, **small
+    )
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config).to(torch.bfloat16)
     for folder, size in ((tmp_path / "one", "1GB"), (tmp_path / "many", "10KB")):
@@ -385,5 +441,7 @@ def test_tensors_of_a_transformers_model(tmp_path):
         for name in checkpoint.names():
             theirs = model.state_dict()[name]
             assert checkpoint.dtype(name) == ml_dtypes.bfloat16
-            np.testing.assert_array_equal(checkpoint.read(name).astype(np.float32), theirs.float().numpy())
+            np.testing.assert_array_equal(
+                checkpoint.read(name).astype(np.float32), theirs.float().numpy()
+            )
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1

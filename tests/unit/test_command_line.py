@@ -1,4 +1,6 @@
-"""The parser: every option has a flag, every flag says its default, and what is mistyped is named."""
+"""The parser: every option has a flag, every flag says its default, and what is mistyped is
+named.
+"""
 
 import argparse
 import dataclasses
@@ -8,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from twinfer.serving.cli import _parser
-from twinfer.serving.flags import ENGINE, SAMPLING, destination, engine_options, read_prompts, sampling_options
+from twinfer.serving.flags import (
+    ENGINE,
+    SAMPLING,
+    destination,
+    engine_options,
+    read_prompts,
+    sampling_options,
+)
 from twinfer.serving.parser import OneLineParser, join_values, nearest, size
 from twinfer.shared.compilation_config import LEVELS, MODE_STEPS, MODES
 from twinfer.shared.config import EngineConfig
@@ -24,7 +33,11 @@ def leaves(parser, name=""):
     if not below:
         return {name: parser}
     choices = [pair for action in below for pair in action.choices.items()]
-    return {full: one for word, p in choices for full, one in leaves(p, f"{name} {word}".strip()).items()}
+    return {
+        full: one
+        for word, p in choices
+        for full, one in leaves(p, f"{name} {word}".strip()).items()
+    }
 
 
 LEAVES = leaves(_parser()[0])
@@ -39,17 +52,24 @@ def test_what_is_not_said_is_left_to_the_defaults():
     arguments, _ = parse("generate", "demo")
     assert sampling_options(arguments) == {}
     assert arguments.backend == EngineConfig(model="demo").backend
-    said, default = EngineConfig(model="demo", **engine_options(arguments)), EngineConfig(model="demo")
+    said, default = (
+        EngineConfig(model="demo", **engine_options(arguments)),
+        EngineConfig(model="demo"),
+    )
     assert said.compilation() == default.compilation()
     assert dataclasses.replace(said, compilation_config=default.compilation_config) == default
 
 
 def test_every_sampling_flag_reaches_its_parameter():
     said = {
-        "n": 2, "max_tokens": 7, "min_tokens": 1, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 4,
-        "presence_penalty": -0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5, "logit_bias": {4: -2.5, 5: 1.0},
-        "allowed_token_ids": [4, 5, 6], "banned_token_ids": [6], "stop": ["a", "-b"], "stop_token_ids": [9],
-        "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False, "logprobs": 2,
+        "n": 2, "max_tokens": 7, "min_tokens": 1, "temperature": 0.5, "top_k": 3, "top_p": 0.9,
+        "min_p": 0.1, "seed": 4,
+        "presence_penalty": -0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5,
+        "logit_bias": {4: -2.5, 5: 1.0},
+        "allowed_token_ids": [4, 5, 6], "banned_token_ids": [6], "stop": ["a", "-b"],
+        "stop_token_ids": [9],
+        "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False,
+        "logprobs": 2,
         "prompt_logprobs": 1,
     }  # fmt: skip
     assert set(said) == set(SAMPLING)
@@ -81,15 +101,21 @@ def test_every_flag_has_help_and_says_its_default(command):
         if takes_value and not required:
             text = formatter._get_help_string(action)
             assert "default" in text, f"{command} {action.option_strings[0]}: {text}"
-        numeric = (action.type in (int, float, size) or action.dest in NUMERIC) and not action.choices
+        numeric = (
+            action.type in (int, float, size) or action.dest in NUMERIC
+        ) and not action.choices
         if takes_value and numeric and action.dest not in NO_RANGE:
             text = action.help.partition("(default")[0]
-            assert re.search(r"\d|from max-", text), f"{command} {action.option_strings[0]} says no range: {text}"
+            assert re.search(r"\d|from max-", text), (
+                f"{command} {action.option_strings[0]} says no range: {text}"
+            )
     assert "None" not in parser.format_help()
 
 
 NUMERIC = {
-    destination(option) for option in [*ENGINE.values(), *SAMPLING.values()] if isinstance(option.kind, Whole | Number)
+    destination(option)
+    for option in [*ENGINE.values(), *SAMPLING.values()]
+    if isinstance(option.kind, Whole | Number)
 }
 NO_RANGE = {"seed", "engine_seed"}
 """Numbers that may be any."""
@@ -152,8 +178,14 @@ def test_the_flags_of_a_nested_command_are_its_own():
 
 
 def test_a_value_may_begin_with_a_minus_sign():
-    arguments, unknown = parse("generate", "demo", "--enable-ops", "-rms_norm", "--prompt", "-x", "-v", "--stop", "-y")
-    assert (arguments.enable_ops, arguments.prompts, arguments.stop) == (("-rms_norm",), [("--prompt", "-x")], ["-y"])
+    arguments, unknown = parse(
+        "generate", "demo", "--enable-ops", "-rms_norm", "--prompt", "-x", "-v", "--stop", "-y"
+    )
+    assert (arguments.enable_ops, arguments.prompts, arguments.stop) == (
+        ("-rms_norm",),
+        [("--prompt", "-x")],
+        ["-y"],
+    )
     assert arguments.verbose
     assert not unknown
     assert join_values(["--prompt", "--json"]) == ["--prompt", "--json"]
@@ -173,7 +205,8 @@ def test_a_value_may_begin_with_a_minus_sign():
 @pytest.mark.parametrize(
     "command",
     [
-        ["generate"], ["numerics", "model"], ["numerics", "logits"], ["numerics", "invariants"], ["numerics", "bisect"],
+        ["generate"], ["numerics", "model"], ["numerics", "logits"], ["numerics", "invariants"],
+        ["numerics", "bisect"],
         ["numerics", "capture", "--out", "x"],
     ],
     ids=" ".join,
@@ -184,7 +217,9 @@ def test_a_model_is_named_in_one_way_everywhere(command, words):
     assert arguments.model == "demo"
 
 
-@pytest.mark.parametrize("command", [["plan"], ["aot", "--topology", "v6e:1x1"], ["bench", "offline"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [["plan"], ["aot", "--topology", "v6e:1x1"], ["bench", "offline"]], ids=" ".join
+)
 def test_also_by_commands_without_a_seed(command):
     for words in (["demo"], ["--model", "demo"], ["--num-pages", "5", "demo"]):
         arguments, unknown = parse(*command, *words)
@@ -203,7 +238,16 @@ def test_no_model_and_two_models():
 def test_prompts_stay_in_the_order_in_which_they_were_typed(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("c\n\nd\x0c\n")
-    words = ["--prompt-token-ids", "1,2", "--prompt", "b", "--prompt-file", str(file), "--prompt", "e"]
+    words = [
+        "--prompt-token-ids",
+        "1,2",
+        "--prompt",
+        "b",
+        "--prompt-file",
+        str(file),
+        "--prompt",
+        "e",
+    ]
     arguments, _ = parse("generate", *words, "--prompt-token-ids", "3")
     assert read_prompts(arguments.prompts) == [[1, 2], "b", "c", "", "d\x0c", "e", [3]]
     again, _ = parse("generate", "--prompt", "x")

@@ -1,4 +1,6 @@
-"""The folder of JAX's compiled programs: whose it is, for which machine, and what is said where it cannot be had."""
+"""The folder of JAX's compiled programs: whose it is, for which machine, and what is said where
+it cannot be had.
+"""
 
 import os
 import tempfile
@@ -15,7 +17,9 @@ from twinfer.tpu.compilation_cache import cpu_features, factors, use_cache
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A function that calls `use_cache`, with JAX as a user finds it; afterwards all is as it was."""
+    """A function that calls `use_cache`, with JAX as a user finds it; afterwards all is as it
+    was.
+    """
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     names += ("jax_persistent_cache_min_entry_size_bytes", "jax_compilation_cache_max_size")
     before = {name: getattr(jax.config, name) for name in names}
@@ -86,7 +90,9 @@ def test_a_folder_that_others_may_write_to_is_not_used(cache, tmp_path):
     assert change.after == "none"
     assert "which others may write to" in change.why
     assert jax.config.jax_compilation_cache_dir is None
-    with pytest.raises(ConfigError, match=f"compilation_cache_dir: got {folder}, which others may write to"):
+    with pytest.raises(
+        ConfigError, match=f"compilation_cache_dir: got {folder}, which others may write to"
+    ):
         cache(str(folder.parent))
     folder.chmod(0o700)
     folder.parent.chmod(0o777)  # others could put another folder in its place
@@ -115,14 +121,18 @@ def test_each_engine_keeps_its_programs_where_it_says(cache, tmp_path):
     kept = []
     for number, asked in enumerate([None, str(tmp_path / "other"), "none"]):
         cache(asked)
-        jax.jit(lambda x, n=number: x * (n + 3.5)).lower(jax.ShapeDtypeStruct((3,), "float32")).compile()
+        jax.jit(lambda x, n=number: x * (n + 3.5)).lower(
+            jax.ShapeDtypeStruct((3,), "float32")
+        ).compile()
         kept.append([len(list(folder.glob("*-cache"))) for folder in folders])
     assert kept == [[1, 0], [1, 1], [1, 1]]
 
 
 def test_the_instructions_of_a_cpu(tmp_path):
     info = tmp_path / "cpuinfo"
-    info.write_text("processor\t: 0\nflags\t\t: sse avx2 fma\nmodel name : a CPU\nflags : fma amx_bf16\n")
+    info.write_text(
+        "processor\t: 0\nflags\t\t: sse avx2 fma\nmodel name : a CPU\nflags : fma amx_bf16\n"
+    )
     assert cpu_features(info) == ["amx_bf16", "avx2", "fma", "sse"]
     assert len(cpu_features(tmp_path / "missing")) == 1
 

@@ -32,7 +32,9 @@ def updates(ids, reason, *, at_once):
     """The tokens in one update, or in one each; `reason` is that of the last."""
     if at_once:
         return [Update("r", tuple(ids), reason)]
-    return [Update("r", (token,), reason if i == len(ids) - 1 else None) for i, token in enumerate(ids)]
+    return [
+        Update("r", (token,), reason if i == len(ids) - 1 else None) for i, token in enumerate(ids)
+    ]
 
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
@@ -55,7 +57,9 @@ def test_what_comes_behind_a_stop_string_is_dropped_and_the_request_must_end(tok
     assert completion.output.token_ids == ids[: len(completion.output.token_ids)] != ids
 
 
-@pytest.mark.parametrize(("reason", "why"), [(FinishReason.ABORT, None), (FinishReason.ERROR, NOT_FINITE)])
+@pytest.mark.parametrize(
+    ("reason", "why"), [(FinishReason.ABORT, None), (FinishReason.ERROR, NOT_FINITE)]
+)
 def test_a_request_that_ends_without_one_more_token_says_why(tokenizer, reason, why):
     ids = tokenizer.encode(TEXT)
     last = [Update("r", tuple(ids)), Update("r", (), reason, num_cached_tokens=16)]

@@ -1,4 +1,6 @@
-"""What an engine takes where the user says nothing: backend and page size by platform, each change with its reason."""
+"""What an engine takes where the user says nothing: backend and page size by platform, each
+change with its reason.
+"""
 
 import subprocess
 import sys
@@ -20,7 +22,9 @@ DEVICES = {
 
 
 def machine(folder, *, chips=(), nvidia=False):
-    """Folders (pci, dev) of a machine with PCI devices of Google's, by device id, and with an NVIDIA driver or not."""
+    """Folders (pci, dev) of a machine with PCI devices of Google's, by device id, and with an
+    NVIDIA driver or not.
+    """
     pci, dev = folder / "pci", folder / "dev"
     dev.mkdir(parents=True)
     for n, chip in enumerate(chips):
@@ -76,12 +80,16 @@ def test_what_cannot_run_is_passed_over_with_the_reason(tmp_path, monkeypatch):
     rooms = {"torch": ["auto", "cpu"], "jax": ["cuda", "cpu"]}
     backend, device, (change,) = found(monkeypatch, tmp_path, rooms, nvidia=True)
     assert (backend, device.platform) == ("jax", "cuda")
-    assert str(change).startswith("backend: auto -> jax (jax runs NVIDIA GPUs too; torch on cuda is not to be had: ")
+    assert str(change).startswith(
+        "backend: auto -> jax (jax runs NVIDIA GPUs too; torch on cuda is not to be had: "
+    )
     assert "torch has no cuda" in change.why
 
 
 def test_nothing_to_run_on_names_all_that_was_tried(tmp_path, monkeypatch):
-    with pytest.raises(BackendUnavailable, match=r"jax on tpu .*; torch on auto .*; jax on cpu .*jax has no cpu"):
+    with pytest.raises(
+        BackendUnavailable, match=r"jax on tpu .*; torch on auto .*; jax on cpu .*jax has no cpu"
+    ):
         found(monkeypatch, tmp_path, {"torch": [], "jax": []}, chips=["0x0063"])
 
 
@@ -97,15 +105,21 @@ def test_only_the_framework_that_runs_is_imported():
         "print({'jax', 'torch'} & set(sys.modules), took < 0.2); "
         "print(backends.find_backend('auto', 'cpu')[0], *{'jax', 'torch'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/"
+    )
     assert done.stdout.splitlines() == ["set() True", "torch torch"]
 
 
-@pytest.mark.parametrize(("platform", "backend"), [("tpu", "jax"), ("cuda", "torch"), ("cpu", "torch")])
+@pytest.mark.parametrize(
+    ("platform", "backend"), [("tpu", "jax"), ("cuda", "torch"), ("cpu", "torch")]
+)
 def test_the_backend_of_a_platform_is_a_change(platform, backend):
     config, changes = resolve(EngineConfig(model="x"), model(4096), DEVICES[platform])
     assert config.backend == backend
-    assert [str(c) for c in changes if c.field == "backend"] == [f"backend: auto -> {backend} (default on {platform})"]
+    assert [str(c) for c in changes if c.field == "backend"] == [
+        f"backend: auto -> {backend} (default on {platform})"
+    ]
 
 
 def model(length):
@@ -121,7 +135,14 @@ def pages(length, platform="tpu", **options):
 
 @pytest.mark.parametrize(
     ("length", "page", "requests"),
-    [(8192, 128, 256), (40960, 128, 256), (65536, 128, 256), (65537, 256, 256), (131072, 256, 256), (1 << 20, 256, 32)],
+    [
+        (8192, 128, 256),
+        (40960, 128, 256),
+        (65536, 128, 256),
+        (65537, 256, 256),
+        (131072, 256, 256),
+        (1 << 20, 256, 32),
+    ],
 )
 def test_pages_on_a_tpu_are_as_large_as_scalar_memory_asks_for(length, page, requests):
     found_page, found_requests, changed = pages(length)
@@ -129,13 +150,20 @@ def test_pages_on_a_tpu_are_as_large_as_scalar_memory_asks_for(length, page, req
     need = requests * -(-length // page) * 4
     assert need <= SCALAR_MEMORY_FOR_TABLES
     assert changed["page_size"].before is None
-    assert f"{requests} * {-(-length // page)} pages * 4 B = {need} B of 524288 B" in changed["page_size"].why
+    assert (
+        f"{requests} * {-(-length // page)} pages * 4 B = {need} B of 524288 B"
+        in changed["page_size"].why
+    )
     last = changed["max_num_seqs"]
     assert (last.before, last.after) == ((256, requests) if requests < 256 else (None, 256))
 
 
 def test_what_the_user_asks_for_is_not_lowered():
-    with pytest.raises(ConfigError, match=r"max_num_seqs: got 64, allowed is at most 32: .*32 \* 4096 pages \* 4 B"):
+    with pytest.raises(
+        ConfigError,
+        match=r"max_num_seqs: got 64, allowed is at most 32: .*32 \* 4096 pages "
+        r"\* 4 B",
+    ):
         pages(1 << 20, max_num_seqs=64)
     assert pages(1 << 20, max_num_seqs=32)[:2] == (256, 32)
     # An explicit page size that does not fit is refused by the plan, with the same arithmetic.

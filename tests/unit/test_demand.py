@@ -1,4 +1,6 @@
-"""What is known of the requests before an engine starts: what it changes, and what is refused afterwards."""
+"""What is known of the requests before an engine starts: what it changes, and what is refused
+afterwards.
+"""
 
 import pytest
 
@@ -114,6 +116,11 @@ def test_a_sampler_stands_in_for_lesser_ones():
     for sampler in SAMPLERS:
         assert ANYTHING.sampler_for(sampler) == sampler
     filtered = Demand(samplers=("filtered",))
-    assert [filtered.sampler_for(sampler) for sampler in SAMPLERS] == ["filtered", "filtered", "filtered", None]
+    assert [filtered.sampler_for(sampler) for sampler in SAMPLERS] == [
+        "filtered",
+        "filtered",
+        "filtered",
+        None,
+    ]
     # The processed one reads what steps of other requests do not have.
     assert Demand(samplers=("processed",)).sampler_for("greedy") is None

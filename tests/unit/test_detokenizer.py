@@ -1,4 +1,6 @@
-"""Text as it streams: the same as decoding at once, never a broken character, and stop strings wherever they fall."""
+"""Text as it streams: the same as decoding at once, never a broken character, and stop strings
+wherever they fall.
+"""
 
 import random
 import re
@@ -39,8 +41,12 @@ def byte_level():
 TOKENIZERS = {
     "byte_level": byte_level(),
     "llama": build([*BYTES, *WORDS], decoders.Sequence([*LLAMA, decoders.Strip(" ", 1, 0)])),
-    "llama_strip_2": build([*BYTES, *WORDS], decoders.Sequence([*LLAMA, decoders.Strip(" ", 2, 0)])),
-    "llama_strip_3": build([*BYTES, *WORDS], decoders.Sequence([*LLAMA, decoders.Strip(" ", 3, 0)])),
+    "llama_strip_2": build(
+        [*BYTES, *WORDS], decoders.Sequence([*LLAMA, decoders.Strip(" ", 2, 0)])
+    ),
+    "llama_strip_3": build(
+        [*BYTES, *WORDS], decoders.Sequence([*LLAMA, decoders.Strip(" ", 3, 0)])
+    ),
     "gemma": build([*BYTES, *WORDS], decoders.Sequence(LLAMA)),
     "metaspace": build(WORDS, decoders.Metaspace()),
     "metaspace_never": build(WORDS, decoders.Metaspace(prepend_scheme="never")),
@@ -67,7 +73,9 @@ def settled(tokenizer, prompt, skip):
 
 
 def runs(tokenizer, token_ids, skip):
-    """Runs of byte tokens, as the library's decoder sees them: skipped and unknown tokens do not end one."""
+    """Runs of byte tokens, as the library's decoder sees them: skipped and unknown tokens do not
+    end one.
+    """
     run = b""
     for token_id in token_ids:
         text = tokenizer.token_text(token_id)
@@ -104,13 +112,20 @@ def nothing_complete_before_a_wrong_byte(run):
 def test_equals_decoding_at_once(name, data, skip, size):
     tokenizer = TOKENIZERS[name]
     prompt, output = data.draw(ids(tokenizer, 6)), data.draw(ids(tokenizer))
-    assume(all(nothing_complete_before_a_wrong_byte(run) for run in runs(tokenizer, prompt + output, skip)))
+    assume(
+        all(
+            nothing_complete_before_a_wrong_byte(run)
+            for run in runs(tokenizer, prompt + output, skip)
+        )
+    )
     whole = tokenizer.decode(prompt + output, skip)
     text = stream(Detokenizer(tokenizer, prompt, skip), output, size)
     assert settled(tokenizer, prompt, skip) + text == whole
 
 
-BYTE_IDS = st.sampled_from([0x0A, 0x41, 0x80, 0xA9, 0xC3, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0xED, 0xA0, 0xFF, 0xC0])
+BYTE_IDS = st.sampled_from(
+    [0x0A, 0x41, 0x80, 0xA9, 0xC3, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0xED, 0xA0, 0xFF, 0xC0]
+)
 
 
 @given(st.lists(BYTE_IDS, max_size=6), st.lists(BYTE_IDS, max_size=10))
@@ -125,14 +140,20 @@ def test_bytes_of_a_byte_level_tokenizer(prompt, output):
 
 @given(st.lists(BYTE_IDS | st.integers(256, 269), max_size=16), st.integers(0, 16))
 def test_runs_of_wrong_bytes_keep_what_was_emitted(token_ids, cut):
-    """The exception that the docstring states: complete characters before the first wrong byte of a run stay."""
+    """The exception that the docstring states: complete characters before the first wrong byte
+    of a run stay.
+    """
     tokenizer = TOKENIZERS["gemma"]
     expected = ""
     for is_byte, group in groupby(token_ids, key=lambda token_id: token_id < 256):
         run = list(group)
         expected += _lenient(bytes(run)) if is_byte else tokenizer.decode(run, False)
     detokenizer = Detokenizer(tokenizer, (), False)
-    text = detokenizer.append(token_ids[:cut]) + detokenizer.append(token_ids[cut:]) + detokenizer.finish()
+    text = (
+        detokenizer.append(token_ids[:cut])
+        + detokenizer.append(token_ids[cut:])
+        + detokenizer.finish()
+    )
     assert text == expected
 
 
@@ -150,7 +171,13 @@ def test_text_does_not_depend_on_how_tokens_arrive(name, data):
     results = []
     for size in (1, 3, 100):
         detokenizer = Detokenizer(tokenizer, prompt, stop=stop)
-        results.append((stream_until_stop(detokenizer, output, size), detokenizer.stopped, detokenizer.num_tokens))
+        results.append(
+            (
+                stream_until_stop(detokenizer, output, size),
+                detokenizer.stopped,
+                detokenizer.num_tokens,
+            )
+        )
     assert results[0] == results[1] == results[2]
 
 
@@ -187,7 +214,15 @@ def test_no_broken_character_is_emitted_early():
 def test_byte_tokens_of_llama():
     tokenizer = TOKENIZERS["llama"]
     detokenizer = Detokenizer(tokenizer)
-    assert [detokenizer.append([byte]) for byte in "é\n😀".encode()] == ["", "é", "\n", "", "", "", "😀"]
+    assert [detokenizer.append([byte]) for byte in "é\n😀".encode()] == [
+        "",
+        "é",
+        "\n",
+        "",
+        "",
+        "",
+        "😀",
+    ]
     assert detokenizer.append([0xF0, 0x9F]) == ""
     assert detokenizer.append([tokenizer.token_id("▁a")]) == "\ufffd\ufffd a"
     assert detokenizer.append([0xE2, 0x82]) == ""
@@ -197,7 +232,10 @@ def test_byte_tokens_of_llama():
 def test_a_character_that_the_prompt_begins():
     for name, count in (("byte_level", 1), ("llama", 2)):
         tokenizer = TOKENIZERS[name]
-        euro = [next(i for i in range(256) if tokenizer.piece(i) == bytes([byte])) for byte in "€".encode()]
+        euro = [
+            next(i for i in range(256) if tokenizer.piece(i) == bytes([byte]))
+            for byte in "€".encode()
+        ]
         before = [tokenizer.vocab_size - 4] * 3 + euro[:2]
         assert Detokenizer(tokenizer, before).append(euro[2:]) == "€"
         assert Detokenizer(tokenizer, before).finish() == "\ufffd" * count
@@ -256,7 +294,9 @@ def test_long_runs_of_incomplete_bytes_take_linear_time(name):
 
 
 def calls(detokenizer, token):
-    """Functions that one `append` calls, those in C included: what it costs, whatever else the machine does."""
+    """Functions that one `append` calls, those in C included: what it costs, whatever else the
+    machine does.
+    """
     count = 0
 
     def see(frame, event, argument):
@@ -310,7 +350,11 @@ def test_nothing_of_a_stop_string_is_emitted_and_nothing_else_is_held(tokens, st
         if detokenizer.stopped is not None:
             break
         seen += token
-        held = max(n for n in range(len(seen) + 1) if any(s.startswith(seen[len(seen) - n :]) for s in stop))
+        held = max(
+            n
+            for n in range(len(seen) + 1)
+            if any(s.startswith(seen[len(seen) - n :]) for s in stop)
+        )
         assert emitted == seen[: len(seen) - held]
 
 

@@ -14,13 +14,20 @@ GB = 1 << 30
 
 @pytest.mark.parametrize(
     ("text", "parts"),
-    [("auto", ("auto", None)), ("cpu", ("cpu", None)), ("cuda:1", ("cuda", 1)), ("tpu:0", ("tpu", 0))],
+    [
+        ("auto", ("auto", None)),
+        ("cpu", ("cpu", None)),
+        ("cuda:1", ("cuda", 1)),
+        ("tpu:0", ("tpu", 0)),
+    ],
 )
 def test_a_device_is_a_kind_and_a_number(text, parts):
     assert parse_device(text) == parts
 
 
-@pytest.mark.parametrize("text", ["auto:1", "cuda:", "cuda:x", "cuda:-1", "cuda:1:2", "cuda:99999", "gpu", "", 1, None])
+@pytest.mark.parametrize(
+    "text", ["auto:1", "cuda:", "cuda:x", "cuda:-1", "cuda:1:2", "cuda:99999", "gpu", "", 1, None]
+)
 def test_other_devices_are_refused(text):
     with pytest.raises(ConfigError, match=r"^device: got "):
         EngineConfig(model="demo", device=text)
@@ -28,7 +35,9 @@ def test_other_devices_are_refused(text):
 
 def test_a_number_is_one_device():
     EngineConfig(model="demo", device="tpu", tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"^device: got tpu:1, which is one, and tensor_parallel_size 2"):
+    with pytest.raises(
+        ConfigError, match=r"^device: got tpu:1, which is one, and tensor_parallel_size 2"
+    ):
         EngineConfig(model="demo", device="tpu:1", tensor_parallel_size=2)
 
 
@@ -73,7 +82,9 @@ def test_torch_finds_the_gpu_of_a_number(two_gpus):
     assert find_device("cuda:0") == DeviceInfo("cuda", "GPU 0", GB, 0)
     assert find_device("cuda") == find_device("auto") == DeviceInfo("cuda", "GPU 0", GB, None)
     for device in ("cuda:2", "cpu:1"):
-        with pytest.raises(BackendUnavailable, match=rf"got {device}, the numbers here go from 0 to"):
+        with pytest.raises(
+            BackendUnavailable, match=rf"got {device}, the numbers here go from 0 to"
+        ):
             find_device(device)
 
 
@@ -145,6 +156,8 @@ except BackendUnavailable as error:
 
 @pytest.mark.slow
 def test_jax_runs_on_the_device_of_a_number():
-    done = subprocess.run([sys.executable, "-c", JAX_PROGRAM], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", JAX_PROGRAM], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "device: got cpu:3, the numbers here go from 0 to 2\n"

@@ -47,11 +47,15 @@ print("bound by the engines on", x.device.type)
 
 
 def test_adding_an_op_works_when_followed_literally(tmp_path, device):
-    """In both engines, and through all their bindings: plain, opaque, in place, and as operators. On a GPU too."""
+    """In both engines, and through all their bindings: plain, opaque, in place, and as
+    operators. On a GPU too.
+    """
     blocks = python_blocks("adding-an-op.md")
     program = tmp_path / "new_op.py"
     program.write_text("\n\n".join([*blocks, ENGINE_BINDINGS]))
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     *judged, plan, on_jax, on_torch, bound = done.stdout.splitlines()
     assert len(judged) == 6
@@ -78,7 +82,9 @@ assert families.family_of("Phi3ForCausalLM") is module.FAMILY
 
 
 def test_adding_a_model_works_when_followed_literally(tmp_path):
-    """The family of the page, and no other, runs in both engines as in transformers. It is that of the repository."""
+    """The family of the page, and no other, runs in both engines as in transformers. It is that
+    of the repository.
+    """
     source, line, check = python_blocks("adding-a-model.md")
     families = ROOT / "shared" / "models" / "families"
     assert source == (families / "phi3.py").read_text()
@@ -86,7 +92,9 @@ def test_adding_a_model_works_when_followed_literally(tmp_path):
     assert line.strip("{}\n") in (families / "__init__.py").read_text()
     program = tmp_path / "new_family.py"
     program.write_text(FAMILY_OF_THE_PAGE.format(source=source, line=line.strip()) + check)
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["torch True", "jax True"]
 
@@ -98,6 +106,9 @@ def python_blocks(name):
 
 def test_links_and_paths_resolve():
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "check_docs.py")], capture_output=True, text=True, check=False
+        [sys.executable, str(ROOT / "scripts" / "check_docs.py")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""What is installed: each extra has code, each import has an extra, and what is missing is named in one line."""
+"""What is installed: each extra has code, each import has an extra, and what is missing is named
+in one line.
+"""
 
 import ast
 import re
@@ -12,12 +14,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-SOURCES = [path for name in PACKAGES for path in (ROOT / name.partition(".")[2].replace(".", "/")).glob("*.py")]
+SOURCES = [
+    path
+    for name in PACKAGES
+    for path in (ROOT / name.partition(".")[2].replace(".", "/")).glob("*.py")
+]
 
 MODULES = {"pyzmq": "zmq"}
 """Distributions whose module has another name."""
 BROUGHT = {"triton", "pytest"}
-"""Imported, and named by no extra: torch brings Triton; pytest loads the plug-in, so it is there."""
+"""Imported, and named by no extra: torch brings Triton; pytest loads the plug-in, so it is
+there.
+"""
 
 
 def distribution(requirement: str) -> str:
@@ -38,7 +46,9 @@ def imported() -> set[str]:
 
 def required(*extras: str) -> set[str]:
     """The distributions of extras, without the package itself."""
-    names = {distribution(line) for extra in extras for line in PROJECT["optional-dependencies"][extra]}
+    names = {
+        distribution(line) for extra in extras for line in PROJECT["optional-dependencies"][extra]
+    }
     return names - {"twinfer"}
 
 
@@ -51,12 +61,19 @@ def test_every_extra_has_code_and_every_import_an_extra():
 
 
 def test_no_framework_comes_unasked():
-    assert not {"torch", "jax", "flax", "triton"} & {distribution(line) for line in PROJECT["dependencies"]}
+    assert not {"torch", "jax", "flax", "triton"} & {
+        distribution(line) for line in PROJECT["dependencies"]
+    }
 
 
 def test_what_is_said_to_be_installed_exists():
     """In messages and documents: `twinfer[NAME]` and `.[NAME]` name extras."""
-    documents = [ROOT / "README.md", ROOT / "Makefile", ROOT / "pyproject.toml", *(ROOT / "docs").rglob("*.md")]
+    documents = [
+        ROOT / "README.md",
+        ROOT / "Makefile",
+        ROOT / "pyproject.toml",
+        *(ROOT / "docs").rglob("*.md"),
+    ]
     named = {
         (path.name, extra)
         for path in [*SOURCES, *documents]
@@ -64,19 +81,29 @@ def test_what_is_said_to_be_installed_exists():
         for extra in names.split(",")
     }
     assert {extra for _, extra in named} >= {"torch", "jax", "tpu", "hosts", "flax"}
-    assert {(path, extra) for path, extra in named if extra not in PROJECT["optional-dependencies"]} == set()
+    assert {
+        (path, extra) for path, extra in named if extra not in PROJECT["optional-dependencies"]
+    } == set()
 
 
 def test_every_requirement_is_pinned_for_ci():
-    pins = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
-    wanted = {distribution(line) for line in PROJECT["dependencies"]} | required(*PROJECT["optional-dependencies"])
+    pins = {
+        line.partition("==")[0]
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    }
+    wanted = {distribution(line) for line in PROJECT["dependencies"]} | required(
+        *PROJECT["optional-dependencies"]
+    )
     assert {name.replace("_", "-") for name in wanted} - pins == set()
 
 
 def run_without(modules: tuple[str, ...], code: str) -> str:
     """Standard output, then standard error, of a process in which `modules` cannot be imported."""
     hide = f"import sys; sys.modules.update(dict.fromkeys({modules!r})); "
-    done = subprocess.run([sys.executable, "-c", hide + code], capture_output=True, text=True, check=False, cwd="/")
+    done = subprocess.run(
+        [sys.executable, "-c", hide + code], capture_output=True, text=True, check=False, cwd="/"
+    )
     return done.stdout + done.stderr
 
 
@@ -84,7 +111,9 @@ COMMAND = "from twinfer.serving.cli import main; print(main({!r}))"
 TORCH, JAX = ("torch",), ("jax", "jaxlib")
 GENERATE = ["generate", "demo", "--device", "cpu", "--prompt-token-ids", "1", "--max-tokens", "1"]
 INSTALL_TORCH = "backend torch: it is not installed: pip install 'twinfer[torch]'"
-INSTALL_JAX = "backend jax: it is not installed: pip install 'twinfer[jax]' (on TPUs 'twinfer[tpu]', "
+INSTALL_JAX = (
+    "backend jax: it is not installed: pip install 'twinfer[jax]' (on TPUs 'twinfer[tpu]', "
+)
 AOT = ["aot", "qwen3-0.6b", "--topology", "v6e:2x2"]
 
 
@@ -97,7 +126,11 @@ AOT = ["aot", "qwen3-0.6b", "--topology", "v6e:2x2"]
         (TORCH + JAX, ["plan", "demo"], [INSTALL_TORCH, INSTALL_JAX]),
         (JAX, AOT, [INSTALL_JAX]),
         (TORCH, ["demo"], [INSTALL_TORCH]),
-        (TORCH, ["bench", "latency", "demo", "--max-model-len", "512", "--backend", "torch"], [INSTALL_TORCH]),
+        (
+            TORCH,
+            ["bench", "latency", "demo", "--max-model-len", "512", "--backend", "torch"],
+            [INSTALL_TORCH],
+        ),
         (TORCH, ["numerics", "model", "demo", "--b", "torch:cpu"], [INSTALL_TORCH]),
         (JAX, ["numerics", "ops", "--op", "add", "--a", "jax:cpu"], [INSTALL_JAX]),
     ],
@@ -113,7 +146,10 @@ def test_a_missing_framework_is_one_line_with_its_remedy(hidden, words, named):
 
 @pytest.mark.parametrize(("hidden", "found"), [(TORCH, "jax"), (JAX, "torch")])
 def test_auto_takes_what_is_installed(hidden, found):
-    code = "from twinfer.shared import backends as b; print(b.find_backend('auto', 'cpu')[0], b.first_installed('cpu'))"
+    code = (
+        "from twinfer.shared import backends as b; print(b.find_backend('auto', 'cpu')[0], "
+        "b.first_installed('cpu'))"
+    )
     assert run_without(hidden, code).split() == [found, found]
 
 

@@ -1,4 +1,6 @@
-"""Families as data: every tensor of a file is read as a whole, parameters of any kind are loaded, ones cost nothing."""
+"""Families as data: every tensor of a file is read as a whole, parameters of any kind are
+loaded, ones cost nothing.
+"""
 
 from dataclasses import replace
 from math import prod
@@ -22,7 +24,12 @@ from twinfer.shared.models.families import FAMILIES
 from twinfer.shared.models.placement import place, rows_of
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.models.table import TOP, Parameter, ParameterTable, Part, keys, parameter_count
-from twinfer.shared.weights import check_checkpoint, dummy_parameter, expected_tensors, read_parameter
+from twinfer.shared.weights import (
+    check_checkpoint,
+    dummy_parameter,
+    expected_tensors,
+    read_parameter,
+)
 from twinfer.shared.worker import backend_module
 
 SMALL = {
@@ -43,7 +50,8 @@ NESTED = ("Mistral3ForConditionalGeneration",)
 def model_of_family(architecture, **fields):
     sizes = SMALL | fields
     return parse_config(
-        {"architectures": [architecture]} | ({"text_config": sizes} if architecture in NESTED else sizes)
+        {"architectures": [architecture]}
+        | ({"text_config": sizes} if architecture in NESTED else sizes)
     )
 
 
@@ -57,7 +65,11 @@ def test_every_row_of_every_tensor_is_read_once(architecture, tied):
     for alternative in (False, True):
         read = {key: [] for key in expected_tensors(table)}
         for parameter, layer in table.placed():
-            parts = parameter.alternatives[0] if alternative and parameter.alternatives else parameter.parts
+            parts = (
+                parameter.alternatives[0]
+                if alternative and parameter.alternatives
+                else parameter.parts
+            )
             for part, usual in zip(parts, keys(parameter.parts, layer), strict=True):
                 read[usual] += range(part.first, part.first + part.rows)
         for key, shape in expected_tensors(table).items():
@@ -70,7 +82,8 @@ def written(folder, table, dtype=np.float32, bare=False):
     shapes = expected_tensors(table)
     tensors = {key: rng.normal(size=shape).astype(dtype) for key, shape in shapes.items()}
     save_file(
-        {key.removeprefix("model." if bare else ""): x for key, x in tensors.items()}, folder / "model.safetensors"
+        {key.removeprefix("model." if bare else ""): x for key, x in tensors.items()},
+        folder / "model.safetensors",
     )
     return tensors
 
@@ -89,16 +102,25 @@ def test_fused_tensors_are_read_as_their_parts(tmp_path):
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4])
 def test_a_shard_of_a_fused_tensor_is_that_of_separate_ones(shards):
-    """Phi-3 and Llama of the same sizes place the same entries, and find each in a tensor of their own."""
-    fused, separate = (model_of_family(a, intermediate_size=50) for a in ("Phi3ForCausalLM", "LlamaForCausalLM"))
+    """Phi-3 and Llama of the same sizes place the same entries, and find each in a tensor of
+    their own.
+    """
+    fused, separate = (
+        model_of_family(a, intermediate_size=50) for a in ("Phi3ForCausalLM", "LlamaForCausalLM")
+    )
     for name in ("qkv", "gate_up"):
         one, other = (decoder.parameters_of(m).layer(0)[name] for m in (fused, separate))
         placed, same = place(one, fused, shards), place(other, separate, shards)
         np.testing.assert_array_equal(placed.source, same.source)
         offset = 0
         for part, whole in zip(one.parts, other.parts, strict=True):
-            rows, rows_apart = rows_of(part, placed.source, offset), rows_of(whole, same.source, offset)
-            np.testing.assert_array_equal(rows, np.where(rows_apart < 0, -1, rows_apart + part.first))
+            rows, rows_apart = (
+                rows_of(part, placed.source, offset),
+                rows_of(whole, same.source, offset),
+            )
+            np.testing.assert_array_equal(
+                rows, np.where(rows_apart < 0, -1, rows_apart + part.first)
+            )
             assert (rows_apart < whole.rows).all()
             offset += part.rows
 
@@ -113,11 +135,16 @@ def test_a_checkpoint_without_the_head_may_lack_the_prefix(tmp_path):
     np.testing.assert_array_equal(read, tensors["model.layers.2.mlp.down_proj.weight"])
     bare = {key.removeprefix("model."): x for key, x in tensors.items()}
     # A part that is missing is called as the file calls the others.
-    save_file({key: x for key, x in bare.items() if "1.self_attn.k_proj" not in key}, tmp_path / "model.safetensors")
+    save_file(
+        {key: x for key, x in bare.items() if "1.self_attn.k_proj" not in key},
+        tmp_path / "model.safetensors",
+    )
     with pytest.raises(CheckpointError, match=r"1 missing: layers\.1\.self_attn\.k_proj\.weight$"):
         check_checkpoint(Checkpoint(tmp_path), table)
     # Both names at once are one too many.
-    save_file(bare | {"model.norm.weight": tensors["model.norm.weight"]}, tmp_path / "model.safetensors")
+    save_file(
+        bare | {"model.norm.weight": tensors["model.norm.weight"]}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(CheckpointError, match=r"1 unexpected: norm\.weight"):
         check_checkpoint(Checkpoint(tmp_path), table)
 
@@ -129,9 +156,13 @@ def test_what_a_family_ignores_is_ignored_and_nothing_else(tmp_path):
     save_file(tensors | rotary, tmp_path / "model.safetensors")
     check_checkpoint(Checkpoint(tmp_path), table)
     save_file(
-        tensors | {"model.layers.1.self_attn.q_proj.weight": np.ones(4, np.float32)}, tmp_path / "model.safetensors"
+        tensors | {"model.layers.1.self_attn.q_proj.weight": np.ones(4, np.float32)},
+        tmp_path / "model.safetensors",
     )
-    with pytest.raises(CheckpointError, match=r"unexpected: .*q_proj\.weight; the nearest .*\.1\.self_attn\.qkv_proj"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"unexpected: .*q_proj\.weight; the nearest .*\.1\.self_attn\.qkv_proj",
+    ):
         check_checkpoint(Checkpoint(tmp_path), table)
 
 
@@ -141,7 +172,9 @@ def test_a_power_of_two_that_divides_logits_is_in_the_last_norm(tmp_path, dtype)
     tensors = written(tmp_path, table, dtype)
     read = read_parameter(Checkpoint(tmp_path), table.top["norm"], TOP)
     assert read.dtype == dtype
-    np.testing.assert_array_equal(read.astype(np.float64) * 16, tensors["model.norm.weight"].astype(np.float64))
+    np.testing.assert_array_equal(
+        read.astype(np.float64) * 16, tensors["model.norm.weight"].astype(np.float64)
+    )
     odd = model_of_family("GraniteForCausalLM", **GRANITE | {"logits_scaling": 13.0})
     assert decoder.parameters_of(odd).top["norm"].factor == 1.0
     assert decoder.model_of(odd).logits_scale == 1 / 13
@@ -149,7 +182,9 @@ def test_a_power_of_two_that_divides_logits_is_in_the_last_norm(tmp_path, dtype)
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_scales_are_called_where_they_are_not_one(backend):
-    """One op behind the embedding, and one behind each sublayer; programs of other models have none."""
+    """One op behind the embedding, and one behind each sublayer; programs of other models have
+    none.
+    """
     plans = backend_module(backend, "plans")
 
     def counts(model):
@@ -159,10 +194,14 @@ def test_scales_are_called_where_they_are_not_one(backend):
         programs = [{call.program for call in of_kind} for of_kind in calls]
         found = [[c for c in of_kind if c.op == "scale"] for of_kind in calls]
         factors = [sorted({c.arguments["factor"] for c in of_kind}) for of_kind in found]
-        return [len(of_kind) / len(names) for of_kind, names in zip(found, programs, strict=True)], factors
+        return [
+            len(of_kind) / len(names) for of_kind, names in zip(found, programs, strict=True)
+        ], factors
 
     assert counts(model_of_family("LlamaForCausalLM")) == ([0, 0, 0], [[], [], []])
-    ones = dict.fromkeys("embedding_multiplier attention_multiplier residual_multiplier logits_scaling".split(), 1.0)
+    ones = dict.fromkeys(
+        "embedding_multiplier attention_multiplier residual_multiplier logits_scaling".split(), 1.0
+    )
     assert counts(model_of_family("GraniteForCausalLM", **ones)) == ([0, 0, 0], [[], [], []])
     # The layers of a model are recorded once for each kind, and they are of one kind.
     (decode, mixed, sample), factors = counts(model_of_family("GraniteForCausalLM", **GRANITE))
@@ -173,7 +212,8 @@ def test_scales_are_called_where_they_are_not_one(backend):
     assert counts(odd)[1][2] == [1 / 13]
 
 
-# --- parameters of kinds that no family has yet ----------------------------------------------------------------------
+# --- parameters of kinds that no family has yet
+# ----------------------------------------------------------------------
 
 LAYERS = (0, 2)
 ODD = ParameterTable(
@@ -186,14 +226,25 @@ ODD = ParameterTable(
             (Part("cube.{layer}", 4, "embed", 1, 5), Part("rest.{layer}", 2, "embed")),
             LAYERS,
         ),
-        Parameter("columns", (3, 4), ("embed", "mlp"), (Part("both.{layer}", 3, "embed", 3, 6),), LAYERS),
-        Parameter("decay", (4,), ("embed",), (Part("decay.{layer}", 4, "embed"),), range(3), dtype="float32"),
+        Parameter(
+            "columns", (3, 4), ("embed", "mlp"), (Part("both.{layer}", 3, "embed", 3, 6),), LAYERS
+        ),
+        Parameter(
+            "decay",
+            (4,),
+            ("embed",),
+            (Part("decay.{layer}", 4, "embed"),),
+            range(3),
+            dtype="float32",
+        ),
     )
 )
 
 
 def odd_values(folder, dummy):
-    """What the parameters of ODD are: in a checkpoint that is written, or as seeded random numbers."""
+    """What the parameters of ODD are: in a checkpoint that is written, or as seeded random
+    numbers.
+    """
     if dummy:
         return {(p.name, layer): dummy_values(p, max(layer, 0)) for p, layer in ODD.placed()}
     tensors = written(folder, ODD)
@@ -201,7 +252,9 @@ def odd_values(folder, dummy):
     for layer in range(3):
         values["decay", layer] = tensors[f"decay.{layer}"]
     for layer in LAYERS:
-        values["cube", layer] = np.concatenate([tensors[f"cube.{layer}"][1:], tensors[f"rest.{layer}"]])
+        values["cube", layer] = np.concatenate(
+            [tensors[f"cube.{layer}"][1:], tensors[f"rest.{layer}"]]
+        )
         values["columns", layer] = tensors[f"both.{layer}"][3:]
     return values
 
@@ -245,7 +298,9 @@ def test_torch_loads_parameters_of_any_kind(tmp_path, dummy):
         loaded = module.top_weights[name] if layer == TOP else module.layer_weights[layer][name]
         assert tuple(loaded.shape) == value.shape
         assert loaded.dtype == (torch.float32 if name == "decay" else torch.bfloat16)
-        np.testing.assert_array_equal(loaded.float().numpy(), value.astype(loaded_dtype(name)).astype(np.float32))
+        np.testing.assert_array_equal(
+            loaded.float().numpy(), value.astype(loaded_dtype(name)).astype(np.float32)
+        )
     assert sum(len(weights) for weights in module.layer_weights) == len(values) - 1
 
 
@@ -263,14 +318,20 @@ def test_jax_loads_parameters_of_any_kind(tmp_path, dummy, shards):
     from twinfer.tpu.weights import load_weights
 
     if len(jax.devices("cpu")) < shards:
-        pytest.skip("needs several devices: tests/e2e/test_tpu_sharding.py runs this file with them")
+        pytest.skip(
+            "needs several devices: tests/e2e/test_tpu_sharding.py runs this file with them"
+        )
     values, model, loaded = odd_values(tmp_path, dummy), model_of_family("LlamaForCausalLM"), []
     for count in (1, shards):
         mesh = make_mesh(jax.devices("cpu"), count)
         arguments = str(tmp_path), "dummy" if dummy else "auto", model, ODD, single_blocks(3)
-        loaded.append(load_weights(*arguments, jax.numpy.dtype("bfloat16"), 0, mesh, lambda *_: None))
+        loaded.append(
+            load_weights(*arguments, jax.numpy.dtype("bfloat16"), 0, mesh, lambda *_: None)
+        )
     for (name, layer), value in values.items():
-        plain, sharded = (np.asarray(w[name] if layer == TOP else w["blocks"][layer][0][name][0]) for w in loaded)
+        plain, sharded = (
+            np.asarray(w[name] if layer == TOP else w["blocks"][layer][0][name][0]) for w in loaded
+        )
         assert plain.dtype == loaded_dtype(name)
         np.testing.assert_array_equal(plain, value.astype(plain.dtype))
         extra = [(0, n - size) for n, size in zip(sharded.shape, plain.shape, strict=True)]
@@ -279,10 +340,14 @@ def test_jax_loads_parameters_of_any_kind(tmp_path, dummy, shards):
 
 
 def test_the_number_of_parameters_is_the_published_one():
-    assert parameter_count(decoder.parameters_of(parse_config(SHAPES["phi4-mini"]))) == 3_836_021_760
+    assert (
+        parameter_count(decoder.parameters_of(parse_config(SHAPES["phi4-mini"]))) == 3_836_021_760
+    )
 
 
-@pytest.mark.parametrize(("asked", "length", "changed"), [(None, 4096, 0), (4096, 4096, 0), (4097, 4097, 1)])
+@pytest.mark.parametrize(
+    ("asked", "length", "changed"), [(None, 4096, 0), (4096, 4096, 0), (4097, 4097, 1)]
+)
 def test_an_engine_takes_the_short_longrope_factors_unless_asked_for_more(asked, length, changed):
     """At the short ones every sequence that is served is computed as by transformers."""
     model, device = parse_config(SHAPES["phi4-mini"]), DeviceInfo("cuda", "H200", 1 << 37)
@@ -291,7 +356,9 @@ def test_an_engine_takes_the_short_longrope_factors_unless_asked_for_more(asked,
     assert resolved.max_model_len == length
     assert [change.field for change in changes].count("longrope factors") == changed
     assert (
-        resolve(EngineConfig(model="m", backend="torch"), model, DeviceInfo("cpu", "", 1 << 34))[0].max_model_len
+        resolve(EngineConfig(model="m", backend="torch"), model, DeviceInfo("cpu", "", 1 << 34))[
+            0
+        ].max_model_len
         == 2048
     )
     # Others have the model's limit.
@@ -304,7 +371,9 @@ def on_jax(function, *arrays):
     import jax
 
     lowered = jax.jit(function).lower(*arrays)
-    return np.asarray(lowered.compile(compiler_options={"xla_allow_excess_precision": False})(*arrays))
+    return np.asarray(
+        lowered.compile(compiler_options={"xla_allow_excess_precision": False})(*arrays)
+    )
 
 
 @pytest.mark.parametrize("factor", [0.22, 12.0, 0.175, 1 / 13])
@@ -315,12 +384,15 @@ def test_multipliers_round_where_transformers_rounds(dtype, factor):
     x, residual = (rng.normal(size=(7, 1000)).astype(DTYPES[dtype]) for _ in range(2))
     product = from_numpy(x) * factor
     torch_ops, jax_ops = resolve_ops("torch").bind(), resolve_ops("jax").bind()
-    np.testing.assert_array_equal(to_numpy(torch_ops.scale(from_numpy(x), factor)), to_numpy(product))
+    np.testing.assert_array_equal(
+        to_numpy(torch_ops.scale(from_numpy(x), factor)), to_numpy(product)
+    )
     np.testing.assert_array_equal(on_jax(lambda x: jax_ops.scale(x, factor), x), to_numpy(product))
     total = to_numpy(from_numpy(residual) + product)
     ours = torch_ops.add(torch_ops.scale(from_numpy(x), factor), from_numpy(residual))
     np.testing.assert_array_equal(to_numpy(ours), total)
-    # XLA would make one operation of the product and the sum, which rounds once, if nothing kept them apart.
+    # XLA would make one operation of the product and the sum, which rounds once, if nothing kept
+    # them apart.
     both = on_jax(lambda x, residual: jax_ops.add(jax_ops.scale(x, factor), residual), x, residual)
     np.testing.assert_array_equal(both, total)
 
@@ -328,4 +400,6 @@ def test_multipliers_round_where_transformers_rounds(dtype, factor):
 def test_the_sizes_of_a_family_are_those_of_its_tensors():
     for architecture in FAMILIES:
         table = decoder.parameters_of(model_of_family(architecture))
-        assert parameter_count(table) == sum(prod(shape) for shape in expected_tensors(table).values())
+        assert parameter_count(table) == sum(
+            prod(shape) for shape in expected_tensors(table).values()
+        )

@@ -28,7 +28,9 @@ def test_what_is_not_there_changes_nothing(tmp_path):
 
 
 def test_the_fields_that_are_read(tmp_path):
-    params, changes = default_params(write(tmp_path, temperature=0.6, top_k=20, max_new_tokens=2048))
+    params, changes = default_params(
+        write(tmp_path, temperature=0.6, top_k=20, max_new_tokens=2048)
+    )
     assert params == SamplingParams(temperature=0.6, top_k=20, max_tokens=2048)
     assert [str(change) for change in changes] == [
         "temperature: 1.0 -> 0.6 (generation_config.json)",

@@ -1,4 +1,6 @@
-"""Whose counters a launch takes: those of its stream, and of its recorder while a graph captures it."""
+"""Whose counters a launch takes: those of its stream, and of its recorder while a graph captures
+it.
+"""
 
 import gc
 import itertools
@@ -21,7 +23,9 @@ D = Descriptor("decode", 1, 1, 1)
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU whose graphs run nothing; `stream` is the current stream, `capturing` whether it is captured."""
+    """A GPU whose graphs run nothing; `stream` is the current stream, `capturing` whether it is
+    captured.
+    """
     state = SimpleNamespace(stream=1, capturing=False)
     numbers = itertools.count(100)
 
@@ -46,7 +50,9 @@ def gpu(monkeypatch):
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     for owner in (module, graphs):
-        monkeypatch.setattr(owner, "make_counters", lambda device: torch.zeros(8, dtype=torch.int32))
+        monkeypatch.setattr(
+            owner, "make_counters", lambda device: torch.zeros(8, dtype=torch.int32)
+        )
     monkeypatch.setattr(module, "_of_streams", {})
     monkeypatch.setattr(graphs, "_idle_streams", graphs.defaultdict(list))
     return state

@@ -1,8 +1,8 @@
 """The Triton kernels: the contracts of their ops, and what those cases are too small for.
 
-On a CPU they run in Triton's interpreter, which has to be chosen before Triton is imported: in a process of its own.
-On a GPU (`--device cuda`) this file runs as it is, and `pytest -p twinfer.gpu.kernels tests/unit/test_ops_contracts.py
--k triton --device cuda` judges the contracts.
+On a CPU they run in Triton's interpreter, which has to be chosen before Triton is imported: in a
+process of its own. On a GPU (`--device cuda`) this file runs as it is, and `pytest -p
+twinfer.gpu.kernels tests/unit/test_ops_contracts.py -k triton --device cuda` judges the contracts.
 """
 
 import os
@@ -29,20 +29,41 @@ HERE = Path(__file__)
 TRITON = "triton and not [sample-torch-triton]"
 """384 rows of filters take the interpreter minutes: test_triton_sampling_in_parts has a few."""
 QUICK = " and not ".join(
-    [TRITON, "[paged_attention-torch-triton]", "bound_in_float16", "filters_of_rows", "opcheck", "0-32-32"]
+    [
+        TRITON,
+        "[paged_attention-torch-triton]",
+        "bound_in_float16",
+        "filters_of_rows",
+        "opcheck",
+        "0-32-32",
+    ]
 )
 """Attention has tests of its own in this file, which are smaller than all cases of the op."""
 
 
-@pytest.mark.parametrize("chosen", [QUICK, pytest.param(TRITON, marks=pytest.mark.slow)], ids=["quick", "everything"])
+@pytest.mark.parametrize(
+    "chosen", [QUICK, pytest.param(TRITON, marks=pytest.mark.slow)], ids=["quick", "everything"]
+)
 def test_in_the_interpreter(device, chosen):
     if device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("only where there is no GPU, and not inside itself")
     names = ("test_gpu_kernels.py", "test_ops_contracts.py", "test_gpu_start.py")
     files = [str(HERE.with_name(name)) for name in names]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "twinfer.gpu.kernels", *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "twinfer.gpu.kernels",
+        *files,
+    ]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([*command, "-k", chosen], env=environment, capture_output=True, text=True, timeout=590)
+    done = subprocess.run(
+        [*command, "-k", chosen], env=environment, capture_output=True, text=True, timeout=590
+    )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 
@@ -54,20 +75,29 @@ def judge(op, arguments, device):
 
 @pytest.mark.parametrize(
     ("dtype", "window", "chunk", "parts"),
-    [("bfloat16", 0, 128, 8), ("bfloat16", 300, 128, 8), ("float16", 0, 128, 8), ("bfloat16", 0, 32, 32)],
+    [
+        ("bfloat16", 0, 128, 8),
+        ("bfloat16", 300, 128, 8),
+        ("float16", 0, 128, 8),
+        ("bfloat16", 0, 32, 32),
+    ],
 )
 def test_triton_decode_in_parts(kernels, device, dtype, window, chunk, parts):
     """Long requests beside short ones: parts are added up, by whichever program is the last.
 
     It adds up 16 parts at a time. With chunks of 32 slots the longest request has 18.
     """
-    arguments = paged(generator("parts"), dtype, [700, 3, 1100], [1, 1, 1], (4, 2), 64, 16, requests=4, tokens=4)
+    arguments = paged(
+        generator("parts"), dtype, [700, 3, 1100], [1, 1, 1], (4, 2), 64, 16, requests=4, tokens=4
+    )
     setting = kernels.config("decode", dtype)
     before = dict(setting)
     try:
         setting.update(programs=64, chunk=chunk, parts=parts)
         judge("paged_attention", arguments | {"window": window}, device)
-        first, second = (run("paged_attention", "torch", "triton", arguments, device)[0] for _ in range(2))
+        first, second = (
+            run("paged_attention", "torch", "triton", arguments, device)[0] for _ in range(2)
+        )
         assert first.tobytes() == second.tobytes()
     finally:
         setting.update(before)
@@ -79,13 +109,21 @@ def test_triton_decode_in_parts(kernels, device, dtype, window, chunk, parts):
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize(("heads", "size", "page"), [((7, 1), 128, 32), ((8, 2), 80, 16), ((4, 4), 256, 64)])
+@pytest.mark.parametrize(
+    ("heads", "size", "page"), [((7, 1), 128, 32), ((8, 2), 80, 16), ((4, 4), 256, 64)]
+)
 def test_triton_mixed_steps(kernels, device, heads, size, page, gathered):
-    """Groups and head sizes of real models: decodes, chunks with a past, and whole prompts in one step."""
+    """Groups and head sizes of real models: decodes, chunks with a past, and whole prompts in
+    one step.
+    """
     if gathered and (size == 80 or (size == 256 and device == "cpu")):
-        pytest.skip("heads of no power of 2 are not gathered, and those of 256 take the interpreter long")
+        pytest.skip(
+            "heads of no power of 2 are not gathered, and those of 256 take the interpreter long"
+        )
     lengths, queries = [90, 1, 150, 70, 33], [1, 1, 40, 70, 2]
-    arguments = paged(generator("mixed"), "bfloat16", lengths, queries, heads, size, page, requests=8, tokens=128)
+    arguments = paged(
+        generator("mixed"), "bfloat16", lengths, queries, heads, size, page, requests=8, tokens=128
+    )
     setting = kernels.config("prefill", "bfloat16")
     before = dict(setting)
     try:
@@ -110,7 +148,9 @@ def test_triton_mixed_steps(kernels, device, heads, size, page, gathered):
 
 @pytest.mark.parametrize("cache", ["int8", "float8_e4m3fn"])
 def test_triton_narrow_caches(kernels, device, cache):
-    """What is written is what the reference writes, bit for bit, and what is read is judged like any cache."""
+    """What is written is what the reference writes, bit for bit, and what is read is judged like
+    any cache.
+    """
     scales = {"k_scale": 0.03, "v_scale": 0.02}
     arguments = paged(generator("narrow"), "bfloat16", [33, 20, 50], [1, 1, 9], (4, 2), 64, 16)
     rng, shape = generator("narrow cache"), arguments["kv"].shape
@@ -146,7 +186,9 @@ def test_triton_gated_products_of_few_rows(kernels, device, rows, bias):
 
 
 def test_triton_launches_overlap_without_a_trace(kernels, device, monkeypatch):
-    """Layers of one token in a graph, whose kernels start before the last one has ended: the bits of those in turn."""
+    """Layers of one token in a graph, whose kernels start before the last one has ended: the
+    bits of those in turn.
+    """
     if not kernels.overlap()["OVERLAP"]:
         pytest.skip("launches do not overlap here")
     import torch
@@ -167,14 +209,24 @@ def test_triton_launches_overlap_without_a_trace(kernels, device, monkeypatch):
     first, kv = normal(1, 1024) * 32, normal(12, 20, 16, 16, 128) * 11
     angles = torch.rand(1, 64, device=device)
     pages, start, lens, counts, slots = (
-        torch.tensor(x, dtype=torch.int32, device=device) for x in ([[*range(16)]], [0, 1], [250], [1, 1], [249])
+        torch.tensor(x, dtype=torch.int32, device=device)
+        for x in ([[*range(16)]], [0, 1], [250], [1, 1], [249])
     )
 
     def run_layers():
         hidden, residual, cached = first.clone(), torch.zeros_like(first), kv.clone()
         for (qkv, o, gate_up, down), layer in zip(layers, cached, strict=True):
             hidden, residual = ops.fused_add_rms_norm(hidden, residual, ones, 1e-6)
-            given = ops.linear(hidden, qkv, None), layer, head_ones, head_ones, angles, angles, slots, 1e-6
+            given = (
+                ops.linear(hidden, qkv, None),
+                layer,
+                head_ones,
+                head_ones,
+                angles,
+                angles,
+                slots,
+                1e-6,
+            )
             q, layer = ops.norm_rope_write_kv(*given)
             mean = ops.paged_attention(q, layer, pages, start, lens, counts, 128**-0.5, 0, 0.0, 1)
             hidden = ops.linear(mean.view(1, -1), o, None)
@@ -182,7 +234,8 @@ def test_triton_launches_overlap_without_a_trace(kernels, device, monkeypatch):
             hidden = ops.gated_mlp(hidden, gate_up, None, down, None)
         return hidden, residual, cached
 
-    stream = torch.cuda.Stream()  # which both runs and captures them: counters between programs are a stream's
+    # which both runs and captures them: counters between programs are a stream's
+    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run_layers()
     torch.cuda.synchronize()
@@ -190,7 +243,9 @@ def test_triton_launches_overlap_without_a_trace(kernels, device, monkeypatch):
     with torch.cuda.graph(graph, stream=stream):
         got = run_layers()
     for module in (attention, cache, gemv, rows):
-        monkeypatch.setattr(module, "overlap", lambda early=False: {"OVERLAP": 0, "launch_pdl": False})
+        monkeypatch.setattr(
+            module, "overlap", lambda early=False: {"OVERLAP": 0, "launch_pdl": False}
+        )
     want = run_layers()
     assert want[0].isfinite().all()
     assert want[0].abs().max() > 0
@@ -203,7 +258,9 @@ def test_triton_launches_overlap_without_a_trace(kernels, device, monkeypatch):
 
 
 def test_triton_greedy_in_parts(kernels, device):
-    """Ties between parts go to the lower id; a row with what is no number, in whatever part, gets no token."""
+    """Ties between parts go to the lower id; a row with what is no number, in whatever part,
+    gets no token.
+    """
     logits = generator("greedy parts").normal(size=(5, 40000)).astype(np.float32)
     logits[0, [39999, 5000, 21000]] = 9.0
     logits[1, 39998] = -np.inf
@@ -223,19 +280,32 @@ def test_triton_sampling_in_parts(kernels, device, filtered):
         if device == "cpu":
             setting.update(block=64, least=64, narrow=32)
         rows, vocab = (16, 150) if device == "cpu" else (300, 20000)
-        arguments = _sample_arguments(generator(f"sampling in parts {filtered}"), rows, vocab, filtered)
-        (want,), (got,) = oracle("sample", arguments), run("sample", "torch", "triton", arguments, device)
+        arguments = _sample_arguments(
+            generator(f"sampling in parts {filtered}"), rows, vocab, filtered
+        )
+        (want,), (got,) = (
+            oracle("sample", arguments),
+            run("sample", "torch", "triton", arguments, device),
+        )
         np.testing.assert_array_equal(got, want)
         assert len(set(want)) > rows // 2
     finally:
         setting.update(before)
 
 
-FILTER_FAULTS = ("top-k one larger", "top-k one smaller", "top-p one token more", "top-p one token short", "min-p last")
+FILTER_FAULTS = (
+    "top-k one larger",
+    "top-k one smaller",
+    "top-p one token more",
+    "top-p one token short",
+    "min-p last",
+)
 
 
 def test_triton_filters_of_rows_that_tell(kernels, device):
-    """The op's own case, cut to rows that the interpreter has time for: those whose token a wrong filter changes."""
+    """The op's own case, cut to rows that the interpreter has time for: those whose token a
+    wrong filter changes.
+    """
     testing = TESTING["sample"]
     case = next(case for case in ci_cases(testing, "float32") if case.name == "384 rows, filters")
     (want,) = oracle("sample", case.arguments)
@@ -281,14 +351,23 @@ def test_triton_operators_pass_opcheck(kernels, device):
     assert len(wanted) == 14
     for name in wanted:
         opaque(REGISTRY[name], IMPLEMENTATIONS[name, "torch"]["triton"])
-        case = min(ci_cases(TESTING[name], "float32"), key=lambda c: sum(np.size(v) for v in c.arguments.values()))
-        few = {key: case.arguments[key][:2] for key in TESTING[name].rows} if name == "sample" else {}
+        case = min(
+            ci_cases(TESTING[name], "float32"),
+            key=lambda c: sum(np.size(v) for v in c.arguments.values()),
+        )
+        few = (
+            {key: case.arguments[key][:2] for key in TESTING[name].rows} if name == "sample" else {}
+        )
         given = REGISTRY[name].signature.bind(**case.arguments | few)
         given.apply_defaults()
         # opcheck takes NaN for a difference.
         arguments = [
-            from_numpy(np.nan_to_num(v) if v.dtype.kind == "f" else v).to(device) if isinstance(v, np.ndarray) else v
+            from_numpy(np.nan_to_num(v) if v.dtype.kind == "f" else v).to(device)
+            if isinstance(v, np.ndarray)
+            else v
             for v in given.arguments.values()
         ]
         operator = getattr(torch.ops.twinfer_impl, f"{name}_triton").default
-        torch.library.opcheck(operator, tuple(arguments), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            operator, tuple(arguments), test_utils=("test_schema", "test_faketensor")
+        )

@@ -28,14 +28,18 @@ def replaced(plan, op, **properties):
 
 
 def compilation(**options):
-    config, _ = resolve(EngineConfig(model="m", backend="torch", compilation_config=options), MODEL, GPU)
+    config, _ = resolve(
+        EngineConfig(model="m", backend="torch", compilation_config=options), MODEL, GPU
+    )
     return config.compilation
 
 
 @pytest.mark.parametrize("road", ["regional", "piecewise"])
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE", None])
 def test_no_piece_of_a_graph_holds_what_reads_the_host(road, mode):
-    """Without a split there, a graph would keep the lengths of its capture: those of padding, all of them 0."""
+    """Without a split there, a graph would keep the lengths of its capture: those of padding,
+    all of them 0.
+    """
     decode = replaced(NATIVE, "paged_attention", host_metadata=mode != "FULL_AND_PIECEWISE")
     plans = Plans({"decode": decode, "mixed": NATIVE})
     asked = {"road": road} | ({"cudagraph_mode": mode} if mode else {})
@@ -44,7 +48,12 @@ def test_no_piece_of_a_graph_holds_what_reads_the_host(road, mode):
         with pytest.raises(ConfigError) as raised:
             fit_mode(compilation(**asked, splitting_ops=ops), plans)
         kind = "mixed" if mode == "FULL_AND_PIECEWISE" else "decode"
-        for part in (f"splitting_ops: got {ops}", f"must name paged_attention: in {kind} steps", "'native'", "leave"):
+        for part in (
+            f"splitting_ops: got {ops}",
+            f"must name paged_attention: in {kind} steps",
+            "'native'",
+            "leave",
+        ):
             assert part in str(raised.value)
     for ops in ({}, {"splitting_ops": ["paged_attention"]}):
         fitted, _ = fit_mode(compilation(**asked, **ops), plans)
@@ -58,7 +67,9 @@ def test_what_reads_nothing_on_the_host_may_be_in_a_piece():
     other = replaced(kernels, "write_kv", host_metadata=True)
     with pytest.raises(ConfigError, match="must name write_kv: in mixed steps"):
         fit_mode(asked, Plans({"decode": kernels, "mixed": other}))
-    with pytest.raises(ConfigError, match="in decode steps write_kv is 'native', which reads lengths on the host"):
+    with pytest.raises(
+        ConfigError, match="in decode steps write_kv is 'native', which reads lengths on the host"
+    ):
         fit_mode(compilation(cudagraph_mode="FULL"), Plans({"decode": other, "mixed": kernels}))
 
 
@@ -97,7 +108,9 @@ def test_caches_of_fp8_are_left_to_native_ops_on_chips_without_it(chip, gpu):
     chip(*gpu)
     has_fp8 = gpu in (RTX_4090, H100)
     for cache in ("auto", "int8", "fp8_e4m3"):
-        config, plans = plans_of(kv_cache_dtype=cache, kv_cache_scales=None if cache == "auto" else (0.1, 0.1))
+        config, plans = plans_of(
+            kv_cache_dtype=cache, kv_cache_scales=None if cache == "auto" else (0.1, 0.1)
+        )
         for kind in ("decode", "mixed"):
             # A coarse op that is a kernel calls no finer one.
             for op in [op for op in CACHE_OPS if op in plans[kind]]:
@@ -106,13 +119,18 @@ def test_caches_of_fp8_are_left_to_native_ops_on_chips_without_it(chip, gpu):
                     assert choice.provider == "triton", (cache, op)
                 else:
                     capability = ".".join(map(str, gpu[0]))
-                    why = f"a cache of float8_e4m3fn needs compute capability 8.9, this GPU has {capability}"
+                    why = (
+                        "a cache of float8_e4m3fn needs compute capability 8.9, this GPU has "
+                        f"{capability}"
+                    )
                     assert choice.provider in ("native", "composition"), op
                     ((provider, reason),) = choice.passed_over
                     assert (provider, why in reason) == ("triton", True)
         assert ("write_kv" in plans["mixed"]) == (cache == "fp8_e4m3" and not has_fp8)
         compilation, _ = fit_mode(config.compilation, plans)
-        assert compilation.cudagraph_mode.name == ("FULL" if cache != "fp8_e4m3" or has_fp8 else "PIECEWISE")
+        assert compilation.cudagraph_mode.name == (
+            "FULL" if cache != "fp8_e4m3" or has_fp8 else "PIECEWISE"
+        )
 
 
 @pytest.mark.parametrize("gpu", [A100, RTX_3090, RTX_4090, H100])
@@ -134,4 +152,8 @@ def test_prompts_of_wide_heads_are_left_to_native_ops_on_chips_without_room(chip
 def test_chips_before_ampere_run_native_ops(chip):
     chip((7, 5), 64)
     _, plans = plans_of()
-    assert all(plans["decode"][op].provider in ("native", "composition") for op in CACHE_OPS if op in plans["decode"])
+    assert all(
+        plans["decode"][op].provider in ("native", "composition")
+        for op in CACHE_OPS
+        if op in plans["decode"]
+    )

@@ -1,4 +1,6 @@
-"""What the torch worker's start and step loop rest on: start plans, static inputs, plumbing, shapes without data."""
+"""What the torch worker's start and step loop rest on: start plans, static inputs, plumbing,
+shapes without data.
+"""
 
 import dataclasses
 import json
@@ -28,7 +30,14 @@ from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.families import model_of
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.models.spec import Mlp
-from twinfer.shared.step import DecodeLoop, NewPages, StepInput, StepShape, batch_layout, sampling_layout
+from twinfer.shared.step import (
+    DecodeLoop,
+    NewPages,
+    StepInput,
+    StepShape,
+    batch_layout,
+    sampling_layout,
+)
 
 MODEL = parse_config(SHAPES["qwen3-0.6b"])
 GPU = DeviceInfo("cuda", "a GPU", 80 << 30)
@@ -45,7 +54,9 @@ def test_a_start_plan_is_reused_only_if_everything_matches(tmp_path, monkeypatch
     root = str(tmp_path)
     kept = start_plan.write_start_plan(root, factors(), 50 << 30)
     assert start_plan.read_start_plan(root, factors(), FREE) == 50 << 30
-    assert start_plan.read_start_plan(root, factors(FREE + 1000), FREE) == 50 << 30, "of the same class of memory"
+    assert start_plan.read_start_plan(root, factors(FREE + 1000), FREE) == 50 << 30, (
+        "of the same class of memory"
+    )
     others = {
         "free memory": factors(free=FREE - start_plan.CLASS),
         "device": factors(device=DeviceInfo("cuda", "a GPU", 40 << 30)),
@@ -62,7 +73,14 @@ def test_a_start_plan_is_reused_only_if_everything_matches(tmp_path, monkeypatch
         assert start_plan.read_start_plan(root, changed, FREE) is None, name
     monkeypatch.undo()
     assert start_plan.read_start_plan(root, factors(), 49 << 30) is None, "more than is free now"
-    for wrong in ("{", "{}", '{"kv_bytes": "many"}', '{"kv_bytes": true}', '{"kv_bytes": -1}', "[]"):
+    for wrong in (
+        "{",
+        "{}",
+        '{"kv_bytes": "many"}',
+        '{"kv_bytes": true}',
+        '{"kv_bytes": -1}',
+        "[]",
+    ):
         kept.write_text(wrong)
         assert start_plan.read_start_plan(root, factors(), FREE) is None, wrong
 
@@ -98,11 +116,18 @@ def test_static_inputs_hold_what_the_steps_say():
     inputs, rng = StepInputs(TABLE, SHAPE, PAGE, torch.device("cpu")), np.random.default_rng(0)
     for _ in range(20):
         for d in TABLE:
-            loop = DecodeLoop(3, False, np.zeros((d.requests, 8), np.int32)) if d.kind == "decode" else None
+            loop = (
+                DecodeLoop(3, False, np.zeros((d.requests, 8), np.int32))
+                if d.kind == "decode"
+                else None
+            )
             step = random_step(d, rng, int(rng.integers(1, d.requests + 1)), 40, loop)
             inputs.fill(step, host=True)
             fields = inputs.fields(d)
-            for layout, buffer in ((batch_layout(d, SHAPE), step.batch), (sampling_layout(d.requests), step.sampling)):
+            for layout, buffer in (
+                (batch_layout(d, SHAPE), step.batch),
+                (sampling_layout(d.requests), step.sampling),
+            ):
                 for name, value in layout.views(buffer).items():
                     assert fields[name].numpy().tobytes() == value.tobytes(), (d, name)
             assert inputs.host_fields(d)["kv_lens"].tolist() == step.field("kv_lens").tolist()
@@ -114,11 +139,15 @@ def test_static_inputs_hold_what_the_steps_say():
 
 
 def differences(rng, shape, most):
-    """Steps of new pages, more than fit into the fields of some programs, and the tables after each."""
+    """Steps of new pages, more than fit into the fields of some programs, and the tables after
+    each.
+    """
     start, tables = 0, np.zeros((shape.max_rows + 1, shape.pages_per_request), np.int32)
     while True:
         count = int(rng.integers(0, most))
-        rows, columns = np.divmod(rng.permutation(shape.max_rows * shape.pages_per_request)[:count], 12)
+        rows, columns = np.divmod(
+            rng.permutation(shape.max_rows * shape.pages_per_request)[:count], 12
+        )
         pages = rng.integers(0, 99, count)
         tables[rows, columns] = pages
         yield NewPages(start, *(x.astype(np.int32) for x in (rows, columns, pages))), tables.copy()
@@ -148,13 +177,16 @@ def test_page_tables_are_made_of_differences_and_a_lost_one_is_an_error():
     with pytest.raises(InternalError, match="lost or came twice"):
         fill(d, next(stream)[0])
     fill(d, lost)
-    fill(d, next(differences(rng, SHAPE, 100))[0])  # 0 entries came before: the tables of another scheduler
+    # 0 entries came before: the tables of another scheduler
+    fill(d, next(differences(rng, SHAPE, 100))[0])
 
 
 @pytest.mark.gpu
 def test_a_gpu_takes_the_kernels(device):
     kernels = find_spec("triton") is not None and device == "cuda"
-    assert plumbing(torch.device(device)).__name__.endswith(".step_kernels" if kernels else ".plumbing")
+    assert plumbing(torch.device(device)).__name__.endswith(
+        ".step_kernels" if kernels else ".plumbing"
+    )
 
 
 PLUMBING = {"torch": "twinfer.gpu.plumbing", "triton": "twinfer.gpu.step_kernels"}
@@ -164,7 +196,9 @@ PLUMBING = {"torch": "twinfer.gpu.plumbing", "triton": "twinfer.gpu.step_kernels
 @pytest.mark.parametrize(("requests", "count"), [(8, 5), (200, 150)])
 @pytest.mark.parametrize("by", PLUMBING)
 def test_plumbing_follows_its_contract(by, requests, count, device, request):
-    """Gathers, tokens that are kept, and the inputs of the second step of a loop; 200 requests are several blocks."""
+    """Gathers, tokens that are kept, and the inputs of the second step of a loop; 200 requests
+    are several blocks.
+    """
     if by == "triton":
         request.getfixturevalue("kernels")
     does = import_module(PLUMBING[by])
@@ -182,7 +216,9 @@ def test_plumbing_follows_its_contract(by, requests, count, device, request):
     does.put_pages(inputs.pages, f["page_index"], f["page_value"])
     last = torch.arange(requests + 1, dtype=torch.int32, device=where) + 50
     cos = torch.arange(96.0, device=where).view(48, 2)
-    ids, cosines, sines, table = does.select(f["token_ids"], f["positions"], f["rows"], last, cos, -cos, inputs.pages)
+    ids, cosines, sines, table = does.select(
+        f["token_ids"], f["positions"], f["rows"], last, cos, -cos, inputs.pages
+    )
     rows = torch.from_numpy(step.field("rows")).long()
     assert ids.tolist() == [7 if i == 3 else 50 + int(row) for i, row in enumerate(rows)]
     assert cosines.tolist() == cos.cpu()[step.field("positions")].tolist()
@@ -214,18 +250,28 @@ def test_plumbing_follows_its_contract(by, requests, count, device, request):
 
 
 def as_kernels(plans, but=()):
-    """Plans whose implementations are all kernels, but for some ops, in kinds of programs by name."""
+    """Plans whose implementations are all kernels, but for some ops, in kinds of programs by
+    name.
+    """
 
     def as_kernel(choice):
-        return dataclasses.replace(choice, implementation=dataclasses.replace(choice.implementation, opaque=True))
+        return dataclasses.replace(
+            choice, implementation=dataclasses.replace(choice.implementation, opaque=True)
+        )
 
     def changed(kind, plan):
         native = dict(but).get(kind)
-        choices = {name: choice if name == native else as_kernel(choice) for name, choice in plan.choices.items()}
+        choices = {
+            name: choice if name == native else as_kernel(choice)
+            for name, choice in plan.choices.items()
+        }
         return Plan(plan.framework, choices)
 
     layers = {
-        kind: {spec: dataclasses.replace(layer, plan=changed(kind, layer.plan)) for spec, layer in of_kind.items()}
+        kind: {
+            spec: dataclasses.replace(layer, plan=changed(kind, layer.plan))
+            for spec, layer in of_kind.items()
+        }
         for kind, of_kind in plans.layers.items()
     }
     return Plans({kind: changed(kind, plan) for kind, plan in plans.by_kind.items()}, layers)
@@ -235,7 +281,13 @@ def test_only_layers_made_of_kernels_stay_uncompiled():
     config, _ = resolve(EngineConfig(model="m", backend="torch"), MODEL, GPU)
     plans = make_plans(MODEL, resolve(EngineConfig(model="m", backend="torch"), MODEL, CPU)[0])
     (layer,) = plans.layers["decode"].values()
-    assert layer.called == {"fused_add_rms_norm", "linear", "norm_rope_write_kv", "paged_attention", "gated_mlp"}
+    assert layer.called == {
+        "fused_add_rms_norm",
+        "linear",
+        "norm_rope_write_kv",
+        "paged_attention",
+        "gated_mlp",
+    }
     mostly, spec = as_kernels(plans, {"mixed": "silu_and_mul"}), model_of(MODEL)
     assert config.compilation.skip_kernels
     assert compiled_kinds(spec, as_kernels(plans), config.compilation) == frozenset()
@@ -260,7 +312,9 @@ def test_a_helper_inside_of_a_stage_changes_nothing_that_is_compiled(monkeypatch
         return feed_forward(*arguments)
 
     def feed_forward(ops, spec, weights, x, cache, batch):
-        return getattr(ops, "_".join(["gated", "mlp"]))(x, weights["gate_up"], None, weights["down"], None), cache
+        return getattr(ops, "_".join(["gated", "mlp"]))(
+            x, weights["gate_up"], None, weights["down"], None
+        ), cache
 
     before = compiled()
     assert before[1] == {"decode", "mixed"}
@@ -269,9 +323,18 @@ def test_a_helper_inside_of_a_stage_changes_nothing_that_is_compiled(monkeypatch
 
 
 PLAN_LEAVES_NO_EFFECT = {
-    "compile_sizes": ([1, 8], r"compile_sizes: got \(1, 8\), allowed is none: .* no layer is compiled"),
-    "compile_ranges": ([[2, 4]], r"compile_ranges: got \(\(2, 4\),\), allowed is none: .* no layer is compiled"),
-    "splitting_ops": (["paged_attention"], "splitting_ops: got .*, allowed is none: cudagraph_mode is FULL"),
+    "compile_sizes": (
+        [1, 8],
+        r"compile_sizes: got \(1, 8\), allowed is none: .* no layer is compiled",
+    ),
+    "compile_ranges": (
+        [[2, 4]],
+        r"compile_ranges: got \(\(2, 4\),\), allowed is none: .* no layer is compiled",
+    ),
+    "splitting_ops": (
+        ["paged_attention"],
+        "splitting_ops: got .*, allowed is none: cudagraph_mode is FULL",
+    ),
 }
 
 
@@ -279,11 +342,15 @@ PLAN_LEAVES_NO_EFFECT = {
 def test_options_that_the_plan_leaves_without_effect_are_refused(name):
     """Sizes have one only where layers are compiled, splitting only where graphs are pieces."""
     value, message = PLAN_LEAVES_NO_EFFECT[name]
-    config, filled = resolve(EngineConfig(model="m", backend="torch", compilation_config={name: value}), MODEL, GPU)
+    config, filled = resolve(
+        EngineConfig(model="m", backend="torch", compilation_config={name: value}), MODEL, GPU
+    )
     assert name not in {change.field for change in filled}
     with pytest.raises(ConfigError, match=message):
         check_effect(config.compilation, frozenset())
-    in_pieces = dataclasses.replace(config.compilation, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    in_pieces = dataclasses.replace(
+        config.compilation, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE
+    )
     check_effect(in_pieces, frozenset({"mixed"}))
 
 
@@ -299,7 +366,11 @@ def with_attention(reads_host):
     choice = native["paged_attention"]
     made = dataclasses.replace(choice.implementation, host_metadata=reads_host)
     return dataclasses.replace(
-        native, choices={**native.choices, "paged_attention": dataclasses.replace(choice, implementation=made)}
+        native,
+        choices={
+            **native.choices,
+            "paged_attention": dataclasses.replace(choice, implementation=made),
+        },
     )
 
 
@@ -343,12 +414,16 @@ LEAVES_THE_CODE = {
 
 
 def test_code_is_kept_under_all_that_it_depends_on():
-    """Every option of compilation is named here: a new one has to say whether it changes what is generated."""
+    """Every option of compilation is named here: a new one has to say whether it changes what is
+    generated.
+    """
     base = ResolvedCompilation(level=2, use_inductor=True)
     assert {f.name for f in dataclasses.fields(base)} == {*CHANGES_THE_CODE, *LEAVES_THE_CODE}
 
     def key(plan="plan", model=None, **changes):
-        return fingerprint(key_factors(plan, dataclasses.replace(base, **changes), model or {"layers": 2}))
+        return fingerprint(
+            key_factors(plan, dataclasses.replace(base, **changes), model or {"layers": 2})
+        )
 
     others = [key(**{name: value}) for name, value in CHANGES_THE_CODE.items()]
     others += [key(plan="another"), key(model={"layers": 3})]

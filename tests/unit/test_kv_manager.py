@@ -1,4 +1,6 @@
-"""Pages: references, the prefix cache, the order of eviction, and faults that check_integrity must see."""
+"""Pages: references, the prefix cache, the order of eviction, and faults that check_integrity
+must see.
+"""
 
 from __future__ import annotations
 
@@ -177,17 +179,50 @@ def test_an_empty_cache_is_refused(num_pages: int, page_size: int) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[KVManager, np.ndarray], object], str]] = {
-    "a reference too many": (lambda m, p: m._references.__setitem__(p[0], 2), "reference count 2, but 1 requests"),
-    "a reference too few": (lambda m, p: m._references.__setitem__(p[0], 0), "reference count 0, but 1 requests"),
-    "a leaked page": (lambda m, p: setattr(m, "_num_free", m._num_free - 1), "is in 0 of the places"),
-    "a page that is free twice": (lambda m, p: m._free.__setitem__(0, m._free[1]), "places free, idle and held"),
-    "a held page that is idle": (lambda m, p: m._idle.__setitem__(int(p[0]), None), "is in 2 of the places"),
-    "a digest without a page": (lambda m, p: m._page_of.__setitem__(b"x", 3), "the maps from digest to page"),
-    "a page without a digest": (lambda m, p: m._page_of.pop(m._digest_of[int(p[0])]), "the maps from digest to page"),
-    "a flag without a digest": (lambda m, p: m._registered.__setitem__(slice(None), True), "flags of registered pages"),
-    "an idle page without content": (lambda m, p: m._digest_of.pop(next(iter(m._idle))), "an idle page is not reg"),
-    "a free page with content": (lambda m, p: m._digest_of.__setitem__(int(m._free[0]), b"x"), "a free page is reg"),
-    "content though caching is off": (lambda m, p: setattr(m, "enable_prefix_caching", False), "prefix cache is off"),
+    "a reference too many": (
+        lambda m, p: m._references.__setitem__(p[0], 2),
+        "reference count 2, but 1 requests",
+    ),
+    "a reference too few": (
+        lambda m, p: m._references.__setitem__(p[0], 0),
+        "reference count 0, but 1 requests",
+    ),
+    "a leaked page": (
+        lambda m, p: setattr(m, "_num_free", m._num_free - 1),
+        "is in 0 of the places",
+    ),
+    "a page that is free twice": (
+        lambda m, p: m._free.__setitem__(0, m._free[1]),
+        "places free, idle and held",
+    ),
+    "a held page that is idle": (
+        lambda m, p: m._idle.__setitem__(int(p[0]), None),
+        "is in 2 of the places",
+    ),
+    "a digest without a page": (
+        lambda m, p: m._page_of.__setitem__(b"x", 3),
+        "the maps from digest to page",
+    ),
+    "a page without a digest": (
+        lambda m, p: m._page_of.pop(m._digest_of[int(p[0])]),
+        "the maps from digest to page",
+    ),
+    "a flag without a digest": (
+        lambda m, p: m._registered.__setitem__(slice(None), True),
+        "flags of registered pages",
+    ),
+    "an idle page without content": (
+        lambda m, p: m._digest_of.pop(next(iter(m._idle))),
+        "an idle page is not reg",
+    ),
+    "a free page with content": (
+        lambda m, p: m._digest_of.__setitem__(int(m._free[0]), b"x"),
+        "a free page is reg",
+    ),
+    "content though caching is off": (
+        lambda m, p: setattr(m, "enable_prefix_caching", False),
+        "prefix cache is off",
+    ),
 }
 
 
@@ -215,8 +250,13 @@ def test_check_content_sees_a_page_registered_for_other_tokens() -> None:
     manager = KVManager(4, PAGE)
     pages, _ = filled(manager, list(range(8)))
     manager.check_content(pages.tolist(), np.arange(8, dtype=np.int32), "")
-    for tokens, salt in ((np.arange(1, 9, dtype=np.int32), ""), (np.arange(8, dtype=np.int32), "salt")):
-        with pytest.raises(InternalError, match="number 0 of its sequence, is registered for other content"):
+    for tokens, salt in (
+        (np.arange(1, 9, dtype=np.int32), ""),
+        (np.arange(8, dtype=np.int32), "salt"),
+    ):
+        with pytest.raises(
+            InternalError, match="number 0 of its sequence, is registered for other content"
+        ):
             manager.check_content(pages.tolist(), tokens, salt)
     with pytest.raises(InternalError, match="number 1 of its sequence"):
         manager.check_content(pages.tolist(), np.arange(7, dtype=np.int32), "")

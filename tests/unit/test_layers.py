@@ -1,4 +1,6 @@
-"""Layers as data: the blocks that cover them, what a sublayer does, and the plan of each kind of layer."""
+"""Layers as data: the blocks that cover them, what a sublayer does, and the plan of each kind of
+layer.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -42,8 +44,16 @@ def test_layers_are_covered_by_the_fewest_bodies(layers, blocks):
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=40))
 def test_blocks_are_the_layers_in_order(layers):
     blocks = cover(layers)
-    assert [blocks[0].first, *(block.stop for block in blocks)] == [*(block.first for block in blocks), len(layers)]
-    found = [index for block in blocks for position in range(block.period) for index in block.layers_at(position)]
+    assert [blocks[0].first, *(block.stop for block in blocks)] == [
+        *(block.first for block in blocks),
+        len(layers),
+    ]
+    found = [
+        index
+        for block in blocks
+        for position in range(block.period)
+        for index in block.layers_at(position)
+    ]
     assert sorted(found) == list(range(len(layers)))
     for block in blocks:
         assert 1 <= block.period <= MAX_PERIOD
@@ -82,7 +92,9 @@ def test_a_sublayer_is_norm_mixer_norm_scale_and_added_to_the_stream(pre, post, 
     none = np.zeros(0, np.int32)
     batch = decoder.Batch(none, none, none, none, none, none, none, 1)
     ops = resolve("numpy").bind()
-    stream, cache = decoder.layer(ops, layer, weights, decoder.Stream(hidden, residual), "the cache", batch)
+    stream, cache = decoder.layer(
+        ops, layer, weights, decoder.Stream(hidden, residual), "the cache", batch
+    )
 
     total = hidden + residual
     for _ in layer:
@@ -110,18 +122,24 @@ def whole_only():
     before = {key: dict(value) for key, value in IMPLEMENTATIONS.items()}
 
     def no_window(
-        q: "Array", kv: "Array", page_table: "Array", query_start: "Array", kv_lens: "Array", counts: "Array",  # noqa: F821
-        scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+        q: "Array", kv: "Array", page_table: "Array", query_start: "Array", kv_lens: "Array",
+        counts: "Array",
+        scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ):  # fmt: skip
         return True if window == 0 else Refusal("it knows no windows")
 
     def attention(
-        q: "Array", kv: "Array", page_table: "Array", query_start: "Array", kv_lens: "Array", counts: "Array",  # noqa: F821
-        scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
-    ) -> "Array":  # noqa: F821  # fmt: skip
+        q: "Array", kv: "Array", page_table: "Array", query_start: "Array", kv_lens: "Array",
+        counts: "Array",
+        scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> "Array":  # fmt: skip
         raise AssertionError("plans run nothing")
 
-    implement("paged_attention", provider="whole", framework="torch", supports_args=no_window)(attention)
+    implement("paged_attention", provider="whole", framework="torch", supports_args=no_window)(
+        attention
+    )
     yield
     IMPLEMENTATIONS.clear()
     IMPLEMENTATIONS.update(before)
@@ -140,9 +158,14 @@ def test_a_kind_of_layer_that_is_refused_takes_nothing_from_the_others(whole_onl
         assert plans.of(kind, full)["paged_attention"].provider == "whole"
         assert plans.of(kind, sliding)["paged_attention"].provider == "native"
         assert "it knows no windows" in plans.of(kind, sliding)["paged_attention"].passed_over[0][1]
-        assert [title for title, _ in plans.titled() if title.startswith(kind)] == [kind, f"{kind}.1"]
+        assert [title for title, _ in plans.titled() if title.startswith(kind)] == [
+            kind,
+            f"{kind}.1",
+        ]
     assert plans.layer_titles() == {"decode": ["decode", "decode.1"], "mixed": ["mixed", "mixed.1"]}
-    assert plans.hash != plans_of(replace(MODEL, num_layers=6, layer_windows=(0,) * 6), **asked).hash
+    assert (
+        plans.hash != plans_of(replace(MODEL, num_layers=6, layer_windows=(0,) * 6), **asked).hash
+    )
 
 
 def test_kinds_of_layers_with_the_same_choices_share_the_plan():

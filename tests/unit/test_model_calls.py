@@ -1,4 +1,6 @@
-"""The calls of all programs of a model, recorded from shapes alone, are those that the frameworks trace."""
+"""The calls of all programs of a model, recorded from shapes alone, are those that the
+frameworks trace.
+"""
 
 from dataclasses import replace
 
@@ -28,11 +30,20 @@ def rooms(backend, **options):
 
 
 def shape(value):
-    return (tuple(value.shape), str(value.dtype).removeprefix("torch.")) if hasattr(value, "shape") else value
+    return (
+        (tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        if hasattr(value, "shape")
+        else value
+    )
 
 
 def shapes(call):
-    return call.program, call.op, call.parents, tuple((name, shape(x)) for name, x in call.arguments.items())
+    return (
+        call.program,
+        call.op,
+        call.parents,
+        tuple((name, shape(x)) for name, x in call.arguments.items()),
+    )
 
 
 def results(backend, op, arguments):
@@ -58,18 +69,23 @@ def test_results_without_data_are_those_of_the_ops(backend):
         for call in plans.record(WINDOWS, config, kind):
             # On torch these two read the host, so nothing runs them without data.
             if call.op in checked or (
-                backend == "torch" and ({call.op, *REGISTRY[call.op].composition} & {*per_framework})
+                backend == "torch"
+                and ({call.op, *REGISTRY[call.op].composition} & {*per_framework})
             ):
                 continue
             checked.add(call.op)
-            assert tuple(map(shape, call.outputs)) == results(backend, call.op, dict(call.arguments)), call.op
+            assert tuple(map(shape, call.outputs)) == results(
+                backend, call.op, dict(call.arguments)
+            ), call.op
     assert len(checked) >= 14
 
 
 @pytest.mark.parametrize("kind", ["decode", "mixed"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_calls_of_every_program_are_those_of_a_traced_layer(backend, kind, monkeypatch):
-    """A stage from outside is traced in its framework; one that does what the usual one does makes the same calls."""
+    """A stage from outside is traced in its framework; one that does what the usual one does
+    makes the same calls.
+    """
     plans, config = rooms(backend)
     monkeypatch.setattr(plans, "drops_rows", lambda *_: False, raising=False)
     recorded = list(map(shapes, plans.record(WINDOWS, config, kind)))
@@ -91,8 +107,16 @@ def test_the_last_layer_that_drops_tokens_is_recorded_for_the_rows_that_stay():
 def test_log_probabilities_of_prompts_are_recorded_in_the_parts_that_are_made():
     plans, config = rooms("torch", max_num_batched_tokens=96, max_model_len=96)
     rows = {
-        call.arguments["logits"].shape[0] for call in plans.record(MODEL, config, "sample") if call.op == "top_logprobs"
+        call.arguments["logits"].shape[0]
+        for call in plans.record(MODEL, config, "sample")
+        if call.op == "top_logprobs"
     }
-    parts = {n for d in config.table() if d.kind == "mixed" for n in (min(64, d.tokens), d.tokens % 64) if n}
+    parts = {
+        n
+        for d in config.table()
+        if d.kind == "mixed"
+        for n in (min(64, d.tokens), d.tokens % 64)
+        if n
+    }
     assert rows == parts | {d.requests for d in config.table()}
     assert 64 in rows

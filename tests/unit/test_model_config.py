@@ -1,4 +1,6 @@
-"""config.json: what transformers writes is read as transformers reads it; anything else is refused in one line."""
+"""config.json: what transformers writes is read as transformers reads it; anything else is
+refused in one line.
+"""
 
 import dataclasses
 import json
@@ -39,11 +41,29 @@ QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
 PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 GRANITE = LLAMA | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
-ALONE = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "phi3": PHI3, "granite": GRANITE}
+ALONE = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "phi3": PHI3,
+    "granite": GRANITE,
+}
 # What else there is of such configs is in test_nested_models.py.
-MISTRAL3 = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": MISTRAL}
+MISTRAL3 = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "model_type": "mistral3",
+    "text_config": MISTRAL,
+}
 FAMILIES = ALONE | {"mistral3": MISTRAL3}
-NAMES = ["LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "Phi3Config", "GraniteConfig"]
+NAMES = [
+    "LlamaConfig",
+    "MistralConfig",
+    "Qwen2Config",
+    "Qwen3Config",
+    "Phi3Config",
+    "GraniteConfig",
+]
 
 # As published, shortened to what differs from a plain config.
 LLAMA_3_1 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -53,11 +73,15 @@ LLAMA_3_1 |= {"original_max_position_embeddings": 8192}
 def oracle(name, **fields):
     import transformers
 
-    return getattr(transformers, name)(architectures=[name.replace("Config", "ForCausalLM")], **fields)
+    return getattr(transformers, name)(
+        architectures=[name.replace("Config", "ForCausalLM")], **fields
+    )
 
 
 def refused(error, *words, **fields):
-    """Check that LLAMA with these fields is refused, in one line that has these words; `base` replaces LLAMA."""
+    """Check that LLAMA with these fields is refused, in one line that has these words; `base`
+    replaces LLAMA.
+    """
     base = fields.pop("base", LLAMA)
     with pytest.raises(error) as caught:
         parse_config(base | fields, where="/models/x/config.json")
@@ -75,12 +99,19 @@ def refused(error, *words, **fields):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("whole", [False, True])
 def test_what_transformers_5_writes_is_read(name, whole):
-    theirs = oracle(name, num_hidden_layers=3, rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+    theirs = oracle(
+        name, num_hidden_layers=3, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}
+    )
     ours = parse_config(json.loads(theirs.to_json_string(use_diff=not whole)))
     assert ours.num_layers == 3
     assert ours.rope == RopeConfig(theta=5e5)
-    assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
-    assert ours.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert (ours.num_heads, ours.num_kv_heads) == (
+        theirs.num_attention_heads,
+        theirs.num_key_value_heads,
+    )
+    assert ours.head_dim == getattr(
+        theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads
+    )
     assert ours.tie_embeddings is theirs.tie_word_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
 
@@ -91,11 +122,23 @@ def test_parameters_are_those_of_the_transformers_model(name):
     import torch
     import transformers
 
-    bias = {"attention_bias": True} if name in ("LlamaConfig", "Qwen3Config", "GraniteConfig") else {}
+    bias = (
+        {"attention_bias": True} if name in ("LlamaConfig", "Qwen3Config", "GraniteConfig") else {}
+    )
     bias |= {"mlp_bias": True} if name in ("LlamaConfig", "GraniteConfig") else {}
     for tied, more in ((True, {}), (False, bias)):
-        small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-        small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": tied}
+        small = {
+            "vocab_size": 40,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+        }
+        small |= {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "tie_word_embeddings": tied,
+        }
         config = oracle(name, bos_token_id=1, eos_token_id=2, pad_token_id=None, **small, **more)
         with torch.device("meta"):
             model = getattr(transformers, name.replace("Config", "ForCausalLM"))(config)
@@ -108,18 +151,52 @@ def test_parameters_are_those_of_the_transformers_model(name):
 
 def test_a_whole_config_of_version_4_is_read():
     """Every generic field that `PretrainedConfig.to_dict()` of 4.x writes."""
-    generic = """bad_words_ids begin_suppress_tokens cross_attention_hidden_size decoder_start_token_id
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id pad_token_id prefix
-    problem_type sep_token_id suppress_tokens task_specific_params tokenizer_class""".split()
-    numbers = {"chunk_size_feed_forward": 0, "diversity_penalty": 0.0, "length_penalty": 1.0, "max_length": 20}
-    numbers |= {"min_length": 0, "no_repeat_ngram_size": 0, "num_beams": 1, "num_return_sequences": 1, "top_k": 50}
-    numbers |= {"repetition_penalty": 1.0, "temperature": 0.6, "top_p": 0.9, "typical_p": 1.0, "num_beam_groups": 1}
-    numbers |= {"encoder_no_repeat_ngram_size": 0, "initializer_range": 0.02, "attention_dropout": 0.1}
-    false = """add_cross_attention do_sample early_stopping is_decoder is_encoder_decoder output_attentions
-    output_hidden_states output_scores remove_invalid_values return_dict_in_generate tf_legacy_loss
-    tie_encoder_decoder tie_word_embeddings torchscript use_bfloat16 attention_bias mlp_bias""".split()
-    more = {"id2label": {"0": "A"}, "label2id": {"A": 0}, "pruned_heads": {}, "return_dict": True, "use_cache": True}
-    more |= {"transformers_version": "4.46.0", "_name_or_path": "somewhere", "pretraining_tp": 1, "hidden_act": "silu"}
+    generic = """bad_words_ids begin_suppress_tokens cross_attention_hidden_size
+    decoder_start_token_id exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id pad_token_id prefix problem_type
+    sep_token_id suppress_tokens task_specific_params tokenizer_class""".split()
+    numbers = {
+        "chunk_size_feed_forward": 0,
+        "diversity_penalty": 0.0,
+        "length_penalty": 1.0,
+        "max_length": 20,
+    }
+    numbers |= {
+        "min_length": 0,
+        "no_repeat_ngram_size": 0,
+        "num_beams": 1,
+        "num_return_sequences": 1,
+        "top_k": 50,
+    }
+    numbers |= {
+        "repetition_penalty": 1.0,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "typical_p": 1.0,
+        "num_beam_groups": 1,
+    }
+    numbers |= {
+        "encoder_no_repeat_ngram_size": 0,
+        "initializer_range": 0.02,
+        "attention_dropout": 0.1,
+    }
+    false = """add_cross_attention do_sample early_stopping is_decoder is_encoder_decoder
+    output_attentions output_hidden_states output_scores remove_invalid_values
+    return_dict_in_generate tf_legacy_loss tie_encoder_decoder tie_word_embeddings
+    torchscript use_bfloat16 attention_bias mlp_bias""".split()
+    more = {
+        "id2label": {"0": "A"},
+        "label2id": {"A": 0},
+        "pruned_heads": {},
+        "return_dict": True,
+        "use_cache": True,
+    }
+    more |= {
+        "transformers_version": "4.46.0",
+        "_name_or_path": "somewhere",
+        "pretraining_tp": 1,
+        "hidden_act": "silu",
+    }
     more |= {"rope_theta": 500000.0, "rope_scaling": LLAMA_3_1}
     raw = LLAMA | dict.fromkeys(generic) | numbers | dict.fromkeys(false, False) | more
     assert parse_config(raw).rope.kind == "llama3"
@@ -127,18 +204,44 @@ def test_a_whole_config_of_version_4_is_read():
 
 def test_smollm_fields_are_harmless():
     assert parse_config(
-        LLAMA | {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"a": 1}}
+        LLAMA
+        | {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"a": 1}}
     )
 
 
 def test_the_fields_of_each_family():
     llama, mistral, qwen2, qwen3, phi3, granite = (parse_config(raw) for raw in ALONE.values())
-    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (False, False, False, False)
-    assert (mistral.qkv_bias, mistral.o_bias, mistral.mlp_bias, mistral.qk_norm) == (False, False, False, False)
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias, qwen2.qk_norm) == (True, False, False, False)
-    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.mlp_bias, qwen3.qk_norm) == (False, False, False, True)
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (
+        False,
+        False,
+        False,
+        False,
+    )
+    assert (mistral.qkv_bias, mistral.o_bias, mistral.mlp_bias, mistral.qk_norm) == (
+        False,
+        False,
+        False,
+        False,
+    )
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias, qwen2.qk_norm) == (
+        True,
+        False,
+        False,
+        False,
+    )
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.mlp_bias, qwen3.qk_norm) == (
+        False,
+        False,
+        False,
+        True,
+    )
     assert (phi3.qkv_bias, phi3.o_bias, phi3.mlp_bias, phi3.qk_norm) == (False, False, False, False)
-    assert (granite.attention_scale, granite.embedding_scale, granite.residual_scale, granite.logits_scale) == (1,) * 4
+    assert (
+        granite.attention_scale,
+        granite.embedding_scale,
+        granite.residual_scale,
+        granite.logits_scale,
+    ) == (1,) * 4
     assert {config.attention_scale for config in (llama, mistral, qwen2, qwen3, phi3)} == {None}
     biased = parse_config(LLAMA | {"attention_bias": True, "mlp_bias": True})
     assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
@@ -196,7 +299,9 @@ def test_dtype(fields, dtype):
 
 def layers(**fields):
     config = oracle("Qwen2Config", num_hidden_layers=6, **fields)
-    return tuple(config.sliding_window if kind == "sliding_attention" else 0 for kind in config.layer_types)
+    return tuple(
+        config.sliding_window if kind == "sliding_attention" else 0 for kind in config.layer_types
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,9 +342,21 @@ def test_windows_that_the_modeling_code_ignores_are_refused():
     refused(UnsupportedModel, "sliding_window is 128", sliding_window=128)
     refused(UnsupportedModel, "use_sliding_window is True", use_sliding_window=True)
     mixed = ["sliding_attention", "full_attention"] * 2
-    refused(UnsupportedModel, "layer_types", "mistral", base=MISTRAL, sliding_window=8, layer_types=mixed)
+    refused(
+        UnsupportedModel,
+        "layer_types",
+        "mistral",
+        base=MISTRAL,
+        sliding_window=8,
+        layer_types=mixed,
+    )
     refused(UnsupportedModel, "layer_types is sliding_attention", base=QWEN2, layer_types=mixed)
-    refused(UnsupportedModel, "layer_types is chunked_attention", base=QWEN2, layer_types=["chunked_attention"] * 4)
+    refused(
+        UnsupportedModel,
+        "layer_types is chunked_attention",
+        base=QWEN2,
+        layer_types=["chunked_attention"] * 4,
+    )
     refused(ModelError, "layer_types", "(4)", base=QWEN2, layer_types=["full_attention"] * 3)
     refused(ModelError, "sliding_window is 0", base=MISTRAL, sliding_window=0)
     refused(ModelError, "max_window_layers is -1", base=QWEN2, max_window_layers=-1)
@@ -251,33 +368,79 @@ ROPES = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 4.0},
     LLAMA_3_1,
-    LLAMA_3_1 | {"factor": 32, "low_freq_factor": 2, "high_freq_factor": 3.5, "original_max_position_embeddings": 512},
+    LLAMA_3_1
+    | {
+        "factor": 32,
+        "low_freq_factor": 2,
+        "high_freq_factor": 3.5,
+        "original_max_position_embeddings": 512,
+    },
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
     {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 4096},
-    {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 16, "beta_slow": 2},
-    {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 1024, "attention_factor": 0.75},
-    {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 1024, "mscale": 0.7, "mscale_all_dim": 1.1},
+    {
+        "rope_type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 16,
+        "beta_slow": 2,
+    },
+    {
+        "rope_type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 1024,
+        "attention_factor": 0.75,
+    },
+    {
+        "rope_type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 1024,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.1,
+    },
     {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 1024, "mscale": 0.7},
-    {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 1024, "mscale": 1.0, "mscale_all_dim": 0.0},
-    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128, "truncate": False},
+    {
+        "rope_type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 1024,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.0,
+    },
+    {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 128,
+        "truncate": False,
+    },
 ]
 
 
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize(("theta", "head_dim"), [(10000.0, 128), (500000.0, 64), (1e6, 80), (100, 16)])
+@pytest.mark.parametrize(
+    ("theta", "head_dim"), [(10000.0, 128), (500000.0, 64), (1e6, 80), (100, 16)]
+)
 def test_frequencies_are_those_of_transformers(rope, theta, head_dim):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     parameters = rope | {"rope_theta": theta}
-    theirs = oracle("LlamaConfig", head_dim=head_dim, max_position_embeddings=4096, rope_parameters=dict(parameters))
-    compute = ROPE_INIT_FUNCTIONS.get(rope["rope_type"], LlamaRotaryEmbedding.compute_default_rope_parameters)
+    theirs = oracle(
+        "LlamaConfig",
+        head_dim=head_dim,
+        max_position_embeddings=4096,
+        rope_parameters=dict(parameters),
+    )
+    compute = ROPE_INIT_FUNCTIONS.get(
+        rope["rope_type"], LlamaRotaryEmbedding.compute_default_rope_parameters
+    )
     expected, expected_scaling = compute(theirs)
     for raw in (
         {"rope_parameters": parameters},
         {"rope_theta": theta, "rope_scaling": rope},
-        {"rope_theta": theta, "rope_scaling": {("type" if k == "rope_type" else k): v for k, v in rope.items()}},
+        {
+            "rope_theta": theta,
+            "rope_scaling": {("type" if k == "rope_type" else k): v for k, v in rope.items()},
+        },
         {"rope_theta": theta, "rope_scaling": rope, "rope_parameters": parameters},
     ):
         config = parse_config(LLAMA | raw)
@@ -295,7 +458,8 @@ def test_a_part_of_a_head_may_be_rotated():
 
 @pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
 def test_rotary_tables_are_float64_until_they_are_rounded(theta):
-    """Angles in float32 are off by up to 0.004 at position 100 000. Backends share a table: comparing them is blind.
+    """Angles in float32 are off by up to 0.004 at position 100 000. Backends share a table:
+    comparing them is blind.
 
     The formula is written down once more here, an entry at a time.
     """
@@ -321,7 +485,13 @@ def test_original_length_outside_counts_as_in_transformers_5():
     assert parse_config(LLAMA | outside).rope.original_max_position == 512
     assert parse_config(LLAMA | {"rope_parameters": rope}).rope.original_max_position == 4096
     rope = rope | {"original_max_position_embeddings": 256}
-    refused(UnsupportedModel, "is 256", "512", rope_parameters=rope, original_max_position_embeddings=512)
+    refused(
+        UnsupportedModel,
+        "is 256",
+        "512",
+        rope_parameters=rope,
+        original_max_position_embeddings=512,
+    )
 
 
 def test_nested_parameters_must_agree():
@@ -329,33 +499,72 @@ def test_nested_parameters_must_agree():
     nested = {"full_attention": plain, "sliding_attention": dict(plain)}
     assert parse_config(QWEN2 | {"rope_parameters": nested}).rope.theta == 5000.0
     other = {"full_attention": plain, "sliding_attention": plain | {"rope_theta": 10000.0}}
-    refused(UnsupportedModel, "rope_parameters.sliding_attention", base=QWEN2, rope_parameters=other)
-    refused(UnsupportedModel, "rope_parameters", base=QWEN2, rope_parameters=nested | {"rope_theta": 5.0})
-    refused(UnsupportedModel, "full_attention", base=QWEN2, rope_parameters={"full_attention": None})
+    refused(
+        UnsupportedModel, "rope_parameters.sliding_attention", base=QWEN2, rope_parameters=other
+    )
+    refused(
+        UnsupportedModel,
+        "rope_parameters",
+        base=QWEN2,
+        rope_parameters=nested | {"rope_theta": 5.0},
+    )
+    refused(
+        UnsupportedModel, "full_attention", base=QWEN2, rope_parameters={"full_attention": None}
+    )
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope", "proportional", "axial", "Linear", 5, {}])
+@pytest.mark.parametrize(
+    "kind", ["dynamic", "longrope", "su", "mrope", "proportional", "axial", "Linear", 5, {}]
+)
 def test_other_kinds_are_refused_by_name(kind):
     for name in ("rope_parameters", "rope_scaling"):
         for key in ("type", "rope_type"):
             block = {key: kind, "factor": 2.0}
-            refused(UnsupportedModel, f"rope_type is {kind}", "default, linear, llama3, yarn", name, **{name: block})
+            refused(
+                UnsupportedModel,
+                f"rope_type is {kind}",
+                "default, linear, llama3, yarn",
+                name,
+                **{name: block},
+            )
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"rope_parameters": {"rope_type": "linear"}}, ["factor is missing"]),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, ["factor is 0.5", "at least 1"]),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 0.5}},
+            ["factor is 0.5", "at least 1"],
+        ),
         ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, ['factor is "2"']),
         ({"rope_parameters": {"rope_type": "linear", "factor": True}}, ["factor is True"]),
         ({"rope_parameters": {"rope_type": "linear", "factor": float("nan")}}, ["factor is nan"]),
         ({"rope_parameters": {"rope_type": "linear", "factor": float("inf")}}, ["factor is inf"]),
         ({"rope_parameters": {"rope_type": "linear", "factor": 10**400}}, ["factor is 1000"]),
-        ({"rope_parameters": LLAMA_3_1 | {"high_freq_factor": 1.0}}, ["high_freq_factor is 1.0", "more than 1"]),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor is missing"]),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}}, ["beta_fast is 1"]),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": 1}}, ["truncate is 1"]),
+        (
+            {"rope_parameters": LLAMA_3_1 | {"high_freq_factor": 1.0}},
+            ["high_freq_factor is 1.0", "more than 1"],
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            ["low_freq_factor is missing"],
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 2.0,
+                    "beta_fast": 1,
+                    "beta_slow": 2,
+                }
+            },
+            ["beta_fast is 1"],
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": 1}},
+            ["truncate is 1"],
+        ),
         ({"rope_parameters": {"rope_theta": 0}}, ["rope_theta is 0"]),
         ({"rope_parameters": {"rope_theta": None}, "rope_theta": "x"}, ['rope_theta is "x"']),
         ({"rope_parameters": []}, ["rope_parameters is []"]),
@@ -368,21 +577,45 @@ def test_malformed_rope(fields, words):
 
 
 def test_rope_that_versions_read_differently_is_refused():
-    refused(UnsupportedModel, "rope_theta is 5000.0", rope_parameters={"rope_theta": 5000.0}, rope_theta=10000.0)
+    refused(
+        UnsupportedModel,
+        "rope_theta is 5000.0",
+        rope_parameters={"rope_theta": 5000.0},
+        rope_theta=10000.0,
+    )
     linear = {"rope_type": "linear", "factor": 2.0}
     refused(
-        UnsupportedModel, "rope_scaling", "rope_parameters", rope_parameters={"rope_theta": 9.0}, rope_scaling=linear
+        UnsupportedModel,
+        "rope_scaling",
+        "rope_parameters",
+        rope_parameters={"rope_theta": 9.0},
+        rope_scaling=linear,
     )
-    refused(UnsupportedModel, "rope_type", rope_scaling={"type": "linear", "rope_type": "yarn", "factor": 2.0})
-    refused(UnsupportedModel, "partial_rotary_factor is 0.5", rope_parameters={"partial_rotary_factor": 0.5})
-    refused(UnsupportedModel, "short_factor", rope_scaling={"type": "linear", "factor": 2.0, "short_factor": [1.0]})
+    refused(
+        UnsupportedModel,
+        "rope_type",
+        rope_scaling={"type": "linear", "rope_type": "yarn", "factor": 2.0},
+    )
+    refused(
+        UnsupportedModel,
+        "partial_rotary_factor is 0.5",
+        rope_parameters={"partial_rotary_factor": 0.5},
+    )
+    refused(
+        UnsupportedModel,
+        "short_factor",
+        rope_scaling={"type": "linear", "factor": 2.0, "short_factor": [1.0]},
+    )
 
 
 # Longrope
 
 
 def longrope(pairs=6, **fields):
-    lists = {"short_factor": [1.0 + 0.1 * i for i in range(pairs)], "long_factor": [2.0**i for i in range(pairs)]}
+    lists = {
+        "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
+        "long_factor": [2.0**i for i in range(pairs)],
+    }
     return {"partial_rotary_factor": 0.75, "rope_scaling": {"type": "longrope"} | lists | fields}
 
 
@@ -391,14 +624,18 @@ def test_longrope_is_that_of_transformers_for_short_and_for_long_sequences(field
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     raw = PHI3 | longrope(**fields) | {"original_max_position_embeddings": 256}
-    theirs = oracle("Phi3Config", **json.loads(json.dumps({k: v for k, v in raw.items() if k != "architectures"})))
+    theirs = oracle(
+        "Phi3Config",
+        **json.loads(json.dumps({k: v for k, v in raw.items() if k != "architectures"})),
+    )
     config = parse_config(raw)
     for length in (1, 256, 257, 4096):
         want, want_scaling = ROPE_INIT_FUNCTIONS["longrope"](theirs, seq_len=length)
         ours, scaling = rope_inverse_frequencies(config.rope, config.head_dim, length)
         np.testing.assert_allclose(ours, want.numpy(), rtol=2e-6)
         assert scaling == pytest.approx(want_scaling, rel=1e-12)
-        # In the tables, cos of position 0 is the scaling and the angles of position 1 are the frequencies.
+        # In the tables, cos of position 0 is the scaling and the angles of position 1 are the
+        # frequencies.
         cos, sin = rotary_tables(config, length)
         assert cos[0] == pytest.approx(scaling, rel=1e-6)
         if length > 1:
@@ -414,7 +651,13 @@ def test_where_longrope_switches():
     assert parse_config(PHI3).rope.switches_at is None
     # Phi3Config's default, which counts more than what stands inside.
     assert parse_config(PHI3 | longrope()).rope.switches_at == 4096
-    refused(UnsupportedModel, "is 256", "4096", base=PHI3, **longrope(original_max_position_embeddings=256))
+    refused(
+        UnsupportedModel,
+        "is 256",
+        "4096",
+        base=PHI3,
+        **longrope(original_max_position_embeddings=256),
+    )
 
 
 @pytest.mark.parametrize(
@@ -426,12 +669,18 @@ def test_where_longrope_switches():
         (longrope(long_factor=[1.0] * 5 + [0]), ["long_factor is", "more than 0"]),
         (longrope(long_factor=[1.0] * 5 + ["2"]), ["long_factor is", "numbers"]),
         (longrope(factor=-1), ["factor is -1"]),
-        (longrope() | {"original_max_position_embeddings": 1}, ["original_max_position_embeddings is 1", "at least 2"]),
+        (
+            longrope() | {"original_max_position_embeddings": 1},
+            ["original_max_position_embeddings is 1", "at least 2"],
+        ),
         ({"partial_rotary_factor": 0.7}, ["partial_rotary_factor is 0.7", "11 entries", "pairs"]),
         ({"partial_rotary_factor": 1.5}, ["partial_rotary_factor is 1.5", "at most 1"]),
         ({"partial_rotary_factor": 0}, ["partial_rotary_factor is 0"]),
         (longrope(partial_rotary_factor=0.5), ["partial_rotary_factor is 0.5", "outside, 0.75"]),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, ["rope_type is yarn", "default, longrope"]),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+            ["rope_type is yarn", "default, longrope"],
+        ),
     ],
 )
 def test_malformed_longrope(fields, words):
@@ -460,7 +709,10 @@ def test_granite_multipliers():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, ["architectures is GPT2LMHeadModel", "LlamaForCausalLM"]),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            ["architectures is GPT2LMHeadModel", "LlamaForCausalLM"],
+        ),
         ({"architectures": ["LlamaModel"]}, ["LlamaModel"]),
         ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, ["architectures"]),
         ({"architectures": [], "model_type": "gpt2"}, ["architectures is []"]),
@@ -470,7 +722,10 @@ def test_granite_multipliers():
         ({"hidden_act": "gelu"}, ["hidden_act is gelu", '"silu"']),
         ({"pretraining_tp": 2}, ["pretraining_tp is 2", "allowed: 1"]),
         ({"pretraining_tp": True}, ["pretraining_tp is True"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq", "absent"]),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            ["quantization_config", "gptq", "absent"],
+        ),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor is 0.5"]),
         ({"rope_interleaved": True}, ["rope_interleaved is True", "false"]),
         ({"logit_scale": 0.0625}, ["logit_scale is 0.0625", "absent"]),
@@ -492,7 +747,9 @@ def test_what_could_change_the_maths_is_refused(fields, words):
 
 
 def test_biases_that_the_modeling_code_ignores_are_refused():
-    refused(UnsupportedModel, "attention_bias is True", "mistral", base=MISTRAL, attention_bias=True)
+    refused(
+        UnsupportedModel, "attention_bias is True", "mistral", base=MISTRAL, attention_bias=True
+    )
     refused(UnsupportedModel, "attention_bias is False", "qwen2", base=QWEN2, attention_bias=False)
     refused(UnsupportedModel, "mlp_bias is True", "qwen3", base=QWEN3, mlp_bias=True)
     assert parse_config(QWEN2 | {"attention_bias": True})
@@ -519,14 +776,30 @@ def test_fixed_fields_of_a_family_pass_at_their_values_alone(architecture):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"sliding_windows": 8}, ["sliding_windows is 8", "the nearest known one is sliding_window)", "for llama"]),
-        ({"architectures": ["Lama4CausalLM"]}, ["Lama4CausalLM", "the nearest known one is LlamaForCausalLM"]),
+        (
+            {"sliding_windows": 8},
+            ["sliding_windows is 8", "the nearest known one is sliding_window)", "for llama"],
+        ),
+        (
+            {"architectures": ["Lama4CausalLM"]},
+            ["Lama4CausalLM", "the nearest known one is LlamaForCausalLM"],
+        ),
         (
             {"base": QWEN2, "layer_types": ["slide_attention"] * 4},
-            ["layer_types is slide_attention", "nearest known one is sliding_attention", "for qwen2"],
+            [
+                "layer_types is slide_attention",
+                "nearest known one is sliding_attention",
+                "for qwen2",
+            ],
         ),
-        ({"rope_scaling": {"type": "yarn", "beta_fat": 1}}, ["beta_fat is 1", "the nearest known one is beta_fast"]),
-        ({"base": GRANITE, "logit_scaling": 2.0}, ["logit_scaling is 2.0", "nearest known one is logits_scaling"]),
+        (
+            {"rope_scaling": {"type": "yarn", "beta_fat": 1}},
+            ["beta_fat is 1", "the nearest known one is beta_fast"],
+        ),
+        (
+            {"base": GRANITE, "logit_scaling": 2.0},
+            ["logit_scaling is 2.0", "nearest known one is logits_scaling"],
+        ),
         ({"logits_scaling": 2.0}, ["logits_scaling is 2.0", "absent", "for llama"]),
     ],
 )
@@ -564,7 +837,10 @@ def test_sizes_must_be_positive_integers(name, value):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"num_attention_heads": 6, "num_key_value_heads": 4}, ["num_attention_heads is 6", "num_key_value_heads (4)"]),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 4},
+            ["num_attention_heads is 6", "num_key_value_heads (4)"],
+        ),
         ({"num_attention_heads": 3, "num_key_value_heads": 3}, ["hidden_size is 64", "(3)"]),
         ({"num_key_value_heads": 8}, ["num_attention_heads is 4"]),
         ({"head_dim": 15}, ["head_dim is 15", "even"]),
@@ -669,16 +945,22 @@ def test_unreadable_file(tmp_path):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(string.printable, max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 ROPE_NAMES = st.sampled_from(
-    "type rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast "
-    "beta_slow attention_factor mscale mscale_all_dim truncate partial_rotary_factor full_attention short_factor "
+    "type rope_type rope_theta factor low_freq_factor high_freq_factor "
+    "original_max_position_embeddings beta_fast "
+    "beta_slow attention_factor mscale mscale_all_dim truncate partial_rotary_factor "
+    "full_attention short_factor "
     "long_factor".split()
 )
 EVERY_FAMILY = [families.family_of(architecture) for architecture in families.FAMILIES]
-FIELDS = sorted({name for family in EVERY_FAMILY for name in (*family.read_fields, *family.fixed_fields)})
+FIELDS = sorted(
+    {name for family in EVERY_FAMILY for name in (*family.read_fields, *family.fixed_fields)}
+)
 ROPE_VALUES = st.sampled_from(
     [
         [1.0] * 8,

@@ -1,4 +1,6 @@
-"""Models whose text decoder is one part of several: its config and tensors are found, the rest is left out by name."""
+"""Models whose text decoder is one part of several: its config and tensors are found, the rest
+is left out by name.
+"""
 
 import json
 import re
@@ -44,7 +46,12 @@ SMALL_3_1 = {
     },
     "torch_dtype": "bfloat16",
     "transformers_version": "4.50.0.dev0",
-    "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "num_hidden_layers": 24, "patch_size": 14},
+    "vision_config": {
+        "model_type": "pixtral",
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+    },
     "vision_feature_layer": -1,
 }
 SMALL = {
@@ -74,24 +81,46 @@ def refused(error, raw, *words):
         assert word in message, message
 
 
-# --- the config ------------------------------------------------------------------------------------------------------
+# --- the config
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_published_config_is_read():
     config = parse_config(SMALL_3_1)
-    assert (config.architecture, config.model_type) == ("Mistral3ForConditionalGeneration", "mistral3")
-    assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (5120, 32, 8, 128)
-    assert (config.layer_windows, config.rms_norm_eps, config.rope) == ((0,) * 40, 1e-5, RopeConfig(theta=1e9))
-    assert (config.dtype, config.tie_embeddings, config.image_token_ids) == ("bfloat16", False, (10,))
-    assert parameter_count(parameters_of(config)) == 23_572_403_200  # that of Mistral-Small-24B-2501, which is the text
+    assert (config.architecture, config.model_type) == (
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+    )
+    assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (
+        5120,
+        32,
+        8,
+        128,
+    )
+    assert (config.layer_windows, config.rms_norm_eps, config.rope) == (
+        (0,) * 40,
+        1e-5,
+        RopeConfig(theta=1e9),
+    )
+    assert (config.dtype, config.tie_embeddings, config.image_token_ids) == (
+        "bfloat16",
+        False,
+        (10,),
+    )
+    # that of Mistral-Small-24B-2501, which is the text
+    assert parameter_count(parameters_of(config)) == 23_572_403_200
 
 
 @pytest.mark.parametrize("model_type", ["mistral", None])
-@pytest.mark.parametrize("text", [{}, {"sliding_window": 8}, {"num_key_value_heads": 1, "rope_theta": 5e5}])
+@pytest.mark.parametrize(
+    "text", [{}, {"sliding_window": 8}, {"num_key_value_heads": 1, "rope_theta": 5e5}]
+)
 def test_the_text_model_is_what_it_would_be_alone(text, model_type):
     """transformers too takes a text model without a type for a Mistral."""
     raw = nested(text | {"model_type": model_type})
-    alone = {"architectures": ["MistralForCausalLM"], "torch_dtype": "bfloat16"} | raw["text_config"]
+    alone = {"architectures": ["MistralForCausalLM"], "torch_dtype": "bfloat16"} | raw[
+        "text_config"
+    ]
     inside, flat = parse_config(raw), parse_config(alone)
     names = "architecture model_type raw_hash image_token_ids left_out".split()
     differ = [name for name in inside.__slots__ if getattr(inside, name) != getattr(flat, name)]
@@ -102,12 +131,20 @@ def test_the_text_model_is_what_it_would_be_alone(text, model_type):
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_transformers_5_writes_is_read(whole, tied):
-    """It writes the text model's own default of `tie_word_embeddings`, which nobody set and which it never reads."""
+    """It writes the text model's own default of `tie_word_embeddings`, which nobody set and
+    which it never reads.
+    """
     import transformers
 
-    text = SMALL | {"model_type": "mistral", "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    text = SMALL | {
+        "model_type": "mistral",
+        "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+    }
     theirs = transformers.Mistral3Config(
-        text_config=text, tie_word_embeddings=tied, architectures=["Mistral3ForConditionalGeneration"], image_token_id=7
+        text_config=text,
+        tie_word_embeddings=tied,
+        architectures=["Mistral3ForConditionalGeneration"],
+        image_token_id=7,
     )
     raw = json.loads(theirs.to_json_string(use_diff=not whole))
     assert raw["text_config"]["tie_word_embeddings"] is False
@@ -133,7 +170,8 @@ def test_what_transformers_5_writes_is_read(whole, tied):
         ({"vocab_size": 40, "hidden_size": 32}, {}, "vocab_size", 40),
         ({"image_token_index": None, "image_token_id": 7}, {}, "image_token_ids", (7,)),
         ({"image_token_index": None}, {}, "image_token_ids", (10,)),  # Mistral3Config's default
-        ({"image_token_index": None}, {"vocab_size": 8}, "image_token_ids", ()),  # no token of this vocabulary
+        # no token of this vocabulary
+        ({"image_token_index": None}, {"vocab_size": 8}, "image_token_ids", ()),
         ({"vision_config": None}, {}, "vocab_size", 40),
         ({}, {"architectures": ["MistralForCausalLM"]}, "vocab_size", 40),
         ({}, {"architectures": []}, "vocab_size", 40),
@@ -171,9 +209,21 @@ def test_what_may_stand_inside_or_outside(outer, text, name, value):
             nested(image_token_idx=8),
             [": image_token_idx is 8", "the nearest known one is image_token_id"],
         ),
-        (UnsupportedModel, nested(rms_norm_eps=1e-6), [": rms_norm_eps is 1e-06", "text_config.rms_norm_eps (1e-05)"]),
-        (UnsupportedModel, nested(vocab_size=41), [": vocab_size is 41", "text_config.vocab_size (40)"]),
-        (UnsupportedModel, nested(max_window_layers=2), [": max_window_layers is 2", "max_window_layers (absent)"]),
+        (
+            UnsupportedModel,
+            nested(rms_norm_eps=1e-6),
+            [": rms_norm_eps is 1e-06", "text_config.rms_norm_eps (1e-05)"],
+        ),
+        (
+            UnsupportedModel,
+            nested(vocab_size=41),
+            [": vocab_size is 41", "text_config.vocab_size (40)"],
+        ),
+        (
+            UnsupportedModel,
+            nested(max_window_layers=2),
+            [": max_window_layers is 2", "max_window_layers (absent)"],
+        ),
         (
             UnsupportedModel,
             nested({"dtype": "float16"}),
@@ -189,14 +239,26 @@ def test_what_may_stand_inside_or_outside(outer, text, name, value):
             nested({"eos_token_id": 2}, eos_token_id=3),
             [": eos_token_id is 3", "text_config.eos_token_id (2)"],
         ),
-        (UnsupportedModel, nested(quantization_config={"quant_method": "fp8"}), [": quantization_config is", "fp8"]),
+        (
+            UnsupportedModel,
+            nested(quantization_config={"quant_method": "fp8"}),
+            [": quantization_config is", "fp8"],
+        ),
         (
             UnsupportedModel,
             nested({"quantization_config": {"quant_method": "fp8"}}),
             [": text_config.quantization_config is", "fp8"],
         ),
-        (UnsupportedModel, nested({"hidden_act": "gelu"}), [": text_config.hidden_act is gelu", '"silu"']),
-        (UnsupportedModel, nested({"attention_bias": True}), [": text_config.attention_bias is True"]),
+        (
+            UnsupportedModel,
+            nested({"hidden_act": "gelu"}),
+            [": text_config.hidden_act is gelu", '"silu"'],
+        ),
+        (
+            UnsupportedModel,
+            nested({"attention_bias": True}),
+            [": text_config.attention_bias is True"],
+        ),
         (ModelError, nested({"vocab_size": None}), [": text_config.vocab_size is missing"]),
         (ModelError, nested({"head_dim": 15}), [": text_config.head_dim is 15", "even"]),
         (ModelError, nested({"rope_theta": -1}), [": text_config.rope_theta is -1"]),
@@ -206,17 +268,29 @@ def test_what_may_stand_inside_or_outside(outer, text, name, value):
             [": text_config.rope_scaling: factor is missing"],
         ),
         (UnsupportedModel, nested(torch_dtype="float64"), [": torch_dtype is float64"]),
-        (UnsupportedModel, nested({"torch_dtype": "int8"}, torch_dtype=None), [": text_config.torch_dtype is int8"]),
+        (
+            UnsupportedModel,
+            nested({"torch_dtype": "int8"}, torch_dtype=None),
+            [": text_config.torch_dtype is int8"],
+        ),
         (ModelError, nested(eos_token_id=40), [": eos_token_id is 40", "vocab_size (40)"]),
         (ModelError, nested({"eos_token_id": 40}), [": text_config.eos_token_id is 40"]),
-        (ModelError, nested(image_token_index=40), [": image_token_index is 40", "vocab_size (40)"]),
+        (
+            ModelError,
+            nested(image_token_index=40),
+            [": image_token_index is 40", "vocab_size (40)"],
+        ),
         (ModelError, nested(image_token_index="[IMG]"), [': image_token_index is "[IMG]"']),
         (
             UnsupportedModel,
             nested(image_token_id=11),
             [": image_token_id is 11", "image_token_index (10)"],
         ),
-        (ModelError, nested(tie_word_embeddings=1), [": tie_word_embeddings is 1", "true or false"]),
+        (
+            ModelError,
+            nested(tie_word_embeddings=1),
+            [": tie_word_embeddings is 1", "true or false"],
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_by_its_path(error, raw, words):
@@ -226,12 +300,18 @@ def test_what_is_wrong_is_refused_by_its_path(error, raw, words):
 def test_the_start_report_says_what_is_left_out():
     config, device = EngineConfig(model="m", backend="torch"), DeviceInfo("cpu", "cpu", 1 << 34)
     changes = [str(change) for change in resolve(config, parse_config(nested()), device)[1]]
-    assert "prompts: text and images -> text (not read: vision tower, multi-modal projector)" in changes
+    assert (
+        "prompts: text and images -> text (not read: vision tower, multi-modal projector)"
+        in changes
+    )
     alone = {"architectures": ["MistralForCausalLM"]} | nested()["text_config"]
-    assert not any(str(c).startswith("prompts") for c in resolve(config, parse_config(alone), device)[1])
+    assert not any(
+        str(c).startswith("prompts") for c in resolve(config, parse_config(alone), device)[1]
+    )
 
 
-# --- the tensors -----------------------------------------------------------------------------------------------------
+# --- the tensors
+# --------------------------------------------------------------------------------------------------
 
 BESIDE = {
     "vision_tower.transformer.layers.0.attention.q_proj.weight": np.ones((2, 2), np.float32),
@@ -249,9 +329,14 @@ def old_spelling(key):
 
 
 def written(folder, table, old, **more):
-    """A checkpoint with random tensors of the text model and some of its other parts, in one of both spellings."""
+    """A checkpoint with random tensors of the text model and some of its other parts, in one of
+    both spellings.
+    """
     rng = np.random.default_rng(0)
-    tensors = {key: rng.normal(size=shape).astype(np.float32) for key, shape in expected_tensors(table).items()}
+    tensors = {
+        key: rng.normal(size=shape).astype(np.float32)
+        for key, shape in expected_tensors(table).items()
+    }
     tensors |= {f"model.{key}": value for key, value in BESIDE.items()} | more
     tensors = {old_spelling(key) if old else key: value for key, value in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
@@ -265,7 +350,12 @@ def test_tensors_are_those_of_transformers(tied):
     import transformers
 
     text = SMALL | {"model_type": "mistral"}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config = transformers.Mistral3Config(
         text_config=text, vision_config=vision, tie_word_embeddings=tied, image_token_id=7,
         architectures=["Mistral3ForConditionalGeneration"],
@@ -287,24 +377,39 @@ def test_both_spellings_are_read(tmp_path, tied, old):
     table = parameters_of(parse_config(nested(tie_word_embeddings=tied)))
     tensors = written(tmp_path, table, old)
     checkpoint = Checkpoint(tmp_path)
-    assert checkpoint.has("language_model.model.norm.weight" if old else "model.language_model.norm.weight")
+    assert checkpoint.has(
+        "language_model.model.norm.weight" if old else "model.language_model.norm.weight"
+    )
     check_checkpoint(checkpoint, table)
     for parameter, layer in table.placed():
         parts = [tensors[old_spelling(key) if old else key] for key in keys(parameter.parts, layer)]
-        np.testing.assert_array_equal(read_parameter(checkpoint, parameter, layer), np.concatenate(parts))
+        np.testing.assert_array_equal(
+            read_parameter(checkpoint, parameter, layer), np.concatenate(parts)
+        )
     assert ("head" in table.top) is not tied
 
 
 @pytest.mark.parametrize("old", [False, True])
 def test_a_head_beside_tied_embeddings_must_be_a_copy(tmp_path, old):
-    """What transformers 5 writes of a published model says that it is tied, and has a head of its own."""
+    """What transformers 5 writes of a published model says that it is tied, and has a head of
+    its own.
+    """
     table = parameters_of(parse_config(nested(tie_word_embeddings=True)))
-    embedding = "language_model.model.embed_tokens.weight" if old else "model.language_model.embed_tokens.weight"
-    tensors, head = written(tmp_path, table, old), old_spelling("lm_head.weight") if old else "lm_head.weight"
+    embedding = (
+        "language_model.model.embed_tokens.weight"
+        if old
+        else "model.language_model.embed_tokens.weight"
+    )
+    tensors, head = (
+        written(tmp_path, table, old),
+        old_spelling("lm_head.weight") if old else "lm_head.weight",
+    )
     save_file(tensors | {head: tensors[embedding]}, tmp_path / "model.safetensors")
     check_checkpoint(Checkpoint(tmp_path), table)
     save_file(tensors | {head: tensors[embedding] + 1}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"{head} differs from {embedding}.*tie_word_embeddings"):
+    with pytest.raises(
+        CheckpointError, match=f"{head} differs from {embedding}.*tie_word_embeddings"
+    ):
         check_checkpoint(Checkpoint(tmp_path), table)
 
 
@@ -321,7 +426,10 @@ def test_a_head_beside_tied_embeddings_must_be_a_copy(tmp_path, old):
     ],
 )
 def test_an_unknown_tensor_is_refused_with_the_nearest_known(tmp_path, old, stranger, near):
-    table, text = parameters_of(parse_config(nested())), "language_model.model." if old else "model.language_model."
+    table, text = (
+        parameters_of(parse_config(nested())),
+        "language_model.model." if old else "model.language_model.",
+    )
     tensors, stranger = written(tmp_path, table, old), stranger.format(text=text)
     save_file(tensors | {stranger: np.ones(4, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError) as caught:
@@ -332,9 +440,14 @@ def test_an_unknown_tensor_is_refused_with_the_nearest_known(tmp_path, old, stra
 
 
 @pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("lost", ["layers.1.mlp.down_proj.weight", "layers.1.self_attn.k_proj.weight", "norm.weight"])
+@pytest.mark.parametrize(
+    "lost", ["layers.1.mlp.down_proj.weight", "layers.1.self_attn.k_proj.weight", "norm.weight"]
+)
 def test_a_missing_tensor_is_named_as_the_others_of_the_file_are(tmp_path, old, lost):
-    table, text = parameters_of(parse_config(nested())), "language_model.model." if old else "model.language_model."
+    table, text = (
+        parameters_of(parse_config(nested())),
+        "language_model.model." if old else "model.language_model.",
+    )
     tensors = written(tmp_path, table, old)
     del tensors[text + lost]
     save_file(tensors, tmp_path / "model.safetensors")

@@ -1,4 +1,6 @@
-"""Annotations mean the same as texts and as objects, and one that means nothing is refused where it stands."""
+"""Annotations mean the same as texts and as objects, and one that means nothing is refused where
+it stands.
+"""
 
 import numpy as np
 import pytest
@@ -59,7 +61,8 @@ def test_an_op_is_the_same_with_texts_and_with_objects(future):
     op = define_outside(future + OP)
     kinds = {name: p.annotation for name, p in op.signature.parameters.items()}
     assert kinds == {
-        "x": "Array", "y": "Array | None", "z": "Array | None", "n": "int", "eps": "float", "on": "bool", "mode": "str"
+        "x": "Array", "y": "Array | None", "z": "Array | None", "n": "int", "eps": "float",
+        "on": "bool", "mode": "str"
     }  # fmt: skip
     assert op.static_parameters == ("n", "eps", "on", "mode")
     assert op.signature.return_annotation == "tuple[Array, Array]"
@@ -68,7 +71,11 @@ def test_an_op_is_the_same_with_texts_and_with_objects(future):
 @pytest.mark.parametrize("future", IMPORTS.values(), ids=IMPORTS)
 def test_what_is_imported_for_type_checkers_only_is_known(future):
     op = define_outside(future + ONLY_FOR_TYPE_CHECKERS)
-    assert [p.annotation for p in op.signature.parameters.values()] == ["Array", "Array | None", "int"]
+    assert [p.annotation for p in op.signature.parameters.values()] == [
+        "Array",
+        "Array | None",
+        "int",
+    ]
 
 
 @pytest.mark.parametrize("future", IMPORTS.values(), ids=IMPORTS)
@@ -84,7 +91,15 @@ def test_an_implementation_is_the_same_with_texts_and_with_objects(future, monke
 @pytest.mark.parametrize("future", IMPORTS.values(), ids=IMPORTS)
 @pytest.mark.parametrize(
     "wrong",
-    ["", ": Any", ": list[int]", ": Array | int", ": 'no type'", ": tuple[int, ...]", ": Optional[int]"],
+    [
+        "",
+        ": Any",
+        ": list[int]",
+        ": Array | int",
+        ": 'no type'",
+        ": tuple[int, ...]",
+        ": Optional[int]",
+    ],
 )
 def test_an_annotation_that_means_nothing_is_refused_with_the_known_ones(future, wrong):
     with pytest.raises(OpError) as error:

@@ -1,4 +1,6 @@
-"""Every op: every implementation keeps the contract, and the bounds that say so see every mutant."""
+"""Every op: every implementation keeps the contract, and the bounds that say so see every
+mutant.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -10,7 +12,18 @@ import pytest
 from twinfer.ops import REGISTRY, testing
 from twinfer.ops.cases import load_all
 from twinfer.ops.cases.attention import BELOW_ONE, equal_values
-from twinfer.ops.testing import TESTING, Bound, Case, Judge, ci_cases, detect, providers, run, run_mutant, undetected
+from twinfer.ops.testing import (
+    TESTING,
+    Bound,
+    Case,
+    Judge,
+    ci_cases,
+    detect,
+    providers,
+    run,
+    run_mutant,
+    undetected,
+)
 
 load_all()
 OPS = sorted(op.name for op in REGISTRY if op.reference.__module__.startswith("twinfer."))
@@ -25,7 +38,9 @@ INTERPRETED = ("paged_attention", "pallas_interpret")
 
 
 def judged(on_a_gpu, slow=()):
-    """(op, framework, provider) of every implementation; those that `on_a_gpu` takes are judged there too."""
+    """(op, framework, provider) of every implementation; those that `on_a_gpu` takes are judged
+    there too.
+    """
 
     def marks(op, framework, provider):
         if on_a_gpu(framework, provider):
@@ -47,26 +62,37 @@ def judged(on_a_gpu, slow=()):
 
 
 JUDGED = judged(lambda framework, provider: provider in ON_A_GPU)
-BOUNDED_ON_A_GPU = judged(lambda framework, provider: framework == "torch" or provider in ON_A_GPU, INTERPRETED)
-"""What torch makes of the references on a GPU, by cuBLAS among others, is judged by the bound alone."""
+BOUNDED_ON_A_GPU = judged(
+    lambda framework, provider: framework == "torch" or provider in ON_A_GPU, INTERPRETED
+)
+"""What torch makes of the references on a GPU, by cuBLAS among others, is judged by the bound
+alone.
+"""
 
 
 HALF = "float16"
 """Judged by tests of its own: XLA compiles for minutes what takes every op once more."""
 QUICK = (
-    "embedding linear logits rms_norm add fused_add_rms_norm rotary_embedding gated_mlp silu_and_mul write_kv "
+    "embedding linear logits rms_norm add fused_add_rms_norm rotary_embedding gated_mlp "
+    "silu_and_mul write_kv "
     "norm_rope_write_kv"
 ).split()
 
 
 def in_half(parameter):
-    """A parameter of the tests in float16: slow on JAX, but for what is in every layer and compiles quickly."""
+    """A parameter of the tests in float16: slow on JAX, but for what is in every layer and
+    compiles quickly.
+    """
     op, framework, _ = parameter.values
     slow = framework == "jax" and op not in QUICK
-    return pytest.param(*parameter.values, id=parameter.id, marks=[pytest.mark.slow] if slow else [])
+    return pytest.param(
+        *parameter.values, id=parameter.id, marks=[pytest.mark.slow] if slow else []
+    )
 
 
-IN_HALF = [in_half(parameter) for parameter in JUDGED if HALF in TESTING[parameter.values[0]].dtypes]
+IN_HALF = [
+    in_half(parameter) for parameter in JUDGED if HALF in TESTING[parameter.values[0]].dtypes
+]
 
 
 def wide_dtypes(op):
@@ -115,7 +141,9 @@ def accepts(found, case):
 
 
 KNOWN: dict[tuple[str, str, str], tuple[str, str]] = {}
-"""Faults that these tests found and nobody has put right: all cases that contain the words fail, and no others."""
+"""Faults that these tests found and nobody has put right: all cases that contain the words fail,
+and no others.
+"""
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -131,7 +159,9 @@ def test_every_op_has_cases_and_mutants(op):
 @pytest.mark.parametrize(("op", "framework", "provider"), BOUNDED_ON_A_GPU)
 def test_implementation_keeps_the_bound_in_every_case(op, framework, provider, device):
     found = implementation(op, framework, provider, device)
-    assert keeps_the_bound(op, framework, provider, device, found, wide_dtypes(op)), "no case is accepted"
+    assert keeps_the_bound(op, framework, provider, device, found, wide_dtypes(op)), (
+        "no case is accepted"
+    )
 
 
 def test_attention_keeps_the_bound_without_the_kernel_for_cpus(monkeypatch):
@@ -141,9 +171,9 @@ def test_attention_keeps_the_bound_without_the_kernel_for_cpus(monkeypatch):
 
     monkeypatch.setattr(torch_attention, "_attend_on_cpu", torch_attention._attend)
     found = implementation("paged_attention", "torch", "native", "cpu")
-    assert keeps_the_bound("paged_attention", "torch", "native", "cpu", found, wide_dtypes("paged_attention")), (
-        "no case is accepted"
-    )
+    assert keeps_the_bound(
+        "paged_attention", "torch", "native", "cpu", found, wide_dtypes("paged_attention")
+    ), "no case is accepted"
 
 
 @pytest.mark.parametrize(("op", "framework", "provider"), IN_HALF)
@@ -192,7 +222,9 @@ def test_calling_twice_gives_the_same_bits(op, framework, provider, device):
 
 @pytest.mark.parametrize(("op", "framework", "provider"), JUDGED)
 def test_rows_depend_on_their_own_row_only(op, framework, provider, device):
-    """Whatever the other rows hold, NaN too, a row has the same bits; and its own NaN reaches it."""
+    """Whatever the other rows hold, NaN too, a row has the same bits; and its own NaN reaches
+    it.
+    """
     judged_by = TESTING[op]
     if not judged_by.rows:
         pytest.skip("the op has no rows of its own")
@@ -227,7 +259,9 @@ def test_claimed_row_invariance(op, framework, provider, device):
             assert a[3:].tobytes() == b.tobytes()
 
 
-@pytest.mark.parametrize("framework", ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "framework", ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)]
+)
 def test_rows_of_no_request_are_zero(framework, device):
     implementation("paged_attention", framework, "native", device)
     for dtype in wide_dtypes("paged_attention"):
@@ -239,17 +273,22 @@ def test_rows_of_no_request_are_zero(framework, device):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_rows_of_no_slot_change_nothing_but_scratch(framework, device):
     implementation("write_kv", framework, "native", device)
-    case = next(c for c in ci_cases(TESTING["write_kv"], "float32") if c.name == "no row has a slot")
+    case = next(
+        c for c in ci_cases(TESTING["write_kv"], "float32") if c.name == "no row has a slot"
+    )
     (out,) = run("write_kv", framework, "native", case.arguments, device)
     flat = [x.reshape(-1, *x.shape[2:])[:-1] for x in (out, case.arguments["kv"])]
     np.testing.assert_array_equal(*flat)
 
 
 @pytest.mark.parametrize(
-    ("op", "framework", "provider"), [p for p in BOUNDED_ON_A_GPU if p.values[0] == "paged_attention"]
+    ("op", "framework", "provider"),
+    [p for p in BOUNDED_ON_A_GPU if p.values[0] == "paged_attention"],
 )
 def test_attention_rounds_its_weights_where_the_contract_says(op, framework, provider, device):
-    """The bound allows for roundings here and there, so it cannot say where they are; equal values can."""
+    """The bound allows for roundings here and there, so it cannot say where they are; equal
+    values can.
+    """
     if framework == "numpy":
         pytest.skip("the oracle rounds nothing")
     found = implementation(op, framework, provider, device)
@@ -262,7 +301,9 @@ def test_attention_rounds_its_weights_where_the_contract_says(op, framework, pro
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_mutant_is_rejected(op, record_property):
-    """What saw each of them is printed after the run: a line an op, or a line a mutant with -v (`conftest.py`)."""
+    """What saw each of them is printed after the run: a line an op, or a line a mutant with -v
+    (`conftest.py`).
+    """
     check_mutants(op, wide_dtypes(op), record_property)
 
 
@@ -276,7 +317,8 @@ def test_every_mutant_is_rejected_in_float16_too(op, record_property):
 UNSEEN_IN_HALF = {
     "linear": frozenset({"tf32 product"}),  # which has as many bits
     "logits": frozenset({"tf32 product"}),
-    "moe_block": frozenset({"weights rounded to bfloat16"}),  # less than its other roundings may be off by
+    # less than its other roundings may be off by
+    "moe_block": frozenset({"weights rounded to bfloat16"}),
 }
 
 
@@ -291,7 +333,9 @@ def check_mutants(op, dtypes, record_property, unseen=frozenset()):
     assert not missed, f"no case sees {sorted(missed)}"
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op in TESTING and TESTING[op].truth is not None])
+@pytest.mark.parametrize(
+    "op", [op for op in OPS if op in TESTING and TESTING[op].truth is not None]
+)
 def test_what_mutants_are_made_of_passes(op):
     """A mutant must be rejected for its fault and for nothing else."""
     for dtype in wide_dtypes(op):
@@ -300,7 +344,11 @@ def test_what_mutants_are_made_of_passes(op):
             assert verdict.passed, f"{dtype}, {case.name}: {verdict}"
 
 
-BOUNDED = [op for op in OPS if op in TESTING and not TESTING[op].bitwise and TESTING[op].bound.roundings > 0]
+BOUNDED = [
+    op
+    for op in OPS
+    if op in TESTING and not TESTING[op].bitwise and TESTING[op].bound.roundings > 0
+]
 
 
 @pytest.mark.parametrize("op", BOUNDED)
@@ -320,7 +368,9 @@ def test_blind_cases_are_found():
 
 def test_infinite_bounds_do_not_excuse_nan():
     case = ci_cases(TESTING["rms_norm"], "float32")[0]
-    blind = Judge("rms_norm", case.arguments, replace(TESTING["rms_norm"], bound=Bound(roundings=inf)))
+    blind = Judge(
+        "rms_norm", case.arguments, replace(TESTING["rms_norm"], bound=Bound(roundings=inf))
+    )
     out = run("rms_norm", "numpy", None, case.arguments)[0]
     assert blind([out]).passed
     assert not blind([np.where(np.arange(200) == 3, np.nan, out).astype(out.dtype)]).passed

@@ -1,4 +1,6 @@
-"""What the contracts of single ops (`test_ops_contracts.py`) do not say: how ops of one plan fit together."""
+"""What the contracts of single ops (`test_ops_contracts.py`) do not say: how ops of one plan fit
+together.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +15,9 @@ def test_fused_add_rms_norm_is_add_and_rms_norm_bit_for_bit(framework, dtype):
     rng = np.random.default_rng(2)
     x, residual = (rng.normal(size=(9, 64)).astype(dtype) for _ in range(2))
     rest = {"weight": rng.normal(size=64).astype(dtype), "eps": 1e-6}
-    normed, total = run("fused_add_rms_norm", framework, None, {"x": x, "residual": residual, **rest})
+    normed, total = run(
+        "fused_add_rms_norm", framework, None, {"x": x, "residual": residual, **rest}
+    )
     (apart,) = run("add", framework, None, {"x": x, "residual": residual})
     (normed_apart,) = run("rms_norm", framework, None, {"x": apart, **rest})
     assert total.tobytes() == apart.tobytes()

@@ -1,4 +1,6 @@
-"""Shapes in words: what is read, what is refused, and that every op's cases have the shapes that the op says."""
+"""Shapes in words: what is read, what is refused, and that every op's cases have the shapes that
+the op says.
+"""
 
 import numpy as np
 import pytest
@@ -26,7 +28,9 @@ def empty(like, shape, dtype=None):
 
 @pytest.mark.parametrize("op", list(REGISTRY), ids=lambda op: op.name)
 def test_every_op_says_the_shapes_that_its_cases_have(op):
-    """Ranks and sizes of all arguments and results; the dtypes of results where the oracle keeps them."""
+    """Ranks and sizes of all arguments and results; the dtypes of results where the oracle keeps
+    them.
+    """
     assert op.shapes is not None
     make = without_data(op, empty)
     for case in ci_cases(TESTING[op.name], TESTING[op.name].dtypes[0]):
@@ -37,7 +41,9 @@ def test_every_op_says_the_shapes_that_its_cases_have(op):
         got = (got,) if op.gives_one else got
         assert [x.shape for x in got] == [x.shape for x in want], case.name
         for x, y in zip(got, want, strict=True):
-            assert x.dtype == y.dtype or (y.dtype == np.float64 and x.dtype.kind not in "iub"), case.name
+            assert x.dtype == y.dtype or (y.dtype == np.float64 and x.dtype.kind not in "iub"), (
+                case.name
+            )
 
 
 @pytest.mark.parametrize("op", list(REGISTRY), ids=lambda op: op.name)
@@ -57,7 +63,11 @@ def test_the_worker_keeps_on_the_host_what_ops_read_there():
 @pytest.mark.parametrize(
     ("op", "arguments", "words"),
     [
-        ("linear", {"x": zeros(3, 4), "weight": zeros(5, 6), "bias": None}, r"weight is \[n k\], where n is 5, k is 4"),
+        (
+            "linear",
+            {"x": zeros(3, 4), "weight": zeros(5, 6), "bias": None},
+            r"weight is \[n k\], where n is 5, k is 4",
+        ),
         (
             "linear",
             {"x": zeros(3, 4), "weight": zeros(5, 4), "bias": zeros(4)},
@@ -69,7 +79,11 @@ def test_the_worker_keeps_on_the_host_what_ops_read_there():
             {"x": zeros(2, 3, 4), "weight": zeros(3), "eps": 1e-6},
             r"weight is \[n\], where n is 4; got \[3\]",
         ),
-        ("gated_rms_norm", {"x": zeros(2, 3, 4), "gate": zeros(3, 3, 4), "weight": zeros(4)}, r"gate is \[\.\.\. n\]"),
+        (
+            "gated_rms_norm",
+            {"x": zeros(2, 3, 4), "gate": zeros(3, 3, 4), "weight": zeros(4)},
+            r"gate is \[\.\.\. n\]",
+        ),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused_by_name(op, arguments, words):
@@ -77,12 +91,19 @@ def test_shapes_that_do_not_fit_are_refused_by_name(op, arguments, words):
         without_data(REGISTRY[op], empty)(**arguments)
 
 
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 5), st.integers(1, 5), st.integers(1, 8))
+@given(
+    st.integers(1, 9), st.integers(1, 9), st.integers(1, 5), st.integers(1, 5), st.integers(1, 8)
+)
 def test_what_an_expression_lacks_is_solved_for(tokens, pages, heads, kv_heads, size):
     """The heads of queries stand in the fused projection alone."""
     qkv, kv = zeros(tokens, (heads + 2 * kv_heads) * size), zeros(pages, 2, 2 * kv_heads, size)
     sizes = REGISTRY["norm_rope_write_kv"].shapes.sizes({"qkv": qkv, "kv": kv})
-    assert (sizes["head"], sizes["kvhead"], sizes["hdim"], sizes["tok"]) == (heads, kv_heads, size, tokens)
+    assert (sizes["head"], sizes["kvhead"], sizes["hdim"], sizes["tok"]) == (
+        heads,
+        kv_heads,
+        size,
+        tokens,
+    )
 
 
 @pytest.mark.parametrize(

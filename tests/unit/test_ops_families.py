@@ -1,4 +1,6 @@
-"""The op families against published code and literal formulas, in all frameworks, eager and compiled."""
+"""The op families against published code and literal formulas, in all frameworks, eager and
+compiled.
+"""
 
 import types
 
@@ -73,7 +75,9 @@ def test_compiled_torch_and_eager_jax_keep_the_contract(op, dtype):
     """The first case on the roads that `test_ops_contracts.py` does not take."""
     arguments = ci_cases(TESTING[op], dtype)[0].arguments
     eager = run("torch", op, arguments)
-    assert all(same_bits(a, b) for a, b in zip(run("torch compiled", op, arguments), eager, strict=True))
+    assert all(
+        same_bits(a, b) for a, b in zip(run("torch compiled", op, arguments), eager, strict=True)
+    )
     assert judge(op, arguments, run("jax", op, arguments)).passed
 
 
@@ -101,7 +105,9 @@ def transformers_oracles():
         "gelu_new": hf.NewGELUActivation(),
         "gelu_fast": hf.FastGELUActivation(),
         "quick_gelu": hf.QuickGELUActivation(),
-        "gelu_and_mul": lambda x, approximate: halves(x, lambda g: F.gelu(g, approximate=approximate)),
+        "gelu_and_mul": lambda x, approximate: halves(
+            x, lambda g: F.gelu(g, approximate=approximate)
+        ),
         "swigluoai_and_mul": lambda x, alpha, limit: GptOssExperts._apply_gate(
             types.SimpleNamespace(alpha=alpha, limit=limit), x
         ),
@@ -111,7 +117,9 @@ def transformers_oracles():
         "gemma_rms_norm": lambda x, weight, eps: norm(x, eps) * (1.0 + weight),
         "layer_norm": lambda x, weight, bias, eps: F.layer_norm(x, x.shape[-1:], weight, bias, eps),
         "gated_rms_norm": lambda x, gate, weight, eps, norm_before_gate: (
-            norm(x, eps) * weight * F.silu(gate) if norm_before_gate else norm(x * F.silu(gate), eps) * weight
+            norm(x, eps) * weight * F.silu(gate)
+            if norm_before_gate
+            else norm(x * F.silu(gate), eps) * weight
         ),
         "logits_processor": lambda logits, scale, soft_cap: (
             scale * (torch.tanh(logits / soft_cap) * soft_cap if soft_cap else logits)
@@ -130,11 +138,16 @@ def test_the_reference_is_the_published_formula(op):
 
     oracle = transformers_oracles()[op]
     for case in ci_cases(TESTING[op], "float32"):
-        wide = {k: v.astype(np.float64) if isinstance(v, np.ndarray) else v for k, v in case.arguments.items()}
+        wide = {
+            k: v.astype(np.float64) if isinstance(v, np.ndarray) else v
+            for k, v in case.arguments.items()
+        }
         if op == "xielu":  # transformers starts at softplus(a) = 0.8 and beta + softplus(b) = 0.8
             wide["alpha_p"] = wide["alpha_n"] = np.array([0.8])
         with torch.no_grad():
-            tensors = {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in wide.items()}
+            tensors = {
+                k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in wide.items()
+            }
             want = oracle(*(tensors[name] for name in REGISTRY[op].signature.parameters)).numpy()
         got = getattr(ORACLE, op)(**wide)
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12, err_msg=case.name)
@@ -156,12 +169,16 @@ def test_interleaved_rotary_is_gptjs():
     import torch
     from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb
 
-    arguments = next(c for c in TESTING["rotary_embedding_gptj"].cases("float32") if c.name == "part").arguments
+    arguments = next(
+        c for c in TESTING["rotary_embedding_gptj"].cases("float32") if c.name == "part"
+    ).arguments
     wide = {k: v.astype(np.float64) for k, v in arguments.items()}
     n = 2 * wide["cos"].shape[-1]
     sin, cos = (torch.from_numpy(wide[name])[None] for name in ("sin", "cos"))
     for got, name in zip(ORACLE.rotary_embedding_gptj(**wide), "qk", strict=True):
-        want = apply_rotary_pos_emb(torch.from_numpy(wide[name])[None, ..., :n], sin, cos)[0].numpy()
+        want = apply_rotary_pos_emb(torch.from_numpy(wide[name])[None, ..., :n], sin, cos)[
+            0
+        ].numpy()
         np.testing.assert_allclose(got[..., :n], want, rtol=1e-12, atol=1e-12)
         np.testing.assert_array_equal(got[..., n:], wide[name][..., n:])
 
@@ -172,8 +189,15 @@ def test_dynamic_ntk_frequencies_are_transformers(length, fraction):
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 5e4, "partial_rotary_factor": fraction}
-    config = LlamaConfig(hidden_size=128, num_attention_heads=2, max_position_embeddings=64, rope_parameters=rope)
+    rope = {
+        "rope_type": "dynamic",
+        "factor": 4.0,
+        "rope_theta": 5e4,
+        "partial_rotary_factor": fraction,
+    }
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=64, rope_parameters=rope
+    )
     want, factor = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=length)
     got = rotary.dynamic_ntk_inverse_frequencies(int(64 * fraction), 5e4, 4.0, 64, length)
     np.testing.assert_allclose(got, want.numpy(), rtol=3e-6)  # theirs is float32
@@ -197,7 +221,8 @@ def test_sizes_without_a_value_are_refused():
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_fused_adds_are_their_parts_bitwise(op, framework):
     arguments = dict(next(iter(TESTING[op].cases("bfloat16"))).arguments)
-    arguments["residual"] = families.normal(1, "bfloat16", *arguments["x"].shape, scale=3.7)  # the sum rounds
+    # the sum rounds
+    arguments["residual"] = families.normal(1, "bfloat16", *arguments["x"].shape, scale=3.7)
     normed, total = run(framework, op, arguments)
     residual = {"x": arguments.pop("x"), "residual": arguments.pop("residual")}
     (want_total,) = run(framework, "add", residual)
@@ -212,7 +237,11 @@ class TestShards:
         table = families.normal(2, "bfloat16", 64, 16)
         ids = np.array([0, 15, 16, 63, 31, 48], np.int32)
         parts = [
-            run(framework, "vocab_parallel_embedding", {"ids": ids, "table_shard": table[s : s + 16], "start": s})[0]
+            run(
+                framework,
+                "vocab_parallel_embedding",
+                {"ids": ids, "table_shard": table[s : s + 16], "start": s},
+            )[0]
             for s in range(0, 64, 16)
         ]
         total = parts[0] + parts[1] + parts[2] + parts[3]
@@ -224,14 +253,20 @@ class TestShards:
         assert not run(framework, "vocab_parallel_embedding", arguments)[0].any()
 
     def test_columns_side_by_side_and_rows_added_up_are_the_whole(self, framework):
-        x, w, b = (families.normal(3 + i, "float32", *s) for i, s in enumerate([(5, 32), (12, 32), (12,)]))
+        x, w, b = (
+            families.normal(3 + i, "float32", *s) for i, s in enumerate([(5, 32), (12, 32), (12,)])
+        )
         whole = run(framework, "linear", {"x": x, "weight": w, "bias": b})[0]
         columns = [
             run(framework, "column_linear", {"x": x, "weight_shard": w[s], "bias_shard": b[s]})[0]
             for s in (slice(0, 6), slice(6, 12))
         ]
         rows = [
-            run(framework, "row_linear", {"x_shard": x[:, s], "weight_shard": w[:, s], "bias": b, "shard": i})[0]
+            run(
+                framework,
+                "row_linear",
+                {"x_shard": x[:, s], "weight_shard": w[:, s], "bias": b, "shard": i},
+            )[0]
             for i, s in enumerate((slice(0, 16), slice(16, 32)))
         ]
         np.testing.assert_allclose(np.concatenate(columns, 1), whole, rtol=1e-5, atol=1e-5)
@@ -244,7 +279,9 @@ class TestShards:
 
 
 def awkward(dtype):
-    """Ties, every exponent, values at the limits, infinities, NaN, subnormal and zero rows: [12 96]."""
+    """Ties, every exponent, values at the limits, infinities, NaN, subnormal and zero rows: [12
+    96].
+    """
     rng = np.random.default_rng(5)
     x = rng.normal(size=(12, 96)) * np.exp2(rng.integers(-12, 12, (12, 1)))
     x[0] = (np.arange(96) - 40) * 0.5
@@ -302,7 +339,9 @@ def test_every_fp8_value_and_every_tie_between_two_rounds_to_even(road):
     points = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
     points = np.unique(points[np.isfinite(points)])
     ties = (points[1:] + points[:-1]) / 2
-    x = np.concatenate([points, ties, np.nextafter(ties, np.float32(1e9)), np.nextafter(ties, np.float32(-1e9))])[None]
+    x = np.concatenate(
+        [points, ties, np.nextafter(ties, np.float32(1e9)), np.nextafter(ties, np.float32(-1e9))]
+    )[None]
     (got,) = run(road, "quantize_fp8", {"x": x, "scale": np.ones((1, 1), np.float32)})
     # Of the two neighbours of a tie, the one with an even last bit.
     below, above = points[:-1], points[1:]
@@ -316,22 +355,36 @@ def test_reciprocals_are_rounded_correctly_from_any_near_guess():
     x = (rng.uniform(1, 2, 20000) * np.exp2(rng.integers(-120, 120, 20000))).astype(np.float32)
     x = np.concatenate([x, np.exp2(np.arange(-120, 122)).astype(np.float32)])
     np.testing.assert_array_equal(quantization.reciprocal(NUMPY, x), np.float32(1.0) / x)
-    mantissa = np.concatenate([rng.integers(1 << 23, 1 << 24, 20000), [1 << 23, (1 << 23) + 1, (1 << 24) - 1]])
+    mantissa = np.concatenate(
+        [rng.integers(1 << 23, 1 << 24, 20000), [1 << 23, (1 << 23) + 1, (1 << 24) - 1]]
+    )
     want = np.array([(2**48 // int(m) + 1) // 2 for m in mantissa])
     for off in (-40, -3, -1, 0, 1, 2, 40):
-        got = quantization.exact_quotient(mantissa.astype(np.int32), (want + off).astype(np.int32), NUMPY)
+        got = quantization.exact_quotient(
+            mantissa.astype(np.int32), (want + off).astype(np.int32), NUMPY
+        )
         np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("road", ROADS)
 def test_int8_products_are_exact_and_the_same_bits_everywhere(road):
     rng = np.random.default_rng(7)
-    x, w = rng.integers(-127, 128, (5, 4099)).astype(np.int8), rng.integers(-127, 128, (9, 4099)).astype(np.int8)
+    x, w = (
+        rng.integers(-127, 128, (5, 4099)).astype(np.int8),
+        rng.integers(-127, 128, (9, 4099)).astype(np.int8),
+    )
     x[0], w[0] = 127, 127  # a sum past 2^24
     x_scale, w_scale = (rng.uniform(1e-3, 1, (n, 1)).astype(np.float32) for n in (5, 9))
     total = x.astype(np.int64) @ w.astype(np.int64).T
     want = total.astype(np.float32) * x_scale * w_scale.T
-    arguments = {"x": x, "weight": w, "x_scale": x_scale, "weight_scale": w_scale, "bias": None, "dtype": "float32"}
+    arguments = {
+        "x": x,
+        "weight": w,
+        "x_scale": x_scale,
+        "weight_scale": w_scale,
+        "bias": None,
+        "dtype": "float32",
+    }
     assert same_bits(run(road, "linear_int8", arguments)[0], want)
 
 
@@ -339,12 +392,21 @@ def test_int8_products_are_exact_and_the_same_bits_everywhere(road):
 def test_a_quantised_layer_is_near_the_layer(kind):
     x, w = families.normal(8, "float32", 16, 256), families.normal(9, "float32", 32, 256)
     (xq, xs), (wq, ws) = quantized.quantized(kind, x, "row"), quantized.quantized(kind, w, "row")
-    arguments = {"x": xq, "weight": wq, "x_scale": xs, "weight_scale": ws, "bias": None, "dtype": "float32"}
+    arguments = {
+        "x": xq,
+        "weight": wq,
+        "x_scale": xs,
+        "weight_scale": ws,
+        "bias": None,
+        "dtype": "float32",
+    }
     (got,) = run("torch", f"linear_{kind}", arguments)
     error = np.linalg.norm(got - x @ w.T) / np.linalg.norm(x @ w.T)
     assert error < (0.02 if kind == "int8" else 0.06)
     back = ORACLE.dequantize(wq, ws.astype(np.float64), "float32")
-    assert (np.abs(back - w) <= np.where(kind == "int8", ws * 0.501, np.abs(w) * 2.0**-4 + ws * 2.0**-9)).all()
+    assert (
+        np.abs(back - w) <= np.where(kind == "int8", ws * 0.501, np.abs(w) * 2.0**-4 + ws * 2.0**-9)
+    ).all()
 
 
 # Adapters
@@ -357,7 +419,9 @@ def test_rows_without_an_adapter_are_left_alone(road):
     none = case["index"] < 0
     assert same_bits(got[none], case["y"][none])
     assert np.isfinite(got.astype(np.float32)).all()
-    (low,) = run(road, "lora_shrink", next(iter(TESTING["lora_shrink"].cases("bfloat16"))).arguments)
+    (low,) = run(
+        road, "lora_shrink", next(iter(TESTING["lora_shrink"].cases("bfloat16"))).arguments
+    )
     assert not low[none].any()
 
 

@@ -1,4 +1,6 @@
-"""The mixture of experts against transformers, its parts against literal code, experts on several processes."""
+"""The mixture of experts against transformers, its parts against literal code, experts on
+several processes.
+"""
 
 import numpy as np
 import pytest
@@ -19,14 +21,18 @@ def run(road, op, *arguments):
         if compiled:
             torch.compiler.reset()
             function = torch.compile(function, fullgraph=True, backend="eager")
-        arguments = [from_numpy(value) if isinstance(value, np.ndarray) else value for value in arguments]
+        arguments = [
+            from_numpy(value) if isinstance(value, np.ndarray) else value for value in arguments
+        ]
     elif framework == "jax":
         import jax
         import jax.numpy as jnp
 
         if compiled:
             function = jax.jit(function, static_argnames=REGISTRY[op].static_parameters)
-        arguments = [jnp.asarray(value) if isinstance(value, np.ndarray) else value for value in arguments]
+        arguments = [
+            jnp.asarray(value) if isinstance(value, np.ndarray) else value for value in arguments
+        ]
     out = function(*arguments)
     return [np.asarray(part) for part in (out if isinstance(out, tuple) else (out,))]
 
@@ -40,9 +46,13 @@ def published(renormalize):
 
     common = {"hidden_size": 20, "num_experts_per_tok": 2, "experts_implementation": "eager"}
     if renormalize:
-        block = MixtralSparseMoeBlock(MixtralConfig(intermediate_size=14, num_local_experts=6, **common))
+        block = MixtralSparseMoeBlock(
+            MixtralConfig(intermediate_size=14, num_local_experts=6, **common)
+        )
     else:
-        config = Qwen3MoeConfig(moe_intermediate_size=14, num_experts=6, norm_topk_prob=False, **common)
+        config = Qwen3MoeConfig(
+            moe_intermediate_size=14, num_experts=6, norm_topk_prob=False, **common
+        )
         block = Qwen3MoeSparseMoeBlock(config)
     torch.manual_seed(1)
     for parameter in block.parameters():
@@ -60,7 +70,8 @@ def test_the_block_is_that_of_transformers(road, renormalize):
     with torch.no_grad():
         want = block(torch.from_numpy(x).double()[None])[0].numpy()
         router, gate_up, down = (
-            p.float().numpy() for p in (block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj)
+            p.float().numpy()
+            for p in (block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj)
         )
     (got,) = run(road, "moe_block", x, x @ router.T, gate_up, down, 2, renormalize)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
@@ -68,7 +79,9 @@ def test_the_block_is_that_of_transformers(road, renormalize):
 
 @pytest.mark.parametrize("road", ROADS)
 def test_experts_are_chosen_by_comparisons_alone(road):
-    """Logits that differ by one unit in the last place, ties, NaN: the same integers on every road."""
+    """Logits that differ by one unit in the last place, ties, NaN: the same integers on every
+    road.
+    """
     one = np.float32(1.0)
     logits = np.array(
         [
@@ -86,7 +99,9 @@ def test_experts_are_chosen_by_comparisons_alone(road):
     assert experts.dtype == np.int32
     assert np.isnan(weights[2]).all()
     np.testing.assert_allclose(weights[[0, 1, 3, 4]].sum(-1), 1.0, rtol=1e-6)
-    np.testing.assert_allclose(run(road, "moe_route", logits[:1], 3, False)[0].sum(), 1 - 0.1682, atol=1e-4)
+    np.testing.assert_allclose(
+        run(road, "moe_route", logits[:1], 3, False)[0].sum(), 1 - 0.1682, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("road", ROADS)
@@ -105,7 +120,10 @@ def test_rows_go_out_and_come_back(road):
 @pytest.mark.parametrize("road", ["torch", "jax compiled"])
 def test_processes_with_a_part_of_the_experts_add_up_to_the_block(road):
     rng = np.random.default_rng(2)
-    x, logits = rng.normal(size=(7, 12)).astype(np.float32), rng.normal(size=(7, 6)).astype(np.float32)
+    x, logits = (
+        rng.normal(size=(7, 12)).astype(np.float32),
+        rng.normal(size=(7, 6)).astype(np.float32),
+    )
     gate_up, down = (rng.normal(size=s).astype(np.float32) for s in ((6, 16, 12), (6, 12, 8)))
     (whole,) = run(road, "moe_block", x, logits, gate_up, down, 3, True)
     weights, experts = run(road, "moe_route", logits, 3, True)

@@ -1,4 +1,6 @@
-"""Plans: priorities, predicates, enable lists, content hashes, packages from outside, recorded traces."""
+"""Plans: priorities, predicates, enable lists, content hashes, packages from outside, recorded
+traces.
+"""
 
 import json
 import subprocess
@@ -27,12 +29,16 @@ def even_rows(x: "Array") -> bool:  # noqa: F821
 
 @pytest.fixture(autouse=True)
 def registry():
-    """Providers `mine` (any rows) and `even` (an even number of rows) for torch; all is put back afterwards."""
+    """Providers `mine` (any rows) and `even` (an even number of rows) for torch; all is put back
+    afterwards.
+    """
     for framework in ("jax", "torch"):
         resolve(framework)  # the native ones register when they are first needed
     before = {key: dict(value) for key, value in IMPLEMENTATIONS.items()}
     implement("silu_and_mul", provider="mine", framework="torch")(silu_and_mul)
-    implement("silu_and_mul", provider="even", framework="torch", supports_args=even_rows)(silu_and_mul)
+    implement("silu_and_mul", provider="even", framework="torch", supports_args=even_rows)(
+        silu_and_mul
+    )
     yield
     IMPLEMENTATIONS.clear()
     IMPLEMENTATIONS.update(before)
@@ -129,8 +135,9 @@ print(json.dumps({"keys": [p.cache_key for p in made], "hashes": [p.hash for p i
 
 
 def test_a_compile_cache_key_covers_what_is_imported_and_enclosed_and_nothing_else(tmp_path):
-    """An edit in a helper's helper changes the key, and so does an enclosed or bound value; one in a file that is not
-    imported does not."""
+    """An edit in a helper's helper changes the key, and so does an enclosed or bound value; one in
+    a file that is not imported does not.
+    """
     package = tmp_path / "kernels"
     package.mkdir()
     for name, text in KERNELS.items():
@@ -138,10 +145,14 @@ def test_a_compile_cache_key_covers_what_is_imported_and_enclosed_and_nothing_el
 
     def keys():
         command = [sys.executable, "-c", KEYS, str(tmp_path)]
-        return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        return json.loads(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        )
 
     first = keys()
-    assert len(set(first["keys"])) == len(set(first["hashes"])) == 5, "64 is not 128, whichever way it was given"
+    assert len(set(first["keys"])) == len(set(first["hashes"])) == 5, (
+        "64 is not 128, whichever way it was given"
+    )
     assert all(len(key) == 64 for key in first["keys"])
     assert first["factors"]["decode/silu_and_mul"].startswith("numpy:made64:")
     assert first["factors"]["sample/silu_and_mul"].startswith("numpy:native:")
@@ -152,7 +163,9 @@ def test_a_compile_cache_key_covers_what_is_imported_and_enclosed_and_nothing_el
     second = keys()
     assert second["keys"][0] == first["keys"][0], "native does not import it"
     assert not set(second["keys"][1:]) & set(first["keys"])
-    changed = [name for name in first["factors"] if first["factors"][name] != second["factors"][name]]
+    changed = [
+        name for name in first["factors"] if first["factors"][name] != second["factors"][name]
+    ]
     assert changed == ["decode/silu_and_mul"]
     (package / "kernel.cu").write_text("__global__ void k() {}\n")
     assert not set(keys()["keys"][1:]) & set(second["keys"])
@@ -165,9 +178,20 @@ def test_the_closure_of_a_reference_stays_inside_ops():
 
 
 def test_a_package_from_outside_adds_and_replaces(tmp_path):
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+    ]
     source, site = copy(SAMPLE, tmp_path / "source"), tmp_path / "site"
-    subprocess.run([*pip, "--disable-pip-version-check", "--target", str(site), str(source)], check=True)
+    subprocess.run(
+        [*pip, "--disable-pip-version-check", "--target", str(site), str(source)], check=True
+    )
     program = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
@@ -194,13 +218,17 @@ print(json.dumps([
 def copy(source, target):
     import shutil
 
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
+    shutil.copytree(
+        source, target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    )
     return target
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_traces_of_both_frameworks_align(framework):
-    """The same calls in the same order, with the same values, eager in torch and under a jit in JAX."""
+    """The same calls in the same order, with the same values, eager in torch and under a jit in
+    JAX.
+    """
     rng = np.random.default_rng(0)
     x, gate_up, down = (rng.normal(size=s).astype(np.float32) for s in ((3, 8), (12, 8), (8, 6)))
     recorder = Recorder()
@@ -216,7 +244,9 @@ def test_traces_of_both_frameworks_align(framework):
     else:
         import torch
 
-        ops.gated_mlp(torch.from_numpy(x), torch.from_numpy(gate_up), None, torch.from_numpy(down), None)
+        ops.gated_mlp(
+            torch.from_numpy(x), torch.from_numpy(gate_up), None, torch.from_numpy(down), None
+        )
         outputs = [call.outputs for call in recorder.calls]
     assert [(c.op, c.index) for c in recorder.calls] == [
         ("linear", 0), ("silu_and_mul", 0), ("linear", 1), ("gated_mlp", 0)

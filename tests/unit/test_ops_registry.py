@@ -35,13 +35,17 @@ def test_an_op_is_registered_once_and_needs_its_first_parameter():
 
 @pytest.mark.parametrize("shards", [(), ("n",)])
 def test_shards_of_unknown_shapes_are_refused(shards):
-    """Without shapes nothing says where a dimension lies, so several shards would refuse the op at their start."""
+    """Without shapes nothing says where a dimension lies, so several shards would refuse the op
+    at their start.
+    """
     registry = Registry()
 
     def double(xp: object, x: "Array") -> "Array":  # noqa: F821
         return x + x
 
-    with pytest.raises(OpError, match=r"op 'double': shards are \[.*\], but it has no shapes: say shapes=") as error:
+    with pytest.raises(
+        OpError, match=r"op 'double': shards are \[.*\], but it has no shapes: say shapes="
+    ) as error:
         define(registry=registry, shards=shards)(double)
     assert str(list(shards)) in str(error.value)
     assert not registry.ops
@@ -57,18 +61,24 @@ def rms_norm_order(weight: "Array", x: "Array", eps: "float") -> "Array": ...  #
 def rms_norm_right(x: "Array", weight: "Array", eps: "float") -> "Array": ...  # noqa: F821
 
 
-@pytest.mark.parametrize("wrong", [rms_norm_wrong_name, rms_norm_wrong_type, rms_norm_default, rms_norm_order])
+@pytest.mark.parametrize(
+    "wrong", [rms_norm_wrong_name, rms_norm_wrong_type, rms_norm_default, rms_norm_order]
+)
 def test_another_schema_is_refused_with_both_shown(providers, wrong):
     with pytest.raises(OpError) as error:
         implement("rms_norm", provider="mine", framework="torch")(wrong)
     assert "eps: float" in str(error.value)
     with pytest.raises(OpError, match="predicate"):
-        implement("rms_norm", provider="mine", framework="torch", supports_args=wrong)(rms_norm_right)
+        implement("rms_norm", provider="mine", framework="torch", supports_args=wrong)(
+            rms_norm_right
+        )
     assert ("rms_norm", "torch") not in providers or "mine" not in providers["rms_norm", "torch"]
 
 
 def test_a_plan_takes_the_first_supported_provider_and_says_why_others_were_passed(providers):
-    implement("rms_norm", provider="absent", framework="torch", supported=lambda: False)(rms_norm_right)
+    implement("rms_norm", provider="absent", framework="torch", supported=lambda: False)(
+        rms_norm_right
+    )
     implement("rms_norm", provider="mine", framework="torch")(rms_norm_right)
     plan = resolve("torch", {"rms_norm": ("absent", "mine")})
     assert plan["rms_norm"].provider == "mine"
@@ -79,13 +89,17 @@ def test_a_plan_takes_the_first_supported_provider_and_says_why_others_were_pass
 
 
 def test_a_predicate_of_another_schema_is_refused_with_both_shown(providers):
-    """Names, types, defaults, order: a predicate gets its op's arguments as they come, without rebinding."""
+    """Names, types, defaults, order: a predicate gets its op's arguments as they come, without
+    rebinding.
+    """
 
     def takes(x: "Array", weight: "Array", eps: "float" = 1e-6) -> bool:  # noqa: F821
         return True
 
     with pytest.raises(OpError) as error:
-        implement("rms_norm", provider="mine", framework="torch", supports_args=takes)(rms_norm_right)
+        implement("rms_norm", provider="mine", framework="torch", supports_args=takes)(
+            rms_norm_right
+        )
     assert "predicate of 'mine' (torch) of op 'rms_norm'" in str(error.value)
     assert "op:   (x: Array, weight: Array, eps: float)" in str(error.value)
     assert "here: (x: Array, weight: Array, eps: float = 1e-06)" in str(error.value)
@@ -114,7 +128,10 @@ def short(x: "Array") -> "bool":  # noqa: F821
 @pytest.mark.parametrize("provider", ["native", "mine"])
 @pytest.mark.parametrize(
     ("predicate", "named"),
-    [({"supports_args": short}, "per-argument predicate"), ({"supported": lambda: True}, "depends on the machine")],
+    [
+        ({"supports_args": short}, "per-argument predicate"),
+        ({"supported": lambda: True}, "depends on the machine"),
+    ],
 )
 def test_the_last_provider_must_take_everything(outside, provider, predicate, named):
     with pytest.raises(OpError, match="needs a native implementation for torch"):
@@ -151,7 +168,11 @@ def test_composition_is_no_name_for_a_provider(providers):
 
 
 def test_all_with_none_and_unknown_ops_are_refused_in_an_enable_list():
-    for enable, named in ((("all", "none"), "one start"), (("+rms_norn",), "rms_norn"), (("rms_norm",), "rms_norm")):
+    for enable, named in (
+        (("all", "none"), "one start"),
+        (("+rms_norn",), "rms_norn"),
+        (("rms_norm",), "rms_norm"),
+    ):
         with pytest.raises(OpError, match=f"enable list.*{named}"):
             resolve("torch", enable=enable)
 
@@ -194,5 +215,7 @@ def test_ops_keep_their_names_in_a_jaxpr():
     from twinfer.ops.bindings.jax import bind
 
     ops = bind(resolve("jax"))
-    jaxpr = jax.make_jaxpr(lambda x, w: ops.rms_norm(ops.silu_and_mul(x), w, 1e-6))(jnp.ones((3, 8)), jnp.ones(4))
+    jaxpr = jax.make_jaxpr(lambda x, w: ops.rms_norm(ops.silu_and_mul(x), w, 1e-6))(
+        jnp.ones((3, 8)), jnp.ones(4)
+    )
     assert [eqn.params.get("name") for eqn in jaxpr.eqns] == ["silu_and_mul", "rms_norm"]

@@ -6,7 +6,12 @@ import pytest
 from twinfer.ops import resolve
 from twinfer.ops.namespaces import namespace
 from twinfer.ops.reference import sampling
-from twinfer.shared.sampling_encoding import encode_bias, encode_mask, encode_processors, encode_sampling
+from twinfer.shared.sampling_encoding import (
+    encode_bias,
+    encode_mask,
+    encode_processors,
+    encode_sampling,
+)
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.step import BIAS_SLOTS
 
@@ -18,7 +23,9 @@ FIELDS = ("position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p",
 def encode(params, seeds, positions):
     """The sampling fields of rows that all have `params`."""
     rows = [encode_sampling(params, seed) for seed in seeds]
-    out = {k: np.array([r[k] for r in rows], np.float32 if k == "scale" else np.int32) for k in rows[0]}
+    out = {
+        k: np.array([r[k] for r in rows], np.float32 if k == "scale" else np.int32) for k in rows[0]
+    }
     return out | {"position": np.asarray(positions, np.int32)}
 
 
@@ -66,7 +73,10 @@ def test_every_framework_draws_the_same_tokens(framework, vocab):
             )
             for _ in range(24)
         ]
-        fields = {k: np.array([r[k] for r in rows], np.float32 if k == "scale" else np.int32) for k in rows[0]}
+        fields = {
+            k: np.array([r[k] for r in rows], np.float32 if k == "scale" else np.int32)
+            for k in rows[0]
+        }
         fields["position"] = rng.integers(0, 10**6, 24).astype(np.int32)
         for filtered in (False, True):
             want = draw(logits, fields, filtered)
@@ -89,16 +99,25 @@ def test_penalties_are_the_same_integers(framework):
         )
         for _ in range(rows)
     ]
-    fields = penalty_fields(params, rng.integers(-1, vocab, (rows, length)).astype(np.int32), 20, vocab)
+    fields = penalty_fields(
+        params, rng.integers(-1, vocab, (rows, length)).astype(np.int32), 20, vocab
+    )
     want = NUMPY.penalties(logits, **fields)
     convert = _jax if framework == "jax" else _torch
-    got = resolve(framework).bind().penalties(convert(logits), **{k: convert(v) for k, v in fields.items()})
+    got = (
+        resolve(framework)
+        .bind()
+        .penalties(convert(logits), **{k: convert(v) for k, v in fields.items()})
+    )
     np.testing.assert_array_equal(np.asarray(got), want)
 
 
 def penalty_fields(params, history, prompt_len, vocab):
     rows = len(params)
-    bias_ids, bias = np.full((rows, BIAS_SLOTS), -1, np.int32), np.zeros((rows, BIAS_SLOTS), np.int32)
+    bias_ids, bias = (
+        np.full((rows, BIAS_SLOTS), -1, np.int32),
+        np.zeros((rows, BIAS_SLOTS), np.int32),
+    )
     mask = np.full((rows, -(-vocab // 32)), -1, np.int32)
     scalars = [encode_processors(p) for p in params]
     for i, p in enumerate(params):
@@ -108,10 +127,17 @@ def penalty_fields(params, history, prompt_len, vocab):
         if words is not None:
             mask[i] = words
     fields = {
-        k: np.array([s[k] for s in scalars], np.float32 if k.startswith("repetition") else np.int32) for k in scalars[0]
+        k: np.array([s[k] for s in scalars], np.float32 if k.startswith("repetition") else np.int32)
+        for k in scalars[0]
     }
     lens = np.full(rows, prompt_len, np.int32)
-    return fields | {"history": history, "prompt_len": lens, "bias_ids": bias_ids, "bias": bias, "mask": mask}
+    return fields | {
+        "history": history,
+        "prompt_len": lens,
+        "bias_ids": bias_ids,
+        "bias": bias,
+        "mask": mask,
+    }
 
 
 def test_penalties_are_what_the_float64_formula_says():
@@ -119,7 +145,8 @@ def test_penalties_are_what_the_float64_formula_says():
     vocab = 97
     logits = (rng.normal(size=(1, vocab)) * 4).astype(np.float32)
     params = SamplingParams(
-        presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.3, logit_bias={5: 2.5, 90: -3.0},
+        presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.3,
+        logit_bias={5: 2.5, 90: -3.0},
         banned_token_ids=(2, 3),
     )  # fmt: skip
     history = np.array([[5, 9, 9, 1, 40, 40, 40, 8, -1, -1]], np.int32)
@@ -132,7 +159,8 @@ def test_penalties_are_what_the_float64_formula_says():
     x[90] -= 3.0
     allowed = np.ones(vocab, bool)
     allowed[[2, 3]] = False
-    # Each of the four terms is rounded to Q16 on its own, the frequency penalty once per occurrence.
+    # Each of the four terms is rounded to Q16 on its own, the frequency penalty once per
+    # occurrence.
     np.testing.assert_allclose(got[allowed] / 65536, x[allowed], atol=4 / 65536 + 1e-5)
     assert (got[~allowed] == sampling.MASKED).all()
 
@@ -188,7 +216,9 @@ def test_draws_follow_the_float64_distribution(params):
     likely = p * draws >= 5
     statistic = ((counts - p * draws)[likely] ** 2 / (p * draws)[likely]).sum()
     assert statistic < chi2.ppf(0.9999, likely.sum() - 1), "chi-square"
-    assert np.abs(counts / draws - p).sum() / 2 < 3 * np.sqrt(likely.sum() / draws), "total variation"
+    assert np.abs(counts / draws - p).sum() / 2 < 3 * np.sqrt(likely.sum() / draws), (
+        "total variation"
+    )
 
 
 def test_the_distribution_test_sees_a_temperature_off_by_two_percent():
@@ -211,9 +241,14 @@ def test_top_p_keeps_as_little_as_holds_the_mass():
 
 
 def test_top_p_that_is_met_exactly_keeps_nothing_more():
-    """Weights 2^26 - 1, twice 2^25 - 1, and 1: the first holds half of the sum to the last bit, and half is asked."""
+    """Weights 2^26 - 1, twice 2^25 - 1, and 1: the first holds half of the sum to the last bit,
+    and half is asked.
+    """
     distance = np.array([[0, 1, 1, 25]])
-    assert sampling.exp2_negative(NUMPY_SPACE, (distance * sampling.ONE).astype(np.int32)).sum() == (2**26 - 1) * 2
+    assert (
+        sampling.exp2_negative(NUMPY_SPACE, (distance * sampling.ONE).astype(np.int32)).sum()
+        == (2**26 - 1) * 2
+    )
     logits = (-distance * np.log(2.0)).astype(np.float32)
     for top_p, kept in ((0.5, {0}), (0.5 + 1 / 65536, {0, 1, 2})):
         fields = encode(SamplingParams(temperature=1.0, top_p=top_p), [3] * 200, np.arange(200))
@@ -245,7 +280,11 @@ def test_bits_are_uniform_and_independent_over_tokens_positions_and_seeds():
     xp = namespace("numpy")
     token, position, seed = (np.arange(n, dtype=np.int32) for n in (512, 64, 16))
     bits = sampling.hash_tokens(
-        xp, token[:, None, None], position[None, :, None], seed[None, None, :], seed[None, None, :] * 0
+        xp,
+        token[:, None, None],
+        position[None, :, None],
+        seed[None, None, :],
+        seed[None, None, :] * 0,
     )
     assert (bits >= 0).all()
     u = bits.astype(np.float64) / 2**31
@@ -273,11 +312,14 @@ def test_top_logprobs(framework):
     chosen = np.array([0, 11, 299, 5, 7], np.int32)
     convert = _jax if framework == "jax" else _torch
     lp, rank, ids, top = (
-        np.asarray(x) for x in resolve(framework).bind().top_logprobs(convert(logits), convert(chosen))
+        np.asarray(x)
+        for x in resolve(framework).bind().top_logprobs(convert(logits), convert(chosen))
     )
     wide = logits.astype(np.float64)
     want = (
-        wide - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True)) - wide.max(-1, keepdims=True)
+        wide
+        - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - wide.max(-1, keepdims=True)
     )
     np.testing.assert_allclose(lp, want[np.arange(5), chosen], atol=2e-5)
     order = np.argsort(-wide, axis=-1, kind="stable")

@@ -1,4 +1,6 @@
-"""One table of options: each entry is a field, a flag and a line of docs/options.md, and refuses what is wrong."""
+"""One table of options: each entry is a field, a flag and a line of docs/options.md, and refuses
+what is wrong.
+"""
 
 import dataclasses
 import importlib.util
@@ -39,7 +41,9 @@ from twinfer.shared.sampling_params import SamplingParams
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = (EngineConfig, CompilationConfig, SamplingParams)
 ALL = [
-    pytest.param(cls, entry, id=f"{cls.__name__}.{entry.name}") for cls in TABLES for entry in options_of(cls).values()
+    pytest.param(cls, entry, id=f"{cls.__name__}.{entry.name}")
+    for cls in TABLES
+    for entry in options_of(cls).values()
 ]
 ENGINE = options_of(EngineConfig)
 PARSER, COMMANDS = _parser()
@@ -93,7 +97,16 @@ def wrong_values(kind):
             lists = [[]] * (kind.word is None) + [[2, 1], [1, 1]] * kind.rising
             return [*lists, [0], [kind.high + 1], [True], [1.0], ["all"], "8", 8]
         case Ranges():
-            return [[[8, 2]], [[1, 8], [8, 16]], [[1]], [[0, 1]], [[1, kind.high + 1]], [1, 8], "1", 3]
+            return [
+                [[8, 2]],
+                [[1, 8], [8, 16]],
+                [[1]],
+                [[0, 1]],
+                [[1, kind.high + 1]],
+                [1, 8],
+                "1",
+                3,
+            ]
         case Scales():
             return [0.1, [0.1], [0.1, 0], [1, float("inf")], ["1", "2"], [True, 1]]
         case Priorities():
@@ -105,7 +118,14 @@ def wrong_values(kind):
         case Strings():
             return [5, [5], [""], ["a"] * (kind.limit + 1), "a" * (kind.length + 1)]
         case Biases():
-            return [5, {"a": 1}, {-1: 1}, {1: kind.most + 1}, {1: "1"}, dict.fromkeys(range(kind.limit + 1), 0)]
+            return [
+                5,
+                {"a": 1},
+                {-1: 1},
+                {1: kind.most + 1},
+                {1: "1"},
+                dict.fromkeys(range(kind.limit + 1), 0),
+            ]
         case Built():
             return ["no such thing", 3, [1]]
     raise AssertionError(f"{kind} has no wrong values here")
@@ -113,7 +133,9 @@ def wrong_values(kind):
 
 @pytest.mark.parametrize(("cls", "entry"), ALL)
 def test_what_is_not_allowed_is_refused_with_name_value_and_what_is(cls, entry):
-    values = wrong_values(entry.kind) + ([None] if entry.default is not None and not tolerant(entry.kind) else [])
+    values = wrong_values(entry.kind) + (
+        [None] if entry.default is not None and not tolerant(entry.kind) else []
+    )
     for value in values:
         with pytest.raises((ConfigError, RequestError)) as refused:
             build(cls, **{entry.name: value})
@@ -131,21 +153,31 @@ def tolerant(kind):
 def test_the_limits_themselves_are_allowed():
     for cls in TABLES:
         for entry in options_of(cls).values():
-            if not isinstance(entry.kind, Whole | Number) or entry.name in ("min_tokens", "priority_window"):
+            if not isinstance(entry.kind, Whole | Number) or entry.name in (
+                "min_tokens",
+                "priority_window",
+            ):
                 continue
             low, high = entry.kind.low, entry.kind.high
-            skipped = (isinstance(entry.kind, Number) and entry.kind.above, getattr(entry.kind, "below", False))
+            skipped = (
+                isinstance(entry.kind, Number) and entry.kind.above,
+                getattr(entry.kind, "below", False),
+            )
             for value, skip in zip((low, high), skipped, strict=True):
                 if value is not None and not skip:
                     assert getattr(build(cls, **{entry.name: value}), entry.name) == value
 
 
 def test_a_value_is_kept_in_one_form():
-    config = EngineConfig(model="demo", decode_sizes=[8, 16], enable_ops=["none"], max_num_seqs=np.int32(16))
+    config = EngineConfig(
+        model="demo", decode_sizes=[8, 16], enable_ops=["none"], max_num_seqs=np.int32(16)
+    )
     assert (config.decode_sizes, config.enable_ops) == ((8, 16), ("none",))
     assert type(config.max_num_seqs) is int
     assert EngineConfig(model="demo", cudagraph_mode="full").cudagraph_mode is CUDAGraphMode.FULL
-    assert EngineConfig(model="demo", compilation_config={"level": 2}).compilation_config == CompilationConfig(level=2)
+    assert EngineConfig(
+        model="demo", compilation_config={"level": 2}
+    ).compilation_config == CompilationConfig(level=2)
     assert CompilationConfig(cudagraph_mode="none", compile_ranges=[[1, 2]]) == CompilationConfig(
         cudagraph_mode=CUDAGraphMode.NONE, compile_ranges=((1, 2),)
     )
@@ -158,7 +190,9 @@ def test_a_value_is_kept_in_one_form():
 def test_an_option_has_a_flag_or_says_why_not(cls, entry):
     if entry.flags:
         actions = COMMANDS["generate"]._option_string_actions
-        assert [actions[flag].dest for flag in entry.flags] == [destination(entry)] * len(entry.flags)
+        assert [actions[flag].dest for flag in entry.flags] == [destination(entry)] * len(
+            entry.flags
+        )
     else:
         assert entry.no_flag
         assert cls is CompilationConfig or entry.name == "model"
@@ -234,11 +268,18 @@ def test_an_alias_is_the_option():
         "kv_cache_memory_bytes": "kv_cache_memory",
         "num_gpu_blocks_override": "num_pages",
     }
-    values = {"page_size": 32, "memory_utilization": 0.5, "kv_cache_memory": 1 << 20, "num_pages": 7}
+    values = {
+        "page_size": 32,
+        "memory_utilization": 0.5,
+        "kv_cache_memory": 1 << 20,
+        "num_pages": 7,
+    }
     for alias, name in aliases.items():
         config = EngineConfig.from_options({"model": "demo", alias: values[name]})
         assert getattr(config, name) == values[name]
-        with pytest.raises(ConfigError, match=f"{name}: got it as {name} and as {alias}, one is allowed"):
+        with pytest.raises(
+            ConfigError, match=f"{name}: got it as {name} and as {alias}, one is allowed"
+        ):
             EngineConfig.from_options({"model": "demo", name: values[name], alias: values[name]})
 
 
@@ -284,7 +325,9 @@ SET = {
 def test_an_option_of_a_backend_is_refused_on_the_other(owner, other):
     assert set(SET[owner]) == {entry.name for entry in ENGINE.values() if entry.owner == owner}
     for name, value in SET[owner].items():
-        with pytest.raises(ConfigError, match=rf"^{name}: got .*, which is for the {owner} backend"):
+        with pytest.raises(
+            ConfigError, match=rf"^{name}: got .*, which is for the {owner} backend"
+        ):
             resolve(EngineConfig(model="demo", backend=other, **{name: value}), DEMO, CPU)
         EngineConfig(model="demo", backend=owner, **{name: value}).check_owners()
 
@@ -308,9 +351,20 @@ def test_every_option_is_resolved():
 
 
 def test_options_of_the_scheduler_reach_it():
-    asked = {"scheduling_policy": "priority", "priority_window": 3, "watermark": 0.25, "decode_steps": 4}
-    asked |= {"async_scheduling": False, "enable_chunked_prefill": False, "enable_prefix_caching": False}
-    config = scheduler_config(resolve(EngineConfig(model="demo", backend="torch", **asked), DEMO, CPU)[0], 9)
+    asked = {
+        "scheduling_policy": "priority",
+        "priority_window": 3,
+        "watermark": 0.25,
+        "decode_steps": 4,
+    }
+    asked |= {
+        "async_scheduling": False,
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": False,
+    }
+    config = scheduler_config(
+        resolve(EngineConfig(model="demo", backend="torch", **asked), DEMO, CPU)[0], 9
+    )
     assert (config.policy, config.priority_window, config.watermark) == ("priority", 3, 0.25)
     assert (config.pipeline_depth, config.decode_steps, config.num_pages) == (1, 4, 9)
     assert not config.enable_chunked_prefill
@@ -318,7 +372,9 @@ def test_options_of_the_scheduler_reach_it():
 
 
 def test_a_window_without_priorities_is_refused():
-    with pytest.raises(ConfigError, match="priority_window: got 3, which has no effect with scheduling_policy fcfs"):
+    with pytest.raises(
+        ConfigError, match="priority_window: got 3, which has no effect with scheduling_policy fcfs"
+    ):
         EngineConfig(model="demo", priority_window=3)
 
 
@@ -347,6 +403,9 @@ def line_of(script, cls, entry):
 
 
 def test_the_tables_load_no_framework():
-    code = "import sys, twinfer.serving.flags; print(*({'flax', 'jax', 'torch', 'triton'} & set(sys.modules)))"
+    code = (
+        "import sys, twinfer.serving.flags; print(*({'flax', 'jax', 'torch', 'triton'} & "
+        "set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

@@ -1,4 +1,6 @@
-"""The packer against a slow twin that fills every field of a `StepInput` request by request, in plain Python."""
+"""The packer against a slow twin that fills every field of a `StepInput` request by request, in
+plain Python.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from twinfer.shared.errors import InternalError
 from twinfer.shared.packer import pack
 from twinfer.shared.request import Request
 from twinfer.shared.request_table import ScheduledStep
-from twinfer.shared.sampling_encoding import FAR, ONE, encode_bias, encode_mask, encode_processors, encode_sampling
+from twinfer.shared.sampling_encoding import (
+    FAR,
+    ONE,
+    encode_bias,
+    encode_mask,
+    encode_processors,
+    encode_sampling,
+)
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.scheduler import Scheduler
 from twinfer.shared.scheduler_config import SchedulerConfig
@@ -32,7 +41,9 @@ VOCABULARY = 70
 PAGE = 4
 ROWS = 5
 MODEL_LEN = 30
-SHAPE = StepShape(pages_per_request=8, max_rows=ROWS, max_model_len=MODEL_LEN, vocab_size=VOCABULARY)
+SHAPE = StepShape(
+    pages_per_request=8, max_rows=ROWS, max_model_len=MODEL_LEN, vocab_size=VOCABULARY
+)
 
 
 def make_scheduler(**options: Any) -> Scheduler:
@@ -43,13 +54,22 @@ def make_scheduler(**options: Any) -> Scheduler:
         "page_size": PAGE,
         "num_pages": 40,
     }
-    return Scheduler(SchedulerConfig(**values | options), Table(decode_ladder(ROWS, 2), mixed_ladder(16, 4), ROWS + 1))
+    return Scheduler(
+        SchedulerConfig(**values | options),
+        Table(decode_ladder(ROWS, 2), mixed_ladder(16, 4), ROWS + 1),
+    )
 
 
 def make_request(name: str, length: int, stop_ids: tuple[int, ...] = (), **options: Any) -> Request:
-    prompt = np.array([(len(name) * 31 + index * 7) % VOCABULARY for index in range(length)], np.int32)
+    prompt = np.array(
+        [(len(name) * 31 + index * 7) % VOCABULARY for index in range(length)], np.int32
+    )
     return Request(
-        name, prompt, SamplingParams(**options), seed=-(len(name) << 40) + int(prompt[-1]), stop_ids=stop_ids
+        name,
+        prompt,
+        SamplingParams(**options),
+        seed=-(len(name) << 40) + int(prompt[-1]),
+        stop_ids=stop_ids,
     )
 
 
@@ -60,7 +80,12 @@ def known_tokens(request: Request) -> list[int]:
 def slow_batch(step: ScheduledStep, pages: list[list[int]]) -> dict[str, list[Any]]:
     """The batch as lists. `pages` are the pages of each request, in order."""
     tokens, requests = step.descriptor.tokens, step.descriptor.requests
-    batch: dict[str, list[Any]] = {"token_ids": [], "positions": [], "slots": [], "query_start": [0]}
+    batch: dict[str, list[Any]] = {
+        "token_ids": [],
+        "positions": [],
+        "slots": [],
+        "query_start": [0],
+    }
     batch |= {name: [] for name in ("kv_lens", "rows", "sample_index")}
     singles = 0
     for i, request in enumerate(step.requests):
@@ -74,14 +99,27 @@ def slow_batch(step: ScheduledStep, pages: list[list[int]]) -> dict[str, list[An
         batch["kv_lens"].append(end)
         batch["rows"].append(request.row)
         batch["sample_index"].append(len(batch["token_ids"]) - 1 if step.samples[i] else 0)
-        assert (end - start == 1) <= (singles == i), "a request with one token stands behind one with more"
+        assert (end - start == 1) <= (singles == i), (
+            "a request with one token stands behind one with more"
+        )
         singles += end - start == 1
     batch["counts"] = [singles, len(step.requests)]
     count = len(batch["token_ids"])
-    empty = {"token_ids": 0, "positions": 0, "slots": -1, "query_start": count, "kv_lens": 0, "rows": ROWS}
+    empty = {
+        "token_ids": 0,
+        "positions": 0,
+        "slots": -1,
+        "query_start": count,
+        "kv_lens": 0,
+        "rows": ROWS,
+    }
     empty |= {"sample_index": 0}
     for name, value in empty.items():
-        size = tokens if name in ("token_ids", "positions", "slots") else requests + (name == "query_start")
+        size = (
+            tokens
+            if name in ("token_ids", "positions", "slots")
+            else requests + (name == "query_start")
+        )
         batch[name] += [value] * (size - len(batch[name]))
     return batch
 
@@ -101,7 +139,10 @@ def slow_sampling(step: ScheduledStep) -> dict[str, list[float]]:
             fields["sample_rows"] = request.row if step.samples[i] else ROWS
             fields["position"] = int(step.ends[i]) if step.samples[i] else 0
         else:
-            fields = encode_sampling(SamplingParams(temperature=0.0), 0) | {"sample_rows": ROWS, "position": 0}
+            fields = encode_sampling(SamplingParams(temperature=0.0), 0) | {
+                "sample_rows": ROWS,
+                "position": 0,
+            }
         for name, value in fields.items():
             sampling[name].append(value)
     return sampling
@@ -112,7 +153,9 @@ def slow_sampler(step: ScheduledStep) -> str:
     for i, request in enumerate(step.requests):
         params = request.params
         fields = encode_sampling(params, request.seed)
-        masks_stops = int(step.ends[i]) - request.num_prompt_tokens < params.min_tokens and request.stop_ids
+        masks_stops = (
+            int(step.ends[i]) - request.num_prompt_tokens < params.min_tokens and request.stop_ids
+        )
         if not step.samples[i]:
             continue
         if replace(params, min_tokens=0).needs_processors or masks_stops:
@@ -145,7 +188,10 @@ def slow_processors(step: ScheduledStep) -> dict[str, list[Any]]:
         processors["bias"].append(values + [0] * (304 - len(values)))
         words = encode_mask(params, VOCABULARY)
         mask = [-1] * mask_words(VOCABULARY) if words is None else words.tolist()
-        if request is not None and int(step.ends[i]) - request.num_prompt_tokens < params.min_tokens:
+        if (
+            request is not None
+            and int(step.ends[i]) - request.num_prompt_tokens < params.min_tokens
+        ):
             for token in request.stop_ids:
                 if token < VOCABULARY:
                     bits = (mask[token // 32] & 0xFFFFFFFF) & ~(1 << token % 32)
@@ -158,15 +204,22 @@ def slow_targets(step: ScheduledStep) -> list[int] | None:
     targets: list[int] = []
     for i, request in enumerate(step.requests):
         for position in range(int(step.starts[i]), int(step.ends[i])):
-            wanted = request.params.prompt_logprobs is not None and position + 1 < request.num_prompt_tokens
+            wanted = (
+                request.params.prompt_logprobs is not None
+                and position + 1 < request.num_prompt_tokens
+            )
             targets.append(int(request.prompt[position + 1]) if wanted else -1)
     if all(target == -1 for target in targets):
         return None
     return targets + [-1] * (step.descriptor.tokens - len(targets))
 
 
-def check(turn: int, step: ScheduledStep, scheduler: Scheduler, tables: dict[int, dict[int, int]]) -> None:
-    """Every field is the slow twin's, of the step with its page table too; `tables` are made of new pages alone."""
+def check(
+    turn: int, step: ScheduledStep, scheduler: Scheduler, tables: dict[int, dict[int, int]]
+) -> None:
+    """Every field is the slow twin's, of the step with its page table too; `tables` are made of
+    new pages alone.
+    """
     packed = pack(step, scheduler.table, SHAPE, turn)
     alone = pack(step, scheduler.table, SHAPE, turn, with_page_table=True)
     requests = step.descriptor.requests
@@ -178,7 +231,9 @@ def check(turn: int, step: ScheduledStep, scheduler: Scheduler, tables: dict[int
         packed.field("page_table")
     new = packed.new_pages
     assert new is not None
-    for row, column, page in zip(new.rows.tolist(), new.columns.tolist(), new.pages.tolist(), strict=True):
+    for row, column, page in zip(
+        new.rows.tolist(), new.columns.tolist(), new.pages.tolist(), strict=True
+    ):
         if column == 0:
             tables[row] = {}
         tables[row][column] = page
@@ -226,7 +281,8 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_steps_are_packed_as_by_the_slow_twin(seed: int, depth: int) -> None:
     dice = random.Random(seed)
-    # Some seeds see few kinds of requests, so that the cheap samplers are taken too; some run short of pages.
+    # Some seeds see few kinds of requests, so that the cheap samplers are taken too; some run short
+    # of pages.
     options = dice.sample(OPTIONS, dice.choice([1, 2, len(OPTIONS)]))
     scheduler = make_scheduler(pipeline_depth=depth, num_pages=dice.choice([9, 40]))
     in_flight: deque[ScheduledStep] = deque()
@@ -235,7 +291,9 @@ def test_random_steps_are_packed_as_by_the_slow_twin(seed: int, depth: int) -> N
         if dice.random() < 0.4 and turn < 40:
             stop_ids = dice.choice([(), (2, 31, 63), (500, *range(40, 50))])
             length, tokens = dice.randrange(1, MODEL_LEN - 1), dice.randrange(3, 12)
-            request = make_request(f"r{turn}", length, stop_ids, max_tokens=tokens, **dice.choice(options))
+            request = make_request(
+                f"r{turn}", length, stop_ids, max_tokens=tokens, **dice.choice(options)
+            )
             scheduler.add(request)
         step = scheduler.schedule()
         if step is not None:
@@ -319,7 +377,9 @@ def test_a_step_cannot_be_packed_after_its_request_has_left() -> None:
         pack(step, scheduler.table, SHAPE, 0)
 
 
-@pytest.mark.parametrize("change", [{"max_rows": 6}, {"max_model_len": 31}, {"pages_per_request": 7}])
+@pytest.mark.parametrize(
+    "change", [{"max_rows": 6}, {"max_model_len": 31}, {"pages_per_request": 7}]
+)
 def test_a_table_of_another_shape_is_refused(change: dict[str, int]) -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", 6))

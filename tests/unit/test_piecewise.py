@@ -1,4 +1,6 @@
-"""The whole-graph road on the CPU: pieces against eager, what is compiled how often, guards, the cache, the checks."""
+"""The whole-graph road on the CPU: pieces against eager, what is compiled how often, guards, the
+cache, the checks.
+"""
 
 import dataclasses
 import json
@@ -23,8 +25,10 @@ from twinfer.shared.models import decoder
 from twinfer.shared.models.config import parse_config
 
 RAW = dict(
-    architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=32, intermediate_size=48, num_hidden_layers=4,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=101, max_position_embeddings=64,
+    architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=32, intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=101,
+    max_position_embeddings=64,
     rms_norm_eps=1e-3, tie_word_embeddings=True, torch_dtype="float32",
 )  # fmt: skip
 TABLE = Table((1, 2, 4), (16, 32), 4)
@@ -37,13 +41,19 @@ class Model:
 
     def __init__(self):
         self.model = parse_config(RAW)
-        options = dict(model="x", backend="torch", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32)
-        self.config, _ = resolve(EngineConfig(**options), self.model, DeviceInfo("cpu", "cpu", 1 << 34))
+        options = dict(
+            model="x", backend="torch", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32
+        )
+        self.config, _ = resolve(
+            EngineConfig(**options), self.model, DeviceInfo("cpu", "cpu", 1 << 34)
+        )
         self.plans = make_plans(self.model, self.config)
         table = decoder.parameters_of(self.model)
         self.modules = {}
         for compiling in (False, True):
-            ops = BoundPlans(self.plans, lambda _, plan, compiling=compiling: bind(plan, compiling=compiling))
+            ops = BoundPlans(
+                self.plans, lambda _, plan, compiling=compiling: bind(plan, compiling=compiling)
+            )
             module = Decoder(self.model, table, ops, torch.float32, torch.device("cpu"))
             generator = torch.Generator().manual_seed(0)
             with torch.no_grad():
@@ -70,13 +80,16 @@ class Model:
                 slots.append(pages[row][position // 16] * 16 + position % 16)
         padding = d.tokens - len(positions)
         positions = torch.tensor(positions + [0] * padding)
-        starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()] + [sum(new)] * (d.requests - len(new)))
+        starts = torch.tensor(
+            [0, *torch.tensor(new).cumsum(0).tolist()] + [sum(new)] * (d.requests - len(new))
+        )
         table = torch.zeros(d.requests, 4, dtype=torch.int32)
         table[: len(new)] = torch.tensor(pages[: len(new)])
         lengths = torch.tensor(ends + [0] * (d.requests - len(new)))
         single = len(new) if d.kind == "decode" else 0
         batch = decoder.Batch(
-            self.cos[positions], self.sin[positions], torch.tensor(slots + [-1] * padding).int(), table, starts.int(),
+            self.cos[positions], self.sin[positions], torch.tensor(slots + [-1] * padding).int(),
+            table, starts.int(),
             lengths.int(), torch.tensor([single, len(new)]).int(),
         )  # fmt: skip
         return torch.randint(0, 101, (d.tokens,), generator=generator).int(), batch, sum(new)
@@ -84,10 +97,14 @@ class Model:
     def build(self, compilation, table=TABLE, **options):
         options.setdefault("keep", compilation.cache_dir is not None)
         module = options.pop("module", self.modules[True])
-        return build(module, self.config, self.plans, table, self.kv(), compilation=compilation, **options)
+        return build(
+            module, self.config, self.plans, table, self.kv(), compilation=compilation, **options
+        )
 
     def compare(self, built, table=TABLE):
-        """Largest differences of hidden states and of the cache between eager and built, over all descriptors."""
+        """Largest differences of hidden states and of the cache between eager and built, over
+        all descriptors.
+        """
         worst = 0.0
         for d in table:
             ids, batch, count = self.inputs(d)
@@ -132,7 +149,9 @@ def test_inductor_compiles_each_different_piece_once(tiny):
 @pytest.mark.slow
 def test_what_was_compiled_is_kept_and_checked_before_it_is_loaded(tiny, tmp_path):
     cache, dump = tmp_path / "cache", tmp_path / "dump"
-    chosen = dataclasses.replace(EAGER, use_inductor=True, cache_dir=str(cache), debug_dump_path=str(dump))
+    chosen = dataclasses.replace(
+        EAGER, use_inductor=True, cache_dir=str(cache), debug_dump_path=str(dump)
+    )
     built = tiny.build(chosen, SMALL)
     assert built.counts == {"compiled": 6, "loaded": 0, "reused": 9}
     assert tiny.compare(built, SMALL) < 1e-5
@@ -199,7 +218,9 @@ def test_with_guards_kept_no_size_is_compiled_again(tiny):
     results = evaluate_guards(backbone, [arguments(tiny, d) for d in sizes], "kept")
     for d, result in zip(sizes, results, strict=True):
         ids, batch, count = tiny.inputs(d)
-        assert torch.equal(result[:count], tiny.modules[False](ids, tiny.kv(), batch, "decode", 1)[:count])
+        assert torch.equal(
+            result[:count], tiny.modules[False](ids, tiny.kv(), batch, "decode", 1)[:count]
+        )
 
 
 @support_torch_compile
@@ -264,7 +285,13 @@ class Counts(Decoder):
 
 def test_a_forward_that_changes_the_module_is_refused(tiny):
     source = tiny.modules[True]
-    module = Counts(tiny.model, decoder.parameters_of(tiny.model), source._ops, torch.float32, torch.device("cpu"))
+    module = Counts(
+        tiny.model,
+        decoder.parameters_of(tiny.model),
+        source._ops,
+        torch.float32,
+        torch.device("cpu"),
+    )
     module.load_state_dict(source.state_dict())
     module.freeze()
     with pytest.raises(InternalError, match="calls"):
@@ -288,7 +315,13 @@ class Writes(Decoder):
 
 def test_a_trace_that_writes_into_a_weight_is_refused(tiny):
     source = tiny.modules[True]
-    module = Writes(tiny.model, decoder.parameters_of(tiny.model), source._ops, torch.float32, torch.device("cpu"))
+    module = Writes(
+        tiny.model,
+        decoder.parameters_of(tiny.model),
+        source._ops,
+        torch.float32,
+        torch.device("cpu"),
+    )
     module.load_state_dict(source.state_dict())
     module.freeze()
     with pytest.raises(InternalError, match="writes into the weight"):
@@ -302,7 +335,9 @@ def test_open_dimensions_come_from_annotations_or_are_named():
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return x + y
 
-    assert support_torch_compile(dynamic_arg_dims={"y": (0, 1)})(Plain).dynamic_arg_dims == {"y": (0, 1)}
+    assert support_torch_compile(dynamic_arg_dims={"y": (0, 1)})(Plain).dynamic_arg_dims == {
+        "y": (0, 1)
+    }
     with pytest.raises(InternalError, match="'z'"):
         support_torch_compile(dynamic_arg_dims={"z": (0,)})(Plain)
     with pytest.raises(InternalError, match="no parameter"):

@@ -1,4 +1,6 @@
-"""How weights lie on several shards, in integers alone: heads, the parts of stacked projections, the vocabulary."""
+"""How weights lie on several shards, in integers alone: heads, the parts of stacked projections,
+the vocabulary.
+"""
 
 from dataclasses import replace
 
@@ -13,7 +15,9 @@ LLAMA = parse_config(SHAPES["llama3-8b"])
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (4, 2), (6, 2), (6, 3), (14, 2), (5, 1), (9, 9), (12, 4)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(32, 8), (4, 2), (6, 2), (6, 3), (14, 2), (5, 1), (9, 9), (12, 4)]
+)
 def test_every_shard_reads_the_groups_of_its_own_heads(heads, kv_heads, shards):
     layout = head_layout(heads, kv_heads, shards)
     assert len(layout.query) % shards == len(layout.kv) % shards == 0
@@ -27,7 +31,9 @@ def test_every_shard_reads_the_groups_of_its_own_heads(heads, kv_heads, shards):
 
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
 def test_each_shard_of_a_stacked_projection_is_a_small_projection(shards):
-    """Shard s of qkv holds its q, then its k, then its v: what the layer's code takes apart by position."""
+    """Shard s of qkv holds its q, then its k, then its v: what the layer's code takes apart by
+    position.
+    """
     table = decoder.parameters_of(LLAMA).layer(0)
     placement = place(table["qkv"], LLAMA, shards)
     assert sorted(placement.source) == list(range(6144))

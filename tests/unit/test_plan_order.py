@@ -79,7 +79,8 @@ def test_a_platforms_coarse_kernel_steps_back_for_a_finer_op_that_somebody_chose
 def test_a_platforms_coarse_kernel_steps_back_for_a_finer_op_that_is_disabled():
     plan = resolve("numpy", platform="tpu", enable=("all", "-silu_and_mul"))
     assert chosen(plan) == PREFERRED | {
-        op: ("composition" if op == "gated_mlp" else "native", "native") for op in ("silu_and_mul", "gated_mlp")
+        op: ("composition" if op == "gated_mlp" else "native", "native")
+        for op in ("silu_and_mul", "gated_mlp")
     }
     assert plan["gated_mlp"].passed_over == (("chip", "its finer op silu_and_mul is disabled"),)
     assert plan["silu_and_mul"].passed_over == (("chip", "the op is disabled"),)
@@ -94,7 +95,10 @@ def test_a_coarse_op_that_is_asked_for_as_loudly_stays():
     assert plan["fused_add_rms_norm"].provider == "chip", "enabled by name"
     set_default("fused_add_rms_norm", "numpy", "acme")
     plan = resolve("numpy", {"rms_norm": ("native",)}, platform="tpu")
-    assert plan["fused_add_rms_norm"].passed_over[0] == ("acme", "its finer op rms_norm is native (user)")
+    assert plan["fused_add_rms_norm"].passed_over[0] == (
+        "acme",
+        "its finer op rms_norm is native (user)",
+    )
 
 
 def test_nothing_steps_back_for_what_does_not_run_here():
@@ -213,19 +217,28 @@ print(json.dumps(found))
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
 def test_the_plans_of_a_gpu_hear_a_plugin(tmp_path):
-    """With the real Triton kernels, in their interpreter, and no GPU: that is read when Triton is imported."""
+    """With the real Triton kernels, in their interpreter, and no GPU: that is read when Triton
+    is imported.
+    """
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", PLANS_FOR_CUDA]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert "rms_norm" not in found["nobody"]
-    assert {provider for provider, _ in found["nobody"].values()} == {"triton", "native"}, "native: embedding"
+    assert {provider for provider, _ in found["nobody"].values()} == {"triton", "native"}, (
+        "native: embedding"
+    )
     for voice in ("scoped", "user", "default"):
         assert found[voice]["rms_norm"][0] == "acme"
         for op in STEPS_BACK:
             assert found[voice][op] == ["composition", [f"its finer op rms_norm is acme ({voice})"]]
         assert found[voice]["gated_mlp"][0] == found[voice]["write_kv"][0] == "triton"
     assert found["disabled"]["silu_and_mul"] == ["native", ["the op is disabled"]]
-    assert found["disabled"]["gated_mlp"] == ["composition", ["its finer op silu_and_mul is disabled"]]
+    assert found["disabled"]["gated_mlp"] == [
+        "composition",
+        ["its finer op silu_and_mul is disabled"],
+    ]
     assert found["disabled"]["linear"][0] == "triton"

@@ -1,4 +1,6 @@
-"""Sampling parameters: the one place that validates them must let nothing through and never fail in another way."""
+"""Sampling parameters: the one place that validates them must let nothing through and never fail
+in another way.
+"""
 
 import dataclasses
 
@@ -84,7 +86,9 @@ def test_what_is_no_number(name, value):
     refused(name, value)
 
 
-@pytest.mark.parametrize("name", ["ignore_eos", "include_stop_str_in_output", "skip_special_tokens"])
+@pytest.mark.parametrize(
+    "name", ["ignore_eos", "include_stop_str_in_output", "skip_special_tokens"]
+)
 @pytest.mark.parametrize("value", [0, 1, None, "true", [], "x" * 10_000])
 def test_switches(name, value):
     refused(name, value, "true and false")
@@ -137,12 +141,27 @@ def test_malformed_stop_strings(value):
 @pytest.mark.parametrize("name", ["stop_token_ids", "banned_token_ids", "allowed_token_ids"])
 def test_token_ids(name):
     assert getattr(SamplingParams(**{name: [0, 5]}), name) == (0, 5)
-    for value in (5, "5", b"5", {5}, {5: 1}, [-1], [2**31], [1.0], ["1"], [True], [None], [10**5000]):
+    for value in (
+        5,
+        "5",
+        b"5",
+        {5},
+        {5: 1},
+        [-1],
+        [2**31],
+        [1.0],
+        ["1"],
+        [True],
+        [None],
+        [10**5000],
+    ):
         refused(name, value)
 
 
 def test_absent_lists():
-    params = SamplingParams(stop_token_ids=None, banned_token_ids=None, allowed_token_ids=None, logit_bias=None)
+    params = SamplingParams(
+        stop_token_ids=None, banned_token_ids=None, allowed_token_ids=None, logit_bias=None
+    )
     assert params == SamplingParams()
     refused("allowed_token_ids", [], "is empty")
     refused("stop_token_ids", [1] * (limits.MAX_STOP_TOKEN_IDS + 1), "at most")
@@ -183,14 +202,18 @@ def test_vocabulary():
         stop_token_ids=[9], banned_token_ids=[9], allowed_token_ids=[8, 9], logit_bias={9: 1}
     ).check_vocabulary(10)
     for name in ("stop_token_ids", "banned_token_ids", "allowed_token_ids"):
-        with pytest.raises(RequestError, match=rf"^{name}: token id 10 is out of range: the vocabulary has 10"):
+        with pytest.raises(
+            RequestError, match=rf"^{name}: token id 10 is out of range: the vocabulary has 10"
+        ):
             SamplingParams(**{name: [10]}).check_vocabulary(10)
     with pytest.raises(RequestError, match=r"^logit_bias: token id 10 is out of range"):
         SamplingParams(logit_bias={10: 1}).check_vocabulary(10)
     with pytest.raises(RequestError, match=r"^banned_token_ids: bans the whole vocabulary"):
         SamplingParams(banned_token_ids=range(10)).check_vocabulary(10)
     SamplingParams(banned_token_ids=[3] * 50).check_vocabulary(10)
-    with pytest.raises(RequestError, match=r"^allowed_token_ids: every allowed token is also banned"):
+    with pytest.raises(
+        RequestError, match=r"^allowed_token_ids: every allowed token is also banned"
+    ):
         SamplingParams(banned_token_ids=[3, 4], allowed_token_ids=[4, 4]).check_vocabulary(10)
 
 
@@ -201,7 +224,18 @@ def test_vocabulary():
     ("fields", "needed"),
     [
         ({}, False),
-        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 1, "stop": "x", "logprobs": 3}, False),
+        (
+            {
+                "temperature": 0.0,
+                "top_k": 5,
+                "top_p": 0.5,
+                "min_p": 0.1,
+                "seed": 1,
+                "stop": "x",
+                "logprobs": 3,
+            },
+            False,
+        ),
         ({"presence_penalty": 0.1}, True),
         ({"frequency_penalty": -0.1}, True),
         ({"repetition_penalty": 1.1}, True),
@@ -234,8 +268,16 @@ def test_it_does_not_share_what_it_was_given():
 
 
 ANY = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.binary(max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=4)
+    | st.binary(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 

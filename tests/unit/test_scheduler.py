@@ -1,4 +1,6 @@
-"""The scheduler's rules, one by one. A step's tokens are made up by the test: nothing is computed here."""
+"""The scheduler's rules, one by one. A step's tokens are made up by the test: nothing is
+computed here.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +32,29 @@ def make_scheduler(**options: Any) -> Scheduler:
     }
     config = SchedulerConfig(**values | options)
     programs = Table(
-        decode_ladder(config.max_num_seqs), mixed_ladder(config.max_num_batched_tokens), config.max_num_seqs
+        decode_ladder(config.max_num_seqs),
+        mixed_ladder(config.max_num_batched_tokens),
+        config.max_num_seqs,
     )
     return Scheduler(config, programs)
 
 
-def make_request(name: str, prompt: int | list[int], max_tokens: int = 8, **options: Any) -> Request:
+def make_request(
+    name: str, prompt: int | list[int], max_tokens: int = 8, **options: Any
+) -> Request:
     """A request; a number stands for a prompt of that length that no other request shares."""
     if isinstance(prompt, int):
         prompt = [1000 + sum(name.encode()) * 100 + index for index in range(prompt)]
-    fields = {key: options.pop(key) for key in ("stop_ids", "priority", "cache_salt") if key in options}
+    fields = {
+        key: options.pop(key) for key in ("stop_ids", "priority", "cache_salt") if key in options
+    }
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **options)
     return Request(name, np.array(prompt, np.int32), params, seed=0, **fields)
 
 
-def add(scheduler: Scheduler, name: str, prompt: int | list[int], max_tokens: int = 8, **options: Any) -> Request:
+def add(
+    scheduler: Scheduler, name: str, prompt: int | list[int], max_tokens: int = 8, **options: Any
+) -> Request:
     request = make_request(name, prompt, max_tokens, **options)
     scheduler.add(request)
     return request
@@ -74,7 +84,9 @@ def parts(step: ScheduledStep) -> dict[str, tuple[int, int]]:
     """Which positions of which request a step computes."""
     return {
         request.request_id: (start, end)
-        for request, start, end in zip(step.requests, step.starts.tolist(), step.ends.tolist(), strict=True)
+        for request, start, end in zip(
+            step.requests, step.starts.tolist(), step.ends.tolist(), strict=True
+        )
     }
 
 
@@ -87,7 +99,10 @@ class TestAdmission:
         assert (request.state, request.output) == (RequestState.RUNNING, [7])
         assert parts(turn(scheduler, 8)) == {"a": (6, 7)}
         assert parts(turn(scheduler, 9)) == {"a": (7, 8)}
-        assert (request.state, request.finish_reason) == (RequestState.FINISHED, FinishReason.LENGTH)
+        assert (request.state, request.finish_reason) == (
+            RequestState.FINISHED,
+            FinishReason.LENGTH,
+        )
         assert request.output == [7, 8, 9]
         assert scheduler.schedule() is None
         assert not scheduler.has_work
@@ -100,7 +115,12 @@ class TestAdmission:
             (32, {}, "prompt", "got 32 tokens, allowed is at most 31"),
             ([5, -1], {}, "prompt", "got token ids -1 to 5, allowed are 0 to"),
             (4, {"priority": 2**31}, "priority", "allowed is -2147483647 to 2147483647"),
-            (4, {"min_tokens": 2, "allowed_token_ids": [3], "stop_ids": (3,)}, "min_tokens", "each allowed token id"),
+            (
+                4,
+                {"min_tokens": 2, "allowed_token_ids": [3], "stop_ids": (3,)},
+                "min_tokens",
+                "each allowed token id",
+            ),
         ],
     )
     def test_what_can_never_run_is_refused(
@@ -114,12 +134,18 @@ class TestAdmission:
 
     def test_a_prompt_that_is_no_list_of_ids_is_refused(self) -> None:
         for prompt in (np.ones(3), np.ones((2, 2), np.int32)):
-            with pytest.raises(RequestError, match=r"prompt: got .* allowed is a list of token ids"):
+            with pytest.raises(
+                RequestError, match=r"prompt: got .* allowed is a list of token ids"
+            ):
                 make_scheduler().add(Request("a", prompt, SamplingParams(), seed=0))
 
-    def test_a_request_that_the_cache_can_never_hold_is_refused_though_its_prompt_fits(self) -> None:
+    def test_a_request_that_the_cache_can_never_hold_is_refused_though_its_prompt_fits(
+        self,
+    ) -> None:
         scheduler = make_scheduler(num_pages=4)
-        with pytest.raises(RequestError, match="max_tokens: got 9 after a prompt of 8, allowed is at most 8"):
+        with pytest.raises(
+            RequestError, match="max_tokens: got 9 after a prompt of 8, allowed is at most 8"
+        ):
             add(scheduler, "a", 8, max_tokens=9)
         with pytest.raises(RequestError, match="prompt: got 16 tokens, allowed is at most 15"):
             add(scheduler, "a", 16)
@@ -156,8 +182,14 @@ class TestConfig:
         ("options", "message"),
         [
             ({"num_pages": 0}, "num_pages: got 0, allowed is at least 1"),
-            ({"max_num_seqs": 64}, r"max_num_batched_tokens: got 32, allowed is at least 64 \(max_num_seqs\)"),
-            ({"enable_chunked_prefill": False, "max_model_len": 40}, "at least 40 .max_model_len without chunked"),
+            (
+                {"max_num_seqs": 64},
+                r"max_num_batched_tokens: got 32, allowed is at least 64 \(max_num_seqs\)",
+            ),
+            (
+                {"enable_chunked_prefill": False, "max_model_len": 40},
+                "at least 40 .max_model_len without chunked",
+            ),
             ({"policy": "lifo"}, "policy: got 'lifo', allowed are 'fcfs' and 'priority'"),
             ({"priority_window": 0}, "priority_window: got 0"),
             ({"pipeline_depth": 3}, "pipeline_depth: got 3, allowed are 1 and 2"),
@@ -170,7 +202,9 @@ class TestConfig:
 
     def test_programs_must_serve_all_steps(self) -> None:
         config = make_scheduler().config
-        with pytest.raises(ConfigError, match="max_num_batched_tokens: got 32, the largest program is for 16"):
+        with pytest.raises(
+            ConfigError, match="max_num_batched_tokens: got 32, the largest program is for 16"
+        ):
             Scheduler(config, Table((4,), (16,), 4))
         with pytest.raises(ConfigError, match="max_num_seqs: got 4, programs are for 3"):
             Scheduler(config, Table((4,), (32,), 3))
@@ -200,7 +234,12 @@ class TestBatching:
         add(scheduler, "c", 1)
         add(scheduler, "d", 5)
         step = schedule(scheduler)
-        assert list(parts(step).items()) == [("c", (0, 1)), ("a", (0, 2)), ("b", (0, 3)), ("d", (0, 2))]
+        assert list(parts(step).items()) == [
+            ("c", (0, 1)),
+            ("a", (0, 2)),
+            ("b", (0, 3)),
+            ("d", (0, 2)),
+        ]
         assert step.num_single == 1
         assert step.samples.tolist() == [True, True, True, False]
         assert (step.num_tokens, step.decode_only) == (8, False)
@@ -374,13 +413,22 @@ class TestEnding:
 
     def test_abort_in_every_state(self) -> None:
         scheduler = make_scheduler(max_num_seqs=3, max_num_batched_tokens=8)
-        decoding, prefilling, waiting = (add(scheduler, n, k) for n, k in (("d", 4), ("p", 9), ("w", 4)))
+        decoding, prefilling, waiting = (
+            add(scheduler, n, k) for n, k in (("d", 4), ("p", 9), ("w", 4))
+        )
         step = schedule(scheduler)
-        assert [r.state.value for r in (decoding, prefilling, waiting)] == ["running", "running", "waiting"]
+        assert [r.state.value for r in (decoding, prefilling, waiting)] == [
+            "running",
+            "running",
+            "waiting",
+        ]
         for request in (prefilling, decoding, waiting):
             assert scheduler.abort(request.request_id)
             scheduler.check_integrity()
-            assert (request.state, request.finish_reason) == (RequestState.FINISHED, FinishReason.ABORT)
+            assert (request.state, request.finish_reason) == (
+                RequestState.FINISHED,
+                FinishReason.ABORT,
+            )
             assert not scheduler.abort(request.request_id)
         assert scheduler.kv.available == scheduler.config.num_pages
         assert scheduler.has_work
@@ -405,7 +453,12 @@ class TestEnding:
         scheduler.abort("a")
         table = scheduler.table
         assert request.page_hashes == []
-        assert (table.num_used, dict(scheduler.requests), table.biases, table.masks) == (0, {}, {}, {})
+        assert (table.num_used, dict(scheduler.requests), table.biases, table.masks) == (
+            0,
+            {},
+            {},
+            {},
+        )
         assert not table.pages.any()
 
 
@@ -477,8 +530,13 @@ class TestPreemption:
         assert parts(turn(scheduler)) == {"new": (8, 13)}
 
     def test_preemption_spares_the_first_in_order(self) -> None:
-        scheduler = make_scheduler(num_pages=8, max_num_seqs=4, policy="priority", priority_window=100)
-        requests = [add(scheduler, f"r{index}", 7, priority=priority) for index, priority in enumerate((3, 1, 0, 2))]
+        scheduler = make_scheduler(
+            num_pages=8, max_num_seqs=4, policy="priority", priority_window=100
+        )
+        requests = [
+            add(scheduler, f"r{index}", 7, priority=priority)
+            for index, priority in enumerate((3, 1, 0, 2))
+        ]
         while scheduler.has_work:
             turn(scheduler)
         assert [request.num_preemptions > 0 for request in requests] == [True, False, False, True]
@@ -513,7 +571,9 @@ class TestPrefixCache:
         add(scheduler, "b", [*SHARED, 9])
         step = schedule(scheduler)
         assert parts(step) == {"b": (12, 13), "a": (0, 12)}
-        rows = {request.request_id: scheduler.table.pages_of(request.row) for request in step.requests}
+        rows = {
+            request.request_id: scheduler.table.pages_of(request.row) for request in step.requests
+        }
         assert rows["a"] == rows["b"][:3]
 
     def test_a_page_is_not_found_before_it_is_scheduled(self) -> None:
@@ -544,7 +604,11 @@ class TestPrefixCache:
         add(scheduler, "a", [*SHARED, 1], cache_salt="x")
         add(scheduler, "b", [*SHARED, 1], cache_salt="y")
         add(scheduler, "c", [*SHARED, 1], cache_salt="x")
-        assert {name: start for name, (start, _) in parts(schedule(scheduler)).items()} == {"a": 0, "b": 0, "c": 12}
+        assert {name: start for name, (start, _) in parts(schedule(scheduler)).items()} == {
+            "a": 0,
+            "b": 0,
+            "c": 12,
+        }
 
     def test_prompt_logprobs_need_the_whole_prompt(self) -> None:
         scheduler = make_scheduler()
@@ -558,7 +622,11 @@ class TestPrefixCache:
         request = add(scheduler, "a", SHARED)
         add(scheduler, "b", SHARED)
         assert parts(turn(scheduler)) == {"a": (0, 12), "b": (0, 12)}
-        assert (request.page_hashes, scheduler.kv.num_registered, scheduler.metrics().prefix_queries) == ([], 0, 0)
+        assert (
+            request.page_hashes,
+            scheduler.kv.num_registered,
+            scheduler.metrics().prefix_queries,
+        ) == ([], 0, 0)
 
     def test_hits_make_room_that_is_counted_once(self) -> None:
         # Four idle pages: three are hit and one is left, but b needs two more.
@@ -615,21 +683,63 @@ FAULTS: dict[str, tuple[Callable[[Scheduler, int], object], str]] = {
         "page .* has the reference count 1, but 0 requests hold it",
     ),
     "a length that is off": (lambda s, r: s.table.known.__setitem__(r, 30), "are not in order"),
-    "too many pending tokens": (lambda s, r: s.table.computed.__setitem__(r, 8), "3 tokens are pending with 0 steps"),
-    "computed too much": (lambda s, r: s.table.computed.__setitem__(r, 6), "1 tokens are pending with 0 steps"),
-    "computed less than nothing": (lambda s, r: s.table.computed.__setitem__(r, -1), "computed -1 is less than 0"),
-    "computed too little": (lambda s, r: s.table.computed.__setitem__(r, 3), "decodes but lacks more than its last"),
-    "a capacity that is off": (lambda s, r: s.table.capacity.__setitem__(r, 4), "capacity 4 is not that of 2 pages"),
-    "a stale page": (lambda s, r: s.table.pages.__setitem__((r, 5), 1), "its page table is not 0 behind its pages"),
-    "another prompt": (lambda s, r: s.table.tokens.__setitem__((r, 1), 3), "its first tokens are not its prompt"),
-    "a token beyond the end": (lambda s, r: s.table.tokens.__setitem__((r, 9), 3), "a token stands behind the known"),
+    "too many pending tokens": (
+        lambda s, r: s.table.computed.__setitem__(r, 8),
+        "3 tokens are pending with 0 steps",
+    ),
+    "computed too much": (
+        lambda s, r: s.table.computed.__setitem__(r, 6),
+        "1 tokens are pending with 0 steps",
+    ),
+    "computed less than nothing": (
+        lambda s, r: s.table.computed.__setitem__(r, -1),
+        "computed -1 is less than 0",
+    ),
+    "computed too little": (
+        lambda s, r: s.table.computed.__setitem__(r, 3),
+        "decodes but lacks more than its last",
+    ),
+    "a capacity that is off": (
+        lambda s, r: s.table.capacity.__setitem__(r, 4),
+        "capacity 4 is not that of 2 pages",
+    ),
+    "a stale page": (
+        lambda s, r: s.table.pages.__setitem__((r, 5), 1),
+        "its page table is not 0 behind its pages",
+    ),
+    "another prompt": (
+        lambda s, r: s.table.tokens.__setitem__((r, 1), 3),
+        "its first tokens are not its prompt",
+    ),
+    "a token beyond the end": (
+        lambda s, r: s.table.tokens.__setitem__((r, 9), 3),
+        "a token stands behind the known",
+    ),
     "a missing token": (lambda s, r: s.table.tokens.__setitem__((r, 5), -1), "a token is missing"),
-    "a lost row": (lambda s, r: s.table._free.pop(), "the free rows are not those without a request"),
-    "a request in the wrong row": (lambda s, r: setattr(s.requests["a"], "row", 3), "its request has row 3"),
-    "a stray bias": (lambda s, r: s.table.biases.__setitem__(3, ([], [])), "a free row has a logit bias"),
-    "a lost decode": (lambda s, r: s._decoding.clear(), "decode or prefill are not those in the table"),
-    "a queue out of order": (lambda s, r: setattr(s.requests["w"], "key", 99), "the waiting queue is not in order"),
-    "a lost request": (lambda s, r: s._requests.pop("w"), "the requests are not those that wait or run"),
+    "a lost row": (
+        lambda s, r: s.table._free.pop(),
+        "the free rows are not those without a request",
+    ),
+    "a request in the wrong row": (
+        lambda s, r: setattr(s.requests["a"], "row", 3),
+        "its request has row 3",
+    ),
+    "a stray bias": (
+        lambda s, r: s.table.biases.__setitem__(3, ([], [])),
+        "a free row has a logit bias",
+    ),
+    "a lost decode": (
+        lambda s, r: s._decoding.clear(),
+        "decode or prefill are not those in the table",
+    ),
+    "a queue out of order": (
+        lambda s, r: setattr(s.requests["w"], "key", 99),
+        "the waiting queue is not in order",
+    ),
+    "a lost request": (
+        lambda s, r: s._requests.pop("w"),
+        "the requests are not those that wait or run",
+    ),
     "a wrong state": (
         lambda s, r: setattr(s.requests["w"], "state", RequestState.RUNNING),
         "request w is running in row -1",
@@ -689,7 +799,9 @@ def test_the_queue_refuses_to_give_what_it_does_not_have() -> None:
 
 
 def loop_tokens(step: ScheduledStep, rows: list[list[int]]) -> np.ndarray:
-    """What a worker brings back: `rows` of tokens, each for the requests of the step, and padding."""
+    """What a worker brings back: `rows` of tokens, each for the requests of the step, and
+    padding.
+    """
     made = np.full((len(rows), step.descriptor.requests), 99, np.int32)
     for into, tokens in zip(made, rows, strict=True):
         into[: len(tokens)] = tokens
@@ -759,7 +871,9 @@ class TestLoops:
         scheduler.update(step, loop_tokens(step, [[1, 2]] * 3))
         assert scheduler.metrics().running == 1
 
-    @pytest.mark.parametrize("options", [{"stop": ("x",)}, {"logprobs": 1}, {"frequency_penalty": 1.0}])
+    @pytest.mark.parametrize(
+        "options", [{"stop": ("x",)}, {"logprobs": 1}, {"frequency_penalty": 1.0}]
+    )
     def test_what_the_host_must_see_is_decoded_step_by_step(self, options: dict[str, Any]) -> None:
         scheduler = self.start("a")
         add(scheduler, "watched", 5, **options)
@@ -770,7 +884,11 @@ class TestLoops:
         scheduler = make_scheduler(decode_steps=4)
         add(scheduler, "a", 5, max_tokens=12, min_tokens=3, stop_ids=(3,))
         turn(scheduler)
-        assert [turn(scheduler).loop, turn(scheduler).loop, schedule(scheduler).loop] == [None, None, Loop(4, False)]
+        assert [turn(scheduler).loop, turn(scheduler).loop, schedule(scheduler).loop] == [
+            None,
+            None,
+            Loop(4, False),
+        ]
 
     def test_few_pages_make_single_steps_and_preempt_nobody(self) -> None:
         scheduler = self.start("a", "b", num_pages=16)

@@ -1,10 +1,12 @@
-"""Random schedules against a model whose every token depends on all it should have read, and on nothing else.
+"""Random schedules against a model whose every token depends on all it should have read, and on
+nothing else.
 
-The mock worker has two layers of paged keys and values. What a layer stores at a position is a hash of everything that
-the layer below let that position read, through the page table, so that a wrong page, a stale one, one shared under
-another prefix or an order of steps that is off by one changes every later token. It reads the `StepInput` and its own
-memory only, to which its page tables belong: they are made of the differences that steps bring. The expected tokens
-come from the same hashes over a plain list of tokens.
+The mock worker has two layers of paged keys and values. What a layer stores at a position is a hash
+of everything that the layer below let that position read, through the page table, so that a wrong
+page, a stale one, one shared under another prefix or an order of steps that is off by one changes
+every later token. It reads the `StepInput` and its own memory only, to which its page tables
+belong: they are made of the differences that steps bring. The expected tokens come from the same
+hashes over a plain list of tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from twinfer.shared.sampling_encoding import FAR, ONE, encode_sampling
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.scheduler import Scheduler
 from twinfer.shared.scheduler_config import SchedulerConfig
-from twinfer.shared.step import NewPages, StepInput, StepShape, batch_layout, processor_layout, sampling_layout
+from twinfer.shared.step import (
+    NewPages,
+    StepInput,
+    StepShape,
+    batch_layout,
+    processor_layout,
+    sampling_layout,
+)
 
 VOCABULARY = 50
 LAYERS = 2
@@ -47,11 +56,19 @@ def mix(*parts: np.ndarray | int) -> np.ndarray:
 
 
 def attend(stored: np.ndarray) -> np.ndarray:
-    """What each position reads of the values `[n]` stored at positions 0..n-1: all up to its own, in order."""
+    """What each position reads of the values `[n]` stored at positions 0..n-1: all up to its
+    own, in order.
+    """
     return np.cumsum(stored * (2 * np.arange(len(stored)).astype(U64) + U64(1)))
 
 
-def draw(hidden: int, position: int, fields: dict[str, int], history: list[int] | None, allowed: np.ndarray) -> int:
+def draw(
+    hidden: int,
+    position: int,
+    fields: dict[str, int],
+    history: list[int] | None,
+    allowed: np.ndarray,
+) -> int:
     """The token of one request. Greedy uses no seed; filters and penalties count where they are on.
 
     Now and then there is none (-1), as when a logit is not finite.
@@ -95,7 +112,10 @@ def expected_output(request: Request) -> tuple[list[int], FinishReason]:
 
 def as_bits(fields: dict[str, int | float]) -> dict[str, int]:
     """The int32 values that stand for `fields` in a buffer."""
-    return {k: int(np.float32(v).view(np.int32)) if isinstance(v, float) else v for k, v in fields.items()}
+    return {
+        k: int(np.float32(v).view(np.int32)) if isinstance(v, float) else v
+        for k, v in fields.items()
+    }
 
 
 class MockWorker:
@@ -107,7 +127,9 @@ class MockWorker:
     def __init__(self, config: SchedulerConfig, shape: StepShape, stops_early: bool) -> None:
         random, max_rows = np.random.default_rng(0), shape.max_rows
         self.page_size = config.page_size
-        self.memory = random.integers(1, 2**63, (LAYERS, config.num_pages * config.page_size)).astype(U64)
+        self.memory = random.integers(
+            1, 2**63, (LAYERS, config.num_pages * config.page_size)
+        ).astype(U64)
         self.tables = random.integers(0, config.num_pages, (max_rows, shape.pages_per_request))
         self.num_entries = 0
         self.last_tokens = np.full(max_rows + 1, 10**6)
@@ -125,7 +147,8 @@ class MockWorker:
         self.tables[rows, columns] = pages
 
     def execute(self, step: StepInput) -> np.ndarray:
-        self.take(step.new_pages)  # also of a loop that does nothing: its pages belong to its requests
+        # also of a loop that does nothing: its pages belong to its requests
+        self.take(step.new_pages)
         if step.loop is None:
             return self.one(step)
         assert step.descriptor.kind == "decode"
@@ -175,7 +198,9 @@ class MockWorker:
             for index in range(count):
                 length = int(lens[index])
                 pages = self.tables[rows[index], : -(-length // self.page_size)]
-                readable = (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)[:length]
+                readable = (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(
+                    -1
+                )[:length]
                 new = slice(start[index], start[index + 1])
                 after[new] = attend(self.memory[layer, readable])[positions[new]]
             hidden = mix(after, layer + 1)
@@ -195,19 +220,24 @@ class MockWorker:
         tokens = np.full(requests, 7)
         for index in np.flatnonzero(fields["sample_rows"] < step.shape.max_rows).tolist():
             values = {name: int(column[index]) for name, column in fields.items()}
-            # Each program knows less than the one after it: a step sent to the wrong one gives wrong tokens.
+            # Each program knows less than the one after it: a step sent to the wrong one gives
+            # wrong tokens.
             if step.sampler == "greedy":
                 values["greedy"] = 1
             if step.sampler in ("greedy", "random"):
                 values |= FILTERS_OFF
             history, allowed = None, np.arange(VOCABULARY)
             if processors is not None:
-                bits = np.unpackbits(processors["mask"][index].view(np.uint8), bitorder="little")[:VOCABULARY]
+                bits = np.unpackbits(processors["mask"][index].view(np.uint8), bitorder="little")[
+                    :VOCABULARY
+                ]
                 allowed = np.flatnonzero(bits)
                 if processors["repetition"][index] != 1.0:
                     seen = processors["history"][index]
                     last = self.last_tokens[processors["rows"][index]]
-                    history = [int(last) if token == -2 else token for token in seen[seen != -1].tolist()]
+                    history = [
+                        int(last) if token == -2 else token for token in seen[seen != -1].tolist()
+                    ]
             tokens[index] = draw(int(hidden[index]), values["position"], values, history, allowed)
         return tokens
 
@@ -236,7 +266,9 @@ class Run:
 
     def __post_init__(self) -> None:
         config = self.config
-        table = Table(decode_ladder(config.max_num_seqs, 4), mixed_ladder(config.max_num_batched_tokens, 4), 8)
+        table = Table(
+            decode_ladder(config.max_num_seqs, 4), mixed_ladder(config.max_num_batched_tokens, 4), 8
+        )
         self.scheduler = Scheduler(config, table)
         pages = -(-config.max_model_len // config.page_size)
         self.shape = StepShape(pages + 1, config.max_num_seqs, config.max_model_len, VOCABULARY)
@@ -277,14 +309,28 @@ class Run:
         step = self.scheduler.schedule()
         self.scheduler.check_integrity()
         if step is None:
-            assert not idle or not self.scheduler.requests, "work waits, nothing is in flight, nothing is scheduled"
+            assert not idle or not self.scheduler.requests, (
+                "work waits, nothing is in flight, nothing is scheduled"
+            )
             return False
         waiting = [request.order for request in self.scheduler.requests.values() if request.row < 0]
         started = [request.order for request in waited if request.row >= 0]
-        assert not waiting or not started or max(started) < min(waiting), "the head of the queue was overtaken"
-        victims = [request.order for request in ran if request.num_preemptions > preemptions[request.request_id]]
-        spared = [request.order for request in ran if request.num_preemptions == preemptions[request.request_id]]
-        assert not victims or not spared or min(victims) > max(spared), "the wrong request was preempted"
+        assert not waiting or not started or max(started) < min(waiting), (
+            "the head of the queue was overtaken"
+        )
+        victims = [
+            request.order
+            for request in ran
+            if request.num_preemptions > preemptions[request.request_id]
+        ]
+        spared = [
+            request.order
+            for request in ran
+            if request.num_preemptions == preemptions[request.request_id]
+        ]
+        assert not victims or not spared or min(victims) > max(spared), (
+            "the wrong request was preempted"
+        )
         packed = pack(step, self.scheduler.table, self.shape, turn)
         frozen = [buffer.copy() for buffer in (packed.batch, packed.sampling)]
         self.in_flight.append((step, self.worker.execute(packed)))
@@ -345,7 +391,8 @@ def configs(draw_: st.DrawFn) -> SchedulerConfig:
     least = -(-model_len // page_size)
     return SchedulerConfig(
         max_num_seqs=seqs,
-        max_num_batched_tokens=(seqs if chunked else max(seqs, model_len)) + draw_(st.integers(0, 9) | st.just(40)),
+        max_num_batched_tokens=(seqs if chunked else max(seqs, model_len))
+        + draw_(st.integers(0, 9) | st.just(40)),
         max_model_len=model_len,
         page_size=page_size,
         num_pages=least + draw_(st.integers(0, 2 * least)),
@@ -382,8 +429,17 @@ def plans(draw_: st.DrawFn, model_len: int) -> list[Plan]:
             cache_salt=draw_(st.sampled_from(["", "", "tenant"])),
         )
         arrival = draw_(st.integers(0, 20))
-        cancel = draw_(st.none() | st.integers(0, 30).map(lambda turns, arrival=arrival: arrival + turns))
-        made.append(Plan(request, arrival, cancel, draw_(st.sampled_from([FinishReason.ABORT, FinishReason.STOP]))))
+        cancel = draw_(
+            st.none() | st.integers(0, 30).map(lambda turns, arrival=arrival: arrival + turns)
+        )
+        made.append(
+            Plan(
+                request,
+                arrival,
+                cancel,
+                draw_(st.sampled_from([FinishReason.ABORT, FinishReason.STOP])),
+            )
+        )
     return made
 
 
@@ -464,8 +520,12 @@ def not_sent_again(worker: MockWorker, write: Write) -> Write:
 
 
 @pytest.mark.parametrize("fault", [dropped, twice, wrong_row, not_sent_again])
-def test_a_fault_in_the_differences_of_page_tables_changes_tokens(fault: Callable[[MockWorker, Write], Write]) -> None:
-    """The twin of the test above: each of these faults must fail it, although the differences are numbered right."""
+def test_a_fault_in_the_differences_of_page_tables_changes_tokens(
+    fault: Callable[[MockWorker, Write], Write],
+) -> None:
+    """The twin of the test above: each of these faults must fail it, although the differences
+    are numbered right.
+    """
 
     def fails(run: Run) -> bool:
         run.worker.write = fault(run.worker, run.worker.write)  # type: ignore[method-assign]

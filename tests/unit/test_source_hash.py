@@ -1,4 +1,6 @@
-"""What the hash of a plan and the keys of caches depend on: what is called, in this package and in others."""
+"""What the hash of a plan and the keys of caches depend on: what is called, in this package and
+in others.
+"""
 
 import json
 import os
@@ -63,12 +65,16 @@ def test_a_comment_in_an_op_that_the_model_does_not_call_changes_no_key(tmp_path
     shutil.copy(ROOT / "__init__.py", copy)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", UNCALLED, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+    )
     assert done.returncode == 0, done.stderr
     first, uncalled, called = json.loads(done.stdout)
     assert len(first) == 6
     assert uncalled == first
-    assert all(called[name] != first[name] for name in first), "dense.py holds what every model calls"
+    assert all(called[name] != first[name] for name in first), (
+        "dense.py holds what every model calls"
+    )
 
 
 PROVIDER = """
@@ -110,7 +116,9 @@ print(json.dumps([plan["silu_and_mul"].uuid, plan.hash, resolve("numpy").hash]))
 
 
 def test_the_helpers_of_a_provider_from_outside_count(tmp_path):
-    """Its own, in its package, in its distribution or in none, by source; those of other distributions by version."""
+    """Its own, in its package, in its distribution or in none, by source; those of other
+    distributions by version.
+    """
 
     def write(name, text):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -119,7 +127,9 @@ def test_the_helpers_of_a_provider_from_outside_count(tmp_path):
     def hashes():
         environment = os.environ | {"PYTHONPATH": str(tmp_path)}
         command = [sys.executable, "-c", HASHES]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
@@ -129,7 +139,9 @@ def test_the_helpers_of_a_provider_from_outside_count(tmp_path):
     edits = {
         "beside/deep.py": "def scale():\n    return 2\n",
         "acme_helpers.py": "SCALE = 2\n",
-        "far_apart-1.0.dist-info/METADATA": FILES["far_apart-1.0.dist-info/METADATA"].replace("n: 1.0", "n: 1.1"),
+        "far_apart-1.0.dist-info/METADATA": FILES["far_apart-1.0.dist-info/METADATA"].replace(
+            "n: 1.0", "n: 1.1"
+        ),
     }
     for name, text in edits.items():
         write(name, text)
@@ -163,7 +175,9 @@ def test_what_the_array_api_is_on_torch_and_numpy_is_among_the_versions(monkeypa
         ]
 
     before, right = hashes(), source_hash._version
-    monkeypatch.setattr(source_hash, "_version", lambda name: "0.0" if name == "array-api-compat" else right(name))
+    monkeypatch.setattr(
+        source_hash, "_version", lambda name: "0.0" if name == "array-api-compat" else right(name)
+    )
     after = hashes()
     source_hash._hash.cache_clear()
     assert [a == b for a, b in zip(before, after, strict=True)] == [False, False, True]

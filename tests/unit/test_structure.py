@@ -1,4 +1,6 @@
-"""The promises that the folder layout makes, checked against the files and against what really gets imported."""
+"""The promises that the folder layout makes, checked against the files and against what really
+gets imported.
+"""
 
 import ast
 import importlib.util
@@ -12,10 +14,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-ROOMS = [name.partition(".")[2].replace(".", "/") for name in SETUPTOOLS["packages"] if name != "twinfer"]
+ROOMS = [
+    name.partition(".")[2].replace(".", "/") for name in SETUPTOOLS["packages"] if name != "twinfer"
+]
 UNPACKAGED = {"tests", "scripts", "docs", "build", "dist"}
 
-SOURCES = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))])
+SOURCES = sorted(
+    [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))]
+)
 
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "send_pyobj", "recv_pyobj"}
@@ -26,7 +32,11 @@ def relative(path: Path) -> str:
 
 
 def test_packages_are_the_folders_with_python_files():
-    tops = [d for d in ROOT.iterdir() if d.is_dir() and d.name.isidentifier() and d.name not in UNPACKAGED]
+    tops = [
+        d
+        for d in ROOT.iterdir()
+        if d.is_dir() and d.name.isidentifier() and d.name not in UNPACKAGED
+    ]
     folders = {relative(path.parent) for top in tops for path in top.rglob("*.py")}
     assert folders == set(ROOMS)
 
@@ -57,8 +67,13 @@ def test_package_data_exists():
 def test_import_loads_no_framework(module):
     if importlib.util.find_spec(module) is None:
         pytest.skip("not written yet")
-    code = f"import sys, {module}; print(*({{'flax', 'jax', 'jaxlib', 'torch', 'triton'}} & set(sys.modules)))"
-    loaded = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, cwd="/").stdout
+    code = (
+        f"import sys, {module}; print(*({{'flax', 'jax', 'jaxlib', 'torch', 'triton'}} & "
+        "set(sys.modules)))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, cwd="/"
+    ).stdout
     assert loaded.split() == []
 
 
@@ -66,16 +81,26 @@ def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         match node:
             case ast.Assert():
-                # `python -O` drops it, and a user who meets one learns nothing: raise an error from shared/errors.py.
+                # `python -O` drops it, and a user who meets one learns nothing: raise an error from
+                # shared/errors.py.
                 yield node.lineno, "assert"
             case ast.Import(names=names):
-                yield from ((node.lineno, n.name) for n in names if n.name.partition(".")[0] in UNSAFE_MODULES)
-            case ast.ImportFrom(module=str(name), level=0) if name.partition(".")[0] in UNSAFE_MODULES:
+                yield from (
+                    (node.lineno, n.name)
+                    for n in names
+                    if n.name.partition(".")[0] in UNSAFE_MODULES
+                )
+            case ast.ImportFrom(module=str(name), level=0) if (
+                name.partition(".")[0] in UNSAFE_MODULES
+            ):
                 yield node.lineno, name
             case ast.Call(func=ast.Name(id=name)) if name in UNSAFE_CALLS:
                 yield node.lineno, f"{name}()"
             case ast.Call(func=ast.Attribute(value=value, attr=attr)):
-                if attr in UNSAFE_CALLS - {"eval", "exec"} or f"{ast.unparse(value)}.{attr}" in UNSAFE_CALLS:
+                if (
+                    attr in UNSAFE_CALLS - {"eval", "exec"}
+                    or f"{ast.unparse(value)}.{attr}" in UNSAFE_CALLS
+                ):
                     yield node.lineno, f".{attr}()"
             case ast.keyword(arg="allow_pickle", value=value) if ast.unparse(value) != "False":
                 yield node.lineno, "allow_pickle"
@@ -119,9 +144,20 @@ def test_a_share_begins_elsewhere_for_another_word():
     """And is in no file's order: pytest ignores a hook whose name does not begin with its own."""
 
     def collected(*options: str) -> list[str]:
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *options]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--collect-only",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *options,
+        ]
         files = ["tests/unit/test_bucketing.py", "tests/unit/test_source_hash.py"]
-        done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [*command, *files], cwd=ROOT, capture_output=True, text=True, check=True
+        )
         return [line for line in done.stdout.splitlines() if "::" in line]
 
     whole, *shares = collected(), collected("--share", "one:1"), collected("--share", "another:1")

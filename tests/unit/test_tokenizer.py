@@ -1,11 +1,22 @@
-"""The tokenizer of a folder: the same ids and texts as transformers, on small tokenizers that are built here."""
+"""The tokenizer of a folder: the same ids and texts as transformers, on small tokenizers that
+are built here.
+"""
 
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as Backend
 
 from twinfer.shared.errors import ModelError, ModelNotFound, RequestError
@@ -49,7 +60,9 @@ def byte_level():
     backend.post_processor = processors.Sequence(
         [
             processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B:1", special_tokens=[start]),
+            processors.TemplateProcessing(
+                single="<s> $A", pair="<s> $A $B:1", special_tokens=[start]
+            ),
         ]
     )
     return backend
@@ -63,12 +76,20 @@ def llama_style(scheme="first", normalizer=None):
     trainer = trainers.BpeTrainer(vocab_size=380, special_tokens=names, show_progress=False)
     backend.train_from_iterator([line for text in TEXT[:2] for line in text.splitlines()], trainer)
     state = json.loads(backend.to_str())
-    state["added_tokens"] = state["added_tokens"][:3]  # byte tokens are plain entries of the vocabulary
+    # byte tokens are plain entries of the vocabulary
+    state["added_tokens"] = state["added_tokens"][:3]
     backend = Backend.from_str(json.dumps(state))
-    backend.pre_tokenizer = None if normalizer else pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    backend.pre_tokenizer = (
+        None if normalizer else pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    )
     if normalizer:
         backend.normalizer = normalizer
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    parts = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     backend.decoder = decoders.Sequence(parts if scheme != "never" else parts[:3])
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
@@ -85,7 +106,9 @@ def write(folder, backend, config=PLAIN, **files):
     backend.save(str(folder / "tokenizer.json"))
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    )
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return folder
@@ -109,7 +132,9 @@ def assert_equal(folder, samples=SAMPLES):
             assert ours.encode(text, add_special_tokens=special) == ids, text
             for skip in (True, False):
                 assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
-    assert [ours.token_text(i) for i in range(len(theirs))] == theirs.convert_ids_to_tokens(range(len(theirs)))
+    assert [ours.token_text(i) for i in range(len(theirs))] == theirs.convert_ids_to_tokens(
+        range(len(theirs))
+    )
     return ours
 
 
@@ -117,9 +142,15 @@ FOLDERS = {
     "byte_level": lambda: (byte_level(), PLAIN),
     "no_config": lambda: (byte_level(), None),
     "generic_class": lambda: (byte_level(), PLAIN | {"tokenizer_class": "TokenizersBackend"}),
-    "byte_level_llama_class": lambda: (byte_level(), PLAIN | {"tokenizer_class": "LlamaTokenizerFast"}),
+    "byte_level_llama_class": lambda: (
+        byte_level(),
+        PLAIN | {"tokenizer_class": "LlamaTokenizerFast"},
+    ),
     "llama_first": lambda: (llama_style(), PLAIN),
-    "llama_first_class": lambda: (llama_style(), PLAIN | {"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>"}),
+    "llama_first_class": lambda: (
+        llama_style(),
+        PLAIN | {"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>"},
+    ),
     "llama_never": lambda: (llama_style("never"), PLAIN),
     "llama_2": lambda: (llama_style(normalizer=LLAMA_2), PLAIN),
 }
@@ -142,7 +173,10 @@ def test_equals_transformers(folder):
     assert_equal(folder)
 
 
-@given(st.text(max_size=40) | st.text(st.sampled_from("the dog <s>/▁Ġé中👩\n\t."), max_size=40), st.booleans())
+@given(
+    st.text(max_size=40) | st.text(st.sampled_from("the dog <s>/▁Ġé中👩\n\t."), max_size=40),
+    st.booleans(),
+)
 def test_any_text_equals_transformers(pairs, text, special):
     for ours, theirs in pairs:
         ids = theirs.encode(text, add_special_tokens=special)
@@ -157,11 +191,16 @@ def test_any_ids_equal_transformers(pairs, ids, skip):
 
 
 def test_the_file_goes_before_what_transformers_builds_for_a_class_name(tmp_path):
-    """Llama 2 as published: `LlamaTokenizer` of transformers 5 drops the file's normalizer, and a leading space too.
+    """Llama 2 as published: `LlamaTokenizer` of transformers 5 drops the file's normalizer, and a
+    leading space too.
 
     SentencePiece, which the model was trained with, keeps that space, and so does the file.
     """
-    folder = write(tmp_path / "x", llama_style(normalizer=LLAMA_2), PLAIN | {"tokenizer_class": "LlamaTokenizer"})
+    folder = write(
+        tmp_path / "x",
+        llama_style(normalizer=LLAMA_2),
+        PLAIN | {"tokenizer_class": "LlamaTokenizer"},
+    )
     ours, file = Tokenizer.load(folder), Backend.from_file(str(folder / "tokenizer.json"))
     for text in (*SAMPLES, " the"):
         assert ours.encode(text) == file.encode(text).ids
@@ -171,7 +210,14 @@ def test_the_file_goes_before_what_transformers_builds_for_a_class_name(tmp_path
 
 # Tokens that only tokenizer_config.json names
 
-NEW = {"content": "<new>", "lstrip": True, "rstrip": False, "single_word": False, "normalized": False, "special": False}
+NEW = {
+    "content": "<new>",
+    "lstrip": True,
+    "rstrip": False,
+    "single_word": False,
+    "normalized": False,
+    "special": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -182,10 +228,23 @@ NEW = {"content": "<new>", "lstrip": True, "rstrip": False, "single_word": False
         {"extra_special_tokens": ["<x>", "<tool>"]},
         {"additional_special_tokens": ["<x>", "<y>", "<x>"]},
         {"extra_special_tokens": {"image_token": "<image>", "video_token": "<video>"}},
-        {"image_token": "<image>", "boi_token": "<tool>", "add_bos_token": True, "add_eos_token": True},
+        {
+            "image_token": "<image>",
+            "boi_token": "<tool>",
+            "add_bos_token": True,
+            "add_eos_token": True,
+        },
         {"added_tokens_decoder": {"341": NEW | {"special": True}, "340": NEW | {"content": "<z>"}}},
-        {"added_tokens_decoder": {"333": NEW | {"content": "<tool>", "lstrip": False, "special": True}}},
-        {"added_tokens_decoder": {"340": NEW}, "eos_token": "<new>", "extra_special_tokens": ["<w>"]},
+        {
+            "added_tokens_decoder": {
+                "333": NEW | {"content": "<tool>", "lstrip": False, "special": True}
+            }
+        },
+        {
+            "added_tokens_decoder": {"340": NEW},
+            "eos_token": "<new>",
+            "extra_special_tokens": ["<w>"],
+        },
         {"clean_up_tokenization_spaces": True, "model_max_length": 3, "padding_side": "left"},
         {"split_special_tokens": True},
         {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"},
@@ -195,11 +254,17 @@ def test_more_tokens(tmp_path, config):
     folder = write(tmp_path / "x", byte_level(), PLAIN | config)
     ours = assert_equal(folder, [*SAMPLES, "a <new> b<x><y> <z><image> <tool> x", "<pad><unk><w>"])
     theirs = oracle(folder)
-    assert ours.special_ids == {i for i, token in theirs.added_tokens_decoder.items() if token.special}
+    assert ours.special_ids == {
+        i for i, token in theirs.added_tokens_decoder.items() if token.special
+    }
 
 
 def test_special_tokens_map_of_old_folders(tmp_path):
-    roles = {"eos_token": NEW | {"content": "<old>"}, "pad_token": "<p>", "additional_special_tokens": ["<q>"]}
+    roles = {
+        "eos_token": NEW | {"content": "<old>"},
+        "pad_token": "<p>",
+        "additional_special_tokens": ["<q>"],
+    }
     for value in roles.values():
         if isinstance(value, dict):
             del value["special"]
@@ -229,7 +294,14 @@ def test_vocab_size_covers_the_highest_id(tmp_path):
     backend = Backend(models.BPE(vocab={"a": 0, "b": 7}, merges=[]))
     tokenizer = Tokenizer.load(write(tmp_path / "x", backend, {}))
     assert tokenizer.vocab_size == 8
-    assert [tokenizer.token_text(i) for i in (0, 3, 7, 8, -1, 2**40)] == ["a", None, "b", None, None, None]
+    assert [tokenizer.token_text(i) for i in (0, 3, 7, 8, -1, 2**40)] == [
+        "a",
+        None,
+        "b",
+        None,
+        None,
+        None,
+    ]
     assert tokenizer.bos_token_id is None
     assert tokenizer.eos_token_id is None
 
@@ -270,7 +342,10 @@ def test_ids_that_no_token_has_are_nothing(folder):
         (decoders.Strip(" ", 1, 0), DecodeRule("other")),
         (decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 1)]), DecodeRule("other")),
         (decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]), DecodeRule("other")),
-        (decoders.Sequence([decoders.ByteFallback(), decoders.Replace("a", "b")]), DecodeRule("other")),
+        (
+            decoders.Sequence([decoders.ByteFallback(), decoders.Replace("a", "b")]),
+            DecodeRule("other"),
+        ),
         (decoders.Replace(Regex("a+"), "b"), DecodeRule("other")),
     ],
 )
@@ -305,7 +380,11 @@ def test_chat_templates(tmp_path):
     assert template_names(tmp_path, {"chat_template": named}) == {"default": "A", "tool_use": "B"}
     file = {"chat_template": "F\r\nF\n"}
     assert template_names(tmp_path, {"chat_template": named}, **file) == {"default": "F\nF\n"}
-    assert template_names(tmp_path, {}, tool_use="T", rag="R", **file).keys() == {"default", "tool_use", "rag"}
+    assert template_names(tmp_path, {}, tool_use="T", rag="R", **file).keys() == {
+        "default",
+        "tool_use",
+        "rag",
+    }
 
 
 # Malformed files
@@ -345,10 +424,22 @@ def test_malformed_tokenizer_json(tmp_path, content):
 
 
 def test_every_part_of_a_tokenizer_may_be_nonsense(tmp_path):
-    """Each part in turn replaced by something else: a tokenizer or one line, never anything else."""
+    """Each part in turn replaced by something else: a tokenizer or one line, never anything
+    else.
+    """
     whole = json.loads(llama_style().to_str())
     for name in whole:
-        for nonsense in (None, 5, "x", [], {}, {"type": "x"}, {"type": "Sequence", "decoders": []}, [None], [{}]):
+        for nonsense in (
+            None,
+            5,
+            "x",
+            [],
+            {},
+            {"type": "x"},
+            {"type": "Sequence", "decoders": []},
+            [None],
+            [{}],
+        ):
             (tmp_path / "tokenizer.json").write_text(json.dumps(whole | {name: nonsense}))
             try:
                 tokenizer = Tokenizer.load(tmp_path)
@@ -405,13 +496,19 @@ def test_malformed_template_file(tmp_path):
 
 def test_clean_up_that_changes_texts_is_refused(tmp_path):
     backend = Backend(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
-    fails(write(tmp_path, backend, {"clean_up_tokenization_spaces": True}), "clean_up_tokenization_spaces")
+    fails(
+        write(tmp_path, backend, {"clean_up_tokenization_spaces": True}),
+        "clean_up_tokenization_spaces",
+    )
     write(tmp_path, backend, {"clean_up_tokenization_spaces": False})
     assert Tokenizer.load(tmp_path).decode([0, 1]) == "a ?"
 
 
 def test_code_of_a_model_is_not_run(tmp_path):
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
-    config = {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}, "tokenizer_class": "EvilTokenizer"}
+    config = {
+        "auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]},
+        "tokenizer_class": "EvilTokenizer",
+    }
     write(tmp_path, byte_level(), PLAIN | config)
     assert Tokenizer.load(tmp_path).encode("the")

@@ -1,4 +1,6 @@
-"""Each op as a `torch.library` operator: schema, fake, functional and donating overloads, several plans at once."""
+"""Each op as a `torch.library` operator: schema, fake, functional and donating overloads,
+several plans at once.
+"""
 
 import dataclasses
 
@@ -15,9 +17,14 @@ from twinfer.ops.testing import TESTING
 
 load_all()
 
-UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-# Torch has no functionalisation of custom operators whose results alias their arguments, and says so: the pass
-# `functionalize` takes its place.
+UTILS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
+# Torch has no functionalisation of custom operators whose results alias their arguments, and says
+# so: the pass `functionalize` takes its place.
 INPLACE_UTILS = UTILS[:3]
 
 
@@ -59,12 +66,30 @@ def arguments(name):
         "quantize_logits": lambda: (r(3, 40),),
         "penalties": lambda: (
             *(r(3, 40), table(-1, 40, 3, 8), ints(2, 2, 2), ints(9, 9, 9), ints(9, 9, 9)),
-            *(torch.full((3,), 1.5), torch.full((3,), 1 / 1.5), table(-1, 40, 3, 2), table(0, 99, 3, 2)),
+            *(
+                torch.full((3,), 1.5),
+                torch.full((3,), 1 / 1.5),
+                table(-1, 40, 3, 2),
+                table(0, 99, 3, 2),
+            ),
             torch.full((3, 2), -1, dtype=torch.int32),
         ),
         "sample": lambda: (
-            *(r(3, 40), table(-(2**16), 2**16, 3, 40), ints(1, 2, 3), ints(4, 5, 6), ints(7, 8, 9), ints(0, 1, 0)),
-            *(torch.full((3,), 1.44), ints(0, 5, 9), ints(65536, 60000, 30000), ints(2**22, 2**22, 99999), True),
+            *(
+                r(3, 40),
+                table(-(2**16), 2**16, 3, 40),
+                ints(1, 2, 3),
+                ints(4, 5, 6),
+                ints(7, 8, 9),
+                ints(0, 1, 0),
+            ),
+            *(
+                torch.full((3,), 1.44),
+                ints(0, 5, 9),
+                ints(65536, 60000, 30000),
+                ints(2**22, 2**22, 99999),
+                True,
+            ),
         ),
         "top_logprobs": lambda: (r(3, 40), ints(1, 2, 3)),
     }
@@ -72,7 +97,9 @@ def arguments(name):
         return makers[name]()
     if name not in TESTING:
         pytest.skip("no cases")
-    case = min(TESTING[name].cases("float32"), key=lambda c: sum(np.size(v) for v in c.arguments.values()))
+    case = min(
+        TESTING[name].cases("float32"), key=lambda c: sum(np.size(v) for v in c.arguments.values())
+    )
     given = REGISTRY[name].signature.bind(**case.arguments)
     given.apply_defaults()
     values = map(finite, given.arguments.values())
@@ -81,7 +108,11 @@ def arguments(name):
 
 def finite(value):
     """An argument without NaN and infinity: `equal` and opcheck take NaN for a difference."""
-    if not isinstance(value, np.ndarray) or value.dtype.kind in "iub" or np.isfinite(value.astype(np.float64)).all():
+    if (
+        not isinstance(value, np.ndarray)
+        or value.dtype.kind in "iub"
+        or np.isfinite(value.astype(np.float64)).all()
+    ):
         return value
     return np.nan_to_num(value, nan=0.5, posinf=2.0, neginf=-2.0)
 
@@ -109,16 +140,20 @@ def clones(function):
 
 @pytest.fixture
 def in_place():
-    """Implementations that write in place, removed afterwards; yields a plan that has chosen them."""
+    """Implementations that write in place, removed afterwards; yields a plan that has chosen
+    them.
+    """
     resolve("torch")
     before = {key: dict(value) for key, value in IMPLEMENTATIONS.items()}
 
     @implement("rms_norm", provider="overwriting", framework="torch", inplace=True)
-    def rms_norm(x: "Array", weight: "Array", eps: "float") -> "Array":  # noqa: F821
+    def rms_norm(x: "Array", weight: "Array", eps: "float") -> "Array":
         return x.copy_(x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight)
 
     @implement("fused_add_rms_norm", provider="overwriting", framework="torch", inplace=True)
-    def fused(x: "Array", residual: "Array", weight: "Array", eps: "float") -> "tuple[Array, Array]":  # noqa: F821
+    def fused(
+        x: "Array", residual: "Array", weight: "Array", eps: "float"
+    ) -> "tuple[Array, Array]":
         residual.add_(x)
         scale = torch.rsqrt((residual * residual).mean(-1, keepdim=True) + eps)
         return x.copy_(residual * scale * weight), residual
@@ -133,12 +168,15 @@ def test_opcheck(name):
     key = register(resolve("torch"))
     with torch.inference_mode(False), torch.no_grad():
         made, inputs = front(name), arguments(name)
-        # `test_schema` sums its inputs to see whether they changed, and torch has no sum of float8 on a CPU.
+        # `test_schema` sums its inputs to see whether they changed, and torch has no sum of float8
+        # on a CPU.
         float8 = any(isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn for x in inputs)
         skip = 1 if float8 else 0
         torch.library.opcheck(made.functional, inputs, {"plan": key}, test_utils=UTILS[skip:])
         if made.inplace is not None:
-            torch.library.opcheck(made.inplace, inputs, {"plan": key}, test_utils=INPLACE_UTILS[skip:])
+            torch.library.opcheck(
+                made.inplace, inputs, {"plan": key}, test_utils=INPLACE_UTILS[skip:]
+            )
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm"])
@@ -165,7 +203,8 @@ def test_schemas():
         'twinfer::linear(Tensor x, Tensor weight, Tensor? bias, *, str plan="") -> Tensor'
     )
     assert str(front("fused_add_rms_norm").inplace._schema) == (
-        "twinfer::fused_add_rms_norm.maybe_inplace(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps, *, "
+        "twinfer::fused_add_rms_norm.maybe_inplace(Tensor(a!) x, Tensor(b!) residual, Tensor "
+        "weight, float eps, *, "
         'str plan="") -> (Tensor(a!), Tensor(b!))'
     )
     assert front("linear").inplace is None
@@ -200,7 +239,9 @@ def test_functional_copies_and_maybe_inplace_does_not(in_place, name):
     results = as_tuple(made.functional(*values, plan=key))
     for got, wanted in zip(results, as_tuple(want), strict=True):
         torch.testing.assert_close(got, wanted)
-    assert all(equal(a, b) for a, b in zip(values, before, strict=True) if isinstance(a, torch.Tensor))
+    assert all(
+        equal(a, b) for a, b in zip(values, before, strict=True) if isinstance(a, torch.Tensor)
+    )
     assert clones(lambda: made.functional(*values, plan=key)) == len(op.activations)
 
     donated = arguments(name)
@@ -253,7 +294,7 @@ def test_in_place_implementations_return_their_activations():
     before = {key: dict(value) for key, value in IMPLEMENTATIONS.items()}
 
     @implement("add", provider="dishonest", framework="torch", inplace=True)
-    def add(x: "Array", residual: "Array") -> "Array":  # noqa: F821
+    def add(x: "Array", residual: "Array") -> "Array":
         return x + residual
 
     try:

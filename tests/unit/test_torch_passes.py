@@ -1,4 +1,6 @@
-"""Wrapped ops and passes against unwrapped ops: the same program, one node per op before lowering and none after."""
+"""Wrapped ops and passes against unwrapped ops: the same program, one node per op before
+lowering and none after.
+"""
 
 import operator
 
@@ -15,7 +17,13 @@ from twinfer.ops.implement import IMPLEMENTATIONS
 from twinfer.shared.models import decoder
 from twinfer.shared.models.config import ModelConfig
 
-LAYER = {"fused_add_rms_norm": 2, "linear": 2, "norm_rope_write_kv": 1, "paged_attention": 1, "gated_mlp": 1}
+LAYER = {
+    "fused_add_rms_norm": 2,
+    "linear": 2,
+    "norm_rope_write_kv": 1,
+    "paged_attention": 1,
+    "gated_mlp": 1,
+}
 MODEL = ModelConfig(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
@@ -54,7 +62,9 @@ def providers():
 
 
 def run_layer(function, ops, dtype=torch.float32, layer=decoder.layer):
-    """hidden, residual, and the cache twice: as it is returned and as it was given. Its writes are what counts."""
+    """hidden, residual, and the cache twice: as it is returned and as it was given. Its writes
+    are what counts.
+    """
     g = torch.Generator().manual_seed(0)
 
     def r(*shape):
@@ -66,9 +76,13 @@ def run_layer(function, ops, dtype=torch.float32, layer=decoder.layer):
     weights = {name: r(*p.shape) for name, p in decoder.parameters_of(MODEL).layer(0).items()}
     cos, sin = (torch.from_numpy(table) for table in decoder.rotary_tables(MODEL, 5))
     pages = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32)
-    batch = decoder.Batch(cos, sin, ints(0, 4, 5, 6, -1), pages, ints(0, 1, 4), ints(1, 3), ints(1, 2), 3)
+    batch = decoder.Batch(
+        cos, sin, ints(0, 4, 5, 6, -1), pages, ints(0, 1, 4), ints(1, 3), ints(1, 2), 3
+    )
     kv = r(4, 4, 4, 8)
-    stream, written = function(ops, LAYER_SPEC, weights, decoder.Stream(r(5, 32), r(5, 32)), kv, batch)
+    stream, written = function(
+        ops, LAYER_SPEC, weights, decoder.Stream(r(5, 32), r(5, 32)), kv, batch
+    )
     return [*stream, written, kv]
 
 
@@ -95,7 +109,9 @@ def test_both_roads_agree_bitwise(inner, dtype):
 
 
 def run_open(function, tokens):
-    """A layer over `tokens` tokens of one request, that number and the number of pages left open."""
+    """A layer over `tokens` tokens of one request, that number and the number of pages left
+    open.
+    """
     g = torch.Generator().manual_seed(0)
 
     def r(*shape):
@@ -110,14 +126,18 @@ def run_open(function, tokens):
     hidden, residual, kv = r(tokens, 32), r(tokens, 32), r(4, 4, 4, 8)
     for x in (hidden, residual, cos, sin, slots, kv):
         torch._dynamo.mark_dynamic(x, 0)
-    batch = decoder.Batch(cos, sin, slots, ints(0, 1, 2)[None], ints(0, tokens), ints(tokens), ints(0, 1))
+    batch = decoder.Batch(
+        cos, sin, slots, ints(0, 1, 2)[None], ints(0, tokens), ints(tokens), ints(0, 1)
+    )
     return [*function(weights, hidden, residual, kv, batch), kv]
 
 
 def open_layer(ops):
     def layer(weights, hidden, residual, kv, batch):
         batch = batch.within(hidden.shape[0])
-        return decoder.layer(ops, LAYER_SPEC, weights, decoder.Stream(hidden, residual), kv, batch)[0]
+        return decoder.layer(ops, LAYER_SPEC, weights, decoder.Stream(hidden, residual), kv, batch)[
+            0
+        ]
 
     return layer
 
@@ -144,7 +164,9 @@ def test_sizes_left_open_stay_open(inner):
 
 def test_only_what_a_plan_covers_is_fused():
     whole = resolve("torch")
-    plan = type(whole)("torch", {name: c for name, c in whole.choices.items() if name != "gated_mlp"})
+    plan = type(whole)(
+        "torch", {name: c for name, c in whole.choices.items() if name != "gated_mlp"}
+    )
     backend = passes_backend(plan, "eager")
     x, residual, w = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
     got = compiled(neighbours, backend)(bind(plan, wrap=True), x, residual, w)
@@ -153,14 +175,19 @@ def test_only_what_a_plan_covers_is_fused():
 
 
 def test_inductor_is_given_the_same_program():
-    """Why both roads agree under Inductor: the graphs that AOTAutograd hands on are equal, node for node."""
+    """Why both roads agree under Inductor: the graphs that AOTAutograd hands on are equal, node
+    for node.
+    """
     plan, programs = resolve("torch"), []
 
     def keep(module, inputs):
         number = {node: f"%{index}" for index, node in enumerate(module.graph.nodes)}
         programs.append(
             [
-                (node.op == "call_function" and str(node.target), str(fx.map_arg((node.args, node.kwargs), number.get)))
+                (
+                    node.op == "call_function" and str(node.target),
+                    str(fx.map_arg((node.args, node.kwargs), number.get)),
+                )
                 for node in module.graph.nodes
             ]
         )
@@ -182,11 +209,15 @@ def test_the_cache_is_never_copied(inner, wrap):
     ops = bind(plan, compiling=True, wrap=wrap)
     kv, k = torch.zeros(512, 16, 4, 8), torch.ones(5, 2, 8)
     slots = torch.tensor([0, 4, 5, 6, -1], dtype=torch.int32)
-    write = compiled(lambda ops, *args: ops.write_kv(*args), passes_backend(plan, inner) if wrap else inner)
+    write = compiled(
+        lambda ops, *args: ops.write_kv(*args), passes_backend(plan, inner) if wrap else inner
+    )
     result = write(ops, kv, k, k, slots)
     assert result is kv
     assert kv.sum() > 0
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         write(ops, kv, k, k, slots)
     assert max(event.cpu_memory_usage for event in profile.events()) < kv.nbytes // 4
 
@@ -248,7 +279,11 @@ def silu_escapes(ops, x, residual, w):
 def test_what_is_no_pattern_is_left_alone(function):
     plan = resolve("torch")
     backend = passes_backend(plan, "eager")
-    values = torch.randn(3, 8), torch.randn(3, 8) if function is not silu_escapes else torch.randn(2, 8), torch.randn(8)
+    values = (
+        torch.randn(3, 8),
+        torch.randn(3, 8) if function is not silu_escapes else torch.randn(2, 8),
+        torch.randn(8),
+    )
     got = compiled(function, backend)(bind(plan, wrap=True), *values)
     assert backend.fused == backend.before
     assert_same(got, function(plan.bind(), *values))
@@ -256,7 +291,9 @@ def test_what_is_no_pattern_is_left_alone(function):
 
 def test_fusion_runs_what_is_planned_for_the_coarse_op(providers):
     @implement("fused_add_rms_norm", provider="kernel", framework="torch", inplace=True)
-    def kernel(x: "Array", residual: "Array", weight: "Array", eps: "float") -> "tuple[Array, Array]":  # noqa: F821
+    def kernel(
+        x: "Array", residual: "Array", weight: "Array", eps: "float"
+    ) -> "tuple[Array, Array]":
         residual.add_(x)
         return x.fill_(7.0), residual
 
@@ -285,29 +322,33 @@ def overwriting(providers):
         return (y * torch.rsqrt((y * y).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
     @implement("rms_norm", provider="over", framework="torch", inplace=True)
-    def rms_norm(x: "Array", weight: "Array", eps: "float") -> "Array":  # noqa: F821
+    def rms_norm(x: "Array", weight: "Array", eps: "float") -> "Array":
         return x.copy_(norm(x, weight, eps))
 
     @implement("fused_add_rms_norm", provider="over", framework="torch", inplace=True)
-    def fused(x: "Array", residual: "Array", weight: "Array", eps: "float") -> "tuple[Array, Array]":  # noqa: F821
+    def fused(
+        x: "Array", residual: "Array", weight: "Array", eps: "float"
+    ) -> "tuple[Array, Array]":
         residual.add_(x)
         return x.copy_(norm(residual, weight, eps)), residual
 
     @implement("norm_rope_write_kv", provider="over", framework="torch", inplace=True)
     def write(
-        qkv: "Array",  # noqa: F821
-        kv: "Array",  # noqa: F821
-        q_weight: "Array | None",  # noqa: F821
-        k_weight: "Array | None",  # noqa: F821
-        cos: "Array",  # noqa: F821
-        sin: "Array",  # noqa: F821
-        slots: "Array",  # noqa: F821
+        qkv: "Array",
+        kv: "Array",
+        q_weight: "Array | None",
+        k_weight: "Array | None",
+        cos: "Array",
+        sin: "Array",
+        slots: "Array",
         eps: "float",
         k_scale: "float" = 1.0,
         v_scale: "float" = 1.0,
-    ) -> "tuple[Array, Array]":  # noqa: F821
+    ) -> "tuple[Array, Array]":
         native = resolve("torch", enable=("none",)).bind()
-        return native.norm_rope_write_kv(qkv, kv, q_weight, k_weight, cos, sin, slots, eps, k_scale, v_scale)
+        return native.norm_rope_write_kv(
+            qkv, kv, q_weight, k_weight, cos, sin, slots, eps, k_scale, v_scale
+        )
 
     return resolve("torch", {"rms_norm": ("over",), "fused_add_rms_norm": ("over",)})
 
@@ -316,7 +357,10 @@ def overwriting(providers):
 @pytest.mark.parametrize("fused", ["over", "composition"])
 def test_both_roads_agree_where_ops_write_in_place(overwriting, inner, fused):
     """With results of its own beside the state that it writes, too: norm_rope_write_kv."""
-    plan = resolve("torch", {"rms_norm": ("over",), "fused_add_rms_norm": (fused,), "norm_rope_write_kv": (fused,)})
+    plan = resolve(
+        "torch",
+        {"rms_norm": ("over",), "fused_add_rms_norm": (fused,), "norm_rope_write_kv": (fused,)},
+    )
     backend = passes_backend(plan, inner)
     got = run_layer(compiled(decoder.layer, backend), bind(plan, wrap=True))
     assert (backend.before, backend.after) == (LAYER, {})
@@ -333,7 +377,9 @@ def copied(function, backend, *args):
     run(*[a.clone() if isinstance(a, torch.Tensor) else a for a in args])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         result = run(*args)
-    return result, sum(event.count for event in profile.key_averages() if event.key == "aten::clone")
+    return result, sum(
+        event.count for event in profile.key_averages() if event.key == "aten::clone"
+    )
 
 
 def test_donation_saves_the_copy_after_the_passes(overwriting):
@@ -375,7 +421,7 @@ def test_fusion_keeps_what_was_donated(overwriting):
     """Two donations become the coarse op's own where nothing else reads what was given."""
 
     @implement("add", provider="over", framework="torch", inplace=True)
-    def add(x: "Array", residual: "Array") -> "Array":  # noqa: F821
+    def add(x: "Array", residual: "Array") -> "Array":
         return x.add_(residual)
 
     plan = resolve("torch", {name: ("over",) for name in ("add", "rms_norm", "fused_add_rms_norm")})
@@ -415,7 +461,13 @@ def used_twice_in_one_call(ops, x, w):
     return ops.rms_norm(w, w, 1e-6)
 
 
-WRONG = [used_directly, used_through_a_view, used_through_its_base, returned, used_twice_in_one_call]
+WRONG = [
+    used_directly,
+    used_through_a_view,
+    used_through_its_base,
+    returned,
+    used_twice_in_one_call,
+]
 
 
 @pytest.mark.parametrize("function", WRONG)
@@ -440,9 +492,9 @@ def test_the_rest_of_a_split_tensor_may_be_used(overwriting):
 
 def test_a_graph_is_lowered_with_the_plan_it_was_bound_with(overwriting):
     with pytest.raises(BackendCompilerFailed, match="bound with plan"):
-        compiled(lambda ops, x, w: ops.rms_norm(x, w, 1e-6), passes_backend(resolve("torch"), "eager"))(
-            bind(overwriting, wrap=True), torch.randn(3, 8), torch.randn(8)
-        )
+        compiled(
+            lambda ops, x, w: ops.rms_norm(x, w, 1e-6), passes_backend(resolve("torch"), "eager")
+        )(bind(overwriting, wrap=True), torch.randn(3, 8), torch.randn(8))
 
 
 def test_passes_on_a_graph_made_by_hand():
@@ -455,7 +507,9 @@ def test_passes_on_a_graph_made_by_hand():
     assert count_calls(graph) == {"add": 1, "rms_norm": 1}
     assert fuse(graph, ("fused_add_rms_norm",)) == 1
     assert count_calls(graph) == {"fused_add_rms_norm": 1}
-    assert [node.target for node in graph.nodes if node.op == "call_function"][1:] == [operator.getitem] * 2
+    assert [node.target for node in graph.nodes if node.op == "call_function"][1:] == [
+        operator.getitem
+    ] * 2
     module = fx.GraphModule({}, graph)
     mode = torch._subclasses.FakeTensorMode()
     with mode:
@@ -476,7 +530,9 @@ def test_uuid_says_what_would_be_built(overwriting):
 
 
 def test_graphs_are_searched_for_what_is_several_calls_and_nothing_else():
-    """Projections of shards are one call each; the write of K and V looks at arrays between its calls."""
+    """Projections of shards are one call each; the write of K and V looks at arrays between its
+    calls.
+    """
     found = fusible([op.name for op in REGISTRY])
     assert set(found) == {
         "gated_mlp", "fused_add_rms_norm", "fused_add_gemma_rms_norm", "fused_add_layer_norm"

@@ -16,7 +16,9 @@ QUICK = ("decode, padded", "mixed, window and soft cap", "norms", "no norms")
 
 
 def cases(op, takes, quick):
-    """The cases of an op that a kernel takes: interpreting one takes seconds, so those of QUICK in bfloat16, or all."""
+    """The cases of an op that a kernel takes: interpreting one takes seconds, so those of QUICK
+    in bfloat16, or all.
+    """
     for dtype in ("bfloat16",) if quick else ("bfloat16", "float32"):
         for case in ci_cases(TESTING[op], dtype):
             if takes(**case.arguments) and (not quick or case.name in QUICK):
@@ -24,7 +26,9 @@ def cases(op, takes, quick):
 
 
 def on_device(arguments):
-    given = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
+    given = {
+        name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()
+    }
     return {"k_scale": 1.0, "v_scale": 1.0, **given}
 
 

@@ -1,7 +1,8 @@
-"""The Pallas kernels, tier 1: the generic interpreter against the float64 oracle, within the ops' bounds.
+"""The Pallas kernels, tier 1: the generic interpreter against the float64 oracle, within the ops'
+bounds.
 
-A normal run samples attention: one decode and one mixed case in bfloat16, and one with K and V in a row. `-m slow` runs
-every case in both dtypes, and in every form in which a slot may be held.
+A normal run samples attention: one decode and one mixed case in bfloat16, and one with K and V in a
+row. `-m slow` runs every case in both dtypes, and in every form in which a slot may be held.
 """
 
 import re
@@ -45,7 +46,10 @@ def failures(op, dtype):
 
 def attend(arguments):
     """The kernels without the op's binding, which would keep what it traced."""
-    arrays = {name: jnp.asarray(value) if hasattr(value, "shape") else value for name, value in arguments.items()}
+    arrays = {
+        name: jnp.asarray(value) if hasattr(value, "shape") else value
+        for name, value in arguments.items()
+    }
     return Judge("paged_attention", arguments)(
         [attention.attend(**{"k_scale": 1.0, "v_scale": 1.0} | arrays, interpret=True)]
     )
@@ -82,7 +86,9 @@ def test_every_case(dtype):
 @pytest.mark.parametrize("form", FORMS)
 def test_every_case_in_another_form(form, dtype, monkeypatch):
     monkeypatch.setattr(attention, "slot_form", FORMS[form])
-    even = [case for case in cases("paged_attention", dtype) if case.arguments["q"].shape[2] % 2 == 0]
+    even = [
+        case for case in cases("paged_attention", dtype) if case.arguments["q"].shape[2] % 2 == 0
+    ]
     results = {case.name: attend(case.arguments) for case in even}
     assert len(results) > 10
     assert not {name: str(verdict) for name, verdict in results.items() if not verdict.passed}
@@ -100,11 +106,20 @@ def test_every_case_of_the_write(dtype):
 
 
 def written():
-    """Whether the write is right for prompts that begin and end within runs and blocks, decodes, and padding."""
-    slots = np.array([77, *range(100, 200), *[-1] * 5, 3, 90, *range(202, 300), *[-1] * 90, 95, 96], np.int32)
+    """Whether the write is right for prompts that begin and end within runs and blocks, decodes,
+    and padding.
+    """
+    slots = np.array(
+        [77, *range(100, 200), *[-1] * 5, 3, 90, *range(202, 300), *[-1] * 90, 95, 96], np.int32
+    )
     rng = np.random.default_rng(3)
     k, v = (rng.normal(size=(len(slots), 2, 8)).astype(np.float32) for _ in range(2))
-    given = {"kv": rng.normal(size=(20, 16, 4, 8)).astype(np.float32), "k": k, "v": v, "slots": slots}
+    given = {
+        "kv": rng.normal(size=(20, 16, 4, 8)).astype(np.float32),
+        "k": k,
+        "v": v,
+        "slots": slots,
+    }
     arrays = [jnp.asarray(value) for value in given.values()]
     return Judge("write_kv", given)([np.asarray(write.write(*arrays, 1.0, 1.0, True))]).passed
 
@@ -143,7 +158,9 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(monkeypatch):
     assert "> 16777216 B" in attends(heads=16, hdim=256)
     assert writes(1, jnp.bfloat16)
     assert writes(2, jnp.int8)
-    assert "a slot is 2 rows of 1 B (1 KV heads of 128), no whole number of 4 B words" in writes(1, jnp.int8)
+    assert "a slot is 2 rows of 1 B (1 KV heads of 128), no whole number of 4 B words" in writes(
+        1, jnp.int8
+    )
     assert not any([attends(pages=513), writes(1, jnp.int8)])
 
 
@@ -166,15 +183,25 @@ def test_how_slots_are_held(kv_heads, hdim, dtype, form):
     words, rows, lanes = cache.slot_dims(kv_heads, hdim, dtype)
     assert (words * rows, lanes) == form
     assert rows * jnp.dtype(dtype).itemsize == 4
-    assert target.refused_words(jax.ShapeDtypeStruct((1, 16, 2 * kv_heads, hdim), dtype), 1, "a slot") is None
+    assert (
+        target.refused_words(jax.ShapeDtypeStruct((1, 16, 2 * kv_heads, hdim), dtype), 1, "a slot")
+        is None
+    )
 
 
 def plans_on(platform, kind, **options):
     """The plans of the 8B shape on 4 devices of a kind that is only named."""
     model = parse_config(SHAPES["llama3-8b"])
-    sizes = {"max_num_seqs": 256, "max_model_len": 8192, "max_num_batched_tokens": 512, "tensor_parallel_size": 4}
+    sizes = {
+        "max_num_seqs": 256,
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 512,
+        "tensor_parallel_size": 4,
+    }
     config, _ = resolve(
-        EngineConfig(model="x", backend="jax", **sizes | options), model, DeviceInfo(platform, kind, 1 << 36)
+        EngineConfig(model="x", backend="jax", **sizes | options),
+        model,
+        DeviceInfo(platform, kind, 1 << 36),
     )
     device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
@@ -184,22 +211,32 @@ def plans_on(platform, kind, **options):
 def test_kernels_are_what_a_tpu_runs_and_a_cpu_does_not():
     for kind in ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"):
         chosen = plans_on("tpu", kind, page_size=128)
-        assert {chosen[k][op].provider for k in ("decode", "mixed") for op in ("paged_attention", "write_kv")} == {
-            "pallas"
-        }
+        assert {
+            chosen[k][op].provider
+            for k in ("decode", "mixed")
+            for op in ("paged_attention", "write_kv")
+        } == {"pallas"}
     chosen = plans_on("cpu", "cpu", page_size=128)
     assert {chosen["mixed"][op].provider for op in ("paged_attention", "write_kv")} == {"native"}
 
 
 def test_a_config_that_the_kernels_refuse_is_an_error_with_the_arithmetic():
-    table = r"paged_attention.*pallas.*refuses decode\[512\]: the page table takes 512 \* 512 \* 4 B = 1048576 B"
+    table = (
+        r"paged_attention.*pallas.*refuses decode\[512\]: the page table takes 512 \* 512 \* "
+        r"4 B = 1048576 B"
+    )
     with pytest.raises(OpError, match=table):
         plans_on("tpu", "TPU v6 lite", page_size=16, max_num_seqs=512)
     chosen = plans_on(
-        "tpu", "TPU v6 lite", page_size=8, op_priority={"paged_attention": ("native",), "write_kv": ("native",)}
+        "tpu",
+        "TPU v6 lite",
+        page_size=8,
+        op_priority={"paged_attention": ("native",), "write_kv": ("native",)},
     )
     assert chosen["decode"]["paged_attention"].provider == "native"
-    chosen = plans_on("tpu", "TPU v6 lite", page_size=8, enable_ops=("-paged_attention", "-write_kv"))
+    chosen = plans_on(
+        "tpu", "TPU v6 lite", page_size=8, enable_ops=("-paged_attention", "-write_kv")
+    )
     assert chosen["decode"]["paged_attention"].provider == "native"
 
 
@@ -207,18 +244,24 @@ def test_a_chip_that_is_not_known_has_no_kernels():
     refusal = target.refused_memory("TPU v9", {"pages": 1})
     assert "vector memory of TPU v9 is not known: known are TPU v4, TPU v5 lite," in str(refusal)
     assert target.refused_memory("TPU v4", {"pages": 16 << 20}) is None
-    assert "16777217 B (pages) > 16777216 B" in str(target.refused_memory("TPU v4", {"pages": (16 << 20) + 1}))
+    assert "16777217 B (pages) > 16777216 B" in str(
+        target.refused_memory("TPU v4", {"pages": (16 << 20) + 1})
+    )
     with pytest.raises(ConfigError, match="TPU v9 is not known"):
         plans_on("tpu", "TPU v9", page_size=128)
 
 
 @pytest.mark.parametrize("window", [0, 40])
 def test_costs_are_those_of_an_eighth_of_the_table_or_of_the_window(window):
-    """XLA schedules by them: with full tables, any transfer between devices fits behind attention."""
+    """XLA schedules by them: with full tables, any transfer between devices fits behind
+    attention.
+    """
     requests, pages, page, heads, hdim = 4, 64, 16, 8, 128
     seen = window or pages * page // 8
     kv = jax.ShapeDtypeStruct((8, page, 4, hdim), jnp.bfloat16)
-    table, start = (jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((requests, pages), (requests + 1,)))
+    table, start = (
+        jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((requests, pages), (requests + 1,))
+    )
     lengths, counts = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (requests, 2))
 
     def costs(tokens, most):

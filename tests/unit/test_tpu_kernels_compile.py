@@ -1,13 +1,16 @@
-"""The Pallas kernels, tier 3: libtpu compiles them for five chips that nobody has to own; none runs here.
+"""The Pallas kernels, tier 3: libtpu compiles them for five chips that nobody has to own; none runs
+here.
 
-What is compiled is a loop over two layers, which writes its buffer and attends over it: so it is also seen that nothing
-lays the cache out anew.
+What is compiled is a loop over two layers, which writes its buffer and attends over it: so it is
+also seen that nothing lays the cache out anew.
 
-This is what sees tiling, VMEM, SMEM and the instructions that a generation lacks; races and bounds it does not see
-(`test_tpu_kernels_interpret.py` does). Each chip's programs are compiled in a process of its own, which is this file
-run as a script: libtpu is configured by its process's environment, and must not stay in that of other tests.
+This is what sees tiling, VMEM, SMEM and the instructions that a generation lacks; races and bounds
+it does not see (`test_tpu_kernels_interpret.py` does). Each chip's programs are compiled in a
+process of its own, which is this file run as a script: libtpu is configured by its process's
+environment, and must not stay in that of other tests.
 
-A normal run samples: one shape for two chips, and what is rejected. `-m slow` compiles every shape for every chip.
+A normal run samples: one shape for two chips, and what is rejected. `-m slow` compiles every shape
+for every chip.
 """
 
 import json
@@ -21,7 +24,13 @@ from importlib.util import find_spec
 import pytest
 
 PAGES = 1024
-CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+CHIPS = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,9 @@ SHAPES = {
     "mixed, 64 lanes": replace(MIXED, hdim=64),
     "mixed, 80 lanes, a shard of 4": replace(MIXED, hdim=80, heads=8, kv_heads=2),
     "mixed, 96 lanes": replace(MIXED, hdim=96),
-    "mixed, 256 lanes, window, soft cap": replace(MIXED, heads=16, hdim=256, window=4096, soft_cap=50.0),
+    "mixed, 256 lanes, window, soft cap": replace(
+        MIXED, heads=16, hdim=256, window=4096, soft_cap=50.0
+    ),
     "mixed, 256 lanes, a shard of 8": replace(MIXED, heads=2, kv_heads=1, hdim=256),
 }
 SAMPLED = "mixed, 8b, smallest"  # which has all kernels in it
@@ -88,11 +99,16 @@ SAMPLED = "mixed, 8b, smallest"  # which has all kernels in it
 OVERFLOW = Shape(halves=128)
 # 3 tokens x 4 queries of a group: blocks of 12 rows, which are no whole tiles.
 UNTILED = replace(MIXED, blocks=(("mixed_tokens", 3),))
-REJECTED = {"planted VMEM overflow": (OVERFLOW, "vmem"), "planted bad tiling": (UNTILED, "divisible by 8")}
+REJECTED = {
+    "planted VMEM overflow": (OVERFLOW, "vmem"),
+    "planted bad tiling": (UNTILED, "divisible by 8"),
+}
 
 
 def compile_shape(shape, device):
-    """Compile two layers for a device of a topology -> {seconds, temporaries, kernels}, or {error} as it is worded."""
+    """Compile two layers for a device of a topology -> {seconds, temporaries, kernels}, or
+    {error} as it is worded.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -136,7 +152,10 @@ def compile_shape(shape, device):
     slots = array("int32", shape.tokens)
     # The kernels' lowering asks the abstract mesh for the generation.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        taken = attention.compiles(*arguments, *rest), write.compiles(arguments[1], rows, rows, slots, 0.5, 0.25)
+        taken = (
+            attention.compiles(*arguments, *rest),
+            write.compiles(arguments[1], rows, rows, slots, 0.5, 0.25),
+        )
         if not attention.on_tpu() or not all(taken):
             return {"error": f"the providers do not take this: {taken}"}
         blocks = replace(block_sizes(attention.target_kind()), **dict(shape.blocks))
@@ -150,7 +169,8 @@ def compile_shape(shape, device):
     kernels = compiled.as_text().count('custom_call_target="tpu_custom_call"')
     memory = compiled.memory_analysis()
     return {
-        "seconds": time.perf_counter() - start, "kernels": kernels, "temporaries": memory.temp_size_in_bytes,
+        "seconds": time.perf_counter() - start, "kernels": kernels,
+        "temporaries": memory.temp_size_in_bytes,
         "cache": memory.alias_size_in_bytes,
     }  # fmt: skip
 
@@ -182,7 +202,12 @@ def compile_all(chip, names):
     device = topology(CHIPS[chip]).devices[0]
     assert device.device_kind == table[chip].kind  # the names of tpu/chips.py are JAX's
     known = SHAPES | {name: shape for name, (shape, _) in REJECTED.items()}
-    print(json.dumps({"kind": device.device_kind} | {name: compile_shape(known[name], device) for name in names}))
+    print(
+        json.dumps(
+            {"kind": device.device_kind}
+            | {name: compile_shape(known[name], device) for name in names}
+        )
+    )
 
 
 def results(chip, *names):
@@ -197,15 +222,24 @@ def check(found, names):
     for name in names:
         shape = SHAPES[name]
         assert found[name]["kernels"] == (2 if shape.queries == 1 else 3), name
-        # Queries and results may be copied, to bring heads together, as may the step's own K and V, to be laid out as
-        # slots; but not the cache, which is written in place.
-        queries = shape.tokens * shape.heads * max(128, shape.hdim) * (4 if shape.dtype == "float32" else 2)
+        # Queries and results may be copied, to bring heads together, as may the step's own K and V,
+        # to be laid out as slots; but not the cache, which is written in place.
+        queries = (
+            shape.tokens
+            * shape.heads
+            * max(128, shape.hdim)
+            * (4 if shape.dtype == "float32" else 2)
+        )
         bytes_each = {"float32": 4, "bfloat16": 2}.get(shape.cache, 1)
         slots = shape.tokens * 2 * shape.kv_heads * max(128, shape.hdim) * bytes_each
-        assert found[name]["temporaries"] < 4 * queries + slots + (1 << 20), f"{name}: {found[name]}"
+        assert found[name]["temporaries"] < 4 * queries + slots + (1 << 20), (
+            f"{name}: {found[name]}"
+        )
         joint = shape.hdim == 64 and shape.kv_heads * bytes_each % 4 == 0
         lanes = 64 if joint else -(-shape.hdim // 128) * 128
-        assert found[name]["cache"] == PAGES * shape.page * 2 * shape.kv_heads * lanes * bytes_each, name
+        assert (
+            found[name]["cache"] == PAGES * shape.page * 2 * shape.kv_heads * lanes * bytes_each
+        ), name
 
 
 pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -216,7 +250,9 @@ def test_one_shape_for_the_oldest_chip():
 
 
 def test_one_shape_and_what_is_rejected():
-    """A buffer that no chip holds and a block of broken tiles do not compile, where their sound twin does."""
+    """A buffer that no chip holds and a block of broken tiles do not compile, where their sound
+    twin does.
+    """
     found = results("v6e", SAMPLED, *REJECTED)
     check(found, [SAMPLED])
     for name, (_, why) in REJECTED.items():

@@ -1,8 +1,9 @@
 """The Pallas kernels, tier 2: TPU interpret mode, which simulates memories, copies and semaphores.
 
-It sees what neither the generic interpreter nor the compiler does: a copy that is not waited for, a buffer that is
-written while it is read, an address outside of an array, memory that nobody wrote (here NaN). It does not see tiling or
-how large memories are (`test_tpu_kernels_compile.py` does). The planted faults show that each is seen.
+It sees what neither the generic interpreter nor the compiler does: a copy that is not waited for, a
+buffer that is written while it is read, an address outside of an array, memory that nobody wrote
+(here NaN). It does not see tiling or how large memories are (`test_tpu_kernels_compile.py` does).
+The planted faults show that each is seen.
 """
 
 from dataclasses import replace
@@ -18,7 +19,8 @@ from twinfer.ops.testing import Judge
 from twinfer.tpu.kernels import attention, cache, write
 from twinfer.tpu.kernels.blocks import BlockSizes
 
-# Blocks of two pages, so that requests have several and both halves of the buffer are used and used again.
+# Blocks of two pages, so that requests have several and both halves of the buffer are used and used
+# again.
 BLOCKS = BlockSizes(decode_kv=16, decode_requests=2, mixed_kv=16, mixed_tokens=8, vmem_mib=None)
 
 
@@ -35,20 +37,25 @@ def attend(**given):
 
 @pytest.fixture
 def interpret(capfd):
-    """interpret(arguments, mode, function=attend) -> (output, what it printed about races). Raises what the interpreter
-    raises."""
+    """interpret(arguments, mode, function=attend) -> (output, what it printed about races). Raises
+    what the interpreter raises.
+    """
 
     def run(given, mode, function=attend):
-        # Copies draw one of the places in the clock at random; those that draw the same one count as ordered.
+        # Copies draw one of the places in the clock at random; those that draw the same one count
+        # as ordered.
         np.random.seed(0)
         params = pltpu.InterpretParams(
-            dma_execution_mode=mode, detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan",
+            dma_execution_mode=mode, detect_races=True, out_of_bounds_reads="raise",
+            uninitialized_memory="nan",
             vector_clock_size=64,
         )  # fmt: skip
         arrays = {n: jnp.asarray(v) if hasattr(v, "shape") else v for n, v in given.items()}
         capfd.readouterr()
         try:
-            out = jax.block_until_ready(function(**{"k_scale": 1.0, "v_scale": 1.0} | arrays, interpret=params))
+            out = jax.block_until_ready(
+                function(**{"k_scale": 1.0, "v_scale": 1.0} | arrays, interpret=params)
+            )
         finally:
             pltpu.reset_tpu_interpret_mode_state()
         return out, capfd.readouterr().out
@@ -59,8 +66,9 @@ def interpret(capfd):
 def races(interpret, given, mode):
     """Whether a race is reported.
 
-    The detector cannot compare a strided read with a write: it fails in its own file when it has found the two
-    unordered and in the same half of the buffer, which sound kernels never are (`test_clean` would fail likewise).
+    The detector cannot compare a strided read with a write: it fails in its own file when it has
+    found the two unordered and in the same half of the buffer, which sound kernels never are
+    (`test_clean` would fail likewise).
     """
     try:
         _, printed = interpret(given, mode)
@@ -83,7 +91,9 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "dtype", "mode"), CLEAN + [pytest.param(*x, marks=pytest.mark.slow) for x in MORE])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "mode"), CLEAN + [pytest.param(*x, marks=pytest.mark.slow) for x in MORE]
+)
 def test_clean(interpret, kind, dtype, mode):
     given = arguments(kind, dtype)
     out, printed = interpret(given, mode)
@@ -105,7 +115,9 @@ KINDS = ["decode", pytest.param("mixed", marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_missing_wait_is_seen(interpret, monkeypatch, kind):
-    """As a race where copies are done at once, as memory that nobody wrote where they are done when waited for."""
+    """As a race where copies are done at once, as memory that nobody wrote where they are done
+    when waited for.
+    """
     monkeypatch.setattr(cache.Pages, "wait", lambda *_: None)
     given = arguments(kind, "float32")
     assert races(interpret, given, "eager")
@@ -116,7 +128,9 @@ def test_a_missing_wait_is_seen(interpret, monkeypatch, kind):
 def test_a_wait_for_too_few_pages_is_seen(interpret, monkeypatch):
     """What is waited for is a number of bytes: one page less leaves a page that nobody wrote."""
     real = cache.Pages.wait
-    monkeypatch.setattr(cache.Pages, "wait", lambda self, j, wanted, half: real(self, j, (0, wanted[1] - 1), half))
+    monkeypatch.setattr(
+        cache.Pages, "wait", lambda self, j, wanted, half: real(self, j, (0, wanted[1] - 1), half)
+    )
     given = arguments("decode", "float32")
     out, _ = interpret(given, "on_wait")
     assert not passes(given, out)
@@ -138,7 +152,9 @@ class OneHalf:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_race_is_seen(interpret, monkeypatch, kind):
-    """With one buffer, the next block overwrites what is being read, though every copy is waited for."""
+    """With one buffer, the next block overwrites what is being read, though every copy is waited
+    for.
+    """
     real = {name: getattr(cache.Pages, name) for name in ("start", "head", "clear")}
 
     def start(self, *rest, **how):
@@ -146,7 +162,9 @@ def test_a_race_is_seen(interpret, monkeypatch, kind):
 
     monkeypatch.setattr(cache.Pages, "start", start)
     monkeypatch.setattr(cache.Pages, "head", lambda self, half, *rest: real["head"](self, 0, *rest))
-    monkeypatch.setattr(cache.Pages, "clear", lambda self, half, *rest: real["clear"](self, 0, *rest))
+    monkeypatch.setattr(
+        cache.Pages, "clear", lambda self, half, *rest: real["clear"](self, 0, *rest)
+    )
     assert races(interpret, arguments(kind, "float32"), "on_wait")
 
 
@@ -162,7 +180,11 @@ def test_a_page_outside_of_the_cache_is_seen(interpret, kind):
 @pytest.mark.slow
 def test_an_entry_outside_of_the_page_table_is_seen(interpret, monkeypatch):
     real = cache.Pages.start
-    monkeypatch.setattr(cache.Pages, "start", lambda self, request, *rest, **how: real(self, request + 4, *rest, **how))
+    monkeypatch.setattr(
+        cache.Pages,
+        "start",
+        lambda self, request, *rest, **how: real(self, request + 4, *rest, **how),
+    )
     with pytest.raises(Exception, match=r"(?i)out.of.bounds"):
         interpret(arguments("decode", "float32"), "on_wait")
 
@@ -174,7 +196,8 @@ def test_memory_that_nobody_wrote_is_seen(interpret, monkeypatch):
     assert not passes(given, out)
 
 
-# --- the KV write ----------------------------------------------------------------------------------------------------
+# --- the KV write
+# --------------------------------------------------------------------------------------------------
 
 
 def rows(dtype):
@@ -186,7 +209,9 @@ def rows(dtype):
 
 
 def wrote(given, out):
-    return Judge("write_kv", {name: np.asarray(value) for name, value in given.items()})([np.asarray(out)]).passed
+    return Judge("write_kv", {name: np.asarray(value) for name, value in given.items()})(
+        [np.asarray(out)]
+    ).passed
 
 
 @pytest.mark.parametrize(("dtype", "mode"), [("float32", "on_wait"), ("bfloat16", "eager")])

@@ -1,4 +1,6 @@
-"""The static cost of TPU kernels: how libtpu's schedules are read, and that kernels here cost no more than JAX's."""
+"""The static cost of TPU kernels: how libtpu's schedules are read, and that kernels here cost no
+more than JAX's.
+"""
 
 import json
 import os
@@ -17,9 +19,10 @@ from twinfer.tpu.kernels import blocks
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 
-# A loop (>) over blocks of the cache in a grid (none), with a loop (>>) that starts copies, one that does not, and two
-# matrix products, of which the unit is not yet done where the loops end. Marked as outside of their loop: jumps back,
-# the empty bundles in their shadow, and one bundle more.
+# A loop (>) over blocks of the cache in a grid (none), with a loop (>>) that starts copies, one
+# that does not, and two matrix products, of which the unit is not yet done where the loops end.
+# Marked as outside of their loop: jumps back, the empty bundles in their shadow, and one bundle
+# more.
 SCHEDULE = [
     ("", "{ %s0 = inlined_call_operand.vmem }", {}),
     (">", "{ %s1 = sadd }", {}),
@@ -37,7 +40,18 @@ SCHEDULE = [
 ]
 STARTS = (1, 2, 6)
 """The first bundles of loops."""
-UNITS = ["MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU"]
+UNITS = [
+    "MXU",
+    "XLU",
+    "VALU",
+    "VPOP",
+    "EUP",
+    "VLOAD",
+    "VLOAD:FILL",
+    "VSTORE",
+    "VSTORE:SPILL",
+    "SALU",
+]
 MEMORY = """#allocation1 [shape = 'u32[144,128]{1,0:T(1,128)}', space=vmem, size = 0x100, scoped, tag = 'x']
   #allocation2 [shape = 's32[4]{0}', space=smem, size = 0x4, scoped, tag = 'scratch operand']
   #allocation3 [shape = 's32[2,1,4096,128]{3,2,1,0:T(8,128)}', space=vmem, size = 0x400, scoped, tag = 'y']
@@ -46,9 +60,13 @@ MEMORY = """#allocation1 [shape = 'u32[144,128]{1,0:T(1,128)}', space=vmem, size
 
 def texts(schedule):
     first = ["LB" if i in STARTS else "  " for i in range(len(schedule))]
-    bundles = "".join(f"  0x{i:x} {first[i]}: {marks} {text}\n" for i, (marks, text, _) in enumerate(schedule))
+    bundles = "".join(
+        f"  0x{i:x} {first[i]}: {marks} {text}\n" for i, (marks, text, _) in enumerate(schedule)
+    )
     rows = [" ".join(str(used.get(unit, 0)) for unit in UNITS) for *_, used in schedule]
-    units = "\n".join(["== CAPACITY:", ", ".join(UNITS), "4 3 4 2 1 3 3 1 1 2", "== UTILIZATION:", *rows, ""])
+    units = "\n".join(
+        ["== CAPACITY:", ", ".join(UNITS), "4 3 4 2 1 3 3 1 1 2", "== UTILIZATION:", *rows, ""]
+    )
     return "LH: loop header\n\n" + bundles, units
 
 
@@ -72,12 +90,17 @@ def test_a_schedule_that_is_not_understood_is_no_result():
 
 
 def test_every_entry_of_the_table_is_sound():
-    """Blocks are whole pages of any size and whole steps, and the default and the interpreters' are there."""
+    """Blocks are whole pages of any size and whole steps, and the default and the interpreters'
+    are there.
+    """
     table = json.loads(blocks.TABLE.read_text())
     assert {"default", "none"} <= table.keys()
     for name, sizes in table.items():
         entry = blocks.BlockSizes(**sizes)
-        for block, step in ((entry.decode_kv, entry.decode_step), (entry.mixed_kv, entry.mixed_step)):
+        for block, step in (
+            (entry.decode_kv, entry.decode_step),
+            (entry.mixed_kv, entry.mixed_step),
+        ):
             assert block % min(block, step) == 0, name
             assert block % 128 == 0, name
         assert entry.mixed_tokens % 8 == 0, name
@@ -86,7 +109,11 @@ def test_every_entry_of_the_table_is_sound():
 def test_the_most_special_entry_counts(tmp_path, monkeypatch):
     path = tmp_path / "blocks.json"
     entry = dict(decode_kv=512, decode_requests=8, mixed_kv=256, mixed_tokens=32, vmem_mib=None)
-    table = {"default": entry, "TPU v4": entry | {"decode_kv": 256}, "TPU v4, bfloat16, 8 heads of 128": entry}
+    table = {
+        "default": entry,
+        "TPU v4": entry | {"decode_kv": 256},
+        "TPU v4, bfloat16, 8 heads of 128": entry,
+    }
     table["TPU v4, bfloat16, 8 heads of 128"] = entry | {"decode_kv": 1024}
     path.write_text(json.dumps(table))
     monkeypatch.setattr(blocks, "TABLE", path)
@@ -111,7 +138,9 @@ def test_libtpu_is_left_alone_where_there_is_no_tpu():
     """A user of this machine does not read complaints about TPUs, and nothing waits for one."""
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     code = "from twinfer.tpu.worker import find_device; print(find_device('auto').platform)"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0
     assert done.stdout.strip() in ("cpu", "cuda")
     assert "TPU" not in done.stderr
@@ -123,6 +152,13 @@ def test_libtpu_is_left_alone_where_there_is_no_tpu():
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_kernels_cost_no_more_than_the_stock_one(chip, calls):
     """A sample of what `scripts/compare_kernels.py` compares."""
-    command = [sys.executable, str(SCRIPTS / "compare_kernels.py"), "--chips", chip, "--calls", calls]
+    command = [
+        sys.executable,
+        str(SCRIPTS / "compare_kernels.py"),
+        "--chips",
+        chip,
+        "--calls",
+        calls,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

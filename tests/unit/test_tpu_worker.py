@@ -1,4 +1,6 @@
-"""The parts of the JAX worker that need no engine: placement, platforms, stored executables, reading HLO."""
+"""The parts of the JAX worker that need no engine: placement, platforms, stored executables,
+reading HLO.
+"""
 
 import json
 import os
@@ -16,7 +18,15 @@ from twinfer.shared.models import decoder, placement
 from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.request_table import padding_column
-from twinfer.shared.step import STOP_SLOTS, DecodeLoop, NewPages, StepInput, StepShape, batch_layout, sampling_layout
+from twinfer.shared.step import (
+    STOP_SLOTS,
+    DecodeLoop,
+    NewPages,
+    StepInput,
+    StepShape,
+    batch_layout,
+    sampling_layout,
+)
 from twinfer.tpu import compilation, executables, ladder, platforms, programs, sharding, state
 from twinfer.tpu.aot_report import collectives
 from twinfer.tpu.ladder import Job
@@ -63,7 +73,9 @@ def test_libtpu_is_left_out_where_no_chip_is_seen(tmp_path, monkeypatch):
 
 
 def test_the_stacks_of_libtpus_fibers(monkeypatch):
-    """Set beside what the user gives, for the release that is known to need it: another may not know the flag."""
+    """Set beside what the user gives, for the release that is known to need it: another may not
+    know the flag.
+    """
     monkeypatch.setattr(platforms, "find_spec", lambda name: True)
     monkeypatch.setattr(platforms, "version", lambda name: "0.0.42.1")
     for given, wanted in {
@@ -80,7 +92,9 @@ def test_the_stacks_of_libtpus_fibers(monkeypatch):
     assert os.environ["LIBTPU_INIT_ARGS"] == ""
 
 
-@pytest.mark.parametrize("name", ["v6e", "v7x:2x2", "v6e:2x", "v6e:2x2x1", "v5p:2x2", "v6e:0x2", "cpu:1x1"])
+@pytest.mark.parametrize(
+    "name", ["v6e", "v7x:2x2", "v6e:2x", "v6e:2x2x1", "v5p:2x2", "v6e:0x2", "cpu:1x1"]
+)
 def test_topologies_are_checked(name):
     with pytest.raises(ConfigError, match="topology"):
         platforms.topology(name)
@@ -107,7 +121,13 @@ def stored(tmp_path):
     """(folder, job, devices) of one stored program."""
     mesh = sharding.make_mesh(jax.devices("cpu"), 1)
     where = sharding.on(mesh)
-    job = Job("double", lambda x: x * 2, (), (jax.ShapeDtypeStruct((4,), jnp.float32, sharding=where),), where)
+    job = Job(
+        "double",
+        lambda x: x * 2,
+        (),
+        (jax.ShapeDtypeStruct((4,), jnp.float32, sharding=where),),
+        where,
+    )
     program, report = compilation.compile_one(job, mesh, "test")
     assert report.seconds > 0
     writer = executables.Writer(str(tmp_path / "aot"), {"plan_hash": "x", "sides": (1, 2)})
@@ -126,7 +146,11 @@ def test_a_stored_program_runs(stored):
 
 def test_a_file_that_the_manifest_does_not_name_is_never_read(stored, monkeypatch):
     folder, job, devices = stored
-    monkeypatch.setattr(executables.serialize_executable, "deserialize_and_load", lambda *a, **k: pytest.fail("read"))
+    monkeypatch.setattr(
+        executables.serialize_executable,
+        "deserialize_and_load",
+        lambda *a, **k: pytest.fail("read"),
+    )
     path = os.path.join(folder, "double.bin")
     with open(path, "ab") as file:
         file.write(b"x")
@@ -155,7 +179,9 @@ PAGE = 16
 
 
 class Tables:
-    """What page tables and parameters of all rows should hold, and random steps that change them."""
+    """What page tables and parameters of all rows should hold, and random steps that change
+    them.
+    """
 
     def __init__(self, seed):
         self.rng, self.start = np.random.default_rng(seed), 0
@@ -164,7 +190,9 @@ class Tables:
         self.parameters = np.zeros((len(state.PARAMETERS), SHAPE.max_rows), np.int32)
 
     def step(self, size, loop, whole):
-        """A step of some rows, each new with 30 % of chances, or with some pages more; `whole`: with its page table."""
+        """A step of some rows, each new with 30 % of chances, or with some pages more; `whole`:
+        with its page table.
+        """
         rng, descriptor = self.rng, Descriptor("decode", size, size, 1)
         rows, entries = rng.permutation(SHAPE.max_rows)[: int(rng.integers(1, size + 1))], []
         for row in rows.tolist():
@@ -176,7 +204,10 @@ class Tables:
             self.pages[row, first:last] = rng.integers(1, 999, last - first)
             entries += [(row, column, self.pages[row, column]) for column in range(first, last)]
         count = len(rows)
-        batch, sampling = batch_layout(descriptor, SHAPE).allocate(), sampling_layout(size).allocate()
+        batch, sampling = (
+            batch_layout(descriptor, SHAPE).allocate(),
+            sampling_layout(size).allocate(),
+        )
         f = batch_layout(descriptor, SHAPE).views(batch)
         f["rows"][:] = SHAPE.max_rows
         f["rows"][:count], f["counts"][:] = rows, (0, count)
@@ -198,12 +229,18 @@ class Tables:
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_tables_on_the_devices_hold_what_a_step_says(seed, whole):
-    """Also when it is too much for the buffer of a step: each row that is new brings up to 32 pages."""
+    """Also when it is too much for the buffer of a step: each row that is new brings up to 32
+    pages.
+    """
     tables, buffers, spills = Tables(seed), state.StepBuffers(SHAPE), 0
     on_device = state.State(*map(jnp.asarray, state.initial_state(SHAPE)))
     for _ in range(6):
         size = int(tables.rng.choice([4, 12]))
-        loop = DecodeLoop(5, True, np.full((size, STOP_SLOTS), 3)) if tables.rng.random() < 0.3 else None
+        loop = (
+            DecodeLoop(5, True, np.full((size, STOP_SLOTS), 3))
+            if tables.rng.random() < 0.3
+            else None
+        )
         step = tables.step(size, loop, whole)
         spilled, buffer = buffers.pack(step)
         spills += len(spilled)
@@ -231,19 +268,27 @@ def test_a_step_that_was_lost_or_comes_twice_is_an_error():
     with pytest.raises(InternalError, match="lost or came twice"):
         buffers.pack(second)
     buffers.pack(third)
-    buffers.pack(Tables(1).step(4, None, False))  # 0 entries came before: the tables of another scheduler
+    # 0 entries came before: the tables of another scheduler
+    buffers.pack(Tables(1).step(4, None, False))
 
 
 def test_a_steady_decode_sends_no_table():
-    """The point of it: the buffer of 256 requests of up to 4096 tokens is a twentieth of their page table."""
+    """The point of it: the buffer of 256 requests of up to 4096 tokens is a twentieth of their
+    page table.
+    """
     shape = StepShape(256, 256, 4096, 1000)
     descriptor = Descriptor("decode", 256, 256, 1)
     assert state.diff_layout(descriptor, shape).size * 20 < 256 * shape.pages_per_request
 
 
 def test_the_ladder_of_decode_programs_by_platform():
-    """A GPU's programs have their layers unrolled and take seconds each: few of them, but one for a single request."""
-    config, bytes_ = EngineConfig(model="demo", backend="jax", max_num_seqs=24, max_num_batched_tokens=64), 1 << 34
+    """A GPU's programs have their layers unrolled and take seconds each: few of them, but one
+    for a single request.
+    """
+    config, bytes_ = (
+        EngineConfig(model="demo", backend="jax", max_num_seqs=24, max_num_batched_tokens=64),
+        1 << 34,
+    )
     for platform, sizes in (("cuda", (1, 2, 4, 8, 16, 24)), ("tpu", (8, 16, 24))):
         resolved, _ = resolve(config, LLAMA, DeviceInfo(platform, platform, bytes_))
         assert resolved.table().decode_sizes == sizes
@@ -251,26 +296,38 @@ def test_the_ladder_of_decode_programs_by_platform():
 
 def small_config(model, **options):
     """A configuration of one decode and one mixed program."""
-    sizes = {"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 16, "decode_sizes": (4,)}
+    sizes = {
+        "max_num_seqs": 4,
+        "max_model_len": 64,
+        "max_num_batched_tokens": 16,
+        "decode_sizes": (4,),
+    }
     engine = EngineConfig(model="m", backend="jax", dtype="float32", **sizes, **options)
     return resolve(engine, model, DeviceInfo("cpu", "cpu", 1 << 34))[0]
 
 
 def test_what_a_request_may_not_have_changes_no_program():
-    """Programs are found again by their key: fields of a model that none of them reads are not in it."""
+    """Programs are found again by their key: fields of a model that none of them reads are not
+    in it.
+    """
     model = LLAMA
     mesh = sharding.make_mesh(jax.devices("cpu"), 1)
 
     def key(**changes):
         return executables.key(replace(model, **changes), small_config(model), "plan", mesh, 4)
 
-    assert key(image_token_ids=(7,), left_out=("vision tower",), eos_token_ids=(2,), raw_hash="x") == key()
+    assert (
+        key(image_token_ids=(7,), left_out=("vision tower",), eos_token_ids=(2,), raw_hash="x")
+        == key()
+    )
     assert key(hidden_size=2 * model.hidden_size) != key()
 
 
 @pytest.mark.parametrize("shards", [1, 3, 4])
 def test_plans_know_the_layers_that_programs_see(shards):
-    """A shard computes a part of each layer; programs see all shards together, with heads of zeros among them."""
+    """A shard computes a part of each layer; programs see all shards together, with heads of
+    zeros among them.
+    """
     model = replace(LLAMA, num_layers=4, layer_windows=(0, 8, 0, 8))
     plans = make_plans(model, small_config(model, tensor_parallel_size=shards))
     spec = decoder.model_of(placement.physical_config(model, shards))
@@ -279,8 +336,16 @@ def test_plans_know_the_layers_that_programs_see(shards):
 
 
 def test_windows_that_alternate_are_two_layer_bodies_in_a_program():
-    """Counted in lines of StableHLO; `scripts/compile_blocks.py` measures what they cost to compile."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+    """Counted in lines of StableHLO; `scripts/compile_blocks.py` measures what they cost to
+    compile.
+    """
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+    }
     small = replace(LLAMA, **sizes, vocab_size=64, num_layers=24)
     lines = {}
     for name, windows in {"uniform": (0,) * 24, "alternating": (0, 8) * 12}.items():
@@ -288,7 +353,9 @@ def test_windows_that_alternate_are_two_layer_bodies_in_a_program():
         config, mesh = small_config(model), sharding.make_mesh(jax.devices("cpu"), 1)
         tools = ladder.program_model(model, config, make_plans(model, config), mesh)
         shapes = ladder.describe(model, config, tools.blocks, 8, mesh)
-        job = ladder.jobs(tools, config.table(), shapes, jnp.dtype("float32"), mesh)[Descriptor("decode", 4, 4, 1)]
+        job = ladder.jobs(tools, config.table(), shapes, jnp.dtype("float32"), mesh)[
+            Descriptor("decode", 4, 4, 1)
+        ]
         function = programs.named("lines", job.function)
         lines[name] = jax.jit(function).lower(*job.arguments).as_text().count("\n")
     assert lines["alternating"] < 1.5 * lines["uniform"]

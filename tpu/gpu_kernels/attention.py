@@ -1,7 +1,8 @@
 """The op `paged_attention` on NVIDIA GPUs: Pallas kernels that XLA compiles through Triton.
 
-Nothing is read on the host, and there are one to three launches whatever the lengths, so XLA can put a whole step into
-a CUDA graph. JAX 0.11 calls this road of Pallas deprecated; it is what 0.10 and 0.11 offer.
+Nothing is read on the host, and there are one to three launches whatever the lengths, so XLA can
+put a whole step into a CUDA graph. JAX 0.11 calls this road of Pallas deprecated; it is what 0.10
+and 0.11 offer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ NARROW = ("int8", "float8_e4m3fn")
 
 
 def takes(
-    q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array, scale: float,
+    q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
+    scale: float,
     window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> bool:  # fmt: skip
     """What the kernels are for."""
@@ -31,19 +33,26 @@ def takes(
 
 
 def attend(
-    q: jax.Array, kv: jax.Array, page_table: jax.Array, query_start: jax.Array, kv_lens: jax.Array, counts: jax.Array,
-    scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: float, v_scale: float, interpret: bool,
+    q: jax.Array, kv: jax.Array, page_table: jax.Array, query_start: jax.Array, kv_lens: jax.Array,
+    counts: jax.Array,
+    scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: float, v_scale: float,
+    interpret: bool,
 ) -> jax.Array:  # fmt: skip
     """The op."""
     pages, page, kv_heads, size = kv.shape
-    # Pallas computes offsets in 32 bits up to 4 GiB, which is too few for more than 2**31 entries of one byte.
+    # Pallas computes offsets in 32 bits up to 4 GiB, which is too few for more than 2**31 entries
+    # of one byte.
     if (kv.dtype.itemsize == 1 and 1 << 31 < kv.size <= 1 << 32) or kv.size // size >= 1 << 31:
-        raise OpError(f"paged_attention: a cache of {kv.size * kv.dtype.itemsize} bytes; choose another num_pages")
+        raise OpError(
+            f"paged_attention: a cache of {kv.size * kv.dtype.itemsize} bytes; choose another "
+            "num_pages"
+        )
     if kv.dtype == q.dtype:
         k_scale = v_scale = 1.0
     rows = kv.reshape(pages * page * kv_heads, size)
     common = {
-        "page": page, "kv_heads": kv_heads // 2, "scale": scale * k_scale, "window": window, "soft_cap": soft_cap,
+        "page": page, "kv_heads": kv_heads // 2, "scale": scale * k_scale, "window": window,
+        "soft_cap": soft_cap,
         "v_scale": v_scale, "interpret": interpret,
     }  # fmt: skip
     mixed = max_query_len > 1
@@ -62,10 +71,25 @@ def attend(
     preferred_on=("cuda",),
 )
 def paged_attention(
-    q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array, scale: float,
+    q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
+    scale: float,
     window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> Array:  # fmt: skip
-    """See the op. Scores and softmax in float32, weights not normalised and rounded to q's dtype, one rounding."""
+    """See the op. Scores and softmax in float32, weights not normalised and rounded to q's
+    dtype, one rounding.
+    """
     return attend(
-        q, kv, page_table, query_start, kv_lens, counts, scale, window, soft_cap, max_query_len, k_scale, v_scale, False
+        q,
+        kv,
+        page_table,
+        query_start,
+        kv_lens,
+        counts,
+        scale,
+        window,
+        soft_cap,
+        max_query_len,
+        k_scale,
+        v_scale,
+        False,
     )

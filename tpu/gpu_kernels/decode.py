@@ -1,7 +1,8 @@
 """Paged attention of one query token a request: the slots of a request are split among programs.
 
-All lengths are read on the device and the grid depends on shapes alone. A program takes one request, one KV head (all
-query heads of its group) and one part of the slots; where there are several, a second kernel adds them up in order.
+All lengths are read on the device and the grid depends on shapes alone. A program takes one
+request, one KV head (all query heads of its group) and one part of the slots; where there are
+several, a second kernel adds them up in order.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from .launch import LOG2_E, LOWEST, PROCESSORS, call, cdiv, config, power_of_2, 
 def splits(requests: int, heads: int, slots: int, window: int, setting: dict[str, int]) -> int:
     """Into how many parts the slots of a request may be split, from shapes alone."""
     longest = min(slots, window + setting["block_n"]) if window > 0 else slots
-    wanted = min(setting["programs"] * PROCESSORS // (requests * heads), cdiv(longest, setting["chunk"]))
+    wanted = min(
+        setting["programs"] * PROCESSORS // (requests * heads), cdiv(longest, setting["chunk"])
+    )
     return max(1, min(wanted, setting["parts"]))
 
 
 def decode_attention(
     q: jax.Array, rows: jax.Array, page_table: jax.Array, kv_lens: jax.Array, counts: jax.Array, *,
-    page: int, kv_heads: int, scale: float, window: int, soft_cap: float, v_scale: float, mixed: bool, interpret: bool,
+    page: int, kv_heads: int, scale: float, window: int, soft_cap: float, v_scale: float,
+    mixed: bool, interpret: bool,
 ) -> jax.Array:  # fmt: skip
-    """[tok head hdim]. `rows` [slot * 2 * kv_heads, hdim] is the cache. In a mixed step the first counts[0] tokens are
-    computed and the others left undefined, else counts[1] are and the others are 0.
+    """[tok head hdim]. `rows` [slot * 2 * kv_heads, hdim] is the cache. In a mixed step the first
+    counts[0] tokens are computed and the others left undefined, else counts[1] are and the others
+    are 0.
     """
     tokens, heads, size = q.shape
     requests = page_table.shape[0]
@@ -38,18 +43,35 @@ def decode_attention(
     parts = splits(grid_tokens, kv_heads, page_table.shape[1] * page, window, setting)
     group = heads // kv_heads
     block_g, block_d = power_of_2(group, 16), power_of_2(size, 16)
-    shape = _Shape(page, kv_heads, group, size, block_g, block_d, window, parts, setting["block_n"], setting["chunk"])
+    shape = _Shape(
+        page,
+        kv_heads,
+        group,
+        size,
+        block_g,
+        block_d,
+        window,
+        parts,
+        setting["block_n"],
+        setting["chunk"],
+    )
     kernel = partial(_attend_part, shape, 0 if mixed else 1, scale * LOG2_E, soft_cap, v_scale)
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
     arguments = q, rows, page_table, kv_lens, counts
     if parts == 1:
-        return call(_named("decode_attention", kernel), (grid_tokens, kv_heads), out, setting, interpret)(*arguments)
+        return call(
+            _named("decode_attention", kernel), (grid_tokens, kv_heads), out, setting, interpret
+        )(*arguments)
     sums = jax.ShapeDtypeStruct((grid_tokens, kv_heads, parts, block_g, block_d), jnp.float32)
     marks = jax.ShapeDtypeStruct((grid_tokens, kv_heads, parts, 2, block_g), jnp.float32)
     grid = (grid_tokens, kv_heads, parts)
-    found = call(_named("decode_attention_part", kernel), grid, (sums, marks), setting, interpret)(*arguments)
+    found = call(_named("decode_attention_part", kernel), grid, (sums, marks), setting, interpret)(
+        *arguments
+    )
     merge = partial(_merge_parts, shape, 0 if mixed else 1, v_scale)
-    merged = call(_named("decode_attention_merge", merge), grid[:2], out, setting | {"stages": 1}, interpret)
+    merged = call(
+        _named("decode_attention_merge", merge), grid[:2], out, setting | {"stages": 1}, interpret
+    )
     return merged(*found, kv_lens, counts)
 
 
@@ -100,11 +122,17 @@ def _attend_part(
         acc, top, total = state
         slot = low + i * s.block_n + jnp.arange(s.block_n)
         seen = (slot >= first) & (slot < high)
-        number = plgpu.load(page_table.at[t, jax.lax.div(slot, jnp.int32(s.page))], mask=seen, other=0)
-        row = (((number * s.page + jax.lax.rem(slot, jnp.int32(s.page))) * s.kv_heads + h) * 2)[:, None]
+        number = plgpu.load(
+            page_table.at[t, jax.lax.div(slot, jnp.int32(s.page))], mask=seen, other=0
+        )
+        row = (((number * s.page + jax.lax.rem(slot, jnp.int32(s.page))) * s.kv_heads + h) * 2)[
+            :, None
+        ]
         mask = seen[:, None] & (d < s.size)[None, :]
         k = plgpu.load(rows.at[row, d[None, :]], mask=mask, other=zero_of(rows)).astype(query.dtype)
-        v = plgpu.load(rows.at[row + 1, d[None, :]], mask=mask, other=zero_of(rows)).astype(query.dtype)
+        v = plgpu.load(rows.at[row + 1, d[None, :]], mask=mask, other=zero_of(rows)).astype(
+            query.dtype
+        )
         scores = squash(product(query, k, 1), scale, soft_cap)
         scores = jnp.where(seen[None, :], scores, LOWEST)
         best = jnp.maximum(top, scores.max(1))
@@ -127,7 +155,9 @@ def _attend_part(
         return
     sums, marks = results
     live = low < high
-    plgpu.store(sums.at[t, h, split, g[:, None], d[None, :]], acc, mask=jnp.broadcast_to(live, acc.shape))
+    plgpu.store(
+        sums.at[t, h, split, g[:, None], d[None, :]], acc, mask=jnp.broadcast_to(live, acc.shape)
+    )
     plgpu.store(marks.at[t, h, split, 0, g], top, mask=jnp.broadcast_to(live, top.shape))
     plgpu.store(marks.at[t, h, split, 1, g], total, mask=jnp.broadcast_to(live, total.shape))
 
@@ -140,7 +170,14 @@ def squash(scores: jax.Array, scale: float, soft_cap: float) -> jax.Array:
 
 
 def _merge_parts(
-    s: _Shape, which: int, v_scale: float, sums: Any, marks: Any, kv_lens: Any, counts: Any, out: Any
+    s: _Shape,
+    which: int,
+    v_scale: float,
+    sums: Any,
+    marks: Any,
+    kv_lens: Any,
+    counts: Any,
+    out: Any,
 ) -> None:
     t, h = pl.program_id(0), pl.program_id(1)
     g, d = jnp.arange(s.block_g), jnp.arange(s.block_d)

@@ -16,7 +16,9 @@ from ...ops.namespaces.jax_ import ALGORITHMS
 
 LOG2_E = 1.4426950408889634
 PROCESSORS = 132
-"""Multiprocessors that the split of long requests is made for: those of an H100 or H200. XLA does not say how many."""
+"""Multiprocessors that the split of long requests is made for: those of an H100 or H200. XLA
+does not say how many.
+"""
 LOWEST = float("-inf")
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -47,7 +49,9 @@ def cdiv(a: Any, b: int) -> Any:
 def product(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
     """a [m k] by b, whose axis `contract` has length k, in float32."""
     dims = (((1,), (contract,)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, precision=ALGORITHMS[a.dtype.name], preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        a, b, dims, precision=ALGORITHMS[a.dtype.name], preferred_element_type=jnp.float32
+    )
 
 
 def zero_of(ref: Any) -> int | float:
@@ -55,9 +59,22 @@ def zero_of(ref: Any) -> int | float:
     return 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0
 
 
-def call(kernel: Any, grid: tuple[int, ...], out: Any, setting: dict[str, int], interpret: bool, **more: Any) -> Any:
+def call(
+    kernel: Any,
+    grid: tuple[int, ...],
+    out: Any,
+    setting: dict[str, int],
+    interpret: bool,
+    **more: Any,
+) -> Any:
     """`pallas_call` on whole arrays through Triton."""
     parameters = plgpu.CompilerParams(num_warps=setting["warps"], num_stages=setting["stages"])
     return pl.pallas_call(
-        kernel, grid=grid, out_shape=out, compiler_params=parameters, interpret=interpret, name=kernel.__name__, **more
+        kernel,
+        grid=grid,
+        out_shape=out,
+        compiler_params=parameters,
+        interpret=interpret,
+        name=kernel.__name__,
+        **more,
     )

@@ -1,8 +1,10 @@
-"""Paged attention of ragged queries: blocks of one request's query tokens against its slots, block by block.
+"""Paged attention of ragged queries: blocks of one request's query tokens against its slots, block
+by block.
 
-All lengths are read on the device and the grid depends on shapes alone: with blocks of B tokens, request i begins at
-block query_start[i] // B + i, which never overlaps and needs at most tokens / B + requests blocks. A block holds the
-query heads of one KV head side by side, so its K and V are read once for them all.
+All lengths are read on the device and the grid depends on shapes alone: with blocks of B tokens,
+request i begins at block query_start[i] // B + i, which never overlaps and needs at most tokens / B
++ requests blocks. A block holds the query heads of one KV head side by side, so its K and V are
+read once for them all.
 """
 
 from __future__ import annotations
@@ -19,17 +21,24 @@ from .launch import LOG2_E, LOWEST, call, cdiv, config, power_of_2, product, zer
 
 
 def prefill_attention(
-    q: jax.Array, rows: jax.Array, page_table: jax.Array, query_start: jax.Array, kv_lens: jax.Array, counts: jax.Array,
-    decoded: jax.Array, *, page: int, kv_heads: int, scale: float, window: int, soft_cap: float, v_scale: float,
+    q: jax.Array, rows: jax.Array, page_table: jax.Array, query_start: jax.Array,
+    kv_lens: jax.Array, counts: jax.Array,
+    decoded: jax.Array, *, page: int, kv_heads: int, scale: float, window: int, soft_cap: float,
+    v_scale: float,
     interpret: bool,
 ) -> jax.Array:  # fmt: skip
-    """[tok head hdim]: `decoded` with all tokens but the first counts[0] written; rows of no request become 0."""
+    """[tok head hdim]: `decoded` with all tokens but the first counts[0] written; rows of no
+    request become 0.
+    """
     tokens, heads, size = q.shape
     requests, group = page_table.shape[0], heads // kv_heads
     setting = config("prefill", q.dtype.name)
     # Small blocks where large ones would not fill the GPU.
     many = tokens * heads // setting["block_m"] >= setting["blocks"]
-    block_m, block_n = max(setting["block_m" if many else "few_m"], power_of_2(group, 16)), setting["block_n"]
+    block_m, block_n = (
+        max(setting["block_m" if many else "few_m"], power_of_2(group, 16)),
+        setting["block_n"],
+    )
     block_q, block_d = block_m // group, power_of_2(size, 16)
     blocks = cdiv(tokens, block_q) + requests
     searches = requests.bit_length()
@@ -55,7 +64,10 @@ def prefill_attention(
         padding = request >= live
         here = jnp.minimum(request, requests - 1)
         r, d = jnp.arange(block_m), jnp.arange(block_d)
-        mine, head = token + jax.lax.div(r, jnp.int32(group)), h * group + jax.lax.rem(r, jnp.int32(group))
+        mine, head = (
+            token + jax.lax.div(r, jnp.int32(group)),
+            h * group + jax.lax.rem(r, jnp.int32(group)),
+        )
         real = ((r < block_q * group) & (mine < stop) & ~skipped)[:, None] & (d < size)[None, :]
         place = (mine[:, None], head[:, None], d[None, :])
         past = kv_lens[here] - stop  # position - token
@@ -66,20 +78,28 @@ def prefill_attention(
         nothing = skipped | padding
         last = jnp.where(nothing, 0, cdiv(jnp.maximum(end, 0), block_n))
         # Blocks before `edge` are seen whole by every row.
-        edge = jax.lax.div(first if window > 0 else jnp.maximum(past + token + 1, 0), jnp.int32(block_n))
+        edge = jax.lax.div(
+            first if window > 0 else jnp.maximum(past + token + 1, 0), jnp.int32(block_n)
+        )
         edge = jnp.minimum(edge, last)
 
-        def attend(i: jax.Array, state: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
+        def attend(
+            i: jax.Array, state: tuple[jax.Array, ...], masked: bool
+        ) -> tuple[jax.Array, ...]:
             acc, top, total = state
             slot = i * block_n + jnp.arange(block_n)
             lanes = {"mask": (d < size)[None, :], "other": zero_of(rows)} if size != block_d else {}
             if masked:
                 used = (slot >= first) & (slot < end)
-                number = plgpu.load(page_table.at[here, jax.lax.div(slot, jnp.int32(page))], mask=used, other=0)
+                number = plgpu.load(
+                    page_table.at[here, jax.lax.div(slot, jnp.int32(page))], mask=used, other=0
+                )
                 lanes = {"mask": used[:, None] & (d < size)[None, :], "other": zero_of(rows)}
             else:
                 number = plgpu.load(page_table.at[here, jax.lax.div(slot, jnp.int32(page))])
-            row = (((number * page + jax.lax.rem(slot, jnp.int32(page))) * kv_heads + h) * 2)[:, None]
+            row = (((number * page + jax.lax.rem(slot, jnp.int32(page))) * kv_heads + h) * 2)[
+                :, None
+            ]
             k = plgpu.load(rows.at[row, d[None, :]], **lanes).astype(query.dtype)
             v = plgpu.load(rows.at[row + 1, d[None, :]], **lanes).astype(query.dtype)
             scores = squash(product(query, k, 1), scale * LOG2_E, soft_cap)
@@ -104,10 +124,14 @@ def prefill_attention(
         )
         if window <= 0:
             state = jax.lax.fori_loop(0, edge, lambda i, state: attend(i, state, False), state)
-        acc, _, total = jax.lax.fori_loop(edge, last, lambda i, state: attend(i, state, True), state)
+        acc, _, total = jax.lax.fori_loop(
+            edge, last, lambda i, state: attend(i, state, True), state
+        )
         value = acc / jnp.where(total == 0, 1.0, total)[:, None] * v_scale
         plgpu.store(out.at[place], value.astype(out.dtype), mask=real)
 
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    run = call(prefill_attention, (kv_heads, blocks), out, setting, interpret, input_output_aliases={6: 0})
+    run = call(
+        prefill_attention, (kv_heads, blocks), out, setting, interpret, input_output_aliases={6: 0}
+    )
     return run(q, rows, page_table, query_start, kv_lens, counts, decoded)

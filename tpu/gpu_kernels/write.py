@@ -1,4 +1,6 @@
-"""The op `norm_rope_write_kv` on NVIDIA GPUs: one launch in place of the norms, the rotation and the KV write."""
+"""The op `norm_rope_write_kv` on NVIDIA GPUs: one launch in place of the norms, the rotation and
+the KV write.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,22 @@ MAX_HEAD_SIZE = 256
 
 
 def takes(
-    qkv: Array, kv: Array, q_weight: Array | None, k_weight: Array | None, cos: Array, sin: Array, slots: Array,
+    qkv: Array, kv: Array, q_weight: Array | None, k_weight: Array | None, cos: Array, sin: Array,
+    slots: Array,
     eps: float, k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> bool:  # fmt: skip
     """What the kernel is for: heads rotated as a whole, a cache of the model's dtype."""
     size = kv.shape[3]
-    return size == 2 * cos.shape[1] <= MAX_HEAD_SIZE and kv.dtype == qkv.dtype and qkv.dtype.name in FLOATS
+    return (
+        size == 2 * cos.shape[1] <= MAX_HEAD_SIZE
+        and kv.dtype == qkv.dtype
+        and qkv.dtype.name in FLOATS
+    )
 
 
 def write(
-    qkv: jax.Array, kv: jax.Array, q_weight: jax.Array | None, k_weight: jax.Array | None, cos: jax.Array,
+    qkv: jax.Array, kv: jax.Array, q_weight: jax.Array | None, k_weight: jax.Array | None,
+    cos: jax.Array,
     sin: jax.Array, slots: jax.Array, eps: float, interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The op; the cache is written in place."""
@@ -46,7 +54,10 @@ def write(
     none = jnp.zeros(1, qkv.dtype)
     weights = none if q_weight is None else q_weight, none if k_weight is None else k_weight
     rows = kv.reshape(-1, size)
-    out = jax.ShapeDtypeStruct((tokens, heads, size), qkv.dtype), jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+    out = (
+        jax.ShapeDtypeStruct((tokens, heads, size), qkv.dtype),
+        jax.ShapeDtypeStruct(rows.shape, rows.dtype),
+    )
     grid = (tokens, (heads + 2 * kv_heads) // block)
     setting = config("norm_rope_write", qkv.dtype.name)
     run = call(norm_rope_write, grid, out, setting, interpret, input_output_aliases={1: 1})
@@ -56,7 +67,8 @@ def write(
 
 def _write(
     heads: int, kv_heads: int, size: int, block: int, eps: float, normed: tuple[bool, bool],
-    qkv: Any, rows: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, slots: Any, q: Any, out: Any,
+    qkv: Any, rows: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, slots: Any, q: Any,
+    out: Any,
 ) -> None:  # fmt: skip
     t, half = pl.program_id(0), size // 2
     head = pl.program_id(1) * block + jnp.arange(block)
@@ -66,7 +78,9 @@ def _write(
     is_q, is_k = first < heads, (first >= heads) & (first < heads + kv_heads)
 
     def take(at: jax.Array) -> jax.Array:
-        return plgpu.load(qkv.at[t, head[:, None], at[None, :]], mask=lanes, other=0.0).astype(jnp.float32)
+        return plgpu.load(qkv.at[t, head[:, None], at[None, :]], mask=lanes, other=0.0).astype(
+            jnp.float32
+        )
 
     def weight(ref: Any, at: jax.Array) -> jax.Array:
         return plgpu.load(ref.at[at], mask=r < half, other=0.0).astype(jnp.float32)
@@ -77,7 +91,11 @@ def _write(
         if has:
             a, b = (
                 # Rounded as the norm rounds, before the rotation.
-                jnp.where(here, (x * scale * weight(ref, at)[None, :]).astype(qkv.dtype).astype(jnp.float32), x)
+                jnp.where(
+                    here,
+                    (x * scale * weight(ref, at)[None, :]).astype(qkv.dtype).astype(jnp.float32),
+                    x,
+                )
                 for x, at in ((a, r), (b, r + half))
             )
     c, s = (plgpu.load(ref.at[t, r], mask=r < half, other=0.0)[None, :] for ref in (cos, sin))
@@ -101,7 +119,8 @@ def _write(
     preferred_on=("cuda",),
 )
 def norm_rope_write_kv(
-    qkv: Array, kv: Array, q_weight: Array | None, k_weight: Array | None, cos: Array, sin: Array, slots: Array,
+    qkv: Array, kv: Array, q_weight: Array | None, k_weight: Array | None, cos: Array, sin: Array,
+    slots: Array,
     eps: float, k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> tuple[Array, Array]:  # fmt: skip
     """See the op."""

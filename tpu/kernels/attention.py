@@ -1,6 +1,8 @@
-"""The op `paged_attention` by Pallas kernels: `pallas` on a TPU, `pallas_interpret` the same source interpreted.
+"""The op `paged_attention` by Pallas kernels: `pallas` on a TPU, `pallas_interpret` the same source
+interpreted.
 
-`pallas_interpret` is for proving and debugging: it runs anywhere, hundreds of times slower than native attention.
+`pallas_interpret` is for proving and debugging: it runs anywhere, hundreds of times slower than
+native attention.
 """
 
 from __future__ import annotations
@@ -16,15 +18,27 @@ from .blocks import BlockSizes, block_sizes
 from .cache import LANES, CacheShape, pack_words, slot_form
 from .decode import decode_attention
 from .mixed import mixed_attention
-from .target import answer, on_tpu, refused_memory, refused_scalars, refused_size, refused_words, target_kind
+from .target import (
+    answer,
+    on_tpu,
+    refused_memory,
+    refused_scalars,
+    refused_size,
+    refused_words,
+    target_kind,
+)
 
 
 def attend(
-    q: jax.Array, kv: jax.Array, page_table: jax.Array, query_start: jax.Array, kv_lens: jax.Array, counts: jax.Array,
-    scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: float, v_scale: float, interpret: Any,
+    q: jax.Array, kv: jax.Array, page_table: jax.Array, query_start: jax.Array, kv_lens: jax.Array,
+    counts: jax.Array,
+    scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: float, v_scale: float,
+    interpret: Any,
     blocks: Any = None,
 ) -> jax.Array:  # fmt: skip
-    """The op, with the block sizes of the device kind (or `blocks`); `interpret` as pallas_call takes it."""
+    """The op, with the block sizes of the device kind (or `blocks`); `interpret` as pallas_call
+    takes it.
+    """
     page, kv_heads, hdim = kv.shape[1], kv.shape[2] // 2, kv.shape[3]
     tokens, requests = q.shape[0], page_table.shape[0]
     count, lanes = slot_form(kv_heads, hdim, kv.dtype)
@@ -35,7 +49,8 @@ def attend(
     if interpret is not False and interpret is not True:
         rows = pack_words(rows)  # TPU interpret mode cannot look at a cache as words
     common = {
-        "scale": scale * k_scale, "window": window, "soft_cap": soft_cap, "v_scale": v_scale, "interpret": interpret,
+        "scale": scale * k_scale, "window": window, "soft_cap": soft_cap, "v_scale": v_scale,
+        "interpret": interpret,
         "vmem": sizes.vmem_bytes,
     }  # fmt: skip
 
@@ -64,31 +79,58 @@ def attend(
 
 
 def takes(
-    q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array, scale: float,
+    q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
+    scale: float,
     window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> bool | Refusal:  # fmt: skip
     """What the kernels take where they are interpreted."""
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return Refusal(f"queries are {q.dtype}: float32 or bfloat16 are taken")
     if kv.dtype not in (q.dtype, jnp.int8, jnp.float8_e4m3fn):
-        return Refusal(f"the cache is {kv.dtype}: {q.dtype} (as the queries are), int8 or float8_e4m3fn are taken")
+        return Refusal(
+            f"the cache is {kv.dtype}: {q.dtype} (as the queries are), int8 or float8_e4m3fn are "
+            "taken"
+        )
     hint = "larger pages (page_size), fewer requests (max_num_seqs) or a smaller max_model_len"
-    return answer(refused_words(kv, kv.shape[1], "a page"), refused_scalars("the page table", hint, *page_table.shape))
+    return answer(
+        refused_words(kv, kv.shape[1], "a page"),
+        refused_scalars("the page table", hint, *page_table.shape),
+    )
 
 
 def compiles(
-    q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array, scale: float,
+    q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
+    scale: float,
     window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> bool | Refusal:  # fmt: skip
     """What the kernels take on a TPU."""
     kind = target_kind()
-    given = q, kv, page_table, query_start, kv_lens, counts, scale, window, soft_cap, max_query_len, k_scale, v_scale
+    given = (
+        q,
+        kv,
+        page_table,
+        query_start,
+        kv_lens,
+        counts,
+        scale,
+        window,
+        soft_cap,
+        max_query_len,
+        k_scale,
+        v_scale,
+    )
     sizes = block_sizes(kind, kv.dtype, kv.shape[2] // 2, kv.shape[3])
-    return answer(refused_size(kv), refused_memory(kind, vmem_need(sizes, q, kv, max_query_len)), takes(*given))
+    return answer(
+        refused_size(kv),
+        refused_memory(kind, vmem_need(sizes, q, kv, max_query_len)),
+        takes(*given),
+    )
 
 
 def vmem_need(sizes: BlockSizes, q: Any, kv: Any, max_query_len: int) -> dict[str, int]:
-    """Bytes of vector memory of the larger kernel: pages, the state of the softmax, queries and results."""
+    """Bytes of vector memory of the larger kernel: pages, the state of the softmax, queries and
+    results.
+    """
     page, kv_heads = kv.shape[1], kv.shape[2] // 2
     rows, lanes = slot_form(kv_heads, kv.shape[3], kv.dtype)
     shape = CacheShape(page, kv_heads, rows, lanes, jnp.dtype(kv.dtype), 1)
@@ -97,7 +139,12 @@ def vmem_need(sizes: BlockSizes, q: Any, kv: Any, max_query_len: int) -> dict[st
     def need(block: int, states: int, queries: int) -> dict[str, int]:
         slots = max(1, block // page) * page
         return {
-            "two blocks of pages": 2 * slots * rows * -(-lanes // LANES) * LANES * jnp.dtype(kv.dtype).itemsize,
+            "two blocks of pages": 2
+            * slots
+            * rows
+            * -(-lanes // LANES)
+            * LANES
+            * jnp.dtype(kv.dtype).itemsize,
             "softmax": states * (2 * LANES + hdim) * 4,
             "queries and results": 4 * queries * heads * hdim * jnp.dtype(q.dtype).itemsize,
         }
@@ -106,7 +153,9 @@ def vmem_need(sizes: BlockSizes, q: Any, kv: Any, max_query_len: int) -> dict[st
     if max_query_len == 1:
         return decode
     tokens = min(sizes.mixed_tokens, q.shape[0])
-    return max(decode, need(sizes.mixed_kv, tokens * heads, tokens), key=lambda parts: sum(parts.values()))
+    return max(
+        decode, need(sizes.mixed_kv, tokens * heads, tokens), key=lambda parts: sum(parts.values())
+    )
 
 
 @implement(
@@ -114,21 +163,47 @@ def vmem_need(sizes: BlockSizes, q: Any, kv: Any, max_query_len: int) -> dict[st
     preferred_on=("tpu",), required_on=("tpu",),
 )  # fmt: skip
 def paged_attention(
-    q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array, scale: float,
+    q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
+    scale: float,
     window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> Array:  # fmt: skip
     """See the op."""
     return attend(
-        q, kv, page_table, query_start, kv_lens, counts, scale, window, soft_cap, max_query_len, k_scale, v_scale, False
+        q,
+        kv,
+        page_table,
+        query_start,
+        kv_lens,
+        counts,
+        scale,
+        window,
+        soft_cap,
+        max_query_len,
+        k_scale,
+        v_scale,
+        False,
     )
 
 
 @implement("paged_attention", provider="pallas_interpret", framework="jax", supports_args=takes)
 def interpreted_attention(
-    q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array, scale: float,
+    q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
+    scale: float,
     window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> Array:  # fmt: skip
     """See the op."""
     return attend(
-        q, kv, page_table, query_start, kv_lens, counts, scale, window, soft_cap, max_query_len, k_scale, v_scale, True
+        q,
+        kv,
+        page_table,
+        query_start,
+        kv_lens,
+        counts,
+        scale,
+        window,
+        soft_cap,
+        max_query_len,
+        k_scale,
+        v_scale,
+        True,
     )

@@ -1,7 +1,8 @@
-"""Block sizes of the attention kernels, from `blocks.json`: by device kind and cache, else by kind, else `default`.
+"""Block sizes of the attention kernels, from `blocks.json`: by device kind and cache, else by kind,
+else `default`.
 
-`scripts/rank_blocks.py` makes the entries, by static cost: none was timed on a TPU. The entry `none` is for
-interpreters, where small blocks meet more of the cases that blocks make.
+`scripts/rank_blocks.py` makes the entries, by static cost: none was timed on a TPU. The entry
+`none` is for interpreters, where small blocks meet more of the cases that blocks make.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ TABLE = Path(__file__).with_name("blocks.json")
 
 @dataclass(frozen=True, slots=True)
 class BlockSizes:
-    """Tokens of the cache that are read at once (a page at least), and requests or query tokens of a grid step.
+    """Tokens of the cache that are read at once (a page at least), and requests or query tokens of
+    a grid step.
 
     `decode_step`, `mixed_step`: tokens of a block whose K and V are held in registers at a time.
     `vmem_mib`: the limit that the compiler is given, None for its own.
@@ -38,7 +40,9 @@ class BlockSizes:
 
 
 def entry(kind: str, dtype: Any, kv_heads: int, hdim: int) -> str:
-    """The name of the entry for a device kind such as `TPU v5 lite` and what a device holds of a slot of the cache."""
+    """The name of the entry for a device kind such as `TPU v5 lite` and what a device holds of a
+    slot of the cache.
+    """
     return f"{kind}, {dtype}, {kv_heads} heads of {hdim}"
 
 
@@ -46,5 +50,7 @@ def entry(kind: str, dtype: Any, kv_heads: int, hdim: int) -> str:
 def block_sizes(kind: str, dtype: Any = "", kv_heads: int = 0, hdim: int = 0) -> BlockSizes:
     """The sizes for a device kind and cache."""
     table = json.loads(TABLE.read_text())
-    known = [name for name in (entry(kind, dtype, kv_heads, hdim), kind, "default") if name in table]
+    known = [
+        name for name in (entry(kind, dtype, kv_heads, hdim), kind, "default") if name in table
+    ]
     return BlockSizes(**table[known[0]])

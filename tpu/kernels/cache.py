@@ -1,12 +1,15 @@
-"""How kernels read the paged cache: pages by DMA into a double buffer, then K and V of one head out of it.
+"""How kernels read the paged cache: pages by DMA into a double buffer, then K and V of one head out
+of it.
 
-A page [slot 2*kvhead hdim] is copied whole, as rows of at most 128 lanes (`slot_form`): a head of 256 is two rows of
-128, and K and V of a head of 64 share one. In the buffer, rows of a narrow dtype lie packed in 32-bit words, 2
-(bfloat16) or 4 (int8, float8) rows to a word, and a strided load of words takes one row of each slot.
+A page [slot 2*kvhead hdim] is copied whole, as rows of at most 128 lanes (`slot_form`): a head of
+256 is two rows of 128, and K and V of a head of 64 share one. In the buffer, rows of a narrow dtype
+lie packed in 32-bit words, 2 (bfloat16) or 4 (int8, float8) rows to a word, and a strided load of
+words takes one row of each slot.
 
-The rules that let one source be interpreted, and compiled for every TPU: flat buffers, strided `pl.ds` loads, bitcasts
-of values. One view is not a value: the cache in HBM is read as words (`words_of`). The generic interpreter follows that
-bitcast; TPU interpret mode does not, and gets a cache that is words already (`pack_words`).
+The rules that let one source be interpreted, and compiled for every TPU: flat buffers, strided
+`pl.ds` loads, bitcasts of values. One view is not a value: the cache in HBM is read as words
+(`words_of`). The generic interpreter follows that bitcast; TPU interpret mode does not, and gets a
+cache that is words already (`pack_words`).
 """
 
 from __future__ import annotations
@@ -24,14 +27,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
 UNROLLED = 8
-"""Pages of a block whose copies stand one by one in a kernel's text: more are a loop, which takes longer a page."""
+"""Pages of a block whose copies stand one by one in a kernel's text: more are a loop, which
+takes longer a page.
+"""
 
 
 def slot_form(kv_heads: int, hdim: int, dtype: Any) -> tuple[int, int]:
     """(rows, lanes) in which a slot's 2*kvhead*hdim entries are held, in their order.
 
-    Lanes of a TPU come by 128: other rows take that space too. Heads of 64 are held two to a row (K and V of a head),
-    if a slot is then still made of whole 32-bit words, without which it could not be written alone.
+    Lanes of a TPU come by 128: other rows take that space too. Heads of 64 are held two to a row (K
+    and V of a head), if a slot is then still made of whole 32-bit words, without which it could not
+    be written alone.
     """
     if hdim % LANES == 0:
         return 2 * kv_heads * hdim // LANES, LANES
@@ -41,17 +47,20 @@ def slot_form(kv_heads: int, hdim: int, dtype: Any) -> tuple[int, int]:
 
 
 def slot_dims(kv_heads: int, hdim: int, dtype: Any) -> tuple[int, int, int]:
-    """(words, rows in a word, lanes) of a slot: the last two are a tile of a TPU's memory: no padding."""
+    """(words, rows in a word, lanes) of a slot: the last two are a tile of a TPU's memory: no
+    padding.
+    """
     rows, lanes = slot_form(kv_heads, hdim, dtype)
     packing = math.gcd(rows, 4 // jnp.dtype(dtype).itemsize)
     return rows // packing, packing, lanes
 
 
 def typical_length(pages: int, page: int, window: int) -> int:
-    """Tokens of the cache that a query sees, for cost estimates: an eighth of what the table holds, or the window.
+    """Tokens of the cache that a query sees, for cost estimates: an eighth of what the table holds,
+    or the window.
 
-    XLA hides transfers between devices behind kernels by these estimates. With full tables it would take attention for
-    so long that any transfer fits behind it.
+    XLA hides transfers between devices behind kernels by these estimates. With full tables it would
+    take attention for so long that any transfer fits behind it.
     """
     typical = max(page, pages * page // 8)
     return min(typical, window) if window else typical
@@ -59,10 +68,12 @@ def typical_length(pages: int, page: int, window: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a kernel knows of the cache when it is traced. `block_pages`: pages that are read and computed at once.
+    """What a kernel knows of the cache when it is traced. `block_pages`: pages that are read and
+    computed at once.
 
-    `rows` and `lanes` are a slot's, `hdim` what a kernel takes for the size of a head: where K and V share a row, it
-    multiplies both with queries that are 0 in V's lanes, and both with the weights.
+    `rows` and `lanes` are a slot's, `hdim` what a kernel takes for the size of a head: where K and
+    V share a row, it multiplies both with queries that are 0 in V's lanes, and both with the
+    weights.
     """
 
     page: int
@@ -99,7 +110,9 @@ class CacheShape:
 
     @property
     def period(self) -> int:
-        """Tokens after which rows stand at the same place in a word: 2 for an odd number of heads in 8 bits."""
+        """Tokens after which rows stand at the same place in a word: 2 for an odd number of
+        heads in 8 bits.
+        """
         return self.packing // math.gcd(self.rows, self.packing)
 
     @property
@@ -123,7 +136,9 @@ class CacheShape:
 
 
 def quotient(x: Any, n: int) -> Any:
-    """x // n for x >= 0: a shift where n is a power of two, and not the five instructions of a signed division."""
+    """x // n for x >= 0: a shift where n is a power of two, and not the five instructions of a
+    signed division.
+    """
     return x >> (n.bit_length() - 1) if n & (n - 1) == 0 else lax.div(x, n)
 
 
@@ -139,7 +154,9 @@ def either(which: Any, this: tuple[Any, Any], that: tuple[Any, Any]) -> tuple[An
 
 
 def pack_words(rows: jax.Array) -> jax.Array:
-    """rows [page row lane] of 8 or 16 bits as words [page row/packing lane] uint32: what a TPU's memory holds."""
+    """rows [page row lane] of 8 or 16 bits as words [page row/packing lane] uint32: what a TPU's
+    memory holds.
+    """
     bits = jnp.dtype(rows.dtype).itemsize * 8
     if bits == 32:
         return rows
@@ -158,10 +175,11 @@ def words_of(kv_hbm: Any, cache: CacheShape) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Reads blocks of one cache. `table` is the page table, flat in SMEM, with `width` entries for a request.
+    """Reads blocks of one cache. `table` is the page table, flat in SMEM, with `width` entries for
+    a request.
 
-    Of block j of a request, the pages are read that hold a slot that is `wanted`; the rest of the buffer keeps
-    what it held. What is started must be waited for with the same numbers.
+    Of block j of a request, the pages are read that hold a slot that is `wanted`; the rest of the
+    buffer keeps what it held. What is started must be waited for with the same numbers.
     """
 
     cache: CacheShape
@@ -172,12 +190,17 @@ class Pages:
     sems: Any
 
     def wanted(self, first: Any, length: Any) -> tuple[Any, Any]:
-        """The pages, counted from a request's first, that hold a slot from `first` up to `length`: first, last + 1."""
+        """The pages, counted from a request's first, that hold a slot from `first` up to
+        `length`: first, last + 1.
+        """
         page = self.cache.page
         return quotient(first, page), quotient(length + page - 1, page)
 
-    def start(self, request: Any, j: Any, wanted: tuple[Any, Any], half: Any, *, once: bool = False) -> None:
-        """Start the copies of block j of a request into a half of the buffer: those of its pages that are `wanted`.
+    def start(
+        self, request: Any, j: Any, wanted: tuple[Any, Any], half: Any, *, once: bool = False
+    ) -> None:
+        """Start the copies of block j of a request into a half of the buffer: those of its pages
+        that are `wanted`.
 
         `once`: as a loop, which takes longer a page and has less text.
         """
@@ -187,7 +210,9 @@ class Pages:
 
         def one(i: Any, carry: None) -> None:
             target = self.buffer.at[half, pl.ds(pl.multiple_of(i * size, size), size), :]
-            pltpu.make_async_copy(self.kv.at[self.table[base + i]], target, self.sems.at[half]).start()
+            pltpu.make_async_copy(
+                self.kv.at[self.table[base + i]], target, self.sems.at[half]
+            ).start()
 
         if once or cache.block_pages > UNROLLED:
             lax.fori_loop(low, high, one, None)
@@ -196,7 +221,9 @@ class Pages:
             pl.when((low <= i) & (i < high))(partial(one, i, None))
 
     def wait(self, j: Any, wanted: tuple[Any, Any], half: Any) -> None:
-        """Wait for them, one page at least: for as many bytes, which a semaphore counts, in powers of two of pages."""
+        """Wait for them, one page at least: for as many bytes, which a semaphore counts, in
+        powers of two of pages.
+        """
         cache = self.cache
         low, high = self._inside(j, wanted)
         for bit in range(cache.block_pages.bit_length()):
@@ -221,18 +248,22 @@ class Pages:
             place = pl.ds(pl.multiple_of(k * tile, tile), tile)
             old = self.buffer[half, place, :]
             word = k * tile + lax.broadcasted_iota(jnp.int32, old.shape, 0)
-            self.buffer[half, place, :] = _keep(old, word, low * rows, high * rows, cache.packing, cache.period == 1)
+            self.buffer[half, place, :] = _keep(
+                old, word, low * rows, high * rows, cache.packing, cache.period == 1
+            )
 
         if not isinstance(low, int):
             inside = quotient(low * rows, tile * cache.packing)
             lax.fori_loop(0, jnp.where(low > 0, inside + 1, 0), clean, None)
         lax.fori_loop(quotient(high * rows, tile * cache.packing), words // tile, clean, None)
 
-    def head(self, half: Any, h: int, tokens: tuple[int, int], dtype: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+    def head(
+        self, half: Any, h: int, tokens: tuple[int, int], dtype: Any
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """K and V of head h, of tokens (start, stop) of the buffer: each its chunks [token lane].
 
-        Words that hold both are loaded once, which is what the kernels do most. Tokens come in the order of
-        `token_order`.
+        Words that hold both are loaded once, which is what the kernels do most. Tokens come in the
+        order of `token_order`.
         """
         cache = self.cache
         start, stop = tokens
@@ -265,8 +296,12 @@ def token_order(cache: CacheShape, shape: tuple[int, int], tokens: tuple[int, in
     return start + lax.rem(column, part) * cache.period + lax.div(column, part)
 
 
-def _keep(old: jax.Array, word: jax.Array, low: Any, high: Any, packing: int, whole: bool) -> jax.Array:
-    """`old` with zeros where a word's rows are not in low..high; `whole`: no word is partly in it."""
+def _keep(
+    old: jax.Array, word: jax.Array, low: Any, high: Any, packing: int, whole: bool
+) -> jax.Array:
+    """`old` with zeros where a word's rows are not in low..high; `whole`: no word is partly in
+    it.
+    """
     if whole:
         inside = word < quotient(high, packing)
         if not isinstance(low, int):
@@ -279,7 +314,9 @@ def _keep(old: jax.Array, word: jax.Array, low: Any, high: Any, packing: int, wh
 
 def _below(count: jax.Array, packing: int, bits: int) -> jax.Array:
     """A mask of the first `count` rows of a word."""
-    partial = (jnp.uint32(1) << (jnp.clip(count, 0, packing - 1) * bits).astype(jnp.uint32)) - jnp.uint32(1)
+    partial = (
+        jnp.uint32(1) << (jnp.clip(count, 0, packing - 1) * bits).astype(jnp.uint32)
+    ) - jnp.uint32(1)
     return jnp.where(count >= packing, jnp.uint32(0xFFFFFFFF), partial)
 
 

@@ -1,8 +1,9 @@
 """Attention of a decode step: one query for each request.
 
-The work is a list of (request, block of its pages), taken in order; while one block is computed, the next one, of this
-request or the following, is on its way from HBM. Heads whose queries do not fill a register's 8 rows are computed
-together: each K is multiplied with the rows of all of them, and each row keeps what is its own.
+The work is a list of (request, block of its pages), taken in order; while one block is computed,
+the next one, of this request or the following, is on its way from HBM. Heads whose queries do not
+fill a register's 8 rows are computed together: each K is multiplied with the rows of all of them,
+and each row keeps what is its own.
 """
 
 from __future__ import annotations
@@ -16,14 +17,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .cache import LANES, CacheShape, Pages, either, quotient, since, token_order, typical_length, words_of
+from .cache import (
+    LANES,
+    CacheShape,
+    Pages,
+    either,
+    quotient,
+    since,
+    token_order,
+    typical_length,
+    words_of,
+)
 from .softmax import MASKED, START, capped, dot, repeat, update
 
 SUBLANES = 8
 
 
 def head_groups(kv_heads: int, group: int) -> list[tuple[int, int]]:
-    """(first, last + 1) KV heads that are computed together: as many as fill 8 rows with `group` queries each."""
+    """(first, last + 1) KV heads that are computed together: as many as fill 8 rows with `group`
+    queries each.
+    """
     size = max(1, SUBLANES // group)
     return [(h, min(h + size, kv_heads)) for h in range(0, kv_heads, size)]
 
@@ -44,9 +57,11 @@ def decode_attention(
     vmem: int | None,
     interpret: Any,
 ) -> jax.Array:
-    """q [req head hdim] over kv [page row lane] -> [req head hdim]; lengths [req] is 0 where there is no request.
+    """q [req head hdim] over kv [page row lane] -> [req head hdim]; lengths [req] is 0 where there
+    is no request.
 
-    Requests with a length stand first. table [req page]. `step`: tokens of a block whose K and V are held at a time.
+    Requests with a length stand first. table [req page]. `step`: tokens of a block whose K and V
+    are held at a time.
     """
     requests, heads, hdim = q.shape
     padded = -(-requests // block_requests) * block_requests
@@ -56,7 +71,8 @@ def decode_attention(
     groups = len(head_groups(cache.kv_heads, group))
     rows = -(-group // SUBLANES) * SUBLANES
     kernel = partial(
-        _kernel, cache=cache, width=table.shape[1], scale=scale, window=window, soft_cap=soft_cap, v_scale=v_scale,
+        _kernel, cache=cache, width=table.shape[1], scale=scale, window=window, soft_cap=soft_cap,
+        v_scale=v_scale,
         step=step,
     )  # fmt: skip
     spec = pl.BlockSpec((block_requests, heads, hdim), lambda i, *_: (i, 0, 0))
@@ -78,7 +94,9 @@ def decode_attention(
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem
+        ),
         cost_estimate=pl.CostEstimate(
             flops=4 * seen * heads * hdim,
             bytes_accessed=read + 2 * q.size * q.dtype.itemsize + table.size * 4,
@@ -139,7 +157,12 @@ def _kernel(
         def block(j: Any, half: Any) -> Any:
             end = j + 1 == last
             next_j = jnp.where(end, quotient(next_first, cache.block), j + 1)
-            pages.start(begin + r + end.astype(jnp.int32), next_j, either(end, next_wanted, wanted), 1 - half)
+            pages.start(
+                begin + r + end.astype(jnp.int32),
+                next_j,
+                either(end, next_wanted, wanted),
+                1 - half,
+            )
             pages.wait(j, wanted, half)
             low = since(first, j * cache.block)
             high = jnp.minimum(length - j * cache.block, cache.block)
@@ -150,11 +173,17 @@ def _kernel(
 
             for n, (h, stop) in enumerate(head_groups(cache.kv_heads, group)):
                 rows = (stop - h) * group
-                state = (m_ref.at[n, pl.ds(0, rows)], l_ref.at[n, pl.ds(0, rows)], acc_ref.at[n, :, pl.ds(0, rows)])
+                state = (
+                    m_ref.at[n, pl.ds(0, rows)],
+                    l_ref.at[n, pl.ds(0, rows)],
+                    acc_ref.at[n, :, pl.ds(0, rows)],
+                )
                 q = q_ref[r, pl.ds(h * group, rows), :]
                 for t in range(0, cache.block, step):
                     tokens = t, min(t + step, cache.block)
-                    _attend(pages, half, q, range(h, stop), tokens, low, high, scale, soft_cap, *state)
+                    _attend(
+                        pages, half, q, range(h, stop), tokens, low, high, scale, soft_cap, *state
+                    )
             return 1 - half
 
         half = lax.fori_loop(quotient(first, cache.block), last, block, half)
@@ -162,7 +191,10 @@ def _kernel(
             rows = (stop - h) * group
             total = l_ref[n, :rows, :]
             factor = v_scale / jnp.where(total == 0.0, 1.0, total)
-            parts = [acc_ref[n, c, :rows, :] * repeat(factor, cache.lanes) for c in range(len(cache.chunks))]
+            parts = [
+                acc_ref[n, c, :rows, :] * repeat(factor, cache.lanes)
+                for c in range(len(cache.chunks))
+            ]
             out = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
             o_ref[r, pl.ds(h * group, rows), :] = out.astype(o_ref.dtype)
         return half
@@ -171,10 +203,13 @@ def _kernel(
 
 
 def _attend(
-    pages: Pages, half: Any, q: jax.Array, heads: range, tokens: tuple[int, int], low: Any, high: Any, scale: float,
+    pages: Pages, half: Any, q: jax.Array, heads: range, tokens: tuple[int, int], low: Any,
+    high: Any, scale: float,
     soft_cap: float, m_ref: Any, l_ref: Any, acc_ref: Any,
 ) -> None:  # fmt: skip
-    """Take those of some tokens of a block that are in low..high into the state of heads with queries q [row hdim]."""
+    """Take those of some tokens of a block that are in low..high into the state of heads with
+    queries q [row hdim].
+    """
     cache, rows = pages.cache, q.shape[0]
     pairs = [pages.head(half, h, tokens, q.dtype) for h in heads]
 

@@ -1,8 +1,10 @@
-"""Attention of a step whose requests have any number of queries: blocks of the token row by blocks of the cache.
+"""Attention of a step whose requests have any number of queries: blocks of the token row by blocks
+of the cache.
 
-The work is a list of (block of tokens, request that has tokens in it, block of its pages), taken in order; while one
-item is computed, the next one's pages are on their way. Rows of a token block that belong to another request see
-nothing of this one, so the state of all its requests lies side by side.
+The work is a list of (block of tokens, request that has tokens in it, block of its pages), taken in
+order; while one item is computed, the next one's pages are on their way. Rows of a token block that
+belong to another request see nothing of this one, so the state of all its requests lies side by
+side.
 """
 
 from __future__ import annotations
@@ -16,7 +18,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .cache import LANES, CacheShape, Pages, either, quotient, since, token_order, typical_length, words_of
+from .cache import (
+    LANES,
+    CacheShape,
+    Pages,
+    either,
+    quotient,
+    since,
+    token_order,
+    typical_length,
+    words_of,
+)
 from .softmax import MASKED, START, capped, dot, repeat, update
 
 
@@ -38,9 +50,11 @@ def mixed_attention(
     vmem: int | None,
     interpret: Any,
 ) -> jax.Array:
-    """q [tok head hdim] over kv [page row lane] -> [tok head hdim]; 0 but for requests counts[0] <= i < counts[1].
+    """q [tok head hdim] over kv [page row lane] -> [tok head hdim]; 0 but for requests counts[0] <=
+    i < counts[1].
 
-    table [req page]; query_start [req+1]; kv_lens [req]. `step`: tokens of a block whose K and V are held at a time.
+    table [req page]; query_start [req+1]; kv_lens [req]. `step`: tokens of a block whose K and V
+    are held at a time.
     """
     tokens, heads, hdim = q.shape
     group, kv_heads = heads // cache.kv_heads, cache.kv_heads
@@ -49,12 +63,14 @@ def mixed_attention(
     # Queries that share a KV head become rows of one matrix.
     q = q.reshape(-1, kv_heads, group, hdim).transpose(1, 0, 2, 3).reshape(kv_heads, -1, hdim)
     edges = jnp.arange(blocks, dtype=jnp.int32) * block_tokens
-    # The first request with a token in each block; requests with one query, which stand first, are not done here.
+    # The first request with a token in each block; requests with one query, which stand first, are
+    # not done here.
     first = jnp.searchsorted(query_start[1:], edges, side="right").astype(jnp.int32)
     first = jnp.maximum(first, counts[0])
     rows = block_tokens * group
     kernel = partial(
-        _kernel, cache=cache, width=table.shape[1], scale=scale, window=window, soft_cap=soft_cap, v_scale=v_scale,
+        _kernel, cache=cache, width=table.shape[1], scale=scale, window=window, soft_cap=soft_cap,
+        v_scale=v_scale,
         block_tokens=block_tokens, held=step,
     )  # fmt: skip
     spec = pl.BlockSpec((kv_heads, rows, hdim), lambda i, *_: (0, i, 0))
@@ -76,7 +92,9 @@ def mixed_attention(
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem
+        ),
         cost_estimate=pl.CostEstimate(
             flops=4 * tokens * length * heads * hdim,
             bytes_accessed=read + 2 * q.size * q.dtype.itemsize + table.size * 4,
@@ -85,13 +103,19 @@ def mixed_attention(
         interpret=interpret,
         name="mixed_attention",
     )(query_start, kv_lens, jnp.minimum(first, table.shape[0]), counts, table.reshape(-1), q, kv)
-    return out.reshape(kv_heads, -1, group, hdim).transpose(1, 0, 2, 3).reshape(-1, heads, hdim)[:tokens]
+    return (
+        out.reshape(kv_heads, -1, group, hdim)
+        .transpose(1, 0, 2, 3)
+        .reshape(-1, heads, hdim)[:tokens]
+    )
 
 
 def _kernel(
-    query_start: Any, kv_lens: Any, first_request: Any, counts: Any, table: Any, q_ref: Any, kv_hbm: Any, o_ref: Any,
+    query_start: Any, kv_lens: Any, first_request: Any, counts: Any, table: Any, q_ref: Any,
+    kv_hbm: Any, o_ref: Any,
     buffer: Any, sems: Any, m_ref: Any, l_ref: Any, acc_ref: Any, state_ref: Any, *,
-    cache: CacheShape, width: int, scale: float, window: int, soft_cap: float, v_scale: float, block_tokens: int,
+    cache: CacheShape, width: int, scale: float, window: int, soft_cap: float, v_scale: float,
+    block_tokens: int,
     held: int,
 ) -> None:  # fmt: skip
     pages = Pages(cache, table, width, words_of(kv_hbm, cache), buffer, sems)
@@ -138,7 +162,8 @@ def _kernel(
         first, length = span(i, step)
         last = quotient(length + cache.block - 1, cache.block)
         wanted = pages.wanted(first, length)
-        # What follows this request: the next one in this block of tokens, or the first one of the next block.
+        # What follows this request: the next one in this block of tokens, or the first one of the
+        # next block.
         here = valid(i + 1, step)
         next_step = jnp.where(here, step, step + 1)
         next_i = jnp.where(here, i + 1, first_request[jnp.minimum(step + 1, steps - 1)])
@@ -151,7 +176,9 @@ def _kernel(
         def block(j: Any, half: Any) -> Any:
             end = j + 1 == last
             next_j = jnp.where(end, quotient(next_first, cache.block), j + 1)
-            pages.start(jnp.where(end, next_i, i), next_j, either(end, next_wanted, wanted), 1 - half)
+            pages.start(
+                jnp.where(end, next_i, i), next_j, either(end, next_wanted, wanted), 1 - half
+            )
             pages.wait(j, wanted, half)
             low = since(first, j * cache.block)
             high = jnp.minimum(length - j * cache.block, cache.block)
@@ -160,15 +187,22 @@ def _kernel(
             def _() -> None:
                 pages.clear(half, low, high)
 
-            # The position of a row's query, counted from the block's first slot; rows of other requests see nothing.
-            token = step * block_tokens + lax.div(lax.broadcasted_iota(jnp.int32, (rows, 1), 0), group)
+            # The position of a row's query, counted from the block's first slot; rows of other
+            # requests see nothing.
+            token = step * block_tokens + lax.div(
+                lax.broadcasted_iota(jnp.int32, (rows, 1), 0), group
+            )
             mine = (token >= query_start[i]) & (token < query_start[i + 1])
-            position = jnp.where(mine, token + (kv_lens[i] - query_start[i + 1] - j * cache.block), -1)
+            position = jnp.where(
+                mine, token + (kv_lens[i] - query_start[i + 1] - j * cache.block), -1
+            )
             for h in range(kv_heads):
                 state = (m_ref.at[h], l_ref.at[h], acc_ref.at[h])
                 for t in range(0, cache.block, held):
                     tokens = t, min(t + held, cache.block)
-                    _attend(pages, half, h, q_ref[h], tokens, position, scale, window, soft_cap, *state)
+                    _attend(
+                        pages, half, h, q_ref[h], tokens, position, scale, window, soft_cap, *state
+                    )
             return 1 - half
 
         return here, i + 1, lax.fori_loop(quotient(first, cache.block), last, block, half)
@@ -182,10 +216,13 @@ def _kernel(
 
 
 def _attend(
-    pages: Pages, half: Any, h: int, q: jax.Array, tokens: tuple[int, int], position: jax.Array, scale: float,
+    pages: Pages, half: Any, h: int, q: jax.Array, tokens: tuple[int, int], position: jax.Array,
+    scale: float,
     window: int, soft_cap: float, m_ref: Any, l_ref: Any, acc_ref: Any,
 ) -> None:  # fmt: skip
-    """Take tokens of a block into the state of KV head h, whose queries are q [row hdim] at position [row 1]."""
+    """Take tokens of a block into the state of KV head h, whose queries are q [row hdim] at
+    position [row 1].
+    """
     cache = pages.cache
     keys, values = pages.head(half, h, tokens, q.dtype)
     places = zip(cache.chunks, keys, strict=True)

@@ -1,4 +1,6 @@
-"""The online softmax of attention kernels: float32 state in VMEM, one value to a row, repeated over 128 lanes."""
+"""The online softmax of attention kernels: float32 state in VMEM, one value to a row, repeated
+over 128 lanes.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,17 @@ from jax import lax
 
 from .cache import LANES
 
-# Masked scores lie so far below the initial maximum that their weight is 0 even in a row that has seen nothing.
+# Masked scores lie so far below the initial maximum that their weight is 0 even in a row that has
+# seen nothing.
 START = -1e30
 MASKED = -2e30
 LOG2_E = 1.4426950408889634
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """a by b over one axis of each, summed in float32; float32 is multiplied in as many passes as it needs."""
+    """a by b over one axis of each, summed in float32; float32 is multiplied in as many passes
+    as it needs.
+    """
     precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
@@ -32,16 +37,20 @@ def repeat(x: jax.Array, width: int) -> jax.Array:
 
 
 def capped(products: jax.Array, scale: float, soft_cap: float) -> tuple[jax.Array, float]:
-    """Scores and the factor that they lack, to powers of 2: s = scale * products, or c tanh(s / c) for c > 0."""
+    """Scores and the factor that they lack, to powers of 2: s = scale * products, or c tanh(s /
+    c) for c > 0.
+    """
     if soft_cap > 0:
         return soft_cap * jnp.tanh(products * (scale / soft_cap)), LOG2_E
     return products, scale * LOG2_E
 
 
 def update(scores: jax.Array, factor: float, m_ref: Any, l_ref: Any) -> tuple[jax.Array, jax.Array]:
-    """Take scores [row token] into maximum and sum [row 128] -> (weights [row token], decay [row 128]), float32.
+    """Take scores [row token] into maximum and sum [row 128] -> (weights [row token], decay [row
+    128]), float32.
 
-    A weight is 2^(factor * score): one product for each score does for the scale and for the base of the power.
+    A weight is 2^(factor * score): one product for each score does for the scale and for the base
+    of the power.
     """
     before = m_ref[...]
     maximum = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))

@@ -1,4 +1,6 @@
-"""What the kernels take: by the device that is lowered for, and by arithmetic on what a core's memories hold."""
+"""What the kernels take: by the device that is lowered for, and by arithmetic on what a core's
+memories hold.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def refused_words(kv: Any, slots: int, what: str) -> Refusal | None:
     if slots * size % 4 == 0:
         return None
     return Refusal(
-        f"{what} is {slots * rows} rows of {jnp.dtype(kv.dtype).itemsize} B ({kv.shape[2] // 2} KV heads of "
+        f"{what} is {slots * rows} rows of {jnp.dtype(kv.dtype).itemsize} B "
+        f"({kv.shape[2] // 2} KV "
+        "heads of "
         f"{kv.shape[3]}), no whole number of 4 B words"
     )
 
@@ -58,20 +62,30 @@ def refused_scalars(what: str, hint: str, *dims: int) -> Refusal | None:
     if size <= SCALAR_MEMORY_FOR_TABLES:
         return None
     need = f"{' * '.join(map(str, dims))} * 4 B = {size} B"
-    return Refusal(f"{what} takes {need} of scalar memory, allowed are {SCALAR_MEMORY_FOR_TABLES} B: {hint}")
+    return Refusal(
+        f"{what} takes {need} of scalar memory, allowed are {SCALAR_MEMORY_FOR_TABLES} B: {hint}"
+    )
 
 
 def refused_memory(kind: str, need: dict[str, int]) -> Refusal | None:
-    """Why `need`, bytes by what for, exceeds the vector memory of a kind of device, or that the kind is not known."""
+    """Why `need`, bytes by what for, exceeds the vector memory of a kind of device, or that the
+    kind is not known.
+    """
     chip = BY_KIND.get(kind)
     if chip is None:
-        return Refusal(f"vector memory of {kind} is not known: known are {', '.join(BY_KIND)} (tpu/chips.py)")
+        return Refusal(
+            f"vector memory of {kind} is not known: known are {', '.join(BY_KIND)} (tpu/chips.py)"
+        )
     if sum(need.values()) <= chip.vmem:
         return None
     parts = " + ".join(f"{size} B ({name})" for name, size in need.items())
-    return Refusal(f"vector memory of {kind}: {parts} > {chip.vmem} B: smaller blocks in kernels/blocks.json")
+    return Refusal(
+        f"vector memory of {kind}: {parts} > {chip.vmem} B: smaller blocks in kernels/blocks.json"
+    )
 
 
 def answer(*refusals: Refusal | bool | None) -> bool | Refusal:
-    """A predicate's answer: the first refusal, or True. (A refusal is false: `or` would pass it over.)"""
+    """A predicate's answer: the first refusal, or True. (A refusal is false: `or` would pass it
+    over.)
+    """
     return next((refusal for refusal in refusals if isinstance(refusal, Refusal)), True)

@@ -1,9 +1,10 @@
-"""The op `write_kv` by a Pallas kernel: `pallas` on a TPU, `pallas_interpret` the same source interpreted.
+"""The op `write_kv` by a Pallas kernel: `pallas` on a TPU, `pallas_interpret` the same source
+interpreted.
 
 It writes rows into slots of the paged cache, in place: copies from HBM to HBM and no other work.
 
-Tokens of a prompt lie in slots that follow each other: `RUN` of them are one copy. Slots are whole words, so that no
-neighbour is read or written.
+Tokens of a prompt lie in slots that follow each other: `RUN` of them are one copy. Slots are whole
+words, so that no neighbour is read or written.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ BLOCK = 256
 """Tokens whose copies are under way at a time."""
 
 
-def write_rows(kv: jax.Array, rows: jax.Array, slots: jax.Array, *, words: int, interpret: Any) -> jax.Array:
-    """kv [slot*word row lane] with rows [tok*word row lane] at slots [tok] (-1: nowhere), in the buffer of kv.
+def write_rows(
+    kv: jax.Array, rows: jax.Array, slots: jax.Array, *, words: int, interpret: Any
+) -> jax.Array:
+    """kv [slot*word row lane] with rows [tok*word row lane] at slots [tok] (-1: nowhere), in the
+    buffer of kv.
 
     The first axis is in no tile, so that a slot of any number of words can be addressed alone.
     """
@@ -50,7 +54,9 @@ def write_rows(kv: jax.Array, rows: jax.Array, slots: jax.Array, *, words: int, 
         input_output_aliases={2: 0},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         cost_estimate=pl.CostEstimate(
-            flops=0, bytes_accessed=2 * rows.size * rows.dtype.itemsize + slots.size * 4, transcendentals=0
+            flops=0,
+            bytes_accessed=2 * rows.size * rows.dtype.itemsize + slots.size * 4,
+            transcendentals=0,
         ),
         interpret=interpret,
         name="write_kv",
@@ -58,7 +64,8 @@ def write_rows(kv: jax.Array, rows: jax.Array, slots: jax.Array, *, words: int, 
 
 
 def _kernel(
-    slots: Any, rows: Any, _: Any, kv: Any, sem: Any, *, tokens: int, words: int, run: int, block: int
+    slots: Any, rows: Any, _: Any, kv: Any, sem: Any, *, tokens: int, words: int, run: int,
+    block: int
 ) -> None:  # fmt: skip
     begin = pl.program_id(0) * block
     end = jnp.minimum(begin + block, tokens)
@@ -72,7 +79,11 @@ def _kernel(
         first = slots[token]
 
         def more(n: Any) -> Any:
-            return (n < run) & (token + n < end) & (slots[jnp.minimum(token + n, end - 1)] == first + n)
+            return (
+                (n < run)
+                & (token + n < end)
+                & (slots[jnp.minimum(token + n, end - 1)] == first + n)
+            )
 
         return lax.while_loop(more, lambda n: n + 1, jnp.int32(1))
 
@@ -98,7 +109,13 @@ def _kernel(
 
 
 def write(
-    kv: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array, k_scale: float, v_scale: float, interpret: Any
+    kv: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slots: jax.Array,
+    k_scale: float,
+    v_scale: float,
+    interpret: Any,
 ) -> jax.Array:
     """The op; `interpret` as pallas_call takes it."""
     xp, (pages, page, heads, hdim) = namespace("jax"), kv.shape
@@ -109,26 +126,38 @@ def write(
     return out.reshape(kv.shape)
 
 
-def takes(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0) -> bool | Refusal:
+def takes(
+    kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0
+) -> bool | Refusal:
     """What the kernel takes where it is interpreted."""
-    return answer(refused_scalars("the list of slots", "a smaller max_num_batched_tokens", *slots.shape))
+    return answer(
+        refused_scalars("the list of slots", "a smaller max_num_batched_tokens", *slots.shape)
+    )
 
 
-def compiles(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0) -> bool | Refusal:
+def compiles(
+    kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0
+) -> bool | Refusal:
     """What the kernel takes on a TPU."""
-    return answer(refused_size(kv), refused_words(kv, 1, "a slot"), takes(kv, k, v, slots, k_scale, v_scale))
+    return answer(
+        refused_size(kv), refused_words(kv, 1, "a slot"), takes(kv, k, v, slots, k_scale, v_scale)
+    )
 
 
 @implement(
     "write_kv", provider="pallas", framework="jax", supported=on_tpu, supports_args=compiles,
     preferred_on=("tpu",), required_on=("tpu",),
 )  # fmt: skip
-def write_kv(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0) -> Array:
+def write_kv(
+    kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0
+) -> Array:
     """See the op."""
     return write(kv, k, v, slots, k_scale, v_scale, False)
 
 
 @implement("write_kv", provider="pallas_interpret", framework="jax", supports_args=takes)
-def interpreted_write(kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0) -> Array:
+def interpreted_write(
+    kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0
+) -> Array:
     """See the op."""
     return write(kv, k, v, slots, k_scale, v_scale, True)

@@ -1,7 +1,8 @@
-"""The families of models: from a config.json to the layers of the model and its parameters, as data.
+"""The families of models: from a config.json to the layers of the model and its parameters, as
+data.
 
-Each is a module here that has a `FAMILY`. What is the same for all dense decoders stands in `dense.py`, where a
-decoder lies that is a part of a larger model in `nested.py`.
+Each is a module here that has a `FAMILY`. What is the same for all dense decoders stands in
+`dense.py`, where a decoder lies that is a part of a larger model in `nested.py`.
 """
 
 from __future__ import annotations

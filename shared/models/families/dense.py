@@ -1,6 +1,7 @@
 """What all dense decoders have in common: attention, then a gated MLP, each behind a norm.
 
-Sources: `configuration_*.py` and `modeling_*.py` of transformers 5, which also read what version 4 wrote.
+Sources: `configuration_*.py` and `modeling_*.py` of transformers 5, which also read what version 4
+wrote.
 """
 
 from __future__ import annotations
@@ -21,24 +22,31 @@ MAX_LAYERS = 10_000
 MAX_HEAD_DIM = 65_536
 
 READ = frozenset(
-    """architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-    num_key_value_heads head_dim max_position_embeddings rms_norm_eps tie_word_embeddings attention_bias mlp_bias
-    sliding_window use_sliding_window max_window_layers layer_types rope_theta rope_scaling rope_parameters
-    original_max_position_embeddings dtype torch_dtype eos_token_id bos_token_id""".split()
+    """architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers
+    num_attention_heads num_key_value_heads head_dim max_position_embeddings
+    rms_norm_eps tie_word_embeddings attention_bias mlp_bias sliding_window
+    use_sliding_window max_window_layers layer_types rope_theta rope_scaling
+    rope_parameters original_max_position_embeddings dtype torch_dtype eos_token_id
+    bos_token_id""".split()
 )
 
-# Training, bookkeeping, outputs that nobody asks for here, and defaults of sampling (which a request states itself).
+# Training, bookkeeping, outputs that nobody asks for here, and defaults of sampling (which a
+# request states itself).
 HARMLESS = frozenset(
-    """_name_or_path name_or_path _commit_hash transformers_version transformers.js_config auto_map tokenizer_class
-    unsloth_version unsloth_fixed is_llama_config keys_to_ignore_at_inference finetuning_task task_specific_params
-    prefix problem_type num_labels id2label label2id initializer_range attention_dropout use_cache pad_token_id
-    sep_token_id decoder_start_token_id max_sequence_length model_max_length gradient_checkpointing
-    output_attentions output_hidden_states output_scores return_dict return_dict_in_generate torchscript
-    use_bfloat16 tf_legacy_loss chunk_size_feed_forward is_decoder _attn_implementation attn_implementation
-    _attn_implementation_autoset _flash_attn_2_enabled _experts_implementation experts_implementation
-    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
-    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
-    max_new_tokens no_repeat_ngram_size num_beam_groups num_beams num_return_sequences remove_invalid_values
+    """_name_or_path name_or_path _commit_hash transformers_version transformers.js_config
+    auto_map tokenizer_class unsloth_version unsloth_fixed is_llama_config
+    keys_to_ignore_at_inference finetuning_task task_specific_params prefix problem_type
+    num_labels id2label label2id initializer_range attention_dropout use_cache
+    pad_token_id sep_token_id decoder_start_token_id max_sequence_length
+    model_max_length gradient_checkpointing output_attentions output_hidden_states
+    output_scores return_dict return_dict_in_generate torchscript use_bfloat16
+    tf_legacy_loss chunk_size_feed_forward is_decoder _attn_implementation
+    attn_implementation _attn_implementation_autoset _flash_attn_2_enabled
+    _experts_implementation experts_implementation bad_words_ids begin_suppress_tokens
+    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
+    length_penalty max_length min_length max_new_tokens no_repeat_ngram_size
+    num_beam_groups num_beams num_return_sequences remove_invalid_values
     repetition_penalty suppress_tokens temperature top_k top_p typical_p""".split()
 )
 
@@ -70,12 +78,18 @@ def read(
 ) -> ModelConfig:
     """The numbers of a config.json. `more` are fields of `ModelConfig` that the family has read.
 
-    `kv_heads`, `head_dim` and `eps` are the family's defaults. A field that is null is that of the usual formula.
+    `kv_heads`, `head_dim` and `eps` are the family's defaults. A field that is null is that of the
+    usual formula.
     """
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    groups = fields.size("num_key_value_heads", heads if "num_key_value_heads" in fields.raw else kv_heads)
+    groups = fields.size(
+        "num_key_value_heads", heads if "num_key_value_heads" in fields.raw else kv_heads
+    )
     if heads % groups:
-        fields.fail("num_attention_heads", f"is {heads}, which is not a multiple of num_key_value_heads ({groups})")
+        fields.fail(
+            "num_attention_heads",
+            f"is {heads}, which is not a multiple of num_key_value_heads ({groups})",
+        )
     vocab, layers = fields.size("vocab_size"), fields.size("num_hidden_layers", high=MAX_LAYERS)
     size = _head_dim(fields, hidden, heads, head_dim)
     bos = fields.token_ids("bos_token_id", vocab)
@@ -112,7 +126,9 @@ def one_window(fields: Fields, default: int | None) -> list[int]:
 
 
 def windows_by_layer(fields: Fields, default: int) -> list[int]:
-    """As Qwen: windows from layer `max_window_layers` on, or where `layer_types` says, if `use_sliding_window`."""
+    """As Qwen: windows from layer `max_window_layers` on, or where `layer_types` says, if
+    `use_sliding_window`.
+    """
     layers, window = _num_layers(fields), _window(fields, default)
     if not fields.boolean("use_sliding_window", False):
         window = 0
@@ -123,9 +139,13 @@ def windows_by_layer(fields: Fields, default: int) -> list[int]:
 
 
 def _same_in_all(fields: Fields, window: int) -> list[int]:
-    """`window` in all layers. What other fields say of windows is not read by these families, so it has to agree."""
+    """`window` in all layers. What other fields say of windows is not read by these families, so
+    it has to agree.
+    """
     if fields.boolean("use_sliding_window", window > 0) != (window > 0):
-        fields.refuse("use_sliding_window", window == 0, f"what sliding_window ({window or None}) says")
+        fields.refuse(
+            "use_sliding_window", window == 0, f"what sliding_window ({window or None}) says"
+        )
     _first_window(fields)
     types = _layer_types(fields, window)
     usual = "sliding_attention" if window else "full_attention"
@@ -157,13 +177,17 @@ def _layer_types(fields: Fields, window: int) -> list[str] | None:
     if types is None:
         return None
     if not isinstance(types, list) or len(types) != layers:
-        fields.fail("layer_types", f"is {show(types)}, must be a list of num_hidden_layers ({layers}) names")
+        fields.fail(
+            "layer_types", f"is {show(types)}, must be a list of num_hidden_layers ({layers}) names"
+        )
     for name in types:
         if name not in LAYER_TYPES:
             near = nearest(name, LAYER_TYPES) if isinstance(name, str) else ""
             fields.refuse("layer_types", name, f"{' and '.join(LAYER_TYPES)}{near}")
     if not window and "sliding_attention" in types:
-        fields.refuse("layer_types", "sliding_attention", "full_attention, since no sliding window is set")
+        fields.refuse(
+            "layer_types", "sliding_attention", "full_attention, since no sliding window is set"
+        )
     return types
 
 
@@ -172,7 +196,10 @@ def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> i
         head_dim = default
     else:
         if fields.get("head_dim") is None and hidden % heads:
-            fields.fail("hidden_size", f"is {hidden}, which is not a multiple of num_attention_heads ({heads})")
+            fields.fail(
+                "hidden_size",
+                f"is {hidden}, which is not a multiple of num_attention_heads ({heads})",
+            )
         head_dim = fields.size("head_dim", hidden // heads, high=MAX_HEAD_DIM)
     if head_dim % 2:
         fields.fail("head_dim", f"is {head_dim}, must be even: rotary embedding turns pairs")
@@ -189,7 +216,8 @@ def _dtype(fields: Fields) -> str:
     return str(value).removeprefix("torch.")
 
 
-# --- the layers ------------------------------------------------------------------------------------------------------
+# --- the layers
+# --------------------------------------------------------------------------------------------------
 
 
 def model(config: ModelConfig) -> Model:
@@ -223,12 +251,15 @@ def _layer(config: ModelConfig, window: int) -> Layer:
     )
 
 
-# --- the parameters --------------------------------------------------------------------------------------------------
+# --- the parameters
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What projections are called on disk: one module for each part, or one that holds all parts in order."""
+    """What projections are called on disk: one module for each part, or one that holds all parts
+    in order.
+    """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -241,7 +272,9 @@ IGNORED = ("rotary_emb.inv_freq", "*.rotary_emb.inv_freq")
 
 
 def parameters(config: ModelConfig, names: Names = SEPARATE) -> ParameterTable:
-    """The parameter table of a dense decoder. Every name may stand without the leading `model.` too."""
+    """The parameter table of a dense decoder. Every name may stand without the leading `model.`
+    too.
+    """
     copies = (("lm_head.weight", "embed"),) if config.tie_embeddings else ()
     found = map(_or_without_model, [*_every_model(config, names), *_some_models(config, names)])
     return ParameterTable(tuple(found), IGNORED, copies)
@@ -256,7 +289,9 @@ def _every_model(config: ModelConfig, names: Names) -> Iterator[Parameter]:
     yield _stacked("qkv", names.qkv, "weight", _qkv_rows(config), "qkv", (width, "embed"), layers)
     yield _one("o", (width, heads), ("embed", "heads"), LAYER + "self_attn.o_proj.weight", layers)
     yield _norm("post_norm", width, "embed", LAYER + "post_attention_layernorm.weight", layers)
-    yield _stacked("gate_up", names.gate_up, "weight", _gate_up_rows(config), "mlp", (width, "embed"), layers)
+    yield _stacked(
+        "gate_up", names.gate_up, "weight", _gate_up_rows(config), "mlp", (width, "embed"), layers
+    )
     yield _one("down", (width, inner), ("embed", "mlp"), LAYER + "mlp.down_proj.weight", layers)
     # A power of two that logits are multiplied by is multiplied into the norm that the head reads.
     factor = config.logits_scale if is_power_of_two(config.logits_scale) else 1.0
@@ -270,13 +305,17 @@ def _some_models(config: ModelConfig, names: Names) -> Iterator[Parameter]:
         yield _one("head", (config.vocab_size, width), ("vocab", "embed"), "lm_head.weight")
     if config.qk_norm:
         for name in ("q_norm", "k_norm"):
-            yield _norm(name, config.head_dim, "head_dim", f"{LAYER}self_attn.{name}.weight", layers)
+            yield _norm(
+                name, config.head_dim, "head_dim", f"{LAYER}self_attn.{name}.weight", layers
+            )
     if config.qkv_bias:
         yield _stacked("qkv_bias", names.qkv, "bias", _qkv_rows(config), "qkv", None, layers)
     if config.o_bias:
         yield _one("o_bias", (width,), ("embed",), LAYER + "self_attn.o_proj.bias", layers)
     if config.mlp_bias:
-        yield _stacked("gate_up_bias", names.gate_up, "bias", _gate_up_rows(config), "mlp", None, layers)
+        yield _stacked(
+            "gate_up_bias", names.gate_up, "bias", _gate_up_rows(config), "mlp", None, layers
+        )
         yield _one("down_bias", (width,), ("embed",), LAYER + "mlp.down_proj.bias", layers)
 
 
@@ -292,13 +331,19 @@ def _gate_up_rows(config: ModelConfig) -> tuple[tuple[int, str], ...]:
 
 
 def _one(
-    name: str, shape: tuple[int, ...], axes: tuple[str, ...], key: str, layers: Sequence[int] | None = None
+    name: str,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    key: str,
+    layers: Sequence[int] | None = None,
 ) -> Parameter:
     """A parameter that is one tensor on disk."""
     return Parameter(name, shape, axes, (Part(key, shape[0], axes[0]),), layers)
 
 
-def _norm(name: str, size: int, axis: str, key: str, layers: Sequence[int] | None = None) -> Parameter:
+def _norm(
+    name: str, size: int, axis: str, key: str, layers: Sequence[int] | None = None
+) -> Parameter:
     return replace(_one(name, (size,), (axis,), key, layers), init="ones")
 
 
@@ -316,15 +361,22 @@ def _stacked(
     on_disk = [f"{LAYER}{module}.{kind}" for module in modules]
     if len(on_disk) == 1:
         starts = [sum(size for size, _ in sizes[:i]) for i in range(len(sizes))]
-        parts = [Part(on_disk[0], size, of, first, rows) for (size, of), first in zip(sizes, starts, strict=True)]
+        parts = [
+            Part(on_disk[0], size, of, first, rows)
+            for (size, of), first in zip(sizes, starts, strict=True)
+        ]
     else:
         parts = [Part(key, size, of) for (size, of), key in zip(sizes, on_disk, strict=True)]
-    shape, axes = ((rows,), (axis,)) if columns is None else ((rows, columns[0]), (axis, columns[1]))
+    shape, axes = (
+        ((rows,), (axis,)) if columns is None else ((rows, columns[0]), (axis, columns[1]))
+    )
     return Parameter(name, shape, axes, tuple(parts), layers)
 
 
 def _or_without_model(parameter: Parameter) -> Parameter:
-    """The same parameter, which may also be named as in a checkpoint that was saved without the head."""
+    """The same parameter, which may also be named as in a checkpoint that was saved without the
+    head.
+    """
     if not all(part.key.startswith("model.") for part in parameter.parts):
         return parameter
     bare = tuple(replace(part, key=part.key.removeprefix("model.")) for part in parameter.parts)

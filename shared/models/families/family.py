@@ -17,8 +17,9 @@ from . import dense
 class Family:
     """How a config.json is read, and what follows from it.
 
-    `fields`, `fixed` and `harmless` come on top of those of all dense decoders (`dense.py`): fields that `read` reads,
-    fields with the only values that leave the maths as it is, and fields that do not touch it.
+    `fields`, `fixed` and `harmless` come on top of those of all dense decoders (`dense.py`): fields
+    that `read` reads, fields with the only values that leave the maths as it is, and fields that do
+    not touch it.
     """
 
     read: Callable[[Fields], ModelConfig] = dense.read
@@ -40,7 +41,9 @@ class Family:
         return fixed | dict(self.fixed)
 
     def refuse_unknown(self, fields: Fields) -> None:
-        """Raise UnsupportedModel for a field that might change the maths in a way that nothing here computes."""
+        """Raise UnsupportedModel for a field that might change the maths in a way that nothing
+        here computes.
+        """
         fixed, known = self.fixed_fields, self.read_fields | dense.HARMLESS | self.harmless
         for name, value in fields.raw.items():
             if value is None or name in known:

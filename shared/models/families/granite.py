@@ -1,4 +1,6 @@
-"""Granite 3: a Llama whose embeddings, attention scores, sublayers and logits are multiplied by numbers of its own."""
+"""Granite 3: a Llama whose embeddings, attention scores, sublayers and logits are multiplied by
+numbers of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from .family import Family
 
 
 def read(fields: Fields) -> ModelConfig:
-    """All multipliers are 1 where they are absent, that of attention too. Logits are divided by theirs."""
+    """All multipliers are 1 where they are absent, that of attention too. Logits are divided by
+    theirs.
+    """
     return replace(
         llama.read(fields),
         embedding_scale=fields.number("embedding_multiplier", 1.0, above=True),

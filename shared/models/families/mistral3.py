@@ -1,4 +1,6 @@
-"""Mistral Small 3.1 and 3.2: a Mistral beside a vision tower. The Mistral alone runs, on prompts of text."""
+"""Mistral Small 3.1 and 3.2: a Mistral beside a vision tower. The Mistral alone runs, on prompts
+of text.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ FAMILY = nested(
     "MistralForCausalLM",
     spellings=(
         {"model.": "model.language_model.", "lm_head.": "lm_head."},
-        {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},  # published files
+        # published files
+        {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     ),
     left_out={
         "vision tower": ("model.vision_tower.*", "vision_tower.*"),

@@ -1,7 +1,9 @@
-"""Models of several parts, of which the text decoder alone runs: where its config and its tensors lie.
+"""Models of several parts, of which the text decoder alone runs: where its config and its tensors
+lie.
 
-Sources: `configuration_*.py` and `conversion_mapping.py` of transformers 5. Of the outer config it reads the dtype and
-whether embeddings are tied, of the inner one all else; version 4 read the inner one for both.
+Sources: `configuration_*.py` and `conversion_mapping.py` of transformers 5. Of the outer config it
+reads the dtype and whether embeddings are tied, of the inner one all else; version 4 read the inner
+one for both.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from . import FAMILIES, dense, family_of
 from .family import Family
 
 SHARED = (("dtype", "torch_dtype"), ("tie_word_embeddings",), ("eos_token_id",), ("bos_token_id",))
-"""Fields, with their other names, that stand inside or outside: where both say something, they must agree."""
+"""Fields, with their other names, that stand inside or outside: where both say something, they
+must agree.
+"""
 IMAGE_TOKEN = ("image_token_index", "image_token_id")
 
 Spelling = Mapping[str, str]
@@ -36,11 +40,13 @@ def nested(
     harmless: frozenset[str],
     within: str = "text_config",
 ) -> Family:
-    """The family of models that have a text model of the architecture `text` as a part, which alone runs.
+    """The family of models that have a text model of the architecture `text` as a part, which alone
+    runs.
 
-    Its config is the field `within`. A checkpoint has its tensors in one of `spellings`, the first of which is that of
-    transformers in memory. `left_out` names the parts that do not run, and the patterns of their tensors; `harmless`
-    are fields of theirs. `image_token` is the id that stands for images in a prompt where config.json does not say it.
+    Its config is the field `within`. A checkpoint has its tensors in one of `spellings`, the first
+    of which is that of transformers in memory. `left_out` names the parts that do not run, and the
+    patterns of their tensors; `harmless` are fields of theirs. `image_token` is the id that stands
+    for images in a prompt where config.json does not say it.
     """
 
     def read(fields: Fields) -> ModelConfig:
@@ -82,7 +88,8 @@ def _inside(outer: Fields, within: str, text: str) -> Fields:
         if value is None:
             continue
         other, inside = _said(inner, names)
-        # transformers 5 writes the text model's default, false, beside the outer field, which alone it reads.
+        # transformers 5 writes the text model's default, false, beside the outer field, which alone
+        # it reads.
         unread = name == "tie_word_embeddings" and inside is False
         if inside is not None and not unread and _plain(inside) != _plain(value):
             _contradicts(outer, name, inner, other)
@@ -96,7 +103,10 @@ def _inside(outer: Fields, within: str, text: str) -> Fields:
 
 def _said(fields: Fields, names: Sequence[str]) -> tuple[str, Any]:
     """The first of `names` that has a value, and that; or the first and None."""
-    return next(((name, fields.get(name)) for name in names if fields.get(name) is not None), (names[0], None))
+    return next(
+        ((name, fields.get(name)) for name in names if fields.get(name) is not None),
+        (names[0], None),
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -108,12 +118,20 @@ def _plain(value: Any) -> Any:
 
 def _contradicts(one: Fields, name: str, other: Fields, known: str) -> None:
     value = other.get(known)
-    one.refuse(name, one.get(name), f"absent, or as {other.path(known)} ({'absent' if value is None else show(value)})")
+    one.refuse(
+        name,
+        one.get(name),
+        f"absent, or as {other.path(known)} ({'absent' if value is None else show(value)})",
+    )
 
 
 def _image_tokens(fields: Fields, vocab_size: int, default: int) -> tuple[int, ...]:
     """Ids that stand for images. The default may be one that the vocabulary has not."""
-    found = [(name, fields.token_ids(name, vocab_size)) for name in IMAGE_TOKEN if fields.get(name) is not None]
+    found = [
+        (name, fields.token_ids(name, vocab_size))
+        for name in IMAGE_TOKEN
+        if fields.get(name) is not None
+    ]
     for name, ids in found[1:]:
         if ids != found[0][1]:
             _contradicts(fields, name, fields, found[0][0])

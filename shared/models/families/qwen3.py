@@ -16,7 +16,9 @@ def read(fields: Fields) -> ModelConfig:
     fields.only("mlp_bias", False)
     bias = fields.boolean("attention_bias", False)
     windows = dense.windows_by_layer(fields, 4096)
-    return dense.read(fields, head_dim=HEAD_DIM, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return dense.read(
+        fields, head_dim=HEAD_DIM, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True
+    )
 
 
 FAMILY = Family(read=read)

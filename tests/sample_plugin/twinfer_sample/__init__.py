@@ -1,4 +1,6 @@
-"""A package that is not part of Twinfer: it adds an op, replaces an implementation, and replaces a stage."""
+"""A package that is not part of Twinfer: it adds an op, replaces an implementation, and replaces
+a stage.
+"""
 
 CALLS = []
 
