@@ -2,7 +2,7 @@
 
 0  equal within the gates        2  wrong input                  4  a backend or a device is missing
 1  a numeric failure             3  something was not compared   5  the surroundings failed: disk,
-time, network
+                                                                    time, network
 """
 
 from __future__ import annotations

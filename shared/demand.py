@@ -30,8 +30,9 @@ class Demand:
 
     requests       completions of all prompts; None is any number. More of them wait for each other
     prompt_tokens  tokens of all their prompts; None is any number. Longer prompts come in chunks
-    samplers       what steps sample with; a request may use any that can do what it needs logprobs,
-    prompt_logprobs  whether a request may ask for log-probabilities of its output, or of its prompt
+    samplers       what steps sample with; a request may use any that can do what it needs
+    logprobs, prompt_logprobs  whether a request may ask for log-probabilities of its output, or of
+                               its prompt
     """
 
     requests: int | None = None

@@ -1,17 +1,21 @@
 """Every error that Twinfer raises on purpose, as one tree.
 
-TwinferError                     500  exit 1 ├── UserError                    400  exit 2   somebody
-asked for something that cannot be had │   ├── ConfigError              400  exit 2   an engine
-option is wrong or options contradict each other │   ├── ModelError               400  exit 2   a
-model folder cannot be served │   │   ├── ModelNotFound        404  exit 2   no such folder or file
+TwinferError                     500  exit 1
+├── UserError                    400  exit 2   somebody asked for something that cannot be had
+│   ├── ConfigError              400  exit 2   an engine option is wrong or options contradict each
+                                               other
+│   ├── ModelError               400  exit 2   a model folder cannot be served
+│   │   ├── ModelNotFound        404  exit 2   no such folder or file
 │   │   ├── UnsupportedModel     400  exit 2   an architecture or a config field that changes the
-maths │   │   └── CheckpointError      400  exit 2   a tensor is missing, truncated, or has another
-shape │   └── RequestError             400  exit 2   one request is wrong; other requests go on ├──
-Overloaded                   503  exit 1   admission refused; try again later ├── BackendUnavailable
-500  exit 4   the framework or the device is not there ├── EngineDead                   500  exit 1
-a step failed, so that nothing that the engine holds can be trusted ├── EngineClosed
-500  exit 1   the engine was closed before this call └── InternalError                500  exit 1
-a broken invariant: a bug of ours
+                                               maths
+│   │   └── CheckpointError      400  exit 2   a tensor is missing, truncated, or has another shape
+│   └── RequestError             400  exit 2   one request is wrong; other requests go on
+├── Overloaded                   503  exit 1   admission refused; try again later
+├── BackendUnavailable           500  exit 4   the framework or the device is not there
+├── EngineDead                   500  exit 1   a step failed, so that nothing that the engine holds
+                                               can be trusted
+├── EngineClosed                 500  exit 1   the engine was closed before this call
+└── InternalError                500  exit 1   a broken invariant: a bug of ours
     └── OutsideTable             500  exit 1   a shape that was not compiled before *ready*
 """
 

@@ -6,7 +6,7 @@ What a page holds is a function of all tokens from the start of the sequence to 
 full page is named by a chained digest:
 
     digest(page i) = blake2b(digest(page i - 1) + token ids of page i),  digest(page -1) =
-    blake2b(salt)
+                                                                         blake2b(salt)
 
 Requests with different salts never share a page. A page is in exactly one of three places:
 

@@ -223,18 +223,25 @@ class RequestTable:
     Columns are int64 (what numpy indexes with) unless noted; those of a free row mean nothing,
     except `epoch`.
 
-    tokens      [row, max_model_len] int32  token ids; -1 from `known` on known       [row]  tokens
-    whose ids are on the host: prompt, and output that was read back computed    [row]  tokens whose
-    keys and values are computed by the steps scheduled so far prompt_len  [row] max_total   [row]
-    see `Request.max_total` min_total   [row]  before position `min_total` stop ids are masked (0:
-    never) pages       [row, pages_per_row] int32  page table; 0 from `num_pages` on num_pages
-    [row] capacity    [row]  tokens that the pages hold registered  [row]  leading pages that were
-    offered to the prefix cache epoch       [row]  how often the row was released stop_ids    [row,
-    any] int32  -1 where there is none level       [row]  index in SAMPLERS of the first program
-    that serves the request, min_tokens aside logprobs, prompt_logprobs [row] bool  whether they are
-    wanted alone       [row] bool  the host need not look between two tokens: no stop strings,
-    log-probabilities, processors sampling    [field, row + 1] int32, processors [field, row + 1]
-    int32  encoded parameters; the last row is padding
+    tokens      [row, max_model_len] int32  token ids; -1 from `known` on
+    known       [row]  tokens whose ids are on the host: prompt, and output that was read back
+    computed    [row]  tokens whose keys and values are computed by the steps scheduled so far
+    prompt_len  [row]
+    max_total   [row]  see `Request.max_total`
+    min_total   [row]  before position `min_total` stop ids are masked (0: never)
+    pages       [row, pages_per_row] int32  page table; 0 from `num_pages` on
+    num_pages   [row]
+    capacity    [row]  tokens that the pages hold
+    registered  [row]  leading pages that were offered to the prefix cache
+    epoch       [row]  how often the row was released
+    stop_ids    [row, any] int32  -1 where there is none
+    level       [row]  index in SAMPLERS of the first program that serves the request, min_tokens
+                       aside
+    logprobs, prompt_logprobs [row] bool  whether they are wanted
+    alone       [row] bool  the host need not look between two tokens: no stop strings,
+                            log-probabilities, processors
+    sampling    [field, row + 1] int32, processors [field, row + 1] int32  encoded parameters; the
+                                                                           last row is padding
     """
 
     def __init__(self, max_rows: int, max_model_len: int, page_size: int) -> None:

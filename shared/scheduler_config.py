@@ -12,17 +12,21 @@ from .errors import ConfigError
 class SchedulerConfig:
     """What a scheduler may do. Raises ConfigError.
 
-    max_num_seqs            requests that run at once max_num_batched_tokens  tokens of a step
-    max_model_len           tokens of a request, prompt included page_size, num_pages    of the KV
-    cache enable_chunked_prefill  split prompts to fill a step; otherwise a prompt goes whole or
-    waits policy                  "fcfs": by arrival; "priority": lower numbers first
+    max_num_seqs            requests that run at once
+    max_num_batched_tokens  tokens of a step
+    max_model_len           tokens of a request, prompt included
+    page_size, num_pages    of the KV cache
+    enable_chunked_prefill  split prompts to fill a step; otherwise a prompt goes whole or waits
+    policy                  "fcfs": by arrival; "priority": lower numbers first
     priority_window         with "priority": one level is worth that many arrivals, so that nothing
-    waits for ever pipeline_depth          steps scheduled and not read back: 1, or 2 to schedule
-    while the device computes watermark               share of the pages kept free, when others run,
-    for their next tokens: starting a request
-                            that is soon preempted costs more than starting it later
+                            waits for ever
+    pipeline_depth          steps scheduled and not read back: 1, or 2 to schedule while the device
+                            computes
+    watermark               share of the pages kept free, when others run, for their next tokens:
+                            starting a request that is soon preempted costs more than starting it
+                            later
     decode_steps            decode steps that one step may hold (a loop) while no request needs the
-    host between tokens
+                            host between tokens
     """
 
     max_num_seqs: int

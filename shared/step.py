@@ -97,13 +97,15 @@ def batch_layout(descriptor: Descriptor, shape: StepShape) -> Layout:
     query token first.
 
     token_ids      [T]     token id; -1 stands for the last token sampled by the row of request i,
-    at index i positions      [T]     position in the sequence; 0 for padding slots          [T]
-    page * page_size + offset where K and V are written; -1 for padding: nothing is written
+                           at index i
+    positions      [T]     position in the sequence; 0 for padding
+    slots          [T]     page * page_size + offset where K and V are written; -1 for padding:
+                           nothing is written
     query_start    [R + 1] first token of each request; padding repeats the number of real tokens
-    kv_lens        [R]     tokens in the cache after this step's are written; 0 for padding rows
-    [R]     permanent row of each request; max_rows for padding sample_index   [R]     index in [0,
-    T) of the token whose logits are sampled; 0 where nothing is counts         [2]     requests
-    with one query token (they stand first), requests
+    kv_lens        [R]     tokens in the cache after this step's are written; 0 for padding
+    rows           [R]     permanent row of each request; max_rows for padding
+    sample_index   [R]     index in [0, T) of the token whose logits are sampled; 0 where nothing is
+    counts         [2]     requests with one query token (they stand first), requests
     """
     tokens, requests = descriptor.tokens, descriptor.requests
     return Layout(
@@ -124,11 +126,14 @@ def sampling_layout(requests: int) -> Layout:
     fixed-point numbers.
 
     sample_rows  row of `last_tokens` that takes the token; max_rows where nothing is sampled
-    (padding, prompts) position     position that the sampled token will have; the noise depends on
-    it seed_lo/hi   the request's 64-bit seed greedy       1: take the most probable token top_k
-    largest number of tokens kept; 0 is off top_p        Q16 probability mass kept; 65536 is off
-    min_p        Q16 distance in log2 units from the most probable token; 2**22 is off scale
-    float32 log2(e) / temperature
+                 (padding, prompts)
+    position     position that the sampled token will have; the noise depends on it
+    seed_lo/hi   the request's 64-bit seed
+    greedy       1: take the most probable token
+    top_k        largest number of tokens kept; 0 is off
+    top_p        Q16 probability mass kept; 65536 is off
+    min_p        Q16 distance in log2 units from the most probable token; 2**22 is off
+    scale        float32 log2(e) / temperature
     """
     names = ("sample_rows", "position", "seed_lo", "seed_hi", "greedy", "top_k", "top_p", "min_p")
     return Layout(*((name, (requests,), int) for name in names), ("scale", (requests,), float))
@@ -139,14 +144,16 @@ def processor_layout(requests: int, shape: StepShape) -> Layout:
     """What only the `processed` sampler reads.
 
     history      [R, H]  tokens so far, H = max_model_len; unused entries -1, a token not read back
-    yet is PENDING (the
-                         sampler puts the row's last token there)
-    prompt_len   [R]     tokens of the prompt at the start of the history rows         [R]     as in
-    the batch presence     [R]     Q16 presence penalty frequency    [R]     Q16 frequency penalty
+                         yet is PENDING (the sampler puts the row's last token there)
+    prompt_len   [R]     tokens of the prompt at the start of the history
+    rows         [R]     as in the batch
+    presence     [R]     Q16 presence penalty
+    frequency    [R]     Q16 frequency penalty
     repetition   [R]     float32 repetition penalty, and its float32 reciprocal in
-    `repetition_inverse` bias_ids     [R, B]  token ids of the logit bias; -1 unused bias
-    [R, B]  Q16 bias mask         [R, W]  bit b of word w is 1 if token 32 w + b may be sampled, W =
-    ceil(vocab / 32)
+                         `repetition_inverse`
+    bias_ids     [R, B]  token ids of the logit bias; -1 unused
+    bias         [R, B]  Q16 bias
+    mask         [R, W]  bit b of word w is 1 if token 32 w + b may be sampled, W = ceil(vocab / 32)
     """
     return Layout(
         ("history", (requests, shape.max_model_len), int),

@@ -80,8 +80,8 @@ def diff_layout(descriptor: Descriptor, shape: StepShape, loop: bool = False) ->
     and whether it is chained.
 
     page_at [D]           row * P + column of a page table entry that becomes page [D]; beyond the
-    table: unused new_rows [K]          a row that gets new_parameters [:, K]; beyond the table:
-    unused
+                          table: unused
+    new_rows [K]          a row that gets new_parameters [:, K]; beyond the table: unused
     """
     batch = batch_layout(descriptor, shape).fields
     requests = descriptor.requests

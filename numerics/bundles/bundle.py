@@ -2,12 +2,12 @@
 pickle.
 
     manifest.json        format, model with its fingerprint, sizes, what ran where, each other
-    file's size and SHA-256
+                         file's size and SHA-256
     steps.jsonl          one `StepInput` a line, fields by name, and the taps of its ops
     start.safetensors    `kv` [layer page slot 2*kvhead hdim] before the first step; not there if
-    the cache was empty
+                         the cache was empty
     step-0000.safetensors ...  what step 0 brought: `embed.hidden`, `layer.3.hidden`, `.residual`,
-    `.kv_rows` (what was
+                               `.kv_rows` (what was
                          written, by token), `finish.rows`, `logits`, `tokens`, and the taps of ops
 
 A tap is stored as `layer.3/linear[qkv]<x` (argument x) and `layer.3/linear[qkv]>0` (output 0).

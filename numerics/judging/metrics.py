@@ -20,17 +20,23 @@ BINS = 100
 class Metrics:
     """Errors of one tensor.
 
-    rel_l2        |got - exact| / |exact| rel_noise     the same of the faithful reference sigma
-    their ratio: 1 is what rounding alone does worst_token   the largest ratio of one row; a row's
-    noise counts as at least the mean noise excess        the same over what is allowed for the row:
-    1.5, or more where few large errors make up its noise linf          largest error over the
-    largest error of the faithful reference bias          mean error over its root mean square slope
-    <got - exact, exact> / <exact, exact>: a scale that is off overlap       Bhattacharyya
-    coefficient of both error histograms: 1 is the same distribution max_abs       largest error, at
-    index `worst` special       elements that are finite on one side only, or infinite or NaN in
-    different ways count         elements compared effective     independent numbers that the noise
-    is made of: (sum n^2)^2 / sum n^4, one outlier counts as one error_power   sum of squared
-    errors, and `noise_power` of the faithful reference's: to pool several steps
+    rel_l2        |got - exact| / |exact|
+    rel_noise     the same of the faithful reference
+    sigma         their ratio: 1 is what rounding alone does
+    worst_token   the largest ratio of one row; a row's noise counts as at least the mean noise
+    excess        the same over what is allowed for the row: 1.5, or more where few large errors
+                  make up its noise
+    linf          largest error over the largest error of the faithful reference
+    bias          mean error over its root mean square
+    slope         <got - exact, exact> / <exact, exact>: a scale that is off
+    overlap       Bhattacharyya coefficient of both error histograms: 1 is the same distribution
+    max_abs       largest error, at index `worst`
+    special       elements that are finite on one side only, or infinite or NaN in different ways
+    count         elements compared
+    effective     independent numbers that the noise is made of: (sum n^2)^2 / sum n^4, one outlier
+                  counts as one
+    error_power   sum of squared errors, and `noise_power` of the faithful reference's: to pool
+                  several steps
     """
 
     rel_l2: float

@@ -5,10 +5,9 @@ Every op can be called as `twinfer::<op>`, which has two overloads:
 - the default one is functional: it copies the activations before an implementation that writes into
   them;
 - `maybe_inplace` (ops with one activation per result, or with state) gives its activations away:
-  what they hold
-  afterwards is undefined, and the results may lie in their memory, as the schema says. Compilers
-  must turn it into the
-  functional one first (`gpu/passes`); AOTAutograd refuses it as it stands.
+  what they hold afterwards is undefined, and the results may lie in their memory, as the schema
+  says. Compilers must turn it into the functional one first (`gpu/passes`); AOTAutograd refuses it
+  as it stands.
 
 What runs behind an operator is said by its keyword `plan`, the hash of a plan that was bound in
 this process, so that engines with different plans share the operators, whose registration is

@@ -4,16 +4,12 @@ Values and scales are the same bits in every framework, because nothing in them 
 compiler divides:
 
 - All arithmetic is float32, whatever the input dtype. NaN does not count towards a scale,
-  infinities count as the
-  largest float32.
+  infinities count as the largest float32.
 - scale = amax * c with c = float32(1/127) or float32(1/448): a product, because XLA turns a
-  division by a constant into
-  one and Triton's division is approximate. An amax below 2^-100 (0 among them) gives scale 1:
-  smaller scales would be
-  subnormal, which some processors flush.
+  division by a constant into one and Triton's division is approximate. An amax below 2^-100 (0
+  among them) gives scale 1: smaller scales would be subnormal, which some processors flush.
 - inverse = 1 / scale, correctly rounded: any division that is within 4 units in the last place, put
-  right by an exact
-  integer remainder. One a scale, not one an element.
+  right by an exact integer remainder. One a scale, not one an element.
 - value = x * inverse, clipped to +-127 or +-448, then rounded once, ties to even. NaN is 0 in int8
   and NaN in fp8.
 
