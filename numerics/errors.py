@@ -1,8 +1,11 @@
 """How a comparison ends, as exit codes; see `shared/errors.py` for the tree.
 
-0  equal within the gates        2  wrong input                  4  a backend or a device is missing
-1  a numeric failure             3  something was not compared   5  the surroundings failed: disk,
-                                                                    time, network
+0  equal within the gates
+1  a numeric failure
+2  wrong input
+3  something was not compared
+4  a backend or a device is missing
+5  the surroundings failed: disk, time, network
 """
 
 from __future__ import annotations

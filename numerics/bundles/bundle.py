@@ -7,8 +7,8 @@ pickle.
     start.safetensors    `kv` [layer page slot 2*kvhead hdim] before the first step; not there if
                          the cache was empty
     step-0000.safetensors ...  what step 0 brought: `embed.hidden`, `layer.3.hidden`, `.residual`,
-                               `.kv_rows` (what was
-                         written, by token), `finish.rows`, `logits`, `tokens`, and the taps of ops
+                               `.kv_rows` (what was written, by token), `finish.rows`, `logits`,
+                               `tokens`, and the taps of ops
 
 A tap is stored as `layer.3/linear[qkv]<x` (argument x) and `layer.3/linear[qkv]>0` (output 0).
 Where it is the layer's whole cache, steps.jsonl says so (`kv_in`, `kv_out`), and it is put together
