@@ -135,7 +135,9 @@ def _image_tokens(fields: Fields, vocab_size: int, default: int) -> tuple[int, .
     for name, ids in found[1:]:
         if ids != found[0][1]:
             _contradicts(fields, name, fields, found[0][0])
-    return tuple(found[0][1]) if found else (default,) if default < vocab_size else ()
+    if found:
+        return tuple(found[0][1])
+    return (default,) if default < vocab_size else ()
 
 
 def _spelt(parameter: Parameter, spellings: Sequence[Spelling]) -> Parameter:
