@@ -16,6 +16,8 @@ LEAST = tl.constexpr(-(2**31))
 """Below every score: what entries hold that are no words."""
 MAX_SCORE = tl.constexpr(8192.0 * 65536.0)
 MAX_COUNT = tl.constexpr(4096)
+FULL_WEIGHTS = tl.constexpr(1 << 18)
+"""The largest vocabulary whose weights have 26 bits; those of a larger one have 25."""
 SEEN = tl.constexpr(1 << 30)
 """The bit of a count that says that the word was in the history at all."""
 NOT_FINITE = tl.constexpr(2**31 - 1)
@@ -187,6 +189,15 @@ def exp2_negative(x):
 
 
 @triton.jit
+def _weights(far, VOCAB: tl.constexpr):
+    """What words at distances `far` weigh in top-p."""
+    weight = exp2_negative(far)
+    if VOCAB > FULL_WEIGHTS:
+        weight = weight >> 1
+    return weight
+
+
+@triton.jit
 def _reduced(mass, drop):
     """A sum of weights in the 28 bits that the total leaves."""
     high, low = (mass >> 13).to(tl.int32), (mass & 8191).to(tl.int32)
@@ -283,7 +294,7 @@ def narrow_kernel(
         keep = (score > MASKED) & (far <= most)
         # After the first launch most words of most rows are beyond what is still looked for.
         if tl.max(keep.to(tl.int32), 0) > 0:
-            weight = tl.where(keep, exp2_negative(far) if MASS else 1, 0)
+            weight = tl.where(keep, _weights(far, VOCAB) if MASS else 1, 0)
             acc += tl.where(far[:, None] <= threshold[None, :], weight[:, None], 0)
     tl.store(sums + (level * parts + part) * COLUMNS + column, tl.sum(acc, 0))
 

@@ -345,6 +345,7 @@ def _sample_cases(dtype: str) -> Iterator[Case]:
     yield Case("384 rows, filters", many)
     yield Case("384 rows, filters off", many | {"filtered": False})
     yield Case("top-p at the boundary", _boundary())
+    yield Case("262208 words of nearly one weight", _many_words())
     yield Case(
         "64 rows of 151936",
         partial(_sample_arguments, generator("bench sample"), 64, 151936, True),
@@ -363,6 +364,22 @@ def _boundary(rows: int = 64) -> Arguments:
         "position": np.arange(rows, dtype=np.int32),
         "scale": np.ones(rows, np.float32), "filtered": True,
         **{name: np.full(rows, value, np.int32) for name, value in half.items()},
+    }  # fmt: skip
+
+
+def _many_words(rows: int = 3, vocab: int = 262_208) -> Arguments:
+    """Weights of 26 bits overflow the sums. The words lie at four distances that hardly differ, so
+    that each weighs as much as it can, and top-p takes the nearest of them.
+    """
+    rng = generator("sample many words")
+    scores = (-2 * rng.integers(0, 4, (rows, vocab))).astype(np.int32)
+    top_p = np.rint(np.linspace(0.3, 0.7, rows) * ONE).astype(np.int32)
+    same = {"top_k": 0, "min_p": FAR, "greedy": 0, "seed_lo": 11, "seed_hi": 5}
+    return {
+        "logits": scores.astype(np.float32) / ONE, "scores": scores,
+        "position": np.arange(rows, dtype=np.int32),
+        "scale": np.ones(rows, np.float32), "top_p": top_p, "filtered": True,
+        **{name: np.full(rows, value, np.int32) for name, value in same.items()},
     }  # fmt: skip
 
 
@@ -439,6 +456,9 @@ class _Sample:
         limit = sampling._top_k_limit(xp, far, keep, a["top_k"])[:, None]
         keep = keep & (far <= limit)
         limit = sampling._top_p_limit(xp, far, keep, a["top_p"])[:, None]
+        if self.fault == "26 bits in every vocabulary":
+            weight = np.where(keep, sampling.exp2_negative(xp, far), 0)
+            return keep & (far <= sampling._mass_limit(xp, far, weight, a["top_p"])[:, None])
         if self.fault == "top-p passed, not reached":
             return keep & (far <= _passing(xp, far, keep, a["top_p"])[:, None])
         if self.fault == "top-p one token short":
@@ -491,6 +511,7 @@ SAMPLE_FAULTS = (
     *("greedy ties to the higher id", "masked tokens drawn", "top-p before top-k", "min-p last"),
     "not finite as masked",
     *("top-p one token short", "top-p one token more", "top-p passed, not reached"),
+    "26 bits in every vocabulary",
 )
 
 judged_by(

@@ -16,9 +16,10 @@ whoever reads it ends the request. A token of such a row would be an accident of
 
 What is lost: logits are kept to 2^-16 and within +-8192, the noise to 1.4e-4 in log2 units; gaps to
 the best token are cut at 256 in logits and at 64 in log2 units (a token 2^-38 as probable as the
-best can never win), and probabilities below 2^-26 of the best count as 0 in top-p.
+best can never win), and probabilities below 2^-26 of the best count as 0 in top-p (below 2^-25 in
+vocabularies over 2^18, whose weights have one bit less).
 
-Shapes: `row` sampled requests, `vocab` at most 2^18.
+Shapes: `row` sampled requests, `vocab` at most 2^19.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ ONE = 1 << 16
 FAR = 1 << 22
 MAX_LOGIT = 8192.0
 MAX_COUNT = 4096
+FULL_WEIGHTS = 1 << 18
+"""The largest vocabulary whose weights in top-p have 26 bits. Those of a larger one have 25: so
+twice as many add up exactly.
+"""
 MASKED = -(2**31) + 1
 TOP = 20
 INTEGER = Contract(
@@ -179,7 +184,11 @@ def _top_k_limit(xp: Any, far: Array, keep: Array, top_k: Array) -> Array:
 
 def _top_p_limit(xp: Any, far: Array, keep: Array, top_p: Array) -> Array:
     """The smallest distance within which the tokens hold `top_p` of the mass: [row]."""
-    weight = xp.where(keep, exp2_negative(xp, far), 0)
+    return _mass_limit(xp, far, xp.where(keep, _weights(xp, far), 0), top_p)
+
+
+def _mass_limit(xp: Any, far: Array, weight: Array, top_p: Array) -> Array:
+    """The smallest distance within which lies `top_p` of the weights [row vocab]: [row]."""
     high_total, _ = _mass(xp, weight)
     # Sums have up to 44 bits: the total decides how many low bits are dropped so that 28 are left.
     drop = xp.zeros_like(high_total)
@@ -201,11 +210,21 @@ def _top_p_limit(xp: Any, far: Array, keep: Array, top_p: Array) -> Array:
     return xp.where(top_p >= ONE, FAR, _smallest(xp, enough, top_p))
 
 
+def _weights(xp: Any, far: Array) -> Array:
+    """What words at distances `far` [row vocab] weigh in top-p: 2^-far, in Q26 or in Q25."""
+    weight = exp2_negative(xp, far)
+    return weight >> 1 if far.shape[-1] > FULL_WEIGHTS else weight
+
+
 def _mass(xp: Any, weight: Array) -> tuple[Array, Array]:
-    """The sum of each row as (sum >> 13, sum & 8191), exact for up to 2^18 weights below 2^26."""
+    """The sum of each row as (sum >> 13, sum & 8191): exact for up to 2^18 weights below 2^26, and
+    for up to 2^19 below 2^25.
+    """
     low = xp.sum(weight & 8191, axis=-1, dtype=xp.int32)
     high = xp.sum(weight >> 13, axis=-1, dtype=xp.int32)
-    return high + (low >> 13), low & 8191
+    # More than 2^18 low parts may reach bit 31, which is then a bit like the others.
+    carry = _shift(low, 13) if weight.shape[-1] > FULL_WEIGHTS else low >> 13
+    return high + carry, low & 8191
 
 
 def _smallest(xp: Any, enough: Any, like: Array) -> Array:
