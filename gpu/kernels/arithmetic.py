@@ -37,6 +37,23 @@ def gated(gate, up):
 
 
 @triton.jit
+def gelu_gated(gate, up):
+    """gelu(gate) * up with the gelu of tanh: gate / (1 + e^-2z) for z as the tanh takes it."""
+    z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    e = exp(tl.abs(z) * -2.0)
+    return gate * tl.where(z < 0, e, 1.0) / (1.0 + e) * up
+
+
+@triton.jit
+def activated(gate, up, GELU: tl.constexpr):
+    """gelu(gate) * up if GELU, else silu(gate) * up."""
+    if GELU:
+        return gelu_gated(gate, up)
+    else:
+        return gated(gate, up)
+
+
+@triton.jit
 def tanh(x):
     """tanh to 2^-23 of 1."""
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
@@ -64,3 +81,25 @@ def stored(x, inverse, KIND: tl.constexpr):
         return tl.where(x == x, y, x).to(tl.float8e4nv)
     else:
         return x
+
+
+@triton.jit
+def oldest_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first position that a query at `position` sees; there is a window or a chunk."""
+    if CHUNK > 0:
+        return position // CHUNK * CHUNK
+    else:
+        return tl.maximum(position - (WINDOW - 1), 0)
+
+
+@triton.jit
+def with_sinks(total, top, sinks, head, real, SINKS: tl.constexpr):
+    """Sums of weights with maxima `top`, in units of log2 e, and those of the sinks of their heads.
+
+    A row that has seen nothing has an infinite sum: its result is 0.
+    """
+    if SINKS:
+        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32)
+        return total + tl.exp2(sink * LOG2_E - top)
+    else:
+        return total

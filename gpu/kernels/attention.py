@@ -10,6 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...ops.declare import Array, OpError
 from ...ops.implement import Refusal
+from ...ops.reference.paged import check_reach
 from .counters import COUNTERS, counters
 from .decode_kernel import decode_kernel
 from .launch import (
@@ -26,13 +27,23 @@ from .launch import (
 )
 from .prefill_kernel import gather_kernel, prefill_kernel
 
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 512
 MAX_GROUP = 32
 CACHES = ("int8", "float8_e4m3fn")
-WIDE_HEAD, WIDE_SHARED = 128, 160 << 10
-"""Prompts of wider heads need shared memory as A100 and H100 have it: compiled for chips with less,
-which have 99 KiB, `prefill_kernel` takes 100 to 144 KiB for heads of 256.
-"""
+WIDEST_COPY = 256
+"""Heads of this size at most are gathered for the copy engine."""
+
+
+def least_shared(size: int, prompts: bool) -> int:
+    """Shared memory in bytes that a chip must have for heads of a size, by what the kernels take as
+    they are compiled for it.
+
+    Prompts with heads of 256 take 100 to 144 KiB on chips with 99 KiB; those with heads of 512 take
+    192 KiB on an H100. One token's heads of 512 take 81 to 130 KiB.
+    """
+    if size > 256:
+        return (200 if prompts else 130) << 10
+    return 160 << 10 if size > 128 and prompts else 0
 
 
 def _takes(
@@ -48,17 +59,21 @@ def _takes(
     max_query_len: int,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: Array | None = None,
+    chunk: int = 0,
 ) -> bool | Refusal:
     heads, kv_heads = q.shape[1], kv.shape[2] // 2
     if q.shape[2] > MAX_HEAD_SIZE or heads % kv_heads or heads // kv_heads > MAX_GROUP:
         return False
     if dtype_name(q) not in FLOATS or dtype_name(kv) not in (dtype_name(q), *CACHES):
         return False
-    if q.shape[2] > WIDE_HEAD and max_query_len > 1 and shared_memory() < WIDE_SHARED:
-        needs, has = WIDE_SHARED >> 10, shared_memory() >> 10
+    prompts, has = max_query_len > 1, shared_memory()
+    needs = least_shared(q.shape[2], prompts)
+    if has < needs:
+        what = "prompts" if prompts else "requests"
         return Refusal(
-            f"prompts with heads of {q.shape[2]} need {needs} KiB of shared memory, this GPU has "
-            f"{has}"
+            f"{what} with heads of {q.shape[2]} need {needs >> 10} KiB of shared memory, this GPU "
+            f"has {has >> 10}"
         )
     refusal = refused_cache(kv)
     return True if refusal is None else refusal
@@ -78,10 +93,13 @@ def paged_attention(
     max_query_len: int,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: Array | None = None,
+    chunk: int = 0,
 ) -> Array:
     """See the op. Scores and softmax in float32, weights not normalised and rounded to q's
     dtype, one rounding.
     """
+    check_reach(window, chunk)
     if not kv.is_contiguous():
         raise OpError(f"paged_attention: kv of shape {tuple(kv.shape)} must be contiguous")
     if q.stride(2) != 1:
@@ -90,9 +108,10 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tensors = q, kv, page_table, query_start, kv_lens, counts, out
     mixed = max_query_len > 1
-    _decode(*tensors, *numbers, window, mixed)
+    reach = window, chunk, sinks
+    _decode(*tensors, *numbers, *reach, mixed)
     if mixed:
-        _prefill(*tensors, *numbers, window)
+        _prefill(*tensors, *numbers, *reach)
     return out
 
 
@@ -108,9 +127,19 @@ def _shape(q: torch.Tensor, kv: torch.Tensor) -> dict[str, int]:
     }
 
 
-def splits(requests: int, heads: int, slots: int, window: int, setting: dict[str, int]) -> int:
-    """Into how many parts the slots of a request may be split, from shapes alone."""
-    longest = min(slots, window + setting["block_n"]) if window > 0 else slots
+def _config(kernel: str, q: torch.Tensor, shape: dict[str, int]) -> dict[str, int]:
+    """The launch configuration for a dtype and a size of heads: of both, of the dtype, or of the
+    size.
+    """
+    dtype, size = dtype_name(q), str(shape["BLOCK_D"])
+    return config(kernel, f"{dtype}/{size}", dtype, size)
+
+
+def splits(requests: int, heads: int, slots: int, reach: int, setting: dict[str, int]) -> int:
+    """Into how many parts the slots of a request may be split, from shapes alone; `reach`: of a
+    window or a chunk.
+    """
+    longest = min(slots, reach + setting["block_n"]) if reach > 0 else slots
     wanted = min(
         setting["programs"] * processors() // (requests * heads), -(-longest // setting["chunk"])
     )
@@ -122,11 +151,14 @@ def _decode(
     q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor,
     kv_lens: torch.Tensor,
     counts: torch.Tensor, out: torch.Tensor, scale: float, soft_cap: float, v_scale: float,
-    window: int, mixed: bool,
+    window: int, chunk: int, sinks: torch.Tensor | None, mixed: bool,
 ) -> None:  # fmt: skip
-    setting, shape = config("decode", dtype_name(q)), _shape(q, kv)
+    shape = _shape(q, kv)
+    setting = _config("decode", q, shape)
     tokens = min(q.shape[0], kv_lens.shape[0]) if mixed else q.shape[0]
-    parts = splits(tokens, shape["HEADS"], page_table.shape[1] * shape["PAGE"], window, setting)
+    parts = splits(
+        tokens, shape["HEADS"], page_table.shape[1] * shape["PAGE"], window or chunk, setting
+    )
     block_g = power_of_2(shape["GROUP"], 16)
     sums = marks = arrived = out
     if parts > 1:
@@ -135,9 +167,11 @@ def _decode(
         marks = torch.empty(each * 2, dtype=torch.float32, device=q.device)
         arrived = counters(q.device)
     decode_kernel[(tokens, shape["HEADS"], parts)](
-        q, kv, page_table, kv_lens, counts, out, sums, marks, arrived, scale, soft_cap, v_scale,
+        q, kv, page_table, kv_lens, counts, out, out if sinks is None else sinks, sums, marks,
+        arrived, scale, soft_cap, v_scale,
         q.stride(0), q.stride(1), page_table.stride(0), parts, kv_lens.shape[0],
-        MIXED=mixed, WINDOW=window, CAPPED=soft_cap > 0, CHUNK=setting["chunk"], BLOCK_G=block_g,
+        MIXED=mixed, WINDOW=window, CHUNK=chunk, CAPPED=soft_cap > 0, SINKS=sinks is not None,
+        LEAST=setting["chunk"], BLOCK_G=block_g,
         BLOCK_N=setting["block_n"], STAGES=setting["stages"], SPLIT=parts > 1,
         num_warps=setting["warps"],
         **shape, **overlap(),
@@ -148,22 +182,22 @@ def _prefill(
     q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor,
     kv_lens: torch.Tensor,
     counts: torch.Tensor, out: torch.Tensor, scale: float, soft_cap: float, v_scale: float,
-    window: int,
+    window: int, chunk: int, sinks: torch.Tensor | None,
 ) -> None:  # fmt: skip
     shape, tokens, requests = _shape(q, kv), q.shape[0], kv_lens.shape[0]
     block_r = power_of_2(requests + 1)
-    setting = config("prefill", dtype_name(q))
+    setting = _config("prefill", q, shape)
     # The copy engine takes whole heads, and what is gathered has to pay for a launch.
     gathers = (
         kv.dtype == q.dtype
         and q.itemsize == 2
-        and window <= 0
-        and shape["SIZE"] == shape["BLOCK_D"] >= 64
+        and window == chunk == 0
+        and WIDEST_COPY >= shape["SIZE"] == shape["BLOCK_D"] >= 64
     )
     gathers = gathers and tokens >= setting["gather"] and copy_engine()
     own = own_blocks = kv
     if gathers:
-        setting = config("prefill_own")
+        setting = config("prefill_own", str(shape["SIZE"]))
         width = kv.shape[2] * kv.shape[3]
         own = torch.empty((tokens, width), dtype=kv.dtype, device=kv.device)
         own_blocks = TensorDescriptor.from_tensor(own, [setting["block_n"], shape["SIZE"]])
@@ -179,10 +213,10 @@ def _prefill(
     block_m = max(setting["block_m" if many else "few_m"], power_of_2(shape["GROUP"]))
     blocks = triton.cdiv(tokens, block_m // shape["GROUP"]) + requests
     prefill_kernel[(shape["HEADS"], blocks)](
-        q, kv, own, own_blocks, page_table, query_start, kv_lens, counts, out, scale, soft_cap,
-        v_scale, tokens,
-        requests, q.stride(0), q.stride(1), page_table.stride(0),
-        WINDOW=window, CAPPED=soft_cap > 0, OWN=gathers, BLOCK_M=block_m,
-        BLOCK_N=setting["block_n"], BLOCK_R=block_r,
+        q, kv, own, own_blocks, page_table, query_start, kv_lens, counts, out,
+        out if sinks is None else sinks, scale, soft_cap, v_scale, tokens, requests,
+        q.stride(0), q.stride(1), page_table.stride(0),
+        WINDOW=window, CHUNK=chunk, SINKS=sinks is not None, CAPPED=soft_cap > 0, OWN=gathers,
+        BLOCK_M=block_m, BLOCK_N=setting["block_n"], BLOCK_R=block_r,
         STAGES=setting["stages"], num_warps=setting["warps"], **shape, **overlap(),
     )  # fmt: skip

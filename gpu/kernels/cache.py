@@ -60,8 +60,8 @@ def _takes_all(
     v_scale: float = 1.0,
 ) -> bool | Refusal:
     weights = [x for x in (q_weight, k_weight) if x is not None]
-    same = all(dtype_name(x) == dtype_name(qkv) for x in weights)
-    return same and _takes_dtypes(qkv, kv)
+    known = all(dtype_name(x) in FLOATS for x in weights)
+    return known and _takes_dtypes(qkv, kv)
 
 
 @triton_kernel("norm_rope_write_kv", supports_args=_takes_all, inplace=True, row_invariant=True)

@@ -10,7 +10,7 @@ was.
 import triton
 import triton.language as tl
 
-from .arithmetic import LOG2_E, dot, squash
+from .arithmetic import LOG2_E, dot, oldest_seen, squash, with_sinks
 from .overlap import wait
 
 
@@ -47,12 +47,11 @@ def _attend(
 
 @triton.jit
 def _merge(
-    sums, marks, out, parts, v_scale, GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    sums, marks, out, sinks, parts, v_scale, GROUP: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Write the mean of all parts, added up in their order: `sums` [part GROUP BLOCK_D], `marks`
-    [part 2 GROUP].
+    [part 2 GROUP]; `sinks` [GROUP].
 
     The loads of PARTS parts of ROWS heads are in flight at once.
     """
@@ -79,6 +78,7 @@ def _merge(
             acc = acc * shrink[:, None] + tl.sum(each * share[:, :, None], 0)
             total = total * shrink + tl.sum(totals * share, 0)
             top = best
+        total = with_sinks(total, top, sinks, g, g < GROUP, SINKS)
         mask = (g < GROUP)[:, None] & (d < SIZE)[None, :]
         mean = acc / total[:, None] * v_scale
         tl.store(out + g[:, None] * SIZE + d[None, :], mean.to(out.dtype.element_ty), mask=mask)
@@ -89,16 +89,17 @@ def _merge(
     do_not_specialize_on_alignment=["page_table", "kv_lens", "counts"],
 )
 def decode_kernel(
-    q, kv, page_table, kv_lens, counts, out, sums, marks, arrived, scale, soft_cap, v_scale,
+    q, kv, page_table, kv_lens, counts, out, sinks, sums, marks, arrived, scale, soft_cap, v_scale,
     q_token_stride, q_head_stride, table_stride, splits, requests,
     MIXED: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, CHUNK: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr, LEAST: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (token, KV head, split). In a mixed step only the first counts[0] tokens are taken,
-    else counts[1].
+    else counts[1]. A part has LEAST slots or more.
     """
     t, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
@@ -115,10 +116,12 @@ def decode_kernel(
         if not MIXED and split == 0:
             tl.store(result, tl.zeros([BLOCK_G, BLOCK_D], out.dtype.element_ty), mask=rows)
         return
-    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    first = 0
+    if WINDOW > 0 or CHUNK > 0:
+        first = oldest_seen(length - 1, WINDOW, CHUNK)
     begin = first // BLOCK_N * BLOCK_N
     part = tl.cdiv(tl.cdiv(length - begin, splits), BLOCK_N) * BLOCK_N
-    part = tl.maximum(part, CHUNK)
+    part = tl.maximum(part, LEAST)
     low = begin + split * part
     if low >= length:
         return
@@ -135,6 +138,7 @@ def decode_kernel(
             scale * LOG2_E, soft_cap, HEADS, SIZE, PAGE, CAPPED,
         )  # fmt: skip
     if not SPLIT or parts == 1:
+        total = with_sinks(total, top, sinks, head, g < GROUP, SINKS)
         tl.store(result, (acc / total[:, None] * v_scale).to(out.dtype.element_ty), mask=rows)
     else:
         own = t * HEADS + h
@@ -155,6 +159,7 @@ def decode_kernel(
                 sums,
                 marks,
                 out,
+                sinks + h * GROUP,
                 parts,
                 v_scale,
                 GROUP,
@@ -162,4 +167,5 @@ def decode_kernel(
                 4 if GROUP > 2 else GROUP,
                 16,
                 BLOCK_D,
+                SINKS,
             )

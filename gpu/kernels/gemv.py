@@ -1,5 +1,5 @@
-"""linear, logits, gated_mlp: kernels for a few rows, whose time is that of reading the weight, else
-cuBLAS.
+"""linear, logits, the gated MLPs: kernels for a few rows, whose time is that of reading the weight,
+else cuBLAS.
 
 Which rows go where is fixed by shapes: `configs.json` says up to how many rows each kernel was
 faster.
@@ -15,7 +15,7 @@ from ...ops.declare import Array
 from .counters import COUNTERS, counters
 from .gemv_kernels import gemv_kernel, skinny_kernel
 from .launch import config, dtype_name, overlap, power_of_2, processors, triton_kernel
-from .rows import silu_and_mul
+from .rows import gelu_and_mul, silu_and_mul
 
 HALVES = ("bfloat16", "float16")
 MAX_ROWS = 16
@@ -62,9 +62,21 @@ def gated_mlp(
     the ops here.
     """
     if 0 < x.shape[0] <= _limits(gate_up)[0]:
-        y = _gemv(x, gate_up, gate_up_bias, x.dtype, gated=True)
+        y = _gemv(x, gate_up, gate_up_bias, x.dtype, act="silu")
     else:
         y = silu_and_mul(linear(x, gate_up, gate_up_bias))
+    return linear(y, down, down_bias)
+
+
+@triton_kernel("gelu_gated_mlp", supports_args=_takes_mlp)
+def gelu_gated_mlp(
+    x: Array, gate_up: Array, gate_up_bias: Array | None, down: Array, down_bias: Array | None
+) -> Array:
+    """See the op, and `gated_mlp` here."""
+    if 0 < x.shape[0] <= _limits(gate_up)[0]:
+        y = _gemv(x, gate_up, gate_up_bias, x.dtype, act="gelu")
+    else:
+        y = gelu_and_mul(linear(x, gate_up, gate_up_bias), "tanh")
     return linear(y, down, down_bias)
 
 
@@ -100,9 +112,12 @@ def _gemv(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     *,
-    gated: bool = False,
+    act: str = "",
 ) -> torch.Tensor:
-    """The product; `gated` by silu, weight and bias being those of gate and up."""
+    """The product, or with `act`, silu or gelu, that of a gate and of up: weight and bias are
+    those of both.
+    """
+    gated = act != ""
     rows, (n, k) = x.shape[0], weight.shape
     setting = config("gemv")
     x, weight = (y if y.stride(1) == 1 else y.contiguous() for y in (x, weight))
@@ -115,8 +130,8 @@ def _gemv(
     block_k = block_columns(k, min(setting["block_k"], setting["entries"] // (block_n * sums)))
     gemv_kernel[(triton.cdiv(n, block_n),)](
         x, weight, out if bias is None else bias.contiguous(), out, x.stride(0), weight.stride(0),
-        N=n, K=k, ROWS=rows, HAS_BIAS=bias is not None, GATED=gated, BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        N=n, K=k, ROWS=rows, HAS_BIAS=bias is not None, GATED=gated, GELU=act == "gelu",
+        BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
     return out

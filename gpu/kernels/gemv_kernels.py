@@ -10,7 +10,7 @@ parts in their order.
 import triton
 import triton.language as tl
 
-from .arithmetic import dot, gated
+from .arithmetic import activated, dot
 from .overlap import wait
 
 
@@ -33,11 +33,11 @@ def _block(weight, n, at, stride, N: tl.constexpr, K: tl.constexpr, EVEN: tl.con
 def gemv_kernel(
     x, weight, bias, out, x_stride, weight_stride, N: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of results). ROWS is 1 or 2. GATED: silu(result n) * result N + n, of a weight
-    [2N k].
+    [2N k], or with GELU gelu(result n) * result N + n.
     """
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     even: tl.constexpr = (K % BLOCK_K == 0) & (N % BLOCK_N == 0)
@@ -67,15 +67,15 @@ def gemv_kernel(
             b += now * y
             if GATED:
                 d += now_up * y
-    _put(out + n, n < N, tl.sum(a, 1) + added, tl.sum(c, 1) + added_up, GATED)
+    _put(out + n, n < N, tl.sum(a, 1) + added, tl.sum(c, 1) + added_up, GATED, GELU)
     if ROWS > 1:
-        _put(out + N + n, n < N, tl.sum(b, 1) + added, tl.sum(d, 1) + added_up, GATED)
+        _put(out + N + n, n < N, tl.sum(b, 1) + added, tl.sum(d, 1) + added_up, GATED, GELU)
 
 
 @triton.jit
-def _put(place, mask, y, up, GATED: tl.constexpr):
+def _put(place, mask, y, up, GATED: tl.constexpr, GELU: tl.constexpr):
     if GATED:
-        y = gated(y, up)
+        y = activated(y, up, GELU)
     tl.store(place, y.to(place.dtype.element_ty), mask=mask)
 
 

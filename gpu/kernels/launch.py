@@ -68,17 +68,28 @@ def dtype_name(x: Any) -> str:
 
 
 @cache
-def config(kernel: str, variant: str = "") -> dict[str, int]:
-    """The launch configuration of a kernel, for a dtype or a shape if it has one of its own
-    (`decode/float32`).
+def config(kernel: str, *variants: str) -> dict[str, int]:
+    """The launch configuration of a kernel: of the first of `variants`, dtypes or sizes, that has
+    one of its own (`decode/float32`), else the kernel's.
+
+    Those of the chip come first. Calls that find the same entry share it.
     """
-    table = json.loads(Path(__file__).with_name("configs.json").read_text(encoding="utf-8"))
     chip = "" if INTERPRETED or not torch.cuda.is_available() else torch.cuda.get_device_name()
+    table = _table()
     for entries in (table["chips"].get(chip, {}), table["default"]):
-        for name in (f"{kernel}/{variant}", kernel):
+        for name in (*(f"{kernel}/{variant}" for variant in variants), kernel):
             if name in entries:
-                return dict(entries[name])
+                found: dict[str, int] = entries[name]
+                return found
     raise OpError(f"kernel {kernel!r} has no launch configuration in configs.json")
+
+
+@cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(
+        Path(__file__).with_name("configs.json").read_text(encoding="utf-8")
+    )
+    return table
 
 
 @cache

@@ -14,7 +14,7 @@ a time.
 import triton
 import triton.language as tl
 
-from .arithmetic import LOG2_E, dot, squash
+from .arithmetic import LOG2_E, dot, oldest_seen, squash, with_sinks
 from .overlap import wait
 
 
@@ -106,11 +106,11 @@ def gather_kernel(
     do_not_specialize_on_alignment=["page_table", "query_start", "kv_lens", "counts"],
 )
 def prefill_kernel(
-    q, kv, own, own_blocks, page_table, query_start, kv_lens, counts, out, scale, soft_cap, v_scale,
-    tokens, requests,
+    q, kv, own, own_blocks, page_table, query_start, kv_lens, counts, out, sinks, scale, soft_cap,
+    v_scale, tokens, requests,
     q_token_stride, q_head_stride, table_stride,
     GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
     CAPPED: tl.constexpr, OWN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
@@ -157,28 +157,38 @@ def prefill_kernel(
     kv += h * 2 * SIZE
     page_table += request.to(tl.int64) * table_stride
     position, last = past + mine, tl.minimum(token + BLOCK_Q, stop)
-    # By pages: all slots, or with OWN those before this step.
-    first, end = 0, past + last
+    # By pages: all slots that a row sees, or with OWN those before this step. Every row sees all
+    # those from `whole` up to `edge`.
+    first, whole, end = 0, 0, past + last
     edge = (past + token + 1) // BLOCK_N * BLOCK_N
-    if WINDOW > 0:
-        first = tl.maximum(past + token - WINDOW + 1, 0)
-        edge = first // BLOCK_N * BLOCK_N
+    if WINDOW > 0 or CHUNK > 0:
+        first = oldest_seen(past + token, WINDOW, CHUNK)
+        whole = tl.cdiv(oldest_seen(past + last - 1, WINDOW, CHUNK), BLOCK_N) * BLOCK_N
+        whole = tl.minimum(whole, edge)
+        for start in tl.range(first // BLOCK_N * BLOCK_N, whole, BLOCK_N, num_stages=STAGES):
+            slot = start + n
+            used = slot >= first
+            k, v = _paged(kv, page_table, slot, used, d, query.dtype, HEADS, SIZE, PAGE, True)
+            seen = slot[None, :] >= oldest_seen(position, WINDOW, CHUNK)[:, None]
+            seen = seen & used[None, :] & (slot[None, :] <= position[:, None])
+            acc, top, total = _attend(
+                acc, top, total, query, k, v, seen, scale * LOG2_E, soft_cap, CAPPED, True
+            )
     elif OWN:
         end = past + begin
         edge = end // BLOCK_N * BLOCK_N
-    if WINDOW <= 0:
-        for start in tl.range(0, edge, BLOCK_N, num_stages=STAGES):
-            k, v = _paged(kv, page_table, start + n, True, d, query.dtype, HEADS, SIZE, PAGE, False)
-            acc, top, total = _attend(
-                acc, top, total, query, k, v, True, scale * LOG2_E, soft_cap, CAPPED, False
-            )
+    for start in tl.range(whole, edge, BLOCK_N, num_stages=STAGES):
+        k, v = _paged(kv, page_table, start + n, True, d, query.dtype, HEADS, SIZE, PAGE, False)
+        acc, top, total = _attend(
+            acc, top, total, query, k, v, True, scale * LOG2_E, soft_cap, CAPPED, False
+        )
     for start in tl.range(edge, end, BLOCK_N, num_stages=STAGES):
         slot = start + n
         used = (slot >= first) & (slot < end)
         k, v = _paged(kv, page_table, slot, used, d, query.dtype, HEADS, SIZE, PAGE, True)
         seen = used[None, :] & (slot[None, :] <= position[:, None])
-        if WINDOW > 0:
-            seen = seen & (slot[None, :] > position[:, None] - WINDOW)
+        if WINDOW > 0 or CHUNK > 0:
+            seen = seen & (slot[None, :] >= oldest_seen(position, WINDOW, CHUNK)[:, None])
         acc, top, total = _attend(
             acc, top, total, query, k, v, seen, scale * LOG2_E, soft_cap, CAPPED, True
         )
@@ -213,4 +223,5 @@ def prefill_kernel(
             acc, top, total = _attend(
                 acc, top, total, query, k, v, seen, scale * LOG2_E, soft_cap, CAPPED, True
             )
+    total = with_sinks(total, top, sinks, head, r < BLOCK_Q * GROUP, SINKS)
     tl.store(result, (acc / total[:, None] * v_scale).to(out.dtype.element_ty), mask=rows)

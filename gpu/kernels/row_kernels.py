@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .arithmetic import gated
+from .arithmetic import activated
 from .overlap import wait
 
 
@@ -57,9 +57,25 @@ def add_rms_norm_kernel(
 
 
 @triton.jit
-def silu_and_mul_kernel(
-    x, out, x_stride, INTER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-):
+def add_kernel(
+    x, residual, out, x_stride, residual_stride, N: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (row, block of entries)."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = n < N
+    wait(OVERLAP)
+    total = tl.load(x + row * x_stride + n, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(residual + row * residual_stride + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * N + n, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def act_and_mul_kernel(
+    x, out, x_stride, INTER: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Grid (token, block of entries)."""
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -67,7 +83,28 @@ def silu_and_mul_kernel(
     wait(OVERLAP)
     gate = tl.load(x + t * x_stride + n, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + t * x_stride + INTER + n, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + t * INTER + n, gated(gate, up).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + t * INTER + n, activated(gate, up, GELU).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def wide_qk_norm_kernel(
+    qkv, q_weight, k_weight, out, eps, qkv_stride, Q: tl.constexpr, KV: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (token, q or k or v): v is copied."""
+    t, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    n = tl.arange(0, BLOCK)
+    size = tl.where(which == 0, Q, KV)
+    first = tl.where(which == 0, 0, tl.where(which == 1, Q, Q + KV))
+    mask = n < size
+    w = tl.load(q_weight + n, mask=mask & (which == 0), other=1.0).to(tl.float32)
+    w *= tl.load(k_weight + n, mask=mask & (which == 1), other=1.0).to(tl.float32)
+    wait(OVERLAP)
+    y = tl.load(qkv + t * qkv_stride + first + n, mask=mask, other=0.0).to(tl.float32)
+    normed = y * tl.rsqrt(tl.sum(y * y, 0) / size + eps) * w
+    y = tl.where(which == 2, y, normed)
+    place = out + t * (Q + 2 * KV) + first + n
+    tl.store(place, y.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["parts", "size"])

@@ -1,4 +1,4 @@
-"""Norms, gated activation and greedy sampling by Triton kernels."""
+"""Norms, sums, gated activations and greedy sampling by Triton kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import triton
 from ...ops.declare import Array
 from .counters import COUNTERS, counters
 from .launch import FLOATS, config, dtype_name, overlap, power_of_2, processors, triton_kernel
-from .row_kernels import add_rms_norm_kernel, greedy_kernel, rms_norm_kernel, silu_and_mul_kernel
+from .row_kernels import (
+    act_and_mul_kernel,
+    add_kernel,
+    add_rms_norm_kernel,
+    greedy_kernel,
+    rms_norm_kernel,
+    wide_qk_norm_kernel,
+)
 
 MAX_WIDTH = 16384
 """The widest row that one program holds."""
@@ -72,6 +79,43 @@ def fused_add_rms_norm(x: Array, residual: Array, weight: Array, eps: float) -> 
     return x, residual
 
 
+def _takes_add(x: Array, residual: Array) -> bool:
+    return dtype_name(x) in FLOATS and dtype_name(residual) == dtype_name(x)
+
+
+@triton_kernel("add", supports_args=_takes_add, row_invariant=True)
+def add(x: Array, residual: Array) -> Array:
+    """See the op: for layers without a norm that makes the sum on its way."""
+    x, residual = (y if y.stride(1) == 1 else y.contiguous() for y in (x, residual))
+    setting = config("silu_and_mul")
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    add_kernel[(x.shape[0], triton.cdiv(x.shape[1], setting["block"]))](
+        x, residual, out, x.stride(0), residual.stride(0),
+        N=x.shape[1], BLOCK=setting["block"], num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip
+    return out
+
+
+def _takes_wide_norm(qkv: Array, q_weight: Array, k_weight: Array, eps: float) -> bool:
+    same = dtype_name(q_weight) in FLOATS and dtype_name(k_weight) in FLOATS
+    widest = max(q_weight.shape[0], k_weight.shape[0])
+    return same and dtype_name(qkv) in FLOATS and widest <= MAX_WIDTH
+
+
+@triton_kernel("wide_qk_norm", supports_args=_takes_wide_norm)
+def wide_qk_norm(qkv: Array, q_weight: Array, k_weight: Array, eps: float) -> Array:
+    """See the op."""
+    qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
+    q, kv = q_weight.shape[0], k_weight.shape[0]
+    out = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    width = power_of_2(max(q, kv))
+    wide_qk_norm_kernel[(qkv.shape[0], 3)](
+        qkv, q_weight.contiguous(), k_weight.contiguous(), out, eps, qkv.stride(0),
+        Q=q, KV=kv, BLOCK=width, num_warps=_warps(width), **overlap(early=True),
+    )  # fmt: skip
+    return out
+
+
 def _takes_gate(x: Array) -> bool:
     return dtype_name(x) in FLOATS and x.ndim == 2
 
@@ -79,14 +123,29 @@ def _takes_gate(x: Array) -> bool:
 @triton_kernel("silu_and_mul", supports_args=_takes_gate, row_invariant=True)
 def silu_and_mul(x: Array) -> Array:
     """See the op."""
+    return _act_and_mul(x, gelu=False)
+
+
+def _takes_gelu(x: Array, approximate: str) -> bool:
+    return approximate == "tanh" and _takes_gate(x)
+
+
+@triton_kernel("gelu_and_mul", supports_args=_takes_gelu, row_invariant=True)
+def gelu_and_mul(x: Array, approximate: str) -> Array:
+    """See the op: the gelu of tanh alone."""
+    return _act_and_mul(x, gelu=True)
+
+
+def _act_and_mul(x: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     inter, setting = x.shape[1] // 2, config("silu_and_mul")
     out = torch.empty((x.shape[0], inter), dtype=x.dtype, device=x.device)
-    silu_and_mul_kernel[(x.shape[0], triton.cdiv(inter, setting["block"]))](
+    act_and_mul_kernel[(x.shape[0], triton.cdiv(inter, setting["block"]))](
         x,
         out,
         x.stride(0),
         INTER=inter,
+        GELU=gelu,
         BLOCK=setting["block"],
         num_warps=setting["warps"],
         **overlap(early=True),

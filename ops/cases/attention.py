@@ -172,6 +172,13 @@ def _fused_cases(dtype: str) -> Iterator[Case]:
     yield Case("large eps", arguments | {"eps": 0.5})
     yield Case("no norms", arguments | {"q_weight": None, "k_weight": None})
     yield Case("view of a wider array", arguments | {"qkv": strided(arguments["qkv"])})
+    # One rope of several: columns of a table.
+    columns = {name: strided(arguments[name]) for name in ("cos", "sin")}
+    yield Case("angles out of a wider table", arguments | columns)
+    if dtype != "float32":
+        # Gemma: 1 + weight.
+        wide = {name: weights(rng, "float32", 32) for name in ("q_weight", "k_weight")}
+        yield Case("weights in float32", arguments | wide)
     yield Case(
         "odd head size, partly rotated",
         _fused_arguments(rng, dtype, 5, (3, 1), 23, (3, 16), rotated=10),
@@ -447,11 +454,21 @@ def _attention_cases(dtype: str) -> Iterator[Case]:
         for name, arguments in (("decode, padded", decode), ("mixed, window and soft cap", mixed)):
             yield Case(f"{name}, {kind} cache", _narrowed(arguments, kind, k_scale, v_scale))
     for name, arguments, fill in (
-        ("decode, NaN below the window", decode | {"window": 5}, _spoil_below_window),
-        ("mixed, NaN below the window", mixed | {"window": 4}, _spoil_below_window),
+        ("decode, NaN below the window", decode | {"window": 5}, _spoil_below_reach),
+        ("mixed, NaN below the window", mixed | {"window": 4}, _spoil_below_reach),
         ("mixed, NaN in the last slot of a prompt", mixed, _spoil_last),
     ):
         yield Case(name, arguments | {"kv": fill(arguments)})
+    yield from _sink_cases(decode, mixed, sharp, blocks)
+    yield from _chunk_cases(decode, mixed, blocks)
+    for name, arguments in (
+        ("decode, window, released pages", decode | {"window": 5}),
+        ("mixed, window, released pages", mixed | {"window": 4}),
+        ("several blocks, window, released pages", edge | {"window": 40}),
+        ("decode, chunk, released pages", decode | {"chunk": 16}),
+        ("mixed, chunk, released pages", mixed | {"chunk": 8}),
+    ):
+        yield Case(name, released(arguments))
     if dtype == "bfloat16":
         bench = generator("bench paged_attention")
         lengths = [int(n) for n in bench.integers(200, 2000, 64)]
@@ -460,6 +477,41 @@ def _attention_cases(dtype: str) -> Iterator[Case]:
             ("prefill of 1024", [1024], [1024]),
         ):
             yield Case(name, partial(paged, bench, dtype, n, m, (16, 8), 128, 16), ("bench",))
+
+
+def _sinks(heads: int) -> np.ndarray:
+    """A sink for each head, all different: of scores near 1, so that each takes its share."""
+    return np.linspace(-1.5, 3.5, heads).astype(np.float32)
+
+
+def _sink_cases(
+    decode: Arguments, mixed: Arguments, sharp: Arguments, blocks: Arguments
+) -> Iterator[Case]:
+    heads = {"sinks": _sinks(decode["q"].shape[1])}
+    yield Case("decode, sinks", decode | heads)
+    yield Case("decode, sinks, window", decode | heads | {"window": 5})
+    # Scores in the hundreds beside sinks near 1, and rows of equal scores beside a sink of 16,
+    # which leaves them next to nothing. With a larger one float32 exponents alone, whose rounding
+    # grows with them, would be most of the bound.
+    yield Case("decode, sinks, sharp and flat", sharp | heads)
+    yield Case("decode, a sink that takes all", sharp | {"sinks": heads["sinks"] * 0 + 16})
+    yield Case("mixed, sinks", mixed | {"sinks": _sinks(6)})
+    both = {"sinks": _sinks(6), "window": 11, "soft_cap": 3.0}
+    yield Case("mixed, sinks, window and soft cap", mixed | both)
+    yield Case("mixed, sinks, fp8 cache", _narrowed(mixed, "fp8", 0.9, 0.6) | {"sinks": _sinks(6)})
+    yield Case("several blocks, sinks", blocks | {"sinks": _sinks(2)})
+
+
+def _chunk_cases(decode: Arguments, mixed: Arguments, blocks: Arguments) -> Iterator[Case]:
+    """Chunks of a page, of parts of pages, and longer than a block; a query at the begin of a chunk
+    sees itself only.
+    """
+    yield Case("decode, chunk of a page", decode | {"chunk": 16})
+    yield Case("decode, chunk", decode | {"chunk": 12})
+    yield Case("mixed, chunk", mixed | {"chunk": 10})
+    both = {"chunk": 7, "soft_cap": 3.0, "sinks": _sinks(6)}
+    yield Case("mixed, chunk, soft cap and sinks", mixed | both)
+    yield Case("several blocks, chunk", blocks | {"chunk": 140})
 
 
 def _narrowed(a: Arguments, kind: str, k_scale: float, v_scale: float) -> Arguments:
@@ -491,22 +543,48 @@ def _open(a: Arguments) -> np.ndarray:
             np.arange(length - (stop - start), length)[:, None],
             np.arange(length)[None, :],
         )
-        visible = (slot <= position) & (
-            (slot > position - a["window"]) if a["window"] > 0 else True
-        )
+        visible = (slot <= position) & (slot >= _oldest(position, a["window"], a.get("chunk", 0)))
         hit = (visible & spoilt).any(1)
         free[start:stop, 0, 0] = hit.any() & ~hit
     return free
 
 
-def _spoil_below_window(a: Arguments) -> np.ndarray:
+def _oldest(position: Any, window: int, chunk: int) -> Any:
+    """The first position that a query sees: what the reference says, in other words."""
+    if chunk > 0:
+        return position // chunk * chunk
+    return np.maximum(0, position - window + 1 if window > 0 else 0)
+
+
+def _lowest_seen(a: Arguments, i: int) -> int:
+    """The first slot that any query of request i sees in this step."""
+    first = a["kv_lens"][i] - (a["query_start"][i + 1] - a["query_start"][i])
+    return int(_oldest(int(first), a["window"], a.get("chunk", 0)))
+
+
+def _spoil_below_reach(a: Arguments) -> np.ndarray:
     """NaN in the slots that no query of this step sees any more."""
     kv = a["kv"].copy()
     for i in range(a["counts"][1]):
-        first = a["kv_lens"][i] - (a["query_start"][i + 1] - a["query_start"][i]) - a["window"] + 1
-        for slot in range(max(0, first)):
+        for slot in range(_lowest_seen(a, i)):
             kv[a["page_table"][i, slot // kv.shape[1]], slot % kv.shape[1]] = np.nan
     return np.asarray(kv)
+
+
+def released(a: Arguments) -> Arguments:
+    """The same step after its pages that no query sees were released: their entries are 0, and
+    page 0, NaN throughout, is nobody's.
+    """
+    kv, table, page = _spoil_below_reach(a), a["page_table"].copy(), a["kv"].shape[1]
+    used = [-(-int(n) // page) for n in a["kv_lens"][: a["counts"][1]]]
+    taken = {int(table[i, j]) for i, n in enumerate(used) for j in range(n)}
+    free = min(set(range(len(kv) - 1)) - taken)
+    for i, n in enumerate(used):
+        table[i, :n][table[i, :n] == 0] = free
+        table[i, : _lowest_seen(a, i) // page] = 0
+    kv[free] = kv[0] if 0 in taken else np.nan
+    kv[0] = np.nan
+    return a | {"kv": kv, "page_table": table}
 
 
 def _spoil_last(a: Arguments) -> np.ndarray:
@@ -532,7 +610,7 @@ class _Fault:
         self, xp: Any, q: Any, kv: Any, page_table: Any, query_start: Any, kv_lens: Any,
         counts: Any, scale: float,
         window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        v_scale: float = 1.0, sinks: Any = None, chunk: int = 0,
     ) -> Any:  # fmt: skip
         out = np.zeros_like(q)
         kv = kv.astype(np.float64)
@@ -541,6 +619,12 @@ class _Fault:
         if self.fault == "padding not zeroed":
             out += 1.0
         scale = {"scale missing": 1.0, "scale off by 1.005": scale * 1.005}.get(self.fault, scale)
+        if self.fault == "chunk taken for a window" and chunk > 0:
+            window, chunk = chunk, 0
+        if sinks is not None and self.fault == "sink of the head before":
+            sinks = np.roll(sinks, 1)
+        elif self.fault == "sinks dropped":
+            sinks = None
         for i in range(int(counts[1])):
             start, stop, length = int(query_start[i]), int(query_start[i + 1]), int(kv_lens[i])
             if self.fault == "length of the request before":
@@ -548,8 +632,8 @@ class _Fault:
             cache = self._cache(kv, page_table[i], length)
             keys, values = self._heads(cache, q.shape[1])
             scores, size = self._scores(q[start:stop], keys, scale, soft_cap)
-            visible = self._visible(length, stop - start, window)
-            out[start:stop] = self._weighted(scores, size, visible, values, soft_cap)
+            visible = self._visible(length, stop - start, window, chunk)
+            out[start:stop] = self._weighted(scores, size, visible, values, soft_cap, sinks)
         return out * 1.005 if self.fault == "scaled by 1.005" else out
 
     def _cache(self, kv: Any, table: Any, length: int) -> Any:
@@ -594,7 +678,7 @@ class _Fault:
             )
         return scores, size
 
-    def _visible(self, length: int, queries: int, window: int) -> Any:
+    def _visible(self, length: int, queries: int, window: int, chunk: int) -> Any:
         position, slot = np.arange(length - queries, length)[:, None], np.arange(length)[None, :]
         if self.fault == "positions from 0":
             position = np.arange(queries)[:, None]
@@ -608,9 +692,16 @@ class _Fault:
         off = {"window one longer": 1, "window one shorter": -1}.get(self.fault, 0)
         if window > 0 and self.fault != "window ignored":
             visible = visible & (slot > position - max(1, window + off))
+        if chunk > 0 and self.fault != "chunk ignored":
+            # A query whose chunk begins one later sees itself at least.
+            late = int(self.fault == "chunks begin one later")
+            visible = visible & (slot >= _oldest(np.maximum(position - late, 0), 0, chunk) + late)
+            visible = visible | (slot == position)
         return visible
 
-    def _weighted(self, scores: Any, size: Any, visible: Any, values: Any, soft_cap: float) -> Any:
+    def _weighted(
+        self, scores: Any, size: Any, visible: Any, values: Any, soft_cap: float, sinks: Any
+    ) -> Any:
         if soft_cap > 0 and self.fault == "soft cap of the mask":
             scores, visible = np.where(visible, scores, -soft_cap), np.ones_like(visible)
         scores = np.where(visible, scores, -np.inf)
@@ -624,6 +715,11 @@ class _Fault:
         elif self.fault == "softmax of base 2":
             weights = np.exp2(scores - top)
             total = weights.sum(-1, keepdims=True)
+        if sinks is not None:
+            sink = sinks.astype(np.float64)[:, None, None]
+            if self.fault == "sinks scaled by 0.99":
+                sink = sink * 0.99
+            total = total + np.exp(sink - top)
         weights = weights / total
         if self.sizes:
             # An error e of a score moves its weight by the factor e, and those of all others by
@@ -685,6 +781,8 @@ ATTENTION_FAULTS = (
         "softmax of base 2",
     ),
     *("maximum not taken off", "padding not zeroed", "scale of K ignored", "scale of V ignored"),
+    *("sinks dropped", "sink of the head before", "sinks scaled by 0.99"),
+    *("chunk taken for a window", "chunk ignored", "chunks begin one later"),
 )
 
 judged_by(

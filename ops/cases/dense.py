@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -290,8 +291,39 @@ judged_by(
 )
 
 
-def _mlp_cases(dtype: str) -> Iterator[Case]:
-    rng = generator("gated_mlp")
+@dataclass(frozen=True)
+class Gate:
+    """What an MLP's gate goes through: its name, the function, its slope, and how large errors
+    relative to its operands are.
+    """
+
+    name: str
+    function: Any
+    slope: Any
+    noise: Any
+
+    def __call__(self, x: Any) -> Any:
+        return self.function(x)
+
+
+def _silu_slope(x: Any) -> Any:
+    sigmoid = 1.0 / (1.0 + np.exp(-x))
+    return sigmoid * (1.0 + x * (1.0 - sigmoid))
+
+
+def _gelu_slope(x: Any) -> Any:
+    root = math.sqrt(2 / math.pi)
+    t = np.tanh(root * (x + 0.044715 * x**3))
+    return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * root * (1.0 + 3 * 0.044715 * x**2)
+
+
+SILU = Gate("silu", _silu, _silu_slope, _silu)
+# 1 + tanh cancels where the gate is far below 0: there the error is that of the operands.
+GELU = Gate("gelu", _gelu, _gelu_slope, lambda x: x)
+
+
+def _mlp_cases(dtype: str, op: str) -> Iterator[Case]:
+    rng = generator(op)
     x = hostile_rows(rng, dtype, 6, 67, ("normal", "zero", "tiny", "outlier", "mean", "spread"))
     arguments: Arguments = {
         "x": x,
@@ -315,21 +347,20 @@ def _big_mlp() -> Arguments:
     return {"x": x, "gate_up": gate_up, "gate_up_bias": None, "down": down, "down_bias": None}
 
 
-def mlp_sizes(a: Arguments, accumulated: bool) -> Any:
+def mlp_sizes(a: Arguments, accumulated: bool, act: Gate = SILU) -> Any:
     """What relative errors of 1 in gate, up and their product, or in all that these are sums of,
     do to the output.
     """
     gate, up = _halves(
         a["x"] @ a["gate_up"].T + (0.0 if a["gate_up_bias"] is None else a["gate_up_bias"])
     )
-    gate_size, up_size = np.abs(gate), np.abs(up)
+    gate_size, up_size, noise = np.abs(gate), np.abs(up), np.abs(act(gate) * up)
     if accumulated:
+        noise = np.abs(act.noise(gate) * up)
         gate_size, up_size = _halves(
             _added(a["x"], a["gate_up"], a["gate_up_bias"]) * chain(a["x"].shape[-1])
         )
-    sigmoid = 1.0 / (1.0 + np.exp(-gate))
-    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    hidden = np.abs(slope * up) * gate_size + np.abs(_silu(gate)) * (up_size + np.abs(up))
+    hidden = np.abs(act.slope(gate) * up) * gate_size + np.abs(act(gate)) * up_size + noise
     return _added(hidden, a["down"], a["down_bias"]) * (
         chain(a["down"].shape[-1]) if accumulated else 1.0
     )
@@ -340,20 +371,27 @@ def _added(x: Any, weight: Any, bias: Any) -> Any:
 
 
 def _wrong_mlp(
-    ops: Any, x: Any, gate_up: Any, gate_up_bias: Any, down: Any, down_bias: Any, fault: str
+    ops: Any,
+    x: Any,
+    gate_up: Any,
+    gate_up_bias: Any,
+    down: Any,
+    down_bias: Any,
+    fault: str,
+    act: Gate = SILU,
 ) -> Any:
     if fault == "gate_up bias dropped":
         gate_up_bias = None
     hidden = ops.rounded(ops.linear(x, gate_up, gate_up_bias))
     gate, up = _halves(hidden)
-    if fault == "gelu":
-        hidden = _gelu(gate) * up
+    if fault == "the other activation":
+        hidden = (_gelu(gate) if act is SILU else _silu(gate)) * up
     elif fault == "gate and up swapped":
-        hidden = _silu(up) * gate
+        hidden = act(up) * gate
     elif fault == "up ignored":
-        hidden = _silu(gate)
+        hidden = act(gate)
     else:
-        hidden = _silu(gate) * up
+        hidden = act(gate) * up
     if fault == "last 8 of inter skipped":
         hidden = np.where(np.arange(hidden.shape[-1]) < hidden.shape[-1] - 8, hidden, 0.0)
     if fault == "down bias dropped":
@@ -365,19 +403,20 @@ def _wrong_mlp(
 
 
 MLP_FAULTS = (
-    *("gate_up bias dropped", "down bias dropped", "gelu", "gate and up swapped", "up ignored"),
-    *("last 8 of inter skipped", "scaled by 1.005", "residual added"),
+    *("gate_up bias dropped", "down bias dropped", "the other activation", "gate and up swapped"),
+    *("up ignored", "last 8 of inter skipped", "scaled by 1.005", "residual added"),
 )
 
-judged_by(
-    "gated_mlp",
-    Testing(
-        _mlp_cases,
-        COARSE,
-        magnitude=partial(mlp_sizes, accumulated=True),
-        rounded=partial(mlp_sizes, accumulated=False),
-        rows=("x",),
-        mutants={fault: partial(_wrong_mlp, fault=fault) for fault in MLP_FAULTS},
-        truth=partial(_wrong_mlp, fault=""),
-    ),
-)
+for _op, _act in {"gated_mlp": SILU, "gelu_gated_mlp": GELU}.items():
+    judged_by(
+        _op,
+        Testing(
+            partial(_mlp_cases, op=_op),
+            COARSE,
+            magnitude=partial(mlp_sizes, accumulated=True, act=_act),
+            rounded=partial(mlp_sizes, accumulated=False, act=_act),
+            rows=("x",),
+            mutants={fault: partial(_wrong_mlp, fault=fault, act=_act) for fault in MLP_FAULTS},
+            truth=partial(_wrong_mlp, fault="", act=_act),
+        ),
+    )

@@ -1,4 +1,4 @@
-"""Cases of rms_norm, add, and both in one."""
+"""Cases of rms_norm, add, both in one, and of the norms of all heads."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ def _rms_cases(dtype: str) -> Iterator[Case]:
     rng = generator("rms_norm weight")
     for name, x, tags in _inputs("rms_norm", dtype):
         yield Case(name, {"x": x, "weight": weights(rng, dtype, x.shape[-1]), "eps": EPS}, tags)
+
+    if dtype != "float32":
+        # More digits than the storage dtype has: 1 + weight of Gemma.
+        x, weight = normal(rng, dtype, 9, 200), weights(rng, "float32", 200)
+        yield Case("weight in float32", {"x": x, "weight": weight, "eps": EPS})
 
 
 def _norm(y: Any, weight: Any, eps: float, fault: str = "", source: Any = None) -> Any:
@@ -225,5 +230,73 @@ judged_by(
             fault: partial(_wrong_fused, fault=fault) for fault in (*FUSED_FAULTS, *NORM_FAULTS)
         },
         truth=partial(_wrong_fused, fault=""),
+    ),
+)
+
+
+# --- wide_qk_norm
+# ----------------------------------------------------------------------------------------------
+
+
+def _wide_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("wide_qk_norm")
+    for name, tokens, q, kv in (
+        ("q wider than k", 9, 96, 48),
+        ("odd sizes", 5, 35, 7),
+        ("one token", 1, 64, 64),
+    ):
+        qkv = normal(rng, dtype, tokens, q + 2 * kv)
+        qkv[: tokens // 2] *= qkv.dtype.type(30.0)
+        if tokens > 1:
+            # What is small beside eps.
+            qkv[-1] = (rng.normal(size=q + 2 * kv) * 1e-3).astype(qkv.dtype)
+        arguments: Arguments = {
+            "qkv": qkv, "q_weight": weights(rng, dtype, q), "k_weight": weights(rng, dtype, kv),
+            "eps": EPS,
+        }  # fmt: skip
+        yield Case(name, arguments)
+    wide = {name: weights(rng, "float32", 64) for name in ("q_weight", "k_weight")}
+    yield Case("weights in float32", arguments | wide)
+    yield Case("strided", arguments | {"qkv": strided(qkv)})
+    if dtype == "bfloat16":
+        yield Case("OLMo 2 7B, 2048 tokens", _big_wide, ("bench",))
+
+
+def _big_wide() -> Arguments:
+    rng = generator("bench wide_qk_norm")
+    made = {name: weights(rng, "bfloat16", 4096) for name in ("q_weight", "k_weight")}
+    return {"qkv": normal(rng, "bfloat16", 2048, 3 * 4096), **made, "eps": EPS}
+
+
+def _wrong_wide(xp: Any, qkv: Any, q_weight: Any, k_weight: Any, eps: float, fault: str) -> Any:
+    q, kv = len(q_weight), len(k_weight)
+    query, key, value = qkv[:, :q], qkv[:, q : q + kv], qkv[:, q + kv :]
+    eps = {"eps ignored": 0.0, "eps ten times": 10 * eps}.get(fault, eps)
+    if fault == "k with the variance of q":
+        key = _norm(key, k_weight, eps, source=query)
+    elif fault != "k not normed":
+        key = _norm(key, k_weight, eps)
+    if fault == "v normed":
+        value = _norm(value, k_weight, eps)
+    if fault == "last channel skipped":
+        query = _norm(query, q_weight, eps, fault)
+    else:
+        query = _norm(query, q_weight, eps)
+    out = np.concatenate([query, key, value], axis=-1)
+    return out * 1.005 if fault == "scaled by 1.005" else out
+
+
+WIDE_FAULTS = (
+    *("k with the variance of q", "k not normed", "v normed", "last channel skipped"),
+    *("eps ignored", "eps ten times", "scaled by 1.005"),
+)
+
+judged_by(
+    "wide_qk_norm",
+    Testing(
+        _wide_cases,
+        rows=("qkv",),
+        mutants={fault: partial(_wrong_wide, fault=fault) for fault in WIDE_FAULTS},
+        truth=partial(_wrong_wide, fault=""),
     ),
 )

@@ -1,4 +1,4 @@
-"""Cases of the product with a number."""
+"""Cases of products with a number, and with one for each token."""
 
 from __future__ import annotations
 
@@ -51,6 +51,53 @@ judged_by(
             "divided": lambda xp, x, factor: x / factor,
             "scaled by 1.005": lambda xp, x, factor: x * factor * 1.005,
             "last channel left": _tail_lost,
+        },
+    ),
+)
+
+
+def _token_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("scale_tokens")
+    x = normal(rng, dtype, 9, 3, 37)
+    x[4], x[5, 1, 2] = 0.0, 300.0
+    # As Ministral 3 has them, from the first token to one far out.
+    factor = (1.0 + 0.1 * np.log1p(np.arange(9.0))).astype(np.float32)
+    yield Case("a factor for each token", {"x": x, "factor": factor})
+    table = np.stack([np.full(9, np.nan, np.float32), factor], axis=1)
+    yield Case("a column of a table", {"x": strided(x), "factor": table[:, 1]})
+    yield Case("one token", {"x": x[:1], "factor": factor[3:4]})
+    if dtype == "bfloat16":
+        yield Case(
+            "Ministral 3 8B, 2048 tokens",
+            lambda: {
+                "x": normal(rng, dtype, 2048, 32, 128),
+                "factor": rng.uniform(1.0, 1.3, 2048).astype(np.float32),
+            },
+            ("bench",),
+        )
+
+
+judged_by(
+    "scale_tokens",
+    Testing(
+        _token_cases,
+        magnitude=lambda a: np.abs(a["x"] * a["factor"][:, None, None]),
+        rows=("x", "factor"),
+        mutants={
+            "factor ignored": lambda xp, x, factor: x,
+            "factor rounded to bfloat16": lambda xp, x, factor: (
+                x * to_bfloat16(factor)[:, None, None]
+            ),
+            "factor of the next token": lambda xp, x, factor: (
+                x * (np.roll(factor, -1) + 0.001)[:, None, None]
+            ),
+            "factor of the first token": lambda xp, x, factor: (
+                x * (factor[0] + 0.001 * (len(factor) == 1))
+            ),
+            "scaled by 1.005": lambda xp, x, factor: x * factor[:, None, None] * 1.005,
+            "last head left": lambda xp, x, factor: np.where(
+                np.arange(x.shape[1])[:, None] < x.shape[1] - 1, x * factor[:, None, None], x
+            ),
         },
     ),
 )

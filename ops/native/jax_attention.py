@@ -18,6 +18,7 @@ from ..declare import Array
 from ..implement import implement
 from ..namespaces import namespace
 from ..namespaces.jax_ import with_float32_sums
+from ..reference.paged import check_reach
 from ..reference.quantization import stored
 
 KV_BLOCK = 128
@@ -100,16 +101,21 @@ def paged_attention(
     max_query_len: int,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: Array | None = None,
+    chunk: int = 0,
 ) -> Array:
     """See the op. Scores and softmax in float32, weights rounded to the storage dtype, one
     rounding at the end.
     """
+    check_reach(window, chunk)
     tokens = q.shape[0]
     requests = page_table.shape[0]
     block_pages = max(1, KV_BLOCK // kv.shape[1])
     width = -(-page_table.shape[1] // block_pages) * block_pages
     page_table = jnp.pad(page_table, ((0, 0), (0, width - page_table.shape[1])))
-    attend = partial(_attend, kv, block_pages, scale * k_scale, v_scale, window, soft_cap)
+    attend = partial(
+        _attend, kv, block_pages, scale * k_scale, v_scale, window, chunk, soft_cap, sinks
+    )
     single = min(requests, tokens)
     lengths = jnp.where(jnp.arange(single, dtype=jnp.int32) < counts[0], kv_lens[:single], 0)
     out = attend(q[:single, None], page_table[:single], lengths[:, None] - 1, lengths)[:, 0]
@@ -148,7 +154,9 @@ def _attend(
     scale: float,
     v_scale: float,
     window: int,
+    chunk: int,
     soft_cap: float,
+    sinks: jax.Array | None,
     q: jax.Array,
     page_table: jax.Array,
     positions: jax.Array,
@@ -163,11 +171,10 @@ def _attend(
     q = q.reshape(requests, n, kv_heads, heads // kv_heads, size)
     # The barrier hides the window's value, so layers that differ in it are one code to XLA, which
     # is compiled once.
-    reach = jax.lax.optimization_barrier(
-        jnp.asarray(window if window > 0 else EVERYTHING, jnp.int32)
-    )
+    reach = jax.lax.optimization_barrier(jnp.asarray(chunk or window or EVERYTHING, jnp.int32))
     far = jnp.iinfo(jnp.int32).max
-    oldest = jnp.maximum(0, jnp.where(positions < 0, far, positions).min(1) - reach + 1)
+    begin = positions - positions % reach if chunk > 0 else positions - reach + 1
+    oldest = jnp.maximum(0, jnp.where(positions < 0, far, begin).min(1))
     products = partial(jnp.einsum, "rnkgd,rskd->rkgns"), partial(jnp.einsum, "rkgns,rskd->rkgnd")
     scored, weighted = (partial(with_float32_sums, product) for product in products)
 
@@ -179,7 +186,7 @@ def _attend(
         if soft_cap > 0:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         seen = slot[None, None, :] <= positions[:, :, None]
-        seen &= slot[None, None, :] > positions[:, :, None] - reach
+        seen &= slot[None, None, :] >= begin[:, :, None]
         seen = seen[:, None, None]
         scores = jnp.where(seen, scores, LOWEST)
         maximum = jnp.maximum(state.maximum, scores.max(-1, keepdims=True))
@@ -202,5 +209,8 @@ def _attend(
     state = jax.lax.fori_loop(
         oldest.min() // block, (lengths.max() + block - 1) // block, step, zero
     )
-    out = state.values / jnp.where(state.total == 0, 1.0, state.total) * v_scale
+    total = state.total
+    if sinks is not None:
+        total = total + jnp.exp(sinks.reshape(1, kv_heads, -1, 1, 1) - state.maximum)
+    out = state.values / jnp.where(total == 0, 1.0, total) * v_scale
     return out.transpose(0, 3, 1, 2, 4).reshape(requests, n, heads, size).astype(q.dtype)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from ..declare import Array
 from ..implement import implement
 from ..namespaces import namespace
+from ..reference.paged import check_reach, oldest_seen
 from ..reference.quantization import stored
 
 QUERY_BLOCK = 256
@@ -53,19 +54,24 @@ def paged_attention(
     max_query_len: int,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: Array | None = None,
+    chunk: int = 0,
 ) -> Array:
     """See the op. Scores and softmax in float32, weights not normalised and rounded to q's
     dtype, one rounding.
     """
+    check_reach(window, chunk)
+    bounded = window > 0 or chunk > 0
     single, requests = counts.tolist()
     starts, lengths = query_start.tolist(), kv_lens.tolist()
     out = torch.zeros_like(q)
     on_cpu = q.device.type == "cpu" and q.dtype == torch.float32
-    attend = _attend_on_cpu if on_cpu and soft_cap == 0 else _attend
-    settings = (scale * k_scale, v_scale, soft_cap)
+    attend = _attend_on_cpu if on_cpu and soft_cap == 0 and sinks is None else _attend
+    settings = (scale * k_scale, v_scale, soft_cap, sinks)
 
-    longest = max(lengths[:single], default=1)
-    slots = min(longest, window) if window > 0 else longest
+    # How many slots each request with one query sees.
+    reaches = [n - max(0, oldest_seen(n - 1, window, chunk)) for n in lengths[:single]]
+    slots = max(reaches, default=1)
     step = max(1, MAX_GATHER // (slots * kv[0, 0].numel()))
     for first in range(0, single, step):
         last = min(single, first + step)
@@ -73,8 +79,9 @@ def paged_attention(
         seen = None
         if lengths[first:last] != [slots] * (last - first):
             ends = kv_lens[first:last].to(q.device, torch.int64, non_blocking=True)[:, None]
-            positions = positions + (ends - slots).clamp(min=0)
-            seen = (positions < ends)[:, None] if min(lengths[first:last]) < slots else None
+            if bounded:
+                positions = positions + oldest_seen(ends - 1, window, chunk).clamp(min=0)
+            seen = (positions < ends)[:, None] if min(reaches[first:last]) < slots else None
             # A slot that is not seen can hold anything, and 0 * NaN is NaN: the last one stands in
             # for it.
             positions = torch.minimum(positions, ends - 1)
@@ -84,7 +91,7 @@ def paged_attention(
     for i in range(single, requests):
         start, stop, length = starts[i], starts[i + 1], lengths[i]
         past = length - (stop - start)
-        lowest = max(0, past - window + 1) if window > 0 else 0
+        lowest = max(0, oldest_seen(past, window, chunk))
         cache = _gather(
             kv, page_table[i : i + 1], torch.arange(lowest, length, device=q.device)[None]
         )
@@ -93,12 +100,12 @@ def paged_attention(
             position = torch.arange(past + first - start, past + last - start, device=q.device)[
                 :, None
             ]
-            lowest_seen = max(lowest, past + first - start - window + 1) if window > 0 else 0
+            lowest_seen = max(lowest, oldest_seen(past + first - start, window, chunk))
             highest = past + last - start
             slot = torch.arange(lowest_seen, highest, device=q.device)
             seen = slot <= position
-            if window > 0:
-                seen &= slot > position - window
+            if bounded:
+                seen &= slot >= oldest_seen(position, window, chunk)
             of_block = cache[:, lowest_seen - lowest : highest - lowest]
             out[first:last] = attend(q[None, first:last], of_block, seen[None], *settings)[0]
     return out
@@ -125,6 +132,7 @@ def _attend(
     scale: float,
     v_scale: float,
     soft_cap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """q [req n head hdim] over cache [req slot 2*kvhead hdim]; seen [req n slot], None: all."""
     requests, n, heads, size = q.shape
@@ -147,8 +155,11 @@ def _attend(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     if seen is not None:
         scores = scores.masked_fill_(~seen[:, None, None], -torch.inf)
-    weights = (scores - scores.amax(-1, keepdim=True)).exp_()
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp_()
     total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total += (sinks.view(kv_heads, group, 1, 1) - top).exp_()
     weights = weights.to(q.dtype).to(torch.float32).view(requests, kv_heads, group * n, -1)
     product = (
         torch.matmul(weights, values).view(requests, kv_heads, group, n, size) / total * v_scale
@@ -163,8 +174,9 @@ def _attend_on_cpu(
     scale: float,
     v_scale: float,
     soft_cap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `_attend` without a cap, in float32, by torch's kernel for CPUs.
+    """As `_attend` without a cap and sinks, in float32, by torch's kernel for CPUs.
 
     It reads keys and values where they lie; a batched product would first copy each head's. In half
     precision its results lie within the op's bound, but `twinfer numerics` finds pages of the demo

@@ -134,6 +134,31 @@ def gated_mlp(
     return ops.linear(ops.silu_and_mul(ops.linear(x, gate_up, gate_up_bias)), down, down_bias)
 
 
+@define(
+    shapes="x [tok dim], gate_up [2*inter dim], gate_up_bias [2*inter], down [dim inter], "
+    "down_bias [dim] "
+    "-> [tok dim] x",
+    level="coarse",
+    activations=("x",),
+    composition=("linear", "gelu_and_mul", "linear"),
+    contract=MLP,
+)
+def gelu_gated_mlp(
+    ops: Any,
+    x: Array,
+    gate_up: Array,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_bias: Array | None,
+) -> Array:
+    """down(gelu(gate(x)) * up(x)) with the gelu of tanh, as Gemma has it; else `gated_mlp`.
+
+    It is an op of its own, since what an op is composed of says what its plan and its fusion are.
+    """
+    gate = ops.linear(x, gate_up, gate_up_bias)
+    return ops.linear(ops.gelu_and_mul(gate, "tanh"), down, down_bias)
+
+
 def along(weight: Array, x: Array) -> Array:
     """weight with leading axes of 1 until it has as many as x, so that no framework has to
     promote ranks.

@@ -30,6 +30,23 @@ def gemma_rms_norm(xp: Any, x: Array, weight: Array, eps: float) -> Array:
 
 
 @define(
+    shapes="qkv [tok q+2*kv], q_weight [q], k_weight [kv] -> [tok q+2*kv] qkv",
+    activations=("qkv",),
+    contract=Contract(rounds="q and k once, at the output; v is copied"),
+)
+def wide_qk_norm(xp: Any, qkv: Array, q_weight: Array, k_weight: Array, eps: float) -> Array:
+    """qkv with rms_norm over all of q and over all of k, not head by head: OLMo 2 and 3.
+
+    qkv [tok q+2*kv] is q, k and v side by side, with weights [q] and [kv].
+    """
+    y = xp.accumulate(qkv)
+    q, kv = q_weight.shape[0], k_weight.shape[0]
+    query = _rms(xp, y[:, :q], eps) * along(xp.accumulate(q_weight), y)
+    key = _rms(xp, y[:, q : q + kv], eps) * along(xp.accumulate(k_weight), y)
+    return xp.astype(xp.concat([query, key, y[:, q + kv :]], axis=-1), qkv.dtype)
+
+
+@define(
     shapes="x [... n], gate [... n], weight [... n] -> [... n] x",
     activations=("x",),
     contract=GATED,

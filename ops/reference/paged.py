@@ -14,8 +14,30 @@ from typing import Any
 
 import numpy as np
 
-from ..declare import Array, Contract, define
+from ..declare import Array, Contract, OpError, define
 from .quantization import stored
+
+
+def check_reach(window: int, chunk: int) -> None:
+    """Raise OpError for a window or a chunk below 0, and for both at once."""
+    for name, value in (("window", window), ("chunk", chunk)):
+        if value < 0:
+            raise OpError(f"paged_attention: {name}: got {value}, allowed are 0 (none) and more")
+    if window > 0 and chunk > 0:
+        raise OpError(
+            f"paged_attention: chunk: got {chunk} beside window {window}, allowed is one of them"
+        )
+
+
+def oldest_seen(position: Any, window: int, chunk: int) -> Any:
+    """The first position that a query at `position` sees; below 0 where its window is longer than
+    what there is.
+
+    `position` is a number or an array of any framework.
+    """
+    if chunk > 0:
+        return position - position % chunk
+    return position - (window - 1) if window > 0 else position * 0
 
 
 @define(
@@ -97,18 +119,18 @@ def norm_rope_write_kv(
 @define(
     shapes="q [tok head hdim], kv [page slot 2*kvhead hdim], page_table [req pages], query_start "
     "[req+1], "
-    "kv_lens [req], counts [2] -> [tok head hdim] q",
+    "kv_lens [req], counts [2], sinks [head] -> [tok head hdim] q",
     shards=("head", "kvhead"),
     host=("query_start", "kv_lens", "counts"),
     native="per framework",
     contract=Contract(
         rounds="softmax weights, not normalised yet, to q's dtype before the product with V, but "
-        "not in their own sum; "
+        "not in their own sum, nor a sink's share of it; "
         "the output once",
         dot="BF16_BF16_F32 for bfloat16, F32_F32_F32 for float32; int8 and fp8 entries are exact "
         "in q's dtype",
         masked="rows of no request are 0; slots that no row of a request sees are not read into "
-        "any result",
+        "any result, and entries of the page table for pages of such slots may name any page",
         nan="NaN in a slot reaches each row that sees it, and may reach the other rows of that "
         "request in this step",
     ),
@@ -127,16 +149,23 @@ def paged_attention(
     max_query_len: int,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: Array | None = None,
+    chunk: int = 0,
 ) -> Array:
     """Causal attention of ragged queries over the cache -> [tok head hdim].
 
     q [tok head hdim]; page_table [req page] int32; query_start [req+1]; kv_lens [req] counts the
     slots in use, this step's included: the queries of request i are its last positions. counts [2]:
-    requests with one query token, which stand first, and requests. `window` w > 0 lets a query at
-    position p see positions above p - w; `soft_cap` c > 0 squashes scores to c tanh(s / c).
-    `max_query_len` bounds the query tokens of a request (1: a decode step). K and V are the cache's
-    entries times `k_scale` and `v_scale`.
+    requests with one query token, which stand first, and requests. `max_query_len` bounds the query
+    tokens of a request (1: a decode step). K and V are the cache's entries times `k_scale` and
+    `v_scale`.
+
+    `window` w > 0 lets a query at position p see positions above p - w; `chunk` c > 0 lets it see
+    those of its own chunk, positions j with j // c == p // c; both at once are an error. `soft_cap`
+    c > 0 squashes scores to c tanh(s / c). `sinks` [head] float32 adds exp(sink), which is not
+    capped, to the sum of a row's weights, without a value.
     """
+    check_reach(window, chunk)
     _, page_size, kv_heads, size = kv.shape
     group = q.shape[1] // (kv_heads // 2)
     out = np.zeros_like(q)
@@ -150,10 +179,15 @@ def paged_attention(
             scores = soft_cap * np.tanh(scores / soft_cap)
         position = np.arange(length - (stop - start), length)[:, None]
         slot = np.arange(length)[None, :]
-        seen = (slot <= position) & ((slot > position - window) if window > 0 else True)
+        seen = (slot <= position) & (slot >= oldest_seen(position, window, chunk))
         scores = np.where(seen, scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
+        top = scores.max(-1, keepdims=True)
+        if sinks is not None:
+            sink = xp.accumulate(sinks)[:, None, None]
+            top = np.maximum(top, sink)
+        weights = np.exp(scores - top)
+        total = weights.sum(-1, keepdims=True)
+        weights /= total if sinks is None else total + np.exp(sink - top)
         missing = np.isnan(values)
         mean = np.einsum("hts,shd->thd", weights, np.where(missing, 0.0, values)) * v_scale
         # 0 * NaN is NaN in a product: NaN is what a row gets that sees one, and no other.

@@ -1,5 +1,5 @@
-"""A product with a number that the model states, for models whose streams, sublayers or logits
-are scaled.
+"""Products with numbers that the model states, for models whose streams, sublayers or logits are
+scaled, and with one number for each token.
 """
 
 from __future__ import annotations
@@ -16,3 +16,13 @@ def scale(xp: Any, x: Array, factor: float) -> Array:
     # Without the choice, which NaN alone takes, compilers make one operation of this product and a
     # sum behind it.
     return xp.astype(xp.where(y == y, y * factor, y), x.dtype)
+
+
+@define(
+    shapes="x [tok head hdim], factor [tok] -> [tok head hdim] x",
+    shards=("head",),
+    activations=("x",),
+)
+def scale_tokens(xp: Any, x: Array, factor: Array) -> Array:
+    """x [tok head hdim] times the float32 factor [tok] of each token."""
+    return xp.astype(xp.accumulate(x) * factor[:, None, None], x.dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 
 from ...ops.declare import Array, OpError
-from ...ops.implement import implement
+from ...ops.implement import Refusal, implement
 from .decode import decode_attention
 from .launch import FLOATS, on_gpu
 from .prefill import prefill_attention
@@ -24,8 +24,11 @@ def takes(
     q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
     scale: float,
     window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
-) -> bool:  # fmt: skip
+    sinks: Array | None = None, chunk: int = 0,
+) -> bool | Refusal:  # fmt: skip
     """What the kernels are for."""
+    if sinks is not None or chunk > 0:
+        return Refusal("it knows neither sinks nor chunks")
     heads, kv_heads = q.shape[1], kv.shape[2] // 2
     if q.shape[2] > MAX_HEAD_SIZE or heads % kv_heads or heads // kv_heads > MAX_GROUP:
         return False
@@ -74,6 +77,7 @@ def paged_attention(
     q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
     scale: float,
     window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+    sinks: Array | None = None, chunk: int = 0,
 ) -> Array:  # fmt: skip
     """See the op. Scores and softmax in float32, weights not normalised and rounded to q's
     dtype, one rounding.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from ...ops.declare import Array
 from ...ops.implement import Refusal, implement
+from ...ops.reference.paged import check_reach
 from .blocks import BlockSizes, block_sizes
 from .cache import LANES, CacheShape, pack_words, slot_form
 from .decode import decode_attention
@@ -34,11 +35,12 @@ def attend(
     counts: jax.Array,
     scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: float, v_scale: float,
     interpret: Any,
-    blocks: Any = None,
+    blocks: Any = None, sinks: jax.Array | None = None, chunk: int = 0,
 ) -> jax.Array:  # fmt: skip
     """The op, with the block sizes of the device kind (or `blocks`); `interpret` as pallas_call
     takes it.
     """
+    check_reach(window, chunk)
     page, kv_heads, hdim = kv.shape[1], kv.shape[2] // 2, kv.shape[3]
     tokens, requests = q.shape[0], page_table.shape[0]
     count, lanes = slot_form(kv_heads, hdim, kv.dtype)
@@ -49,8 +51,8 @@ def attend(
     if interpret is not False and interpret is not True:
         rows = pack_words(rows)  # TPU interpret mode cannot look at a cache as words
     common = {
-        "scale": scale * k_scale, "window": window, "soft_cap": soft_cap, "v_scale": v_scale,
-        "interpret": interpret,
+        "scale": scale * k_scale, "window": window, "chunk": chunk, "soft_cap": soft_cap,
+        "v_scale": v_scale, "sinks": sinks, "interpret": interpret,
         "vmem": sizes.vmem_bytes,
     }  # fmt: skip
 
@@ -82,6 +84,7 @@ def takes(
     q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
     scale: float,
     window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+    sinks: Array | None = None, chunk: int = 0,
 ) -> bool | Refusal:  # fmt: skip
     """What the kernels take where they are interpreted."""
     if q.dtype not in (jnp.float32, jnp.bfloat16):
@@ -102,6 +105,7 @@ def compiles(
     q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
     scale: float,
     window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+    sinks: Array | None = None, chunk: int = 0,
 ) -> bool | Refusal:  # fmt: skip
     """What the kernels take on a TPU."""
     kind = target_kind()
@@ -118,6 +122,8 @@ def compiles(
         max_query_len,
         k_scale,
         v_scale,
+        sinks,
+        chunk,
     )
     sizes = block_sizes(kind, kv.dtype, kv.shape[2] // 2, kv.shape[3])
     return answer(
@@ -166,6 +172,7 @@ def paged_attention(
     q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
     scale: float,
     window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+    sinks: Array | None = None, chunk: int = 0,
 ) -> Array:  # fmt: skip
     """See the op."""
     return attend(
@@ -182,6 +189,8 @@ def paged_attention(
         k_scale,
         v_scale,
         False,
+        sinks=sinks,
+        chunk=chunk,
     )
 
 
@@ -190,6 +199,7 @@ def interpreted_attention(
     q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
     scale: float,
     window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+    sinks: Array | None = None, chunk: int = 0,
 ) -> Array:  # fmt: skip
     """See the op."""
     return attend(
@@ -206,4 +216,6 @@ def interpreted_attention(
         k_scale,
         v_scale,
         True,
+        sinks=sinks,
+        chunk=chunk,
     )

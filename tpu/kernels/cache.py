@@ -142,6 +142,15 @@ def quotient(x: Any, n: int) -> Any:
     return x >> (n.bit_length() - 1) if n & (n - 1) == 0 else lax.div(x, n)
 
 
+def oldest_seen(position: Any, window: int, chunk: int) -> Any:
+    """The first slot that a query at `position` (-1: no query) sees; the number 0 if it is always
+    that.
+    """
+    if chunk > 0:
+        return position - lax.rem(position, chunk)
+    return jnp.maximum(position - (window - 1), 0) if window > 0 else 0
+
+
 def since(first: Any, before: Any) -> Any:
     """max(first - before, 0); without a window `first` is the number 0, and nothing is computed."""
     return 0 if isinstance(first, int) else jnp.maximum(first - before, 0)

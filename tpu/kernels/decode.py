@@ -22,13 +22,14 @@ from .cache import (
     CacheShape,
     Pages,
     either,
+    oldest_seen,
     quotient,
     since,
     token_order,
     typical_length,
     words_of,
 )
-from .softmax import MASKED, START, capped, dot, repeat, update
+from .softmax import MASKED, START, capped, dot, repeat, update, weight_factor, with_sinks
 
 SUBLANES = 8
 
@@ -50,8 +51,10 @@ def decode_attention(
     cache: CacheShape,
     scale: float,
     window: int,
+    chunk: int,
     soft_cap: float,
     v_scale: float,
+    sinks: jax.Array | None,
     block_requests: int,
     step: int,
     vmem: int | None,
@@ -71,17 +74,17 @@ def decode_attention(
     groups = len(head_groups(cache.kv_heads, group))
     rows = -(-group // SUBLANES) * SUBLANES
     kernel = partial(
-        _kernel, cache=cache, width=table.shape[1], scale=scale, window=window, soft_cap=soft_cap,
-        v_scale=v_scale,
-        step=step,
+        _kernel if sinks is None else _kernel_with_sinks, cache=cache, width=table.shape[1],
+        scale=scale, window=window, chunk=chunk, soft_cap=soft_cap, v_scale=v_scale, step=step,
     )  # fmt: skip
+    scalars = [lengths, table.reshape(-1), *([] if sinks is None else [sinks])]
     spec = pl.BlockSpec((block_requests, heads, hdim), lambda i, *_: (i, 0, 0))
-    seen = requests * typical_length(table.shape[1], cache.page, window)
+    seen = requests * typical_length(table.shape[1], cache.page, window or chunk)
     read = seen * cache.rows * cache.lanes * jnp.dtype(cache.dtype).itemsize
     out = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=len(scalars),
             grid=(padded // block_requests,),
             in_specs=[spec, pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=spec,
@@ -104,8 +107,12 @@ def decode_attention(
         ),
         interpret=interpret,
         name="decode_attention",
-    )(lengths, table.reshape(-1), q, kv)
+    )(*scalars, q, kv)
     return out[:requests]
+
+
+def _kernel_with_sinks(lengths: Any, table: Any, sinks: Any, *refs: Any, **values: Any) -> None:
+    _kernel(lengths, table, *refs, sinks=sinks, **values)
 
 
 def _kernel(
@@ -125,9 +132,11 @@ def _kernel(
     width: int,
     scale: float,
     window: int,
+    chunk: int,
     soft_cap: float,
     v_scale: float,
     step: int,
+    sinks: Any = None,
 ) -> None:
     pages = Pages(cache, table, width, words_of(kv_hbm, cache), buffer, sems)
     block_requests, heads, _ = q_ref.shape
@@ -135,7 +144,7 @@ def _kernel(
     begin = pl.program_id(0) * block_requests
 
     def oldest(length: Any) -> Any:
-        return jnp.maximum(length - window, 0) if window > 0 else 0
+        return oldest_seen(length - 1, window, chunk)
 
     @pl.when(begin == 0)
     def _() -> None:
@@ -189,7 +198,10 @@ def _kernel(
         half = lax.fori_loop(quotient(first, cache.block), last, block, half)
         for n, (h, stop) in enumerate(head_groups(cache.kv_heads, group)):
             rows = (stop - h) * group
-            total = l_ref[n, :rows, :]
+            total = with_sinks(
+                l_ref[n, :rows, :], m_ref[n, :rows, :], weight_factor(scale, soft_cap), sinks,
+                (h * group, stop * group),
+            )  # fmt: skip
             factor = v_scale / jnp.where(total == 0.0, 1.0, total)
             parts = [
                 acc_ref[n, c, :rows, :] * repeat(factor, cache.lanes)

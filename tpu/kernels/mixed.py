@@ -23,13 +23,14 @@ from .cache import (
     CacheShape,
     Pages,
     either,
+    oldest_seen,
     quotient,
     since,
     token_order,
     typical_length,
     words_of,
 )
-from .softmax import MASKED, START, capped, dot, repeat, update
+from .softmax import MASKED, START, capped, dot, repeat, update, weight_factor, with_sinks
 
 
 def mixed_attention(
@@ -43,8 +44,10 @@ def mixed_attention(
     cache: CacheShape,
     scale: float,
     window: int,
+    chunk: int,
     soft_cap: float,
     v_scale: float,
+    sinks: jax.Array | None,
     block_tokens: int,
     step: int,
     vmem: int | None,
@@ -69,17 +72,20 @@ def mixed_attention(
     first = jnp.maximum(first, counts[0])
     rows = block_tokens * group
     kernel = partial(
-        _kernel, cache=cache, width=table.shape[1], scale=scale, window=window, soft_cap=soft_cap,
-        v_scale=v_scale,
+        _kernel if sinks is None else _kernel_with_sinks, cache=cache, width=table.shape[1],
+        scale=scale, window=window, chunk=chunk, soft_cap=soft_cap, v_scale=v_scale,
         block_tokens=block_tokens, held=step,
     )  # fmt: skip
+    first = jnp.minimum(first, table.shape[0])
+    scalars = [query_start, kv_lens, first, counts, table.reshape(-1)]
+    scalars += [] if sinks is None else [sinks]
     spec = pl.BlockSpec((kv_heads, rows, hdim), lambda i, *_: (0, i, 0))
-    length = typical_length(table.shape[1], cache.page, window)
+    length = typical_length(table.shape[1], cache.page, window or chunk)
     read = blocks * length * 2 * kv_heads * hdim * jnp.dtype(cache.dtype).itemsize
     out = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
+            num_scalar_prefetch=len(scalars),
             grid=(blocks,),
             in_specs=[spec, pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=spec,
@@ -102,7 +108,7 @@ def mixed_attention(
         ),
         interpret=interpret,
         name="mixed_attention",
-    )(query_start, kv_lens, jnp.minimum(first, table.shape[0]), counts, table.reshape(-1), q, kv)
+    )(*scalars, q, kv)
     return (
         out.reshape(kv_heads, -1, group, hdim)
         .transpose(1, 0, 2, 3)
@@ -110,13 +116,19 @@ def mixed_attention(
     )
 
 
+def _kernel_with_sinks(
+    query_start: Any, kv_lens: Any, first_request: Any, counts: Any, table: Any, sinks: Any,
+    *refs: Any, **values: Any,
+) -> None:  # fmt: skip
+    _kernel(query_start, kv_lens, first_request, counts, table, *refs, sinks=sinks, **values)
+
+
 def _kernel(
     query_start: Any, kv_lens: Any, first_request: Any, counts: Any, table: Any, q_ref: Any,
     kv_hbm: Any, o_ref: Any,
     buffer: Any, sems: Any, m_ref: Any, l_ref: Any, acc_ref: Any, state_ref: Any, *,
-    cache: CacheShape, width: int, scale: float, window: int, soft_cap: float, v_scale: float,
-    block_tokens: int,
-    held: int,
+    cache: CacheShape, width: int, scale: float, window: int, chunk: int, soft_cap: float,
+    v_scale: float, block_tokens: int, held: int, sinks: Any = None,
 ) -> None:  # fmt: skip
     pages = Pages(cache, table, width, words_of(kv_hbm, cache), buffer, sems)
     kv_heads, rows, _ = q_ref.shape
@@ -134,7 +146,7 @@ def _kernel(
         base = kv_lens[i] - stop
         low = jnp.maximum(start, block * block_tokens) + base
         high = jnp.minimum(stop, (block + 1) * block_tokens) + base
-        return (jnp.maximum(low - window + 1, 0) if window > 0 else 0), high
+        return oldest_seen(low, window, chunk), high
 
     def begin(i: Any, block: Any, half: Any) -> None:
         """Start the first block of pages of an item."""
@@ -196,12 +208,17 @@ def _kernel(
             position = jnp.where(
                 mine, token + (kv_lens[i] - query_start[i + 1] - j * cache.block), -1
             )
+            oldest = None
+            if window > 0:
+                oldest = position - (window - 1)
+            elif chunk > 0:
+                oldest = oldest_seen(position + j * cache.block, 0, chunk) - j * cache.block
             for h in range(kv_heads):
                 state = (m_ref.at[h], l_ref.at[h], acc_ref.at[h])
                 for t in range(0, cache.block, held):
                     tokens = t, min(t + held, cache.block)
                     _attend(
-                        pages, half, h, q_ref[h], tokens, position, scale, window, soft_cap, *state
+                        pages, half, h, q_ref[h], tokens, position, oldest, scale, soft_cap, *state
                     )
             return 1 - half
 
@@ -210,18 +227,18 @@ def _kernel(
     start = any_request, head_request, state_ref[0]
     state_ref[0] = lax.while_loop(lambda carry: carry[0], request, start)[2]
     for h in range(kv_heads):
-        total = l_ref[h]
+        heads = h * group, (h + 1) * group
+        total = with_sinks(l_ref[h], m_ref[h], weight_factor(scale, soft_cap), sinks, heads)
         factor = v_scale / jnp.where(total == 0.0, 1.0, total)
         o_ref[h] = (acc_ref[h] * repeat(factor, cache.hdim)).astype(o_ref.dtype)
 
 
 def _attend(
     pages: Pages, half: Any, h: int, q: jax.Array, tokens: tuple[int, int], position: jax.Array,
-    scale: float,
-    window: int, soft_cap: float, m_ref: Any, l_ref: Any, acc_ref: Any,
+    oldest: jax.Array | None, scale: float, soft_cap: float, m_ref: Any, l_ref: Any, acc_ref: Any,
 ) -> None:  # fmt: skip
     """Take tokens of a block into the state of KV head h, whose queries are q [row hdim] at
-    position [row 1].
+    position [row 1] and see what is not before `oldest` [row 1] (None: all).
     """
     cache = pages.cache
     keys, values = pages.head(half, h, tokens, q.dtype)
@@ -230,8 +247,8 @@ def _attend(
     s, factor = capped(sum(parts[1:], parts[0]), scale, soft_cap)
     slot = token_order(cache, s.shape, tokens)
     seen = slot <= position
-    if window > 0:
-        seen = seen & (slot > position - window)
+    if oldest is not None:
+        seen = seen & (slot >= oldest)
     weights, decay = update(jnp.where(seen, s, MASKED), factor, m_ref, l_ref)
     weights = weights.astype(q.dtype)
     for c, lane in enumerate(cache.chunks):

@@ -40,9 +40,15 @@ def capped(products: jax.Array, scale: float, soft_cap: float) -> tuple[jax.Arra
     """Scores and the factor that they lack, to powers of 2: s = scale * products, or c tanh(s /
     c) for c > 0.
     """
+    factor = weight_factor(scale, soft_cap)
     if soft_cap > 0:
-        return soft_cap * jnp.tanh(products * (scale / soft_cap)), LOG2_E
-    return products, scale * LOG2_E
+        return soft_cap * jnp.tanh(products * (scale / soft_cap)), factor
+    return products, factor
+
+
+def weight_factor(scale: float, soft_cap: float) -> float:
+    """What `capped` scores lack to powers of 2."""
+    return LOG2_E if soft_cap > 0 else scale * LOG2_E
 
 
 def update(scores: jax.Array, factor: float, m_ref: Any, l_ref: Any) -> tuple[jax.Array, jax.Array]:
@@ -59,3 +65,21 @@ def update(scores: jax.Array, factor: float, m_ref: Any, l_ref: Any) -> tuple[ja
     l_ref[...] = l_ref[...] * decay + jnp.sum(weights, axis=1, keepdims=True)
     m_ref[...] = maximum
     return weights, decay
+
+
+def with_sinks(
+    total: jax.Array, maximum: jax.Array, factor: float, sinks: Any, heads: tuple[int, int]
+) -> jax.Array:
+    """Sums [row 128] of weights with those of the sinks (None: there are none) of some heads, first
+    and last + 1, which rows have in turn.
+
+    A row that has seen nothing has an infinite sum: its result is 0.
+    """
+    if sinks is None:
+        return total
+    first, stop = heads
+    head = lax.rem(lax.broadcasted_iota(jnp.int32, total.shape, 0), stop - first)
+    sink = jnp.full(total.shape, sinks[first], jnp.float32)
+    for n in range(first + 1, stop):
+        sink = jnp.where(head == n - first, sinks[n], sink)
+    return total + jnp.exp2(sink * LOG2_E - maximum * factor)

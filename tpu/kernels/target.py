@@ -16,7 +16,7 @@ from ...shared.page_table import SCALAR_MEMORY_FOR_TABLES
 from ..chips import BY_KIND
 from .cache import slot_form
 
-HEAD_SIZES = (64, 80, 96, 128, 256)
+HEAD_SIZES = (64, 80, 96, 128, 256, 512)
 PAGES = (16, 32, 64, 128, 256)
 
 

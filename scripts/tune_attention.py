@@ -1,0 +1,223 @@
+"""Check and time blocks of the Triton attention kernels for wide heads and windows, on this GPU.
+
+    python scripts/tune_attention.py [--shapes "gemma4 full,gemma4 window"] [--only 0,1]
+    [--kernels decode,prefill,prefill_own] [--json out.json]
+
+For every candidate below: is it within the op's bound, how long does each call take, what share is
+that of the bytes that must be read (decode, against a copy on the same GPU), or how many TFLOP/s
+are they (prompts)? The first candidate is what `gpu/kernels/configs.json` has. The best of a kernel
+and a size of heads belongs there under the chip, as `decode/512`, `prefill/256` or
+`prefill_own/256`, which is for prompts whose slots the copy engine brings. Candidates that need
+more shared memory than there is are said so and passed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tune_kernels import copy_rate, normal, seconds
+
+from twinfer.gpu.kernels import attention
+from twinfer.ops import resolve
+from twinfer.ops.cases import load_all
+from twinfer.ops.cases.attention import paged
+from twinfer.ops.implement import preferred
+from twinfer.ops.testing import Judge, run
+
+PAGE = 16
+IN_CACHE = 1 << 28
+"""Bytes that are more than the L2 cache holds: smaller caches are read in turns."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The attention of a layer."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    window: int = 0
+
+    @property
+    def slot(self) -> int:
+        """Bytes of a slot of the cache."""
+        return 2 * self.kv_heads * self.size * 2
+
+    def seen(self, length: int) -> int:
+        """Slots that the last query of a request sees."""
+        return min(length, self.window) if self.window else length
+
+    def pairs(self, length: int) -> int:
+        """Pairs of a query and a slot that it sees, in a prompt."""
+        full = min(length, self.window or length)
+        return full * (full + 1) // 2 + (length - full) * full
+
+
+SHAPES = {
+    "gemma4 full": Shape(32, 4, 512),
+    "gemma4 window": Shape(32, 16, 256, window=1024),
+    "gemma4 E2B full": Shape(8, 1, 512),
+    "gemma3 full": Shape(8, 4, 256),
+    "gemma3 window": Shape(8, 4, 256, window=1024),
+}
+DECODE = [(batch, length) for length in (1024, 32768) for batch in (1, 8, 64)]
+"""Requests and slots of each."""
+PROMPT = 8192
+NAMES = {
+    "decode": ("block_n", "warps", "stages", "chunk", "programs"),
+    "prefill": ("block_m", "block_n", "warps", "stages"),
+    "prefill_own": ("block_m", "block_n", "warps", "stages"),
+}
+CANDIDATES: dict[tuple[str, int], list[tuple[int, ...]]] = {
+    ("decode", 512): [
+        (32, 4, 3, 64, 4), (32, 4, 3, 32, 8), (32, 8, 3, 32, 4), (32, 8, 2, 32, 4),
+        (16, 4, 3, 32, 4), (16, 4, 2, 32, 4), (16, 2, 3, 32, 4), (64, 8, 2, 64, 4),
+    ],
+    ("decode", 256): [
+        (32, 4, 3, 32, 4), (32, 2, 2, 32, 4), (32, 2, 3, 32, 8), (32, 2, 3, 64, 8),
+        (32, 4, 3, 32, 8), (64, 4, 3, 64, 4), (64, 4, 2, 64, 8), (16, 2, 3, 32, 8),
+    ],
+    ("prefill", 512): [
+        (64, 16, 8, 3), (64, 16, 8, 2), (64, 16, 4, 2), (32, 32, 8, 2), (32, 64, 8, 2),
+        (64, 64, 8, 1), (64, 32, 8, 1), (128, 16, 8, 2),
+    ],
+    ("prefill", 256): [
+        (128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3),
+        (64, 32, 4, 3), (64, 64, 8, 2), (128, 128, 8, 1),
+    ],
+    ("prefill_own", 256): [
+        (128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3),
+        (64, 64, 8, 2),
+    ],
+}  # fmt: skip
+
+
+def call(ops: Any, shape: Shape, lengths: list[int], queries: list[int]) -> Any:
+    """A call of the op; pages that no query sees are released, as page groups do."""
+    need = [-(-n // PAGE) for n in lengths]
+    first = [
+        max(0, n - m - shape.window + 1) // PAGE if shape.window else 0
+        for n, m in zip(lengths, queries, strict=True)
+    ]
+    table = torch.zeros(len(lengths), max(need) + 1, dtype=torch.int32)
+    pages = sum(need) - sum(first)
+    order, at = torch.randperm(pages).to(torch.int32) + 1, 0
+    for i, (low, high) in enumerate(zip(first, need, strict=True)):
+        table[i, low:high] = order[at : at + high - low]
+        at += high - low
+    count = max(1, min(32, IN_CACHE // (pages * PAGE * shape.slot)))
+    caches = [normal(pages + 2, PAGE, 2 * shape.kv_heads, shape.size) for _ in range(count)]
+    start, lens, counts = (
+        torch.tensor(x, dtype=torch.int32, device="cuda")
+        for x in (np.cumsum([0, *queries]), lengths, [queries.count(1), len(lengths)])
+    )
+    table, q = table.cuda(), normal(sum(queries), shape.heads, shape.size)
+    numbers = shape.size**-0.5, shape.window, 0.0, max(queries)
+    return lambda i: ops.paged_attention(
+        q, caches[i % len(caches)], table, start, lens, counts, *numbers
+    )
+
+
+def is_right(shape: Shape, kernel: str) -> str:
+    """What the op's judge says of requests of several blocks: nothing, or what is wrong."""
+    rng = np.random.default_rng(0)
+    lengths, queries = [1300, 40, 700], [1, 1, 1]
+    if kernel != "decode":
+        queries = [200, 40, 500]
+    heads = shape.heads, shape.kv_heads
+    arguments = paged(rng, "bfloat16", lengths, queries, heads, shape.size, PAGE)
+    arguments |= {"window": shape.window}
+    verdict = Judge("paged_attention", arguments)(
+        run("paged_attention", "torch", "triton", arguments, "cuda")
+    )
+    return "" if verdict.passed else f"WRONG {verdict}"
+
+
+def settings(kernel: str, size: int) -> Iterator[dict[str, int]]:
+    """The configuration as it is, then the candidates."""
+    current = dict(attention.config(kernel, f"bfloat16/{size}", "bfloat16", str(size)))
+    if kernel == "prefill":
+        current["gather"] = 1 << 30  # or it would be about prefill_own
+    yield current
+    for values in CANDIDATES[kernel, size]:
+        chosen = dict(zip(NAMES[kernel], values, strict=True))
+        if kernel != "decode":
+            chosen |= {"few_m": chosen["block_m"], "blocks": 0}
+        yield current | chosen
+
+
+def measure(ops: Any, shape: Shape, kernel: str, rate: float) -> dict[str, tuple[float, str]]:
+    """By call: seconds, and what that is in words."""
+    if kernel != "decode":
+        time = seconds(call(ops, shape, [PROMPT], [PROMPT]), calls=8, repeats=3)
+        work = 4.0 * shape.heads * shape.size * shape.pairs(PROMPT)
+        return {f"prompt of {PROMPT}": (time, f"{work / time / 1e12:.0f} TFLOP/s")}
+    found = {}
+    for batch, length in DECODE:
+        time = seconds(call(ops, shape, [length] * batch, [1] * batch), calls=32, repeats=3)
+        moved = batch * shape.seen(length) * shape.slot
+        found[f"b={batch} of {length}"] = (time, f"{moved / time / rate:.0%}")
+        torch.cuda.empty_cache()
+    return found
+
+
+def main() -> None:
+    """Print a line for every candidate, then the best of each kernel and shape."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--kernels", default="decode,prefill,prefill_own")
+    parser.add_argument("--only", default="", help="numbers of candidates, 0 is the current one")
+    parser.add_argument("--json", help="file for the figures")
+    options = parser.parse_args()
+    load_all()
+    ops, rate = resolve("torch", preferred("torch", "cuda")).bind(), copy_rate()
+    print(f"{torch.cuda.get_device_name()}: a copy moves {rate / 1e12:.2f} TB/s")
+    real, rows = attention.config, []
+    only = set(map(int, options.only.split(","))) if options.only else None
+    for name in options.shapes.split(","):
+        shape = SHAPES[name.strip()]
+        for kernel in options.kernels.split(","):
+            if kernel == "prefill_own" and (shape.window or shape.size > attention.WIDEST_COPY):
+                continue
+            best: tuple[float, dict[str, int]] = (math.inf, {})
+            for number, setting in enumerate(settings(kernel, shape.size)):
+                if only is not None and number not in only:
+                    continue
+
+                def chosen(which: str, *variants: str, s: Any = setting, k: str = kernel) -> Any:
+                    return s if which == k else real(which, *variants)
+
+                attention.config = chosen
+                try:
+                    found = measure(ops, shape, kernel, rate)
+                    wrong = is_right(shape, kernel)
+                except Exception as error:  # too much shared memory: not a candidate
+                    print(f"{name} {kernel} {number} {setting}: {str(error)[:120]}", flush=True)
+                    continue
+                finally:
+                    attention.config = real
+                figures = "  ".join(
+                    f"{what} {time * 1e6:.1f} us {words}" for what, (time, words) in found.items()
+                )
+                print(f"{name} {kernel} {number} {setting}: {figures} {wrong}", flush=True)
+                total = sum(math.log(time) for time, _ in found.values())
+                rows.append({"shape": name, "kernel": kernel, "setting": setting, **found})
+                if not wrong and total < best[0]:
+                    best = (total, setting)
+            print(f"best of {name} {kernel}: {json.dumps(best[1])}", flush=True)
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({"copy": rate, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
