@@ -8,6 +8,7 @@ new, and one kernel scatters them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from ..bucketing import Descriptor, Table
 from ..shared.errors import OutsideTable
+from ..shared.page_groups import PageGroup
 from ..shared.step import (
     HOST_LENGTHS,
     PageEntries,
@@ -108,15 +110,21 @@ class StepInputs:
     """Fills the static buffer from `StepInput`s, in order; hands out views of it by program."""
 
     def __init__(
-        self, table: Table, shape: StepShape, page_size: int, device: torch.device
+        self,
+        table: Table,
+        shape: StepShape,
+        groups: Sequence[PageGroup],
+        device: torch.device,
     ) -> None:
-        self._shape, self.page_size = shape, page_size
+        self._shape = shape
+        self.page_sizes = tuple(group.page_size for group in groups)
+        """Tokens of a page, by group."""
         self._cuda = device.type == "cuda"
-        self._places = {d: _places(d, shape, page_size) for d in table}
+        self._places = {d: _places(d, shape, self.page_sizes) for d in table}
         size = max(places.size for places in self._places.values())
         self.buffer = torch.zeros(size, dtype=torch.int32, device=device)
         self.pages = torch.zeros(
-            (shape.max_rows + 1, shape.pages_per_request), dtype=torch.int32, device=device
+            (shape.table_rows, shape.pages_per_request), dtype=torch.int32, device=device
         )
         self._flat_pages = self.pages.view(-1)
         self._entries = PageEntries(shape)
@@ -207,7 +215,7 @@ class StepInputs:
         return host
 
 
-def _places(d: Descriptor, shape: StepShape, page_size: int) -> _Places:
+def _places(d: Descriptor, shape: StepShape, page_sizes: Sequence[int]) -> _Places:
     """What depends on the number of requests stands first, so that it lies alike in all programs
     of that number.
     """
@@ -243,7 +251,7 @@ def _places(d: Descriptor, shape: StepShape, page_size: int) -> _Places:
                 runs.append(
                     _Run(layout is sampling, source, (1, field.size), start, offset - start)
                 )
-    changes = (2 * d.requests + -(-d.tokens // page_size),)
+    changes = (sum(2 * d.requests + -(-d.tokens // size) for size in page_sizes),)
 
     return _Places(
         page_index=place("page_index", changes),

@@ -93,14 +93,14 @@ def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
     top, *weights = (
         {n: _tensor(x) for n, x in some.items()} for some in (shapes.top, *shapes.layers)
     )
-    model, count = shapes.spec, len(shapes.spec.layers)
+    model = shapes.spec
     for d in largest_first(shapes.config, kind):
         recorder.program = str(d)
         ids = torch.empty(d.tokens, dtype=torch.int32, device="meta")
         batch = decoder.Batch(*map(_tensor, shapes.batch(d)))
         parts = ops, model, top, weights, ids, batch, torch.zeros_like
         calls = RecordedCalls(recorder, model.layers, *parts)
-        finished, _ = decoder.forward(calls, [_tensor(shapes.cache())] * count)
+        finished, _ = decoder.forward(calls, [_tensor(kv) for kv in shapes.caches(model)])
         if d.requests < d.tokens:
             rows = finished[: d.requests]
             calls.finish(decoder.Stream(rows, rows))

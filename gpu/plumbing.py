@@ -6,6 +6,7 @@ Here in torch; `step_kernels.py` has the same functions as one kernel each, for 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -46,14 +47,21 @@ def select(
     cos: Tensor,
     sin: Tensor,
     pages: Tensor,
+    num_groups: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Token ids [T], cos and sin [T r], page table [R P] of a step.
+    """Token ids [T], cos and sin [T r], page tables [G R, P] of a step, one group's behind
+    another's.
 
     A token id of -1 at index i stands for the last token of request i; it may be replaced in place.
     """
     index = torch.arange(token_ids.shape[0], device=token_ids.device).clamp(max=rows.shape[0] - 1)
     ids = torch.where(token_ids < 0, last_tokens[rows[index]], token_ids)
-    return ids, cos[positions], sin[positions], pages[rows]
+    if num_groups == 1:
+        tables = pages[rows]
+    else:
+        width = pages.shape[1]
+        tables = pages.view(num_groups, -1, width)[:, rows].reshape(-1, width)
+    return ids, cos[positions], sin[positions], tables
 
 
 def keep(sampled: Tensor, sample_rows: Tensor, last_tokens: Tensor, tokens: Tensor) -> None:
@@ -67,17 +75,20 @@ def keep(sampled: Tensor, sample_rows: Tensor, last_tokens: Tensor, tokens: Tens
     tokens.copy_(sampled)
 
 
-def advance(fields: dict[str, Tensor], pages: Tensor, page_size: int) -> None:
+def advance(fields: dict[str, Tensor], pages: Tensor, page_sizes: Sequence[int]) -> None:
     """Turn the inputs of a decode step into those of the step after it, whose tokens are the ones
     just sampled.
 
-    `pages` [row P] is the page table of all rows; entries behind counts[1] are padding and stay as
-    they are.
+    `pages` [G row, P] are the page tables of all rows, with pages of `page_sizes` tokens by group;
+    entries behind counts[1] are padding and stay as they are.
     """
+    requests, stride = fields["rows"].shape[0], pages.shape[0] // len(page_sizes)
     live = torch.arange(fields["rows"].shape[0], device=pages.device) < fields["counts"][1]
     for name in ("positions", "kv_lens", "position"):
         fields[name] += live
     place = fields["positions"]
-    page = pages[fields["rows"], place // page_size]
-    fields["slots"].copy_(torch.where(live, page * page_size + place % page_size, fields["slots"]))
+    for group, page_size in enumerate(page_sizes):
+        slots = fields["slots"][group * requests : (group + 1) * requests]
+        page = pages[fields["rows"] + group * stride, place // page_size]
+        slots.copy_(torch.where(live, page * page_size + place % page_size, slots))
     fields["token_ids"].copy_(torch.where(live, -1, fields["token_ids"]))

@@ -18,6 +18,7 @@ from ..bucketing import Descriptor, Table
 from ..ops import BoundPlans, Plans
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from ..shared.models import decoder
+from ..shared.models.caches import Place
 from ..shared.models.sampler import known_processors, sample
 from ..shared.models.spec import Model
 from ..shared.step import HOST_LENGTHS, SAMPLERS
@@ -47,11 +48,14 @@ class Programs:
         device: torch.device,
         dtype: torch.dtype,
         compiled: frozenset[str],
+        places: Sequence[Place],
         loops: bool,
     ) -> None:
         self._module, self._ops, self._plans = module, ops, plans
         self._compilation, self._table = compilation, table
         self._inputs, self._cos, self._sin = inputs, *rotary
+        self._groups = tuple(place.group for place in places)
+        self._num_groups = len(inputs.page_sizes)
         rows = max(d.requests for d in table)
         self.rows = torch.zeros((rows, module.config.hidden_size), dtype=dtype, device=device)
         self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -146,7 +150,7 @@ class Programs:
         """Turn the inputs of a decode step into those of the next one, whose tokens are those
         just sampled.
         """
-        self._plumbing.advance(self._inputs.fields(d), self._inputs.pages, self._inputs.page_size)
+        self._plumbing.advance(self._inputs.fields(d), self._inputs.pages, self._inputs.page_sizes)
         if self.host_metadata[d.kind]:
             lengths = self._inputs.host_fields(d)
             lengths["kv_lens"][: int(lengths["counts"][1])] += 1
@@ -210,6 +214,7 @@ class Programs:
             self._cos,
             self._sin,
             self._inputs.pages,
+            self._num_groups,
         )
         ids, cos, sin, pages = self._plumbing.select(*given)
         return whole(ids, self._kv, self._batch(d, cos, sin, pages), d.kind, d.max_query_len)
@@ -225,9 +230,9 @@ class Programs:
     def _make_start(self, variant: Variant) -> Callable[..., Any]:
         ops = self._ops[variant.kind]
         if variant.kind in self._layers.compiled:
-            start = start_of(ops, self._module.model, plumbing.select)
+            start = start_of(ops, self._module.model, plumbing.select, self._num_groups)
             return self._compiler.compile(start, variant, "start", self._plans[variant.kind])
-        return start_of(ops, self._module.model, self._plumbing.select)
+        return start_of(ops, self._module.model, self._plumbing.select, self._num_groups)
 
     def _put_pages(self, fields: Mapping[str, torch.Tensor]) -> None:
         self._plumbing.put_pages(self._inputs.pages, fields["page_index"], fields["page_value"])
@@ -256,6 +261,7 @@ class Programs:
             self._module,
             self._layers,
             partial(self._start, d, marking),
+            self._groups,
             drops=rows is not None,
             selects=selects,
             every_layer=every_layer,
@@ -264,8 +270,12 @@ class Programs:
         finished: torch.Tensor = decoder.forward(execution, self._kv, rows)[0]
         return finished
 
-    def _start(self, d: Descriptor, marking: bool) -> tuple[decoder.Stream, decoder.Batch]:
-        """What the first layer reads, from the inputs of a step."""
+    def _start(
+        self, d: Descriptor, marking: bool
+    ) -> tuple[decoder.Stream, tuple[decoder.Batch, ...]]:
+        """What the first layer reads, and what layers of each page group read, from the inputs of
+        a step.
+        """
         f = self._inputs.fields(d)
         self._put_pages(f)
         variant = self._variants[d]
@@ -283,10 +293,12 @@ class Programs:
             self._inputs.pages,
             self._module.top_weights,
         )
-        batch = self._batch(d, cos, sin, pages)
+        whole = self._batch(d, cos, sin, pages)
+        batches = tuple(whole.of_group(n, self._num_groups) for n in range(self._num_groups))
         if marking:
-            self._layers.mark(d, self._kv, batch)
-        return decoder.Stream(hidden, residual), batch
+            for batch in batches:
+                self._layers.mark(d, self._kv, batch)
+        return decoder.Stream(hidden, residual), batches
 
     def _sample(self, requests: int, sampler: Any) -> Any:
         ops = self._ops["sample"]
@@ -304,7 +316,7 @@ class Programs:
         return None
 
 
-def start_of(ops: Any, model: Model, select: Callable[..., Any]) -> Any:
+def start_of(ops: Any, model: Model, select: Callable[..., Any], num_groups: int) -> Any:
     """What makes the layers' inputs from a step's, with a plan's ops."""
 
     def start(
@@ -317,8 +329,8 @@ def start_of(ops: Any, model: Model, select: Callable[..., Any]) -> Any:
         pages: torch.Tensor,
         weights: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        # hidden and (zero) residual [T dim], cos and sin [T r], page table [R P]
-        ids, *rest = select(token_ids, positions, rows, last_tokens, cos, sin, pages)
+        # hidden and (zero) residual [T dim], cos and sin [T r], page table [G R, P]
+        ids, *rest = select(token_ids, positions, rows, last_tokens, cos, sin, pages, num_groups)
         hidden = decoder.embed(ops, model, weights, ids)
         return hidden, torch.zeros_like(hidden), *rest
 

@@ -23,7 +23,8 @@ Cache = Sequence[torch.Tensor]
 class RegionalPass:
     """An `Execution` (shared/models/decoder.py) of one step.
 
-    `start` gives the stream before the first layer and the batch. `drops`: whether the last layer
+    `start` gives the stream before the first layer, and what the layers of each page group read;
+    `groups` are those of the layers. `drops`: whether the last layer
     finishes some rows only. `selects` are the tokens that the final norm is for, where the last
     layer does not drop the others.
     """
@@ -33,7 +34,8 @@ class RegionalPass:
         descriptor: Descriptor,
         module: Decoder,
         compiler: LayerCompiler,
-        start: Callable[[], tuple[Stream, Batch]],
+        start: Callable[[], tuple[Stream, Sequence[Batch]]],
+        groups: Sequence[int],
         *,
         drops: bool,
         selects: Any = None,
@@ -41,17 +43,22 @@ class RegionalPass:
         before_layer: Callable[[Stream], None] | None = None,
     ) -> None:
         self._descriptor, self._module, self._start = descriptor, module, start
+        self._groups = groups
         self._selects, self._before_layer = selects, before_layer
         self._functions = compiler.functions(descriptor, drops)
         blocks = single_blocks(len(self._functions))
         if not every_layer:
-            # One of each function; the last layer stays the last.
-            blocks = tuple({id(self._functions[block.first]): block for block in blocks}.values())
+            # One of each function and group, as kernels are compiled for how their arguments are
+            # aligned; the last layer stays the last.
+            different = {
+                (id(self._functions[block.first]), groups[block.first]): block for block in blocks
+            }
+            blocks = tuple(different.values())
         self.blocks = blocks
 
     def embed(self) -> Stream:
         """See `Execution`."""
-        stream, self._batch = self._start()
+        stream, self._batches = self._start()
         return stream
 
     def layers(
@@ -63,7 +70,8 @@ class RegionalPass:
         index = block.first
         run, weights = self._functions[index], self._module.layer_weights[index]
         more = () if rows is None else (rows,)
-        hidden, residual = run(weights, *stream, cache[index], self._batch, *more)
+        batch = self._batches[self._groups[index]]
+        hidden, residual = run(weights, *stream, cache[index], batch, *more)
         return Stream(hidden, residual), cache
 
     def finish(self, stream: Stream) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -29,13 +30,15 @@ def put_pages(pages: Tensor, index: Tensor, value: Tensor) -> None:
     _put_pages_kernel[(triton.cdiv(count, BLOCK),)](pages, index, value, count, BLOCK=BLOCK)
 
 
-@triton.jit(do_not_specialize=["tokens", "requests"])
+@triton.jit(do_not_specialize=["tokens", "requests", "stride"])
 def _select_kernel(
     token_ids, positions, rows, last_tokens, cos, sin, pages, cos_out, sin_out, pages_out, tokens,
-    requests,
+    requests, stride,
     HALF: tl.constexpr, BLOCK_H: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Grid: a program for each token, then one for each request."""
+    """Grid: a program for each token, then one for each request of each page group, whose tables
+    lie `stride` rows behind those of the group before.
+    """
     t = tl.program_id(0)
     if t < tokens:
         if tl.load(token_ids + t) < 0:
@@ -49,7 +52,8 @@ def _select_kernel(
         tl.store(sin_out + target, tl.load(sin + source, mask=h < HALF), mask=h < HALF)
     else:
         request = t - tokens
-        row = tl.load(rows + request).to(tl.int64)
+        group = request // requests
+        row = (tl.load(rows + request % requests) + group * stride).to(tl.int64)
         for start in range(0, WIDTH, BLOCK_W):
             p = start + tl.arange(0, BLOCK_W)
             tl.store(
@@ -67,6 +71,7 @@ def select(
     cos: Tensor,
     sin: Tensor,
     pages: Tensor,
+    num_groups: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `plumbing.select`. The ids are written into `token_ids`, so that they are valid ones
     at any time.
@@ -75,10 +80,11 @@ def select(
     cos_out, sin_out = (
         torch.empty((tokens, half), dtype=x.dtype, device=x.device) for x in (cos, sin)
     )
-    table = torch.empty((requests, width), dtype=pages.dtype, device=pages.device)
-    _select_kernel[(tokens + requests,)](
+    tables = num_groups * requests
+    table = torch.empty((tables, width), dtype=pages.dtype, device=pages.device)
+    _select_kernel[(tokens + tables,)](
         token_ids, positions, rows, last_tokens, cos, sin, pages, cos_out, sin_out, table, tokens,
-        requests,
+        requests, pages.shape[0] // num_groups,
         HALF=half, BLOCK_H=power_of_2(half), WIDTH=width, BLOCK_W=min(1024, power_of_2(width)),
         num_warps=1,
     )  # fmt: skip
@@ -102,9 +108,10 @@ def keep(sampled: Tensor, sample_rows: Tensor, last_tokens: Tensor, tokens: Tens
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "stride"])
 def _advance_kernel(
-    counts, rows, token_ids, positions, kv_lens, position, slots, pages, page_size,
+    counts, rows, token_ids, positions, kv_lens, position, slots, pages, requests, stride,
+    PAGE_SIZES: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -115,14 +122,19 @@ def _advance_kernel(
     tl.store(kv_lens + i, tl.load(kv_lens + i, mask=live) + 1, mask=live)
     tl.store(position + i, tl.load(position + i, mask=live) + 1, mask=live)
     row = tl.load(rows + i, mask=live, other=0).to(tl.int64)
-    page = tl.load(pages + row * WIDTH + place // page_size, mask=live, other=0)
-    tl.store(slots + i, page * page_size + place % page_size, mask=live)
+    for group in tl.static_range(len(PAGE_SIZES)):
+        entry = (row + group * stride) * WIDTH + place // PAGE_SIZES[group]
+        page = tl.load(pages + entry, mask=live, other=0)
+        slot = page * PAGE_SIZES[group] + place % PAGE_SIZES[group]
+        tl.store(slots + group * requests + i, slot, mask=live)
     tl.store(token_ids + i, tl.full([BLOCK], -1, tl.int32), mask=live)
 
 
-def advance(fields: dict[str, Tensor], pages: Tensor, page_size: int) -> None:
+def advance(fields: dict[str, Tensor], pages: Tensor, page_sizes: Sequence[int]) -> None:
     """See `plumbing.advance`."""
     names = ("counts", "rows", "token_ids", "positions", "kv_lens", "position", "slots")
-    _advance_kernel[(triton.cdiv(fields["rows"].shape[0], BLOCK),)](
-        *(fields[name] for name in names), pages, page_size, WIDTH=pages.shape[1], BLOCK=BLOCK
-    )
+    requests = fields["rows"].shape[0]
+    _advance_kernel[(triton.cdiv(requests, BLOCK),)](
+        *(fields[name] for name in names), pages, requests, pages.shape[0] // len(page_sizes),
+        PAGE_SIZES=tuple(page_sizes), WIDTH=pages.shape[1], BLOCK=BLOCK,
+    )  # fmt: skip

@@ -24,11 +24,12 @@ from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation, chec
 from ..shared.config import Change, DeviceInfo, ResolvedConfig, host_memory, parse_device
 from ..shared.errors import BackendUnavailable, ConfigError, InternalError
 from ..shared.models import decoder
+from ..shared.models.caches import layout_of, request_pages, step_shape
 from ..shared.models.config import ModelConfig
 from ..shared.models.table import parameter_count
 from ..shared.packer import padding
 from ..shared.progress import Progress
-from ..shared.step import StepInput, StepOutput, StepShape, TopLogprobs
+from ..shared.step import StepInput, StepOutput, TopLogprobs
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Worker, cache_pages, kv_page_bytes
 from . import advice
 from .advice import advise
@@ -181,9 +182,8 @@ class TorchWorker:
         check_effect(self._compilation, self._compiled)
         self.config = config = replace(config, compilation=self._compilation)
         self._ops = bind_plans(self._plans, self._compilation, self._compiled)
-        self._shape = StepShape(
-            config.pages_per_request, config.max_num_seqs, config.max_model_len, model.vocab_size
-        )
+        self._shape = step_shape(model, config)
+        self._layout = layout_of(model, config)
         self._dtype = DTYPES[config.dtype]
         self._cache_dtype = CACHE_DTYPES[config.kv_cache_dtype]
         self._module = Decoder(model, self._table, self._ops, self._dtype, self._where)
@@ -213,7 +213,7 @@ class TorchWorker:
         tables = decoder.rotary_tables(self._module.config, config.max_model_len)
         rotary = tuple(torch.from_numpy(table).to(self._where) for table in tables)
         table = config.table()
-        self._inputs = StepInputs(table, self._shape, config.page_size, self._where)
+        self._inputs = StepInputs(table, self._shape, self._layout.groups, self._where)
         self._programs = Programs(
             self._module,
             self._ops,
@@ -225,6 +225,7 @@ class TorchWorker:
             self._where,
             self._dtype,
             self._compiled,
+            self._layout.places,
             loops=config.decode_steps > 1,
         )
         steps = config.decode_steps
@@ -261,9 +262,9 @@ class TorchWorker:
         # What torch has reserved by now, graphs hold or eager steps use again
         # (`_take_eager_memory`).
         free = torch.cuda.mem_get_info()[0]
-        most = cache_pages(self.config, free, self.page_bytes())
+        most = cache_pages(self.config, free, self.page_bytes(), self._request_pages())
         if self._reserved is not None:
-            granules = self._module.config.num_layers * self._reserved.granule
+            granules = self._layout.stripe * self._reserved.granule
             free, most = free + self._reserved.bytes - granules, self._reserved.max_pages
         size = min(free - kept_free, most * self.page_bytes())
         if size > 0:
@@ -274,10 +275,10 @@ class TorchWorker:
         """Addresses of the largest cache that may be asked for; None where the driver has no
         virtual memory.
         """
-        most = cache_pages(self.config, free, self.page_bytes())
-        layers, page = self._module.config.num_layers, self._page_shape()
+        most = cache_pages(self.config, free, self.page_bytes(), self._request_pages())
+        buffers, page, device = self._layout.stripe, self._page_shape(), torch.cuda.current_device()
         try:
-            return ReservedCache(layers, most, page, self._cache_dtype, torch.cuda.current_device())
+            return ReservedCache(buffers, most, page, self._cache_dtype, device)
         except (InternalError, OSError) as error:
             warnings.warn(
                 f"programs are built twice: no addresses could be reserved ({error})", stacklevel=2
@@ -285,13 +286,16 @@ class TorchWorker:
             return None
 
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
-        return kv_page_bytes(self._module.config, self.config, self._cache_dtype.itemsize)
+        """Bytes of one page over all layers of a group."""
+        return kv_page_bytes(self._layout, self._cache_dtype.itemsize)
+
+    def _request_pages(self) -> int:
+        return request_pages(self._module.config, self.config)
 
     def _page_shape(self) -> tuple[int, int, int]:
-        """One page of one layer."""
-        c = self._module.config
-        return self.config.page_size, 2 * c.num_kv_heads, c.head_dim
+        """One page in one buffer, as layers of the first group see it."""
+        spec = self._layout.specs[0]
+        return self._layout.groups[0].page_size, 2 * spec.kv_heads, spec.head_dim
 
     @advise(advice.cache)
     def allocate_kv(self, num_pages: int) -> None:
@@ -305,12 +309,17 @@ class TorchWorker:
         self._reports = []
         self._use_cache(())
         self._release()
-        shape = (self._module.config.num_layers, num_pages + 1, *self._page_shape())
+        shape = (self._layout.stripe, num_pages + 1, *self._page_shape())
         self._use_cache(torch.zeros(shape, dtype=self._cache_dtype, device=self._where))
 
-    def _use_cache(self, kv: Sequence[torch.Tensor]) -> None:
-        self._kv = kv
-        self._programs.use_cache(kv)
+    def _use_cache(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Run on these buffers: layers of different groups share one."""
+        self._kv = tuple(
+            buffers[place.index].view(-1, *self._layout.page_shape(layer))
+            for layer, place in enumerate(self._layout.places)
+            if len(buffers)
+        )
+        self._programs.use_cache(self._kv)
 
     @advise(advice.steps)
     @torch.inference_mode()
@@ -502,7 +511,12 @@ class TorchWorker:
 
     @torch.inference_mode()
     def read_pages(self, pages: Sequence[int]) -> np.ndarray:
-        """What pages hold in all layers; waits for the steps in flight."""
+        """What pages hold in all layers; waits for the steps in flight.
+
+        Raises InternalError if layers have page tables of their own.
+        """
+        if len(self._layout.groups) > 1:
+            raise InternalError("pages of several groups are not those of all layers")
         index = torch.as_tensor(np.asarray(pages), device=self._where)
         return to_numpy(torch.stack([layer[index] for layer in self._kv]))
 

@@ -57,12 +57,21 @@ def make_fill(worker: str, table: Any, shape: Any) -> Callable[[Any], Any]:
         from twinfer.gpu.inputs import StepInputs
 
         torch.set_num_threads(1)
-        return StepInputs(table, shape, PAGE, torch.device("cpu")).fill
+        return StepInputs(table, shape, one_group(), torch.device("cpu")).fill
     from twinfer.tpu import state
 
     # Before steps were differences, a mirror of the tables made them.
     make = state.StepBuffers if hasattr(state, "StepBuffers") else state.Mirror
     return make(shape).pack
+
+
+def one_group() -> Any:
+    """The page groups of a cache that keeps everything; before there were any, its page size."""
+    try:
+        from twinfer.shared.page_groups import PageGroup
+    except ImportError:
+        return PAGE
+    return (PageGroup(PAGE),)
 
 
 def summary(samples: list[tuple[float, ...]]) -> dict[str, float]:

@@ -90,7 +90,7 @@ def _print_report(llm: LLM) -> None:
     for change in report.changes:
         print(change, file=sys.stderr)
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in report.seconds.items())
-    tokens = report.num_pages * llm.engine.config.page_size
+    tokens = report.cached_tokens
     print(
         f"ready: {phases}; {len(report.programs)} programs, KV cache for {tokens} tokens",
         file=sys.stderr,

@@ -58,7 +58,8 @@ BACKEND_ON: Mapping[str, Backend] = {"tpu": "jax", "cuda": "torch", "cpu": "torc
 """What `backend="auto"` is on each platform (`shared/backends.py` knows more: what is installed
 and works).
 """
-MAX_VOCAB = 1 << 18
+MAX_VOCAB = 1 << 19
+"""Words whose masses the sampler adds up exactly (`ops/reference/sampling.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ class ResolvedConfig:
     kv_cache_dtype: str
     kv_cache_scales: tuple[float, float]
     memory_utilization: float
+    page_groups: bool
     enable_prefix_caching: bool
     enable_chunked_prefill: bool
     scheduling_policy: str
@@ -185,6 +187,15 @@ def _usual_length(model: ModelConfig) -> tuple[int, str]:
     return switch, "the longest sequence with the model's short longrope factors"
 
 
+def _check_shards(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError where a model does not run on several shards."""
+    if model.wide_qk_norm and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size: got {config.tensor_parallel_size}, {model.architecture} allows "
+            "1: its norms of q and k are over all heads, which shards deal out among them"
+        )
+
+
 def resolve(
     config: EngineConfig, model: ModelConfig, device: DeviceInfo, demand: Demand = ANYTHING
 ) -> tuple[ResolvedConfig, list[Change]]:
@@ -194,6 +205,7 @@ def resolve(
     `demand` lowers defaults. What is given explicitly stays, and so does what goes with it.
     """
     changes: list[Change] = []
+    _check_shards(config, model)
     if config.backend == "auto":
         backend = BACKEND_ON[device.platform]
         changes.append(Change("backend", "auto", backend, f"default on {device.platform}"))
@@ -222,6 +234,7 @@ def resolve(
                 raise ConfigError(f"capture: keeps steps with {name} {kept}, got {value}")
     check_ladders(config, sequences, tokens)
     is_torch = config.backend == "torch"
+    compilation = defaults.compilation(sequences) if is_torch else NOT_TORCH
     same = {f.name for f in fields(ResolvedConfig)} - {"platform", "compilation", "demand"}
     values = {name: getattr(config, name) for name in same}
     values |= {
@@ -233,7 +246,8 @@ def resolve(
         "max_num_seqs": sequences,
         "max_num_batched_tokens": tokens,
         "page_size": page,
-        "compilation": defaults.compilation(sequences) if is_torch else NOT_TORCH,
+        "page_groups": defaults.page_groups(compilation),
+        "compilation": compilation,
         "scan_layers": False if is_torch else defaults.scan_layers(),
         "demand": defaults.demand,
     }
@@ -339,6 +353,18 @@ class _Defaults:
         names = {entry.copy_of: name for name, entry in options_of(EngineConfig).items()}
         self.changes.extend(Change(names.get(entry[0], entry[0]), *entry[1:]) for entry in filled)
         return compilation
+
+    def page_groups(self, compilation: ResolvedCompilation) -> bool:
+        """Whether layers with windows have page tables of their own."""
+        config, why = self.config, None
+        if compilation.road == "piecewise":
+            why = "the road piecewise has one page table"
+        elif config.capture is not None:
+            why = "captured steps have one page table"
+        if why is None or not config.page_groups or not any(self.model.layer_windows):
+            return config.page_groups
+        self.changes.append(Change("page_groups", True, False, f"{why}: layers keep all tokens"))
+        return False
 
     def scan_layers(self) -> bool:
         """Of the JAX backend."""

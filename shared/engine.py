@@ -23,16 +23,18 @@ from .config import Change, EngineConfig, ResolvedConfig, resolve
 from .demand import ANYTHING, Demand
 from .errors import ConfigError, EngineClosed, EngineDead, InternalError, RequestError
 from .interrupts import DeferredInterrupts
+from .models.caches import cached_tokens, layout_of, request_pages, step_shape
 from .models.config import ModelConfig
 from .models.fields import show
 from .packer import pack
+from .page_groups import PageGroup
 from .progress import Progress, silent
 from .request import FinishReason, Request
 from .request_table import ScheduledStep
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerMetrics
 from .scheduler_config import SchedulerConfig
-from .step import StepInput, StepOutput, StepShape, TopLogprobs
+from .step import StepInput, StepOutput, TopLogprobs
 from .worker import ProgramReport, StepHandle, attach_camera, cache_pages, create_worker
 
 MAX_PRIORITY = 1000
@@ -86,6 +88,8 @@ class StartReport:
     seconds: dict[str, float] = field(default_factory=dict)
     num_pages: int = 0
     page_bytes: int = 0
+    cached_tokens: int = 0
+    """Tokens that the cache holds of requests of `max_model_len` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +122,7 @@ class Engine:
         self.model = model = replace(model, kv_scales=self.config.kv_cache_scales)
         self.report = StartReport([*chosen, *changes])
         self.table = self.config.table()
-        self.shape = StepShape(
-            self.config.pages_per_request,
-            self.config.max_num_seqs,
-            self.config.max_model_len,
-            model.vocab_size,
-        )
+        self.shape = step_shape(model, self.config)
         self.worker = create_worker(model, self.config, self.device, folder)
         self.config = self.worker.config
         self.report.changes += self.worker.changes
@@ -135,8 +134,14 @@ class Engine:
         self._timed("load", lambda: self.worker.load(progress))
         self.report.num_pages = self._timed("measure", self._num_pages)
         self.report.page_bytes = self.worker.page_bytes()
+        layout = layout_of(model, self.config)
+        self.report.cached_tokens = cached_tokens(
+            layout, self.report.num_pages, self.config.max_model_len
+        )
         # Before anything is compiled: the scheduler's own checks of the configuration.
-        self.scheduler = Scheduler(scheduler_config(self.config, self.report.num_pages), self.table)
+        self.scheduler = Scheduler(
+            scheduler_config(self.config, self.report.num_pages, layout.groups), self.table
+        )
         self.worker.allocate_kv(self.report.num_pages)
         self._timed(
             "programs",
@@ -174,10 +179,11 @@ class Engine:
                         f"{self.device.memory}, and at least one page is needed"
                     )
                 return number
-        pages = cache_pages(config, self.worker.measure(), page)
-        if pages < config.pages_per_request:
+        needed = request_pages(self.model, config)
+        pages = cache_pages(config, self.worker.measure(), page, needed)
+        if pages < needed:
             raise ConfigError(
-                f"max_model_len: {config.max_model_len} tokens need {config.pages_per_request} "
+                f"max_model_len: {config.max_model_len} tokens need {needed} "
                 f"pages of {page} bytes, "
                 f"and there is memory for {pages}; lower max_model_len or raise kv_cache_memory"
             )
@@ -440,7 +446,9 @@ def _last_update(request: Request) -> Update:
     return Update(request.request_id, (), request.finish_reason, num_cached_tokens=cached)
 
 
-def scheduler_config(config: ResolvedConfig, num_pages: int) -> SchedulerConfig:
+def scheduler_config(
+    config: ResolvedConfig, num_pages: int, groups: tuple[PageGroup, ...]
+) -> SchedulerConfig:
     """The scheduler's part of the configuration."""
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
@@ -455,6 +463,7 @@ def scheduler_config(config: ResolvedConfig, num_pages: int) -> SchedulerConfig:
         pipeline_depth=2 if config.async_scheduling else 1,
         watermark=config.watermark,
         decode_steps=config.decode_steps,
+        groups=groups,
     )
 
 

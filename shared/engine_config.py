@@ -210,6 +210,10 @@ class EngineConfig:
         usual="1,1; int8 needs them",
         shapes=True,
     )
+    page_groups: bool = _cache(
+        True, Switch(), help="layers with windows keep the tokens that they read, not all",
+        near=("disable_hybrid_kv_cache_manager", "swa_full_tokens_ratio"), shapes=True,
+    )  # fmt: skip
     enable_prefix_caching: bool = _cache(
         True, Switch(), help="share pages of equal beginnings", near=("disable_radix_cache",)
     )

@@ -1,9 +1,10 @@
 """Pages of the KV cache: who holds them, and which may be found again by their content. Pure
 integers.
 
-A page holds the keys and values of `page_size` consecutive tokens of a sequence, in every layer.
-What a page holds is a function of all tokens from the start of the sequence to the page's end; so a
-full page is named by a chained digest:
+A page holds the keys and values of consecutive tokens of a sequence, in every layer of a page group
+(`page_groups.py`); all groups take their pages from this one pool. What a page holds is a function
+of its group and of all tokens from the start of the sequence to the page's end; so a full page is
+named by its group and a chained digest, for each `page_size` tokens:
 
     digest(page i) = blake2b(digest(page i - 1) + token ids of page i),  digest(page -1) =
                                                                          blake2b(salt)
@@ -98,12 +99,20 @@ def append_digests(
 class KVManager:
     """Hands out pages, counts references, remembers content.
 
+    `page_size` is that of digests: pages of a group may hold a multiple of it.
+
     Not thread-safe. Arrays that go out are the caller's own; nothing here aliases them. Steps run
     in order on the device, so a released page may be handed out at once: whatever is in flight
     reads and writes it earlier.
     """
 
-    def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        enable_prefix_caching: bool = True,
+        num_groups: int = 1,
+    ) -> None:
         if num_pages < 1 or page_size < 1:
             raise ConfigError(
                 f"num_pages and page_size must be at least 1, got {num_pages} and {page_size}"
@@ -122,8 +131,10 @@ class KVManager:
         # removals in front.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._registered = np.zeros(num_pages, np.bool_)
-        self._page_of: dict[bytes, int] = {}
+        # By group.
+        self._page_of: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
         self._digest_of: dict[int, bytes] = {}
+        self._group_of = np.zeros(num_pages, np.int32)
 
     @property
     def available(self) -> int:
@@ -138,21 +149,22 @@ class KVManager:
     @property
     def num_registered(self) -> int:
         """Pages, held or idle, that can be found by content."""
-        return len(self._page_of)
+        return len(self._digest_of)
 
-    def pages_for(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` tokens need."""
-        return -(-num_tokens // self.page_size)
+    def find(self, digest: bytes, group: int) -> int | None:
+        """The registered page of a group with this content. Changes nothing; see `match`."""
+        return self._page_of[group].get(digest)
 
-    def match(self, digests: Sequence[bytes], limit: int) -> list[int]:
+    def match(self, digests: Sequence[bytes], limit: int, group: int = 0) -> list[int]:
         """The registered pages of the longest known prefix of `digests`, at most `limit`. Changes
         nothing.
 
         Valid until the next `allocate`, which may evict them: call `acquire` before.
         """
+        page_of = self._page_of[group]
         pages = []
         for digest in digests[:limit]:
-            page = self._page_of.get(digest)
+            page = page_of.get(digest)
             if page is None:
                 break
             pages.append(page)
@@ -204,8 +216,26 @@ class KVManager:
         if left.size and left.min() < 0:
             raise InternalError(f"page {pages[left < 0][0]} was released but nobody holds it")
         self._references[pages] = left
+        self._put_back(pages[left == 0])
+
+    def release_shared(self, pages: np.ndarray) -> None:
+        """Give up one reference for each entry of `pages`, in which a page may stand more than
+        once: several requests leave it behind in the same step.
+
+        Raises InternalError, and changes nothing, if one is not held so often.
+        """
+        different, counts = np.unique(pages, return_counts=True)
+        left = self._references[different] - counts
+        if left.size and left.min() < 0:
+            page = different[left < 0][0]
+            raise InternalError(f"page {page} was released more often than it is held")
+        self._references[different] = left
+        self._put_back(different[left == 0])
+
+    def _put_back(self, pages: np.ndarray) -> None:
+        """Make `pages`, which nobody holds any more, idle if they are registered, else free."""
         # Tail first: a tail is worthless without its root, which therefore has to be evicted last.
-        ended = pages[left == 0][::-1]
+        ended = pages[::-1]
         registered = self._registered[ended]
         worthless = ended[~registered]
         self._free[self._num_free : self._num_free + worthless.size] = worthless
@@ -214,16 +244,16 @@ class KVManager:
             self._idle[page] = None
         self.num_releases += 1
 
-    def register(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Let the held `pages` be found by `digests`. Where another page has that content already,
-        that one stays.
+    def register(self, pages: Sequence[int], digests: Sequence[bytes], group: int = 0) -> None:
+        """Let the held `pages` of a group be found by `digests`. Where another page has that
+        content already, that one stays.
 
         The caller vouches that all their tokens are known, and computed by the steps scheduled so
         far, the one being built included: a reader is in that step or a later one, steps run in
         order, and in a step every layer writes all keys and values before it attends to any. Raises
         InternalError if a page is not held or has a digest already.
         """
-        page_of, digest_of = self._page_of, self._digest_of
+        page_of, digest_of = self._page_of[group], self._digest_of
         held, new = self._references[pages].tolist(), []
         for page, digest, references in zip(pages, digests, held, strict=True):
             if digest in page_of:
@@ -236,14 +266,19 @@ class KVManager:
             digest_of[page] = digest
             new.append(page)
         self._registered[new] = True
+        self._group_of[new] = group
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Let nobody find the held `pages` any more: their content is doubtful. Whoever holds
-        one keeps it.
+        """Let nobody find `pages` any more: their content is doubtful. Whoever holds one keeps
+        it; an idle one becomes free.
         """
         for page in pages:
             if page in self._digest_of:
                 self._forget(page)
+                if page in self._idle:
+                    del self._idle[page]
+                    self._free[self._num_free] = page
+                    self._num_free += 1
 
     def reset(self) -> None:
         """Forget all content, e.g. because the weights changed. Raises InternalError if a page
@@ -256,12 +291,13 @@ class KVManager:
         self._free[self._num_free :] = list(self._idle)
         self._num_free = self.num_pages
         self._idle.clear()
-        self._page_of.clear()
+        for page_of in self._page_of:
+            page_of.clear()
         self._digest_of.clear()
         self._registered[:] = False
 
     def _forget(self, page: int) -> None:
-        del self._page_of[self._digest_of.pop(page)]
+        del self._page_of[self._group_of[page]][self._digest_of.pop(page)]
         self._registered[page] = False
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
@@ -291,7 +327,13 @@ class KVManager:
             raise InternalError("a free page is registered")
         if any(page not in self._digest_of for page in self._idle):
             raise InternalError("an idle page is not registered")
-        if {page: digest for digest, page in self._page_of.items()} != self._digest_of:
+        found = {
+            page: (number, digest)
+            for number, page_of in enumerate(self._page_of)
+            for digest, page in page_of.items()
+        }
+        known = {page: (self._group_of[page], d) for page, d in self._digest_of.items()}
+        if found != known or len(found) != sum(map(len, self._page_of)):
             raise InternalError("the maps from digest to page and from page to digest differ")
         if set(np.flatnonzero(self._registered).tolist()) != set(self._digest_of):
             raise InternalError(
@@ -300,15 +342,26 @@ class KVManager:
         if self._digest_of and not self.enable_prefix_caching:
             raise InternalError("pages are registered although the prefix cache is off")
 
-    def check_content(self, pages: Sequence[int], tokens: np.ndarray, salt: str) -> None:
+    def check_content(
+        self,
+        pages: Sequence[int],
+        tokens: np.ndarray,
+        salt: str,
+        group: int = 0,
+        first: int = 0,
+        multiple: int = 1,
+    ) -> None:
         """Raise InternalError if a page of the sequence `tokens` is registered for other content
-        than it has.
+        than it has. `pages` stand from column `first` on, each `multiple` digests long.
         """
         digests: list[bytes] = []
         extend_digests(digests, tokens, len(tokens) // self.page_size, self.page_size, salt)
-        for index, page in enumerate(pages):
+        of_pages = digests[multiple - 1 :: multiple]
+        for index, page in enumerate(pages, first):
             digest = self._digest_of.get(page)
-            if digest is not None and [digest] != digests[index : index + 1]:
+            if digest is None:
+                continue
+            if [digest] != of_pages[index : index + 1] or self._group_of[page] != group:
                 raise InternalError(
                     f"page {page}, number {index} of its sequence, is registered for other content"
                 )

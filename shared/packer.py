@@ -50,6 +50,7 @@ def pack(
         shape.max_rows != table.max_rows
         or shape.max_model_len != table.max_model_len
         or shape.pages_per_request < table.pages_per_row
+        or shape.num_groups != len(table.groups)
     ):
         raise InternalError(
             f"a table of {table.tokens.shape} tokens and {table.pages.shape} pages is not for "
@@ -84,17 +85,21 @@ def padding(descriptor: Descriptor, shape: StepShape) -> StepInput:
     """A step of no requests, which runs a program and leaves nothing behind."""
     batch = _batch_fields(descriptor, shape)[0].copy()
     sampling = padding_column(shape.max_rows).repeat(descriptor.requests)
-    page_table = np.zeros((descriptor.requests, shape.pages_per_request), np.int32)
+    rows = shape.num_groups * descriptor.requests
+    page_table = np.zeros((rows, shape.pages_per_request), np.int32)
     return StepInput(0, descriptor, shape, "greedy", batch, sampling, page_table=page_table)
 
 
 def page_table_of(
     rows: np.ndarray, requests: int, table: RequestTable, shape: StepShape
 ) -> np.ndarray:
-    """`[requests, P]` pages of `rows` of the table, in order; 0 elsewhere."""
-    pages = np.zeros((requests, shape.pages_per_request), np.int32)
-    pages[: len(rows), : table.pages_per_row] = table.pages[rows]
-    return pages
+    """`[G requests, P]` pages of `rows` of the table, in order, one group's behind another's; 0
+    elsewhere.
+    """
+    pages = np.zeros((shape.num_groups, requests, shape.pages_per_request), np.int32)
+    tables = table.pages.reshape(shape.num_groups, table.max_rows, -1)
+    pages[:, : len(rows), : table.pages_per_row] = tables[:, rows]
+    return pages.reshape(-1, shape.pages_per_request)
 
 
 def _stop_ids(step: ScheduledStep) -> np.ndarray:
@@ -133,7 +138,7 @@ def _batch(step: ScheduledStep, table: RequestTable, shape: StepShape) -> np.nda
     token_ids, positions, slots, query_start, kv_lens, _, sample_index, counts = (
         buffer[p] for p in places
     )
-    group, page_size = step.group, table.page_size
+    group = step.group
     num_requests, num_tokens = len(group), step.num_tokens
     # Of each token: its position, and where its row begins in the tables.
     if step.decode_only:
@@ -150,8 +155,14 @@ def _batch(step: ScheduledStep, table: RequestTable, shape: StepShape) -> np.nda
         counts[0] = step.num_single
     token_ids[:num_tokens] = table.tokens_flat.take(first_token + token_positions)
     positions[:num_tokens] = token_positions
-    columns, offsets = np.divmod(token_positions, page_size)
-    slots[:num_tokens] = table.pages_flat.take(first_page + columns) * page_size + offsets
+    for number, page_group in enumerate(table.groups):
+        page_size, first_slot = page_group.page_size, number * step.descriptor.tokens
+        columns, offsets = np.divmod(token_positions, page_size)
+        entries = first_page + columns
+        if number:
+            entries += number * table.pages_per_group
+        pages = table.pages_flat.take(entries)
+        slots[first_slot : first_slot + num_tokens] = pages * page_size + offsets
     kv_lens[:num_requests] = step.ends
     return buffer
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..bucketing import Descriptor
 from .errors import InternalError
+from .page_groups import PageGroup, base_page, widest
 from .request import Request
 from .sampling_encoding import encode_bias, encode_processors, encode_sampling, sampler_of
 from .sampling_params import SamplingParams
@@ -42,7 +43,8 @@ _PADDING = SamplingParams(temperature=0.0)
 NO_STOP = -1
 """Stands in `stop_ids` where there is none."""
 _STOP_COLUMNS = 4
-_NO_ENTRIES = np.zeros((3, 0), np.int32)
+_NO_ENTRIES = np.zeros((4, 0), np.int32)
+_NO_PAGES = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class Group:
 
     @cached_property
     def first_page(self) -> np.ndarray:
-        """Where each row begins in `pages_flat`."""
+        """Where each row begins in `pages_flat`, in the first group."""
         first: np.ndarray = self.rows * self._table.pages_per_row
         return first
 
@@ -229,10 +231,12 @@ class RequestTable:
     prompt_len  [row]
     max_total   [row]  see `Request.max_total`
     min_total   [row]  before position `min_total` stop ids are masked (0: never)
-    pages       [row, pages_per_row] int32  page table; 0 from `num_pages` on
-    num_pages   [row]
-    capacity    [row]  tokens that the pages hold
-    registered  [row]  leading pages that were offered to the prefix cache
+    pages       [group * row, pages_per_row] int32  page tables of all groups, one group's rows
+                behind another's; 0 before `dropped` and from `num_pages` on
+    num_pages   [group, row]  columns that have a page or had one
+    dropped     [group, row]  columns at the front that no query reads any more: they have no page
+    capacity    [row]  tokens that the pages of all groups hold
+    registered  [row]  how many times `page_size` tokens were offered to the prefix cache
     epoch       [row]  how often the row was released
     stop_ids    [row, any] int32  -1 where there is none
     level       [row]  index in SAMPLERS of the first program that serves the request, min_tokens
@@ -244,19 +248,23 @@ class RequestTable:
                                                                            last row is padding
     """
 
-    def __init__(self, max_rows: int, max_model_len: int, page_size: int) -> None:
+    def __init__(self, max_rows: int, max_model_len: int, groups: Sequence[PageGroup]) -> None:
         self.max_rows = max_rows
         self.max_model_len = max_model_len
-        self.page_size = page_size
-        self.pages_per_row = -(-max_model_len // page_size)
+        self.groups = tuple(groups)
+        self.page_size = base_page(groups)
+        self.pages_per_row = widest(groups, max_model_len)
         # Not filled: a row that was never used costs no memory.
         self.tokens = np.empty((max_rows, max_model_len), np.int32)
         self.tokens_flat = self.tokens.reshape(-1)
-        self.pages = np.zeros((max_rows, self.pages_per_row), np.int32)
+        self.pages = np.zeros((len(groups) * max_rows, self.pages_per_row), np.int32)
         self.pages_flat = self.pages.reshape(-1)
+        self.pages_per_group = max_rows * self.pages_per_row
+        """Entries of `pages_flat` that belong to a group."""
         self.known, self.computed, self.prompt_len = _columns(3, max_rows)
         self.max_total, self.min_total = _columns(2, max_rows)
-        self.num_pages, self.capacity, self.registered = _columns(3, max_rows)
+        self.capacity, self.registered = _columns(2, max_rows)
+        self.num_pages, self.dropped = np.zeros((2, len(groups), max_rows), np.int64)
         self.epoch, self.level = _columns(2, max_rows)
         self.logprobs, self.prompt_logprobs, self.alone = np.zeros((3, max_rows), np.bool_)
         self.stop_ids = np.full((max_rows, _STOP_COLUMNS), NO_STOP, np.int32)
@@ -275,6 +283,7 @@ class RequestTable:
         # (rows, columns, pages) of each append since `take_new_pages`. The device's tables are made
         # of nothing else.
         self._appended: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._tenants: list[int] = []
         self._no_pages = NewPages(0, *_NO_ENTRIES)
         self._encode(max_rows, _PADDING, 0)
 
@@ -301,7 +310,8 @@ class RequestTable:
         self.tokens[row, :count] = tokens
         self.tokens[row, count:] = UNKNOWN
         self.known[row] = count
-        self.computed[row] = self.num_pages[row] = self.capacity[row] = 0
+        self.computed[row] = self.capacity[row] = 0
+        self.num_pages[:, row] = self.dropped[:, row] = 0
         self.prompt_len[row] = request.num_prompt_tokens
         self.max_total[row] = request.max_total
         # With no stop ids min_tokens masks nothing, and the cheaper samplers will do.
@@ -321,6 +331,7 @@ class RequestTable:
         if params.allowed_token_ids is not None or params.banned_token_ids:
             self.masks[row] = None
         self.requests[row], self.registered[row] = request, 0
+        self._tenants.append(row)
         request.row, request.source = row, self
         return row
 
@@ -334,9 +345,9 @@ class RequestTable:
         if self._appended:
             # The next tenant's entries would stand beside this one's in the same difference.
             raise InternalError(f"row {row} was released while a step is being built")
-        count = int(self.num_pages[row])
-        pages = self.pages[row, :count].astype(np.int64)
-        self.pages[row, :count] = 0
+        pages = np.array(self.pages_of(row), np.int64)
+        for number in range(len(self.groups)):
+            self.pages[self.table_row(number, row), : self.num_pages[number, row]] = 0
         request.saved_output = self.output_of(row)
         request.row, request.source = -1, None
         self.requests[row] = None
@@ -347,22 +358,61 @@ class RequestTable:
         self._free.append(row)
         return pages
 
-    def append_pages(self, row: int, pages: np.ndarray) -> None:
-        """Add `pages` at the end of the row's page table."""
-        first = int(self.num_pages[row])
-        last = first + len(pages)
-        self.pages[row, first:last] = pages
-        self.num_pages[row] = last
-        self.capacity[row] = last * self.page_size
-        self._appended.append((np.full(len(pages), row), np.arange(first, last), pages))
+    def table_row(self, group: int, row: int) -> int:
+        """The row of `pages` that is the page table of `row` in a group."""
+        return group * self.max_rows + row
 
-    def append_page_each(self, rows: np.ndarray, pages: np.ndarray) -> None:
-        """Add one page to each of `rows`: `pages[i]` to `rows[i]`."""
-        columns = self.num_pages[rows]
-        self.pages_flat[rows * self.pages_per_row + columns] = pages
-        self.num_pages[rows] = columns + 1
-        self.capacity[rows] = (columns + 1) * self.page_size
-        self._appended.append((rows, columns, pages))
+    def begin_pages(self, group: int, row: int, column: int) -> None:
+        """Let the page table of a new request begin at `column`: no query reads the ones before."""
+        self.num_pages[group, row] = self.dropped[group, row] = column
+
+    def append_pages(self, group: int, row: int, pages: np.ndarray) -> None:
+        """Add `pages` at the end of the row's page table in a group."""
+        first = int(self.num_pages[group, row])
+        last = first + len(pages)
+        self.pages[self.table_row(group, row), first:last] = pages
+        self.num_pages[group, row] = last
+        self.capacity[row] = self._capacity(row)
+        self._append(group, np.full(len(pages), row), np.arange(first, last), pages)
+
+    def append_page_each(self, group: int, rows: np.ndarray, pages: np.ndarray) -> None:
+        """Add one page to each of `rows`, all different, in a group: `pages[i]` to `rows[i]`."""
+        columns = self.num_pages[group, rows]
+        places = (rows + group * self.max_rows) * self.pages_per_row + columns
+        self.pages_flat[places] = pages
+        self.num_pages[group, rows] = columns + 1
+        self.capacity[rows] = self._capacity(rows)
+        self._append(group, rows, columns, pages)
+
+    def _append(self, group: int, rows: np.ndarray, columns: np.ndarray, pages: np.ndarray) -> None:
+        # On the device each group's tables have one row more, for padding.
+        self._appended.append((rows + group * (self.max_rows + 1), columns, pages))
+
+    def _capacity(self, rows: int | np.ndarray) -> np.ndarray:
+        """Tokens that the pages of `rows` hold in every group."""
+        held = [self.num_pages[n, rows] * group.page_size for n, group in enumerate(self.groups)]
+        capacity: np.ndarray = held[0]
+        for other in held[1:]:
+            capacity = np.minimum(capacity, other)
+        return capacity
+
+    def drop_front(self, group: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Take the pages before column `columns[i]` from each of `rows` in a group, and return
+        them. A page that several requests hold may be there more than once.
+        """
+        first = self.dropped[group, rows]
+        counts = np.maximum(columns - first, 0)
+        total = int(counts.sum())
+        if not total:
+            return _NO_PAGES
+        owner = np.arange(len(rows)).repeat(counts)
+        within = np.arange(total) - (np.cumsum(counts) - counts)[owner]
+        table_rows = rows[owner] + group * self.max_rows
+        places = table_rows * self.pages_per_row + first[owner] + within
+        pages: np.ndarray = self.pages_flat[places].astype(np.int64)
+        self.pages_flat[places] = 0
+        self.dropped[group, rows] = first + counts
+        return pages
 
     def take_new_pages(self) -> NewPages:
         """The entries that were appended since this was last called, for the step that is being
@@ -370,6 +420,8 @@ class RequestTable:
         """
         if not self._appended:
             return self._no_pages
+        tenants = np.array(self._tenants, np.int32)
+        self._tenants.clear()
         entries = self._appended[0]
         if len(self._appended) > 1:
             rows, columns, pages = (
@@ -377,14 +429,19 @@ class RequestTable:
             )
             entries = rows, columns, pages
         rows, columns, pages = (part.astype(np.int32) for part in entries)
-        new = NewPages(self._no_pages.start, rows, columns, pages)
+        new = NewPages(self._no_pages.start, rows, columns, pages, tenants)
         self._appended.clear()
         self._no_pages = NewPages(new.start + len(pages), *_NO_ENTRIES)
         return new
 
     def pages_of(self, row: int) -> list[int]:
-        """The pages of `row` in order, as a new list."""
-        pages: list[int] = self.pages[row, : self.num_pages[row]].tolist()
+        """The pages of `row` in order, one group's behind another's, as a new list."""
+        return [page for number in range(len(self.groups)) for page in self.pages_in(number, row)]
+
+    def pages_in(self, group: int, row: int) -> list[int]:
+        """The pages of `row` in a group, from column `dropped` on, as a new list."""
+        first, last = self.dropped[group, row], self.num_pages[group, row]
+        pages: list[int] = self.pages[self.table_row(group, row), first:last].tolist()
         return pages
 
     def output_of(self, row: int) -> list[int]:
@@ -430,7 +487,7 @@ class RequestTable:
         known, computed = int(self.known[row]), int(self.computed[row])
         # With the tokens that steps in flight sample.
         total = max(known, computed + 1)
-        num_pages, prompt = int(self.num_pages[row]), request.prompt
+        prompt = request.prompt
         checks = {
             f"its request has row {request.row}": request.row == row and request.source is self,
             f"known {known}, total {total}, max_total {request.max_total} are not in order": (
@@ -439,11 +496,11 @@ class RequestTable:
             f"{total - known} tokens are pending with {in_flight} steps in flight": total - known
             <= in_flight,
             f"computed {computed} is less than 0": computed >= 0,
-            f"capacity {self.capacity[row]} is not that of {num_pages} pages": (
-                self.capacity[row] == num_pages * self.page_size
+            f"capacity {self.capacity[row]} is not that of its pages": (
+                self.capacity[row] == self._capacity(row)
             ),
-            f"{num_pages} pages do not hold {computed} tokens": computed <= self.capacity[row],
-            "its page table is not 0 behind its pages": not self.pages[row, num_pages:].any(),
+            f"its pages do not hold {computed} tokens": computed <= self.capacity[row],
+            "a page table is not 0 outside of its pages": self._is_clean(row),
             "its first tokens are not its prompt": np.array_equal(
                 self.tokens[row, : len(prompt)], prompt
             ),
@@ -453,6 +510,15 @@ class RequestTable:
             ),
         }
         return next((fault for fault, holds in checks.items() if not holds), None)
+
+    def _is_clean(self, row: int) -> bool:
+        """Whether the page tables of a row are 0 where they have no page."""
+        for number in range(len(self.groups)):
+            entries = self.pages[self.table_row(number, row)]
+            first, last = self.dropped[number, row], self.num_pages[number, row]
+            if first > last or entries[:first].any() or entries[last:].any():
+                return False
+        return True
 
 
 def padding_column(max_rows: int) -> np.ndarray:

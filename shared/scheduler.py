@@ -5,9 +5,14 @@ so nothing starves:
 
 - decodes go first, then prompts under way, then waiting requests in order; none overtakes one that
   does not fit yet;
-- all pages of a prompt are taken when it starts, so only decodes ever ask for more;
+- all pages of a prompt are taken when it starts, so only decodes ever ask for more; of a group
+  with a window as many as a request ever holds: each chunk takes as many as it leaves behind;
 - when pages run out, the running request that is last in order gives all of its back and waits
   again at its old place.
+
+A page that no later query of its request reads is released when the step is scheduled: what is in
+flight reads earlier. If others hold it too, a prompt under way may lack the page that it would have
+taken instead; it is owed one, and somebody gives way for it as for a decode.
 
 The first running request in order is never a victim while another one runs, and alone it fits
 (`add` refuses what does not), so it always gets on.
@@ -20,7 +25,7 @@ then, and its token is dropped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -30,6 +35,7 @@ import numpy as np
 from ..bucketing import PaddingAccount, Table
 from .errors import ConfigError, InternalError, OutsideTable, RequestError
 from .kv_manager import KVManager
+from .page_groups import longest
 from .prefix_cache import PrefixCache
 from .request import FinishReason, Request, RequestState, WaitingQueue
 from .request_table import Group, Loop, RequestTable, ScheduledStep, StepEvents
@@ -89,8 +95,14 @@ class Scheduler:
             )
         self.config = config
         self.programs = programs
-        self.table = RequestTable(config.max_num_seqs, config.max_model_len, config.page_size)
-        self.kv = KVManager(config.num_pages, config.page_size, config.enable_prefix_caching)
+        self.groups = config.page_groups
+        self.table = RequestTable(config.max_num_seqs, config.max_model_len, self.groups)
+        self.kv = KVManager(
+            config.num_pages, config.page_size, config.enable_prefix_caching, len(self.groups)
+        )
+        self._windows = [(n, group) for n, group in enumerate(self.groups) if group.window]
+        chunk = config.max_num_batched_tokens
+        self._longest = longest(self.groups, config.num_pages, chunk, config.max_model_len)
         self.prefixes = PrefixCache(self.table, self.kv)
         self.padding = PaddingAccount()
         self._requests: dict[str, Request] = {}
@@ -140,7 +152,7 @@ class Scheduler:
             raise RequestError(
                 "request_id", f"got {request.request_id!r}, allowed is one that is not in use"
             )
-        request.prepare(config.max_model_len, config.num_pages * config.page_size)
+        request.prepare(config.max_model_len, self._longest)
         request.arrival = self._arrivals
         request.key = request.arrival
         if config.policy == "priority":
@@ -185,7 +197,7 @@ class Scheduler:
             num_written = int(min(table.known[row], table.computed[row]))
             self.prefixes.register(request, row, num_written // self.config.page_size)
         else:
-            self.kv.forget(table.pages_of(row))
+            self.prefixes.forget(request, row)
         if self._decoding.pop(row, None) is None:
             self._prefilling.remove(request)
         else:
@@ -209,6 +221,7 @@ class Scheduler:
         )
         if chained and not looping:
             return None  # where its requests will be is not known before the loop is read
+        self._leave_prompts_behind()
         group, starts, steps = self._schedule_decodes(self.config.decode_steps if looping else 1)
         loop = Loop(steps, chained) if chained or steps > 1 else None
         chunks = []
@@ -243,13 +256,14 @@ class Scheduler:
         while True:
             group, starts, steps = self._unfinished(most)
             last = starts if steps == 1 else starts + (steps - 1)
-            needy = self._without_room(group, last)
-            if not len(needy):
+            needy, owed = self._without_room(group, last), self._num_owed()
+            if not len(needy) and not owed:
                 break
-            if self._pages_missing(group, needy, last, steps) <= self.kv.available:
-                self._grow(group, needy, starts)
-                while steps > 1 and len(needy := self._without_room(group, last)):
-                    self._grow(group, needy, starts)
+            self._leave_behind(group, needy, starts)
+            if self._pages_missing(group, needy, last, steps) + owed <= self.kv.available:
+                while len(needy):
+                    self._grow(group.rows[needy], last[needy])
+                    needy = self._without_room(group, last)
                 break
             if steps > 1:
                 most = 1
@@ -275,10 +289,14 @@ class Scheduler:
         """Pages that requests of `group` lack for their next tokens, as many as `steps`, up to
         `positions`.
         """
-        if steps == 1:
+        if len(self.groups) == 1 and steps == 1:
             return len(needy)
-        missing = positions[needy] + 1 - self.table.capacity[group.rows[needy]]
-        return int((-(-missing // self.config.page_size)).sum())
+        rows, missing = group.rows[needy], 0
+        for number, page_group in enumerate(self.groups):
+            held = self.table.num_pages[number, rows]
+            wanted = positions[needy] // page_group.page_size + 1
+            missing += int(np.maximum(wanted - held, 0).sum())
+        return missing
 
     def _unfinished(self, most: int) -> tuple[Group, np.ndarray, int]:
         """The decodes whose last token is not under way, the position that each computes next, and
@@ -304,17 +322,56 @@ class Scheduler:
             self._steps_left = 0
         return self._group
 
-    def _grow(self, group: Group, needy: np.ndarray, starts: np.ndarray) -> None:
-        """One more page for each of the requests `needy`, whose pages are full of the tokens
-        before `starts`.
+    def _leave_behind(self, group: Group, needy: np.ndarray, starts: np.ndarray) -> None:
+        """Register the pages of the requests `needy`, which are full of the tokens before `starts`,
+        and release those that no query from there on reads.
         """
-        rows = group.rows[needy]
-        if self.prefixes.enabled:
+        rows, positions = group.rows[needy], starts[needy]
+        if self.prefixes.enabled and len(needy):
             # Steps in flight compute them all, and a loop always does its first step; not all ids
             # are known, maybe.
-            counts = np.minimum(starts[needy], self.table.known[rows]) // self.config.page_size
+            counts = np.minimum(positions, self.table.known[rows]) // self.config.page_size
             self.prefixes.register_each(group, needy, counts)
-        self.table.append_page_each(rows, self.kv.allocate(len(rows)))
+        for number, page_group in self._windows:
+            self._drop_front(number, rows, page_group.first_columns(positions))
+
+    def _leave_prompts_behind(self) -> None:
+        """Release the pages that the next chunks of prompts under way do not read any more."""
+        if not self._windows or not self._prefilling:
+            return
+        rows = np.array([request.row for request in self._prefilling])
+        positions = self.table.computed[rows]
+        for number, page_group in self._windows:
+            self._drop_front(number, rows, page_group.first_columns(positions))
+
+    def _drop_front(self, number: int, rows: np.ndarray, columns: np.ndarray) -> None:
+        pages = self.table.drop_front(number, rows, columns)
+        if len(pages):
+            self.kv.release_shared(pages)
+
+    def _num_owed(self) -> int:
+        """Pages without which prompts under way cannot go on."""
+        if not self._windows:
+            return 0
+        return sum(self._owed(request.row) for request in self._prefilling)
+
+    def _owed(self, row: int) -> int:
+        """Pages that a prompt under way needs for its next token."""
+        start = int(self.table.computed[row])
+        return sum(
+            int(self.table.num_pages[number, row]) * page_group.page_size <= start
+            for number, page_group in self._windows
+        )
+
+    def _grow(self, rows: np.ndarray, positions: np.ndarray) -> None:
+        """One more page for each of `rows` in the groups whose pages end before `positions`."""
+        for number, page_group in enumerate(self.groups):
+            short = rows
+            if len(self.groups) > 1:
+                held = self.table.num_pages[number, rows] * page_group.page_size
+                short = rows[held <= positions]
+            if len(short):
+                self.table.append_page_each(number, short, self.kv.allocate(len(short)))
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, at its old place, with the tokens that are known; those in flight
@@ -330,9 +387,11 @@ class Scheduler:
         """Chunks of prompts under way, then of waiting requests in order, of `budget` tokens
         together at most.
         """
-        chunks = []
+        chunks, owed = [], self._num_owed()
         for request in sorted(self._prefilling, key=lambda request: request.order):
             if budget:
+                owed -= self._owed(request.row) if owed else 0
+                self._extend(request.row, self.kv.available - owed)
                 chunks.append(self._advance(request, budget))
                 budget -= chunks[-1].end - chunks[-1].start
         while budget and len(self._waiting) and self.table.num_free:
@@ -351,24 +410,29 @@ class Scheduler:
             return False
         kv, config = self.kv, self.config
         tokens = request.known_tokens()
-        cached = self.prefixes.match(request, tokens)
-        num_cached = len(cached) * config.page_size
-        if not config.enable_chunked_prefill and len(tokens) - num_cached > budget:
+        hit = self.prefixes.match(request, tokens)
+        if not config.enable_chunked_prefill and len(tokens) - hit.num_tokens > budget:
             return False
+        held = [first + len(pages) for first, pages in zip(hit.columns, hit.pages, strict=True)]
         # The next token must find room too, or a request that gave way for its own sake would come
         # back at once.
-        needed = kv.pages_for(len(tokens) + 1) - len(cached)
+        needed = sum(self._columns(hit.columns, len(tokens) + 1)) - sum(held)
         reserve = self._reserve if self.table.num_used else 0
-        if needed + kv.num_idle(cached) + reserve > kv.available:
+        idle = sum(map(kv.num_idle, hit.pages))
+        if needed + idle + reserve > kv.available:
             self._blocked = request.arrival, kv.num_releases
             return False
-        kv.acquire(cached)
-        fresh = kv.allocate(kv.pages_for(len(tokens)) - len(cached))
+        for pages in hit.pages:
+            kv.acquire(pages)
         self._waiting.remove(request)
         row = self.table.assign(request, tokens)
-        self.table.append_pages(row, np.concatenate((np.array(cached, np.int64), fresh)))
-        self.table.computed[row] = num_cached
-        self.table.registered[row] = len(cached)
+        for number, last in enumerate(self._columns(hit.columns, len(tokens))):
+            fresh = kv.allocate(last - held[number])
+            cached = np.array(hit.pages[number], np.int64)
+            self.table.begin_pages(number, row, hit.columns[number])
+            self.table.append_pages(number, row, np.concatenate((cached, fresh)))
+        self.table.computed[row] = num_cached = hit.num_tokens
+        self.table.registered[row] = num_cached // config.page_size
         request.state = RequestState.RUNNING
         self._prefilling.append(request)
         self.prefixes.record(request, len(tokens), num_cached)
@@ -376,13 +440,43 @@ class Scheduler:
             request.num_cached_tokens = num_cached
         return True
 
+    def _columns(self, first: Sequence[int], num_tokens: int) -> list[int]:
+        """Where the page tables end, by group, of a request of `num_tokens` tokens that begins at
+        the columns `first`: as far as it may reach before it leaves pages behind.
+        """
+        chunk = self.config.max_num_batched_tokens
+        return [
+            min(group.columns_for(num_tokens), start + group.most_columns(num_tokens, chunk))
+            for group, start in zip(self.groups, first, strict=True)
+        ]
+
+    def _extend(self, row: int, available: int) -> None:
+        """Up to `available` more pages for a prompt under way, where a window has left some behind:
+        first those that its next token needs.
+        """
+        if not self._windows:
+            return
+        start = int(self.table.computed[row])
+        first: list[int] = self.table.dropped[:, row].tolist()
+        last = self._columns(first, int(self.table.known[row]))
+        needed = [start // group.page_size + 1 for group in self.groups]
+        for columns in (needed, last):
+            for number, _ in self._windows:
+                missing = columns[number] - int(self.table.num_pages[number, row])
+                missing = min(missing, available)
+                if missing > 0:
+                    self.table.append_pages(number, row, self.kv.allocate(missing))
+                    available -= missing
+
     def _advance(self, request: Request, budget: int) -> _Chunk:
         """Schedule the next tokens of a prompt under way, as many as fit; at its end the first
         token is sampled.
         """
         table, row = self.table, request.row
         start, known = int(table.computed[row]), int(table.known[row])
-        end = min(known, start + budget)
+        end = min(known, start + budget, int(table.capacity[row]))
+        if end <= start:
+            raise InternalError(f"request {request.request_id} has no page for its next token")
         table.computed[row] = end
         if end == known:
             self._prefilling.remove(request)
@@ -597,4 +691,12 @@ class Scheduler:
                 )
         for request in held:
             known = table.tokens[request.row, : table.known[request.row]]
-            self.kv.check_content(table.pages_of(request.row), known, request.cache_salt)
+            for number, group in enumerate(self.groups):
+                self.kv.check_content(
+                    table.pages_in(number, request.row),
+                    known,
+                    request.cache_salt,
+                    number,
+                    int(table.dropped[number, request.row]),
+                    group.page_size // self.config.page_size,
+                )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .errors import ConfigError
+from .page_groups import PageGroup, base_page, check_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,8 @@ class SchedulerConfig:
     max_num_batched_tokens  tokens of a step
     max_model_len           tokens of a request, prompt included
     page_size, num_pages    of the KV cache
+    groups                  its page groups; none: one of pages of `page_size` tokens, which keeps
+                            all of them. The smallest page has `page_size` tokens
     enable_chunked_prefill  split prompts to fill a step; otherwise a prompt goes whole or waits
     policy                  "fcfs": by arrival; "priority": lower numbers first
     priority_window         with "priority": one level is worth that many arrivals, so that nothing
@@ -41,6 +44,12 @@ class SchedulerConfig:
     pipeline_depth: int = 2
     watermark: float = 0.01
     decode_steps: int = 1
+    groups: tuple[PageGroup, ...] = ()
+
+    @property
+    def page_groups(self) -> tuple[PageGroup, ...]:
+        """The groups: one that keeps all tokens where none are named."""
+        return self.groups or (PageGroup(self.page_size),)
 
     def __post_init__(self) -> None:
         least_1 = (
@@ -75,3 +84,9 @@ class SchedulerConfig:
             raise ConfigError(f"pipeline_depth: got {self.pipeline_depth}, allowed are 1 and 2")
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark: got {self.watermark}, allowed is 0 to less than 1")
+        check_groups(self.page_groups)
+        if base_page(self.page_groups) != self.page_size:
+            raise ConfigError(
+                f"page_size: got {self.page_size}, the smallest page of the groups has "
+                f"{base_page(self.page_groups)}"
+            )

@@ -35,12 +35,23 @@ HOST_LENGTHS = ("query_start", "kv_lens", "counts")
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The sizes that all steps of one engine share."""
+    """The sizes that all steps of one engine share.
+
+    Page tables of all groups stand one behind another: on the device row `g * (max_rows + 1) + r`
+    is that of row r in group g, and row max_rows of each group is for padding.
+    """
 
     pages_per_request: int
+    """Columns of a page table."""
     max_rows: int
     max_model_len: int
     vocab_size: int
+    num_groups: int = 1
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of the device's page tables."""
+        return self.num_groups * (self.max_rows + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +105,13 @@ class Layout:
 @cache
 def batch_layout(descriptor: Descriptor, shape: StepShape) -> Layout:
     """What the backbone reads beside page tables. T tokens, R requests, padded; requests with one
-    query token first.
+    query token first. G page groups.
 
     token_ids      [T]     token id; -1 stands for the last token sampled by the row of request i,
                            at index i
     positions      [T]     position in the sequence; 0 for padding
-    slots          [T]     page * page_size + offset where K and V are written; -1 for padding:
-                           nothing is written
+    slots          [G T]   page * page_size + offset where K and V are written, of one page group
+                           behind another; -1 for padding: nothing is written
     query_start    [R + 1] first token of each request; padding repeats the number of real tokens
     kv_lens        [R]     tokens in the cache after this step's are written; 0 for padding
     rows           [R]     permanent row of each request; max_rows for padding
@@ -111,7 +122,7 @@ def batch_layout(descriptor: Descriptor, shape: StepShape) -> Layout:
     return Layout(
         ("token_ids", (tokens,), int),
         ("positions", (tokens,), int),
-        ("slots", (tokens,), int),
+        ("slots", (shape.num_groups * tokens,), int),
         ("query_start", (requests + 1,), int),
         ("kv_lens", (requests,), int),
         ("rows", (requests,), int),
@@ -195,17 +206,18 @@ class DecodeLoop:
 @dataclass(frozen=True, slots=True)
 class NewPages:
     """Entries that page tables got since the step before: `pages[i]` stands at `columns[i]` of row
-    `rows[i]`.
+    `rows[i]` of the device's tables (see `StepShape`).
 
-    All are [n] int32; no entry is there twice. A row whose column 0 is there has a new request.
-    `start` is the number of entries that all steps before brought: a worker that got another number
-    has missed a step. 0 begins new tables.
+    All are [n] int32; no entry is there twice. `tenants` [k] int32 are the rows of requests that
+    have a new request. `start` is the number of entries that all steps before brought: a worker
+    that got another number has missed a step. 0 begins new tables.
     """
 
     start: int
     rows: np.ndarray
     columns: np.ndarray
     pages: np.ndarray
+    tenants: np.ndarray
 
     def __len__(self) -> int:
         """Number of entries."""
@@ -217,8 +229,8 @@ class StepInput:
     """One step, padded to `descriptor`. The buffers are never written again after packing.
 
     Page tables come in one of two forms. `new_pages` is the difference to the step before: such
-    steps run once, in order. `page_table` [R, P] int32 holds the pages of each request, unused
-    entries 0: such a step can be run alone, again, and anywhere.
+    steps run once, in order. `page_table` [G R, P] int32 holds the pages of each request, one
+    group's behind another's, unused entries 0: such a step can be run alone, again, and anywhere.
 
     `processors` is there only for the `processed` sampler, `prompt_targets` ([T], the prompt token
     that follows each position, -1 where there is none) only if a request of the step wants the
@@ -259,7 +271,8 @@ class PageEntries:
     """
 
     def __init__(self, shape: StepShape) -> None:
-        self._width = shape.pages_per_request
+        self._width, self._stride = shape.pages_per_request, shape.max_rows + 1
+        self._num_groups = shape.num_groups
         # At most the size of a page, so that no column of a table that came whole is left out.
         self._least_page_size = -(-shape.max_model_len // shape.pages_per_request)
         self._count = 0
@@ -290,8 +303,10 @@ class PageEntries:
         later = step.loop.steps - 1 if step.loop is not None else 0
         longest = int(step.field("kv_lens")[:count].max(initial=0)) + later
         used = min(self._width, -(-longest // self._least_page_size))
-        places = rows[:, None] * self._width + np.arange(used)
-        return places.reshape(-1), step.field("page_table")[:count, :used].reshape(-1)
+        in_groups = np.arange(self._num_groups)[:, None] * self._stride + rows
+        places = in_groups[:, :, None] * self._width + np.arange(used)
+        tables = step.field("page_table").reshape(self._num_groups, -1, self._width)
+        return places.reshape(-1), tables[:, :count, :used].reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,9 @@ def _most_frequent(checkpoint: Checkpoint, table: ParameterTable) -> int:
 
 
 def read_parameter(checkpoint: Checkpoint, parameter: Parameter, layer: int) -> np.ndarray:
-    """One parameter of one layer in the checkpoint's dtype, its parts stacked."""
+    """One parameter of one layer, its parts stacked: in the checkpoint's dtype, or in float32 if it
+    has an offset.
+    """
     parts = parts_in(checkpoint, parameter, layer)
     arrays = [
         read_rows(checkpoint, parameter, part, key)
@@ -60,10 +62,18 @@ def read_parameter(checkpoint: Checkpoint, parameter: Parameter, layer: int) -> 
 def read_rows(checkpoint: Checkpoint, parameter: Parameter, part: Part, key: str) -> np.ndarray:
     """The rows of one part."""
     if part.is_selection:
-        return multiplied(
-            parameter, checkpoint.read_slice(key, 0, part.first, part.first + part.rows)
-        )
-    return multiplied(parameter, checkpoint.read(key))
+        values = checkpoint.read_slice(key, 0, part.first, part.first + part.rows)
+    else:
+        values = checkpoint.read(key)
+    return adjusted(parameter, in_order(part, values))
+
+
+def in_order(part: Part, values: np.ndarray) -> np.ndarray:
+    """The rows of a part as the parameter has them. They come in the order of the tensor."""
+    if part.order is None:
+        return values
+    rows: np.ndarray = values[part.order.tensor_rows(np.arange(part.rows))]
+    return rows
 
 
 def read_entries(
@@ -73,19 +83,25 @@ def read_entries(
     axis: int,
     start: int,
     stop: int,
-    rows: range | None = None,
+    part: Part | None = None,
 ) -> np.ndarray:
-    """Entries `start` to `stop` (exclusive) of one axis of a tensor, of these `rows` if the axis
-    is not the first.
+    """Entries `start` to `stop` (exclusive) of one axis of a tensor, of the rows of this `part` if
+    the axis is not the first.
     """
     values = checkpoint.read_slice(key, axis, start, stop)
-    if rows is not None and len(rows) != values.shape[0]:
-        values = values[rows.start : rows.stop]
-    return multiplied(parameter, values)
+    if part is not None and part.is_selection:
+        values = values[part.first : part.first + part.rows]
+    if part is not None:
+        values = in_order(part, values)
+    return adjusted(parameter, values)
 
 
-def multiplied(parameter: Parameter, values: np.ndarray) -> np.ndarray:
-    """Values of a checkpoint times the parameter's factor."""
+def adjusted(parameter: Parameter, values: np.ndarray) -> np.ndarray:
+    """Values of a checkpoint plus the parameter's offset, in float32 if it has one, times its
+    factor.
+    """
+    if parameter.offset:
+        values = values.astype(np.float32) + np.float32(parameter.offset)
     return values if parameter.factor == 1.0 else values * values.dtype.type(parameter.factor)
 
 
@@ -119,11 +135,12 @@ def dummy_parameter(xp: Any, parameter: Parameter, layer: int, seed: int, index:
     """Random float32 weights of one layer, flat: `index` is arange(size) int32 in the framework of
     `xp`.
 
-    Uniform with standard deviation 0.02 (norms are 1), from 24 bits of an integer hash and one
-    float32 product: bitwise the same on every backend. For what belongs to no layer, `layer` is 0.
+    Uniform with standard deviation 0.02 (norms multiply with 1), from 24 bits of an integer hash
+    and one float32 product: bitwise the same on every backend. For what belongs to no layer,
+    `layer` is 0.
     """
-    if parameter.init == "ones":
-        values = xp.astype(index * 0 + 1, xp.float32)
+    if parameter.init != "normal":
+        values = xp.astype(index * 0 + (1 if parameter.init == "ones" else 0), xp.float32)
     else:
         digest = hashlib.blake2b(parameter.name.encode(), digest_size=4).digest()
         name = int.from_bytes(digest, "little", signed=True)
@@ -131,6 +148,8 @@ def dummy_parameter(xp: Any, parameter: Parameter, layer: int, seed: int, index:
         bits = hash_tokens(xp, index, zero + layer, zero + name, zero + seed_word(seed))
         centred = xp.astype((bits >> 7) - (1 << 23), xp.float32)
         values = centred * float(np.float32(DUMMY_STD * 3**0.5 / (1 << 23)))
+    if parameter.offset:
+        values = values + parameter.offset
     return values if parameter.factor == 1.0 else values * parameter.factor
 
 

@@ -16,6 +16,7 @@ from ..bucketing import Table
 from ..ops import Plans
 from .config import BACKENDS, Change, DeviceInfo, ResolvedConfig
 from .errors import BackendUnavailable, ConfigError
+from .models.caches import CacheLayout
 from .models.config import ModelConfig
 from .progress import Progress
 from .step import StepInput, StepOutput
@@ -26,9 +27,9 @@ too.
 """
 
 
-def kv_page_bytes(model: ModelConfig, config: ResolvedConfig, itemsize: int) -> int:
-    """Bytes of one KV page over all layers, for entries of `itemsize` bytes."""
-    return model.num_layers * config.page_size * 2 * model.num_kv_heads * model.head_dim * itemsize
+def kv_page_bytes(layout: CacheLayout, itemsize: int) -> int:
+    """Bytes of one KV page over all layers of a group, for entries of `itemsize` bytes."""
+    return layout.stripe * layout.page_entries * itemsize
 
 
 MOST_PAGES = 1 << 20
@@ -37,15 +38,16 @@ take a gigabyte.
 """
 
 
-def cache_pages(config: ResolvedConfig, room: int, page: int) -> int:
+def cache_pages(config: ResolvedConfig, room: int, page: int, per_request: int) -> int:
     """Pages of `page` bytes that the KV cache takes of `room` bytes unless the user says otherwise.
+    A request holds at most `per_request` pages.
 
     All that there are: what requests do not use holds prefixes. Without a prefix cache, and on a
     CPU, whose memory belongs to others too, at most what all requests can use.
     """
     pages = min(room // page, MOST_PAGES)
     if config.platform == "cpu" or not config.enable_prefix_caching:
-        pages = min(pages, config.max_num_seqs * config.pages_per_request)
+        pages = min(pages, config.max_num_seqs * per_request)
     return max(0, pages)
 
 

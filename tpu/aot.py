@@ -20,6 +20,7 @@ from ..ops import OpError
 from ..shared.config import EngineConfig, ResolvedConfig, resolve
 from ..shared.errors import ConfigError
 from ..shared.models import decoder
+from ..shared.models.caches import cached_tokens, layout_of, request_pages
 from ..shared.models.config import ModelConfig
 from ..shared.progress import Progress
 from ..shared.worker import cache_pages
@@ -159,7 +160,7 @@ class Slice:
         if wanted * page > room:
             self._refuse(report, least, wanted, room)
             return {}
-        pages = config.pages_per_request
+        pages = request_pages(self.model, config)
         cache = (pages + 1) * page
         try:
             needed, built = footprint.measure(
@@ -179,9 +180,14 @@ class Slice:
         if wanted * page > room:
             self._refuse(report, needed.parts(), wanted, room)
             return {}
-        report.set_pages(wanted)
+        report.set_pages(wanted, self._tokens(wanted))
         report.fits = True
         return built
+
+    def _tokens(self, pages: int) -> int:
+        """Tokens that so many pages hold."""
+        layout = layout_of(self.model, self.config)
+        return cached_tokens(layout, pages, self.config.max_model_len)
 
     def _wanted(self, room: int) -> int:
         """Pages that the options ask for, or what a worker takes of `room` bytes, at least those
@@ -192,13 +198,15 @@ class Slice:
             return config.num_pages
         if config.kv_cache_memory is not None:
             return max(1, config.kv_cache_memory // page)
-        return max(cache_pages(config, room, page), config.pages_per_request)
+        needed = request_pages(self.model, config)
+        return max(cache_pages(config, room, page, needed), needed)
 
     def _refuse(self, report: AotReport, besides: dict[str, int], wanted: int, room: int) -> None:
         config, page = self.config, self.page
-        report.set_pages(max(0, room // page))
-        cache = f"KV cache for {wanted * config.page_size} tokens ({wanted} pages)"
-        if wanted == config.pages_per_request:
+        pages = max(0, room // page)
+        report.set_pages(pages, self._tokens(pages))
+        cache = f"KV cache for {self._tokens(wanted)} tokens ({wanted} pages)"
+        if wanted == request_pages(self.model, config):
             cache += f": one request of {config.max_model_len}"
         each = {**besides, "scratch page": page, cache: wanted * page}
         each["all of these"] = sum(each.values())

@@ -69,9 +69,9 @@ class AotReport:
         """For JSON."""
         return asdict(self)
 
-    def set_pages(self, pages: int) -> None:
+    def set_pages(self, pages: int, tokens: int) -> None:
         """Say how large the cache is."""
-        self.num_pages, self.kv_tokens = pages, pages * self.page_size
+        self.num_pages, self.kv_tokens = pages, tokens
 
 
 def program_cost(name: str, compiled: Any, seconds: float, bodies: int) -> ProgramCost:

@@ -1,7 +1,8 @@
 """How the KV cache lies in a device's memory: one buffer for all layers, in one layout that no
 program re-lays.
 
-The buffer is [layer * page, slot, word, row, lane]: a slot's entries in the order that the ops
+The buffer is [layer * page, slot, word, row, lane], where layers of different page groups share a
+place (`models/caches.py`): a slot's entries in the order that the ops
 know, 2*kvhead*hdim, cut into rows of 128 lanes where heads are 64, 128 or 256 wide, and words of as
 many rows as fill 32 bits (`kernels.cache.slot_form`). Lanes of a TPU come by 128, so heads of 80
 and 96 take the space of 128 there (1.6 and 1.33 times their bytes), and so do those of 64 where a
@@ -22,8 +23,8 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh
 
 from ..shared.config import ResolvedConfig
+from ..shared.models.caches import CacheLayout, layout_of
 from ..shared.models.config import ModelConfig
-from ..shared.models.placement import local_config
 from .kernels.cache import LANES, slot_dims
 from .sharding import CACHE, on
 
@@ -37,13 +38,14 @@ def buffer(
     choose another.
     """
     shards, platform = config.tensor_parallel_size, mesh.devices.flat[0].platform
-    pages = model.num_layers * (num_pages + 1), config.page_size
+    layout = layout_of(model, config)
+    pages = layout.stripe * (num_pages + 1), layout.groups[0].page_size
     place: Any = on(mesh, CACHE)
     if not in_words(platform):
-        local = local_config(model, shards)
-        shape = (*pages, shards * 2 * local.num_kv_heads, local.head_dim)
+        spec = layout.specs[0]
+        shape = (*pages, shards * 2 * spec.kv_heads, spec.head_dim)
         return jax.ShapeDtypeStruct(shape, bits_of(dtype), sharding=place)
-    words, *tile = local_dims(model, shards, dtype)
+    words, *tile = local_dims(layout, dtype)
     if platform == "tpu":
         place = Format(ROW_MAJOR, place)
     return jax.ShapeDtypeStruct((*pages, shards * words, *tile), dtype, sharding=place)
@@ -64,30 +66,52 @@ def bits_of(dtype: Any) -> Any:
     return dtype
 
 
-def as_heads(buffer: jax.Array, head_dim: int, dtype: Any) -> jax.Array:
-    """What the ops see of the buffer: [page slot 2*kvhead hdim] of `dtype`. The same entries in
-    the same order.
+def as_heads(
+    buffer: jax.Array, page_shape: tuple[int, int, int], shards: int, dtype: Any
+) -> jax.Array:
+    """What the ops see of the buffer: [page slot 2*kvhead hdim] of `dtype`, with pages of
+    `page_shape` [slot 2*kvhead hdim] on each of `shards` shards. The same entries in the same
+    order.
     """
-    heads = buffer.reshape(*buffer.shape[:2], -1, head_dim)
+    slots, _, head_dim = page_shape
+    if slots == buffer.shape[1]:
+        heads = buffer.reshape(*buffer.shape[:2], -1, head_dim)
+    else:
+        heads = _regrouped(buffer, shards, page_shape, shards * page_shape[1])
     return heads if heads.dtype == dtype else jax.lax.bitcast_convert_type(heads, dtype)
 
 
-def as_buffer(heads: jax.Array, buffer: jax.Array) -> jax.Array:
+def as_buffer(heads: jax.Array, buffer: jax.Array, shards: int) -> jax.Array:
     """The inverse of `as_heads`: `heads` in the form of `buffer`."""
     if heads.dtype != buffer.dtype:
         heads = jax.lax.bitcast_convert_type(heads, buffer.dtype)
-    return heads.reshape(buffer.shape)
+    if heads.shape[1] == buffer.shape[1]:
+        return heads.reshape(buffer.shape)
+    slots, words, *tile = buffer.shape[1:]
+    return _regrouped(heads, shards, (slots, words // shards, *tile), words)
 
 
-def local_dims(model: ModelConfig, shards: int, dtype: Any) -> tuple[int, int, int]:
-    """(words, rows in a word, lanes) of a slot on one shard."""
-    local = local_config(model, shards)
-    return slot_dims(local.num_kv_heads, local.head_dim, dtype)
+def _regrouped(x: jax.Array, shards: int, page: tuple[int, ...], width: int) -> jax.Array:
+    """x [page slot shards*n ...] with pages of `page` on each shard, so of other slots: [page slot
+    `width` ...]. Nothing moves between shards.
+    """
+    pages, slots, _, *rest = x.shape
+    apart = x.reshape(pages, slots, shards, -1, *rest).swapaxes(1, 2)
+    apart = apart.reshape(pages, shards, *page).swapaxes(1, 2)
+    return apart.reshape(pages, page[0], width, *page[2:])
+
+
+def local_dims(layout: CacheLayout, dtype: Any) -> tuple[int, int, int]:
+    """(words, rows in a word, lanes) of a slot of the first group on one shard."""
+    spec = layout.specs[0]
+    return slot_dims(spec.kv_heads, spec.head_dim, dtype)
 
 
 def page_bytes(model: ModelConfig, config: ResolvedConfig, dtype: Any) -> int:
-    """Bytes of a page over all layers on each device."""
-    words, rows, lanes = local_dims(model, config.tensor_parallel_size, dtype)
+    """Bytes of a page over all layers of a group on each device."""
+    layout = layout_of(model, config)
+    words, rows, lanes = local_dims(layout, dtype)
     if config.platform == "tpu":
         lanes = -(-lanes // LANES) * LANES
-    return model.num_layers * config.page_size * words * rows * lanes * jnp.dtype(dtype).itemsize
+    entries = layout.groups[0].page_size * words * rows * lanes
+    return layout.stripe * entries * jnp.dtype(dtype).itemsize

@@ -22,11 +22,12 @@ from ..ops.plan import COMPOSITION, NATIVE
 from ..shared.config import ResolvedConfig
 from ..shared.models import decoder
 from ..shared.models.blocks import Block
+from ..shared.models.caches import layout_of, step_shape
 from ..shared.models.config import ModelConfig
 from ..shared.models.placement import physical_config, place
 from ..shared.models.stages import any_replaced
 from ..shared.models.table import Parameter
-from ..shared.step import SAMPLERS, StepShape, processor_layout
+from ..shared.step import SAMPLERS, processor_layout
 from . import kv_buffer, programs
 from .binding import bind_on
 from .sharding import REPLICATED, on, partition
@@ -62,13 +63,6 @@ class Shapes(NamedTuple):
     last_tokens: Any
 
 
-def step_shape(model: ModelConfig, config: ResolvedConfig) -> StepShape:
-    """The sizes that all steps share."""
-    return StepShape(
-        config.pages_per_request, config.max_num_seqs, config.max_model_len, model.vocab_size
-    )
-
-
 def program_model(
     model: ModelConfig, config: ResolvedConfig, plans: Plans, mesh: Mesh
 ) -> programs.Model:
@@ -82,6 +76,8 @@ def program_model(
         step_shape(model, config),
         config.scan_layers,
         cache_dtype,
+        layout_of(model, config),
+        config.tensor_parallel_size,
         config.decode_steps,
         config.demand,
         config.scan_layers and _reads_in_place(model, plans, mesh),

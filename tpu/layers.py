@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..bucketing import Descriptor
 from ..ops import BoundPlans
 from ..ops.namespaces.jax_ import OneOf
 from ..shared.models import decoder
 from ..shared.models.blocks import Block, cover, single_blocks
+from ..shared.models.caches import CacheLayout
 from ..shared.models.decoder import Batch, Stream
 from ..shared.models.spec import Layer, Model
 from .kv_buffer import as_buffer, as_heads
@@ -47,6 +49,25 @@ class Repeats(NamedTuple):
         }
 
 
+class Places(NamedTuple):
+    """Where the layers at one position of a block's period keep their caches, by repeat: indices
+    [n], and groups [n] unless all are `group`.
+    """
+
+    indices: np.ndarray
+    groups: np.ndarray | None
+    group: int
+
+    @property
+    def scanned(self) -> tuple[np.ndarray, ...]:
+        """What a loop over the repeats takes slices of."""
+        return (self.indices,) if self.groups is None else (self.indices, self.groups)
+
+    def at(self, slices: tuple[Any, ...]) -> tuple[Any, Any]:
+        """(group, index) of one repeat, whose slices are given."""
+        return (self.group if self.groups is None else slices[1]), slices[0]
+
+
 def repeats_of(layers: Sequence[Weights]) -> Repeats:
     """Of layers whose weights are arrays [1, ...] of their own: vectors are stacked, as copying
     them takes no time.
@@ -66,7 +87,8 @@ class ScannedPass:
 
     `weights["blocks"]` has, for each block in `stored` and each position of its period, weights
     stacked over the repeats. These blocks are run, or with `scan` loops over layers that are stored
-    one by one. `cache_dtype` and `head_dim` are those of the keys and values that the ops see.
+    one by one. `layout` says where the layers keep what, on each of `shards` shards; `cache_dtype`
+    is that of the keys and values that the ops see.
     """
 
     def __init__(
@@ -79,7 +101,8 @@ class ScannedPass:
         weights: Weights,
         token_ids: jax.Array,
         batch: Batch,
-        head_dim: int,
+        layout: CacheLayout,
+        shards: int,
         cache_dtype: Any,
     ) -> None:
         self._ops, self._model, self._kind = ops, model, descriptor.kind
@@ -99,7 +122,7 @@ class ScannedPass:
             ]
         self._repeats = dict(zip(self.blocks, found, strict=True))
         self._batch = batch.within(descriptor.max_query_len)
-        self._head_dim, self._cache_dtype = head_dim, cache_dtype
+        self._layout, self._shards, self._cache_dtype = layout, shards, cache_dtype
 
     def embed(self) -> Stream:
         """See `Execution`."""
@@ -113,40 +136,67 @@ class ScannedPass:
         specs = self._model.layers[block.first : block.first + block.period]
 
         repeats = self._repeats[block]
+        places = [self._places(block, position) for position in range(block.period)]
 
         def body(carry: Any, repeat: Any) -> tuple[Any, None]:
             stream, cache = carry
-            slices, first, number = repeat
+            slices, place_slices, number = repeat
             for position, (spec, of_repeats, stacked) in enumerate(
                 zip(specs, repeats, slices, strict=True)
             ):
                 weights = of_repeats.at(stacked, number)
-                stream, cache = self._layer(spec, weights, first + position, stream, cache)
+                place = places[position].at(place_slices[position])
+                shape = self._layout.page_shape(block.first + position)
+                stream, cache = self._layer(spec, weights, place, shape, stream, cache)
             return (stream, cache), None
 
         stacked = tuple(of_repeats.stacked for of_repeats in repeats)
+        of_places = tuple(place.scanned for place in places)
         if block.repeats == 1:
-            carry, _ = body(
-                (stream, cache), (jax.tree.map(lambda x: x[0], stacked), block.first, 0)
-            )
+            first = jax.tree.map(lambda x: x[0], (stacked, of_places))
+            carry, _ = body((stream, cache), (*first, 0))
         else:
-            firsts = jnp.asarray(block.layers_at(0), jnp.int32)
             numbers = jnp.arange(block.repeats, dtype=jnp.int32)
-            carry, _ = jax.lax.scan(body, (stream, cache), (stacked, firsts, numbers))
+            carry, _ = jax.lax.scan(body, (stream, cache), (stacked, of_places, numbers))
         stream, cache = carry
         return stream, cache
 
+    def _places(self, block: Block, position: int) -> Places:
+        found = [self._layout.places[layer] for layer in block.layers_at(position)]
+        indices = np.array([place.index for place in found], np.int32)
+        groups = np.array([place.group for place in found], np.int32)
+        if (groups == groups[0]).all():
+            return Places(indices, None, int(groups[0]))
+        return Places(indices, groups, 0)
+
     def _layer(
-        self, spec: Layer, weights: Weights, index: Any, stream: Stream, buffer: jax.Array
+        self,
+        spec: Layer,
+        weights: Weights,
+        place: tuple[Any, Any],
+        page_shape: tuple[int, int, int],
+        stream: Stream,
+        buffer: jax.Array,
     ) -> tuple[Stream, jax.Array]:
-        batch, kv = self._batch, as_heads(buffer, self._head_dim, self._cache_dtype)
-        # Layer l owns the pages [l * P, (l + 1) * P) of the one buffer: no slice of it is ever
-        # taken or put back.
-        pages = buffer.shape[0] // len(self._model.layers)
+        group, index = place
+        batch = self._of_group(group)
+        kv = as_heads(buffer, page_shape, self._shards, self._cache_dtype)
+        # Layers with index l own the pages [l * P, (l + 1) * P) of the one buffer, each the pages
+        # of its group: no slice of it is ever taken or put back.
+        pages = buffer.shape[0] // self._layout.stripe
         slots = jnp.where(batch.slots < 0, -1, batch.slots + index * pages * kv.shape[1])
         here = batch._replace(page_table=batch.page_table + index * pages, slots=slots)
         stream, kv = decoder.layer(self._ops.of(self._kind, spec), spec, weights, stream, kv, here)
-        return stream, as_buffer(kv, buffer)
+        return stream, as_buffer(kv, buffer, self._shards)
+
+    def _of_group(self, group: Any) -> Batch:
+        """What layers of a group read; in a loop the group may be known when it runs only."""
+        batch, count = self._batch, len(self._layout.groups)
+        if isinstance(group, int):
+            return batch.of_group(group, count)
+        slots = batch.slots.reshape(count, -1)
+        tables = batch.page_table.reshape(count, -1, batch.page_table.shape[1])
+        return batch._replace(slots=slots[group], page_table=tables[group])
 
     def finish(self, stream: Stream) -> jax.Array:
         """See `Execution`."""

@@ -89,7 +89,7 @@ def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
     top, *weights = (
         {n: _shape(x) for n, x in some.items()} for some in (shapes.top, *shapes.layers)
     )
-    model, count = shapes.spec, len(shapes.spec.layers)
+    model = shapes.spec
 
     for d in largest_first(shapes.config, kind):
         recorder.program = str(d)
@@ -103,7 +103,7 @@ def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
             query_len: int = d.max_query_len,
         ) -> Any:
             parts = ops, model, top, weights, ids, batch.within(query_len), jnp.zeros_like
-            return decoder.forward(RecordedCalls(recorder, model.layers, *parts), [kv] * count)
+            return decoder.forward(RecordedCalls(recorder, model.layers, *parts), list(kv))
 
         batch = decoder.Batch(*map(_shape, shapes.batch(d)))
         jax.eval_shape(
@@ -111,7 +111,7 @@ def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
             top,
             weights,
             jax.ShapeDtypeStruct((d.tokens,), jnp.int32),
-            _shape(shapes.cache()),
+            [_shape(kv) for kv in shapes.caches(model)],
             batch,
         )
 

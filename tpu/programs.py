@@ -17,6 +17,7 @@ from ..ops import BoundPlans
 from ..shared.demand import ANYTHING, Demand
 from ..shared.models import decoder
 from ..shared.models.blocks import Block
+from ..shared.models.caches import CacheLayout
 from ..shared.models.config import ModelConfig
 from ..shared.models.sampler import known_processors, sample
 from ..shared.step import Sampler, StepShape, processor_layout
@@ -38,8 +39,9 @@ class Model:
     Weights come as {"embed", "norm", ["head"], "blocks"}: for each block of layers and each
     position of its period, a dict of weights stacked over the repeats [n, ...]; with `apart`,
     though a loop runs the layers, for each layer by itself. `decode_steps`: the most steps that a
-    loop does. `cache_dtype`: of the keys and values that the ops see. `demand`: which samplers
-    there are, and whether there are log-probabilities.
+    loop does. `layout` is that of the caches on each of `shards` shards. `cache_dtype`: of the keys
+    and values that the ops see. `demand`: which samplers there are, and whether there are
+    log-probabilities.
     """
 
     config: ModelConfig
@@ -47,6 +49,8 @@ class Model:
     shape: StepShape
     scan: bool
     cache_dtype: Any
+    layout: CacheLayout
+    shards: int = 1
     decode_steps: int = 1
     demand: Demand = ANYTHING
     apart: bool = False
@@ -104,7 +108,13 @@ def backbone(
     rows = _fit(f["rows"], descriptor.tokens, model.shape.max_rows)
     ids = jnp.where(f["token_ids"] < 0, last_tokens[rows], f["token_ids"])
     kv, hidden = _hidden(
-        model, descriptor, weights, tables, kv, ids, f | {"page_table": state.pages[f["rows"]]}
+        model,
+        descriptor,
+        weights,
+        tables,
+        kv,
+        ids,
+        f | {"page_table": state.pages[_table_rows(model, f["rows"])]},
     )
     scratch = model.shape.max_rows
     missing = sampler_size(descriptor.requests, scratch) - descriptor.requests
@@ -141,11 +151,32 @@ def _hidden(
         weights,
         ids,
         batch,
-        model.config.head_dim,
+        model.layout,
+        model.shards,
         model.cache_dtype,
     )
     hidden, kv = decoder.forward(execution, kv)
     return kv, hidden
+
+
+def _table_rows(model: Model, rows: jax.Array) -> jax.Array:
+    """Where the page tables of `rows` [R] stand, one group's behind another's: [G R]."""
+    if model.shape.num_groups == 1:
+        return rows
+    first = jnp.arange(model.shape.num_groups, dtype=jnp.int32) * (model.shape.max_rows + 1)
+    return (first[:, None] + rows[None]).reshape(-1)
+
+
+def _slots(model: Model, table: jax.Array, positions: jax.Array, live: jax.Array) -> jax.Array:
+    """Slots [G R] of the tokens at `positions` [R], -1 for those that do not `live`. `table` [G R,
+    P].
+    """
+    requests, found = positions.shape[0], []
+    for number, group in enumerate(model.layout.groups):
+        own, page = table[number * requests : (number + 1) * requests], group.page_size
+        column = jnp.take_along_axis(own, (positions // page)[:, None], axis=1)[:, 0]
+        found.append(jnp.where(live, column * page + positions % page, -1))
+    return found[0] if len(found) == 1 else jnp.concatenate(found)
 
 
 def _fit(rows: jax.Array, tokens: int, scratch: int) -> jax.Array:
@@ -204,7 +235,7 @@ def loop(
     """
     f = diff_layout(descriptor, model.shape, True).unpack(buffer, bits_to_float)
     state = updated(state, f)
-    table, page = state.pages[f["rows"]], kv.shape[1]
+    table = state.pages[_table_rows(model, f["rows"])]
     live = jnp.arange(descriptor.requests, dtype=jnp.int32) < f["counts"][1]
     steps = jnp.where((f["limits"][1] > 0) & halted, 0, f["limits"][0])
 
@@ -215,11 +246,10 @@ def loop(
     def step(carry: Any) -> Any:
         k, _, kv, last_tokens, made = carry
         positions = jnp.where(live, f["positions"] + k, 0)
-        column = jnp.take_along_axis(table, (positions // page)[:, None], axis=1)[:, 0]
         here = f | {
             "page_table": table,
             "positions": positions,
-            "slots": jnp.where(live, column * page + positions % page, -1),
+            "slots": _slots(model, table, positions, live),
             "kv_lens": jnp.where(live, f["kv_lens"] + k, 0),
             "position": f["position"] + k,
         }

@@ -43,7 +43,9 @@ _NO_ROWS = np.zeros(0, np.int32), np.zeros((len(PARAMETERS), 0), np.int32)
 
 
 class State(NamedTuple):
-    """pages [row + 1, P] int32, parameters [field, row + 1] int32 (the last row is for padding)."""
+    """pages [G (row + 1), P] int32, one group's tables behind another's, and parameters [field, row
+    + 1] int32 (the last row is for padding).
+    """
 
     pages: Any
     parameters: Any
@@ -53,7 +55,7 @@ def state_shapes(shape: StepShape) -> State:
     """The shapes of the tables."""
     rows = shape.max_rows + 1
     return State(
-        jax.ShapeDtypeStruct((rows, shape.pages_per_request), np.int32),
+        jax.ShapeDtypeStruct((shape.table_rows, shape.pages_per_request), np.int32),
         jax.ShapeDtypeStruct((len(PARAMETERS), rows), np.int32),
     )
 
@@ -85,9 +87,8 @@ def diff_layout(descriptor: Descriptor, shape: StepShape, loop: bool = False) ->
     """
     batch = batch_layout(descriptor, shape).fields
     requests = descriptor.requests
-    pages = max(
-        LEAST_PAGES, requests + (0 if descriptor.kind == "decode" else descriptor.tokens // 8)
-    )
+    chunks = 0 if descriptor.kind == "decode" else descriptor.tokens // 8
+    pages = max(LEAST_PAGES, shape.num_groups * (requests + chunks))
     fields: list[tuple[str, tuple[int, ...], type]] = [
         (name, field.shape, int) for name, field in batch.items()
     ]
@@ -129,7 +130,7 @@ def _places(
 
 
 def _clear(layout: Layout, buffer: np.ndarray, shape: StepShape) -> None:
-    layout.view(buffer, "page_at")[:] = (shape.max_rows + 1) * shape.pages_per_request
+    layout.view(buffer, "page_at")[:] = shape.table_rows * shape.pages_per_request
     layout.view(buffer, "new_rows")[:] = shape.max_rows + 1
 
 
@@ -185,12 +186,12 @@ def _new_parameters(step: StepInput) -> tuple[np.ndarray, np.ndarray]:
     their row.
     """
     new = step.new_pages
-    if new is not None and np.count_nonzero(new.columns) == len(new.columns):
+    if new is not None and not len(new.tenants):
         return _NO_ROWS
     rows = step.field("rows")[: int(step.field("counts")[1])]
     index = np.arange(len(rows))
     if new is not None:
-        index = np.flatnonzero(np.isin(rows, new.rows[new.columns == 0]))
+        index = np.flatnonzero(np.isin(rows, new.tenants))
     parameters = step.sampling.reshape(-1, step.descriptor.requests)[len(MOVING) :]
     return rows[index], parameters[:, index]
 

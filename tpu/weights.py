@@ -118,15 +118,12 @@ def _read_layer(
         elif axis == 0:
             # Parts are stacked along this dimension: those of the shard's entries that lie in this
             # part.
-            _gather(read, 0, rows_of(part, source[index[0]], offset), out)
+            # Parts in another order than their tensors have no long runs of rows.
+            gather = _gather if part.order is None else _gather_mixed
+            gather(read, 0, rows_of(part, source[index[0]], offset), out)
         else:
             rows = out[offset : offset + part.rows]
-            _gather(
-                partial(read, rows=range(part.first, part.first + part.rows)),
-                axis,
-                source[index[axis]],
-                rows,
-            )
+            _gather(partial(read, part=part), axis, source[index[axis]], rows)
         offset += part.rows
     if axis is not None and source is not None:
         out[(slice(None),) * axis + (source[index[axis]] < 0,)] = 0
@@ -146,6 +143,19 @@ def _gather(
             first = int(entries[start])
             here = (slice(None),) * axis + (slice(start, stop),)
             out[here] = read(axis, first, first + stop - start)
+
+
+def _gather_mixed(
+    read: Callable[[int, int, int], np.ndarray], axis: int, entries: np.ndarray, out: np.ndarray
+) -> None:
+    """As `_gather`, by one read of all that lies between the first entry and the last one."""
+    inside = entries >= 0
+    if not inside.any():
+        return
+    wanted = entries[inside]
+    first = int(wanted.min())
+    values = read(axis, first, int(wanted.max()) + 1)
+    out[(slice(None),) * axis + (inside,)] = values.take(wanted - first, axis)
 
 
 def _dummy(

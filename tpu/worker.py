@@ -18,6 +18,7 @@ from ..ops import OpError, Plans
 from ..shared.config import Change, DeviceInfo, ResolvedConfig
 from ..shared.errors import ConfigError, InternalError, OutsideTable
 from ..shared.models import decoder
+from ..shared.models.caches import request_pages
 from ..shared.models.config import ModelConfig
 from ..shared.packer import padding
 from ..shared.progress import Progress
@@ -157,11 +158,10 @@ class JaxWorker:
             return min(wanted, allowed - used - page)
         if self.device.platform != "tpu":
             return allowed - used - step_temporaries(self._loaded, config) - page
-        shapes = describe(
-            self._loaded, config, self._model.blocks, config.pages_per_request, self._mesh
-        )
+        least = request_pages(self._loaded, config)
+        shapes = describe(self._loaded, config, self._model.blocks, least, self._mesh)
         work = jobs(self._model, config.table(), shapes, self._dtype, self._mesh)
-        cache = (config.pages_per_request + 1) * page
+        cache = (least + 1) * page
         needed, self._built = footprint.measure(
             work, shapes, cache, self._mesh, self._plans.hash, self._progress
         )
@@ -307,10 +307,14 @@ class JaxWorker:
     def read_pages(self, pages: Sequence[int]) -> np.ndarray:
         """What pages hold in all layers; waits for the steps in flight, and compiles. One shard
         only.
+
+        Raises InternalError if layers have page tables of their own.
         """
-        c = self._loaded
-        index = np.arange(c.num_layers)[:, None] * (self._num_pages + 1) + np.asarray(pages)
-        shape = (*index.shape, self.config.page_size, 2 * c.num_kv_heads, c.head_dim)
+        layout = self._model.layout
+        if len(layout.groups) > 1:
+            raise InternalError("pages of several groups are not those of all layers")
+        index = np.arange(layout.stripe)[:, None] * (self._num_pages + 1) + np.asarray(pages)
+        shape = (*index.shape, *layout.page_shape(0))
         held = np.asarray(self._kv[index.reshape(-1)])
         return held.view(jnp.dtype(self.config.kv_cache_dtype)).reshape(shape)
 

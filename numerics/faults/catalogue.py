@@ -40,11 +40,14 @@ class MaskInputs:
     length: Any
     last: Any
     window: int
+    chunk: int
 
 
 def right_mask(xp: Any, s: MaskInputs) -> Any:
-    """Causal, within the window: what the op says."""
+    """Causal, within the window or the chunk: what the op says."""
     causal = s.slot <= s.position
+    if s.chunk > 0:
+        return causal & (s.slot >= s.position - s.position % s.chunk)
     return causal & (s.slot > s.position - s.window) if s.window > 0 else causal
 
 
@@ -87,6 +90,7 @@ def dense_attention(
         length[:, None],
         (token == stop - 1)[:, None],
         a["window"],
+        a.get("chunk", 0),
     )
     visible = (mask(xp, mask_inputs) & (slot < length[:, None]) & real[:, None])[:, None, None]
     grouped = xp.reshape(xp.accumulate(q), (tokens, kv_heads, heads // kv_heads, 1, size))
@@ -95,12 +99,22 @@ def dense_attention(
     if a["soft_cap"] > 0:
         scores = a["soft_cap"] * xp.tanh(scores / a["soft_cap"])
     scores = xp.where(visible, scores, -1e30)
-    scores = scores - xp.max(scores, axis=-1, keepdims=True)
+    top = xp.max(scores, axis=-1, keepdims=True)
+    scores = scores - top
     weights = xp.where(visible, softmax(xp, scores), 0.0)
+    if a.get("sinks") is not None:
+        weights = weights * _share(xp, scores, top, a["sinks"])
     weights = storage(xp, weights, q)
     values = xp.where(visible[..., None], values, 0.0)
     out = xp.sum(weights[..., None] * values, axis=-2) * a.get("v_scale", 1.0)
     return xp.astype(xp.reshape(out, (tokens, heads, size)), q.dtype)
+
+
+def _share(xp: Any, scores: Any, top: Any, sinks: Any) -> Any:
+    """What sinks leave of the weights of scores [tok kvhead group slot] less `top`, the largest."""
+    total = xp.sum(xp.exp(scores), axis=-1, keepdims=True)
+    sinks = xp.reshape(xp.accumulate(sinks), (1, *scores.shape[1:3], 1))
+    return total / (total + xp.exp(sinks - top))
 
 
 def _own_key_hidden(xp: Any, s: MaskInputs) -> Any:

@@ -103,7 +103,11 @@ class Planted:
         # Numbered as the worker expects: a difference that is lost would be an error, not wrong
         # tokens.
         entries = NewPages(
-            self._num_entries, views["new_rows"], views["new_columns"], views["new_pages"]
+            self._num_entries,
+            views["new_rows"],
+            views["new_columns"],
+            views["new_pages"],
+            new.tenants,
         )
         self._num_entries += len(entries)
         return replace(step, batch=batch, new_pages=entries)

@@ -99,7 +99,7 @@ class Bench:
             dtype=subject.dtype,
             load_format=subject.load_format, seed=subject.seed, max_model_len=subject.max_model_len,
             max_num_seqs=subject.max_num_seqs, max_num_batched_tokens=most,
-            page_size=subject.page_size,
+            page_size=subject.page_size, page_groups=False,
             op_priority=dict(target.providers), **(sizes | dict(target.options) | options),
         )  # fmt: skip
         self.subject, self.target, self.pages = subject, target, pages

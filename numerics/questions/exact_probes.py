@@ -4,9 +4,9 @@ any order of sums.
 A probe has the shapes, dtypes and tables of given arguments and other values: integers whose sums
 float32 holds exactly; attention in which one key takes all weight, whose value comes out as it went
 in; rows of one magnitude, whose norm is their sign times the weight; rotations by quarter turns;
-gates at which silu is the identity or 0; scales that are powers of two. What remains is one
-rounding at the end, which has no order. So a probe tests indices, masks, tables and where roundings
-are, and it cannot see what is wrong at other values: an epsilon, another activation.
+gates at which silu and gelu are the identity or 0; scales that are powers of two. What remains is
+one rounding at the end, which has no order. So a probe tests indices, masks, tables and where
+roundings are, and it cannot see what is wrong at other values: an epsilon, another activation.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from ...ops.reference.paged import oldest_seen
 from ...ops.testing import TESTING, Arguments, Case, limits
 
 Probes = Iterator[tuple[str, Arguments]]
@@ -26,7 +27,7 @@ float32.
 MAGNITUDE = 4096.0
 """Of a row before a norm: its square is so large that float32 drops the epsilon."""
 GATE = 256.0
-"""silu is the identity at this, and 0 at its negative."""
+"""silu and gelu are the identity at this, and 0 at its negative."""
 
 
 def probes(op: str, arguments: Arguments, seed: int = 0) -> list[Case]:
@@ -294,7 +295,7 @@ def _attention(rng: np.random.Generator, a: Arguments) -> Probes:
             keys = _key_features(slots + shifts[head], base, digits)
             cache[pages[:, None], offsets[:, None], 2 * head, places[None]] = keys
         wanted[:, start:stop] = _wanted(
-            rng, np.arange(length - (stop - start), length), heads, a["window"]
+            rng, np.arange(length - (stop - start), length), heads, a["window"], a.get("chunk", 0)
         )
     wanted += shifts[np.arange(heads) // (heads // kv_heads)]
     queries = np.full(q.shape, np.nan)
@@ -302,18 +303,23 @@ def _attention(rng: np.random.Generator, a: Arguments) -> Probes:
     queries[:real, :, places] = factor * _query_features(wanted[0], wanted[1], base, digits)
     if kv.dtype == np.int8:
         cache = np.nan_to_num(cache)
-    yield "one key takes all", {
+    changed = {
         "q": queries.astype(q.dtype), "kv": cache.astype(kv.dtype), "k_scale": k_scale,
         "v_scale": v_scale,
     }  # fmt: skip
+    if a.get("sinks") is not None:
+        changed["sinks"] = np.full_like(a["sinks"], -GAP)  # as far below the winner as other keys
+    yield "one key takes all", changed
 
 
-def _wanted(rng: np.random.Generator, positions: np.ndarray, heads: int, window: int) -> np.ndarray:
+def _wanted(
+    rng: np.random.Generator, positions: np.ndarray, heads: int, window: int, chunk: int
+) -> np.ndarray:
     """What queries want and which position wins, [2 query head]: wanted are their own, the oldest
-    visible, a random one, the next one, or the last one before the window.
+    visible, a random one, the next one, or the last one before the window or the chunk.
     """
     p = positions[:, None].repeat(heads, axis=1)
-    oldest = np.maximum(0, p - window + 1) if window > 0 else np.zeros_like(p)
+    oldest = np.maximum(0, oldest_seen(p, window, chunk))
     choices = [
         p,
         oldest,
@@ -398,6 +404,7 @@ PROBES: dict[str, Callable[[np.random.Generator, Arguments], Probes]] = {
     "dequantize": _dequantize,
     "silu_and_mul": _silu_and_mul,
     "gated_mlp": _gated_mlp,
+    "gelu_gated_mlp": _gated_mlp,
     "rms_norm": _rms_norm,
     "fused_add_rms_norm": _fused_norm,
     "rotary_embedding": _rotary,

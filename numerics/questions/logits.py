@@ -263,11 +263,12 @@ def _state(subject: Subject) -> dict[str, Any]:
     weights, found = HostWeights(subject), dict[str, np.ndarray]()
     for parameter, layer in weights.table.placed():
         array = (weights.top() if layer == TOP else weights.layer(layer))[parameter.name]
-        array = array / array.dtype.type(parameter.factor)
+        array = array / array.dtype.type(parameter.factor) - array.dtype.type(parameter.offset)
         start = 0
         for part, key in zip(parameter.parts, keys(parameter.parts, layer), strict=True):
             tensor = found.setdefault(key, np.empty(parameter.part_shape(part), array.dtype))
-            tensor[part.first : part.first + part.rows] = array[start : start + part.rows]
+            rows = part.rows_in_tensor(np.arange(part.rows))
+            tensor[rows] = array[start : start + part.rows]
             start += part.rows
     return {key: from_numpy(tensor) for key, tensor in found.items()}
 

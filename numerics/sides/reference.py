@@ -17,6 +17,7 @@ import numpy as np
 
 from ...ops import REGISTRY, Op, resolve
 from ...ops.namespaces import namespace
+from ...ops.reference.paged import check_reach, oldest_seen
 from ...ops.testing import widened
 from ...shared.models import decoder
 from ...shared.models.config import ModelConfig
@@ -162,6 +163,7 @@ def faithful_attention(
     q: Any, kv: Any, page_table: Any, query_start: Any, kv_lens: Any, counts: Any, scale: float,
     window: int,
     soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+    sinks: Any = None, chunk: int = 0,
 ) -> np.ndarray:  # fmt: skip
     """`paged_attention` with the rounding that its contract has besides the output's: softmax
     weights to q's dtype.
@@ -170,6 +172,7 @@ def faithful_attention(
     weight is 1 there, exact, so normalised weights would be off by up to a fifth more in rows that
     see few slots.
     """
+    check_reach(window, chunk)
     _, page_size, kv_heads, size = kv.shape
     group = q.shape[1] // (kv_heads // 2)
     out = np.zeros_like(q)
@@ -185,10 +188,19 @@ def faithful_attention(
             scores = soft_cap * np.tanh(scores / soft_cap)
         position = np.arange(length - (stop - start), length)[:, None]
         slot = np.arange(length)[None, :]
-        seen = (slot <= position) & ((slot > position - window) if window > 0 else True)
+        seen = (slot <= position) & (slot >= oldest_seen(position, window, chunk))
         scores = np.where(seen, scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        total = weights.sum(-1).T[:, :, None] / np.float32(v_scale)
+        top = scores.max(-1, keepdims=True)
+        if sinks is not None:
+            sink = sinks.astype(np.float32)[:, None, None]
+            top = np.maximum(top, sink)
+        weights = np.exp(scores - top)
+        total = weights.sum(-1)
+        if sinks is not None:
+            total = total + np.exp(sink - top)[..., 0]
+        total = total.T[:, :, None] / np.float32(v_scale)
+        # What nobody sees may be of a page that is another's by now, or NaN.
+        values = np.where(seen.any(0)[:, None, None], values, np.float32(0.0))
         product = np.einsum("hts,shd->thd", weights.astype(q.dtype).astype(np.float32), values)
         out[start:stop] = (product / total).astype(q.dtype)
     return out

@@ -123,6 +123,8 @@ class Subject:
             max_num_batched_tokens=max(self.tokens, self.max_num_seqs),
             page_size=self.page_size,
             num_pages=self.num_pages,
+            # The steps that are compared have one page table.
+            page_groups=False,
             op_priority=dict(target.providers),
             **target.options,
         )

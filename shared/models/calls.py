@@ -26,6 +26,7 @@ from ..config import ResolvedConfig
 from ..step import SAMPLERS, Layout, StepShape, processor_layout, sampling_layout
 from . import decoder
 from .blocks import Block
+from .caches import CacheLayout, layout_of_shard
 from .config import ModelConfig
 from .sampler import sample
 from .spec import Layer, Model
@@ -94,13 +95,18 @@ class ModelShapes:
             for name, p in parameters.items()
         }
 
-    def cache(self) -> np.ndarray:
-        """The cache as a layer sees it; how many pages there will be is not known yet."""
-        heads = 2 * self.model.num_kv_heads
-        pages = 2 * len(self.spec.layers)
-        return without_data(
-            (pages, self.config.page_size, heads, self.model.head_dim), self.config.kv_cache_dtype
-        )
+    def caches(self, model: Model) -> list[np.ndarray]:
+        """The cache as each layer of `model` sees it; how many pages there will be is not known
+        yet.
+        """
+        whole, pages = decoder.model_of(self.model).layers, 2 * len(self.spec.layers)
+        shapes = [self._layout.page_shape(whole.index(layer)) for layer in model.layers]
+        return [without_data((pages, *shape), self.config.kv_cache_dtype) for shape in shapes]
+
+    @cached_property
+    def _layout(self) -> CacheLayout:
+        # The model is what one device runs, so it is not cut once more.
+        return layout_of_shard(self.model, self.config)
 
     def batch(self, d: Descriptor) -> decoder.Batch:
         """What the layers of a program read."""
@@ -116,7 +122,7 @@ class ModelShapes:
         return int(decoder.rotary_tables(self.model, 1)[0].shape[1])
 
     def step(self) -> StepShape:
-        """The sizes that all steps share."""
+        """The sizes that all steps share. Samplers know nothing of page tables."""
         c = self.config
         return StepShape(
             c.pages_per_request, c.max_num_seqs, c.max_model_len, self.model.vocab_size
@@ -186,12 +192,12 @@ def record_layers(
     for d in largest_first(shapes.config, kind):
         recorder.program = str(d)
         whole = calls(shapes.spec, d)
-        finished, _ = decoder.forward(whole, [shapes.cache()] * len(shapes.spec.layers))
+        finished, _ = decoder.forward(whole, shapes.caches(shapes.spec))
         if drops_rows is None or d.requests == d.tokens:
             continue
         rows = slice(d.requests)
         if drops_rows(d):
-            decoder.forward(calls(shapes.last, d), [shapes.cache()], rows)
+            decoder.forward(calls(shapes.last, d), shapes.caches(shapes.last), rows)
         else:
             whole.finish(decoder.Stream(finished[rows], finished[rows]))
 

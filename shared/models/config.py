@@ -15,6 +15,7 @@ from typing import Any
 from .families import FAMILIES, family_of
 from .fields import Fields, nearest, need_folder, read_json, show
 from .rope import RopeConfig
+from .spec import Activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,12 @@ class ModelConfig:
     `eos_token_ids` joins config.json and generation_config.json. `raw_hash` is the SHA-256 of
     config.json's content. `kv_scales` are what K and V are divided by in a narrow cache: the
     engine's choice, not config.json's. The other scales multiply: embeddings, scores (None:
-    head_dim^-0.5), what a sublayer adds to the stream, logits. `left_out` names parts of the
+    head_dim^-0.5), what a sublayer adds to the stream, logits. `rounds_embedding_scale`: that of
+    embeddings is rounded to the run dtype first. `attention_cap` and `logits_cap` are soft caps, 0
+    for none. `window_rope` is the rotary embedding of layers with a window, None if it is `rope`.
+    `temper` (beta, n): q of position p is multiplied by 1 + beta ln(1 + floor(p / n)).
+    `wide_qk_norm`: q and k are normed over all of their heads. `text_architecture` is that of the
+    part that runs, where it is one of several. `left_out` names parts of the
     checkpoint that do not run, since they are not text; `image_token_ids` are those that stand for
     their output in a prompt.
     """
@@ -47,18 +53,31 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    wide_qk_norm: bool = False
+    act: Activation = "silu"
     rope: RopeConfig = field(default_factory=RopeConfig)
+    window_rope: RopeConfig | None = None
+    temper: tuple[float, int] | None = None
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     raw_hash: str = ""
     kv_scales: tuple[float, float] = (1.0, 1.0)
     embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False
     attention_scale: float | None = None
+    attention_cap: float = 0.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    logits_cap: float = 0.0
+    text_architecture: str = ""
     image_token_ids: tuple[int, ...] = ()
     left_out: tuple[str, ...] = ()
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotary embeddings that layers have: of those without a window, then of the others."""
+        return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
 
 
 def load_config(folder: str | Path) -> ModelConfig:

@@ -7,6 +7,7 @@ compiled or captured by torch, one at a time with taps by numerics) is its argum
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -38,19 +39,44 @@ __all__ = [
 def rotary_tables(config: ModelConfig, positions: int) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin [positions r] float32, r = half of the rotated entries, computed in float64.
 
-    They are for sequences of up to `positions` tokens: with longrope, short and long ones have
+    Those of several ropes stand side by side, as `config.ropes` has them. If q has a temperature by
+    position, what it is multiplied with is one more column of cos, beside one of zeros in sin. The
+    tables are for sequences of up to `positions` tokens: with longrope, short and long ones have
     different tables.
     """
-    inverse, scaling = rope_inverse_frequencies(config.rope, config.head_dim, positions)
-    angles = np.arange(positions, dtype=np.float64)[:, None] * inverse[None, :]
-    return (np.cos(angles) * scaling).astype(np.float32), (np.sin(angles) * scaling).astype(
-        np.float32
-    )
+    position = np.arange(positions, dtype=np.float64)[:, None]
+    cos: list[np.ndarray] = []
+    sin: list[np.ndarray] = []
+    for rope in config.ropes:
+        inverse, scaling = rope_inverse_frequencies(rope, config.head_dim, positions)
+        angles = position * inverse[None, :]
+        cos.append(np.cos(angles) * scaling)
+        sin.append(np.sin(angles) * scaling)
+    if config.temper is not None:
+        beta, original = config.temper
+        cos.append(1.0 + beta * np.log1p(np.floor(position / original)))
+        sin.append(np.zeros_like(position))
+    columns = (np.concatenate(parts, axis=1).astype(np.float32) for parts in (cos, sin))
+    return next(columns), next(columns)
 
 
 def embed(ops: Any, model: Model, weights: Weights, token_ids: Array) -> Array:
     """Hidden states [tok dim] of token ids [tok]."""
-    return scaled(ops, ops.embedding(token_ids, weights["embed"]), model.embedding_scale)
+    table, factor = weights["embed"], model.embedding_scale
+    if model.rounds_embedding_scale:
+        factor = rounded(factor, table.dtype)
+    return scaled(ops, ops.embedding(token_ids, table), factor)
+
+
+DIGITS = {"float32": 24, "bfloat16": 8, "float16": 11}
+"""Binary digits of a number, by dtype."""
+
+
+def rounded(x: float, dtype: Any) -> float:
+    """The number of a dtype of any framework that is nearest to x, a normal one."""
+    digits = DIGITS[str(dtype).removeprefix("torch.")]
+    mantissa, exponent = math.frexp(x)
+    return math.ldexp(round(math.ldexp(mantissa, digits)), exponent - digits)
 
 
 def scaled(ops: Any, x: Array, factor: float) -> Array:
@@ -207,4 +233,7 @@ def finish(ops: Any, model: Model, weights: Weights, stream: Stream) -> Array:
 def head(ops: Any, model: Model, weights: Weights, rows: Array) -> Array:
     """Logits [row vocab] float32 of finished hidden states [row dim]."""
     logits = ops.logits(rows, weights["head"] if "head" in weights else weights["embed"])
-    return scaled(ops, logits, model.logits_scale)
+    logits = scaled(ops, logits, model.logits_scale)
+    if model.logits_cap > 0:
+        logits = ops.logits_processor(logits, 1.0, model.logits_cap)
+    return logits

@@ -39,6 +39,15 @@ class Fields:
         self._within = within
         self._outside = outside
 
+    def replaced(self, values: Mapping[str, Any]) -> Fields:
+        """The same object with other values of some fields."""
+        raw = {**self.raw, **values}
+        return Fields(raw, self.where, self.family, self._within, self._outside)
+
+    def defaulted(self, values: Mapping[str, Any]) -> Fields:
+        """The same object, in which fields that are absent or null have these values."""
+        return self.replaced({n: value for n, value in values.items() if self.get(n) is None})
+
     def path(self, name: str) -> str:
         """Where a field lies in the file."""
         return name if name in self._outside else self._within + name

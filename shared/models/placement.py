@@ -144,4 +144,5 @@ def rows_of(part: Part, source: np.ndarray, offset: int) -> np.ndarray:
     parameter.
     """
     inside = (source >= offset) & (source < offset + part.rows)
-    return np.where(inside, source - offset + part.first, -1)
+    rows = part.rows_in_tensor(np.where(inside, source - offset, 0))
+    return np.where(inside, rows, -1)

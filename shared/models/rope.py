@@ -146,12 +146,16 @@ class RopeRules:
     rotated.
 
     `original` is its default of `original_max_position_embeddings` outside of the object that
-    describes the embedding. None: that field may stand inside alone.
+    describes the embedding. None: that field may stand inside alone. `theta` and `part` are its
+    defaults, `extra` names fields of the object that the family reads itself.
     """
 
     kinds: Sequence[RopeKind] = USUAL_KINDS
     partial: bool = False
     original: int | None = None
+    theta: float = 10_000.0
+    part: float = 1.0
+    extra: frozenset[str] = frozenset()
 
 
 USUAL = RopeRules()
@@ -183,7 +187,7 @@ def read_rope(fields: Fields, head_dim: int, rules: RopeRules = USUAL) -> RopeCo
                     )
                 )
     if not found:
-        theta = fields.number("rope_theta", 10_000.0, low=1.0, above=True)
+        theta = fields.number("rope_theta", rules.theta, low=1.0, above=True)
         found.append(
             (
                 "rope_theta",
@@ -198,6 +202,35 @@ def read_rope(fields: Fields, head_dim: int, rules: RopeRules = USUAL) -> RopeCo
         Fields(fields.raw, f"{fields.where}: {fields.path(label)}"), rope, rope.rotated(head_dim)
     )
     return rope
+
+
+def read_ropes(
+    fields: Fields, head_dim: int, full: RopeRules, window: RopeRules, window_theta: str
+) -> tuple[RopeConfig, RopeConfig]:
+    """The rotary embeddings of layers that see everything, and of layers with a window.
+
+    Version 5 has an object for each in `rope_parameters`. Of version 4, `rope_theta` and
+    `rope_scaling` are those of layers that see everything; the field `window_theta` is of the
+    others, which are never scaled.
+    """
+    blocks = fields.get("rope_parameters")
+    blocks = {} if blocks is None else blocks
+    if not isinstance(blocks, dict):
+        fields.fail("rope_parameters", f"is {show(blocks)}, must be an object")
+    for name in blocks:
+        if name not in PER_LAYER:
+            allowed = f"an object for each of {' and '.join(PER_LAYER)}{nearest(name, PER_LAYER)}"
+            fields.refuse("rope_parameters", sorted(blocks), allowed)
+    fields.number(window_theta, window.theta, low=1.0, above=True)
+
+    def only(layer_type: str, **outside: Any) -> Fields:
+        block = blocks.get(layer_type)
+        inside = None if block is None else {layer_type: block}
+        return fields.replaced({"rope_parameters": inside, **outside})
+
+    of_full = only(PER_LAYER[0])
+    of_window = only(PER_LAYER[1], rope_theta=fields.get(window_theta), rope_scaling=None)
+    return read_rope(of_full, head_dim, full), read_rope(of_window, head_dim, window)
 
 
 def _check_size(block: Fields, rope: RopeConfig, rotated: int) -> None:
@@ -222,7 +255,9 @@ def _check_size(block: Fields, rope: RopeConfig, rotated: int) -> None:
 def _partial(top: Fields, block: Fields, rules: RopeRules) -> float:
     """The part of a head that is rotated."""
     parts = {f.number(PARTIAL, above=True) for f in (block, top) if f.get(PARTIAL) is not None}
-    if not parts or (not rules.partial and parts == {1.0}):
+    if not parts:
+        return rules.part
+    if not rules.partial and parts == {1.0}:
         return 1.0
     if not rules.partial:
         block.refuse(PARTIAL, block.get(PARTIAL), "1.0 or absent")
@@ -243,8 +278,11 @@ def _kind(block: Fields, rules: RopeRules) -> RopeKind:
     ]
     kind: RopeKind = kinds[0] if kinds else "default"
     if kind not in rules.kinds or kinds[1:] not in ([], [kind]):
+        near = nearest(named[0], rules.kinds) if isinstance(named[0], str) else ""
         block.refuse(
-            "rope_type", named[0] if len(named) < 2 else named, f"one of {', '.join(rules.kinds)}"
+            "rope_type",
+            named[0] if len(named) < 2 else named,
+            f"one of {', '.join(rules.kinds)}{near}",
         )
     return kind
 
@@ -252,7 +290,7 @@ def _kind(block: Fields, rules: RopeRules) -> RopeKind:
 def _read_block(top: Fields, block: Fields, rules: RopeRules) -> RopeConfig:
     kind, max_position = _kind(block, rules), top.size("max_position_embeddings")
     for name, value in block.raw.items():
-        if value is not None and name not in COMMON | FIELDS[kind]:
+        if value is not None and name not in COMMON | FIELDS[kind] | rules.extra:
             block.refuse(
                 show(name), value, f"absent for rope_type {kind}{nearest(name, FIELDS[kind])}"
             )
@@ -268,7 +306,7 @@ def _read_block(top: Fields, block: Fields, rules: RopeRules) -> RopeConfig:
             block.get("rope_theta"),
             f"the value of rope_theta outside, {top.get('rope_theta')}",
         )
-    theta = thetas.pop() if thetas else 10_000.0
+    theta = thetas.pop() if thetas else rules.theta
     rope = RopeConfig(theta=theta, kind=kind, partial_rotary_factor=part)
     if kind == "default":
         return rope

@@ -8,7 +8,9 @@ residual stream`. A mixer says what is computed. The function that computes it i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,10 @@ class Attention:
     """Causal attention over the paged cache. `window` w > 0: position p sees positions above p - w;
     0: all of them.
 
-    `norm_eps` is that of the norms of q and k heads, which a model has if `qk_norm`. `kv_scales`
+    `norm_eps` is that of the norms of q and k heads, which a model has if `qk_norm`, or of the
+    norms over all heads if `wide_qk_norm`. `soft_cap` c > 0 squashes scores to c tanh(score / c).
+    `angles` are the columns (first, last + 1) of the batch's cos and sin that this layer is rotated
+    by; None: all. `temper` is the column of cos that q is multiplied with behind them. `kv_scales`
     are what K and V are divided by in a narrow cache.
     """
 
@@ -37,14 +42,20 @@ class Attention:
     window: int = 0
     qk_norm: bool = False
     norm_eps: float = 1e-6
+    wide_qk_norm: bool = False
+    soft_cap: float = 0.0
+    angles: tuple[int, int] | None = None
+    temper: int | None = None
     kv_scales: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """A gated MLP: `down(silu(gate) * up)`."""
+    """A gated MLP: `down(act(gate) * up)`."""
 
     mixes_tokens: ClassVar[bool] = False
+
+    act: Activation = "silu"
 
 
 Mixer = Attention | Mlp
@@ -66,13 +77,16 @@ Layer = tuple[Sublayer, ...]
 @dataclass(frozen=True)
 class Model:
     """The layers in order, and the norm behind the last one. Embeddings and logits are
-    multiplied by their scales.
+    multiplied by their scales; that of embeddings is rounded to their dtype before, if
+    `rounds_embedding_scale`. `logits_cap` c > 0 squashes logits to c tanh(logit / c).
     """
 
     layers: tuple[Layer, ...]
     norm: Norm
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
+    rounds_embedding_scale: bool = False
+    logits_cap: float = 0.0
 
     @property
     def kinds(self) -> tuple[Layer, ...]:

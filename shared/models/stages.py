@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-from .spec import Attention, Layer, Mixer, Mlp, Model
+from .spec import Activation, Attention, Layer, Mixer, Mlp, Model
 
 Array = Any
 Weights = Mapping[str, Array]
@@ -21,6 +21,10 @@ Cache = Any
 
 class Batch(NamedTuple):
     """What every layer of a step reads: cos, sin [tok r] float32, and fields of `batch_layout`.
+    Where layers have several rotary embeddings, the columns of each stand side by side.
+
+    Of several page groups, `slots` and `page_table` hold those of one behind those of another, and
+    a layer reads its own (`of_group`).
 
     `max_query_len` is a Python integer. A program that gets its batch as an argument sets it inside
     (`within`). `rows` [row]: the only tokens that anything behind the layers wants, in the last
@@ -40,6 +44,17 @@ class Batch(NamedTuple):
     def arrays(self) -> dict[str, Array]:
         """What a step brings to the device, by name."""
         return dict(zip(ARRAYS, self, strict=False))
+
+    def of_group(self, group: int, num_groups: int) -> Batch:
+        """What the layers of one of `num_groups` page groups read."""
+        if num_groups == 1:
+            return self
+        tokens = self.slots.shape[0] // num_groups
+        requests = self.page_table.shape[0] // num_groups
+        return self._replace(
+            slots=self.slots[group * tokens : (group + 1) * tokens],
+            page_table=self.page_table[group * requests : (group + 1) * requests],
+        )
 
     def within(self, max_query_len: int, rows: Array | None = None) -> Batch:
         """The same inside of a program."""
@@ -61,10 +76,21 @@ def project(ops: Any, weights: Weights, name: str, x: Array, batch: Batch) -> Ar
     return ops.linear(x, weights[name], weights.get(f"{name}_bias"))
 
 
-def gated_mlp(ops: Any, weights: Weights, up: str, down: str, x: Array, batch: Batch) -> Array:
+def gated_mlp(
+    ops: Any, weights: Weights, up: str, down: str, x: Array, batch: Batch, act: Activation = "silu"
+) -> Array:
     """Two projections and what is between them, as the one op that covers plain weights."""
     bias_up, bias_down = weights.get(f"{up}_bias"), weights.get(f"{down}_bias")
-    return ops.gated_mlp(x, weights[up], bias_up, weights[down], bias_down)
+    op = ops.gated_mlp if act == "silu" else ops.gelu_gated_mlp
+    return op(x, weights[up], bias_up, weights[down], bias_down)
+
+
+def angles_of(spec: Attention, batch: Batch) -> tuple[Array, Array]:
+    """cos and sin [tok r] of a layer's own rotary embedding."""
+    if spec.angles is None:
+        return batch.cos, batch.sin
+    own = slice(*spec.angles)
+    return batch.cos[:, own], batch.sin[:, own]
 
 
 def attention_stage(
@@ -72,16 +98,21 @@ def attention_stage(
 ) -> tuple[Array, Cache]:
     """Writes the tokens' keys and values, then reads those of their requests."""
     qkv = project(ops, weights, "qkv", x, batch)
+    if spec.wide_qk_norm:
+        qkv = ops.wide_qk_norm(qkv, weights["q_norm"], weights["k_norm"], spec.norm_eps)
     q_norm = weights["q_norm"] if spec.qk_norm else None
     k_norm = weights["k_norm"] if spec.qk_norm else None
     # Left out where they are the defaults: providers that know no scales take such calls.
     scales = () if spec.kv_scales == (1.0, 1.0) else spec.kv_scales
+    cos, sin = angles_of(spec, batch)
     q, cache = ops.norm_rope_write_kv(
-        qkv, cache, q_norm, k_norm, batch.cos, batch.sin, batch.slots, spec.norm_eps, *scales
+        qkv, cache, q_norm, k_norm, cos, sin, batch.slots, spec.norm_eps, *scales
     )
+    if spec.temper is not None:
+        q = ops.scale_tokens(q, batch.cos[:, spec.temper])
     y = ops.paged_attention(
         q, cache, batch.page_table, batch.query_start, batch.kv_lens, batch.counts,
-        spec.scale, spec.window, 0.0, batch.max_query_len, *scales,
+        spec.scale, spec.window, spec.soft_cap, batch.max_query_len, *scales,
     )  # fmt: skip
     if batch.rows is not None:
         y = y[batch.rows]
@@ -93,7 +124,7 @@ def mlp_stage(
     ops: Any, spec: Mlp, weights: Weights, x: Array, cache: Cache, batch: Batch
 ) -> tuple[Array, Cache]:
     """Each token for itself; the cache stays as it is."""
-    return gated_mlp(ops, weights, "gate_up", "down", x, batch), cache
+    return gated_mlp(ops, weights, "gate_up", "down", x, batch, spec.act), cache
 
 
 STAGES: Mapping[type[Mixer], Stage] = {Attention: attention_stage, Mlp: mlp_stage}

@@ -10,12 +10,34 @@ from functools import cached_property
 from math import frexp, prod
 from typing import Literal
 
+import numpy as np
+
 from ..errors import InternalError
 
 TOP = -1
 """The layer of what belongs to none."""
-Init = Literal["normal", "ones"]
+Init = Literal["normal", "ones", "zeros"]
 ParameterDtype = Literal["model", "float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class PairsToHalves:
+    """Rows of heads that a rotary embedding turns in neighbouring pairs, in the order in which one
+    that turns halves gives the same scores.
+
+    With r = rotated / 2, row i < r of a head is row 2i of the tensor's head, and row r + i is its
+    row 2i + 1. The rows behind them stay where they are.
+    """
+
+    head_dim: int
+    rotated: int
+
+    def tensor_rows(self, rows: np.ndarray) -> np.ndarray:
+        """The row of the tensor that each of these rows is."""
+        head, entry = np.divmod(rows, self.head_dim)
+        second, pair = np.divmod(entry, self.rotated // 2)
+        turned = np.where(entry < self.rotated, 2 * pair + second, entry)
+        return head * self.head_dim + turned
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +45,8 @@ class Part:
     """`rows` rows of a parameter: a tensor of the checkpoint, or with `of`, those from `first` on
     of its `of` rows.
 
-    `key` may hold `{layer}`; `axis` is logical.
+    `key` may hold `{layer}`; `axis` is logical. `order`: these rows lie in another order in the
+    tensor.
     """
 
     key: str
@@ -31,6 +54,11 @@ class Part:
     axis: str
     first: int = 0
     of: int | None = None
+    order: PairsToHalves | None = None
+
+    def rows_in_tensor(self, rows: np.ndarray) -> np.ndarray:
+        """Where rows of this part lie in the tensor."""
+        return self.first + (rows if self.order is None else self.order.tensor_rows(rows))
 
     @property
     def tensor_rows(self) -> int:
@@ -52,7 +80,8 @@ class Parameter:
     in order: q, k and v are one parameter here and three tensors in most checkpoints, since one
     product of the whole is faster. `alternatives` are other parts: the first that a checkpoint has
     all of is read. `factor` multiplies what is read: a power of two, so that it is exact. `dtype`
-    float32: in models of any dtype.
+    float32: in models of any dtype. `offset` is added to what is read, before the factor, in
+    float32: norms that multiply with 1 + weight are plain norms then.
     """
 
     name: str
@@ -64,6 +93,7 @@ class Parameter:
     dtype: ParameterDtype = "model"
     alternatives: tuple[tuple[Part, ...], ...] = ()
     factor: float = 1.0
+    offset: float = 0.0
 
     def __post_init__(self) -> None:
         for parts in (self.parts, *self.alternatives):
@@ -75,6 +105,11 @@ class Parameter:
         if not is_power_of_two(self.factor):
             raise InternalError(
                 f"parameter {self.name}: factor is {self.factor}, which is no power of two"
+            )
+        if self.offset and self.dtype != "float32":
+            raise InternalError(
+                f"parameter {self.name}: offset is {self.offset}, which needs the dtype float32, "
+                f"got {self.dtype}"
             )
 
     @property

@@ -6,16 +6,16 @@ wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import ModelConfig
 from ..fields import Fields, nearest, quoted, show
 from ..rope import PER_LAYER as LAYER_TYPES
-from ..rope import USUAL, RopeRules, read_rope
+from ..rope import USUAL, RopeConfig, RopeRules, read_rope
 from ..spec import Attention, Layer, Mlp, Model, Norm, Sublayer
-from ..table import Parameter, ParameterTable, Part, is_power_of_two
+from ..table import PairsToHalves, Parameter, ParameterTable, Part, is_power_of_two
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 10_000
@@ -74,12 +74,14 @@ def read(
     eps: float = 1e-6,
     windows: Sequence[int] | None = None,
     rope: RopeRules = USUAL,
+    ropes: Callable[[Fields, int], tuple[RopeConfig, RopeConfig]] | None = None,
     **more: Any,
 ) -> ModelConfig:
     """The numbers of a config.json. `more` are fields of `ModelConfig` that the family has read.
 
     `kv_heads`, `head_dim` and `eps` are the family's defaults. A field that is null is that of the
-    usual formula.
+    usual formula. `ropes(fields, head_dim)` reads the rotary embeddings of a family whose layers
+    with a window have one of their own, behind that of the others.
     """
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     groups = fields.size(
@@ -93,6 +95,14 @@ def read(
     vocab, layers = fields.size("vocab_size"), fields.size("num_hidden_layers", high=MAX_LAYERS)
     size = _head_dim(fields, hidden, heads, head_dim)
     bos = fields.token_ids("bos_token_id", vocab)
+    by_layer = tuple(no_windows(fields) if windows is None else windows)
+    window_rope: RopeConfig | None
+    if ropes is None:
+        full_rope, window_rope = read_rope(fields, size, rope), None
+    else:
+        full_rope, window_rope = ropes(fields, size)
+        if window_rope == full_rope or not any(by_layer):
+            window_rope = None
     return ModelConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -102,10 +112,11 @@ def read(
         num_kv_heads=groups,
         head_dim=size,
         max_position_embeddings=fields.size("max_position_embeddings"),
-        layer_windows=tuple(no_windows(fields) if windows is None else windows),
+        layer_windows=by_layer,
         rms_norm_eps=fields.number("rms_norm_eps", eps, low=0.0, above=True),
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
-        rope=read_rope(fields, size, rope),
+        rope=full_rope,
+        window_rope=window_rope,
         dtype=_dtype(fields),
         eos_token_ids=tuple(fields.token_ids("eos_token_id", vocab)),
         bos_token_id=bos[0] if bos else None,
@@ -136,6 +147,19 @@ def windows_by_layer(fields: Fields, default: int) -> list[int]:
     if types is not None:
         return [window if name == "sliding_attention" else 0 for name in types]
     return [window if layer >= first else 0 for layer in range(layers)]
+
+
+def windows_in_pattern(fields: Fields, default: int, pattern: int) -> list[int]:
+    """As Gemma: `layer_types` says which layers have the window; without it all but every
+    `pattern`-th one.
+    """
+    for name in ("use_sliding_window", "max_window_layers"):
+        fields.only(name)
+    window = fields.size("sliding_window", default)
+    types = _layer_types(fields, window)
+    if types is not None:
+        return [window if name == "sliding_attention" else 0 for name in types]
+    return [window if (layer + 1) % pattern else 0 for layer in range(_num_layers(fields))]
 
 
 def _same_in_all(fields: Fields, window: int) -> list[int]:
@@ -191,6 +215,13 @@ def _layer_types(fields: Fields, window: int) -> list[str] | None:
     return types
 
 
+def cap(fields: Fields, name: str, default: float) -> float:
+    """A soft cap. There is none where it is null."""
+    if name in fields.raw and fields.get(name) is None:
+        return 0.0
+    return default if name not in fields.raw else fields.number(name, above=True)
+
+
 def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> int:
     if "head_dim" not in fields.raw and default is not None:
         head_dim = default
@@ -220,21 +251,53 @@ def _dtype(fields: Fields) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def model(config: ModelConfig) -> Model:
-    """Every layer is attention, then an MLP; layers differ in their windows alone."""
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """What the norms before and behind attention and the MLP are called on disk; None: there is
+    none. They multiply with `offset` + weight, and so does that behind the last layer.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    behind_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    behind_mlp: str | None = None
+    offset: float = 0.0
+
+    @property
+    def by_name(self) -> dict[str, str | None]:
+        """What each is called on disk, by the name of its parameter."""
+        return {
+            "input_norm": self.before_attention,
+            "attention_out_norm": self.behind_attention,
+            "post_norm": self.before_mlp,
+            "mlp_out_norm": self.behind_mlp,
+        }
+
+
+PRE_NORMS = Norms()
+
+
+def model(config: ModelConfig, norms: Norms = PRE_NORMS) -> Model:
+    """Every layer is attention, then an MLP; layers differ in their windows and what goes with
+    them.
+    """
     # Equal layers are one object: comparing them is then quick.
-    kinds = {window: _layer(config, window) for window in config.layer_windows}
+    kinds = {window: _layer(config, window, norms) for window in config.layer_windows}
     return Model(
         layers=tuple(kinds[window] for window in config.layer_windows),
         norm=Norm("norm", config.rms_norm_eps),
         embedding_scale=config.embedding_scale,
+        rounds_embedding_scale=config.rounds_embedding_scale,
+        logits_cap=config.logits_cap,
         # A power of two is in the weight of the last norm.
         logits_scale=1.0 if is_power_of_two(config.logits_scale) else config.logits_scale,
     )
 
 
-def _layer(config: ModelConfig, window: int) -> Layer:
+def _layer(config: ModelConfig, window: int, norms: Norms) -> Layer:
     eps, scale = config.rms_norm_eps, config.residual_scale
+    norm = {name: Norm(name, eps) if key else None for name, key in norms.by_name.items()}
+    angles, temper = _columns(config, window)
     attention = Attention(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -243,12 +306,27 @@ def _layer(config: ModelConfig, window: int) -> Layer:
         window=window,
         qk_norm=config.qk_norm,
         norm_eps=eps,
+        wide_qk_norm=config.wide_qk_norm,
+        soft_cap=config.attention_cap,
+        angles=angles,
+        temper=temper,
         kv_scales=config.kv_scales,
     )
     return (
-        Sublayer(attention, Norm("input_norm", eps), scale=scale),
-        Sublayer(Mlp(), Norm("post_norm", eps), scale=scale),
+        Sublayer(attention, norm["input_norm"], norm["attention_out_norm"], scale),
+        Sublayer(Mlp(config.act), norm["post_norm"], norm["mlp_out_norm"], scale),
     )
+
+
+def _columns(config: ModelConfig, window: int) -> tuple[tuple[int, int] | None, int | None]:
+    """The columns of cos and sin (`decoder.rotary_tables`) that a layer's angles and the
+    temperature of its q are in.
+    """
+    widths = [rope.rotated(config.head_dim) // 2 for rope in config.ropes]
+    temper = None if config.temper is None else sum(widths)
+    if len(widths) == 1:
+        return (None if temper is None else (0, widths[0])), temper
+    return ((widths[0], sum(widths)) if window else (0, widths[0])), temper
 
 
 # --- the parameters
@@ -271,43 +349,57 @@ IGNORED = ("rotary_emb.inv_freq", "*.rotary_emb.inv_freq")
 """Old checkpoints carry the rotary frequencies, which follow from config.json."""
 
 
-def parameters(config: ModelConfig, names: Names = SEPARATE) -> ParameterTable:
+def parameters(
+    config: ModelConfig, names: Names = SEPARATE, norms: Norms = PRE_NORMS, *, pairs: bool = False
+) -> ParameterTable:
     """The parameter table of a dense decoder. Every name may stand without the leading `model.`
-    too.
+    too. `pairs`: the checkpoint's rotary embedding turns neighbouring entries, not halves.
     """
     copies = (("lm_head.weight", "embed"),) if config.tie_embeddings else ()
-    found = map(_or_without_model, [*_every_model(config, names), *_some_models(config, names)])
-    return ParameterTable(tuple(found), IGNORED, copies)
+    found = [*_every_model(config, names, norms), *_some_models(config, names, norms)]
+    if pairs:
+        found = [_halves(config, parameter) for parameter in found]
+    return ParameterTable(tuple(map(_or_without_model, found)), IGNORED, copies)
 
 
-def _every_model(config: ModelConfig, names: Names) -> Iterator[Parameter]:
+def _halves(config: ModelConfig, parameter: Parameter) -> Parameter:
+    """q and k with what lies in pairs as halves. All other parameters as they are."""
+    if parameter.name not in ("qkv", "qkv_bias"):
+        return parameter
+    order = PairsToHalves(config.head_dim, config.rope.rotated(config.head_dim))
+    q, k, v = parameter.parts
+    return replace(parameter, parts=(replace(q, order=order), replace(k, order=order), v))
+
+
+def _every_model(config: ModelConfig, names: Names, norms: Norms) -> Iterator[Parameter]:
     """What every dense decoder has."""
     width, inner, layers = config.hidden_size, config.intermediate_size, range(config.num_layers)
     heads = config.num_heads * config.head_dim
     yield _one("embed", (config.vocab_size, width), ("vocab", "embed"), "model.embed_tokens.weight")
-    yield _norm("input_norm", width, "embed", LAYER + "input_layernorm.weight", layers)
+    for name, key in norms.by_name.items():
+        if key is not None:
+            norm = _norm(name, width, "embed", f"{LAYER}{key}.weight", layers)
+            yield _with_offset(norm, norms.offset)
     yield _stacked("qkv", names.qkv, "weight", _qkv_rows(config), "qkv", (width, "embed"), layers)
     yield _one("o", (width, heads), ("embed", "heads"), LAYER + "self_attn.o_proj.weight", layers)
-    yield _norm("post_norm", width, "embed", LAYER + "post_attention_layernorm.weight", layers)
     yield _stacked(
         "gate_up", names.gate_up, "weight", _gate_up_rows(config), "mlp", (width, "embed"), layers
     )
     yield _one("down", (width, inner), ("embed", "mlp"), LAYER + "mlp.down_proj.weight", layers)
     # A power of two that logits are multiplied by is multiplied into the norm that the head reads.
     factor = config.logits_scale if is_power_of_two(config.logits_scale) else 1.0
-    yield replace(_norm("norm", width, "embed", "model.norm.weight"), factor=factor)
+    last = replace(_norm("norm", width, "embed", "model.norm.weight"), factor=factor)
+    yield _with_offset(last, norms.offset)
 
 
-def _some_models(config: ModelConfig, names: Names) -> Iterator[Parameter]:
+def _some_models(config: ModelConfig, names: Names, norms: Norms) -> Iterator[Parameter]:
     """A head of its own, norms of q and k, biases."""
     width, layers = config.hidden_size, range(config.num_layers)
     if not config.tie_embeddings:
         yield _one("head", (config.vocab_size, width), ("vocab", "embed"), "lm_head.weight")
-    if config.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            yield _norm(
-                name, config.head_dim, "head_dim", f"{LAYER}self_attn.{name}.weight", layers
-            )
+    for name, size, axis in _head_norms(config):
+        norm = _norm(name, size, axis, f"{LAYER}self_attn.{name}.weight", layers)
+        yield _with_offset(norm, norms.offset)
     if config.qkv_bias:
         yield _stacked("qkv_bias", names.qkv, "bias", _qkv_rows(config), "qkv", None, layers)
     if config.o_bias:
@@ -317,6 +409,16 @@ def _some_models(config: ModelConfig, names: Names) -> Iterator[Parameter]:
             "gate_up_bias", names.gate_up, "bias", _gate_up_rows(config), "mlp", None, layers
         )
         yield _one("down_bias", (width,), ("embed",), LAYER + "mlp.down_proj.bias", layers)
+
+
+def _head_norms(config: ModelConfig) -> list[tuple[str, int, str]]:
+    """Name, size and axis of the norms of q and k: of a head's size, or of that of all heads."""
+    if config.qk_norm:
+        return [(name, config.head_dim, "head_dim") for name in ("q_norm", "k_norm")]
+    if config.wide_qk_norm:
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        return [("q_norm", q, "heads"), ("k_norm", kv, "kv_heads")]
+    return []
 
 
 def _qkv_rows(config: ModelConfig) -> tuple[tuple[int, str], ...]:
@@ -345,6 +447,13 @@ def _norm(
     name: str, size: int, axis: str, key: str, layers: Sequence[int] | None = None
 ) -> Parameter:
     return replace(_one(name, (size,), (axis,), key, layers), init="ones")
+
+
+def _with_offset(norm: Parameter, offset: float) -> Parameter:
+    """A norm that multiplies with offset + weight: in float32, as that sum is made."""
+    if offset == 0.0:
+        return norm
+    return replace(norm, offset=offset, init="zeros", dtype="float32")
 
 
 def _stacked(

@@ -29,19 +29,29 @@ IMAGE_TOKEN = ("image_token_index", "image_token_id")
 
 Spelling = Mapping[str, str]
 """Beginnings of tensors' names: what the text model has alone -> what it has as a part."""
+SPELLINGS: tuple[Spelling, ...] = (
+    {"model.": "model.language_model.", "lm_head.": "lm_head."},
+    # published files
+    {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+)
+"""Of models that transformers made of a text model and a vision tower."""
+LEFT_OUT = {
+    "vision tower": ("model.vision_tower.*", "vision_tower.*"),
+    "multi-modal projector": ("model.multi_modal_projector.*", "multi_modal_projector.*"),
+}
+"""Their parts that do not run."""
 
 
 def nested(
-    text: str,
-    *,
+    *texts: str,
     spellings: Sequence[Spelling],
     left_out: Mapping[str, Sequence[str]],
     image_token: int,
     harmless: frozenset[str],
     within: str = "text_config",
 ) -> Family:
-    """The family of models that have a text model of the architecture `text` as a part, which alone
-    runs.
+    """The family of models that have a text model of one of these architectures as a part, which
+    alone runs. One that does not say its type is of the first.
 
     Its config is the field `within`. A checkpoint has its tensors in one of `spellings`, the first
     of which is that of transformers in memory. `left_out` names the parts that do not run, and the
@@ -50,17 +60,19 @@ def nested(
     """
 
     def read(fields: Fields) -> ModelConfig:
-        inner = _inside(fields, within, text)
+        text, inner = _inside(fields, within, texts)
         family_of(text).refuse_unknown(inner)
         config = family_of(text).read(inner)
         images = _image_tokens(fields, config.vocab_size, image_token)
-        return replace(config, image_token_ids=images, left_out=tuple(left_out))
+        return replace(
+            config, text_architecture=text, image_token_ids=images, left_out=tuple(left_out)
+        )
 
     def model(config: ModelConfig) -> Model:
-        return family_of(text).model(config)
+        return family_of(config.text_architecture).model(config)
 
     def parameters(config: ModelConfig) -> ParameterTable:
-        alone = family_of(text).parameters(config)
+        alone = family_of(config.text_architecture).parameters(config)
         copies = [(_renamed(key, names), of) for key, of in alone.copies for names in spellings]
         return ParameterTable(
             tuple(_spelt(parameter, spellings) for parameter in alone),
@@ -72,14 +84,18 @@ def nested(
     return Family(read=read, model=model, parameters=parameters, fields=own, harmless=harmless)
 
 
-def _inside(outer: Fields, within: str, text: str) -> Fields:
-    """The config of the text model, with what the outer one says in its place."""
+def _inside(outer: Fields, within: str, texts: Sequence[str]) -> tuple[str, Fields]:
+    """The architecture of the text model, and its config with what the outer one says in its
+    place.
+    """
     raw = outer.need(within, None)
     if not isinstance(raw, dict):
         outer.fail(within, f"is {show(raw)}, must be an object")
     inner = Fields(raw, outer.where, outer.family, f"{within}.")
-    # transformers takes a text model that does not say its type for this one.
-    inner.only("model_type", FAMILIES[text])
+    by_type = {FAMILIES[text]: text for text in texts}
+    inner.only("model_type", *by_type)
+    # transformers takes a text model that does not say its type for the first.
+    text = by_type.get(inner.get("model_type"), texts[0])
     if inner.get("architectures") not in (None, [], [text]):
         inner.refuse("architectures", inner.get("architectures"), f"{text} or absent")
     merged, outside = dict(raw), set()
@@ -98,7 +114,7 @@ def _inside(outer: Fields, within: str, text: str) -> Fields:
     for name in dense.READ - {"model_type", "architectures", *chain(*SHARED)}:
         if outer.get(name) not in (None, inner.get(name)):
             _contradicts(outer, name, inner, name)
-    return Fields(merged, outer.where, outer.family, f"{within}.", frozenset(outside))
+    return text, Fields(merged, outer.where, outer.family, f"{within}.", frozenset(outside))
 
 
 def _said(fields: Fields, names: Sequence[str]) -> tuple[str, Any]:
