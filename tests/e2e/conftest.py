@@ -41,6 +41,30 @@ GRANITE = dict(
 )  # fmt: skip
 YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=160)
 
+GEMMA = dict(query_pre_attn_scalar=24, sliding_window=8, head_dim=24, vocab_size=1009)
+GEMMA3 = GEMMA | dict(
+    num_hidden_layers=4, layer_types=["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
+    rope_parameters=dict(
+        full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+        sliding_attention=dict(rope_type="default", rope_theta=1e4),
+    ),
+)  # fmt: skip
+OLMO3 = dict(
+    num_hidden_layers=4, sliding_window=8,
+    rope_parameters=dict(
+        full_attention=YARN_ROPE | dict(rope_theta=5e5, attention_factor=1.2),
+        sliding_attention=dict(rope_type="default", rope_theta=5e5),
+    ),
+)  # fmt: skip
+# The queries of a prompt of 100 tokens have four temperatures.
+MINISTRAL3 = dict(
+    head_dim=24, vocab_size=1009,
+    rope_parameters=dict(
+        rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=32,
+        beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3,
+    ),
+)  # fmt: skip
+
 MODELS = {
     "llama-mha": ("Llama", dict(num_key_value_heads=4)),
     "llama3-scaled-tied": (
@@ -75,7 +99,27 @@ MODELS = {
         dict(head_dim=24, vocab_size=1009, sliding_window=None, rope_theta=1e9),
     ),
     "mistral3-tied-window": ("Mistral3", dict(tie_word_embeddings=True, sliding_window=8)),
+    "gemma2": (
+        "Gemma2",
+        GEMMA | dict(attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+    ),
+    "gemma3": ("Gemma3", GEMMA3),
+    "gemma3-images": ("Gemma3Images", GEMMA3),
+    "glm4": ("Glm4", dict(head_dim=16)),
+    "glm4-head24": ("Glm4", dict(head_dim=24, attention_bias=False, num_key_value_heads=4)),
+    "olmo2": ("Olmo2", dict(attention_bias=True)),
+    "olmo3": ("Olmo3", OLMO3),
+    "ministral3": ("Ministral3", MINISTRAL3),
+    "ministral3-images": ("Ministral3Images", MINISTRAL3),
 }
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+"""Configs that have not the name of their model."""
+PARTS = {
+    "Mistral3": ("Mistral3", "mistral"),
+    "Ministral3Images": ("Mistral3", "ministral3"),
+    "Gemma3Images": ("Gemma3", "gemma3_text"),
+}
+"""Families that have a text model as a part: what the whole is called, and the type of the text."""
 OLD_NAMES = {
     "lm_head.": "language_model.lm_head.",
     "model.language_model.": "language_model.model.",
@@ -83,6 +127,10 @@ OLD_NAMES = {
     "model.multi_modal_projector.": "multi_modal_projector.",
 }
 """What tensors of Mistral3 are called by transformers 5 in memory -> in published files."""
+SIGLIP = dict(
+    model_type="siglip_vision_model", hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+    num_attention_heads=2, image_size=64, patch_size=8,
+)  # fmt: skip
 VISION = dict(
     model_type="pixtral", hidden_size=16, intermediate_size=16, num_hidden_layers=1,
     num_attention_heads=2,
@@ -96,15 +144,20 @@ def make_model(family: str, fields: dict):
     """
     import transformers
 
-    if family == "Mistral3":
+    task, config_name = "ForCausalLM", CONFIGS.get(family, f"{family}Config")
+    if family in PARTS:
+        family, text = PARTS[family]
+        task, config_name = "ForConditionalGeneration", f"{family}Config"
         # The last token stands for images; what transformers reads of tied embeddings is the outer
         # field.
-        outer = {"tie_word_embeddings": fields.pop("tie_word_embeddings", False)}
-        outer |= {"image_token_index": fields["vocab_size"] - 1, "vision_config": dict(VISION)}
-        fields = outer | {"text_config": fields | {"model_type": "mistral"}}
-    config = getattr(transformers, f"{family}Config")(**fields)
+        tied = fields.pop("tie_word_embeddings", family == "Gemma3")
+        vision = dict(SIGLIP, vision_use_head=False) if family == "Gemma3" else dict(VISION)
+        outer = {"tie_word_embeddings": tied, "image_token_index": fields["vocab_size"] - 1}
+        outer |= {"mm_tokens_per_image": 4} if family == "Gemma3" else {}
+        fields = outer | {"vision_config": vision, "text_config": fields | {"model_type": text}}
+    config = getattr(transformers, config_name)(**fields)
+    config.eos_token_id = None  # a default of GLM-4's that is no word of so small a vocabulary
     config._attn_implementation = "eager"
-    task = "ForConditionalGeneration" if family == "Mistral3" else "ForCausalLM"
     return getattr(transformers, family + task)(config).eval()
 
 

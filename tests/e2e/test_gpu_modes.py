@@ -90,6 +90,8 @@ def attention_without_lengths(
     max_query_len: int,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: Array | None = None,
+    chunk: int = 0,
 ) -> Array:
     """paged_attention that reads nothing on the host: every token against all slots of its
     request.

@@ -25,6 +25,8 @@ NAMES = [
     "qwen2-windows", "qwen3", "qwen3-tied-bias", "phi3", "phi3-window", "phi4-mini-short",
     "phi4-mini-long", "granite",
     "granite-odd", "mistral3", "mistral3-tied-window",
+    "gemma2", "gemma3", "gemma3-images", "glm4", "glm4-head24", "olmo2", "olmo3", "ministral3",
+    "ministral3-images",
 ]  # fmt: skip
 LENGTHS = (1, 15, 16, 17, 100, 500)
 NEW_TOKENS = 64
@@ -47,14 +49,14 @@ def run(engine, prompts, params):
     return [request.output for request in requests]
 
 
-def logits_of(engine, tokens):
+def logits_of(engine, tokens, chunk=128):
     """Logits at every position of one sequence, computed in chunks as the engine does: [len
     vocab].
     """
-    shape, page, size = engine.shape, engine.config.page_size, 128
+    shape, groups, size = engine.shape, engine.scheduler.groups, 128
     rows = []
-    for first in range(0, len(tokens), size):
-        part = tokens[first : first + size]
+    for first in range(0, len(tokens), chunk):
+        part = tokens[first : first + chunk]
         descriptor = Descriptor("mixed", size, shape.max_rows, size)
         layout = batch_layout(descriptor, shape)
         buffer = layout.allocate()
@@ -63,14 +65,21 @@ def logits_of(engine, tokens):
         v["token_ids"][: len(part)] = part
         v["positions"][: len(part)] = position
         v["slots"][:] = -1
-        v["slots"][: len(part)] = (position // page) * page + position % page
+        for number, group in enumerate(groups):
+            columns, offsets = np.divmod(position, group.page_size)
+            slots = v["slots"][number * size : number * size + len(part)]
+            slots[:] = (columns * len(groups) + number) * group.page_size + offsets
         v["query_start"][1:] = len(part)
         v["kv_lens"][0] = first + len(part)
         v["rows"][:] = shape.max_rows
         v["counts"][:] = (len(part) == 1, 1)
         sampling = sampling_layout(shape.max_rows).allocate()
         sampling_layout(shape.max_rows).view(sampling, "sample_rows")[:] = shape.max_rows
-        pages = np.tile(np.arange(shape.pages_per_request, dtype=np.int32), (shape.max_rows, 1))
+        # Column c of group g is page c G + g.
+        columns = np.arange(shape.pages_per_request, dtype=np.int32) * len(groups)
+        pages = np.concatenate(
+            [np.tile(columns + number, (shape.max_rows, 1)) for number in range(len(groups))]
+        )
         step = StepInput(0, descriptor, shape, "greedy", buffer, sampling, page_table=pages)
         rows.append(engine.worker.logits(step)[: len(part)])
     return np.concatenate(rows)
@@ -78,7 +87,7 @@ def logits_of(engine, tokens):
 
 # The JAX worker, whose programs take half a minute of compiling for each, is given all of them in
 # `make test-slow`.
-ON_JAX = ["mistral-window", "qwen3", "phi4-mini-long", "granite", "mistral3"]
+ON_JAX = ["mistral-window", "qwen3", "phi4-mini-long", "granite", "mistral3", "gemma3", "glm4"]
 ON_A_GPU = [
     "llama-biases-head96",
     "mistral-mqa",
@@ -86,6 +95,11 @@ ON_A_GPU = [
     "qwen3",
     "phi4-mini-long",
     "granite-odd",
+    "gemma2",
+    "gemma3",
+    "glm4",
+    "olmo3",
+    "ministral3",
 ]
 CASES = [
     *(
@@ -227,6 +241,17 @@ def small_faults(model, name):
         "embedding": replace(model, embedding_scale=1.001 * model.embedding_scale),
         "logits": replace(model, logits_scale=1.001 * model.logits_scale),
     }
+    found["theta"] = replace(model, rope=replace(rope, theta=1.01 * rope.theta))
+    found["attention cap"] = replace(model, attention_cap=1.01 * model.attention_cap)
+    found["logits cap"] = replace(model, logits_cap=1.001 * model.logits_cap)
+    if model.window_rope is not None:
+        window_rope = replace(model.window_rope, theta=1.01 * model.window_rope.theta)
+        found["window theta"] = replace(model, window_rope=window_rope)
+        found["ropes exchanged"] = replace(model, rope=model.window_rope, window_rope=rope)
+    if model.temper is not None:
+        beta, original = model.temper
+        found["temper"] = replace(model, temper=(1.01 * beta, original))
+        found["temper begins late"] = replace(model, temper=(beta, original + 1))
     return {fault: found[fault] for fault in FAULTS[name]}
 
 
@@ -235,6 +260,11 @@ FAULTS = {
     "phi4-mini-long": ("attention", "part", "longrope", "factors"),
     "granite": ("attention", "residual", "embedding", "logits"),
     "granite-odd": ("attention", "residual", "embedding", "logits"),
+    "gemma2": ("attention", "embedding", "attention cap", "logits cap", "theta"),
+    "gemma3": ("attention", "embedding", "theta", "window theta", "ropes exchanged"),
+    "glm4": ("attention", "part", "theta"),
+    "olmo3": ("attention", "theta", "window theta", "ropes exchanged"),
+    "ministral3": ("attention", "theta", "temper", "temper begins late"),
 }
 
 
@@ -255,3 +285,73 @@ def test_the_check_would_see_other_numbers(checkpoints, oracle, prompts, name, d
         error = np.linalg.norm(ours - want[:100], axis=-1) / np.linalg.norm(want[:100], axis=-1)
         assert error.max() > 1e-4, fault
         engine.close()
+
+
+# --- dense families of 2026
+# --------------------------------------------------------------------------------------------------
+
+DENSE = ["gemma2", "gemma3", "glm4", "olmo2", "olmo3", "ministral3"]
+ON_BOTH = [
+    *(pytest.param(name, "torch") for name in DENSE),
+    *(pytest.param(name, "jax", marks=pytest.mark.slow) for name in DENSE),
+]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_chunks_against_the_whole(checkpoints, prompts, name, device):
+    """What a chunk leaves in the cache is what the next one has to find, across pages and
+    windows.
+    """
+    folder, _ = checkpoints(name)
+    engine = start(folder, "torch", device)
+    (prompt,) = prompts(997, 100)
+    whole = logits_of(engine, prompt)
+    for chunk in (1, 7, 16, 33):
+        parts = logits_of(engine, prompt, chunk)
+        error = np.linalg.norm(parts - whole, axis=-1) / np.linalg.norm(whole, axis=-1)
+        assert error.max() < 1e-4, f"chunks of {chunk}, position {error.argmax()}"
+    engine.close()
+
+
+@pytest.mark.parametrize(("name", "backend"), ON_BOTH)
+def test_a_batch_with_preemption_and_prefix_cache(checkpoints, prompts, name, backend, device):
+    """20 requests, half of which begin alike, in a cache that does not hold them: the tokens of
+    each alone.
+    """
+    folder, _ = checkpoints(name)
+    common, *texts = prompts(997, 40, *range(3, 83, 4))
+    texts = [np.concatenate([common, p[:30]]) if i % 2 else p for i, p in enumerate(texts)]
+    params = SamplingParams(temperature=0, max_tokens=20)
+    sizes = dict(max_model_len=160, max_num_seqs=16, max_num_batched_tokens=64)
+    engine = start(folder, backend, device, enable_prefix_caching=False, **sizes)
+    alone = [run(engine, [text], params)[0] for text in texts]
+    engine.close()
+    engine = start(folder, backend, device, num_pages=24, **sizes)
+    # The common beginning is in the cache when the others come.
+    together = run(engine, texts[1:2], params) and run(engine, texts, params)
+    metrics = engine.metrics()
+    assert metrics.preemptions > 0
+    assert metrics.prefix_hits > 0
+    assert together == alone
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "olmo3"])
+def test_two_ropes_as_version_4_wrote_them(checkpoints, oracle, prompts, tmp_path, name, device):
+    """`rope_theta`, `rope_scaling` and Gemma's `rope_local_base_freq` in place of an object for
+    each type of layer.
+    """
+    folder, model = checkpoints(name)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    ropes = config.pop("rope_parameters")
+    full, local = ropes["full_attention"], ropes["sliding_attention"]
+    config |= {"rope_theta": full.pop("rope_theta"), "rope_scaling": full}
+    if name == "gemma3":
+        config["rope_local_base_freq"] = local["rope_theta"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = start(str(tmp_path), "torch", device)
+    (prompt,) = prompts(997, 60)
+    want, _ = oracle(model, prompt, 16)
+    assert run(engine, [prompt], SamplingParams(temperature=0, max_tokens=16)) == [want]
+    engine.close()

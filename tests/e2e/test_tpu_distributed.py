@@ -21,7 +21,7 @@ STEP = StepInput(
     7, Descriptor("mixed", 16, 8, 16), StepShape(4, 8, 32, 100), "processed",
     np.arange(5, dtype=np.int32),
     np.ones(3, np.int32), np.zeros((0,), np.int32), True,
-    new_pages=NewPages(5, *np.arange(12, dtype=np.int32).reshape(3, 4)),
+    new_pages=NewPages(5, *np.arange(16, dtype=np.int32).reshape(4, 4)),
 )  # fmt: skip
 GENERATE = (
     "generate --model demo --backend jax --device cpu --dtype float32 --max-model-len 32 "

@@ -26,6 +26,7 @@ import jax
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.engine import silent
 from twinfer.shared.models.config import load_config
+from twinfer.shared.models.caches import request_pages
 from twinfer.shared.worker import cache_pages
 from twinfer.tpu import aot, chips, footprint, platforms, worker
 
@@ -63,7 +64,7 @@ made.load(silent)
 loaded = max(in_use(device)[1] for device in devices[:shards])
 made.device, made.config = replace(made.device, platform="tpu"), replace(config, platform="tpu")
 room, page = made.measure(), made.page_bytes()
-pages = cache_pages(made.config, room, page)
+pages = cache_pages(made.config, room, page, request_pages(model, config))
 made.allocate_kv(pages)
 reports = made.warm_up(config.table(), silent)
 result = {
@@ -166,16 +167,18 @@ def test_the_cache_takes_what_is_left():
     """What requests do not use holds prefixes: but not on a CPU, and not where there is no
     prefix cache.
     """
-    page = 1 << 20
+    page, per_request = 1 << 20, {"tpu": 8, "cuda": 64, "cpu": 64}
+
+    def pages(platform, room, **options):
+        return cache_pages(settings(platform, **options), room, page, per_request[platform])
+
     for platform, most in (("tpu", 8 * 8), ("cuda", 8 * 64)):
-        assert cache_pages(settings(platform), 5000 * page + 1, page) == 5000
-        assert (
-            cache_pages(settings(platform, enable_prefix_caching=False), 5000 * page, page) == most
-        )
-    assert cache_pages(settings("cpu"), 5000 * page, page) == 8 * 64
-    assert cache_pages(settings("cpu"), 100 * page, page) == 100
-    assert cache_pages(settings("cuda"), -page, page) == 0
-    assert cache_pages(settings("cuda"), 1 << 60, page) == MOST_PAGES
+        assert pages(platform, 5000 * page + 1) == 5000
+        assert pages(platform, 5000 * page, enable_prefix_caching=False) == most
+    assert pages("cpu", 5000 * page) == 8 * 64
+    assert pages("cpu", 100 * page) == 100
+    assert pages("cuda", -page) == 0
+    assert pages("cuda", 1 << 60) == MOST_PAGES
 
 
 def test_programs_that_were_compiled_before_say_how_many_pages(tmp_path, monkeypatch):

@@ -133,7 +133,7 @@ def test_parameters_of_any_kind_on_shards():
         "tests/unit/test_families.py",
     ]
     done = subprocess.run(
-        [*command, "-k", "jax_loads"],
+        [*command, "-k", "jax_loads or another_order or an_offset_is"],
         env=environment,
         cwd=ROOT,
         capture_output=True,
@@ -141,4 +141,14 @@ def test_parameters_of_any_kind_on_shards():
         timeout=500,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "6 passed" in done.stdout
+    assert "16 passed" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "glm4", "ministral3"])
+def test_dense_families_of_2026_on_two_shards(checkpoints, name):
+    """Norms of 1 + weight, rows of q and k in another order, columns of a table: the same tokens."""
+    folder, _ = checkpoints(name)
+    one, two = run(folder, [1, 2])
+    assert one["outputs"] == two["outputs"]
+    assert two["weights"] < one["weights"]

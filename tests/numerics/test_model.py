@@ -47,6 +47,24 @@ PHI3 = LLAMA | {
 }  # fmt: skip
 
 
+GEMMA3 = QWEN3 | {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 8,
+    "sliding_window_pattern": 3, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "attn_logit_softcapping": 20.0, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+GLM4 = QWEN3 | {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4"}
+OLMO3 = QWEN3 | {
+    "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": 8,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}  # fmt: skip
+MINISTRAL3 = QWEN3 | {
+    "architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3",
+    "rope_parameters": {
+        "rope_type": "default", "original_max_position_embeddings": 16,
+        "llama_4_scaling_beta": 0.3,
+    },
+}  # fmt: skip
+
 SMALL = QWEN3 | {"num_hidden_layers": 2}
 """For planted faults, in layer 1: they need neither depth nor many steps."""
 
@@ -81,7 +99,16 @@ def jax_slow(values: list[tuple[str, Any]], quick: tuple[str, ...]) -> list[Any]
     ]
 
 
-CORRECT = [("qwen3", QWEN3), ("llama", LLAMA), ("granite", GRANITE), ("phi3", PHI3)]
+CORRECT = [
+    ("qwen3", QWEN3),
+    ("llama", LLAMA),
+    ("granite", GRANITE),
+    ("phi3", PHI3),
+    ("gemma3", GEMMA3),
+    ("glm4", GLM4),
+    ("olmo3", OLMO3),
+    ("ministral3", MINISTRAL3),
+]
 
 
 @pytest.mark.parametrize(("backend", "config"), jax_slow(CORRECT, ("qwen3",)))
@@ -94,9 +121,17 @@ def test_a_correct_backend_passes(tmp_path, backend, config):
     assert {f.layer for f in diff.findings if f.scope == "op"} == {-1, 0, 1, 2}
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])
-def test_a_correct_backend_passes_in_float32(tmp_path, backend):
-    compare(subject(tmp_path), backend, "S").assert_ok()
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [
+        ("jax", QWEN3),
+        ("torch", QWEN3),
+        ("torch", GEMMA3),
+        pytest.param("jax", GEMMA3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_correct_backend_passes_in_float32(tmp_path, backend, config):
+    compare(subject(tmp_path, config), backend, "S").assert_ok()
 
 
 def arguments(**change: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -1,9 +1,11 @@
-"""What an engine's options become: how many tokens a step may have."""
+"""What an engine's options become: how many tokens a step may have, how many words a model."""
+
+from dataclasses import replace
 
 import pytest
 
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
-from twinfer.shared.errors import ConfigError
+from twinfer.shared.errors import ConfigError, UnsupportedModel
 from twinfer.shared.models.config import load_config
 from twinfer.shared.models.locate import model_folder
 
@@ -55,3 +57,13 @@ def test_a_step_that_no_memory_holds_is_refused_with_the_arithmetic():
     )
     # JAX cannot always say how much memory a device has.
     assert resolved(LLAMA, 0, max_num_batched_tokens=10**9)[0].max_num_batched_tokens == 2097152
+
+
+def test_a_vocabulary_has_at_most_2_19_words():
+    for words in (262_208, 262_400, 1 << 19):
+        resolved(replace(DEMO, vocab_size=words))
+    with pytest.raises(UnsupportedModel) as refused:
+        resolved(replace(DEMO, vocab_size=(1 << 19) + 1))
+    assert str(refused.value) == (
+        "vocab_size: got 524289, the sampler's integers allow at most 524288"
+    )

@@ -23,7 +23,15 @@ from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.families import FAMILIES
 from twinfer.shared.models.placement import place, rows_of
 from twinfer.shared.models.shapes import SHAPES
-from twinfer.shared.models.table import TOP, Parameter, ParameterTable, Part, keys, parameter_count
+from twinfer.shared.models.table import (
+    TOP,
+    PairsToHalves,
+    Parameter,
+    ParameterTable,
+    Part,
+    keys,
+    parameter_count,
+)
 from twinfer.shared.weights import (
     check_checkpoint,
     dummy_parameter,
@@ -44,7 +52,7 @@ SMALL = {
 }
 
 
-NESTED = ("Mistral3ForConditionalGeneration",)
+NESTED = ("Mistral3ForConditionalGeneration", "Gemma3ForConditionalGeneration")
 
 
 def model_of_family(architecture, **fields):
@@ -71,7 +79,7 @@ def test_every_row_of_every_tensor_is_read_once(architecture, tied):
                 else parameter.parts
             )
             for part, usual in zip(parts, keys(parameter.parts, layer), strict=True):
-                read[usual] += range(part.first, part.first + part.rows)
+                read[usual] += part.rows_in_tensor(np.arange(part.rows)).tolist()
         for key, shape in expected_tensors(table).items():
             assert sorted(read[key]) == list(range(shape[0])), key
 
@@ -339,10 +347,139 @@ def test_jax_loads_parameters_of_any_kind(tmp_path, dummy, shards):
     assert sum(len(of_layers) for (of_layers,) in loaded[0]["blocks"]) == len(values) - 1
 
 
-def test_the_number_of_parameters_is_the_published_one():
-    assert (
-        parameter_count(decoder.parameters_of(parse_config(SHAPES["phi4-mini"]))) == 3_836_021_760
-    )
+# --- rows in another order, norms of 1 + weight
+# --------------------------------------------------------------------------------------------------
+
+TURNED = PairsToHalves(head_dim=8, rotated=6)
+
+
+def turned_table(order):
+    """q and k of four and two heads, their biases, and a norm that multiplies with 1 + weight."""
+    q, k = Part("q", 32, "heads", order=order), Part("both", 16, "kv_heads", 4, 24, order)
+    biases = replace(q, key="q_bias"), replace(k, key="both_bias")
+    return ParameterTable(
+        (
+            Parameter("qk", (48, 5), ("qkv", "embed"), (q, k)),
+            Parameter("qk_bias", (48,), ("qkv",), biases),
+            Parameter("columns", (32, 6), ("embed", "mlp"), (replace(q, key="c", axis="embed"),)),
+            Parameter(
+                "norm", (8,), ("embed",), (Part("norm", 8, "embed"),), init="zeros",
+                dtype="float32", offset=1.0,
+            ),
+        )
+    )  # fmt: skip
+
+
+def loaded_on(backend, folder, table, shards=1, load_format="auto"):
+    """The parameters of a table that belong to no layer, in a bfloat16 model."""
+    model = model_of_family("LlamaForCausalLM")
+    if backend == "torch":
+        import torch
+
+        from twinfer.gpu.module import Decoder
+        from twinfer.gpu.weights import load_weights
+
+        module = Decoder(model, table, None, torch.bfloat16, torch.device("cpu"))
+        load_weights(module, str(folder), load_format, table, 0, lambda *_: None)
+        return {name: to_numpy(x) for name, x in module.top_weights.items()}
+    import jax
+
+    from twinfer.tpu.sharding import make_mesh
+    from twinfer.tpu.weights import load_weights
+
+    if len(jax.devices("cpu")) < shards:
+        pytest.skip(
+            "needs several devices: tests/e2e/test_tpu_sharding.py runs this file with them"
+        )
+    mesh = make_mesh(jax.devices("cpu"), shards)
+    arguments = str(folder), load_format, model, table, single_blocks(3)
+    weights = load_weights(*arguments, jax.numpy.dtype("bfloat16"), 0, mesh, lambda *_: None)
+    return {name: np.asarray(x) for name, x in weights.items() if name != "blocks"}
+
+
+def test_pairs_lie_as_halves():
+    rows = TURNED.tensor_rows(np.arange(16))
+    assert rows.tolist() == [0, 2, 4, 1, 3, 5, 6, 7, 8, 10, 12, 9, 11, 13, 14, 15]
+    part = Part("k", 8, "kv_heads", first=16, of=32, order=TURNED)
+    assert part.rows_in_tensor(np.arange(8)).tolist() == [16, 18, 20, 17, 19, 21, 22, 23]
+
+
+@pytest.mark.parametrize(("backend", "shards"), [("torch", 1), ("jax", 1), ("jax", 2), ("jax", 3)])
+def test_rows_in_another_order_are_read_as_those_that_lie_in_it(tmp_path, backend, shards):
+    """A table that turns pairs into halves reads what a plain one reads of turned tensors."""
+    turned, plain = turned_table(TURNED), turned_table(None)
+    tensors = written(tmp_path, turned, ml_dtypes.bfloat16)
+    here = loaded_on(backend, tmp_path, turned, shards)
+    for key, first in (("q", 0), ("q_bias", 0), ("c", 0), ("both", 4), ("both_bias", 4)):
+        rows = 16 if first else 32
+        order = first + TURNED.tensor_rows(np.arange(rows))
+        tensors[key] = tensors[key].copy()
+        tensors[key][first : first + rows] = tensors[key][order]
+    save_file(tensors, tmp_path / "model.safetensors")
+    there = loaded_on(backend, tmp_path, plain, shards)
+    assert here.keys() == there.keys()
+    for name, value in there.items():
+        np.testing.assert_array_equal(here[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize(("backend", "shards"), [("torch", 1), ("jax", 1), ("jax", 2)])
+@pytest.mark.parametrize("dummy", [False, True])
+def test_an_offset_is_added_in_float32(tmp_path, backend, shards, dummy):
+    """1 + a bfloat16 weight needs more bits than bfloat16 has."""
+    weight = written(tmp_path, turned_table(None), ml_dtypes.bfloat16)["norm"]
+    load_format = "dummy" if dummy else "auto"
+    norm = loaded_on(backend, tmp_path, turned_table(None), shards, load_format)["norm"]
+    want = np.ones(8, np.float32) if dummy else np.float32(1) + weight.astype(np.float32)
+    assert norm.dtype == np.float32
+    np.testing.assert_array_equal(norm, want)
+    assert dummy or not np.array_equal(norm, want.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def test_an_offset_needs_float32():
+    with pytest.raises(InternalError, match=r"norm: offset is 1\.0, which needs the dtype float32"):
+        replace(turned_table(None).top["norm"], dtype="model")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_norm_of_one_plus_weight_is_a_plain_norm_of_it_in_float32(framework, dtype):
+    """Bit for bit: so every kernel for `rms_norm` serves Gemma."""
+    rng = np.random.default_rng(3)
+    x = (rng.normal(size=(9, 200)) * np.logspace(-3, 3, 9)[:, None]).astype(DTYPES[dtype])
+    weight = rng.normal(size=200).astype(DTYPES[dtype])
+    plus_one = np.float32(1) + weight.astype(np.float32)
+    if framework == "torch":
+        ops = resolve_ops("torch").bind()
+        theirs = to_numpy(ops.gemma_rms_norm(from_numpy(x), from_numpy(weight), 1e-6))
+        ours = to_numpy(ops.rms_norm(from_numpy(x), from_numpy(plus_one), 1e-6))
+    else:
+        ops = resolve_ops("jax").bind()
+        theirs = on_jax(lambda x, w: ops.gemma_rms_norm(x, w, 1e-6), x, weight)
+        ours = on_jax(lambda x, w: ops.rms_norm(x, w, 1e-6), x, plus_one)
+    assert ours.dtype == x.dtype
+    np.testing.assert_array_equal(ours, theirs)
+    # One plus weight in the storage dtype is another number.
+    if dtype != "float32":
+        rounded = plus_one.astype(x.dtype)
+        assert not np.array_equal(plus_one, rounded.astype(np.float32))
+
+
+VISION = 416_866_032
+"""Parameters of the vision tower of Gemma 3, which does not run here."""
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("phi4-mini", 3_836_021_760),
+        # The whole without the tower and the projector, 1152 * (width + 1).
+        ("gemma3-4b", 4_300_079_472 - VISION - 1152 * 2561),
+        ("gemma3-27b", 27_432_406_640 - VISION - 1152 * 5377),
+        ("olmo3-7b", 7_298_011_136),
+    ],
+)
+def test_the_number_of_parameters_is_the_published_one(name, published):
+    assert parameter_count(decoder.parameters_of(parse_config(SHAPES[name]))) == published
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from twinfer.ops.cases import load_all
-from twinfer.ops.cases.attention import paged
+from twinfer.ops.cases.attention import paged, released
 from twinfer.ops.cases.dense import _product
 from twinfer.ops.cases.generators import generator, normal
 from twinfer.ops.cases.sampling import _sample_arguments
@@ -68,21 +68,24 @@ def test_in_the_interpreter(device, chosen):
     assert " passed" in done.stdout
 
 
+SINKS = np.linspace(-2.0, 4.0, 4).astype(np.float32)
+
+
 def judge(op, arguments, device):
     verdict = Judge(op, arguments)(run(op, "torch", "triton", arguments, device))
     assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize(
-    ("dtype", "window", "chunk", "parts"),
+    ("dtype", "reach", "chunk", "parts"),
     [
-        ("bfloat16", 0, 128, 8),
-        ("bfloat16", 300, 128, 8),
-        ("float16", 0, 128, 8),
-        ("bfloat16", 0, 32, 32),
+        ("bfloat16", {}, 128, 8),
+        ("bfloat16", {"window": 300, "sinks": SINKS}, 128, 8),
+        ("float16", {"chunk": 500, "sinks": SINKS}, 128, 8),
+        ("bfloat16", {}, 32, 32),
     ],
 )
-def test_triton_decode_in_parts(kernels, device, dtype, window, chunk, parts):
+def test_triton_decode_in_parts(kernels, device, dtype, reach, chunk, parts):
     """Long requests beside short ones: parts are added up, by whichever program is the last.
 
     It adds up 16 parts at a time. With chunks of 32 slots the longest request has 18.
@@ -94,7 +97,7 @@ def test_triton_decode_in_parts(kernels, device, dtype, window, chunk, parts):
     before = dict(setting)
     try:
         setting.update(programs=64, chunk=chunk, parts=parts)
-        judge("paged_attention", arguments | {"window": window}, device)
+        judge("paged_attention", arguments | reach, device)
         first, second = (
             run("paged_attention", "torch", "triton", arguments, device)[0] for _ in range(2)
         )
@@ -146,6 +149,31 @@ def test_triton_mixed_steps(kernels, device, heads, size, page, gathered):
         setting.update(before)
 
 
+@pytest.mark.parametrize(
+    "reach",
+    [{"window": 20}, {"window": 150}, {"chunk": 64}, {"chunk": 160, "soft_cap": 20.0}],
+    ids=lambda reach: " ".join(f"{name} {value}" for name, value in reach.items()),
+)
+def test_triton_mixed_steps_with_a_reach(kernels, device, reach):
+    """Prompts whose windows and chunks are shorter and longer than blocks of slots, beside sinks.
+
+    What no query of a request sees is NaN, and entry 0 of the page table.
+    """
+    arguments = paged(
+        generator("reach"), "bfloat16", [190, 300, 33], [1, 130, 2], (4, 1), 32, 16, tokens=144
+    )
+    judge("paged_attention", released(arguments | reach | {"sinks": SINKS}), device)
+
+
+@pytest.mark.parametrize(("dtype", "heads"), [("bfloat16", (16, 2)), ("float32", (8, 1))])
+def test_triton_heads_of_512(kernels, device, dtype, heads):
+    """As the full layers of Gemma 4 have: eight query heads to one of keys."""
+    setting = kernels.config("prefill", f"{dtype}/512", dtype, "512")
+    assert setting is not kernels.config("prefill", dtype)
+    arguments = paged(generator("512"), dtype, [90, 33, 60], [1, 1, 21], heads, 512, 16, tokens=24)
+    judge("paged_attention", arguments, device)
+
+
 @pytest.mark.parametrize("cache", ["int8", "float8_e4m3fn"])
 def test_triton_narrow_caches(kernels, device, cache):
     """What is written is what the reference writes, bit for bit, and what is read is judged like
@@ -175,14 +203,15 @@ def test_triton_products_of_few_rows(kernels, device, rows, k, n):
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("bias", [True, False])
-def test_triton_gated_products_of_few_rows(kernels, device, rows, bias):
+@pytest.mark.parametrize("op", ["gated_mlp", "gelu_gated_mlp"])
+def test_triton_gated_products_of_few_rows(kernels, device, rows, bias, op):
     rng = generator("few gated rows")
     up, down = (_product(rng, "bfloat16", rows, k, n) for k, n in ((1030, 70), (35, 50)))
     arguments = {
         **{"x": up["x"], "gate_up": up["weight"], "gate_up_bias": up["bias"] if bias else None},
         **{"down": down["weight"], "down_bias": down["bias"] if bias else None},
     }
-    judge("gated_mlp", arguments, device)
+    judge(op, arguments, device)
 
 
 def test_triton_launches_overlap_without_a_trace(kernels, device, monkeypatch):
@@ -319,6 +348,21 @@ def test_triton_filters_of_rows_that_tell(kernels, device):
     judge("sample", arguments, device)
 
 
+def test_triton_samples_from_more_than_2_18_words(kernels, device):
+    """The op's own case of 262208 words, whose weights have a bit less."""
+    setting, testing = kernels.config("sample"), TESTING["sample"]
+    before = dict(setting)
+    cases = ci_cases(testing, "float32")
+    (arguments,) = (case.arguments for case in cases if case.name.startswith("262208 words"))
+    try:
+        if device == "cpu":
+            setting.update(block=16384, least=65536, narrow=16384)
+            arguments = arguments | {name: arguments[name][:1] for name in testing.rows}
+        judge("sample", arguments, device)
+    finally:
+        setting.update(before)
+
+
 def test_triton_kernels_are_all_that_granite_and_phi_layers_call(kernels):
     """A product with a number that is no kernel would send every layer to the compiler."""
     from twinfer.gpu.compilation import compiled_kinds
@@ -348,7 +392,7 @@ def test_triton_operators_pass_opcheck(kernels, device):
     from twinfer.ops.namespaces.torch_ import from_numpy
 
     wanted = preferred("torch", "cuda")
-    assert len(wanted) == 14
+    assert len(wanted) == 19
     for name in wanted:
         opaque(REGISTRY[name], IMPLEMENTATIONS[name, "torch"]["triton"])
         case = min(

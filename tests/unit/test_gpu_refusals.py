@@ -149,6 +149,20 @@ def test_prompts_of_wide_heads_are_left_to_native_ops_on_chips_without_room(chip
     assert plans["mixed"]["paged_attention"].provider == "triton"
 
 
+@pytest.mark.parametrize("gpu", [A100, RTX_4090, H100])
+def test_heads_of_512_run_where_there_is_room(chip, gpu):
+    chip(*gpu)
+    _, plans = plans_of(dataclasses.replace(MODEL, head_dim=512))
+    found = {kind: plans[kind]["paged_attention"].provider for kind in ("decode", "mixed")}
+    assert found == {
+        "decode": "native" if gpu == RTX_4090 else "triton",
+        "mixed": "triton" if gpu == H100 else "native",
+    }
+    if gpu == A100:
+        ((_, reason),) = plans["mixed"]["paged_attention"].passed_over
+        assert "prompts with heads of 512 need 200 KiB of shared memory, this GPU has 163" in reason
+
+
 def test_chips_before_ampere_run_native_ops(chip):
     chip((7, 5), 64)
     _, plans = plans_of()

@@ -30,6 +30,7 @@ from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.families import model_of
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.models.spec import Mlp
+from twinfer.shared.page_groups import PageGroup
 from twinfer.shared.step import (
     DecodeLoop,
     NewPages,
@@ -106,14 +107,18 @@ def random_step(d, rng, count, longest, loop=None, shape=SHAPE):
     f["rows"][:count] = rng.permutation(shape.max_rows)[:count]
     f["kv_lens"][:] = 0
     f["kv_lens"][:count] = rng.integers(1, longest + 1, count)
-    pages = rng.integers(0, 99, (d.requests, shape.pages_per_request), dtype=np.int32)
+    rows = shape.num_groups * d.requests
+    pages = rng.integers(0, 99, (rows, shape.pages_per_request), dtype=np.int32)
     settings = rng.integers(0, 99, sampling.size, dtype=np.int32)
     return StepInput(0, d, shape, "greedy", batch, settings, loop=loop, page_table=pages)
 
 
 def test_static_inputs_hold_what_the_steps_say():
     """Every field of every program, over steps of all kinds in turn, each with its page table."""
-    inputs, rng = StepInputs(TABLE, SHAPE, PAGE, torch.device("cpu")), np.random.default_rng(0)
+    inputs, rng = (
+        StepInputs(TABLE, SHAPE, (PageGroup(PAGE),), torch.device("cpu")),
+        np.random.default_rng(0),
+    )
     for _ in range(20):
         for d in TABLE:
             loop = (
@@ -150,12 +155,16 @@ def differences(rng, shape, most):
         )
         pages = rng.integers(0, 99, count)
         tables[rows, columns] = pages
-        yield NewPages(start, *(x.astype(np.int32) for x in (rows, columns, pages))), tables.copy()
+        entries = (x.astype(np.int32) for x in (rows, columns, pages))
+        yield NewPages(start, *entries, np.zeros(0, np.int32)), tables.copy()
         start += count
 
 
 def test_page_tables_are_made_of_differences_and_a_lost_one_is_an_error():
-    inputs, rng = StepInputs(TABLE, SHAPE, PAGE, torch.device("cpu")), np.random.default_rng(0)
+    inputs, rng = (
+        StepInputs(TABLE, SHAPE, (PageGroup(PAGE),), torch.device("cpu")),
+        np.random.default_rng(0),
+    )
     stream = differences(rng, SHAPE, 100)
 
     def fill(d, new):
@@ -194,8 +203,9 @@ PLUMBING = {"torch": "twinfer.gpu.plumbing", "triton": "twinfer.gpu.step_kernels
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("requests", "count"), [(8, 5), (200, 150)])
+@pytest.mark.parametrize("page_sizes", [(PAGE,), (PAGE, 2 * PAGE, PAGE)])
 @pytest.mark.parametrize("by", PLUMBING)
-def test_plumbing_follows_its_contract(by, requests, count, device, request):
+def test_plumbing_follows_its_contract(by, page_sizes, requests, count, device, request):
     """Gathers, tokens that are kept, and the inputs of the second step of a loop; 200 requests
     are several blocks.
     """
@@ -203,9 +213,10 @@ def test_plumbing_follows_its_contract(by, requests, count, device, request):
         request.getfixturevalue("kernels")
     does = import_module(PLUMBING[by])
     where, rng = torch.device(device), np.random.default_rng(1)
-    shape = dataclasses.replace(SHAPE, max_rows=requests)
+    groups = [PageGroup(size) for size in page_sizes]
+    shape = dataclasses.replace(SHAPE, max_rows=requests, num_groups=len(groups))
     d = Descriptor("decode", requests, requests, 1)
-    inputs = StepInputs(Table((requests,), (16,), requests), shape, PAGE, where)
+    inputs = StepInputs(Table((requests,), (16,), requests), shape, groups, where)
     step = random_step(d, rng, count, 30, shape=shape)
     step.field("token_ids")[:] = -1
     step.field("token_ids")[3] = 7
@@ -217,16 +228,18 @@ def test_plumbing_follows_its_contract(by, requests, count, device, request):
     last = torch.arange(requests + 1, dtype=torch.int32, device=where) + 50
     cos = torch.arange(96.0, device=where).view(48, 2)
     ids, cosines, sines, table = does.select(
-        f["token_ids"], f["positions"], f["rows"], last, cos, -cos, inputs.pages
+        f["token_ids"], f["positions"], f["rows"], last, cos, -cos, inputs.pages, len(groups)
     )
     rows = torch.from_numpy(step.field("rows")).long()
     assert ids.tolist() == [7 if i == 3 else 50 + int(row) for i, row in enumerate(rows)]
     assert cosines.tolist() == cos.cpu()[step.field("positions")].tolist()
     assert torch.equal(sines, -cosines)
-    assert torch.equal(table.cpu(), inputs.pages.cpu()[rows])
+    tables = inputs.pages.cpu().view(len(groups), requests + 1, -1)
+    assert torch.equal(table.cpu(), tables[:, rows].reshape(table.shape))
     for i in range(count):
         used = -(-int(step.field("kv_lens")[i]) // PAGE)
-        assert table[i, :used].tolist() == step.field("page_table")[i, :used].tolist()
+        for line in range(i, len(table), requests):
+            assert table[line, :used].tolist() == step.field("page_table")[line, :used].tolist()
     before = last.clone()
     sampled = torch.arange(requests, dtype=torch.int32, device=where) + 1000
     tokens = torch.zeros_like(sampled)
@@ -236,14 +249,17 @@ def test_plumbing_follows_its_contract(by, requests, count, device, request):
     assert last[others].tolist() == before[others].tolist()
     assert torch.equal(tokens, sampled)
     before = {name: value.clone() for name, value in f.items()}
-    does.advance(f, inputs.pages, PAGE)
+    does.advance(f, inputs.pages, page_sizes)
     for name in ("positions", "kv_lens", "position"):
         assert (f[name] - before[name]).tolist() == [1] * count + [0] * (requests - count), name
     for i in range(count):
         place = int(step.field("positions")[i]) + 1
-        page = int(inputs.pages[step.field("rows")[i], place // PAGE])
-        assert int(f["slots"][i]) == page * PAGE + place % PAGE
-    assert f["slots"][count:].tolist() == step.field("slots")[count:].tolist()
+        for group, size in enumerate(page_sizes):
+            page = int(tables[group, step.field("rows")[i], place // size])
+            assert int(f["slots"][group * requests + i]) == page * size + place % size
+    padding = f["slots"].view(len(groups), requests)[:, count:].reshape(-1)
+    given = step.field("slots").reshape(len(groups), requests)[:, count:].reshape(-1)
+    assert padding.tolist() == given.tolist()
     assert f["token_ids"].tolist() == [-1] * count + before["token_ids"][count:].tolist()
     for name in ("rows", "counts", "sample_rows"):
         assert torch.equal(f[name], before[name]), name

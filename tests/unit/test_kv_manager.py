@@ -200,11 +200,11 @@ FAULTS: dict[str, tuple[Callable[[KVManager, np.ndarray], object], str]] = {
         "is in 2 of the places",
     ),
     "a digest without a page": (
-        lambda m, p: m._page_of.__setitem__(b"x", 3),
+        lambda m, p: m._page_of[0].__setitem__(b"x", 3),
         "the maps from digest to page",
     ),
     "a page without a digest": (
-        lambda m, p: m._page_of.pop(m._digest_of[int(p[0])]),
+        lambda m, p: m._page_of[0].pop(m._digest_of[int(p[0])]),
         "the maps from digest to page",
     ),
     "a flag without a digest": (

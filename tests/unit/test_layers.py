@@ -125,7 +125,7 @@ def whole_only():
         q: "Array", kv: "Array", page_table: "Array", query_start: "Array", kv_lens: "Array",
         counts: "Array",
         scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        v_scale: float = 1.0, sinks: "Array | None" = None, chunk: int = 0,
     ):  # fmt: skip
         return True if window == 0 else Refusal("it knows no windows")
 
@@ -133,7 +133,7 @@ def whole_only():
         q: "Array", kv: "Array", page_table: "Array", query_start: "Array", kv_lens: "Array",
         counts: "Array",
         scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        v_scale: float = 1.0, sinks: "Array | None" = None, chunk: int = 0,
     ) -> "Array":  # fmt: skip
         raise AssertionError("plans run nothing")
 

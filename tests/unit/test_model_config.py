@@ -41,6 +41,21 @@ QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
 PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 GRANITE = LLAMA | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+GLM4 = LLAMA | {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4"}
+OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+OLMO3 = LLAMA | {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
+MINISTRAL3 = LLAMA | {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+# Of these there is more in test_dense_families.py.
+NEWER = {
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+    "glm4": GLM4,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "ministral3": MINISTRAL3,
+}
 ALONE = {
     "llama": LLAMA,
     "mistral": MISTRAL,
@@ -55,7 +70,12 @@ MISTRAL3 = {
     "model_type": "mistral3",
     "text_config": MISTRAL,
 }
-FAMILIES = ALONE | {"mistral3": MISTRAL3}
+IMAGES3 = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": GEMMA3,
+}
+FAMILIES = ALONE | NEWER | {"mistral3": MISTRAL3, "gemma3": IMAGES3}
 NAMES = [
     "LlamaConfig",
     "MistralConfig",
@@ -63,6 +83,8 @@ NAMES = [
     "Qwen3Config",
     "Phi3Config",
     "GraniteConfig",
+    "Gemma2Config",
+    "Olmo2Config",
 ]
 
 # As published, shortened to what differs from a plain config.
@@ -123,7 +145,7 @@ def test_parameters_are_those_of_the_transformers_model(name):
     import transformers
 
     bias = (
-        {"attention_bias": True} if name in ("LlamaConfig", "Qwen3Config", "GraniteConfig") else {}
+        {} if name in ("MistralConfig", "Qwen2Config", "Phi3Config") else {"attention_bias": True}
     )
     bias |= {"mlp_bias": True} if name in ("LlamaConfig", "GraniteConfig") else {}
     for tied, more in ((True, {}), (False, bias)):

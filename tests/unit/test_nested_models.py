@@ -122,7 +122,7 @@ def test_the_text_model_is_what_it_would_be_alone(text, model_type):
         "text_config"
     ]
     inside, flat = parse_config(raw), parse_config(alone)
-    names = "architecture model_type raw_hash image_token_ids left_out".split()
+    names = "architecture model_type raw_hash text_architecture image_token_ids left_out".split()
     differ = [name for name in inside.__slots__ if getattr(inside, name) != getattr(flat, name)]
     assert differ == names
     assert model_of(inside) == model_of(flat)
@@ -190,8 +190,8 @@ def test_what_may_stand_inside_or_outside(outer, text, name, value):
         (ModelError, nested(text_config={}), ["text_config.num_hidden_layers is missing"]),
         (
             UnsupportedModel,
-            nested({"model_type": "ministral3"}),
-            ["text_config.model_type is ministral3", '"mistral"', "for mistral3"],
+            nested({"model_type": "mixtral"}),
+            ["text_config.model_type is mixtral", '"mistral" or "ministral3"', "for mistral3"],
         ),
         (UnsupportedModel, nested({"model_type": 5}), ["text_config.model_type is 5"]),
         (

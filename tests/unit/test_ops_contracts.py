@@ -9,7 +9,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from twinfer.ops import REGISTRY, testing
+from twinfer.ops import REGISTRY, OpError, testing
 from twinfer.ops.cases import load_all
 from twinfer.ops.cases.attention import BELOW_ONE, equal_values
 from twinfer.ops.testing import (
@@ -375,3 +375,19 @@ def test_infinite_bounds_do_not_excuse_nan():
     assert blind([out]).passed
     assert not blind([np.where(np.arange(200) == 3, np.nan, out).astype(out.dtype)]).passed
     assert not blind([out[:-1]]).passed
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"window": 4, "chunk": 8}, "chunk: got 8 beside window 4, allowed is one of them"),
+        ({"window": -1}, "window: got -1, allowed are 0"),
+        ({"chunk": -8}, "chunk: got -8, allowed are 0"),
+    ],
+)
+def test_a_reach_that_is_none_is_refused(framework, given, words, device):
+    implementation("paged_attention", framework, "native", device)
+    case = judged_cases("paged_attention", "float32")[0][0]
+    with pytest.raises(OpError, match=words):
+        run("paged_attention", framework, "native", case.arguments | given, device)

@@ -35,6 +35,7 @@ from twinfer.shared.option_kinds import (
     Words,
 )
 from twinfer.shared.options import METADATA, OWNERS, by_name, nearest_name, options_of
+from twinfer.shared.page_groups import PageGroup
 from twinfer.shared.sampling_kinds import Biases, Strings, Temperature, TokenIds
 from twinfer.shared.sampling_params import SamplingParams
 
@@ -226,6 +227,7 @@ TYPED = {
     "kv_cache_dtype": ("int8", "int8"),
     "kv_cache_scales": ("0.5,0.25", (0.5, 0.25)),
     "enable_prefix_caching": (None, False),
+    "page_groups": (None, False),
     "op_priority": ("rms_norm=a,b", {"rms_norm": ("a", "b")}),
     "enable_ops": ("-rms_norm", ("-rms_norm",)),
     "compile_level": ("2", 2),
@@ -362,9 +364,10 @@ def test_options_of_the_scheduler_reach_it():
         "enable_chunked_prefill": False,
         "enable_prefix_caching": False,
     }
-    config = scheduler_config(
-        resolve(EngineConfig(model="demo", backend="torch", **asked), DEMO, CPU)[0], 9
-    )
+    resolved, _ = resolve(EngineConfig(model="demo", backend="torch", **asked), DEMO, CPU)
+    groups = (PageGroup(16), PageGroup(32, 8))
+    config = scheduler_config(resolved, 9, groups)
+    assert config.page_groups == groups
     assert (config.policy, config.priority_window, config.watermark) == ("priority", 3, 0.25)
     assert (config.pipeline_depth, config.decode_steps, config.num_pages) == (1, 4, 9)
     assert not config.enable_chunked_prefill

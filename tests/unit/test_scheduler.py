@@ -12,6 +12,7 @@ import pytest
 
 from twinfer.bucketing import Table, decode_ladder, mixed_ladder
 from twinfer.shared.errors import ConfigError, InternalError, OutsideTable, RequestError
+from twinfer.shared.page_groups import PageGroup
 from twinfer.shared.request import FinishReason, Request, RequestState, WaitingQueue
 from twinfer.shared.request_table import Loop, RequestTable, ScheduledStep, StepEvents
 from twinfer.shared.sampling_params import SamplingParams
@@ -701,11 +702,11 @@ FAULTS: dict[str, tuple[Callable[[Scheduler, int], object], str]] = {
     ),
     "a capacity that is off": (
         lambda s, r: s.table.capacity.__setitem__(r, 4),
-        "capacity 4 is not that of 2 pages",
+        "capacity 4 is not that of its pages",
     ),
     "a stale page": (
         lambda s, r: s.table.pages.__setitem__((r, 5), 1),
-        "its page table is not 0 behind its pages",
+        "a page table is not 0 outside of its pages",
     ),
     "another prompt": (
         lambda s, r: s.table.tokens.__setitem__((r, 1), 3),
@@ -777,7 +778,7 @@ def test_check_integrity_sees_a_decode_among_the_prompts_under_way() -> None:
 
 
 def test_the_table_refuses_what_it_cannot_do() -> None:
-    table = RequestTable(1, 8, PAGE)
+    table = RequestTable(1, 8, (PageGroup(PAGE),))
     request = make_request("a", 3)
     row = table.assign(request, request.prompt)
     with pytest.raises(InternalError, match="all rows of the request table are taken"):

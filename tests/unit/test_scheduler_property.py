@@ -1,8 +1,9 @@
 """Random schedules against a model whose every token depends on all it should have read, and on
 nothing else.
 
-The mock worker has two layers of paged keys and values. What a layer stores at a position is a hash
-of everything that the layer below let that position read, through the page table, so that a wrong
+The mock worker has some layers of paged keys and values, two for each page group. What a layer
+stores at a position is a hash of everything that the layer below let that position read, through
+the page table of its group: all tokens, or the last ones of a window; so that a wrong
 page, a stale one, one shared under another prefix or an order of steps that is off by one changes
 every later token. It reads the `StepInput` and its own memory only, to which its page tables
 belong: they are made of the differences that steps bring. The expected tokens come from the same
@@ -22,8 +23,11 @@ from hypothesis import strategies as st
 
 from twinfer.bucketing import Table, decode_ladder, mixed_ladder
 from twinfer.shared.errors import InternalError
+from twinfer.shared.kv_manager import KVManager
 from twinfer.shared.packer import pack
+from twinfer.shared.page_groups import PageGroup, pages_for
 from twinfer.shared.request import FinishReason, Request, RequestState
+from twinfer.shared.request_table import RequestTable
 from twinfer.shared.sampling_encoding import FAR, ONE, encode_sampling
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.scheduler import Scheduler
@@ -38,7 +42,8 @@ from twinfer.shared.step import (
 )
 
 VOCABULARY = 50
-LAYERS = 2
+REPEATS = 2
+"""Layers of a page group."""
 U64 = np.uint64
 Write = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 """Puts pages [n] into the page tables, at rows [n] and columns [n]."""
@@ -55,11 +60,14 @@ def mix(*parts: np.ndarray | int) -> np.ndarray:
     return value
 
 
-def attend(stored: np.ndarray) -> np.ndarray:
+def attend(stored: np.ndarray, window: int) -> np.ndarray:
     """What each position reads of the values `[n]` stored at positions 0..n-1: all up to its
-    own, in order.
+    own, or those in the window, in order.
     """
-    return np.cumsum(stored * (2 * np.arange(len(stored)).astype(U64) + U64(1)))
+    sums = np.cumsum(stored * (2 * np.arange(len(stored)).astype(U64) + U64(1)))
+    if window:
+        sums[window:] = sums[window:] - sums[:-window]
+    return sums
 
 
 def draw(
@@ -84,15 +92,17 @@ def draw(
     return int(allowed[int(mix(*parts)[0]) % len(allowed)])
 
 
-def expected_output(request: Request) -> tuple[list[int], FinishReason]:
+def expected_output(
+    request: Request, groups: tuple[PageGroup, ...]
+) -> tuple[list[int], FinishReason]:
     """Tokens and finish reason by a direct simulation: one request alone, no pages, no steps."""
     params, tokens = request.params, request.prompt.tolist()
     fields = as_bits(encode_sampling(params, request.seed))
     output: list[int] = []
     while True:
         hidden = mix(np.array(tokens), np.arange(len(tokens)))
-        for layer in range(1, LAYERS + 1):
-            hidden = mix(attend(hidden), layer)
+        for layer in range(REPEATS * len(groups)):
+            hidden = mix(attend(hidden, groups[layer % len(groups)].window), layer + 1)
         allowed = np.arange(VOCABULARY)
         if params.banned_token_ids:
             allowed = np.setdiff1d(allowed, params.banned_token_ids)
@@ -126,11 +136,17 @@ class MockWorker:
 
     def __init__(self, config: SchedulerConfig, shape: StepShape, stops_early: bool) -> None:
         random, max_rows = np.random.default_rng(0), shape.max_rows
-        self.page_size = config.page_size
-        self.memory = random.integers(
-            1, 2**63, (LAYERS, config.num_pages * config.page_size)
-        ).astype(U64)
-        self.tables = random.integers(0, config.num_pages, (max_rows, shape.pages_per_request))
+        self.groups = config.page_groups
+        self.stride = max_rows + 1
+        # A page of a group may hold more tokens than that of another; in memory they are alike, and
+        # layers of different groups share it.
+        self.largest = max(group.page_size for group in self.groups)
+        self.memory = random.integers(1, 2**63, (REPEATS, config.num_pages, self.largest)).astype(
+            U64
+        )
+        self.tables = random.integers(
+            0, config.num_pages, (shape.table_rows, shape.pages_per_request)
+        )
         self.num_entries = 0
         self.last_tokens = np.full(max_rows + 1, 10**6)
         self.stops_early = stops_early
@@ -172,8 +188,11 @@ class MockWorker:
         live = np.arange(f["counts"][1])
         f["positions"][live] += k
         f["kv_lens"][live] += k
-        page, offset = np.divmod(f["positions"][live], self.page_size)
-        f["slots"][live] = self.tables[f["rows"][live], page] * self.page_size + offset
+        for number, group in enumerate(self.groups):
+            page, offset = np.divmod(f["positions"][live], group.page_size)
+            pages = self.tables[f["rows"][live] + number * self.stride, page]
+            slots = f["slots"][number * step.descriptor.tokens :]
+            slots[live] = pages * group.page_size + offset
         if k:
             f["token_ids"][live] = -1
         sampling_layout(step.descriptor.requests).view(moved.sampling, "position")[live] += k
@@ -190,19 +209,21 @@ class MockWorker:
         assert (np.diff(start)[singles:count] > 1).all()
         tokens[unread] = self.last_tokens[rows[unread]]
         hidden = mix(tokens, positions)
-        slots = step.field("slots").astype(int)
-        for layer in range(LAYERS):
+        all_slots = step.field("slots").astype(int).reshape(len(self.groups), -1)
+        for layer in range(REPEATS * len(self.groups)):
+            repeat, number = divmod(layer, len(self.groups))
+            group, memory, slots = self.groups[number], self.memory[repeat], all_slots[number]
             # As on a device: a layer writes the whole step before anybody reads.
-            self.memory[layer, slots[slots >= 0]] = hidden[slots >= 0]
+            written = slots >= 0
+            page, offset = np.divmod(slots[written], group.page_size)
+            memory[page, offset] = hidden[written]
             after = np.zeros_like(hidden)
             for index in range(count):
-                length = int(lens[index])
-                pages = self.tables[rows[index], : -(-length // self.page_size)]
-                readable = (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(
-                    -1
-                )[:length]
+                length, row = int(lens[index]), rows[index] + number * self.stride
+                pages = self.tables[row, : group.columns_for(length)]
+                stored = memory[pages, : group.page_size].reshape(-1)[:length]
                 new = slice(start[index], start[index + 1])
-                after[new] = attend(self.memory[layer, readable])[positions[new]]
+                after[new] = attend(stored, group.window)[positions[new]]
             hidden = mix(after, layer + 1)
         sampled = self._sample(step, hidden[step.field("sample_index")])
         sample_rows = sampling_layout(len(rows)).view(step.sampling, "sample_rows")
@@ -270,8 +291,11 @@ class Run:
             decode_ladder(config.max_num_seqs, 4), mixed_ladder(config.max_num_batched_tokens, 4), 8
         )
         self.scheduler = Scheduler(config, table)
-        pages = -(-config.max_model_len // config.page_size)
-        self.shape = StepShape(pages + 1, config.max_num_seqs, config.max_model_len, VOCABULARY)
+        groups = config.page_groups
+        pages = max(group.columns_for(config.max_model_len) for group in groups)
+        self.shape = StepShape(
+            pages + 1, config.max_num_seqs, config.max_model_len, VOCABULARY, len(groups)
+        )
         self.worker = MockWorker(config, self.shape, self.stops_early)
         self.loops = 0
 
@@ -354,7 +378,8 @@ class Run:
     def check(self) -> None:
         """Right tokens and reasons, and nothing left behind."""
         for plan in self.plans:
-            request, (output, reason) = plan.request, expected_output(plan.request)
+            request = plan.request
+            output, reason = expected_output(request, self.config.page_groups)
             if request.request_id in self.cancelled:
                 assert request.output == output[: len(request.output)]
                 assert request.finish_reason is plan.reason
@@ -388,11 +413,12 @@ def configs(draw_: st.DrawFn) -> SchedulerConfig:
     model_len = draw_(st.integers(12, 40))
     seqs = draw_(st.integers(1, 6))
     chunked = draw_(st.booleans())
-    least = -(-model_len // page_size)
+    tokens = (seqs if chunked else max(seqs, model_len)) + draw_(st.integers(0, 9) | st.just(40))
+    groups = draw_(page_groups(page_size))
+    least = pages_for(groups, model_len, tokens)
     return SchedulerConfig(
         max_num_seqs=seqs,
-        max_num_batched_tokens=(seqs if chunked else max(seqs, model_len))
-        + draw_(st.integers(0, 9) | st.just(40)),
+        max_num_batched_tokens=tokens,
         max_model_len=model_len,
         page_size=page_size,
         num_pages=least + draw_(st.integers(0, 2 * least)),
@@ -403,7 +429,17 @@ def configs(draw_: st.DrawFn) -> SchedulerConfig:
         pipeline_depth=draw_(st.sampled_from([1, 2, 2])),
         watermark=draw_(st.sampled_from([0.0, 0.1])),
         decode_steps=draw_(st.sampled_from([1, 2, 7])),
+        groups=groups,
     )
+
+
+@st.composite
+def page_groups(draw_: st.DrawFn, page_size: int) -> tuple[PageGroup, ...]:
+    """One group or several, of which one has the smallest pages."""
+    windows = st.sampled_from([0, 0, 1, 3, 4, 9, 16])
+    rest = draw_(st.lists(st.tuples(st.sampled_from([1, 1, 2, 3]), windows), max_size=2))
+    first = PageGroup(page_size, draw_(windows))
+    return (first, *(PageGroup(page_size * times, window) for times, window in rest))
 
 
 @st.composite
@@ -470,6 +506,8 @@ def check_random_schedule(run: Run) -> None:
     event(f"preemptions: {min(metrics.preemptions, 3)}")
     event(f"prefix hits: {metrics.prefix_hits > 0}")
     event(f"loops: {run.loops > 0}")
+    event(f"groups: {len(run.config.groups)}")
+    event(f"windows: {any(group.window for group in run.config.groups)}")
     event(f"errors: {min(metrics.errors, 3)}")
 
 
@@ -491,7 +529,7 @@ def twice(worker: MockWorker, write: Write) -> Write:
     def changed(rows: np.ndarray, columns: np.ndarray, pages: np.ndarray) -> None:
         write(rows, columns, pages)
         if len(pages) and next(times) == 3:
-            write(rows, columns, (pages + 1) % (len(worker.memory[0]) // worker.page_size))
+            write(rows, columns, (pages + 1) % len(worker.memory[0]))
 
     return changed
 
@@ -537,3 +575,63 @@ def test_a_fault_in_the_differences_of_page_tables_changes_tokens(
         return False
 
     find(runs(), fails, settings=settings(max_examples=200, phases=[Phase.generate], database=None))
+
+
+def early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are released one token before the last query that reads them."""
+
+    def first_columns(group: PageGroup, positions: np.ndarray) -> np.ndarray:
+        if not group.window:
+            return np.zeros_like(positions)
+        return np.maximum(positions - group.window + 2, 0) // group.page_size
+
+    monkeypatch.setattr(PageGroup, "first_columns", first_columns)
+
+
+def short_hits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cached prefix is taken although the first page that its window reads is not there."""
+    monkeypatch.setattr(
+        PageGroup,
+        "first_column",
+        lambda group, position: (
+            -(-max(0, position - group.window + 1) // group.page_size) if group.window else 0
+        ),
+    )
+
+
+def other_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are found by their content in another group."""
+    monkeypatch.setattr(
+        KVManager, "find", lambda kv, digest, group: kv._page_of[group - 1].get(digest)
+    )
+
+
+def same_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entries of all groups go to the page tables of the first."""
+    take = RequestTable.take_new_pages
+
+    def changed(table: RequestTable) -> NewPages:
+        new = take(table)
+        return replace(new, rows=new.rows % (table.max_rows + 1))
+
+    monkeypatch.setattr(RequestTable, "take_new_pages", changed)
+
+
+@pytest.mark.parametrize("fault", [early, short_hits, other_group, same_columns])
+def test_a_fault_in_page_groups_changes_tokens(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other twin: a page that is released one step early, a window's page that is missing, a
+    page or a table of the wrong group.
+    """
+    fault(monkeypatch)
+
+    def fails(run: Run) -> bool:
+        try:
+            run.go()
+            run.check()
+        except (AssertionError, IndexError, InternalError):
+            return True
+        return False
+
+    find(runs(), fails, settings=settings(max_examples=600, phases=[Phase.generate], database=None))

@@ -25,7 +25,11 @@ from twinfer.tpu.kernels import attention, cache, target, write
 
 load_all()
 DTYPES = ("float32", "bfloat16")
-SAMPLED = ("decode, window", "mixed, window and soft cap")
+SAMPLED = (
+    "decode, window, released pages",
+    "mixed, window and soft cap",
+    "mixed, chunk, soft cap and sinks",
+)
 FORMS = {
     "K and V in a row": lambda kv_heads, hdim, dtype: (kv_heads, 2 * hdim),
     "a head in two rows": lambda kv_heads, hdim, dtype: (4 * kv_heads, hdim // 2),

@@ -51,6 +51,8 @@ class Shape:
     dtype: str = "bfloat16"
     window: int = 0
     soft_cap: float = 0.0
+    chunk: int = 0
+    sinks: bool = False
     blocks: tuple[tuple[str, int], ...] = ()
     halves: int = 2
 
@@ -76,6 +78,10 @@ SHAPES = {
     "80 lanes": Shape(hdim=80),
     "96 lanes": Shape(hdim=96),
     "256 lanes, window, soft cap": Shape(heads=16, hdim=256, window=4096, soft_cap=50.0),
+    "64 lanes, window, sinks": Shape(heads=64, hdim=64, window=128, sinks=True),
+    "chunk": Shape(heads=40, chunk=1024),
+    "512 lanes": Shape(heads=32, kv_heads=4, hdim=512),
+    "512 lanes, one KV head": Shape(heads=8, kv_heads=1, hdim=512),
     "mixed, 8b": MIXED,
     "mixed, 8b, smallest": Shape(tokens=16, requests=16, queries=16),
     "mixed, 8b, pages of 16": replace(MIXED, page=16),
@@ -92,6 +98,10 @@ SHAPES = {
         MIXED, heads=16, hdim=256, window=4096, soft_cap=50.0
     ),
     "mixed, 256 lanes, a shard of 8": replace(MIXED, heads=2, kv_heads=1, hdim=256),
+    "mixed, 64 lanes, window, sinks": replace(MIXED, heads=64, hdim=64, window=128, sinks=True),
+    "mixed, chunk": replace(MIXED, heads=40, chunk=1024),
+    "mixed, 512 lanes": replace(MIXED, heads=32, kv_heads=4, hdim=512),
+    "mixed, 512 lanes, one KV head": replace(MIXED, heads=8, kv_heads=1, hdim=512),
 }
 SAMPLED = "mixed, 8b, smallest"  # which has all kernels in it
 
@@ -136,24 +146,29 @@ def compile_shape(shape, device):
         array("int32", shape.requests),
         array("int32", 2),
     )
+    more = {"chunk": shape.chunk}
+    if shape.sinks:
+        more["sinks"] = array("float32", shape.heads)
     rest = (shape.hdim**-0.5, shape.window, shape.soft_cap, shape.queries, 0.5, 0.25)
 
-    def layers(kv, k, v, slots, q, table, start, lens, counts):
+    def layers(kv, k, v, slots, q, table, start, lens, counts, *sinks):
         def layer(state, index):
             kv, q = state
             kv = kv.reshape(arguments[1].shape)
             kv = write.write(kv, k, v, slots + index, 0.5, 0.25, False)
-            out = attention.attend(q, kv, table + index, start, lens, counts, *rest, False, blocks)
+            given = q, kv, table + index, start, lens, counts, *rest, False, blocks, *sinks
+            out = attention.attend(*given, chunk=shape.chunk)
             return (kv.reshape(PAGES, shape.page, *form), out), None
 
         return jax.lax.scan(layer, (kv, q), jnp.arange(2, dtype=jnp.int32))[0]
 
     start = time.perf_counter()
     slots = array("int32", shape.tokens)
+    sinks = [more["sinks"]] if shape.sinks else []
     # The kernels' lowering asks the abstract mesh for the generation.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         taken = (
-            attention.compiles(*arguments, *rest),
+            attention.compiles(*arguments, *rest, **more),
             write.compiles(arguments[1], rows, rows, slots, 0.5, 0.25),
         )
         if not attention.on_tpu() or not all(taken):
@@ -162,7 +177,7 @@ def compile_shape(shape, device):
         try:
             with planted(cache.CacheShape, shape.halves):
                 program = jax.jit(layers, donate_argnums=0, out_shardings=(kv.format, place))
-                lowered = program.lower(kv, rows, rows, slots, arguments[0], *arguments[2:])
+                lowered = program.lower(kv, rows, rows, slots, arguments[0], *arguments[2:], *sinks)
             compiled = lowered.compile()
         except Exception as error:  # the compiler raises several kinds
             return {"error": f"{type(error).__name__}: {error}"[:4000]}

@@ -195,9 +195,11 @@ class Tables:
         """
         rng, descriptor = self.rng, Descriptor("decode", size, size, 1)
         rows, entries = rng.permutation(SHAPE.max_rows)[: int(rng.integers(1, size + 1))], []
+        tenants = []
         for row in rows.tolist():
             if self.num_pages[row] in (0, 32) or rng.random() < 0.3:
                 self.num_pages[row] = 0
+                tenants.append(row)
                 self.parameters[:, row] = rng.integers(0, 999, len(state.PARAMETERS))
             first = self.num_pages[row]
             self.num_pages[row] = last = int(rng.integers(first + 1, 33))
@@ -221,7 +223,7 @@ class Tables:
             pages = np.zeros((size, 32), np.int32)
             pages[:count] = self.pages[rows]
             return replace(step, page_table=pages)
-        new = NewPages(self.start, *np.array(entries, np.int32).T)
+        new = NewPages(self.start, *np.array(entries, np.int32).T, np.array(tenants, np.int32))
         self.start += len(new)
         return replace(step, new_pages=new)
 

@@ -1,0 +1,370 @@
+"""Gemma 2 and 3, GLM-4-0414, OLMo 2 and 3, Ministral 3: what their configs say, and what is refused."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from twinfer.ops.testing import DTYPES
+from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
+from twinfer.shared.errors import ConfigError, ModelError, UnsupportedModel
+from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.decoder import model_of, parameters_of, rotary_tables, rounded
+from twinfer.shared.models.rope import RopeConfig, rope_inverse_frequencies
+from twinfer.shared.weights import expected_tensors
+
+SMALL = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "eos_token_id": 2,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def config_of(architecture, **fields):
+    return parse_config({"architectures": [architecture]} | SMALL | fields, where="/m/config.json")
+
+
+def gemma3(**fields):
+    return config_of("Gemma3ForCausalLM", **fields)
+
+
+def olmo3(**fields):
+    return config_of("Olmo3ForCausalLM", **fields)
+
+
+def refused(error, words, architecture, **fields):
+    with pytest.raises(error) as caught:
+        config_of(architecture, **fields)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+# --- as transformers reads it
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "fields"),
+    [
+        ("Gemma3TextConfig", "Gemma3ForCausalLM", {}),
+        ("Glm4Config", "Glm4ForCausalLM", {}),
+        ("Glm4Config", "Glm4ForCausalLM", {"attention_bias": False, "tie_word_embeddings": True}),
+        ("Olmo3Config", "Olmo3ForCausalLM", {"attention_bias": True}),
+        ("Ministral3Config", "Ministral3ForCausalLM", {}),
+    ],
+)
+@pytest.mark.parametrize("whole", [False, True])
+def test_parameters_are_those_of_the_transformers_model(config, model, fields, whole):
+    import torch
+    import transformers
+
+    sizes = SMALL | {"pad_token_id": None, "architectures": [model]} | fields
+    theirs = getattr(transformers, config)(**sizes)
+    with torch.device("meta"):
+        made = getattr(transformers, model)(theirs)
+    tensors = {key: tuple(value.shape) for key, value in made.state_dict().items()}
+    if theirs.tie_word_embeddings:
+        tensors.pop("lm_head.weight")
+    ours = parse_config(json.loads(theirs.to_json_string(use_diff=not whole)))
+    assert expected_tensors(parameters_of(ours)) == tensors
+    types = getattr(theirs, "layer_types", [FULL] * 6)
+    windows = tuple(theirs.sliding_window if name == SLIDING else 0 for name in types)
+    assert ours.layer_windows == windows
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture"),
+    [("Gemma3TextConfig", "Gemma3ForCausalLM"), ("Olmo3Config", "Olmo3ForCausalLM")],
+)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {"rope_local_base_freq": 2e4},
+        {"rope_parameters": {FULL: {"rope_type": "default", "rope_theta": 3e6}}},
+        {
+            "rope_parameters": {
+                FULL: {"rope_type": "yarn", "factor": 4.0, "rope_theta": 7e5},
+                SLIDING: {"rope_type": "default", "rope_theta": 3e4},
+            }
+        },
+    ],
+)
+def test_both_ropes_are_read_as_transformers_reads_them(config, architecture, fields):
+    import copy
+
+    import transformers
+
+    if "rope_local_base_freq" in fields and architecture == "Olmo3ForCausalLM":
+        refused(UnsupportedModel, ["rope_local_base_freq is 20000.0"], architecture, **fields)
+        return
+    theirs = getattr(transformers, config)(**copy.deepcopy(SMALL | fields))
+    ours = config_of(architecture, **fields)
+    assert len(ours.ropes) == 1 + (ours.window_rope is not None)
+    for name, rope in ((FULL, ours.rope), (SLIDING, ours.ropes[-1])):
+        block = theirs.rope_parameters[name]
+        assert (rope.theta, rope.kind) == (block["rope_theta"], block["rope_type"])
+        assert rope.factor == block.get("factor", 1.0)
+
+
+def test_layers_without_a_type_follow_a_pattern():
+    assert gemma3(sliding_window=8).layer_windows == (8, 8, 8, 8, 8, 0)
+    assert gemma3(sliding_window=8, sliding_window_pattern=2).layer_windows == (8, 0) * 3
+    assert config_of("Gemma2ForCausalLM").layer_windows == (4096, 0) * 3
+    assert olmo3(sliding_window=8).layer_windows == (8, 8, 8, 0, 8, 8)
+    types = [FULL] * 5 + [SLIDING]
+    assert gemma3(sliding_window=8, layer_types=types).layer_windows == (0,) * 5 + (8,)
+
+
+def test_one_rope_where_no_layer_needs_the_other():
+    assert gemma3(layer_types=[FULL] * 6).window_rope is None
+    assert olmo3().window_rope is None
+    assert olmo3(rope_scaling={"rope_type": "linear", "factor": 2.0}).window_rope == RopeConfig(
+        theta=5e5
+    )
+
+
+def test_published_files_leave_out_what_is_the_default():
+    """google/gemma-3-4b-it says five numbers of its text model."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    raw = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    raw |= {"eos_token_id": [1, 106], "image_token_index": 262144, "mm_tokens_per_image": 256}
+    config = parse_config(raw)
+    assert (config.vocab_size, config.head_dim, config.num_kv_heads) == (262_208, 256, 4)
+    assert config.tie_embeddings
+    assert config.rope == RopeConfig(theta=1e6, kind="linear", factor=8.0)
+    assert config.window_rope == RopeConfig(theta=1e4)
+    assert config.layer_windows == tuple(0 if i % 6 == 5 else 1024 for i in range(34))
+    assert config.attention_scale == 1 / 16
+    assert config.image_token_ids == (262_144,)
+    assert config.text_architecture == "Gemma3ForCausalLM"
+
+
+def test_caps_are_off_where_they_are_null():
+    usual, off = (
+        config_of("Gemma2ForCausalLM", **fields)
+        for fields in ({}, {"attn_logit_softcapping": None, "final_logit_softcapping": None})
+    )
+    assert (usual.attention_cap, usual.logits_cap) == (50.0, 30.0)
+    assert (off.attention_cap, off.logits_cap) == (0.0, 0.0)
+    assert (gemma3().attention_cap, gemma3().logits_cap) == (0.0, 0.0)
+    assert gemma3(final_logit_softcapping=20.0).logits_cap == 20.0
+
+
+def test_half_of_a_head_is_rotated_by_default():
+    assert config_of("Glm4ForCausalLM").rope.partial_rotary_factor == 0.5
+    assert config_of("Glm4ForCausalLM", partial_rotary_factor=1.0).rope.rotated(16) == 16
+    order = parameters_of(config_of("Glm4ForCausalLM")).layer(0)["qkv"].parts[0].order
+    assert (order.head_dim, order.rotated) == (16, 8)
+
+
+def test_ministral_3_has_a_rope_of_its_own_where_it_says_none():
+    config = config_of("Ministral3ForCausalLM")
+    assert (config.rope.kind, config.rope.factor, config.temper) == ("yarn", 16.0, (0.1, 16384))
+    assert rope_inverse_frequencies(config.rope, 16, 1)[1] == 1.0
+
+
+# --- what is refused
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "architecture", "fields", "words"),
+    [
+        (
+            UnsupportedModel,
+            "Gemma3ForCausalLM",
+            {"rope_parameters": {"full_atention": {"rope_type": "default"}}},
+            ["full_atention", "sliding_attention", "the nearest known one is full_attention"],
+        ),
+        (
+            UnsupportedModel,
+            "Gemma3ForCausalLM",
+            {"rope_parameters": {FULL: {"rope_type": "yarm"}}},
+            ["rope_parameters.full_attention", "yarm", "the nearest known one is yarn"],
+        ),
+        (
+            UnsupportedModel,
+            "Gemma3ForCausalLM",
+            {"layer_types": [FULL] * 5 + ["chunked_attention"]},
+            ["layer_types is chunked_attention", SLIDING],
+        ),
+        (ModelError, "Gemma3ForCausalLM", {"layer_types": [FULL]}, ["num_hidden_layers (6)"]),
+        (
+            ModelError,
+            "Gemma3ForCausalLM",
+            {"rope_local_base_freq": "x"},
+            ['rope_local_base_freq is "x"'],
+        ),
+        (
+            ModelError,
+            "Gemma3ForCausalLM",
+            {"sliding_window_pattern": 0},
+            ["sliding_window_pattern is 0"],
+        ),
+        (UnsupportedModel, "Gemma3ForCausalLM", {"hidden_activation": "silu"}, ["is silu"]),
+        (
+            UnsupportedModel,
+            "Gemma3ForCausalLM",
+            {"use_bidirectional_attention": True},
+            ["use_bidirectional_attention is True"],
+        ),
+        (UnsupportedModel, "Gemma2ForCausalLM", {"hidden_act": "gelu"}, ["hidden_act is gelu"]),
+        (
+            UnsupportedModel,
+            "Gemma2ForCausalLM",
+            {"sliding_window_size": 8},
+            ["sliding_window_size is 8", "4096"],
+        ),
+        (
+            ModelError,
+            "Gemma2ForCausalLM",
+            {"final_logit_softcapping": 0},
+            ["final_logit_softcapping is 0", "more than 0"],
+        ),
+        (ModelError, "Gemma2ForCausalLM", {"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
+        (UnsupportedModel, "Gemma2ForCausalLM", {"max_window_layers": 2}, ["max_window_layers"]),
+        (UnsupportedModel, "Olmo2ForCausalLM", {"sliding_window": 8}, ["sliding_window is 8"]),
+        (UnsupportedModel, "Olmo2ForCausalLM", {"clip_qkv": 8.0}, ["clip_qkv is 8.0"]),
+        (UnsupportedModel, "Glm4ForCausalLM", {"mlp_bias": True}, ["mlp_bias is True"]),
+        (
+            ModelError,
+            "Ministral3ForCausalLM",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            ["rope_parameters: llama_4_scaling_beta is missing"],
+        ),
+        (
+            ModelError,
+            "Ministral3ForCausalLM",
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            ["original_max_position_embeddings is missing"],
+        ),
+        (
+            UnsupportedModel,
+            "Ministral3ForCausalLM",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            ["rope_scaling is", "absent"],
+        ),
+        (
+            UnsupportedModel,
+            "LlamaForCausalLM",
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            ["llama_4_scaling_beta is 0.1"],
+        ),
+    ],
+)
+def test_what_could_change_the_maths_is_refused(error, architecture, fields, words):
+    refused(error, words, architecture, **fields)
+
+
+@pytest.mark.parametrize("architecture", ["Olmo2ForCausalLM", "Olmo3ForCausalLM"])
+def test_norms_over_all_heads_take_one_shard(architecture):
+    model, device = config_of(architecture), DeviceInfo("tpu", "TPU v6e", 1 << 35)
+    config = EngineConfig(model="m", backend="jax", tensor_parallel_size=2)
+    words = f"tensor_parallel_size: got 2, {architecture} allows 1: its norms of q and k"
+    with pytest.raises(ConfigError, match=words):
+        resolve(config, model, device)
+    resolve(config, config_of("LlamaForCausalLM"), device)
+
+
+# --- numbers that follow
+# --------------------------------------------------------------------------------------------------
+
+
+def test_tables_of_two_ropes_stand_side_by_side():
+    config = gemma3(rope_scaling={"rope_type": "linear", "factor": 8.0})
+    cos, sin = rotary_tables(config, 50)
+    assert cos.shape == sin.shape == (50, 16)
+    local, full = (layer[0].mixer.angles for layer in model_of(config).kinds)
+    for columns, rope in ((full, config.rope), (local, config.window_rope)):
+        inverse, _ = rope_inverse_frequencies(rope, 16, 50)
+        angles = np.arange(50)[:, None] * inverse
+        np.testing.assert_allclose(cos[:, slice(*columns)], np.cos(angles), atol=1e-7)
+        np.testing.assert_allclose(sin[:, slice(*columns)], np.sin(angles), atol=1e-7)
+
+
+def test_the_temperature_of_q_is_a_column_of_the_table():
+    rope = {"rope_type": "default", "original_max_position_embeddings": 10}
+    config = config_of(
+        "Ministral3ForCausalLM", rope_parameters=rope | {"llama_4_scaling_beta": 0.5}
+    )
+    cos, _ = rotary_tables(config, 40)
+    attention = model_of(config).layers[0][0].mixer
+    assert (attention.angles, attention.temper, cos.shape) == ((0, 8), 8, (40, 9))
+    want = [1 + 0.5 * math.log(1 + p // 10) for p in range(40)]
+    np.testing.assert_allclose(cos[:, 8], want, rtol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("hidden", [1152, 2304, 2560, 3584, 3840, 5376, 4096])
+def test_the_scale_of_embeddings_is_rounded_to_their_dtype(dtype, hidden):
+    """As transformers does it; 5376 and bfloat16 give 73.5 for 73.32."""
+    exact = hidden**0.5
+    for name in (dtype, f"torch.{dtype}"):
+        assert rounded(exact, name) == float(np.asarray(exact).astype(DTYPES[dtype]))
+
+
+PLANS = """
+import json, sys
+from twinfer.gpu.plans import make_plans
+from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
+from twinfer.shared.models.config import parse_config
+
+for raw in json.loads(sys.argv[1]):
+    model = parse_config(raw)
+    asked = EngineConfig(
+        model="m", backend="torch", max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64,
+        num_pages=64, dtype="bfloat16",
+    )
+    config, _ = resolve(asked, model, DeviceInfo("cuda", "H200", 1 << 37))
+    plans = make_plans(model, config)
+    chosen = [
+        f"{op}={layer.plan[op].provider}"
+        for kind in plans.layers.values() for layer in kind.values() for op in layer.called
+    ]
+    print(json.dumps(sorted(set(chosen))))
+"""
+
+
+def test_layers_are_made_of_kernels_alone_on_a_gpu():
+    """Planned in Triton's interpreter, which has every kernel without a GPU."""
+    names = """Gemma2ForCausalLM Gemma3ForCausalLM Glm4ForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM
+    Ministral3ForCausalLM""".split()
+    models = json.dumps([{"architectures": [name]} | SMALL | {"head_dim": 64} for name in names])
+    done = subprocess.run(
+        [sys.executable, "-c", PLANS, models],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    plans = dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
+    for name, chosen in plans.items():
+        assert all(choice.endswith("=triton") for choice in chosen), (name, chosen)
+    assert "gelu_gated_mlp=triton" in plans["Gemma3ForCausalLM"]
+    assert {"wide_qk_norm=triton", "add=triton"} <= set(plans["Olmo3ForCausalLM"])
+    assert "scale_tokens=triton" in plans["Ministral3ForCausalLM"]
