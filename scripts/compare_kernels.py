@@ -103,13 +103,15 @@ def ours(call: Call, kind: str, step: int) -> Any:
         mixed_tokens=call.queries or 8, decode_requests=8,
         decode_step=step, mixed_step=step,
     )  # fmt: skip
+    scales = (None, None)
+    if call.cache != "bfloat16":
+        scales = tuple(jnp.full(call.kv_heads, scale, jnp.float32) for scale in (0.5, 0.25))
     rest = (
         call.hdim**-0.5,
         call.window,
         call.soft_cap,
         512 if call.queries else 1,
-        0.5,
-        0.25,
+        *scales,
         False,
         sizes,
     )

@@ -70,7 +70,7 @@ def candidates(
     base = blocks.block_sizes(device.device_kind)
     decode: list[dict[str, Any]] = []
     mixed: list[dict[str, Any]] = []
-    rest = (call.hdim**-0.5, 0, 0.0, 512, 1.0, 1.0, False)
+    rest = (call.hdim**-0.5, 0, 0.0, 512, None, None, False)
     smallest = IN_FLIGHT // (2 * call.kv_heads * call.hdim * ITEMSIZE.get(call.cache, 2))
     for (d_block, d_step), (m_block, m_step, queries) in zip(DECODE, MIXED, strict=True):
         chosen = {

@@ -18,6 +18,7 @@ from .launch import (
     config,
     copy_engine,
     dtype_name,
+    head_scales,
     overlap,
     power_of_2,
     processors,
@@ -57,8 +58,8 @@ def _takes(
     window: int,
     soft_cap: float,
     max_query_len: int,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     sinks: Array | None = None,
     chunk: int = 0,
 ) -> bool | Refusal:
@@ -91,8 +92,8 @@ def paged_attention(
     window: int,
     soft_cap: float,
     max_query_len: int,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     sinks: Array | None = None,
     chunk: int = 0,
 ) -> Array:
@@ -104,14 +105,14 @@ def paged_attention(
         raise OpError(f"paged_attention: kv of shape {tuple(kv.shape)} must be contiguous")
     if q.stride(2) != 1:
         q = q.contiguous()
-    numbers = float(scale * k_scale), float(soft_cap), float(v_scale)
+    numbers = float(scale), float(soft_cap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tensors = q, kv, page_table, query_start, kv_lens, counts, out
     mixed = max_query_len > 1
-    reach = window, chunk, sinks
-    _decode(*tensors, *numbers, *reach, mixed)
+    scales = head_scales(k_scale, v_scale)
+    _decode(*tensors, *numbers, scales, window, chunk, sinks, mixed)
     if mixed:
-        _prefill(*tensors, *numbers, *reach)
+        _prefill(*tensors, *numbers, scales, window, chunk, sinks)
     return out
 
 
@@ -150,8 +151,9 @@ def splits(requests: int, heads: int, slots: int, reach: int, setting: dict[str,
 def _decode(
     q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor,
     kv_lens: torch.Tensor,
-    counts: torch.Tensor, out: torch.Tensor, scale: float, soft_cap: float, v_scale: float,
-    window: int, chunk: int, sinks: torch.Tensor | None, mixed: bool,
+    counts: torch.Tensor, out: torch.Tensor, scale: float, soft_cap: float,
+    scales: tuple[torch.Tensor, torch.Tensor] | None, window: int, chunk: int,
+    sinks: torch.Tensor | None, mixed: bool,
 ) -> None:  # fmt: skip
     shape = _shape(q, kv)
     setting = _config("decode", q, shape)
@@ -168,10 +170,10 @@ def _decode(
         arrived = counters(q.device)
     decode_kernel[(tokens, shape["HEADS"], parts)](
         q, kv, page_table, kv_lens, counts, out, out if sinks is None else sinks, sums, marks,
-        arrived, scale, soft_cap, v_scale,
+        arrived, scale, soft_cap, *(scales or (out, out)),
         q.stride(0), q.stride(1), page_table.stride(0), parts, kv_lens.shape[0],
         MIXED=mixed, WINDOW=window, CHUNK=chunk, CAPPED=soft_cap > 0, SINKS=sinks is not None,
-        LEAST=setting["chunk"], BLOCK_G=block_g,
+        SCALED=scales is not None, LEAST=setting["chunk"], BLOCK_G=block_g,
         BLOCK_N=setting["block_n"], STAGES=setting["stages"], SPLIT=parts > 1,
         num_warps=setting["warps"],
         **shape, **overlap(),
@@ -181,8 +183,9 @@ def _decode(
 def _prefill(
     q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor,
     kv_lens: torch.Tensor,
-    counts: torch.Tensor, out: torch.Tensor, scale: float, soft_cap: float, v_scale: float,
-    window: int, chunk: int, sinks: torch.Tensor | None,
+    counts: torch.Tensor, out: torch.Tensor, scale: float, soft_cap: float,
+    scales: tuple[torch.Tensor, torch.Tensor] | None, window: int, chunk: int,
+    sinks: torch.Tensor | None,
 ) -> None:  # fmt: skip
     shape, tokens, requests = _shape(q, kv), q.shape[0], kv_lens.shape[0]
     block_r = power_of_2(requests + 1)
@@ -214,9 +217,10 @@ def _prefill(
     blocks = triton.cdiv(tokens, block_m // shape["GROUP"]) + requests
     prefill_kernel[(shape["HEADS"], blocks)](
         q, kv, own, own_blocks, page_table, query_start, kv_lens, counts, out,
-        out if sinks is None else sinks, scale, soft_cap, v_scale, tokens, requests,
+        out if sinks is None else sinks, scale, soft_cap, *(scales or (out, out)), tokens, requests,
         q.stride(0), q.stride(1), page_table.stride(0),
-        WINDOW=window, CHUNK=chunk, SINKS=sinks is not None, CAPPED=soft_cap > 0, OWN=gathers,
+        WINDOW=window, CHUNK=chunk, SINKS=sinks is not None, CAPPED=soft_cap > 0,
+        SCALED=scales is not None, OWN=gathers,
         BLOCK_M=block_m, BLOCK_N=setting["block_n"], BLOCK_R=block_r,
         STAGES=setting["stages"], num_warps=setting["warps"], **shape, **overlap(),
     )  # fmt: skip

@@ -9,15 +9,23 @@ from .arithmetic import stored
 from .overlap import wait
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit
+def _inverse(scales, head, mask):
+    """1 / scale of heads, 1 where there is none."""
+    return tl.div_rn(1.0, tl.load(scales + head, mask=mask, other=1.0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "k_scale", "v_scale"])
 def write_kernel(
-    kv, k, v, slots, k_inverse, v_inverse, k_token_stride, k_head_stride, v_token_stride,
+    kv, k, v, slots, k_scale, v_scale, k_token_stride, k_head_stride, v_token_stride,
     v_head_stride,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token, block of KV heads). Tokens with slot -1 write nothing."""
+    """Grid (token, block of KV heads). Tokens with slot -1 write nothing. SCALED: by `k_scale` and
+    `v_scale` [HEADS].
+    """
     wait(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + t)
@@ -32,6 +40,10 @@ def write_kernel(
         tl.store(place, key, mask=mask)
         tl.store(place + SIZE, value, mask=mask)
     else:
+        k_inverse, v_inverse = 1.0, 1.0
+        if SCALED:
+            k_inverse = _inverse(k_scale, head, head < HEADS)[:, None]
+            v_inverse = _inverse(v_scale, head, head < HEADS)[:, None]
         tl.store(place, stored(key.to(tl.float32), k_inverse, KIND), mask=mask)
         tl.store(place + SIZE, stored(value.to(tl.float32), v_inverse, KIND), mask=mask)
 
@@ -45,22 +57,24 @@ def _normed(x, weight, scale, normed, dtype: tl.constexpr):
 
 
 @triton.jit
-def _weights(q_weight, k_weight, is_q, d, mask, HAS_Q: tl.constexpr, HAS_K: tl.constexpr):
-    """The norm's weights of each row of a block of heads: those of q or those of k."""
+def _weights(q_weight, k_weight, is_q, is_k, d, mask, HAS_Q: tl.constexpr, HAS_K: tl.constexpr):
+    """The norm's weights of each row of a block of heads: those of q, those of k, or 1."""
     of_q = tl.full([d.shape[0]], 1.0, tl.float32)
     of_k = tl.full([d.shape[0]], 1.0, tl.float32)
     if HAS_Q:
         of_q = tl.load(q_weight + d, mask=mask, other=0.0).to(tl.float32)
     if HAS_K:
         of_k = tl.load(k_weight + d, mask=mask, other=0.0).to(tl.float32)
-    return tl.where(is_q[:, None], of_q[None, :], of_k[None, :])
+    return tl.where(is_q[:, None], of_q[None, :], tl.where(is_k[:, None], of_k[None, :], 1.0))
 
 
 @triton.jit
-def _put(x, q, kv, head, slot, d, mask, is_q, is_k, k_inverse, v_inverse,
+def _put(x, q, kv, head, slot, d, mask, is_q, is_k, inverse,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of heads: q to its place, k and v to their slot if there is one."""
+    """Write a block of heads: q to its place, k and v to their slot if there is one; `inverse` is
+    1 / scale of each.
+    """
     x = x.to(q.dtype.element_ty)
     tl.store(q + head[:, None] * SIZE + d[None, :], x, mask=mask & is_q[:, None])
     entry = tl.where(is_k, 2 * (head - HEADS), 2 * (head - HEADS - KV_HEADS) + 1)
@@ -68,24 +82,25 @@ def _put(x, q, kv, head, slot, d, mask, is_q, is_k, k_inverse, v_inverse,
     if KIND == "":
         tl.store(place, x, mask=mask & (slot >= 0) & ~is_q[:, None])
     else:
-        inverse = tl.where(is_k, k_inverse, v_inverse)[:, None]
         tl.store(
             place, stored(x.to(tl.float32), inverse, KIND), mask=mask & (slot >= 0) & ~is_q[:, None]
         )
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "k_scale", "v_scale"])
 def norm_rope_write_kernel(
-    qkv, kv, q_weight, k_weight, cos, sin, slots, q, eps, k_inverse, v_inverse, qkv_stride,
+    qkv, kv, q_weight, k_weight, cos, sin, slots, q, k_scale, v_scale, eps, qkv_stride,
     cos_stride, sin_stride,
-    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    HALF: tl.constexpr, KIND: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
+    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
+    HALF: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (token, block of heads of q, k and v). HALF of the rotated entries are in each half,
-    then the rest.
+    then the rest. SCALED: K and V are stored by `k_scale` and `v_scale` [KV_HEADS].
+    HAS_Q and HAS_K: q and k are normed with weights; HAS_V: v without. With KV_HEADS 0 there is q
+    alone, and no slots.
     """
     dtype: tl.constexpr = qkv.dtype.element_ty
     t = tl.program_id(0).to(tl.int64)
@@ -95,13 +110,23 @@ def norm_rope_write_kernel(
         head < HEADS,
         (head >= HEADS) & (head < HEADS + KV_HEADS),
     )
-    normed = (is_q & HAS_Q) | (is_k & HAS_K)
+    normed = (is_q & HAS_Q) | (is_k & HAS_K) | (real & ~is_q & ~is_k & HAS_V)
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-    first_weight = _weights(q_weight, k_weight, is_q, r, r < HALF, HAS_Q, HAS_K)
-    second_weight = _weights(q_weight + HALF, k_weight + HALF, is_q, r, r < HALF, HAS_Q, HAS_K)
-    rest_weight = _weights(q_weight, k_weight, is_q, rest, rest < SIZE, HAS_Q, HAS_K)
+    first_weight = _weights(q_weight, k_weight, is_q, is_k, r, r < HALF, HAS_Q, HAS_K)
+    second_weight = _weights(
+        q_weight + HALF, k_weight + HALF, is_q, is_k, r, r < HALF, HAS_Q, HAS_K
+    )
+    rest_weight = _weights(q_weight, k_weight, is_q, is_k, rest, rest < SIZE, HAS_Q, HAS_K)
+    inverse = 1.0
+    if SCALED:
+        is_v, own = real & ~is_q & ~is_k, head - HEADS
+        inverse = tl.where(
+            is_k, _inverse(k_scale, own, is_k), _inverse(v_scale, own - KV_HEADS, is_v)
+        )[:, None]
     wait(OVERLAP)
-    slot = tl.load(slots + t)
+    slot = (t * 0 - 1).to(tl.int32)
+    if KV_HEADS > 0:
+        slot = tl.load(slots + t)
     mask, rest_mask = real[:, None] & (r < HALF)[None, :], real[:, None] & (rest < SIZE)[None, :]
     source = qkv + t * qkv_stride + head[:, None] * SIZE
     a = tl.load(source + r[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -109,7 +134,7 @@ def norm_rope_write_kernel(
     c = tl.zeros([BLOCK_H, BLOCK_REST], tl.float32)
     if 2 * HALF < SIZE:
         c = tl.load(source + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
-    if HAS_Q or HAS_K:
+    if HAS_Q or HAS_K or HAS_V:
         square = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)
         scale = tl.rsqrt(square / SIZE + eps)
         a = _normed(a, first_weight, scale, normed, dtype)
@@ -131,8 +156,7 @@ def norm_rope_write_kernel(
         mask,
         is_q,
         is_k,
-        k_inverse,
-        v_inverse,
+        inverse,
         HEADS,
         KV_HEADS,
         SIZE,
@@ -148,8 +172,7 @@ def norm_rope_write_kernel(
         mask,
         is_q,
         is_k,
-        k_inverse,
-        v_inverse,
+        inverse,
         HEADS,
         KV_HEADS,
         SIZE,
@@ -166,8 +189,7 @@ def norm_rope_write_kernel(
             rest_mask,
             is_q,
             is_k,
-            k_inverse,
-            v_inverse,
+            inverse,
             HEADS,
             KV_HEADS,
             SIZE,

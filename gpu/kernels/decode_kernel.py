@@ -47,11 +47,11 @@ def _attend(
 
 @triton.jit
 def _merge(
-    sums, marks, out, sinks, parts, v_scale, GROUP: tl.constexpr, SIZE: tl.constexpr,
+    sums, marks, out, sinks, parts, factor, GROUP: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Write the mean of all parts, added up in their order: `sums` [part GROUP BLOCK_D], `marks`
-    [part 2 GROUP]; `sinks` [GROUP].
+    [part 2 GROUP]; `sinks` [GROUP]. `factor` is what V is to be multiplied with.
 
     The loads of PARTS parts of ROWS heads are in flight at once.
     """
@@ -80,31 +80,36 @@ def _merge(
             top = best
         total = with_sinks(total, top, sinks, g, g < GROUP, SINKS)
         mask = (g < GROUP)[:, None] & (d < SIZE)[None, :]
-        mean = acc / total[:, None] * v_scale
+        mean = acc / total[:, None] * factor
         tl.store(out + g[:, None] * SIZE + d[None, :], mean.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
     do_not_specialize=["splits", "requests"],
-    do_not_specialize_on_alignment=["page_table", "kv_lens", "counts"],
+    do_not_specialize_on_alignment=["page_table", "kv_lens", "counts", "k_scale", "v_scale"],
 )
 def decode_kernel(
-    q, kv, page_table, kv_lens, counts, out, sinks, sums, marks, arrived, scale, soft_cap, v_scale,
-    q_token_stride, q_head_stride, table_stride, splits, requests,
+    q, kv, page_table, kv_lens, counts, out, sinks, sums, marks, arrived, scale, soft_cap, k_scale,
+    v_scale, q_token_stride, q_head_stride, table_stride, splits, requests,
     MIXED: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, LEAST: tl.constexpr,
+    SINKS: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (token, KV head, split). In a mixed step only the first counts[0] tokens are taken,
-    else counts[1]. A part has LEAST slots or more.
+    else counts[1]. A part has LEAST slots or more. SCALED: K and V are multiplied with `k_scale`
+    and `v_scale` [HEADS].
     """
     t, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     head = h * GROUP + g
     rows = (g < GROUP)[:, None] & (d < SIZE)[None, :]
+    factor, v_factor = scale * LOG2_E, 1.0
+    if SCALED:
+        factor *= tl.load(k_scale + h)
+        v_factor = tl.load(v_scale + h)
     result = out + t.to(tl.int64) * (HEADS * GROUP * SIZE) + head[:, None] * SIZE + d[None, :]
     wait(OVERLAP)
     # All that the first loads need is known at once: none of them waits for another.
@@ -135,11 +140,11 @@ def decode_kernel(
         acc, top, total = _attend(
             acc, top, total, query, kv + h * 2 * SIZE, page_table + t * table_stride, slot, first,
             high, d,
-            scale * LOG2_E, soft_cap, HEADS, SIZE, PAGE, CAPPED,
+            factor, soft_cap, HEADS, SIZE, PAGE, CAPPED,
         )  # fmt: skip
     if not SPLIT or parts == 1:
         total = with_sinks(total, top, sinks, head, g < GROUP, SINKS)
-        tl.store(result, (acc / total[:, None] * v_scale).to(out.dtype.element_ty), mask=rows)
+        tl.store(result, (acc / total[:, None] * v_factor).to(out.dtype.element_ty), mask=rows)
     else:
         own = t * HEADS + h
         sums += own.to(tl.int64) * (splits * GROUP * BLOCK_D)
@@ -161,7 +166,7 @@ def decode_kernel(
                 out,
                 sinks + h * GROUP,
                 parts,
-                v_scale,
+                v_factor,
                 GROUP,
                 SIZE,
                 4 if GROUP > 2 else GROUP,

@@ -128,6 +128,21 @@ def overlap(early: bool = False) -> dict[str, int | bool]:
     return {"OVERLAP": mode.value if can else 0, "launch_pdl": can}
 
 
+def head_scales(
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Scales of K and V [kvhead] as the kernels load them, or None where neither is given: kernels
+    for that load none.
+    """
+    if k_scale is None and v_scale is None:
+        return None
+    if k_scale is None:
+        k_scale = torch.ones_like(v_scale)
+    if v_scale is None:
+        v_scale = torch.ones_like(k_scale)
+    return k_scale.contiguous(), v_scale.contiguous()
+
+
 def power_of_2(n: int, least: int = 1) -> int:
     """The smallest power of 2 that is at least `n` and `least`."""
     return max(least, 1 << (n - 1).bit_length())

@@ -103,28 +103,39 @@ def gather_kernel(
 
 @triton.jit(
     do_not_specialize=["tokens", "requests"],
-    do_not_specialize_on_alignment=["page_table", "query_start", "kv_lens", "counts"],
+    do_not_specialize_on_alignment=[
+        "page_table",
+        "query_start",
+        "kv_lens",
+        "counts",
+        "k_scale",
+        "v_scale",
+    ],
 )
 def prefill_kernel(
     q, kv, own, own_blocks, page_table, query_start, kv_lens, counts, out, sinks, scale, soft_cap,
-    v_scale, tokens, requests,
+    k_scale, v_scale, tokens, requests,
     q_token_stride, q_head_stride, table_stride,
     GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
-    CAPPED: tl.constexpr, OWN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    CAPPED: tl.constexpr, SCALED: tl.constexpr, OWN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV head, block). Leaves the first counts[0] tokens to the decode kernel; rows of no
     request become 0.
 
     OWN: the step's own K and V are read from `own`, by its descriptor `own_blocks` where a block is
-    one request's.
+    one request's. SCALED: K and V are multiplied with `k_scale` and `v_scale` [HEADS].
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     h = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # late positions, which see most, first
     i, n = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
+    factor, v_factor = scale * LOG2_E, 1.0
+    if SCALED:
+        factor *= tl.load(k_scale + h)
+        v_factor = tl.load(v_scale + h)
     wait(OVERLAP)
     live = tl.load(counts + 1)
     starts = tl.load(query_start + i, mask=i <= requests, other=0)
@@ -172,7 +183,7 @@ def prefill_kernel(
             seen = slot[None, :] >= oldest_seen(position, WINDOW, CHUNK)[:, None]
             seen = seen & used[None, :] & (slot[None, :] <= position[:, None])
             acc, top, total = _attend(
-                acc, top, total, query, k, v, seen, scale * LOG2_E, soft_cap, CAPPED, True
+                acc, top, total, query, k, v, seen, factor, soft_cap, CAPPED, True
             )
     elif OWN:
         end = past + begin
@@ -180,7 +191,7 @@ def prefill_kernel(
     for start in tl.range(whole, edge, BLOCK_N, num_stages=STAGES):
         k, v = _paged(kv, page_table, start + n, True, d, query.dtype, HEADS, SIZE, PAGE, False)
         acc, top, total = _attend(
-            acc, top, total, query, k, v, True, scale * LOG2_E, soft_cap, CAPPED, False
+            acc, top, total, query, k, v, True, factor, soft_cap, CAPPED, False
         )
     for start in tl.range(edge, end, BLOCK_N, num_stages=STAGES):
         slot = start + n
@@ -190,7 +201,7 @@ def prefill_kernel(
         if WINDOW > 0 or CHUNK > 0:
             seen = seen & (slot[None, :] >= oldest_seen(position, WINDOW, CHUNK)[:, None])
         acc, top, total = _attend(
-            acc, top, total, query, k, v, seen, scale * LOG2_E, soft_cap, CAPPED, True
+            acc, top, total, query, k, v, seen, factor, soft_cap, CAPPED, True
         )
     if OWN:
         edge = begin + (token - begin + 1) // BLOCK_N * BLOCK_N
@@ -202,7 +213,7 @@ def prefill_kernel(
                 own_blocks.load([start, h * 2 * SIZE + SIZE]),
             )
             acc, top, total = _attend(
-                acc, top, total, query, k, v, True, scale * LOG2_E, soft_cap, CAPPED, False
+                acc, top, total, query, k, v, True, factor, soft_cap, CAPPED, False
             )
         for start in tl.range(edge, tl.minimum(last, whole), BLOCK_N, num_stages=1):
             k, v = (
@@ -211,7 +222,7 @@ def prefill_kernel(
             )
             seen = (start + n)[None, :] <= mine[:, None]
             acc, top, total = _attend(
-                acc, top, total, query, k, v, seen, scale * LOG2_E, soft_cap, CAPPED, True
+                acc, top, total, query, k, v, seen, factor, soft_cap, CAPPED, True
             )
         own += h * 2 * SIZE
         for start in tl.range(tl.maximum(edge, whole), last, BLOCK_N, num_stages=1):
@@ -221,7 +232,7 @@ def prefill_kernel(
             k, v = tl.load(place, mask=used, other=0.0), tl.load(place + SIZE, mask=used, other=0.0)
             seen = other[None, :] <= mine[:, None]
             acc, top, total = _attend(
-                acc, top, total, query, k, v, seen, scale * LOG2_E, soft_cap, CAPPED, True
+                acc, top, total, query, k, v, seen, factor, soft_cap, CAPPED, True
             )
     total = with_sinks(total, top, sinks, head, r < BLOCK_Q * GROUP, SINKS)
-    tl.store(result, (acc / total[:, None] * v_scale).to(out.dtype.element_ty), mask=rows)
+    tl.store(result, (acc / total[:, None] * v_factor).to(out.dtype.element_ty), mask=rows)

@@ -87,6 +87,21 @@ def act_and_mul_kernel(
 
 
 @triton.jit
+def gelu_gate_kernel(
+    gate, x, out, gate_stride, x_stride, N: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (row, block of entries): out = gelu(gate) * x."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = n < N
+    wait(OVERLAP)
+    a = tl.load(gate + row * gate_stride + n, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x + row * x_stride + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * N + n, activated(a, b, True).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def wide_qk_norm_kernel(
     qkv, q_weight, k_weight, out, eps, qkv_stride, Q: tl.constexpr, KV: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,

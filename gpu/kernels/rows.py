@@ -12,6 +12,7 @@ from .row_kernels import (
     act_and_mul_kernel,
     add_kernel,
     add_rms_norm_kernel,
+    gelu_gate_kernel,
     greedy_kernel,
     rms_norm_kernel,
     wide_qk_norm_kernel,
@@ -150,6 +151,24 @@ def _act_and_mul(x: torch.Tensor, *, gelu: bool) -> torch.Tensor:
         num_warps=setting["warps"],
         **overlap(early=True),
     )
+    return out
+
+
+def _takes_gelu_gate(gate: Array, x: Array) -> bool:
+    return dtype_name(gate) in FLOATS and dtype_name(x) == dtype_name(gate)
+
+
+@triton_kernel("gelu_gate", supports_args=_takes_gelu_gate, row_invariant=True)
+def gelu_gate(gate: Array, x: Array) -> Array:
+    """See the op."""
+    n, setting = gate.shape[-1], config("silu_and_mul")
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    gate, x = (y.reshape(-1, n) for y in (gate, x))
+    gate, x = (y if y.stride(1) == 1 else y.contiguous() for y in (gate, x))
+    gelu_gate_kernel[(gate.shape[0], triton.cdiv(n, setting["block"]))](
+        gate, x, out, gate.stride(0), x.stride(0), N=n, BLOCK=setting["block"],
+        num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip
     return out
 
 

@@ -48,3 +48,21 @@ def scale_tokens(x: Array, factor: Array) -> Array:
         N=n, BLOCK=BLOCK, num_warps=WARPS, **overlap(early=True),
     )  # fmt: skip
     return out
+
+
+def _takes_weight(x: Array, factor: Array) -> bool:
+    return dtype_name(x) in FLOATS and dtype_name(factor) in FLOATS
+
+
+@triton_kernel("scale_by", supports_args=_takes_weight, row_invariant=True)
+def scale_by(x: Array, factor: Array) -> Array:
+    """See the op."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    count, n = rows.shape
+    scale_tokens_kernel[(count, triton.cdiv(n, BLOCK))](
+        rows, out, factor, rows.stride(0), 0,
+        N=n, BLOCK=BLOCK, num_warps=WARPS, **overlap(early=True),
+    )  # fmt: skip
+    return out

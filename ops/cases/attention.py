@@ -19,10 +19,19 @@ NARROW: dict[str, tuple[Any, float]] = {
 }
 
 
-def narrow(x: np.ndarray, kind: str, scale: float) -> np.ndarray:
-    """x / scale as a cache of fp8 or int8 holds it; NaN is 0 in int8."""
+def by_head(scale: float, heads: int) -> np.ndarray:
+    """Scales around `scale` [heads] float32, of which neighbours differ."""
+    scales: np.ndarray = scale * (1.0 + 0.3 * np.cos(2.0 * np.arange(heads)))
+    return scales.astype(np.float32)
+
+
+def narrow(x: np.ndarray, kind: str, scale: Any = None) -> np.ndarray:
+    """x [... kvhead hdim] / scale [kvhead] as a cache of fp8 or int8 holds it; NaN is 0 in int8."""
     dtype, limit = NARROW[kind]
-    y = np.clip(x.astype(np.float32) * np.float32(1.0 / scale), -limit, limit)
+    y = x.astype(np.float32)
+    if scale is not None:
+        y = y * (1.0 / scale.astype(np.float64)).astype(np.float32)[:, None]
+    y = np.clip(y, -limit, limit)
     return np.asarray((np.nan_to_num(np.rint(y)) if kind == "int8" else y).astype(dtype))
 
 
@@ -44,14 +53,24 @@ def _write_cases(dtype: str) -> Iterator[Case]:
         k[2], v[5] = np.nan, np.nan  # rows of no slot
         arguments: Arguments = {"kv": kv, "k": k, "v": v, "slots": slots}
         yield Case(name, arguments)
-    for kind, scales in (("fp8", (1.0, 0.37)), ("int8", (0.02, 0.05))):  # some entries saturate
-        cache = {"kv": narrow(kv, kind, 1.0), "k_scale": scales[0], "v_scale": scales[1]}
-        large = {"k": k * k.dtype.type(2.0), "v": v * v.dtype.type(200.0)}
-        yield Case(f"{kind} cache", arguments | cache | large)
+        if heads > 1:
+            yield from _narrow_writes(arguments)
     yield Case("no row has a slot", arguments | {"slots": np.full(9, -1, np.int32)})
     yield Case("views", arguments | {"k": strided(k), "v": strided(v)})
     if dtype == "bfloat16":
         yield Case("Qwen3-0.6B, 2048 tokens", _big_write, ("bench",))
+
+
+def _narrow_writes(a: Arguments) -> Iterator[Case]:
+    """The same writes into caches of fp8 and int8; some entries saturate."""
+    k, v, heads = a["k"], a["v"], a["k"].shape[1]
+    large = {"k": k * k.dtype.type(2.0), "v": v * v.dtype.type(200.0)}
+    for kind, k_scale, v_scale in (("fp8", 0.8, 0.37), ("int8", 0.02, 0.05)):
+        cache = a | large | {"kv": narrow(a["kv"], kind)}
+        scales = {"k_scale": by_head(k_scale, heads), "v_scale": by_head(v_scale, heads)}
+        yield Case(f"{kind} cache", cache | scales)
+        yield Case(f"{kind} cache, no scales", cache)
+        yield Case(f"{kind} cache, scales of V alone", cache | {"v_scale": scales["v_scale"]})
 
 
 def _big_write() -> Arguments:
@@ -73,23 +92,18 @@ def _wrong_write(
     k: Any,
     v: Any,
     slots: Any,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Any = None,
+    v_scale: Any = None,
     fault: str = "",
 ) -> Any:
     out = kv.reshape(-1, *kv.shape[2:]).copy()
     real = slots >= 0
     kind = {1: "int8" if kv.dtype == np.int8 else "fp8"}.get(kv.dtype.itemsize)
-    if fault == "scales ignored":
-        k_scale = v_scale = 1.0
-    elif fault == "scales swapped":
-        k_scale, v_scale = v_scale, k_scale
-    elif fault == "multiplied by the scale":
-        k_scale, v_scale = 1.0 / k_scale, 1.0 / v_scale
-    if kind and fault == "truncated" and kind == "int8":
-        k, v = (np.trunc(np.nan_to_num(np.clip(x.astype(np.float32) * np.float32(1 / s), -127,
-            127))).astype(np.int8)
-                for x, s in ((k, k_scale), (v, v_scale)))  # fmt: skip
+    k_scale, v_scale = _wrong_scales(k_scale, v_scale, fault)
+    if fault == "multiplied by the scale":
+        k_scale, v_scale = (None if s is None else 1.0 / s for s in (k_scale, v_scale))
+    if fault == "truncated" and kind == "int8":
+        k, v = (_truncated(x, s) for x, s in ((k, k_scale), (v, v_scale)))
     elif kind:
         k, v = narrow(k, kind, k_scale), narrow(v, kind, v_scale)
     if fault == "padding written to slot 0":
@@ -114,6 +128,30 @@ def _wrong_write(
     return out.reshape(kv.shape)
 
 
+def _wrong_scales(k_scale: Any, v_scale: Any, fault: str) -> tuple[Any, Any]:
+    """The scales [kvhead] of K and V, or None, as a faulty write takes them."""
+    if fault == "scales ignored":
+        return None, None
+    if fault == "scales swapped":
+        return v_scale, k_scale
+    if fault == "scales of the neighbouring head":
+        k_scale, v_scale = (None if s is None else np.roll(s, 1) for s in (k_scale, v_scale))
+    elif fault == "scales of the first head":
+        k_scale, v_scale = (
+            None if s is None else np.full_like(s, s[0]) for s in (k_scale, v_scale)
+        )
+    return k_scale, v_scale
+
+
+def _truncated(x: Any, scale: Any) -> Any:
+    y = x.astype(np.float32) * (1.0 if scale is None else np.float32(1.0) / scale[:, None])
+    return np.trunc(np.nan_to_num(np.clip(y, -127, 127))).astype(np.int8)
+
+
+SCALE_FAULTS = (
+    *("scales ignored", "scales swapped", "scales of the neighbouring head"),
+    "scales of the first head",
+)
 WRITE_FAULTS = (
     *(
         "padding written to slot 0",
@@ -122,7 +160,7 @@ WRITE_FAULTS = (
         "next slot",
     ),
     *("last row lost", "K and V swapped", "halves, not interleaved", "V not written"),
-    *("scales ignored", "scales swapped", "multiplied by the scale", "truncated"),
+    *(*SCALE_FAULTS, "multiplied by the scale", "truncated"),
 )
 
 judged_by(
@@ -175,6 +213,15 @@ def _fused_cases(dtype: str) -> Iterator[Case]:
     # One rope of several: columns of a table.
     columns = {name: strided(arguments[name]) for name in ("cos", "sin")}
     yield Case("angles out of a wider table", arguments | columns)
+    yield Case("v normed", arguments | {"v_norm": True})
+    yield Case("v normed alone", arguments | {"q_weight": None, "k_weight": None, "v_norm": True})
+    # Gemma 4: most of a head is not rotated, by angles of 0.
+    still = np.arange(arguments["cos"].shape[1]) >= 4
+    turned = {
+        "cos": np.where(still, np.float32(1), arguments["cos"]),
+        "sin": np.where(still, np.float32(0), arguments["sin"]),
+    }
+    yield Case("angles of 0", arguments | turned | {"v_norm": True})
     if dtype != "float32":
         # Gemma: 1 + weight.
         wide = {name: weights(rng, "float32", 32) for name in ("q_weight", "k_weight")}
@@ -186,7 +233,10 @@ def _fused_cases(dtype: str) -> Iterator[Case]:
     yield Case("one token", _fused_arguments(rng, dtype, 1, (16, 8), 64, (2, 16)))
     # some entries of V saturate
     for kind, k_scale, v_scale in (("fp8", 0.9, 0.37), ("int8", 0.31, 0.05)):
-        yield Case(f"{kind} cache", _fused_narrow(arguments, kind, k_scale, v_scale))
+        narrowed = _fused_narrow(arguments, kind, k_scale, v_scale)
+        yield Case(f"{kind} cache", narrowed)
+        yield Case(f"{kind} cache, no scales", narrowed | {"k_scale": None, "v_scale": None})
+        yield Case(f"{kind} cache, scales of K alone", narrowed | {"v_scale": None})
     if dtype == "bfloat16":
         for tokens in (64, 2048):
             source = partial(_fused_arguments, rng, dtype, tokens, (16, 8), 128, (1024, 16))
@@ -207,14 +257,16 @@ def _fused_narrow(a: Arguments, kind: str, k_scale: float, v_scale: float) -> Ar
     qkv = a["qkv"].copy()
     values = a["kv"].shape[2] // 2 * a["kv"].shape[3]
     qkv[0, -values:] *= qkv.dtype.type(200.0 * v_scale)
-    cache = {"kv": narrow(a["kv"], kind, 1.0), "k_scale": k_scale, "v_scale": v_scale}
+    heads = a["kv"].shape[2] // 2
+    scales = {"k_scale": by_head(k_scale, heads), "v_scale": by_head(v_scale, heads)}
+    cache = {"kv": narrow(a["kv"], kind)} | scales
     return a | turns | cache | {"qkv": qkv, "k_weight": None}
 
 
 def _wrong_fused(
     ops: Any, qkv: Any, kv: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, slots: Any,
     eps: float,
-    k_scale: float = 1.0, v_scale: float = 1.0, fault: str = "",
+    k_scale: Any = None, v_scale: Any = None, v_norm: bool = False, fault: str = "",
 ) -> Any:  # fmt: skip
     size, kv_heads = kv.shape[3], kv.shape[2] // 2
     x = qkv.reshape(len(qkv), -1, size)
@@ -231,6 +283,10 @@ def _wrong_fused(
         k = ops.rms_norm(k, k_weight, eps)
     if k_weight is not None and fault == "v normed":
         v = ops.rms_norm(v, k_weight, eps)
+    if v_norm and fault == "v normed with the weight of k":
+        v = ops.rms_norm(v, v[0, 0] * 0 + 1.01 if k_weight is None else k_weight, eps)
+    elif v_norm and fault != "v not normed":
+        v = ops.unit_rms_norm(v, eps)
     if fault == "rotated the other way":
         sin = -sin
     elif fault == "angles of the next token":
@@ -244,10 +300,7 @@ def _wrong_fused(
         turned = turned * 1.005
     if fault == "next slot":
         slots = np.where(slots < 0, slots, slots + 1)
-    if fault == "scales swapped":
-        k_scale, v_scale = v_scale, k_scale
-    elif fault == "scales ignored":
-        k_scale = v_scale = 1.0
+    k_scale, v_scale = _wrong_scales(k_scale, v_scale, fault)
     return turned, ops.write_kv(kv, keys, v, slots, k_scale, v_scale)
 
 
@@ -263,6 +316,9 @@ def _fused_sizes(a: Arguments) -> Any:
         if weight is not None:
             y = x[:, part]
             x[:, part] = y / np.sqrt((y**2).mean(-1, keepdims=True) + a["eps"]) * weight
+    if a.get("v_norm"):
+        y = x[:, heads + kv_heads :]
+        x[:, heads + kv_heads :] = y / np.sqrt((y**2).mean(-1, keepdims=True) + a["eps"])
     size_ = np.abs(x)
     c, s = np.abs(a["cos"])[:, None], np.abs(a["sin"])[:, None]
     first, second = size_[..., :half].copy(), size_[..., half : 2 * half].copy()
@@ -292,7 +348,8 @@ FUSED_FAULTS = (
         "k not rotated",
         "v rotated",
     ),
-    *("q scaled by 1.005", "next slot", "scales swapped", "scales ignored"),
+    *("q scaled by 1.005", "next slot", *SCALE_FAULTS),
+    *("v not normed", "v normed with the weight of k"),
 )
 
 judged_by(
@@ -453,6 +510,10 @@ def _attention_cases(dtype: str) -> Iterator[Case]:
     for kind, k_scale, v_scale in (("fp8", 0.9, 0.6), ("int8", 0.031, 0.037)):
         for name, arguments in (("decode, padded", decode), ("mixed, window and soft cap", mixed)):
             yield Case(f"{name}, {kind} cache", _narrowed(arguments, kind, k_scale, v_scale))
+    cache = _narrowed(mixed, "fp8", 0.9, 0.6)
+    yield Case("mixed, fp8 cache, no scales", cache | {"k_scale": None, "v_scale": None})
+    yield Case("mixed, fp8 cache, scales of K alone", cache | {"v_scale": None})
+    yield Case("several blocks, int8 cache", _narrowed(blocks, "int8", 0.031, 0.037))
     for name, arguments, fill in (
         ("decode, NaN below the window", decode | {"window": 5}, _spoil_below_reach),
         ("mixed, NaN below the window", mixed | {"window": 4}, _spoil_below_reach),
@@ -514,10 +575,12 @@ def _chunk_cases(decode: Arguments, mixed: Arguments, blocks: Arguments) -> Iter
     yield Case("several blocks, chunk", blocks | {"chunk": 140})
 
 
-def _narrowed(a: Arguments, kind: str, k_scale: float, v_scale: float) -> Arguments:
-    """The same step over a cache of fp8 or int8. What no request holds is large in int8, which
-    has no NaN.
+def _narrowed(a: Arguments, kind: str, k_size: float, v_size: float) -> Arguments:
+    """The same step over a cache of fp8 or int8, with scales around these sizes. What no request
+    holds is large in int8, which has no NaN.
     """
+    heads = a["kv"].shape[2] // 2
+    k_scale, v_scale = by_head(k_size, heads), by_head(v_size, heads)
     unused = np.isnan(a["kv"].astype(np.float32)).all((2, 3))
     kv = np.empty(a["kv"].shape, NARROW[kind][0])
     kv[..., 0::2, :] = narrow(a["kv"][..., 0::2, :], kind, k_scale)
@@ -609,13 +672,17 @@ class _Fault:
     def __call__(
         self, xp: Any, q: Any, kv: Any, page_table: Any, query_start: Any, kv_lens: Any,
         counts: Any, scale: float,
-        window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0,
-        v_scale: float = 1.0, sinks: Any = None, chunk: int = 0,
+        window: int, soft_cap: float, max_query_len: int, k_scale: Any = None,
+        v_scale: Any = None, sinks: Any = None, chunk: int = 0,
     ) -> Any:  # fmt: skip
         out = np.zeros_like(q)
         kv = kv.astype(np.float64)
-        kv[..., 0::2, :] *= 1.0 if self.fault == "scale of K ignored" else k_scale
-        kv[..., 1::2, :] *= 1.0 if self.fault == "scale of V ignored" else v_scale
+        for first, name, scale_of in ((0, "K", k_scale), (1, "V", v_scale)):
+            if scale_of is None or self.fault == f"scale of {name} ignored":
+                continue
+            if self.fault == f"scale of {name} of the neighbouring head":
+                scale_of = np.roll(scale_of, 1)
+            kv[..., first::2, :] *= scale_of[:, None]
         if self.fault == "padding not zeroed":
             out += 1.0
         scale = {"scale missing": 1.0, "scale off by 1.005": scale * 1.005}.get(self.fault, scale)
@@ -781,6 +848,7 @@ ATTENTION_FAULTS = (
         "softmax of base 2",
     ),
     *("maximum not taken off", "padding not zeroed", "scale of K ignored", "scale of V ignored"),
+    *("scale of K of the neighbouring head", "scale of V of the neighbouring head"),
     *("sinks dropped", "sink of the head before", "sinks scaled by 0.99"),
     *("chunk taken for a window", "chunk ignored", "chunks begin one later"),
 )

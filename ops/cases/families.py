@@ -206,6 +206,27 @@ _activation(
         "always erf": _other_gelu("none"),
     },
 )
+judged(
+    "gelu_gate",
+    lambda dtype: {
+        name: dict(zip(("gate", "x"), np.split(x, 2, -1), strict=True))
+        for name, x in (
+            ("rows", rows(10, dtype, 7, 106)),
+            ("heads", rows(11, dtype, 5, 3, 34)),
+            ("strided", strided(rows(12, dtype, 5, 66))),
+        )
+    },
+    {
+        "scale 1.005": scaled(act.gelu_gate, 1.005),
+        "swapped": lambda xp, gate, x: act.gelu_gate(xp, x, gate),
+        "not gated": lambda xp, gate, x: x,
+        "gelu of erf": lambda xp, gate, x: act.gelu_and_mul(
+            xp, np.concatenate([gate, x], -1), "none"
+        ),
+    },
+    magnitude=lambda a: np.abs(a["gate"] * a["x"]),
+    rows=("gate", "x"),
+)
 _activation(
     "swigluoai_and_mul",
     _swigluoai,

@@ -90,6 +90,10 @@ NORM_FAULTS = (
 )
 
 
+UNWEIGHTED = ("rounded before the weight", "1 + weight")
+"""Faults that a norm without a weight cannot have, or that are none there."""
+
+
 def _wrong_rms_norm(xp: Any, x: Any, weight: Any, eps: float, fault: str) -> Any:
     return _norm(x, weight, eps, fault)
 
@@ -110,6 +114,34 @@ judged_by(
             "one variance for all rows": _all_rows,
         },
         truth=partial(_wrong_rms_norm, fault=""),
+    ),
+)
+
+
+# --- unit_rms_norm
+# ----------------------------------------------------------------------------------------------
+
+
+def _unit_cases(dtype: str) -> Iterator[Case]:
+    for name, x, tags in _inputs("unit_rms_norm", dtype):
+        yield Case(name, {"x": x, "eps": EPS}, tags)
+
+
+judged_by(
+    "unit_rms_norm",
+    Testing(
+        _unit_cases,
+        rows=("x",),
+        mutants={
+            **{
+                fault: partial(lambda xp, x, eps, fault: _norm(x, 1.0, eps, fault), fault=fault)
+                for fault in NORM_FAULTS
+                if fault not in UNWEIGHTED
+            },
+            "a weight": lambda xp, x, eps: _norm(x, 1.0 + 0.01 * (np.arange(x.shape[-1]) % 3), eps),
+            "one variance for all rows": lambda xp, x, eps: _all_rows(xp, x, 1.0, eps),
+        },
+        truth=lambda xp, x, eps: _norm(x, 1.0, eps),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Cases of the rotary embedding."""
+"""Cases of the rotary embedding, and of it behind a norm."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..testing import Arguments, Case, Testing, judged_by
-from .generators import generator, huge, normal, strided, to_bfloat16
+from ..testing import Arguments, Bound, Case, Testing, judged_by
+from .generators import generator, huge, normal, strided, to_bfloat16, weights
 
 
 def _table(positions: np.ndarray, rotated: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
@@ -135,5 +135,78 @@ judged_by(
         rows=("q", "k", "cos", "sin"),
         mutants={fault: partial(_wrong, fault=fault) for fault in FAULTS},
         truth=partial(_wrong, fault=""),
+    ),
+)
+
+
+# --- norm_rope
+# --------------------------------------------------------------------------------------------------
+
+
+def _norm_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("norm_rope")
+
+    def arguments(tokens: int, heads: int, hdim: int, rotated: int) -> Arguments:
+        made = _arguments(rng, dtype, tokens, (heads, 1), hdim, rotated)
+        del made["k"]
+        made["q"][: tokens // 2] *= made["q"].dtype.type(20.0)
+        made["q"][-1:] *= made["q"].dtype.type(1e-3)
+        return made | {"weight": weights(rng, dtype, hdim), "eps": 1e-6}
+
+    usual = arguments(9, 4, 32, 32)
+    yield Case("norm", usual)
+    yield Case("large eps", usual | {"eps": 0.5})
+    yield Case("no norm", usual | {"weight": None})
+    yield Case("views", usual | {name: strided(usual[name]) for name in ("q", "cos", "sin")})
+    yield Case("odd head size, partly rotated", arguments(5, 3, 23, 10))
+    yield Case("one token, wide heads", arguments(1, 2, 512, 512))
+    if dtype != "float32":
+        yield Case("weight in float32", usual | {"weight": weights(rng, "float32", 32)})
+
+
+def _wrong_norm(
+    ops: Any, q: Any, weight: Any, cos: Any, sin: Any, eps: float, fault: str = ""
+) -> Any:
+    eps = {"eps missing": 0.0, "eps of another model": eps * 10}.get(fault, eps)
+    if weight is not None and fault == "weight dropped":
+        weight = np.ones_like(weight)
+    if weight is not None and fault != "not normed":
+        q = ops.rms_norm(q, weight, eps)
+    if fault == "rotated the other way":
+        sin = -sin
+    elif fault == "angles of the next token":
+        cos, sin = np.roll(cos, -1, 0), np.roll(sin, -1, 0)
+    if fault == "not rotated":
+        return q
+    out = ops.rotary_embedding(q, q[:, :1], cos, sin)[0]
+    return out * 1.005 if fault == "scaled by 1.005" else out
+
+
+def _normed_size(a: Arguments) -> Any:
+    q = a["q"].astype(np.float64)
+    if a["weight"] is not None:
+        q = q / np.sqrt((q**2).mean(-1, keepdims=True) + a["eps"]) * a["weight"]
+    return _rotate(np.abs(q), np.abs(a["cos"]), -np.abs(a["sin"]), both=1.0)
+
+
+NORM_FAULTS = (
+    *("eps missing", "eps of another model", "weight dropped", "not normed", "not rotated"),
+    *("rotated the other way", "angles of the next token", "scaled by 1.005"),
+)
+
+judged_by(
+    "norm_rope",
+    Testing(
+        _norm_cases,
+        Bound(
+            inner=1.0,
+            ties=1.0,
+            reason="as norm_rope_write_kv: the oracle rounds between norm and rotation, so that "
+            "only what rounds differently there, or not at all, is left",
+        ),
+        magnitude=_normed_size,
+        rounded=_normed_size,
+        mutants={fault: partial(_wrong_norm, fault=fault) for fault in NORM_FAULTS},
+        truth=partial(_wrong_norm, fault=""),
     ),
 )

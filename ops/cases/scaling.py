@@ -1,4 +1,4 @@
-"""Cases of products with a number, and with one for each token."""
+"""Cases of products with a number of the model or of a checkpoint, and with one for each token."""
 
 from __future__ import annotations
 
@@ -97,6 +97,44 @@ judged_by(
             "scaled by 1.005": lambda xp, x, factor: x * factor[:, None, None] * 1.005,
             "last head left": lambda xp, x, factor: np.where(
                 np.arange(x.shape[1])[:, None] < x.shape[1] - 1, x * factor[:, None, None], x
+            ),
+        },
+    ),
+)
+
+
+def _by_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("scale_by")
+    x = hostile_rows(rng, dtype, 9, 199, ("normal", "zero", "tiny", "outlier", "mean", "spread"))
+    for value in (0.0173, 0.7071, 3.3):
+        yield Case(f"factor {value}", {"x": x, "factor": np.array([value]).astype(x.dtype)})
+    yield Case("factor in float32", {"x": x, "factor": np.array([0.7071], np.float32)})
+    yield Case("strided", {"x": strided(x), "factor": np.array([0.22], np.float32)})
+    yield Case("one token", {"x": x[:1], "factor": np.array([0.5], np.float32)})
+    if dtype == "bfloat16":
+        yield Case(
+            "Gemma 4 31B, 2048 tokens",
+            lambda: {
+                "x": normal(rng, dtype, 2048, 5376),
+                "factor": np.array([0.71]).astype(x.dtype),
+            },
+            ("bench",),
+        )
+
+
+judged_by(
+    "scale_by",
+    Testing(
+        _by_cases,
+        magnitude=lambda a: np.abs(a["x"] * a["factor"]),
+        rows=("x",),
+        mutants={
+            "factor dropped": lambda xp, x, factor: x,
+            "divided": lambda xp, x, factor: x / factor,
+            "added": lambda xp, x, factor: x + factor,
+            "scaled by 1.005": lambda xp, x, factor: x * factor * 1.005,
+            "last channel left": lambda xp, x, factor: np.where(
+                np.arange(x.shape[-1]) < x.shape[-1] - 1, x * factor, x
             ),
         },
     ),

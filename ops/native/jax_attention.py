@@ -30,7 +30,12 @@ EVERYTHING = 1 << 30
 
 @implement("write_kv", provider="native", framework="jax")
 def write_kv(
-    kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0
+    kv: Array,
+    k: Array,
+    v: Array,
+    slots: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> Array:
     """Scatter the rows of K and V into their slots; rows with slot -1 are dropped."""
     pages, page_size, heads, size = kv.shape
@@ -99,8 +104,8 @@ def paged_attention(
     window: int,
     soft_cap: float,
     max_query_len: int,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     sinks: Array | None = None,
     chunk: int = 0,
 ) -> Array:
@@ -114,7 +119,7 @@ def paged_attention(
     width = -(-page_table.shape[1] // block_pages) * block_pages
     page_table = jnp.pad(page_table, ((0, 0), (0, width - page_table.shape[1])))
     attend = partial(
-        _attend, kv, block_pages, scale * k_scale, v_scale, window, chunk, soft_cap, sinks
+        _attend, kv, block_pages, scale, k_scale, v_scale, window, chunk, soft_cap, sinks
     )
     single = min(requests, tokens)
     lengths = jnp.where(jnp.arange(single, dtype=jnp.int32) < counts[0], kv_lens[:single], 0)
@@ -152,7 +157,8 @@ def _attend(
     kv: jax.Array,
     block_pages: int,
     scale: float,
-    v_scale: float,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
     window: int,
     chunk: int,
     soft_cap: float,
@@ -174,6 +180,8 @@ def _attend(
     reach = jax.lax.optimization_barrier(jnp.asarray(chunk or window or EVERYTHING, jnp.int32))
     far = jnp.iinfo(jnp.int32).max
     begin = positions - positions % reach if chunk > 0 else positions - reach + 1
+    # By KV head: scores are [req kvhead group n slot].
+    factor = scale if k_scale is None else scale * k_scale[None, :, None, None, None]
     oldest = jnp.maximum(0, jnp.where(positions < 0, far, begin).min(1))
     products = partial(jnp.einsum, "rnkgd,rskd->rkgns"), partial(jnp.einsum, "rkgns,rskd->rkgnd")
     scored, weighted = (partial(with_float32_sums, product) for product in products)
@@ -182,7 +190,7 @@ def _attend(
         pages = jax.lax.dynamic_slice_in_dim(page_table, j * block_pages, block_pages, axis=1)
         cache = _read_pages(kv, pages).reshape(requests, block, kv_heads, 2, size).astype(q.dtype)
         slot = j * block + jnp.arange(block, dtype=jnp.int32)
-        scores = scored(q, cache[..., 0, :]) * scale
+        scores = scored(q, cache[..., 0, :]) * factor
         if soft_cap > 0:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         seen = slot[None, None, :] <= positions[:, :, None]
@@ -212,5 +220,7 @@ def _attend(
     total = state.total
     if sinks is not None:
         total = total + jnp.exp(sinks.reshape(1, kv_heads, -1, 1, 1) - state.maximum)
-    out = state.values / jnp.where(total == 0, 1.0, total) * v_scale
+    out = state.values / jnp.where(total == 0, 1.0, total)
+    if v_scale is not None:
+        out = out * v_scale[None, :, None, None, None]
     return out.transpose(0, 3, 1, 2, 4).reshape(requests, n, heads, size).astype(q.dtype)

@@ -22,7 +22,12 @@ MAX_GATHER = 1 << 26
 
 @implement("write_kv", provider="native", framework="torch", inplace=True)
 def write_kv(
-    kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0
+    kv: Array,
+    k: Array,
+    v: Array,
+    slots: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> Array:
     """Write the rows of K and V into their slots, in place; rows with slot -1 go to the scratch
     slot.
@@ -52,8 +57,8 @@ def paged_attention(
     window: int,
     soft_cap: float,
     max_query_len: int,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     sinks: Array | None = None,
     chunk: int = 0,
 ) -> Array:
@@ -67,7 +72,7 @@ def paged_attention(
     out = torch.zeros_like(q)
     on_cpu = q.device.type == "cpu" and q.dtype == torch.float32
     attend = _attend_on_cpu if on_cpu and soft_cap == 0 and sinks is None else _attend
-    settings = (scale * k_scale, v_scale, soft_cap, sinks)
+    settings = (scale, k_scale, v_scale, soft_cap, sinks)
 
     # How many slots each request with one query sees.
     reaches = [n - max(0, oldest_seen(n - 1, window, chunk)) for n in lengths[:single]]
@@ -130,7 +135,8 @@ def _attend(
     cache: torch.Tensor,
     seen: torch.Tensor | None,
     scale: float,
-    v_scale: float,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
     soft_cap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -148,7 +154,7 @@ def _attend(
     )
     scores = (
         torch.matmul(queries, keys.transpose(-1, -2))
-        .mul_(scale)
+        .mul_(scale if k_scale is None else scale * k_scale[:, None, None])
         .view(requests, kv_heads, group, n, -1)
     )
     if soft_cap > 0:
@@ -161,9 +167,9 @@ def _attend(
     if sinks is not None:
         total += (sinks.view(kv_heads, group, 1, 1) - top).exp_()
     weights = weights.to(q.dtype).to(torch.float32).view(requests, kv_heads, group * n, -1)
-    product = (
-        torch.matmul(weights, values).view(requests, kv_heads, group, n, size) / total * v_scale
-    )
+    product = torch.matmul(weights, values).view(requests, kv_heads, group, n, size) / total
+    if v_scale is not None:
+        product *= v_scale[:, None, None, None]
     return product.permute(0, 3, 1, 2, 4).reshape(requests, n, heads, size).to(q.dtype)
 
 
@@ -172,7 +178,8 @@ def _attend_on_cpu(
     cache: torch.Tensor,
     seen: torch.Tensor | None,
     scale: float,
-    v_scale: float,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
     soft_cap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -191,6 +198,8 @@ def _attend_on_cpu(
         .transpose(1, 2)
         .reshape(requests, kv_heads, n * group, size)
     )
+    if k_scale is not None:
+        queries = queries * k_scale[:, None, None]
     keys, values = (cache[:, :, j::2].transpose(1, 2).to(torch.float32) for j in (0, 1))
     mask = None
     if seen is not None:
@@ -198,9 +207,9 @@ def _attend_on_cpu(
         mask = (
             mask[:, None, :, None].expand(-1, -1, -1, group, -1).reshape(requests, 1, n * group, -1)
         )
-    mean = (
-        F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale) * v_scale
-    )
+    mean = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+    if v_scale is not None:
+        mean = mean * v_scale[:, None, None]
     return (
         mean.view(requests, kv_heads, n, group, size)
         .transpose(1, 2)

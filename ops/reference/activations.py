@@ -97,6 +97,17 @@ def gelu_and_mul(xp: Any, x: Array, approximate: str) -> Array:
     return xp.astype(activated * up, x.dtype)
 
 
+@define(
+    shapes="gate [... n], x [... n] -> [... n] gate",
+    shards=("n",),
+    activations=("gate", "x"),
+    contract=ELEMENTWISE,
+)
+def gelu_gate(xp: Any, gate: Array, x: Array) -> Array:
+    """gelu(gate) * x with the gelu of tanh, elementwise: `gelu_and_mul` of two arrays."""
+    return xp.astype(_gelu_tanh(xp, xp.accumulate(gate)) * xp.accumulate(x), gate.dtype)
+
+
 @define(shapes="x [... 2*inter] -> [... inter] x", activations=("x",), contract=ELEMENTWISE)
 def swigluoai_and_mul(xp: Any, x: Array, alpha: float, limit: float) -> Array:
     """(up + 1) gate sigmoid(alpha gate) for x [... 2 inter], gate at even and up at odd places ->

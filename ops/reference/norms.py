@@ -29,6 +29,12 @@ def gemma_rms_norm(xp: Any, x: Array, weight: Array, eps: float) -> Array:
     return xp.astype(_rms(xp, y, eps) * (1.0 + along(xp.accumulate(weight), y)), x.dtype)
 
 
+@define(shapes="x [... n] -> [... n] x", shards=(), activations=("x",))
+def unit_rms_norm(xp: Any, x: Array, eps: float) -> Array:
+    """x / sqrt(mean(x^2) + eps) over the last axis, without a weight: x [... n] -> [... n]."""
+    return xp.astype(_rms(xp, xp.accumulate(x), eps), x.dtype)
+
+
 @define(
     shapes="qkv [tok q+2*kv], q_weight [q], k_weight [kv] -> [tok q+2*kv] qkv",
     activations=("qkv",),

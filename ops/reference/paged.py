@@ -1,7 +1,7 @@
 """Ops on the paged KV cache.
 
 A cache may be narrower than the model's dtype: int8 and float8_e4m3fn hold `x / scale` for fixed
-scales of K and V.
+scales of K and V, one for each head.
 
 The cache of a layer is `kv [page slot 2*kvhead hdim]`: the entries 2h and 2h+1 of a slot are K and
 V of head h. The last slot of the last page is scratch: no page table names that page, and padding
@@ -41,8 +41,8 @@ def oldest_seen(position: Any, window: int, chunk: int) -> Any:
 
 
 @define(
-    shapes="kv [page slot 2*kvhead hdim], k [tok kvhead hdim], v [tok kvhead hdim], slots [tok] "
-    "-> kv",
+    shapes="kv [page slot 2*kvhead hdim], k [tok kvhead hdim], v [tok kvhead hdim], slots [tok], "
+    "k_scale [kvhead], v_scale [kvhead] -> kv",
     shards=("kvhead",),
     native="per framework",
     activations=("kv",),
@@ -56,13 +56,19 @@ def oldest_seen(position: Any, window: int, chunk: int) -> Any:
     ),
 )
 def write_kv(
-    xp: Any, kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0
+    xp: Any,
+    kv: Array,
+    k: Array,
+    v: Array,
+    slots: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> Array:
     """The cache with k and v [tok kvhead hdim] written at slots [tok] = page * page_size + offset,
     -1 for none.
 
-    `k_scale` and `v_scale` divide what a cache of int8 or float8_e4m3fn holds; any other holds k
-    and v themselves.
+    `k_scale` and `v_scale` [kvhead] float32 (None: 1) divide what a cache of int8 or float8_e4m3fn
+    holds; any other holds k and v themselves.
     """
     pages, page_size, heads, size = kv.shape
     out = kv.reshape(pages * page_size, heads, size).copy()
@@ -74,12 +80,13 @@ def write_kv(
 
 @define(
     shapes="qkv [tok (head+2*kvhead)*hdim], kv [page slot 2*kvhead hdim], q_weight [hdim], "
-    "k_weight [hdim], cos [tok r], sin [tok r], slots [tok] -> [tok head hdim] qkv, kv",
+    "k_weight [hdim], cos [tok r], sin [tok r], slots [tok], k_scale [kvhead], "
+    "v_scale [kvhead] -> [tok head hdim] qkv, kv",
     shards=("head", "kvhead"),
     level="coarse",
     activations=("kv",),
     state=("kv",),
-    composition=("rms_norm", "rotary_embedding", "write_kv"),
+    composition=("rms_norm", "unit_rms_norm", "rotary_embedding", "write_kv"),
     contract=Contract(
         rounds="where its finer ops do; an implementation may skip the roundings between them",
         masked="rows with slot -1 may write the scratch slot only",
@@ -95,12 +102,13 @@ def norm_rope_write_kv(
     sin: Array,
     slots: Array,
     eps: float,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+    v_norm: bool = False,
 ) -> tuple[Array, Array]:
     """(q [tok head hdim], the cache): q, k and v split from qkv [tok (head + 2 kvhead) hdim], q and
-    k normed by head if there are weights [hdim], rotated (cos, sin [tok r] float32), k and v
-    written at slots [tok] as `write_kv` does.
+    k normed by head if there are weights [hdim], v without a weight if `v_norm`, q and k rotated
+    (cos, sin [tok r] float32), k and v written at slots [tok] as `write_kv` does.
     """
     tokens, size, kv_heads = qkv.shape[0], kv.shape[3], kv.shape[2] // 2
     heads = qkv.shape[1] // size - 2 * kv_heads
@@ -112,14 +120,40 @@ def norm_rope_write_kv(
         q = ops.rms_norm(q, q_weight, eps)
     if k_weight is not None:
         k = ops.rms_norm(k, k_weight, eps)
+    if v_norm:
+        v = ops.unit_rms_norm(v, eps)
     q, k = ops.rotary_embedding(q, k, cos, sin)
     return q, ops.write_kv(kv, k, v, slots, k_scale, v_scale)
 
 
 @define(
+    shapes="q [tok head hdim], weight [hdim], cos [tok r], sin [tok r] -> [tok head hdim] q",
+    shards=("head",),
+    level="coarse",
+    activations=("q",),
+    composition=("rms_norm", "rotary_embedding"),
+    contract=Contract(
+        rounds="where its finer ops do; an implementation may skip the rounding between them"
+    ),
+)
+def norm_rope(
+    ops: Any, q: Array, weight: Array | None, cos: Array, sin: Array, eps: float
+) -> Array:
+    """q [tok head hdim] normed by head if there is a weight [hdim], and rotated (cos, sin [tok r]
+    float32): what layers do that read another one's cache.
+    """
+    if weight is not None:
+        q = ops.rms_norm(q, weight, eps)
+    # The finer op rotates keys too: a head of q stands in for them.
+    rotated: Array = ops.rotary_embedding(q, q[:, :1], cos, sin)[0]
+    return rotated
+
+
+@define(
     shapes="q [tok head hdim], kv [page slot 2*kvhead hdim], page_table [req pages], query_start "
     "[req+1], "
-    "kv_lens [req], counts [2], sinks [head] -> [tok head hdim] q",
+    "kv_lens [req], counts [2], k_scale [kvhead], v_scale [kvhead], sinks [head] "
+    "-> [tok head hdim] q",
     shards=("head", "kvhead"),
     host=("query_start", "kv_lens", "counts"),
     native="per framework",
@@ -147,8 +181,8 @@ def paged_attention(
     window: int,
     soft_cap: float,
     max_query_len: int,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     sinks: Array | None = None,
     chunk: int = 0,
 ) -> Array:
@@ -158,7 +192,7 @@ def paged_attention(
     slots in use, this step's included: the queries of request i are its last positions. counts [2]:
     requests with one query token, which stand first, and requests. `max_query_len` bounds the query
     tokens of a request (1: a decode step). K and V are the cache's entries times `k_scale` and
-    `v_scale`.
+    `v_scale` [kvhead] float32 (None: 1).
 
     `window` w > 0 lets a query at position p see positions above p - w; `chunk` c > 0 lets it see
     those of its own chunk, positions j with j // c == p // c; both at once are an error. `soft_cap`
@@ -174,7 +208,9 @@ def paged_attention(
         pages = page_table[i, : -(-length // page_size)]
         cache = xp.accumulate(kv[pages].reshape(-1, kv_heads, size)[:length])
         keys, values = (cache[:, j::2].repeat(group, axis=1) for j in (0, 1))
-        scores = np.einsum("thd,shd->hts", xp.accumulate(q[start:stop]), keys) * (scale * k_scale)
+        scores = np.einsum("thd,shd->hts", xp.accumulate(q[start:stop]), keys) * scale
+        if k_scale is not None:
+            scores *= xp.accumulate(k_scale).repeat(group)[:, None, None]
         if soft_cap > 0:
             scores = soft_cap * np.tanh(scores / soft_cap)
         position = np.arange(length - (stop - start), length)[:, None]
@@ -189,7 +225,9 @@ def paged_attention(
         total = weights.sum(-1, keepdims=True)
         weights /= total if sinks is None else total + np.exp(sink - top)
         missing = np.isnan(values)
-        mean = np.einsum("hts,shd->thd", weights, np.where(missing, 0.0, values)) * v_scale
+        mean = np.einsum("hts,shd->thd", weights, np.where(missing, 0.0, values))
+        if v_scale is not None:
+            mean *= xp.accumulate(v_scale).repeat(group)[:, None]
         # 0 * NaN is NaN in a product: NaN is what a row gets that sees one, and no other.
         spoilt = np.einsum("ts,shd->thd", seen.astype(np.float64), missing.astype(np.float64)) > 0
         out[start:stop] = np.where(spoilt, np.nan, mean).astype(q.dtype)

@@ -164,18 +164,19 @@ def linear_weight_only(
     return xp.astype(y, x.dtype)
 
 
-def stored(xp: Any, x: Array, cache: Array, scale: float) -> Array:
-    """x as a KV cache of the dtype of `cache` holds it.
+def stored(xp: Any, x: Array, cache: Array, scale: Array | None) -> Array:
+    """x [tok kvhead hdim] as a KV cache of the dtype of `cache` holds it.
 
-    int8 and float8_e4m3fn hold x * float32(1 / scale), saturated and rounded once; other dtypes
-    hold x itself.
+    int8 and float8_e4m3fn hold x * float32(1 / scale), saturated and rounded once, with scale
+    [kvhead] float32 or None for 1; other dtypes hold x itself.
     """
-    inverse = float(np.float32(1.0 / scale))
-    if cache.dtype == xp.int8:
-        return _to_int8(xp, xp.astype(x, xp.float32) * inverse)
-    if cache.dtype == xp.float_dtype("float8_e4m3fn"):
-        return _to_fp8(xp, xp.astype(x, xp.float32) * inverse)
-    return xp.astype(x, cache.dtype)
+    fp8 = cache.dtype == xp.float_dtype("float8_e4m3fn")
+    if not fp8 and cache.dtype != xp.int8:
+        return xp.astype(x, cache.dtype)
+    y = xp.astype(x, xp.float32)
+    if scale is not None:
+        y = y * reciprocal(xp, xp.astype(scale, xp.float32))[None, :, None]
+    return _to_fp8(xp, y) if fp8 else _to_int8(xp, y)
 
 
 def _scales(xp: Any, x: Array, limit: float, per: str, block: int) -> Array:

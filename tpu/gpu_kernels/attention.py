@@ -12,7 +12,7 @@ import jax
 from ...ops.declare import Array, OpError
 from ...ops.implement import Refusal, implement
 from .decode import decode_attention
-from .launch import FLOATS, on_gpu
+from .launch import FLOATS, head_scales, on_gpu
 from .prefill import prefill_attention
 
 MAX_HEAD_SIZE = 256
@@ -23,7 +23,8 @@ NARROW = ("int8", "float8_e4m3fn")
 def takes(
     q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
     scale: float,
-    window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+    window: int, soft_cap: float, max_query_len: int, k_scale: Array | None = None,
+    v_scale: Array | None = None,
     sinks: Array | None = None, chunk: int = 0,
 ) -> bool | Refusal:  # fmt: skip
     """What the kernels are for."""
@@ -38,8 +39,8 @@ def takes(
 def attend(
     q: jax.Array, kv: jax.Array, page_table: jax.Array, query_start: jax.Array, kv_lens: jax.Array,
     counts: jax.Array,
-    scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: float, v_scale: float,
-    interpret: bool,
+    scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: jax.Array | None,
+    v_scale: jax.Array | None, interpret: bool,
 ) -> jax.Array:  # fmt: skip
     """The op."""
     pages, page, kv_heads, size = kv.shape
@@ -50,13 +51,11 @@ def attend(
             f"paged_attention: a cache of {kv.size * kv.dtype.itemsize} bytes; choose another "
             "num_pages"
         )
-    if kv.dtype == q.dtype:
-        k_scale = v_scale = 1.0
     rows = kv.reshape(pages * page * kv_heads, size)
     common = {
-        "page": page, "kv_heads": kv_heads // 2, "scale": scale * k_scale, "window": window,
-        "soft_cap": soft_cap,
-        "v_scale": v_scale, "interpret": interpret,
+        "page": page, "kv_heads": kv_heads // 2, "scale": scale, "window": window,
+        "soft_cap": soft_cap, "scales": head_scales(k_scale, v_scale, kv_heads // 2),
+        "interpret": interpret,
     }  # fmt: skip
     mixed = max_query_len > 1
     out = decode_attention(q, rows, page_table, kv_lens, counts, mixed=mixed, **common)
@@ -76,7 +75,8 @@ def attend(
 def paged_attention(
     q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
     scale: float,
-    window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+    window: int, soft_cap: float, max_query_len: int, k_scale: Array | None = None,
+    v_scale: Array | None = None,
     sinks: Array | None = None, chunk: int = 0,
 ) -> Array:  # fmt: skip
     """See the op. Scores and softmax in float32, weights not normalised and rounded to q's

@@ -29,12 +29,12 @@ def splits(requests: int, heads: int, slots: int, window: int, setting: dict[str
 
 def decode_attention(
     q: jax.Array, rows: jax.Array, page_table: jax.Array, kv_lens: jax.Array, counts: jax.Array, *,
-    page: int, kv_heads: int, scale: float, window: int, soft_cap: float, v_scale: float,
-    mixed: bool, interpret: bool,
+    page: int, kv_heads: int, scale: float, window: int, soft_cap: float,
+    scales: tuple[jax.Array, ...], mixed: bool, interpret: bool,
 ) -> jax.Array:  # fmt: skip
     """[tok head hdim]. `rows` [slot * 2 * kv_heads, hdim] is the cache. In a mixed step the first
     counts[0] tokens are computed and the others left undefined, else counts[1] are and the others
-    are 0.
+    are 0. `scales`: those of K and V [kv_heads], or none.
     """
     tokens, heads, size = q.shape
     requests = page_table.shape[0]
@@ -55,9 +55,9 @@ def decode_attention(
         setting["block_n"],
         setting["chunk"],
     )
-    kernel = partial(_attend_part, shape, 0 if mixed else 1, scale * LOG2_E, soft_cap, v_scale)
+    kernel = partial(_attend_part, shape, 0 if mixed else 1, scale * LOG2_E, soft_cap, len(scales))
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    arguments = q, rows, page_table, kv_lens, counts
+    arguments = q, rows, page_table, kv_lens, counts, *scales
     if parts == 1:
         return call(
             _named("decode_attention", kernel), (grid_tokens, kv_heads), out, setting, interpret
@@ -68,11 +68,11 @@ def decode_attention(
     found = call(_named("decode_attention_part", kernel), grid, (sums, marks), setting, interpret)(
         *arguments
     )
-    merge = partial(_merge_parts, shape, 0 if mixed else 1, v_scale)
+    merge = partial(_merge_parts, shape, 0 if mixed else 1)
     merged = call(
         _named("decode_attention_merge", merge), grid[:2], out, setting | {"stages": 1}, interpret
     )
-    return merged(*found, kv_lens, counts)
+    return merged(*found, kv_lens, counts, *scales[1:])
 
 
 class _Shape:
@@ -104,15 +104,18 @@ def _length(kv_lens: Any, counts: Any, which: int, token: jax.Array) -> jax.Arra
 
 
 def _attend_part(
-    s: _Shape, which: int, scale: float, soft_cap: float, v_scale: float,
-    q: Any, rows: Any, page_table: Any, kv_lens: Any, counts: Any, *results: Any,
+    s: _Shape, which: int, scale: Any, soft_cap: float, num_scales: int,
+    q: Any, rows: Any, page_table: Any, kv_lens: Any, counts: Any, *more: Any,
 ) -> None:  # fmt: skip
+    scales, results = more[:num_scales], more[num_scales:]
     t, h = pl.program_id(0), pl.program_id(1)
     split = pl.program_id(2) if s.parts > 1 else jnp.int32(0)
     g, d = jnp.arange(s.block_g), jnp.arange(s.block_d)
     real = (g < s.group)[:, None] & (d < s.size)[None, :]
     place = (t, (h * s.group + g)[:, None], d[None, :])
     length = _length(kv_lens, counts, which, t)
+    if scales:
+        scale = scale * scales[0][h]
     query = plgpu.load(q.at[place], mask=real, other=0.0)
     first, begin, part = _range(s, length)
     low = begin + split * part
@@ -150,7 +153,9 @@ def _attend_part(
     acc, top, total = jax.lax.fori_loop(0, cdiv(jnp.maximum(high - low, 0), s.block_n), block, zero)
     if s.parts == 1:
         (out,) = results
-        value = acc / jnp.where(total == 0, 1.0, total)[:, None] * v_scale
+        value = acc / jnp.where(total == 0, 1.0, total)[:, None]
+        if scales:
+            value = value * scales[1][h]
         plgpu.store(out.at[place], value.astype(out.dtype), mask=real)
         return
     sums, marks = results
@@ -162,7 +167,7 @@ def _attend_part(
     plgpu.store(marks.at[t, h, split, 1, g], total, mask=jnp.broadcast_to(live, total.shape))
 
 
-def squash(scores: jax.Array, scale: float, soft_cap: float) -> jax.Array:
+def squash(scores: jax.Array, scale: Any, soft_cap: float) -> jax.Array:
     """Scores in log2 units, `scale` being that of the op times log2(e)."""
     if soft_cap > 0:
         return jnp.tanh(scores * (scale / LOG2_E / soft_cap)) * (soft_cap * LOG2_E)
@@ -172,13 +177,13 @@ def squash(scores: jax.Array, scale: float, soft_cap: float) -> jax.Array:
 def _merge_parts(
     s: _Shape,
     which: int,
-    v_scale: float,
     sums: Any,
     marks: Any,
     kv_lens: Any,
     counts: Any,
-    out: Any,
+    *more: Any,
 ) -> None:
+    *scales, out = more
     t, h = pl.program_id(0), pl.program_id(1)
     g, d = jnp.arange(s.block_g), jnp.arange(s.block_d)
     length = _length(kv_lens, counts, which, t)
@@ -199,7 +204,9 @@ def _merge_parts(
     )
     used = jax.lax.div(length - begin + part - 1, part)
     acc, _, total = jax.lax.fori_loop(0, jnp.where(length > 0, used, 0), add, zero)
-    value = acc / jnp.where(total == 0, 1.0, total)[:, None] * v_scale
+    value = acc / jnp.where(total == 0, 1.0, total)[:, None]
+    for v_scale in scales:
+        value = value * v_scale[h]
     real = (g < s.group)[:, None] & (d < s.size)[None, :]
     place = (t, (h * s.group + g)[:, None], d[None, :])
     plgpu.store(out.at[place], value.astype(out.dtype), mask=real)

@@ -59,6 +59,16 @@ def zero_of(ref: Any) -> int | float:
     return 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0
 
 
+def head_scales(
+    k_scale: jax.Array | None, v_scale: jax.Array | None, heads: int
+) -> tuple[jax.Array, ...]:
+    """Scales of K and V [heads] as inputs of a kernel; none where neither is given."""
+    if k_scale is None and v_scale is None:
+        return ()
+    ones = jnp.ones(heads, jnp.float32)
+    return tuple(ones if x is None else x.astype(jnp.float32) for x in (k_scale, v_scale))
+
+
 def call(
     kernel: Any,
     grid: tuple[int, ...],

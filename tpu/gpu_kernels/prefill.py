@@ -24,11 +24,11 @@ def prefill_attention(
     q: jax.Array, rows: jax.Array, page_table: jax.Array, query_start: jax.Array,
     kv_lens: jax.Array, counts: jax.Array,
     decoded: jax.Array, *, page: int, kv_heads: int, scale: float, window: int, soft_cap: float,
-    v_scale: float,
+    scales: tuple[jax.Array, ...],
     interpret: bool,
 ) -> jax.Array:  # fmt: skip
     """[tok head hdim]: `decoded` with all tokens but the first counts[0] written; rows of no
-    request become 0.
+    request become 0. `scales`: those of K and V [kv_heads], or none.
     """
     tokens, heads, size = q.shape
     requests, group = page_table.shape[0], heads // kv_heads
@@ -43,8 +43,10 @@ def prefill_attention(
     blocks = cdiv(tokens, block_q) + requests
     searches = requests.bit_length()
 
-    def prefill_attention(q, rows, page_table, query_start, kv_lens, counts, decoded, out):
+    def prefill_attention(q, rows, page_table, query_start, kv_lens, counts, decoded, *more):
+        *by_head, out = more
         h = pl.program_id(0)
+        factor = scale * LOG2_E * by_head[0][h] if by_head else scale * LOG2_E
         block = blocks - 1 - pl.program_id(1)  # late positions, which see most, first
         live = counts[1]
 
@@ -102,7 +104,7 @@ def prefill_attention(
             ]
             k = plgpu.load(rows.at[row, d[None, :]], **lanes).astype(query.dtype)
             v = plgpu.load(rows.at[row + 1, d[None, :]], **lanes).astype(query.dtype)
-            scores = squash(product(query, k, 1), scale * LOG2_E, soft_cap)
+            scores = squash(product(query, k, 1), factor, soft_cap)
             base = best = jnp.maximum(top, scores.max(1))
             if masked:
                 seen = slot[None, :] <= position[:, None]
@@ -127,11 +129,13 @@ def prefill_attention(
         acc, _, total = jax.lax.fori_loop(
             edge, last, lambda i, state: attend(i, state, True), state
         )
-        value = acc / jnp.where(total == 0, 1.0, total)[:, None] * v_scale
+        value = acc / jnp.where(total == 0, 1.0, total)[:, None]
+        if by_head:
+            value = value * by_head[1][h]
         plgpu.store(out.at[place], value.astype(out.dtype), mask=real)
 
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
     run = call(
         prefill_attention, (kv_heads, blocks), out, setting, interpret, input_output_aliases={6: 0}
     )
-    return run(q, rows, page_table, query_start, kv_lens, counts, decoded)
+    return run(q, rows, page_table, query_start, kv_lens, counts, decoded, *scales)

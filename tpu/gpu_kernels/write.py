@@ -24,12 +24,13 @@ MAX_HEAD_SIZE = 256
 def takes(
     qkv: Array, kv: Array, q_weight: Array | None, k_weight: Array | None, cos: Array, sin: Array,
     slots: Array,
-    eps: float, k_scale: float = 1.0, v_scale: float = 1.0,
+    eps: float, k_scale: Array | None = None, v_scale: Array | None = None, v_norm: bool = False,
 ) -> bool:  # fmt: skip
-    """What the kernel is for: heads rotated as a whole, a cache of the model's dtype."""
+    """What the kernel is for: whole heads rotated, the model's dtype in the cache, no norm of v."""
     size = kv.shape[3]
     return (
-        size == 2 * cos.shape[1] <= MAX_HEAD_SIZE
+        not v_norm
+        and size == 2 * cos.shape[1] <= MAX_HEAD_SIZE
         and kv.dtype == qkv.dtype
         and qkv.dtype.name in FLOATS
     )
@@ -121,7 +122,7 @@ def _write(
 def norm_rope_write_kv(
     qkv: Array, kv: Array, q_weight: Array | None, k_weight: Array | None, cos: Array, sin: Array,
     slots: Array,
-    eps: float, k_scale: float = 1.0, v_scale: float = 1.0,
+    eps: float, k_scale: Array | None = None, v_scale: Array | None = None, v_norm: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """See the op."""
     return write(qkv, kv, q_weight, k_weight, cos, sin, slots, eps, False)

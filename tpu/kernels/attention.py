@@ -33,8 +33,8 @@ from .target import (
 def attend(
     q: jax.Array, kv: jax.Array, page_table: jax.Array, query_start: jax.Array, kv_lens: jax.Array,
     counts: jax.Array,
-    scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: float, v_scale: float,
-    interpret: Any,
+    scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: jax.Array | None,
+    v_scale: jax.Array | None, interpret: Any,
     blocks: Any = None, sinks: jax.Array | None = None, chunk: int = 0,
 ) -> jax.Array:  # fmt: skip
     """The op, with the block sizes of the device kind (or `blocks`); `interpret` as pallas_call
@@ -45,15 +45,14 @@ def attend(
     tokens, requests = q.shape[0], page_table.shape[0]
     count, lanes = slot_form(kv_heads, hdim, kv.dtype)
     sizes = blocks or block_sizes("none" if interpret else target_kind(), kv.dtype, kv_heads, hdim)
-    narrow = jnp.dtype(kv.dtype).itemsize == 1
-    k_scale, v_scale = (k_scale, v_scale) if narrow else (1.0, 1.0)
     rows = kv.reshape(kv.shape[0], page * count, lanes)
     if interpret is not False and interpret is not True:
         rows = pack_words(rows)  # TPU interpret mode cannot look at a cache as words
+    by_head = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
     common = {
-        "scale": scale * k_scale, "window": window, "chunk": chunk, "soft_cap": soft_cap,
-        "v_scale": v_scale, "sinks": sinks, "interpret": interpret,
-        "vmem": sizes.vmem_bytes,
+        "scale": scale, "window": window, "chunk": chunk, "soft_cap": soft_cap,
+        "by_head": {name: x for name, x in by_head.items() if x is not None},
+        "interpret": interpret, "vmem": sizes.vmem_bytes,
     }  # fmt: skip
 
     def cache(block: int) -> CacheShape:
@@ -83,7 +82,8 @@ def attend(
 def takes(
     q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
     scale: float,
-    window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+    window: int, soft_cap: float, max_query_len: int, k_scale: Array | None = None,
+    v_scale: Array | None = None,
     sinks: Array | None = None, chunk: int = 0,
 ) -> bool | Refusal:  # fmt: skip
     """What the kernels take where they are interpreted."""
@@ -104,7 +104,8 @@ def takes(
 def compiles(
     q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
     scale: float,
-    window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+    window: int, soft_cap: float, max_query_len: int, k_scale: Array | None = None,
+    v_scale: Array | None = None,
     sinks: Array | None = None, chunk: int = 0,
 ) -> bool | Refusal:  # fmt: skip
     """What the kernels take on a TPU."""
@@ -171,7 +172,8 @@ def vmem_need(sizes: BlockSizes, q: Any, kv: Any, max_query_len: int) -> dict[st
 def paged_attention(
     q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
     scale: float,
-    window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+    window: int, soft_cap: float, max_query_len: int, k_scale: Array | None = None,
+    v_scale: Array | None = None,
     sinks: Array | None = None, chunk: int = 0,
 ) -> Array:  # fmt: skip
     """See the op."""
@@ -198,7 +200,8 @@ def paged_attention(
 def interpreted_attention(
     q: Array, kv: Array, page_table: Array, query_start: Array, kv_lens: Array, counts: Array,
     scale: float,
-    window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+    window: int, soft_cap: float, max_query_len: int, k_scale: Array | None = None,
+    v_scale: Array | None = None,
     sinks: Array | None = None, chunk: int = 0,
 ) -> Array:  # fmt: skip
     """See the op."""

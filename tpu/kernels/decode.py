@@ -8,6 +8,7 @@ and each row keeps what is its own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,18 @@ from .cache import (
     typical_length,
     words_of,
 )
-from .softmax import MASKED, START, capped, dot, repeat, update, weight_factor, with_sinks
+from .softmax import (
+    MASKED,
+    START,
+    capped,
+    dot,
+    of_rows,
+    repeat,
+    taking,
+    update,
+    weight_factor,
+    with_sinks,
+)
 
 SUBLANES = 8
 
@@ -53,8 +65,7 @@ def decode_attention(
     window: int,
     chunk: int,
     soft_cap: float,
-    v_scale: float,
-    sinks: jax.Array | None,
+    by_head: Mapping[str, jax.Array],
     block_requests: int,
     step: int,
     vmem: int | None,
@@ -64,7 +75,8 @@ def decode_attention(
     is no request.
 
     Requests with a length stand first. table [req page]. `step`: tokens of a block whose K and V
-    are held at a time.
+    are held at a time. `by_head`, where given: sinks [head] and the scales of K and V, k_scale and
+    v_scale [kvhead].
     """
     requests, heads, hdim = q.shape
     padded = -(-requests // block_requests) * block_requests
@@ -74,10 +86,10 @@ def decode_attention(
     groups = len(head_groups(cache.kv_heads, group))
     rows = -(-group // SUBLANES) * SUBLANES
     kernel = partial(
-        _kernel if sinks is None else _kernel_with_sinks, cache=cache, width=table.shape[1],
-        scale=scale, window=window, chunk=chunk, soft_cap=soft_cap, v_scale=v_scale, step=step,
+        taking(_kernel, 2, list(by_head)), cache=cache, width=table.shape[1], scale=scale,
+        window=window, chunk=chunk, soft_cap=soft_cap, step=step,
     )  # fmt: skip
-    scalars = [lengths, table.reshape(-1), *([] if sinks is None else [sinks])]
+    scalars = [lengths, table.reshape(-1), *by_head.values()]
     spec = pl.BlockSpec((block_requests, heads, hdim), lambda i, *_: (i, 0, 0))
     seen = requests * typical_length(table.shape[1], cache.page, window or chunk)
     read = seen * cache.rows * cache.lanes * jnp.dtype(cache.dtype).itemsize
@@ -111,10 +123,6 @@ def decode_attention(
     return out[:requests]
 
 
-def _kernel_with_sinks(lengths: Any, table: Any, sinks: Any, *refs: Any, **values: Any) -> None:
-    _kernel(lengths, table, *refs, sinks=sinks, **values)
-
-
 def _kernel(
     lengths: Any,
     table: Any,
@@ -134,14 +142,20 @@ def _kernel(
     window: int,
     chunk: int,
     soft_cap: float,
-    v_scale: float,
     step: int,
     sinks: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> None:
     pages = Pages(cache, table, width, words_of(kv_hbm, cache), buffer, sems)
     block_requests, heads, _ = q_ref.shape
     group = heads // cache.kv_heads
     begin = pl.program_id(0) * block_requests
+    # Heads that are computed together, and what each of their rows multiplies its scores with.
+    together = [
+        (n, h, stop, of_rows(k_scale, (h, stop), (stop - h) * group))
+        for n, (h, stop) in enumerate(head_groups(cache.kv_heads, group))
+    ]
 
     def oldest(length: Any) -> Any:
         return oldest_seen(length - 1, window, chunk)
@@ -180,7 +194,7 @@ def _kernel(
             def _() -> None:
                 pages.clear(half, low, high)
 
-            for n, (h, stop) in enumerate(head_groups(cache.kv_heads, group)):
+            for n, h, stop, k in together:
                 rows = (stop - h) * group
                 state = (
                     m_ref.at[n, pl.ds(0, rows)],
@@ -191,18 +205,19 @@ def _kernel(
                 for t in range(0, cache.block, step):
                     tokens = t, min(t + step, cache.block)
                     _attend(
-                        pages, half, q, range(h, stop), tokens, low, high, scale, soft_cap, *state
-                    )
+                        pages, half, q, range(h, stop), tokens, low, high, scale, soft_cap, k,
+                        *state,
+                    )  # fmt: skip
             return 1 - half
 
         half = lax.fori_loop(quotient(first, cache.block), last, block, half)
-        for n, (h, stop) in enumerate(head_groups(cache.kv_heads, group)):
+        for n, h, stop, k in together:
             rows = (stop - h) * group
             total = with_sinks(
-                l_ref[n, :rows, :], m_ref[n, :rows, :], weight_factor(scale, soft_cap), sinks,
-                (h * group, stop * group),
+                l_ref[n, :rows, :], m_ref[n, :rows, :], weight_factor(scale, soft_cap, k),
+                sinks, (h * group, stop * group),
             )  # fmt: skip
-            factor = v_scale / jnp.where(total == 0.0, 1.0, total)
+            factor = of_rows(v_scale, (h, stop), rows) / jnp.where(total == 0.0, 1.0, total)
             parts = [
                 acc_ref[n, c, :rows, :] * repeat(factor, cache.lanes)
                 for c in range(len(cache.chunks))
@@ -217,10 +232,10 @@ def _kernel(
 def _attend(
     pages: Pages, half: Any, q: jax.Array, heads: range, tokens: tuple[int, int], low: Any,
     high: Any, scale: float,
-    soft_cap: float, m_ref: Any, l_ref: Any, acc_ref: Any,
+    soft_cap: float, k_scale: Any, m_ref: Any, l_ref: Any, acc_ref: Any,
 ) -> None:  # fmt: skip
     """Take those of some tokens of a block that are in low..high into the state of heads with
-    queries q [row hdim].
+    queries q [row hdim], whose scales of K are `k_scale` (see `of_rows`).
     """
     cache, rows = pages.cache, q.shape[0]
     pairs = [pages.head(half, h, tokens, q.dtype) for h in heads]
@@ -238,7 +253,7 @@ def _attend(
         parts = [dot(q[:, lane : lane + cache.lanes], k, (1, 1)) for lane, k in places]
         return sum(parts[1:], parts[0])
 
-    s, factor = capped(own([scores(k) for k, _ in pairs]), scale, soft_cap)
+    s, factor = capped(own([scores(k) for k, _ in pairs]), scale, soft_cap, k_scale)
     token = token_order(cache, s.shape, tokens)
     s = jnp.where((token >= low) & (token < high), s, MASKED)
     weights, decay = update(s, factor, m_ref, l_ref)

@@ -9,6 +9,7 @@ side.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,18 @@ from .cache import (
     typical_length,
     words_of,
 )
-from .softmax import MASKED, START, capped, dot, repeat, update, weight_factor, with_sinks
+from .softmax import (
+    MASKED,
+    START,
+    capped,
+    dot,
+    of_rows,
+    repeat,
+    taking,
+    update,
+    weight_factor,
+    with_sinks,
+)
 
 
 def mixed_attention(
@@ -46,8 +58,7 @@ def mixed_attention(
     window: int,
     chunk: int,
     soft_cap: float,
-    v_scale: float,
-    sinks: jax.Array | None,
+    by_head: Mapping[str, jax.Array],
     block_tokens: int,
     step: int,
     vmem: int | None,
@@ -57,7 +68,8 @@ def mixed_attention(
     i < counts[1].
 
     table [req page]; query_start [req+1]; kv_lens [req]. `step`: tokens of a block whose K and V
-    are held at a time.
+    are held at a time. `by_head`, where given: sinks [head] and the scales of K and V, k_scale and
+    v_scale [kvhead].
     """
     tokens, heads, hdim = q.shape
     group, kv_heads = heads // cache.kv_heads, cache.kv_heads
@@ -72,13 +84,11 @@ def mixed_attention(
     first = jnp.maximum(first, counts[0])
     rows = block_tokens * group
     kernel = partial(
-        _kernel if sinks is None else _kernel_with_sinks, cache=cache, width=table.shape[1],
-        scale=scale, window=window, chunk=chunk, soft_cap=soft_cap, v_scale=v_scale,
-        block_tokens=block_tokens, held=step,
+        taking(_kernel, 5, list(by_head)), cache=cache, width=table.shape[1], scale=scale,
+        window=window, chunk=chunk, soft_cap=soft_cap, block_tokens=block_tokens, held=step,
     )  # fmt: skip
     first = jnp.minimum(first, table.shape[0])
-    scalars = [query_start, kv_lens, first, counts, table.reshape(-1)]
-    scalars += [] if sinks is None else [sinks]
+    scalars = [query_start, kv_lens, first, counts, table.reshape(-1), *by_head.values()]
     spec = pl.BlockSpec((kv_heads, rows, hdim), lambda i, *_: (0, i, 0))
     length = typical_length(table.shape[1], cache.page, window or chunk)
     read = blocks * length * 2 * kv_heads * hdim * jnp.dtype(cache.dtype).itemsize
@@ -116,23 +126,17 @@ def mixed_attention(
     )
 
 
-def _kernel_with_sinks(
-    query_start: Any, kv_lens: Any, first_request: Any, counts: Any, table: Any, sinks: Any,
-    *refs: Any, **values: Any,
-) -> None:  # fmt: skip
-    _kernel(query_start, kv_lens, first_request, counts, table, *refs, sinks=sinks, **values)
-
-
 def _kernel(
     query_start: Any, kv_lens: Any, first_request: Any, counts: Any, table: Any, q_ref: Any,
     kv_hbm: Any, o_ref: Any,
     buffer: Any, sems: Any, m_ref: Any, l_ref: Any, acc_ref: Any, state_ref: Any, *,
     cache: CacheShape, width: int, scale: float, window: int, chunk: int, soft_cap: float,
-    v_scale: float, block_tokens: int, held: int, sinks: Any = None,
+    block_tokens: int, held: int, sinks: Any = None, k_scale: Any = None, v_scale: Any = None,
 ) -> None:  # fmt: skip
     pages = Pages(cache, table, width, words_of(kv_hbm, cache), buffer, sems)
     kv_heads, rows, _ = q_ref.shape
     group = rows // block_tokens
+    k = [of_rows(k_scale, (h, h + 1), rows) for h in range(kv_heads)]
     step, steps, stop_request = pl.program_id(0), pl.num_programs(0), counts[1]
 
     def valid(i: Any, block: Any) -> Any:
@@ -218,8 +222,9 @@ def _kernel(
                 for t in range(0, cache.block, held):
                     tokens = t, min(t + held, cache.block)
                     _attend(
-                        pages, half, h, q_ref[h], tokens, position, oldest, scale, soft_cap, *state
-                    )
+                        pages, half, h, q_ref[h], tokens, position, oldest, scale, soft_cap, k[h],
+                        *state,
+                    )  # fmt: skip
             return 1 - half
 
         return here, i + 1, lax.fori_loop(quotient(first, cache.block), last, block, half)
@@ -228,23 +233,25 @@ def _kernel(
     state_ref[0] = lax.while_loop(lambda carry: carry[0], request, start)[2]
     for h in range(kv_heads):
         heads = h * group, (h + 1) * group
-        total = with_sinks(l_ref[h], m_ref[h], weight_factor(scale, soft_cap), sinks, heads)
-        factor = v_scale / jnp.where(total == 0.0, 1.0, total)
+        total = with_sinks(l_ref[h], m_ref[h], weight_factor(scale, soft_cap, k[h]), sinks, heads)
+        factor = of_rows(v_scale, (h, h + 1), rows) / jnp.where(total == 0.0, 1.0, total)
         o_ref[h] = (acc_ref[h] * repeat(factor, cache.hdim)).astype(o_ref.dtype)
 
 
 def _attend(
     pages: Pages, half: Any, h: int, q: jax.Array, tokens: tuple[int, int], position: jax.Array,
-    oldest: jax.Array | None, scale: float, soft_cap: float, m_ref: Any, l_ref: Any, acc_ref: Any,
+    oldest: jax.Array | None, scale: float, soft_cap: float, k_scale: Any, m_ref: Any, l_ref: Any,
+    acc_ref: Any,
 ) -> None:  # fmt: skip
     """Take tokens of a block into the state of KV head h, whose queries are q [row hdim] at
-    position [row 1] and see what is not before `oldest` [row 1] (None: all).
+    position [row 1] and see what is not before `oldest` [row 1] (None: all). Its K have the scale
+    `k_scale`.
     """
     cache = pages.cache
     keys, values = pages.head(half, h, tokens, q.dtype)
     places = zip(cache.chunks, keys, strict=True)
     parts = [dot(q[:, lane : lane + cache.lanes], k, (1, 1)) for lane, k in places]
-    s, factor = capped(sum(parts[1:], parts[0]), scale, soft_cap)
+    s, factor = capped(sum(parts[1:], parts[0]), scale, soft_cap, k_scale)
     slot = token_order(cache, s.shape, tokens)
     seen = slot <= position
     if oldest is not None:

@@ -113,8 +113,8 @@ def write(
     k: jax.Array,
     v: jax.Array,
     slots: jax.Array,
-    k_scale: float,
-    v_scale: float,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
     interpret: Any,
 ) -> jax.Array:
     """The op; `interpret` as pallas_call takes it."""
@@ -127,7 +127,12 @@ def write(
 
 
 def takes(
-    kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0
+    kv: Array,
+    k: Array,
+    v: Array,
+    slots: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> bool | Refusal:
     """What the kernel takes where it is interpreted."""
     return answer(
@@ -136,7 +141,12 @@ def takes(
 
 
 def compiles(
-    kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0
+    kv: Array,
+    k: Array,
+    v: Array,
+    slots: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> bool | Refusal:
     """What the kernel takes on a TPU."""
     return answer(
@@ -149,7 +159,12 @@ def compiles(
     preferred_on=("tpu",), required_on=("tpu",),
 )  # fmt: skip
 def write_kv(
-    kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0
+    kv: Array,
+    k: Array,
+    v: Array,
+    slots: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> Array:
     """See the op."""
     return write(kv, k, v, slots, k_scale, v_scale, False)
@@ -157,7 +172,12 @@ def write_kv(
 
 @implement("write_kv", provider="pallas_interpret", framework="jax", supports_args=takes)
 def interpreted_write(
-    kv: Array, k: Array, v: Array, slots: Array, k_scale: float = 1.0, v_scale: float = 1.0
+    kv: Array,
+    k: Array,
+    v: Array,
+    slots: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> Array:
     """See the op."""
     return write(kv, k, v, slots, k_scale, v_scale, True)
