@@ -244,7 +244,8 @@ class LayerCompiler:
             (batch.page_table, batch.query_start, batch.kv_lens) if d.kind == "decode" else ()
         )
         open_ones = [x for x in per_request if x.device == batch.slots.device]
-        self._compiler.mark(self._chosen[d], [batch.cos, batch.sin, batch.slots, *open_ones])
+        of_tokens = [batch.cos, batch.sin, batch.slots]
+        self._compiler.mark(self._chosen[d], [*of_tokens, *open_ones])
 
 
 def layer_function(spec: Layer, ops: Any, *, decode: bool) -> FunctionType:

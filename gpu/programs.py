@@ -285,7 +285,7 @@ class Programs:
         if marking:
             self._compiler.mark(variant, given if d.kind == "decode" else given[:2])
         start = self._starts[variant]
-        hidden, residual, cos, sin, pages = start(
+        hidden, residual, layer_input, cos, sin, pages = start(
             *given,
             self.last_tokens,
             self._cos,
@@ -293,7 +293,7 @@ class Programs:
             self._inputs.pages,
             self._module.top_weights,
         )
-        whole = self._batch(d, cos, sin, pages)
+        whole = self._batch(d, cos, sin, pages)._replace(layer_input=layer_input)
         batches = tuple(whole.of_group(n, self._num_groups) for n in range(self._num_groups))
         if marking:
             for batch in batches:
@@ -328,10 +328,12 @@ def start_of(ops: Any, model: Model, select: Callable[..., Any], num_groups: int
         sin: torch.Tensor,
         pages: torch.Tensor,
         weights: dict[str, torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:
-        # hidden and (zero) residual [T dim], cos and sin [T r], page table [G R, P]
+    ) -> tuple[torch.Tensor | None, ...]:
+        # hidden and (zero) residual [T dim], the layers' own inputs, cos and sin [T r], page table
+        # [G R, P]
         ids, *rest = select(token_ids, positions, rows, last_tokens, cos, sin, pages, num_groups)
         hidden = decoder.embed(ops, model, weights, ids)
-        return hidden, torch.zeros_like(hidden), *rest
+        layer_input = decoder.layer_input(ops, model, weights, ids, hidden)
+        return hidden, torch.zeros_like(hidden), layer_input, *rest
 
     return start

@@ -70,7 +70,7 @@ class RegionalPass:
         index = block.first
         run, weights = self._functions[index], self._module.layer_weights[index]
         more = () if rows is None else (rows,)
-        batch = self._batches[self._groups[index]]
+        batch = self._batches[self._groups[index]].of_layer(index)
         hidden, residual = run(weights, *stream, cache[index], batch, *more)
         return Stream(hidden, residual), cache
 

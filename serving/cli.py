@@ -229,7 +229,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
         ]
     if arguments.json:
         keys = {"cache_key": plans.cache_key, "plan_hash": plans.hash}
-        print(json.dumps({"backend": backend, "ops": rows, "layers": layers, **keys}))
+        kinds = _layer_kinds(model, plans)
+        print(
+            json.dumps(
+                {"backend": backend, "ops": rows, "layers": layers, "layer_kinds": kinds, **keys}
+            )
+        )
         return 0
     for row in rows:
         passed = f"  passed over: {'; '.join(row['passed_over'])}" if row["passed_over"] else ""
@@ -243,8 +248,33 @@ def run_plan(arguments: argparse.Namespace) -> int:
     for title, count in layers.items():
         if "." in title:
             print(f"{title}: what differs in {count} of {model.num_layers} layers")
+    kinds = _layer_kinds(model, plans)
+    for kind in kinds if len(kinds) > 1 else ():
+        chosen = ", ".join(f"{program} {provider}" for program, provider in kind["chosen"].items())
+        print(f"{kind['layers']} layers, {kind['attention']}: paged_attention {chosen}")
     print(f"plan hash {plans.hash}")
     return 0
+
+
+def _layer_kinds(model: Any, plans: Any) -> list[dict[str, Any]]:
+    """The kinds of layers: how many there are, what their attention is, and what computes it in
+    each kind of program.
+    """
+    from ..shared.models.families import model_of
+    from ..shared.models.spec import Attention
+
+    spec, found = model_of(model), []
+    for kind in spec.kinds:
+        attention = next(sub.mixer for sub in kind if isinstance(sub.mixer, Attention))
+        seen = f"window {attention.window}" if attention.window else "all tokens"
+        what = f"{attention.num_heads} heads of {attention.head_dim}, {seen}"
+        if attention.reads is not None:
+            what += f", reads the cache of layer {attention.reads}"
+        chosen = {
+            program: plans.of(program, kind)["paged_attention"].provider for program in plans.layers
+        }
+        found.append({"layers": spec.layers.count(kind), "attention": what, "chosen": chosen})
+    return found
 
 
 def _plan_rows(plans: Any) -> list[dict[str, Any]]:

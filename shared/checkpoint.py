@@ -42,6 +42,11 @@ ROWS = 4096
 """Rows that are compared at a time."""
 
 
+def has_weights(folder: str | Path) -> bool:
+    """Whether a model folder has weights that can be read."""
+    return any(os.path.exists(Path(folder) / name) for name in (SINGLE, INDEX))
+
+
 class Checkpoint:
     """The tensors of a model folder. Opens each file when a tensor of it is first asked for.
 
@@ -153,6 +158,23 @@ class Checkpoint:
         problems = [f"{len(found)} {what}: {_first(found)}" for what, found in lists if found]
         if problems:
             self._fail(f"{self._folder}: tensors do not fit the model: {'; '.join(problems)}")
+
+    def check_scales(self, name: str, size: int, low: float, high: float) -> None:
+        """Raise CheckpointError unless a tensor has one value or `size` of them, each a number from
+        `low` to `high`.
+        """
+        shape = self.shape(name)
+        if shape not in ((), (1,), (size,)):
+            self._fail(
+                f"{self._where(name)} has shape {list(shape)}, a scale has [], [1] or [{size}]"
+            )
+        values = self.read(name).astype(np.float64).reshape(-1)
+        wrong = ~((values >= low) & (values <= high))
+        if wrong.any():
+            self._fail(
+                f"{self._where(name)} holds {float(values[wrong.argmax()])}, a scale is from "
+                f"{low:.4g} to {high:.4g}"
+            )
 
     def _check_copy(self, name: str, original: str) -> None:
         """A head beside tied embeddings is a copy, or config.json is wrong; transformers 5 would

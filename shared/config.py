@@ -113,7 +113,7 @@ class ResolvedConfig:
     kv_cache_memory: int | None
     num_pages: int | None
     kv_cache_dtype: str
-    kv_cache_scales: tuple[float, float]
+    kv_cache_scales: tuple[float, float] | None
     memory_utilization: float
     page_groups: bool
     enable_prefix_caching: bool
@@ -361,6 +361,11 @@ class _Defaults:
             why = "the road piecewise has one page table"
         elif config.capture is not None:
             why = "captured steps have one page table"
+        if why is not None and self.model.full_heads is not None:
+            raise ConfigError(
+                f"page_groups: {why}, and layers of {self.model.architecture} need two: they keep "
+                "keys and values of two shapes; allowed are other roads, without captures"
+            )
         if why is None or not config.page_groups or not any(self.model.layer_windows):
             return config.page_groups
         self.changes.append(Change("page_groups", True, False, f"{why}: layers keep all tokens"))

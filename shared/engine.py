@@ -23,6 +23,7 @@ from .config import Change, EngineConfig, ResolvedConfig, resolve
 from .demand import ANYTHING, Demand
 from .errors import ConfigError, EngineClosed, EngineDead, InternalError, RequestError
 from .interrupts import DeferredInterrupts
+from .kv_scales import with_scales
 from .models.caches import cached_tokens, layout_of, request_pages, step_shape
 from .models.config import ModelConfig
 from .models.fields import show
@@ -119,8 +120,10 @@ class Engine:
         backend, self.device, chosen = find_backend(config.backend, config.device)
         config = replace(config, backend=backend)
         self.config, changes = resolve(config, model, self.device, demand)
-        self.model = model = replace(model, kv_scales=self.config.kv_cache_scales)
-        self.report = StartReport([*chosen, *changes])
+        weights = None if self.config.load_format == "dummy" else folder
+        self.model, scales = with_scales(model, self.config, weights)
+        model = self.model
+        self.report = StartReport([*chosen, *changes, *scales])
         self.table = self.config.table()
         self.shape = step_shape(model, self.config)
         self.worker = create_worker(model, self.config, self.device, folder)

@@ -206,8 +206,9 @@ class EngineConfig:
     kv_cache_scales: tuple[float, float] | None = _cache(
         None,
         Scales(),
-        help="what K and V are divided by in a narrow cache",
-        usual="1,1; int8 needs them",
+        help="what K and V of all layers are divided by in a narrow cache, whatever the checkpoint "
+        "says",
+        usual="the checkpoint's, else 1,1; int8 needs them",
         shapes=True,
     )
     page_groups: bool = _cache(

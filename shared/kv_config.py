@@ -13,17 +13,13 @@ NARROW = {"int8": "int8", "fp8_e4m3": "float8_e4m3fn"}
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", *NARROW)
 
 
-def resolve_cache(config: Any, dtype: str) -> tuple[str, tuple[float, float]]:
-    """(numpy's name of the cache's dtype, scales of K and V) for a model that runs in `dtype`.
-    Raises ConfigError.
+def resolve_cache(config: Any, dtype: str) -> tuple[str, tuple[float, float] | None]:
+    """(numpy's name of the cache's dtype, scales of K and V that are given) for a model that runs
+    in `dtype`. Raises ConfigError.
     """
     kind, scales = config.kv_cache_dtype, config.kv_cache_scales
     if kind in NARROW:
-        if scales is None and kind == "int8":
-            raise ConfigError(
-                "kv_cache_scales: int8 holds x / scale from -127 to 127 and needs scales of K and V"
-            )
-        return NARROW[kind], (1.0, 1.0) if scales is None else (float(scales[0]), float(scales[1]))
+        return NARROW[kind], None if scales is None else (float(scales[0]), float(scales[1]))
     if kind not in ("auto", dtype):
         allowed = ", ".join(("auto", dtype, *NARROW))
         raise ConfigError(
@@ -31,4 +27,4 @@ def resolve_cache(config: Any, dtype: str) -> tuple[str, tuple[float, float]]:
         )
     if scales is not None:
         raise ConfigError(f"kv_cache_scales: got {scales}, a cache of {dtype} has none")
-    return dtype, (1.0, 1.0)
+    return dtype, None

@@ -31,16 +31,19 @@ def decode_bytes(
     """Bytes that one decode step reads: every weight once, and the cache of `batch` requests of
     `length` tokens each.
 
-    Entries of weights and of the cache have `itemsize` and `cache_itemsize` bytes. Of an embedding
-    table that is not the head too, only the rows of the batch are read.
+    Entries of weights and of the cache have `itemsize` and `cache_itemsize` bytes. Of embedding
+    tables that are not the head too, only the rows of the batch are read.
     """
     table = decoder.parameters_of(model)
     weights = parameter_count(table)
-    if not model.tie_embeddings:
-        weights += batch * model.hidden_size - prod(table.top["embed"].shape)
-    per_token = 2 * model.num_kv_heads * model.head_dim
-    seen = sum(min(length, window) if window else length for window in model.layer_windows)
-    return itemsize * weights + cache_itemsize * batch * per_token * seen
+    tables = ("embed", "input_embed")[model.tie_embeddings :]
+    for shape in (table.top[name].shape for name in tables if name in table.top):
+        weights += batch * shape[1] - prod(shape)
+    seen = 0.0
+    for window in model.layer_windows:
+        heads = model.heads(window)
+        seen += 2 * heads.kv * heads.size * (min(length, window) if window else length)
+    return itemsize * weights + cache_itemsize * batch * seen
 
 
 def prefill_flops(model: ModelConfig, lengths: Sequence[int]) -> float:
@@ -53,13 +56,17 @@ def prefill_flops(model: ModelConfig, lengths: Sequence[int]) -> float:
     layers = [table.layer(i).values() for i in range(model.num_layers)]
     *before, behind = [sum(prod(p.shape) for p in layer if len(p.shape) > 1) for layer in layers]
     tokens, prompts = sum(lengths), len(lengths)
-    keys = 2 * model.num_kv_heads * model.head_dim * model.hidden_size
+    *windows, last = model.layer_windows
+    of_last = model.heads(last)
+    keys = 0 if model.num_reading_layers else 2 * of_last.kv * of_last.size * model.hidden_size
     dense = 2.0 * ((sum(before) + keys) * tokens + (behind - keys) * prompts)
     head = 2.0 * model.vocab_size * model.hidden_size * prompts
-    *windows, last = model.layer_windows
-    pairs = sum(_pairs(length, window) for length in lengths for window in windows)
-    pairs += sum(min(length, last or length) for length in lengths)
-    return dense + head + 4.0 * model.num_heads * model.head_dim * pairs
+    pairs = 0
+    for window in windows:
+        heads = model.heads(window)
+        pairs += heads.query * heads.size * sum(_pairs(length, window) for length in lengths)
+    seen = sum(min(length, last or length) for length in lengths)
+    return dense + head + 4.0 * (pairs + of_last.query * of_last.size * seen)
 
 
 def _pairs(length: int, window: int) -> int:

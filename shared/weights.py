@@ -17,6 +17,8 @@ from .checkpoint import Checkpoint
 from .models.table import TOP, Parameter, ParameterTable, Part, keys
 
 DUMMY_STD = 0.02
+SCALES = (2.0**-126, 2.0**126)
+"""What scales may be: neither they nor their reciprocals are subnormal."""
 
 
 def parts_in(
@@ -51,6 +53,8 @@ def read_parameter(checkpoint: Checkpoint, parameter: Parameter, layer: int) -> 
     """One parameter of one layer, its parts stacked: in the checkpoint's dtype, or in float32 if it
     has an offset.
     """
+    if parameter.value is not None:
+        return np.full(parameter.shape, parameter.value, np.float32)
     parts = parts_in(checkpoint, parameter, layer)
     arrays = [
         read_rows(checkpoint, parameter, part, key)
@@ -64,8 +68,14 @@ def read_rows(checkpoint: Checkpoint, parameter: Parameter, part: Part, key: str
     if part.is_selection:
         values = checkpoint.read_slice(key, 0, part.first, part.first + part.rows)
     else:
-        values = checkpoint.read(key)
+        values = _read_whole(checkpoint, parameter, key)
     return adjusted(parameter, in_order(part, values))
+
+
+def _read_whole(checkpoint: Checkpoint, parameter: Parameter, key: str) -> np.ndarray:
+    """A tensor; one value of a scale stands for all entries."""
+    values = checkpoint.read(key)
+    return np.array(np.broadcast_to(values, parameter.shape)) if parameter.is_scale else values
 
 
 def in_order(part: Part, values: np.ndarray) -> np.ndarray:
@@ -88,6 +98,8 @@ def read_entries(
     """Entries `start` to `stop` (exclusive) of one axis of a tensor, of the rows of this `part` if
     the axis is not the first.
     """
+    if parameter.is_scale:
+        return _read_whole(checkpoint, parameter, key)[start:stop]
     values = checkpoint.read_slice(key, axis, start, stop)
     if part is not None and part.is_selection:
         values = values[part.first : part.first + part.rows]
@@ -109,16 +121,25 @@ def check_checkpoint(checkpoint: Checkpoint, table: ParameterTable) -> None:
     """Raise CheckpointError unless every tensor is there with the right shape, and every other one
     may be ignored.
 
-    What is missing is named as most of what is there.
+    What is missing is named as most of what is there. A scale has one value for all entries, or
+    all; each is a positive number.
     """
     expected, spelling = {}, _most_frequent(checkpoint, table)
+    scales: dict[str, int] = {}
     for parameter, layer in table.placed():
+        if parameter.value is not None:
+            continue
         parts = parts_in(checkpoint, parameter, layer, spelling)
         for part, key in zip(parts, keys(parts, layer), strict=True):
             expected[key] = parameter.part_shape(part)
+            if parameter.is_scale and checkpoint.has(key):
+                scales[key] = part.rows
     copies = {
         name: keys(parts_in(checkpoint, table.top[of], TOP), TOP)[0] for name, of in table.copies
     }
+    for key, size in scales.items():
+        checkpoint.check_scales(key, size, *SCALES)
+        expected[key] = checkpoint.shape(key)
     checkpoint.check(expected, table.ignored, copies)
 
 
@@ -126,6 +147,8 @@ def expected_tensors(table: ParameterTable) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this table has under its usual name, with its shape."""
     expected = {}
     for parameter, layer in table.placed():
+        if parameter.value is not None:
+            continue
         for part, key in zip(parameter.parts, keys(parameter.parts, layer), strict=True):
             expected[key] = parameter.part_shape(part)
     return expected
@@ -139,7 +162,9 @@ def dummy_parameter(xp: Any, parameter: Parameter, layer: int, seed: int, index:
     and one float32 product: bitwise the same on every backend. For what belongs to no layer,
     `layer` is 0.
     """
-    if parameter.init != "normal":
+    if parameter.value is not None:
+        values = xp.astype(index * 0, xp.float32) + parameter.value
+    elif parameter.init != "normal":
         values = xp.astype(index * 0 + (1 if parameter.init == "ones" else 0), xp.float32)
     else:
         digest = hashlib.blake2b(parameter.name.encode(), digest_size=4).digest()

@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from ..ops import OpError
+from ..shared.checkpoint import has_weights
 from ..shared.config import EngineConfig, ResolvedConfig, resolve
 from ..shared.errors import ConfigError
+from ..shared.kv_scales import with_scales
 from ..shared.models import decoder
 from ..shared.models.caches import cached_tokens, layout_of, request_pages
 from ..shared.models.config import ModelConfig
@@ -38,6 +40,7 @@ PROGRAMS = ("largest", "steps", "all")
 
 def build(
     name: str,
+    folder: str,
     model: ModelConfig,
     where: str,
     options: dict[str, Any],
@@ -45,7 +48,8 @@ def build(
     progress: Progress,
     which: str = "largest",
 ) -> AotReport:
-    """Compile programs of `model` for the slice `where`. Raises ConfigError, BackendUnavailable.
+    """Compile programs of `model`, whose files are in `folder`, for the slice `where`. Raises
+    ConfigError, CheckpointError, BackendUnavailable.
 
     `options` are those of `EngineConfig`. Of `which` programs: the `largest` of each kind, of these
     the `steps` alone (what samplers take is not counted then), or `all`. With `out` all of them
@@ -59,6 +63,9 @@ def build(
     config, changes = resolve(
         EngineConfig(**options, model=name, backend="jax"), model, target.info
     )
+    read = config.load_format != "dummy" and has_weights(folder)
+    model, scales = with_scales(model, config, folder if read else None)
+    changes += scales
     start = time.perf_counter()
     mesh = make_mesh(target.devices, config.tensor_parallel_size)
     if target.hosts > 1:

@@ -32,8 +32,8 @@ def run(
 ) -> int:
     """Compile, print, and return the exit code: 0, or 3 if the model does not fit."""
     leave_out_libtpu()
-    config = load_config(model_folder(model))
-    report = build(model, config, topology, options, out, progress, which)
+    folder = str(model_folder(model))
+    report = build(model, folder, load_config(folder), topology, options, out, progress, which)
     if as_json:
         print(json.dumps(report.as_dict()))
     else:

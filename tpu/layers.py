@@ -126,7 +126,9 @@ class ScannedPass:
 
     def embed(self) -> Stream:
         """See `Execution`."""
-        hidden = decoder.embed(self._ops[self._kind], self._model, self._weights, self._token_ids)
+        given = self._ops[self._kind], self._model, self._weights, self._token_ids
+        hidden = decoder.embed(*given)
+        self._batch = self._batch._replace(layer_input=decoder.layer_input(*given, hidden))
         return Stream(hidden, jnp.zeros_like(hidden))
 
     def layers(
@@ -140,24 +142,31 @@ class ScannedPass:
 
         def body(carry: Any, repeat: Any) -> tuple[Any, None]:
             stream, cache = carry
-            slices, place_slices, number = repeat
+            slices, place_slices, inputs, number = repeat
             for position, (spec, of_repeats, stacked) in enumerate(
                 zip(specs, repeats, slices, strict=True)
             ):
                 weights = of_repeats.at(stacked, number)
                 place = places[position].at(place_slices[position])
                 shape = self._layout.page_shape(block.first + position)
-                stream, cache = self._layer(spec, weights, place, shape, stream, cache)
+                own = None if inputs is None else inputs[position]
+                stream, cache = self._layer(spec, weights, place, shape, own, stream, cache)
             return (stream, cache), None
 
         stacked = tuple(of_repeats.stacked for of_repeats in repeats)
         of_places = tuple(place.scanned for place in places)
+        inputs = None
+        if self._batch.layer_input is not None:
+            inputs = tuple(
+                self._batch.layer_input[np.array(block.layers_at(position))]
+                for position in range(block.period)
+            )
         if block.repeats == 1:
-            first = jax.tree.map(lambda x: x[0], (stacked, of_places))
+            first = jax.tree.map(lambda x: x[0], (stacked, of_places, inputs))
             carry, _ = body((stream, cache), (*first, 0))
         else:
             numbers = jnp.arange(block.repeats, dtype=jnp.int32)
-            carry, _ = jax.lax.scan(body, (stream, cache), (stacked, of_places, numbers))
+            carry, _ = jax.lax.scan(body, (stream, cache), (stacked, of_places, inputs, numbers))
         stream, cache = carry
         return stream, cache
 
@@ -175,6 +184,7 @@ class ScannedPass:
         weights: Weights,
         place: tuple[Any, Any],
         page_shape: tuple[int, int, int],
+        layer_input: jax.Array | None,
         stream: Stream,
         buffer: jax.Array,
     ) -> tuple[Stream, jax.Array]:
@@ -185,7 +195,9 @@ class ScannedPass:
         # of its group: no slice of it is ever taken or put back.
         pages = buffer.shape[0] // self._layout.stripe
         slots = jnp.where(batch.slots < 0, -1, batch.slots + index * pages * kv.shape[1])
-        here = batch._replace(page_table=batch.page_table + index * pages, slots=slots)
+        here = batch._replace(
+            page_table=batch.page_table + index * pages, slots=slots, layer_input=layer_input
+        )
         stream, kv = decoder.layer(self._ops.of(self._kind, spec), spec, weights, stream, kv, here)
         return stream, as_buffer(kv, buffer, self._shards)
 

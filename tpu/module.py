@@ -18,6 +18,7 @@ from ..shared.engine_config import EngineConfig
 from ..shared.errors import BackendUnavailable
 from ..shared.models import decoder
 from ..shared.models.blocks import single_blocks
+from ..shared.models.caches import cache_of
 from ..shared.models.config import ModelConfig, load_config
 from ..shared.models.locate import model_folder
 from ..shared.models.shapes import check_weights
@@ -101,9 +102,12 @@ class Decoder(nnx.Module):
         weights = [
             {name: getattr(layer, name)[...] for name in layer.names} for layer in self.layers
         ]
-        shape = (pages + 1, PAGE, 2 * config.num_kv_heads, config.head_dim)
-        kv = [jnp.zeros(shape, top["embed"].dtype) for _ in weights]
         model = decoder.model_of(config)
+        kept = [cache_of(layer) for layer in model.layers]
+        kv = [
+            jnp.zeros((pages + 1, PAGE, 2 * one.kv_heads, one.head_dim), top["embed"].dtype)
+            for one in kept
+        ]
         calls = decoder.PlainCalls(ops, model, top, weights, token_ids, batch, jnp.zeros_like)
         finished, _ = decoder.forward(calls, kv)
         return decoder.head(ops, model, top, finished)

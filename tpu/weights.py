@@ -109,6 +109,9 @@ def _read_layer(
     """Fill `out` with one shard of one layer's parameter: `index` says which entries of the
     placed shape it has.
     """
+    if parameter.value is not None:
+        out[...] = parameter.value
+        return
     axis, source = placement.axis, placement.source
     parts, offset = parts_in(checkpoint, parameter, layer), 0
     for part, key in zip(parts, keys(parts, layer), strict=True):
@@ -126,7 +129,7 @@ def _read_layer(
             _gather(partial(read, part=part), axis, source[index[axis]], rows)
         offset += part.rows
     if axis is not None and source is not None:
-        out[(slice(None),) * axis + (source[index[axis]] < 0,)] = 0
+        out[(slice(None),) * axis + (source[index[axis]] < 0,)] = parameter.padding
 
 
 def _gather(
@@ -185,7 +188,7 @@ def _dummy(
         for size, place_in in zip(parameter.shape[1:], at[1:], strict=True):
             index = index * size + place_in
         values = dummy_parameter(namespace("jax"), parameter, layer, seed, index)
-        return jnp.where(real, values, jnp.float32(0)).astype(dtype)
+        return jnp.where(real, values, jnp.float32(parameter.padding)).astype(dtype)
 
     def stack(first: jax.Array, step: jax.Array, count: int) -> jax.Array:
         if not parameter.layered:

@@ -23,7 +23,7 @@ from ..step import StepShape
 from .config import ModelConfig
 from .families import model_of
 from .placement import local_config
-from .spec import Attention, Layer, Model
+from .spec import Attention, Layer, Model, source_of
 
 MAX_GROUPS = 8
 """Each group costs the host time in every step, and the device a page table."""
@@ -125,7 +125,7 @@ def cache_layout(
     """
     reach = max_model_len if windows else 0
     kept = [_within(cache_of(layer), reach) for layer in model.layers]
-    sources = [_source(model, index) for index in range(len(kept))]
+    sources = [source_of(layer, index) for index, layer in enumerate(model.layers)]
     owners = [index for index, source in enumerate(sources) if source == index]
     sorts: dict[CacheSpec, list[int]] = {}
     for index in owners:
@@ -148,11 +148,6 @@ def cache_layout(
     return CacheLayout(
         tuple(groups), tuple(of_groups), tuple(places[source] for source in sources), stripe
     )
-
-
-def _source(model: Model, index: int) -> int:
-    """The layer whose cache a layer reads: its own."""
-    return index
 
 
 def _within(spec: CacheSpec, reach: int) -> CacheSpec:

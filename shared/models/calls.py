@@ -157,6 +157,10 @@ class RecordedCalls(decoder.PlainCalls):
         super().__init__(*parts)
         self._recorder, self._kinds = recorder, kinds
 
+    def cache_of(self, index: int) -> int:
+        """Each of the kinds has a cache here, as that of its source has the same shape."""
+        return index
+
     def layers(
         self, block: Block, stream: decoder.Stream, cache: Any, rows: Any
     ) -> tuple[decoder.Stream, Any]:

@@ -10,12 +10,23 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .families import FAMILIES, family_of
 from .fields import Fields, nearest, need_folder, read_json, show
 from .rope import RopeConfig
 from .spec import Activation
+
+KvScales = tuple[float, float] | Literal["checkpoint"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How many heads of queries, and of keys and values, a layer has, and the entries of each."""
+
+    query: int
+    kv: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +35,20 @@ class ModelConfig:
     w; 0 is all of them.
 
     `eos_token_ids` joins config.json and generation_config.json. `raw_hash` is the SHA-256 of
-    config.json's content. `kv_scales` are what K and V are divided by in a narrow cache: the
-    engine's choice, not config.json's. The other scales multiply: embeddings, scores (None:
+    config.json's content. `kv_scales` says what K and V are divided by in a narrow cache: nothing
+    (None), tensors of the checkpoint, or numbers that are given; the engine's choice, not
+    config.json's. The other scales multiply: embeddings, scores (None:
     head_dim^-0.5), what a sublayer adds to the stream, logits. `rounds_embedding_scale`: that of
     embeddings is rounded to the run dtype first. `attention_cap` and `logits_cap` are soft caps, 0
     for none. `window_rope` is the rotary embedding of layers with a window, None if it is `rope`.
     `temper` (beta, n): q of position p is multiplied by 1 + beta ln(1 + floor(p / n)).
-    `wide_qk_norm`: q and k are normed over all of their heads. `text_architecture` is that of the
+    `wide_qk_norm`: q and k are normed over all of their heads; `v_norm`: heads of v too, without a
+    weight. `full_heads` are the heads of layers without a window, None if all are alike;
+    `full_keys_are_values`: one projection gives both there. The last `num_reading_layers` layers
+    read the cache of the last layer before them that has the same window, and their MLP has
+    `reading_intermediate_size`. `layer_input_size`: entries of a small embedding that each layer
+    has of its own; `layer_factor`: the stream is multiplied by a weight behind each layer.
+    `text_architecture` is that of the
     part that runs, where it is one of several. `left_out` names parts of the
     checkpoint that do not run, since they are not text; `image_token_ids` are those that stand for
     their output in a prompt.
@@ -62,7 +80,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     raw_hash: str = ""
-    kv_scales: tuple[float, float] = (1.0, 1.0)
+    kv_scales: KvScales = None
     embedding_scale: float = 1.0
     rounds_embedding_scale: bool = False
     attention_scale: float | None = None
@@ -73,11 +91,41 @@ class ModelConfig:
     text_architecture: str = ""
     image_token_ids: tuple[int, ...] = ()
     left_out: tuple[str, ...] = ()
+    v_norm: bool = False
+    full_heads: Heads | None = None
+    full_keys_are_values: bool = False
+    num_reading_layers: int = 0
+    reading_intermediate_size: int = 0
+    layer_input_size: int = 0
+    layer_factor: bool = False
+
+    def heads(self, window: int) -> Heads:
+        """The heads of layers with this window."""
+        if window or self.full_heads is None:
+            return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        return self.full_heads
+
+    def source_of(self, layer: int) -> int:
+        """The layer whose cache a layer reads."""
+        own = self.num_layers - self.num_reading_layers
+        if layer < own:
+            return layer
+        window = self.layer_windows[layer]
+        return max(i for i in range(own) if self.layer_windows[i] == window)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary embeddings that layers have: of those without a window, then of the others."""
         return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
+
+    @property
+    def rope_head_dims(self) -> tuple[int, ...]:
+        """The size of the heads that each of `ropes` rotates."""
+        return (
+            (self.heads(0).size,)
+            if self.window_rope is None
+            else (self.heads(0).size, self.head_dim)
+        )
 
 
 def load_config(folder: str | Path) -> ModelConfig:

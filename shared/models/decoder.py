@@ -17,7 +17,7 @@ from .blocks import Block, single_blocks
 from .config import ModelConfig
 from .families import model_of, parameters_of
 from .rope import rope_inverse_frequencies
-from .spec import Layer, Model, Norm, mixes_tokens
+from .spec import Layer, Model, Norm, mixes_tokens, source_of
 from .stages import Array, Batch, Cache, Weights, stage_of
 
 __all__ = [
@@ -47,8 +47,8 @@ def rotary_tables(config: ModelConfig, positions: int) -> tuple[np.ndarray, np.n
     position = np.arange(positions, dtype=np.float64)[:, None]
     cos: list[np.ndarray] = []
     sin: list[np.ndarray] = []
-    for rope in config.ropes:
-        inverse, scaling = rope_inverse_frequencies(rope, config.head_dim, positions)
+    for rope, size in zip(config.ropes, config.rope_head_dims, strict=True):
+        inverse, scaling = rope_inverse_frequencies(rope, size, positions)
         angles = position * inverse[None, :]
         cos.append(np.cos(angles) * scaling)
         sin.append(np.sin(angles) * scaling)
@@ -66,6 +66,27 @@ def embed(ops: Any, model: Model, weights: Weights, token_ids: Array) -> Array:
     if model.rounds_embedding_scale:
         factor = rounded(factor, table.dtype)
     return scaled(ops, ops.embedding(token_ids, table), factor)
+
+
+def layer_input(
+    ops: Any, model: Model, weights: Weights, token_ids: Array, hidden: Array
+) -> Array | None:
+    """The small embeddings [layer tok size] that layers get of tokens [tok], whose hidden states
+    before the first layer are `hidden`; None for models without. Each is half of the token's own,
+    half of what these states say.
+    """
+    if not model.input_size:
+        return None
+    size, tokens = model.input_size, hidden.shape[0]
+    projected = ops.linear(hidden, weights["input_projection"], None)
+    projected = ops.scale(projected, hidden.shape[1] ** -0.5)
+    normed = ops.rms_norm(
+        projected.reshape(tokens, -1, size), weights["input_norm"], model.norm.eps
+    )
+    table = weights["input_embed"]
+    own = ops.scale(ops.embedding(token_ids, table), rounded(size**0.5, table.dtype))
+    total = ops.scale(ops.add(normed.reshape(tokens, -1), own), 0.5**0.5)
+    return total.reshape(tokens, -1, size).swapaxes(0, 1)
 
 
 DIGITS = {"float32": 24, "bfloat16": 8, "float16": 11}
@@ -111,9 +132,14 @@ def layer(
         hidden, cache = stage(ops, sub.mixer, weights, x, cache, batch._replace(rows=rows))
         if rows is not None:
             residual = residual[rows]
+            if batch.layer_input is not None:
+                batch = batch._replace(layer_input=batch.layer_input[rows])
         if sub.post is not None:
             hidden = ops.rms_norm(hidden, weights[sub.post.weight], sub.post.eps)
         hidden = scaled(ops, hidden, sub.scale)
+        if sub.factor is not None:
+            factor = weights[sub.factor]
+            hidden, residual = ops.scale_by(hidden, factor), ops.scale_by(residual, factor)
     return Stream(hidden, residual), cache
 
 
@@ -207,18 +233,25 @@ class PlainCalls:
 
     def embed(self) -> Stream:
         """See `Execution`."""
-        hidden = embed(self.ops, self.model, self.weights, self.token_ids)
+        given = self.ops, self.model, self.weights, self.token_ids
+        hidden = embed(*given)
+        self.batch = self.batch._replace(layer_input=layer_input(*given, hidden))
         return Stream(hidden, self.zeros(hidden))
 
     def layers(
         self, block: Block, stream: Stream, cache: Cache, rows: Array | None
     ) -> tuple[Stream, Cache]:
         """See `Execution`."""
-        index, batch = block.first, self.batch._replace(rows=rows)
+        index = block.first
+        batch = self.batch.of_layer(index)._replace(rows=rows)
         spec, weights = self.model.layers[index], self.layer_weights[index]
-        stream, written = layer(self.ops_of(spec), spec, weights, stream, cache[index], batch)
-        cache[index] = written
+        place = self.cache_of(index)
+        stream, cache[place] = layer(self.ops_of(spec), spec, weights, stream, cache[place], batch)
         return stream, cache
+
+    def cache_of(self, index: int) -> int:
+        """The place in the list of the cache that a layer reads."""
+        return source_of(self.model.layers[index], index)
 
     def finish(self, stream: Stream) -> Array:
         """See `Execution`."""

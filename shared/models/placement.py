@@ -13,17 +13,21 @@ from functools import cache
 
 import numpy as np
 
-from .config import ModelConfig
+from .config import Heads, ModelConfig
 from .table import Parameter, Part
 
 SHARDED = {
     "vocab": True,
     "heads": True,
     "kv_heads": True,
+    "full_heads": True,
+    "full_kv_heads": True,
     "qkv": True,
     "mlp": True,
     "embed": False,
     "head_dim": False,
+    "layer_input": False,
+    "one": False,
 }
 """Whether a logical axis is dealt out to the shards; else every shard holds all of it."""
 
@@ -65,21 +69,40 @@ def head_layout(heads: int, kv_heads: int, shards: int) -> HeadLayout:
 
 def physical_config(model: ModelConfig, shards: int) -> ModelConfig:
     """The model with the heads and the MLP width that its shards hold together."""
-    layout = head_layout(model.num_heads, model.num_kv_heads, shards)
-    width = -(-model.intermediate_size // shards) * shards
+    heads = _on_shards(Heads(model.num_heads, model.num_kv_heads, model.head_dim), shards)
+    full = model.full_heads
     return replace(
-        model, num_heads=len(layout.query), num_kv_heads=len(layout.kv), intermediate_size=width
+        model,
+        num_heads=heads.query,
+        num_kv_heads=heads.kv,
+        full_heads=None if full is None else _on_shards(full, shards),
+        intermediate_size=_multiple(model.intermediate_size, shards),
+        reading_intermediate_size=_multiple(model.reading_intermediate_size, shards),
     )
+
+
+def _on_shards(heads: Heads, shards: int) -> Heads:
+    layout = head_layout(heads.query, heads.kv, shards)
+    return replace(heads, query=len(layout.query), kv=len(layout.kv))
+
+
+def _multiple(size: int, shards: int) -> int:
+    return -(-size // shards) * shards
 
 
 def local_config(model: ModelConfig, shards: int) -> ModelConfig:
     """The model that one shard computes within a layer."""
     whole = physical_config(model, shards)
+    full = whole.full_heads
     return replace(
         whole,
         num_heads=whole.num_heads // shards,
         num_kv_heads=whole.num_kv_heads // shards,
+        full_heads=None
+        if full is None
+        else Heads(full.query // shards, full.kv // shards, full.size),
         intermediate_size=whole.intermediate_size // shards,
+        reading_intermediate_size=whole.reading_intermediate_size // shards,
     )
 
 
@@ -88,7 +111,8 @@ class Placement:
     """How one parameter (of one layer) lies on the shards.
 
     `axis` is the dimension that is sharded, None if every shard holds all. `source` [physical size]
-    is, for each entry of that dimension, the model's entry that it is, or -1 for zeros.
+    is, for each entry of that dimension, the model's entry that it is, or -1 for the
+    parameter's padding.
     """
 
     shape: tuple[int, ...]
@@ -125,11 +149,16 @@ def _source(axis: str, size: int, model: ModelConfig, shards: int) -> np.ndarray
     """The entries of one logical axis of `size` as they lie on the shards, or None if it is not
     dealt out.
     """
-    if axis in ("heads", "kv_heads"):
-        layout = head_layout(model.num_heads, model.num_kv_heads, shards)
-        heads = np.array(layout.query if axis == "heads" else layout.kv)[:, None]
-        within = np.arange(model.head_dim)[None, :]
-        return np.where(heads < 0, -1, heads * model.head_dim + within).reshape(-1)
+    if axis.endswith("heads"):
+        # Windows of 1 stand for any.
+        heads = model.heads(0 if axis.startswith("full_") else 1)
+        layout = head_layout(heads.query, heads.kv, shards)
+        is_kv = axis.endswith("kv_heads")
+        held = np.array(layout.kv if is_kv else layout.query)[:, None]
+        # A head's own entries: a row each of its dimensions, or one.
+        width = size // (heads.kv if is_kv else heads.query)
+        within = np.arange(width)[None, :]
+        return np.where(held < 0, -1, held * width + within).reshape(-1)
     if axis == "vocab":
         # A padded word could be sampled, so a vocabulary that does not divide is held whole.
         return None if size % shards else np.arange(size)

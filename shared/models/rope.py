@@ -14,7 +14,7 @@ import numpy as np
 
 from .fields import Fields, is_number, nearest, quoted, show
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 USUAL_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
 """What transformers computes for every family."""
 ALIASES: dict[str, RopeKind] = {"su": "longrope"}
@@ -28,6 +28,7 @@ FIELDS: dict[RopeKind, frozenset[str]] = {
         "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate".split()
     ),
     "longrope": frozenset("factor attention_factor short_factor long_factor".split()),
+    "proportional": frozenset({"factor"}),
 }
 COMMON = frozenset(
     "rope_type type rope_theta partial_rotary_factor original_max_position_embeddings".split()
@@ -63,7 +64,9 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
 
     def rotated(self, head_dim: int) -> int:
-        """Entries of a head that are rotated."""
+        """Entries of a head that are rotated, by whatever angle."""
+        if self.kind == "proportional":
+            return head_dim
         return int(head_dim * self.partial_rotary_factor)
 
     @property
@@ -81,6 +84,7 @@ def rope_inverse_frequencies(
     `length` is that of the longest sequence: longrope has one list of factors for short and one for
     long ones.
 
+    proportional: the angles of a whole head, of which all but the first part are 0 (Gemma 4).
     linear: Chen et al., arXiv 2306.15595. llama3: Meta's Llama 3.1 reference code. yarn: Peng et
     al., arXiv 2309.00071. longrope: Ding et al., arXiv 2402.13753.
     """
@@ -88,6 +92,9 @@ def rope_inverse_frequencies(
     inverse = 1.0 / rope.theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     if rope.kind == "linear":
         return inverse / rope.factor, 1.0
+    if rope.kind == "proportional":
+        turning = np.arange(dim // 2) < int(rope.partial_rotary_factor * dim // 2)
+        return np.where(turning, inverse / rope.factor, 0.0), 1.0
     if rope.kind == "llama3":
         # Turns within the original context, from "so few that it is interpolated" (0) to "many,
         # left alone" (1).
@@ -205,9 +212,15 @@ def read_rope(fields: Fields, head_dim: int, rules: RopeRules = USUAL) -> RopeCo
 
 
 def read_ropes(
-    fields: Fields, head_dim: int, full: RopeRules, window: RopeRules, window_theta: str
+    fields: Fields,
+    head_dim: int,
+    full: RopeRules,
+    window: RopeRules,
+    window_theta: str,
+    full_head_dim: int | None = None,
 ) -> tuple[RopeConfig, RopeConfig]:
-    """The rotary embeddings of layers that see everything, and of layers with a window.
+    """The rotary embeddings of layers that see everything, and of layers with a window. Heads of
+    the former have `full_head_dim` entries, if not `head_dim`.
 
     Version 5 has an object for each in `rope_parameters`. Of version 4, `rope_theta` and
     `rope_scaling` are those of layers that see everything; the field `window_theta` is of the
@@ -230,7 +243,10 @@ def read_ropes(
 
     of_full = only(PER_LAYER[0])
     of_window = only(PER_LAYER[1], rope_theta=fields.get(window_theta), rope_scaling=None)
-    return read_rope(of_full, head_dim, full), read_rope(of_window, head_dim, window)
+    return (
+        read_rope(of_full, full_head_dim or head_dim, full),
+        read_rope(of_window, head_dim, window),
+    )
 
 
 def _check_size(block: Fields, rope: RopeConfig, rotated: int) -> None:
@@ -310,8 +326,9 @@ def _read_block(top: Fields, block: Fields, rules: RopeRules) -> RopeConfig:
     rope = RopeConfig(theta=theta, kind=kind, partial_rotary_factor=part)
     if kind == "default":
         return rope
-    if kind == "linear":
-        return replace(rope, factor=block.number("factor", low=1.0))
+    if kind in ("linear", "proportional"):
+        default = None if kind == "linear" else 1.0
+        return replace(rope, factor=block.number("factor", default, low=1.0))
     outside = top.size(ORIGINAL, rules.original or max_position)
     original = block.size(ORIGINAL, outside)
     if original != outside and (rules.original is not None or top.get(ORIGINAL) is not None):

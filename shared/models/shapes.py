@@ -5,8 +5,9 @@ Each is a folder in `shapes/` with nothing but a config.json, so that whatever t
 folder takes its name. Sources: the config.json of meta-llama/Meta-Llama-3-8B, Llama-3.1-8B and 70B,
 Llama-3.2-1B and 3B, of mistralai/Mistral-7B-v0.3, of Qwen/Qwen2.5-7B-Instruct, of Qwen/Qwen3-0.6B,
 4B, 14B and 32B, of microsoft/Phi-4-mini-instruct and of ibm-granite/granite-3.3-8b-instruct. Those
-of google/gemma-3-4b-it and gemma-3-27b-it and of allenai/Olmo-3-1025-7B are from memory; their
-numbers of parameters are the published ones.
+of google/gemma-3-4b-it, gemma-3-27b-it, gemma-4-31B-it, gemma-4-E2B-it and gemma-4-E4B-it and of
+allenai/Olmo-3-1025-7B are from memory; their numbers of parameters are the published ones, of
+Gemma 4 as far as these are said (30.7, 5.1 and 8 billion with towers).
 """
 
 from __future__ import annotations

@@ -27,10 +27,11 @@ class Attention:
     0: all of them.
 
     `norm_eps` is that of the norms of q and k heads, which a model has if `qk_norm`, or of the
-    norms over all heads if `wide_qk_norm`. `soft_cap` c > 0 squashes scores to c tanh(score / c).
-    `angles` are the columns (first, last + 1) of the batch's cos and sin that this layer is rotated
-    by; None: all. `temper` is the column of cos that q is multiplied with behind them. `kv_scales`
-    are what K and V are divided by in a narrow cache.
+    norms over all heads if `wide_qk_norm`. `v_norm`: heads of v are normed too, without a weight.
+    `soft_cap` c > 0 squashes scores to c tanh(score / c). `angles` are the columns (first, last +
+    1) of the batch's cos and sin that this layer is rotated by; None: all. `temper` is the column
+    of cos that q is multiplied with behind them. `reads`: the layer has no k and v of its own, but
+    reads the cache of the layer with this number, whose window and heads are the same.
     """
 
     mixes_tokens: ClassVar[bool] = True
@@ -46,7 +47,8 @@ class Attention:
     soft_cap: float = 0.0
     angles: tuple[int, int] | None = None
     temper: int | None = None
-    kv_scales: tuple[float, float] = (1.0, 1.0)
+    v_norm: bool = False
+    reads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,31 @@ class Mlp:
     act: Activation = "silu"
 
 
-Mixer = Attention | Mlp
+@dataclass(frozen=True)
+class LayerInput:
+    """A small embedding of each token, of this layer's own (`Batch.layer_input`), gated by the
+    stream: `up(act(gate) * input)`.
+    """
+
+    mixes_tokens: ClassVar[bool] = False
+
+    act: Activation = "gelu_tanh"
+
+
+Mixer = Attention | Mlp | LayerInput
 
 
 @dataclass(frozen=True)
 class Sublayer:
-    """x = pre(stream); y = post(mixer(x)) * scale; stream += y."""
+    """x = pre(stream); y = post(mixer(x)) * scale; stream += y. `factor` names the weight [1] that
+    the stream is multiplied by behind that.
+    """
 
     mixer: Mixer
     pre: Norm | None
     post: Norm | None = None
     scale: float = 1.0
+    factor: str | None = None
 
 
 Layer = tuple[Sublayer, ...]
@@ -78,7 +94,8 @@ Layer = tuple[Sublayer, ...]
 class Model:
     """The layers in order, and the norm behind the last one. Embeddings and logits are
     multiplied by their scales; that of embeddings is rounded to their dtype before, if
-    `rounds_embedding_scale`. `logits_cap` c > 0 squashes logits to c tanh(logit / c).
+    `rounds_embedding_scale`. `logits_cap` c > 0 squashes logits to c tanh(logit / c). `input_size`:
+    entries of the small embedding that each layer gets of a token, 0 for none.
     """
 
     layers: tuple[Layer, ...]
@@ -87,11 +104,20 @@ class Model:
     logits_scale: float = 1.0
     rounds_embedding_scale: bool = False
     logits_cap: float = 0.0
+    input_size: int = 0
 
     @property
     def kinds(self) -> tuple[Layer, ...]:
         """The different layers, in the order in which they first come."""
         return tuple(dict.fromkeys(self.layers))
+
+
+def source_of(layer: Layer, index: int) -> int:
+    """The layer whose cache layer `index` reads: its own, unless it says another."""
+    for sublayer in layer:
+        if isinstance(sublayer.mixer, Attention) and sublayer.mixer.reads is not None:
+            return sublayer.mixer.reads
+    return index
 
 
 def mixes_tokens(sublayer: Sublayer) -> bool:

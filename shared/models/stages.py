@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-from .spec import Activation, Attention, Layer, Mixer, Mlp, Model
+from .spec import Activation, Attention, Layer, LayerInput, Mixer, Mlp, Model
 
 Array = Any
 Weights = Mapping[str, Array]
@@ -28,7 +28,8 @@ class Batch(NamedTuple):
 
     `max_query_len` is a Python integer. A program that gets its batch as an argument sets it inside
     (`within`). `rows` [row]: the only tokens that anything behind the layers wants, in the last
-    layer that mixes tokens.
+    layer that mixes tokens. `layer_input` are the small embeddings of the tokens: [layer tok size],
+    of which a layer reads its own (`of_layer`) [tok size].
     """
 
     cos: Array
@@ -40,6 +41,7 @@ class Batch(NamedTuple):
     counts: Array
     max_query_len: int = 0
     rows: Array | None = None
+    layer_input: Array | None = None
 
     def arrays(self) -> dict[str, Array]:
         """What a step brings to the device, by name."""
@@ -56,12 +58,18 @@ class Batch(NamedTuple):
             page_table=self.page_table[group * requests : (group + 1) * requests],
         )
 
+    def of_layer(self, layer: int) -> Batch:
+        """What one layer reads of embeddings that each has of its own."""
+        if self.layer_input is None:
+            return self
+        return self._replace(layer_input=self.layer_input[layer])
+
     def within(self, max_query_len: int, rows: Array | None = None) -> Batch:
         """The same inside of a program."""
         return self._replace(max_query_len=max_query_len, rows=rows)
 
 
-ARRAYS = Batch._fields[:-2]
+ARRAYS = Batch._fields[:-3]
 Stage = Callable[[Any, Any, Weights, Array, Cache, Batch], tuple[Array, Cache]]
 """(ops, mixer, weights, x [tok dim], cache, batch) -> (y [tok dim], cache).
 
@@ -97,17 +105,37 @@ def attention_stage(
     ops: Any, spec: Attention, weights: Weights, x: Array, cache: Cache, batch: Batch
 ) -> tuple[Array, Cache]:
     """Writes the tokens' keys and values, then reads those of their requests."""
+    if spec.reads is not None:
+        q = queries(ops, spec, weights, x, batch)
+        return attended(ops, spec, weights, q, cache, batch), cache
     qkv = project(ops, weights, "qkv", x, batch)
     if spec.wide_qk_norm:
         qkv = ops.wide_qk_norm(qkv, weights["q_norm"], weights["k_norm"], spec.norm_eps)
     q_norm = weights["q_norm"] if spec.qk_norm else None
     k_norm = weights["k_norm"] if spec.qk_norm else None
-    # Left out where they are the defaults: providers that know no scales take such calls.
-    scales = () if spec.kv_scales == (1.0, 1.0) else spec.kv_scales
+    scales = weights.get("k_scale"), weights.get("v_scale")
     cos, sin = angles_of(spec, batch)
+    # Left out where it is the default: providers that know no such norm take the call.
+    more = {"v_norm": True} if spec.v_norm else {}
     q, cache = ops.norm_rope_write_kv(
-        qkv, cache, q_norm, k_norm, cos, sin, batch.slots, spec.norm_eps, *scales
+        qkv, cache, q_norm, k_norm, cos, sin, batch.slots, spec.norm_eps, *scales, **more
     )
+    return attended(ops, spec, weights, q, cache, batch), cache
+
+
+def queries(ops: Any, spec: Attention, weights: Weights, x: Array, batch: Batch) -> Array:
+    """Normed and rotated queries [tok head hdim] of a layer that has no keys and values."""
+    q = project(ops, weights, "q", x, batch)
+    q = q.reshape(q.shape[0], spec.num_heads, spec.head_dim)
+    q_norm = weights["q_norm"] if spec.qk_norm else None
+    return ops.norm_rope(q, q_norm, *angles_of(spec, batch), spec.norm_eps)
+
+
+def attended(
+    ops: Any, spec: Attention, weights: Weights, q: Array, cache: Cache, batch: Batch
+) -> Array:
+    """What queries [tok head hdim] read of the cache, projected: [tok dim]."""
+    scales = weights.get("k_scale"), weights.get("v_scale")
     if spec.temper is not None:
         q = ops.scale_tokens(q, batch.cos[:, spec.temper])
     y = ops.paged_attention(
@@ -117,7 +145,7 @@ def attention_stage(
     if batch.rows is not None:
         y = y[batch.rows]
     heads = y.reshape(y.shape[0], spec.num_heads * spec.head_dim)
-    return project(ops, weights, "o", heads, batch), cache
+    return project(ops, weights, "o", heads, batch)
 
 
 def mlp_stage(
@@ -127,7 +155,20 @@ def mlp_stage(
     return gated_mlp(ops, weights, "gate_up", "down", x, batch, spec.act), cache
 
 
-STAGES: Mapping[type[Mixer], Stage] = {Attention: attention_stage, Mlp: mlp_stage}
+def layer_input_stage(
+    ops: Any, spec: LayerInput, weights: Weights, x: Array, cache: Cache, batch: Batch
+) -> tuple[Array, Cache]:
+    """The layer's own embedding of each token, as far as its gate lets it; the cache stays."""
+    gate = project(ops, weights, "input_gate", x, batch)
+    own = ops.gelu_gate(gate, batch.layer_input)
+    return project(ops, weights, "input_up", own, batch), cache
+
+
+STAGES: Mapping[type[Mixer], Stage] = {
+    Attention: attention_stage,
+    Mlp: mlp_stage,
+    LayerInput: layer_input_stage,
+}
 _replaced: dict[type[Mixer], Stage] = {}
 
 

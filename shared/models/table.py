@@ -81,7 +81,9 @@ class Parameter:
     product of the whole is faster. `alternatives` are other parts: the first that a checkpoint has
     all of is read. `factor` multiplies what is read: a power of two, so that it is exact. `dtype`
     float32: in models of any dtype. `offset` is added to what is read, before the factor, in
-    float32: norms that multiply with 1 + weight are plain norms then.
+    float32: norms that multiply with 1 + weight are plain norms then. `is_scale`: positive
+    factors, for all of which the tensor may hold one value. `value`: what all entries are, where
+    none is read.
     """
 
     name: str
@@ -94,6 +96,8 @@ class Parameter:
     alternatives: tuple[tuple[Part, ...], ...] = ()
     factor: float = 1.0
     offset: float = 0.0
+    is_scale: bool = False
+    value: float | None = None
 
     def __post_init__(self) -> None:
         for parts in (self.parts, *self.alternatives):
@@ -120,6 +124,11 @@ class Parameter:
     def dtype_in(self, model_dtype: str) -> str:
         """The dtype that it has in a model of `model_dtype`."""
         return model_dtype if self.dtype == "model" else self.dtype
+
+    @property
+    def padding(self) -> float:
+        """What the entries are that shards have beyond the model's."""
+        return 1.0 if self.is_scale else 0.0
 
     def part_shape(self, part: Part) -> tuple[int, ...]:
         """The shape that the tensor of `part` must have in the checkpoint."""

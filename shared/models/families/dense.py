@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..config import ModelConfig
+from ..config import Heads, ModelConfig
 from ..fields import Fields, nearest, quoted, show
+from ..kv_scales import ignored_scales, scale_parameters
 from ..rope import PER_LAYER as LAYER_TYPES
 from ..rope import USUAL, RopeConfig, RopeRules, read_rope
 from ..spec import Attention, Layer, Mlp, Model, Norm, Sublayer
@@ -75,13 +76,15 @@ def read(
     windows: Sequence[int] | None = None,
     rope: RopeRules = USUAL,
     ropes: Callable[[Fields, int], tuple[RopeConfig, RopeConfig]] | None = None,
+    full_heads: Heads | None = None,
     **more: Any,
 ) -> ModelConfig:
     """The numbers of a config.json. `more` are fields of `ModelConfig` that the family has read.
 
     `kv_heads`, `head_dim` and `eps` are the family's defaults. A field that is null is that of the
     usual formula. `ropes(fields, head_dim)` reads the rotary embeddings of a family whose layers
-    with a window have one of their own, behind that of the others.
+    with a window have one of their own, behind that of the others. `full_heads` are the heads of
+    those others, if they differ.
     """
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     groups = fields.size(
@@ -101,7 +104,7 @@ def read(
         full_rope, window_rope = read_rope(fields, size, rope), None
     else:
         full_rope, window_rope = ropes(fields, size)
-        if window_rope == full_rope or not any(by_layer):
+        if (window_rope == full_rope and full_heads is None) or not any(by_layer):
             window_rope = None
     return ModelConfig(
         vocab_size=vocab,
@@ -117,6 +120,7 @@ def read(
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
         rope=full_rope,
         window_rope=window_rope,
+        full_heads=full_heads,
         dtype=_dtype(fields),
         eos_token_ids=tuple(fields.token_ids("eos_token_id", vocab)),
         bos_token_id=bos[0] if bos else None,
@@ -298,19 +302,20 @@ def _layer(config: ModelConfig, window: int, norms: Norms) -> Layer:
     eps, scale = config.rms_norm_eps, config.residual_scale
     norm = {name: Norm(name, eps) if key else None for name, key in norms.by_name.items()}
     angles, temper = _columns(config, window)
+    heads = config.heads(window)
     attention = Attention(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+        num_heads=heads.query,
+        num_kv_heads=heads.kv,
+        head_dim=heads.size,
+        scale=heads.size**-0.5 if config.attention_scale is None else config.attention_scale,
         window=window,
         qk_norm=config.qk_norm,
         norm_eps=eps,
         wide_qk_norm=config.wide_qk_norm,
+        v_norm=config.v_norm,
         soft_cap=config.attention_cap,
         angles=angles,
         temper=temper,
-        kv_scales=config.kv_scales,
     )
     return (
         Sublayer(attention, norm["input_norm"], norm["attention_out_norm"], scale),
@@ -322,7 +327,8 @@ def _columns(config: ModelConfig, window: int) -> tuple[tuple[int, int] | None, 
     """The columns of cos and sin (`decoder.rotary_tables`) that a layer's angles and the
     temperature of its q are in.
     """
-    widths = [rope.rotated(config.head_dim) // 2 for rope in config.ropes]
+    sizes = config.rope_head_dims
+    widths = [rope.rotated(size) // 2 for rope, size in zip(config.ropes, sizes, strict=True)]
     temper = None if config.temper is None else sum(widths)
     if len(widths) == 1:
         return (None if temper is None else (0, widths[0])), temper
@@ -357,9 +363,11 @@ def parameters(
     """
     copies = (("lm_head.weight", "embed"),) if config.tie_embeddings else ()
     found = [*_every_model(config, names, norms), *_some_models(config, names, norms)]
+    found += scale_parameters(config)
     if pairs:
         found = [_halves(config, parameter) for parameter in found]
-    return ParameterTable(tuple(map(_or_without_model, found)), IGNORED, copies)
+    ignored = (*IGNORED, *ignored_scales(config))
+    return ParameterTable(tuple(map(or_without_model, found)), ignored, copies)
 
 
 def _halves(config: ModelConfig, parameter: Parameter) -> Parameter:
@@ -373,19 +381,18 @@ def _halves(config: ModelConfig, parameter: Parameter) -> Parameter:
 
 def _every_model(config: ModelConfig, names: Names, norms: Norms) -> Iterator[Parameter]:
     """What every dense decoder has."""
-    width, inner, layers = config.hidden_size, config.intermediate_size, range(config.num_layers)
-    heads = config.num_heads * config.head_dim
+    width, layers = config.hidden_size, range(config.num_layers)
     yield _one("embed", (config.vocab_size, width), ("vocab", "embed"), "model.embed_tokens.weight")
     for name, key in norms.by_name.items():
         if key is not None:
             norm = _norm(name, width, "embed", f"{LAYER}{key}.weight", layers)
             yield _with_offset(norm, norms.offset)
-    yield _stacked("qkv", names.qkv, "weight", _qkv_rows(config), "qkv", (width, "embed"), layers)
-    yield _one("o", (width, heads), ("embed", "heads"), LAYER + "self_attn.o_proj.weight", layers)
-    yield _stacked(
-        "gate_up", names.gate_up, "weight", _gate_up_rows(config), "mlp", (width, "embed"), layers
-    )
-    yield _one("down", (width, inner), ("embed", "mlp"), LAYER + "mlp.down_proj.weight", layers)
+    for sort in _attentions(config):
+        yield from _projections(config, names, sort)
+    for inner, some in _mlps(config):
+        rows = (inner, "mlp"), (inner, "mlp")
+        yield _stacked("gate_up", names.gate_up, "weight", rows, "mlp", (width, "embed"), some)
+        yield _one("down", (width, inner), ("embed", "mlp"), LAYER + "mlp.down_proj.weight", some)
     # A power of two that logits are multiplied by is multiplied into the norm that the head reads.
     factor = config.logits_scale if is_power_of_two(config.logits_scale) else 1.0
     last = replace(_norm("norm", width, "embed", "model.norm.weight"), factor=factor)
@@ -397,39 +404,99 @@ def _some_models(config: ModelConfig, names: Names, norms: Norms) -> Iterator[Pa
     width, layers = config.hidden_size, range(config.num_layers)
     if not config.tie_embeddings:
         yield _one("head", (config.vocab_size, width), ("vocab", "embed"), "lm_head.weight")
-    for name, size, axis in _head_norms(config):
-        norm = _norm(name, size, axis, f"{LAYER}self_attn.{name}.weight", layers)
-        yield _with_offset(norm, norms.offset)
-    if config.qkv_bias:
-        yield _stacked("qkv_bias", names.qkv, "bias", _qkv_rows(config), "qkv", None, layers)
+    for sort in _attentions(config):
+        for name, size, axis in _head_norms(config, sort):
+            norm = _norm(name, size, axis, f"{LAYER}self_attn.{name}.weight", sort.layers)
+            yield _with_offset(norm, norms.offset)
+        if config.qkv_bias:
+            yield _queries_keys_values(names, sort, "bias", None)
     if config.o_bias:
         yield _one("o_bias", (width,), ("embed",), LAYER + "self_attn.o_proj.bias", layers)
     if config.mlp_bias:
-        yield _stacked(
-            "gate_up_bias", names.gate_up, "bias", _gate_up_rows(config), "mlp", None, layers
-        )
+        for inner, some in _mlps(config):
+            rows = (inner, "mlp"), (inner, "mlp")
+            yield _stacked("gate_up_bias", names.gate_up, "bias", rows, "mlp", None, some)
         yield _one("down_bias", (width,), ("embed",), LAYER + "mlp.down_proj.bias", layers)
 
 
-def _head_norms(config: ModelConfig) -> list[tuple[str, int, str]]:
+@dataclass(frozen=True, slots=True)
+class _Sort:
+    """Layers whose attention has the same weights: their heads, and the axes that these are.
+
+    Those that read another layer's cache have no k and v. `keys_are_values`: k is v too.
+    """
+
+    layers: tuple[int, ...]
+    heads: Heads
+    prefix: str
+    reads: bool
+    keys_are_values: bool
+
+    @property
+    def rows(self) -> tuple[tuple[int, str], ...]:
+        """Rows of q, k and v, and their axes."""
+        q, kv = self.heads.query * self.heads.size, self.heads.kv * self.heads.size
+        of_q, of_kv = (q, f"{self.prefix}heads"), (kv, f"{self.prefix}kv_heads")
+        return (of_q,) if self.reads else (of_q, of_kv, of_kv)
+
+
+def _attentions(config: ModelConfig) -> list[_Sort]:
+    """The sorts of layers, in the order in which they first come."""
+    found: dict[tuple[bool, bool], list[int]] = {}
+    for layer, window in enumerate(config.layer_windows):
+        is_full = not window and config.full_heads is not None
+        found.setdefault((is_full, config.source_of(layer) != layer), []).append(layer)
+    return [
+        _Sort(
+            tuple(layers),
+            config.heads(0 if is_full else 1) if config.full_heads else config.heads(0),
+            "full_" if is_full else "",
+            reads,
+            is_full and config.full_keys_are_values,
+        )
+        for (is_full, reads), layers in found.items()
+    ]
+
+
+def _mlps(config: ModelConfig) -> Iterator[tuple[int, Sequence[int]]]:
+    """Widths of MLPs, and the layers that have them."""
+    own = config.num_layers
+    if config.reading_intermediate_size:
+        own -= config.num_reading_layers
+        yield config.reading_intermediate_size, range(own, config.num_layers)
+    yield config.intermediate_size, range(own)
+
+
+def _projections(config: ModelConfig, names: Names, sort: _Sort) -> Iterator[Parameter]:
+    """What is before and behind attention."""
+    width, heads = config.hidden_size, sort.heads.query * sort.heads.size
+    yield _queries_keys_values(names, sort, "weight", (width, "embed"))
+    axes = "embed", f"{sort.prefix}heads"
+    yield _one("o", (width, heads), axes, LAYER + "self_attn.o_proj.weight", sort.layers)
+
+
+def _queries_keys_values(
+    names: Names, sort: _Sort, kind: str, columns: tuple[int, str] | None
+) -> Parameter:
+    """q, k and v as one parameter, or q alone."""
+    modules, name = names.qkv, "q" if sort.reads else "qkv"
+    if sort.reads:
+        modules = modules[:1]
+    elif sort.keys_are_values:
+        modules = (modules[0], modules[1], modules[1])
+    title = name if kind == "weight" else f"{name}_bias"
+    return _stacked(title, modules, kind, sort.rows, "qkv", columns, sort.layers)
+
+
+def _head_norms(config: ModelConfig, sort: _Sort) -> list[tuple[str, int, str]]:
     """Name, size and axis of the norms of q and k: of a head's size, or of that of all heads."""
     if config.qk_norm:
-        return [(name, config.head_dim, "head_dim") for name in ("q_norm", "k_norm")]
+        names = ("q_norm",) if sort.reads else ("q_norm", "k_norm")
+        return [(name, sort.heads.size, "head_dim") for name in names]
     if config.wide_qk_norm:
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        return [("q_norm", q, "heads"), ("k_norm", kv, "kv_heads")]
+        (q, of_q), (kv, of_kv), _ = sort.rows
+        return [("q_norm", q, of_q), ("k_norm", kv, of_kv)]
     return []
-
-
-def _qkv_rows(config: ModelConfig) -> tuple[tuple[int, str], ...]:
-    """Rows of q, k and v, and their axes."""
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return (q, "heads"), (kv, "kv_heads"), (kv, "kv_heads")
-
-
-def _gate_up_rows(config: ModelConfig) -> tuple[tuple[int, str], ...]:
-    """Rows of gate and up, and their axes."""
-    return (config.intermediate_size, "mlp"), (config.intermediate_size, "mlp")
 
 
 def _one(
@@ -482,11 +549,15 @@ def _stacked(
     return Parameter(name, shape, axes, tuple(parts), layers)
 
 
-def _or_without_model(parameter: Parameter) -> Parameter:
+def or_without_model(parameter: Parameter) -> Parameter:
     """The same parameter, which may also be named as in a checkpoint that was saved without the
     head.
     """
-    if not all(part.key.startswith("model.") for part in parameter.parts):
+    every = parameter.parts, *parameter.alternatives
+    if not all(part.key.startswith("model.") for parts in every for part in parts):
         return parameter
-    bare = tuple(replace(part, key=part.key.removeprefix("model.")) for part in parameter.parts)
-    return replace(parameter, alternatives=(bare,))
+    bare = tuple(
+        tuple(replace(part, key=part.key.removeprefix("model.")) for part in parts)
+        for parts in every
+    )
+    return replace(parameter, alternatives=(*parameter.alternatives, *bare))

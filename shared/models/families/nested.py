@@ -107,7 +107,7 @@ def _inside(outer: Fields, within: str, texts: Sequence[str]) -> tuple[str, Fiel
         # transformers 5 writes the text model's default, false, beside the outer field, which alone
         # it reads.
         unread = name == "tie_word_embeddings" and inside is False
-        if inside is not None and not unread and _plain(inside) != _plain(value):
+        if inside is not None and not unread and not _agree(value, inside):
             _contradicts(outer, name, inner, other)
         merged |= dict.fromkeys(names) | {name: value}
         outside.add(name)
@@ -123,6 +123,14 @@ def _said(fields: Fields, names: Sequence[str]) -> tuple[str, Any]:
         ((name, fields.get(name)) for name in names if fields.get(name) is not None),
         (names[0], None),
     )
+
+
+def _agree(outside: Any, inside: Any) -> bool:
+    """Whether both say the same. One end of a text among several outside is no contradiction: what
+    is outside counts.
+    """
+    one, other = _plain(outside), _plain(inside)
+    return bool(one == other or (isinstance(one, list) and other in one))
 
 
 def _plain(value: Any) -> Any:
@@ -158,8 +166,16 @@ def _image_tokens(fields: Fields, vocab_size: int, default: int) -> tuple[int, .
 
 def _spelt(parameter: Parameter, spellings: Sequence[Spelling]) -> Parameter:
     """The parameter under the names that it has as a part."""
-    usual, *others = [tuple(_part(part, names) for part in parameter.parts) for names in spellings]
+    every = [parts for parts in (parameter.parts, *parameter.alternatives) if _is_whole(parts)]
+    usual, *others = [
+        tuple(_part(part, names) for part in parts) for parts in every for names in spellings
+    ]
     return replace(parameter, parts=usual, alternatives=tuple(others))
+
+
+def _is_whole(parts: Sequence[Part]) -> bool:
+    """Whether parts have the names of a model that was saved with its head."""
+    return all(part.key.startswith(("model.", "lm_head.")) for part in parts)
 
 
 def _part(part: Part, names: Spelling) -> Part:
