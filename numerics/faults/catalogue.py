@@ -95,7 +95,9 @@ def dense_attention(
     visible = (mask(xp, mask_inputs) & (slot < length[:, None]) & real[:, None])[:, None, None]
     grouped = xp.reshape(xp.accumulate(q), (tokens, kv_heads, heads // kv_heads, 1, size))
     # A sum of products, not a matrix product: frameworks have defaults for those.
-    scores = xp.sum(grouped * keys, axis=-1) * (a["scale"] * a.get("k_scale", 1.0))
+    scores = xp.sum(grouped * keys, axis=-1) * a["scale"]
+    if a.get("k_scale") is not None:
+        scores = scores * a["k_scale"][None, :, None, None]
     if a["soft_cap"] > 0:
         scores = a["soft_cap"] * xp.tanh(scores / a["soft_cap"])
     scores = xp.where(visible, scores, -1e30)
@@ -106,7 +108,9 @@ def dense_attention(
         weights = weights * _share(xp, scores, top, a["sinks"])
     weights = storage(xp, weights, q)
     values = xp.where(visible[..., None], values, 0.0)
-    out = xp.sum(weights[..., None] * values, axis=-2) * a.get("v_scale", 1.0)
+    out = xp.sum(weights[..., None] * values, axis=-2)
+    if a.get("v_scale") is not None:
+        out = out * a["v_scale"][None, :, None, None]
     return xp.astype(xp.reshape(out, (tokens, heads, size)), q.dtype)
 
 
@@ -276,9 +280,15 @@ catalogue(
     "ops",
     changed(
         ATTENTION,
-        k_scale=lambda xp, a: a.get("v_scale", 1.0),
-        v_scale=lambda xp, a: a.get("k_scale", 1.0),
+        k_scale=lambda xp, a: a.get("v_scale"),
+        v_scale=lambda xp, a: a.get("k_scale"),
     ),
+)
+catalogue(
+    "sink-dropped",
+    "softmax leaves out the sink of each head",
+    "ops",
+    changed(ATTENTION, sinks=lambda xp, a: None),
 )
 
 
@@ -399,6 +409,7 @@ catalogue(
 # -----------------------------------------------------------------------------------------------
 
 NORM = "fused_add_rms_norm"
+PLAIN_NORM, WIDE_NORM = "rms_norm", "wide_qk_norm"
 
 
 def _rms(xp: Any, y: Any, eps: float) -> Any:
@@ -417,6 +428,10 @@ def _weight_after_rounding(xp: Any, a: Given) -> Any:
     y = xp.accumulate(total)
     normed = bf16(xp, y * _rms(xp, y, a["eps"]))
     return xp.astype(normed * xp.accumulate(a["weight"])[None], total.dtype), total
+
+
+def _other_eps(xp: Any, a: Given) -> float:
+    return 1e-6 if a["eps"] == 1e-5 else 1e-5
 
 
 def _unrounded_sum(xp: Any, a: Given) -> Any:
@@ -439,6 +454,13 @@ catalogue(
     "epsilon of the norms is ten times too large",
     "layer",
     changed(NORM, eps=lambda xp, a: 10.0 * a["eps"]),
+)
+catalogue(
+    "eps-of-another-model",
+    "norms behind sublayers and over all heads have the other epsilon of 1e-5 and 1e-6",
+    "ops",
+    changed(PLAIN_NORM, eps=_other_eps),
+    changed(WIDE_NORM, eps=_other_eps),
 )
 catalogue("norm-bf16", "the norm is computed in bfloat16", "layer", instead(NORM, _norm_in_bf16))
 catalogue(
@@ -476,7 +498,8 @@ catalogue(
 # --- products and MLP
 # ------------------------------------------------------------------------------------------------
 
-LINEAR, MLP = "linear", "gated_mlp"
+LINEAR, MLPS = "linear", ("gated_mlp", "gelu_gated_mlp")
+"""A model calls one of the ops for an MLP: which, its activation says."""
 TILE = 8
 
 
@@ -514,12 +537,20 @@ def _loaded_swapped(weights: dict[str, np.ndarray], layer: int) -> dict[str, np.
     return weights | {"gate_up": np.concatenate([up, gate])}
 
 
-def _gelu_mlp(xp: Any, a: Given) -> Any:
+def _silu(xp: Any, gate: Any) -> Any:
+    return gate * (0.5 + 0.5 * xp.tanh(0.5 * gate))
+
+
+def _gelu(xp: Any, gate: Any) -> Any:
+    return 0.5 * gate * (1.0 + xp.tanh(0.7978845608 * (gate + 0.044715 * gate * gate * gate)))
+
+
+def _mlp_with(xp: Any, a: Given, act: Callable[[Any, Any], Any]) -> Any:
+    """The gated MLP with this activation."""
     hidden = xp.accumulate(xp.linear(a["x"], a["gate_up"], a["gate_up_bias"]))
     half = hidden.shape[1] // 2
-    gate, up = hidden[:, :half], hidden[:, half:]
-    curve = 0.5 * gate * (1.0 + xp.tanh(0.7978845608 * (gate + 0.044715 * gate * gate * gate)))
-    return xp.linear(xp.astype(curve * up, a["x"].dtype), a["down"], a["down_bias"])
+    y = act(xp, hidden[:, :half]) * hidden[:, half:]
+    return xp.linear(xp.astype(y, a["x"].dtype), a["down"], a["down_bias"])
 
 
 catalogue(
@@ -558,19 +589,28 @@ catalogue(
     "gate-up-swapped",
     "gate and up of the MLP are taken for each other",
     "layer",
-    changed(MLP, gate_up=_gate_and_up_swapped),
+    *(changed(op, gate_up=_gate_and_up_swapped) for op in MLPS),
 )
 catalogue(
     "gate-up-loaded-swapped",
     "gate and up lie the other way round in the loaded weights",
     "layer",
     weights=_loaded_swapped,
-    shown_by=(MLP,),
+    shown_by=MLPS,
 )
 catalogue(
-    "mlp-skipped", "the MLP adds nothing", "layer", after(MLP, lambda xp, out: xp.zeros_like(out))
+    "mlp-skipped",
+    "the MLP adds nothing",
+    "layer",
+    *(after(op, lambda xp, out: xp.zeros_like(out)) for op in MLPS),
 )
-catalogue("gelu-for-silu", "the MLP has gelu for silu", "layer", instead(MLP, _gelu_mlp))
+catalogue(
+    "gelu-for-silu",
+    "the MLP has gelu for silu, or silu for gelu",
+    "layer",
+    instead("gated_mlp", partial(_mlp_with, act=_gelu)),
+    instead("gelu_gated_mlp", partial(_mlp_with, act=_silu)),
+)
 
 
 # --- before and after the layers

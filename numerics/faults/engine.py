@@ -7,17 +7,29 @@ can, as what is stale depends on the schedule. `Planted` is a worker with such a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from ...shared.page_groups import PageGroup
 from ...shared.step import NewPages, StepInput, batch_layout
 from ...shared.worker import Worker
 
 Views = dict[str, np.ndarray]
-Edit = Callable[[Views, dict[str, Any]], None]
+Kept = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The page tables of a worker: the page groups, and how many rows each has on the device."""
+
+    groups: tuple[PageGroup, ...]
+    rows: int
+
+
+Edit = Callable[[Views, Kept, Tables], None]
 """Changes the fields of a step; the second argument is kept from one step to the next.
 
 The page table of a step stands among the fields as `page_table`, new entries of it as `new_rows`,
@@ -35,14 +47,15 @@ class EngineFault:
 
 
 class Planted:
-    """A worker that is started once, for many faults. `fault` is changed between runs; None is
-    none.
+    """A worker of some page groups that is started once, for many faults. `fault` is changed
+    between runs; None is none.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, groups: Sequence[PageGroup]) -> None:
         self.worker = worker
         self.fault: EngineFault | None = None
-        self._kept: dict[str, Any] = {}
+        self._groups = tuple(groups)
+        self._kept: Kept = {}
         self._num_entries = 0
         self._ready: set[str] = set()
 
@@ -97,7 +110,7 @@ class Planted:
                 "new_columns": new.columns.copy(),
                 "new_pages": new.pages.copy(),
             }
-        self.fault.edit(views, self._kept)
+        self.fault.edit(views, self._kept, Tables(self._groups, step.shape.max_rows + 1))
         if new is None:
             return replace(step, batch=batch, page_table=views["page_table"])
         # Numbered as the worker expects: a difference that is lost would be an error, not wrong
@@ -116,7 +129,7 @@ class Planted:
 def _stale(field: str) -> Edit:
     """The field is that of the step before."""
 
-    def edit(views: Views, kept: dict[str, Any]) -> None:
+    def edit(views: Views, kept: Kept, tables: Tables) -> None:
         now, before = views[field].copy(), kept.get(field)
         kept[field] = now
         if before is not None and before.shape == now.shape:
@@ -125,7 +138,7 @@ def _stale(field: str) -> Edit:
     return edit
 
 
-def _late(views: Views, kept: dict[str, Any]) -> None:
+def _late(views: Views, kept: Kept, tables: Tables) -> None:
     """What a step brings of page tables arrives with the step after it."""
     names = [
         name for name in ("page_table", "new_rows", "new_columns", "new_pages") if name in views
@@ -140,7 +153,7 @@ def _late(views: Views, kept: dict[str, Any]) -> None:
             views[name] = before[name]
 
 
-def _short(views: Views, kept: dict[str, Any]) -> None:
+def _short(views: Views, kept: Kept, tables: Tables) -> None:
     """One slot less than there is, where one token is decoded: the length that the step before
     had.
     """
@@ -150,13 +163,13 @@ def _short(views: Views, kept: dict[str, Any]) -> None:
     )
 
 
-def _restarted(views: Views, kept: dict[str, Any]) -> None:
+def _restarted(views: Views, kept: Kept, tables: Tables) -> None:
     for i in range(int(views["counts"][1])):
         start, stop = int(views["query_start"][i]), int(views["query_start"][i + 1])
         views["positions"][start:stop] = np.arange(stop - start)
 
 
-def _moved(views: Views, kept: dict[str, Any]) -> None:
+def _moved(views: Views, kept: Kept, tables: Tables) -> None:
     """Every other step finds the page table's first two columns in the other order, of what it
     brings of them.
     """
@@ -171,12 +184,64 @@ def _moved(views: Views, kept: dict[str, Any]) -> None:
         views["page_table"][:, :2] = views["page_table"][:, 1::-1].copy()
 
 
-def _forgotten(views: Views, kept: dict[str, Any]) -> None:
+def _forgotten(views: Views, kept: Kept, tables: Tables) -> None:
     """The first token of each chunk that does not begin a prompt is not written to the cache."""
+    of_groups = views["slots"].reshape(len(tables.groups), -1)
     for i in range(int(views["counts"][1])):
         start = int(views["query_start"][i])
         if views["positions"][start] > 0:
-            views["slots"][start] = -1
+            of_groups[:, start] = -1
+
+
+def _of_another_group(views: Views, kept: Kept, tables: Tables) -> None:
+    """The last group reads the pages of the first one. That has them all: groups with windows
+    stand behind.
+    """
+    last = len(tables.groups) - 1
+    if "page_table" in views:
+        of_groups = views["page_table"].reshape(len(tables.groups), -1)
+        of_groups[last] = of_groups[0]
+        return
+    known = kept.setdefault("pages", {})
+    rows, columns, pages = (views[name] for name in ("new_rows", "new_columns", "new_pages"))
+    keys = list(zip((rows % tables.rows).tolist(), columns.tolist(), strict=True))
+    for i in np.flatnonzero(rows < tables.rows).tolist():
+        known[keys[i]] = pages[i]
+    for i in np.flatnonzero(rows >= last * tables.rows).tolist():
+        pages[i] = known.get(keys[i], pages[i])
+
+
+def _freed_early(views: Views, kept: Kept, tables: Tables) -> None:
+    """What no later step reads of a group with a window is given away before this one reads it:
+    to the last request of the step, whose newest page it is.
+    """
+    count = int(views["counts"][1])
+    slots = views["slots"].reshape(len(tables.groups), -1)
+    for number, group in enumerate(tables.groups):
+        taken = slots[number, views["query_start"][count] - 1] // group.page_size
+        for i in range(count) if group.window else ():
+            start = int(views["positions"][views["query_start"][i]])
+            freed = group.first_column(start), group.first_column(int(views["kv_lens"][i]))
+            _point(views, tables, number, i, range(*freed), int(taken))
+
+
+def _point(
+    views: Views, tables: Tables, group: int, request: int, columns: Iterable[int], page: int
+) -> None:
+    """Let columns of a request's page table in a group name this page."""
+    if "page_table" in views:
+        width = views["page_table"].shape[1]
+        of_groups = views["page_table"].reshape(len(tables.groups), -1, width)
+        of_groups[group, request, list(columns)] = page
+        return
+    row = group * tables.rows + int(views["rows"][request])
+    for column in columns:
+        here = (views["new_rows"] == row) & (views["new_columns"] == column)
+        views["new_pages"][here] = page
+        if not here.any():
+            entry = {"new_rows": row, "new_columns": column, "new_pages": page}
+            for name, value in entry.items():
+                views[name] = np.append(views[name], np.int32(value))
 
 
 ENGINE_FAULTS = {
@@ -205,6 +270,16 @@ ENGINE_FAULTS = {
             "chunk-start-lost",
             "K and V of the first token of a later chunk are not written",
             _forgotten,
+        ),
+        EngineFault(
+            "table-of-another-group",
+            "layers of one page group read the page table of another",
+            _of_another_group,
+        ),
+        EngineFault(
+            "window-page-freed-early",
+            "a page of a layer with a window is another request's one step before its last reader",
+            _freed_early,
         ),
     )
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import Parameter
 from typing import Any, Literal
 
 import numpy as np
@@ -61,16 +62,24 @@ def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[str, .
     return {name: found[name] for name in names if name in found}
 
 
+def _in_order(given: Given, parameters: Mapping[str, Parameter]) -> list[Any]:
+    """The arguments by position, with the defaults of those that were left out before others."""
+    last = max(number for number, name in enumerate(parameters) if name in given)
+    named = list(parameters.items())[: last + 1]
+    return [given.get(name, parameter.default) for name, parameter in named]
+
+
 def changed(op: str, **changes: Callable[[Any, Given], Any]) -> tuple[str, Make]:
     """Some arguments are others."""
 
     def make(xp: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        names = tuple(REGISTRY[op].signature.parameters)
+        parameters = REGISTRY[op].signature.parameters
+        names = tuple(parameters)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             given = _given(args, kwargs, names)
             given |= {name: change(xp, given) for name, change in changes.items()}
-            return function(*(given[name] for name in names if name in given))
+            return function(*_in_order(given, parameters))
 
         return call
 

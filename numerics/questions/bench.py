@@ -17,16 +17,20 @@ import numpy as np
 
 from ...bucketing import Table
 from ...shared.config import EngineConfig, resolve
+from ...shared.errors import InternalError
+from ...shared.models.caches import layout_of, step_shape
 from ...shared.packer import pack
+from ...shared.page_groups import PageGroup, longest, pages_for
 from ...shared.progress import silent
 from ...shared.request import Request
 from ...shared.request_table import ScheduledStep
 from ...shared.sampling_params import SamplingParams
 from ...shared.scheduler import Scheduler
 from ...shared.scheduler_config import SchedulerConfig
-from ...shared.step import StepInput, StepShape, batch_layout
+from ...shared.step import StepInput, batch_layout
 from ...shared.worker import Worker, backend_module, create_worker
 from ..sides.runners import Fault
+from ..sides.steps import real_tokens
 from ..sides.subject import Subject, Target
 
 Change = Callable[[StepInput], StepInput]
@@ -79,11 +83,11 @@ class Bench:
     """A loaded worker of a target, and the schedules that it can run."""
 
     def __init__(
-        self, subject: Subject, target: Target, pages: int, fault: Fault | None = None,
+        self, subject: Subject, target: Target, lengths: Sequence[int], fault: Fault | None = None,
         **options: Any
     ) -> None:  # fmt: skip
-        """A cache of `pages`; `options` are engine options. Raises ConfigError, ModelError,
-        BackendUnavailable.
+        """A cache that holds requests of up to `lengths` tokens at once, in the page groups of an
+        engine; `options` are engine options. Raises ConfigError, ModelError, BackendUnavailable.
         """
         device = backend_module(target.backend).find_device(target.device)
         most = max(subject.tokens, subject.max_num_seqs)
@@ -99,27 +103,29 @@ class Bench:
             dtype=subject.dtype,
             load_format=subject.load_format, seed=subject.seed, max_model_len=subject.max_model_len,
             max_num_seqs=subject.max_num_seqs, max_num_batched_tokens=most,
-            page_size=subject.page_size, page_groups=False,
+            page_size=subject.page_size,
             op_priority=dict(target.providers), **(sizes | dict(target.options) | options),
         )  # fmt: skip
-        self.subject, self.target, self.pages = subject, target, pages
+        self.subject, self.target = subject, target
         self.config, _ = resolve(config, subject.model, device)
         self.table = self.config.table()
-        self.shape = StepShape(
-            self.config.pages_per_request,
-            subject.max_num_seqs,
-            subject.max_model_len,
-            subject.model.vocab_size,
-        )
+        self.shape = step_shape(subject.model, self.config)
+        self.layout = layout_of(subject.model, self.config)
+        self.pages = sum(self.pages_of(length) for length in lengths)
         with _planted(target.backend, fault):
             self.worker: Worker = create_worker(subject.model, self.config, device, subject.folder)
         self.worker.load(silent)
-        self.worker.allocate_kv(pages)
+        self.worker.allocate_kv(self.pages)
         self.worker.warm_up(self.table, silent)
 
     def close(self) -> None:
         """Free the device."""
         self.worker.close()
+
+    def pages_of(self, length: int) -> int:
+        """The most pages that a request of up to `length` tokens holds at a time, in all groups."""
+        tokens = min(length, self.subject.max_model_len)
+        return pages_for(self.layout.groups, tokens, self.table.mixed_sizes[-1])
 
     def _scheduler(self, schedule: Schedule, depth: int = 1) -> Scheduler:
         s, table = self.subject, self.table
@@ -134,6 +140,7 @@ class Bench:
             enable_prefix_caching=schedule.prefix,
             pipeline_depth=depth,
             watermark=0.0,
+            groups=self.layout.groups,
         )  # fmt: skip
         return Scheduler(config, table)
 
@@ -165,27 +172,31 @@ class Bench:
         return self._run(schedule, prompts, execute)
 
     def scrub(self) -> None:
-        """Write other tokens over the whole cache: what the run before left would be right for
-        the next one too.
+        """Write other tokens over the whole cache, in all layers: what the run before left would
+        be right for the next one too.
         """
-        size, pages, rng = self.subject.page_size, self.pages, np.random.default_rng(11)
-        held = np.array_split(np.arange(pages), min(self.subject.max_num_seqs, pages))
-        # One more token is decoded, so that the last slot of the last page is written too.
-        prompts = [
-            rng.integers(0, self.subject.model.vocab_size, len(h) * size).astype(np.int32)
-            for h in held
-        ]
-        scheduler, made = self._scheduler(Schedule()), {}
-        for i, prompt in enumerate(prompts):
-            made[str(i)] = i
-            params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-            scheduler.add(Request(str(i), prompt[:-1], params, seed=i))
+        step, rng = self._full_step(), np.random.default_rng(11)
+        tokens, groups = real_tokens(step), self.layout.groups
+        for first in range(0, self.pages * max(group.page_size for group in groups), tokens):
+            batch, places = step.batch.copy(), np.arange(first, first + tokens)
+            views = batch_layout(step.descriptor, step.shape).views(batch)
+            views["token_ids"][:tokens] = rng.integers(0, self.subject.model.vocab_size, tokens)
+            for slots, group in zip(by_group(views["slots"], groups), groups, strict=True):
+                slots[:tokens] = np.where(places < self.pages * group.page_size, places, -1)
+            self.worker.execute(replace(step, batch=batch)).result()
 
-        def execute(step: StepInput) -> Callable[[int, int], None]:
-            self.worker.execute(step).result()
-            return lambda request, row: None
-
-        self._drain(scheduler, Schedule(), prompts, made, execute, Rows())
+    def _full_step(self) -> StepInput:
+        """A step of one request with as many tokens as a step and the cache hold."""
+        most, limit = self.table.mixed_sizes[-1], self.subject.max_model_len
+        held = longest(self.layout.groups, self.pages, most, limit)
+        scheduler = self._scheduler(Schedule())
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        prompt = np.zeros(min(most, held - 1), np.int32)
+        scheduler.add(Request("scrub", prompt, params, seed=0))
+        scheduled = scheduler.schedule()
+        if scheduled is None:
+            raise InternalError(f"a request of {len(prompt)} tokens was not scheduled")
+        return pack(scheduled, scheduler.table, self.shape, 1, with_page_table=True)
 
     def _run(
         self, schedule: Schedule, prompts: Sequence[np.ndarray],
@@ -302,8 +313,15 @@ def _planted(backend: str, fault: Fault | None) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------
 
 
+def by_group(entries: np.ndarray, groups: Sequence[PageGroup]) -> np.ndarray:
+    """Slots [G T] or page tables [G R, P] of a step with one page group behind another, as a view
+    whose first axis is the group.
+    """
+    return entries.reshape(len(groups), -1, *entries.shape[1:])
+
+
 def permuted_pages(
-    pages: int, page_size: int, seed: int, *, table: bool = True, slots: bool = True
+    pages: int, groups: Sequence[PageGroup], seed: int, *, table: bool = True, slots: bool = True
 ) -> Change:
     """Put every page elsewhere: in the `slots` that are written and in the page `table` that is
     read.
@@ -316,11 +334,14 @@ def permuted_pages(
         batch, page_table = step.batch.copy(), step.field("page_table").copy()
         if table:
             count = int(step.field("counts")[1])
-            page_table[:count] = places[page_table[:count]]
+            of_requests = by_group(page_table, groups)[:, :count]
+            of_requests[...] = places[of_requests]
         if slots:
             written = batch_layout(step.descriptor, step.shape).view(batch, "slots")
-            moved = places[written // page_size] * page_size + written % page_size
-            written[...] = np.where(written >= 0, moved, written)
+            for of_group, group in zip(by_group(written, groups), groups, strict=True):
+                page, offset = np.divmod(of_group, group.page_size)
+                moved = places[page] * group.page_size + offset
+                of_group[...] = np.where(of_group >= 0, moved, of_group)
         return replace(step, batch=batch, page_table=page_table)
 
     return change

@@ -17,6 +17,7 @@ import numpy as np
 
 from ...ops.plan import COMPOSITION, NATIVE
 from ...shared.errors import ConfigError
+from ...shared.models.caches import CacheLayout
 from ..judging.gates import Mode
 from ..judging.metrics import measure
 from ..judging.outputs import gate_for
@@ -45,7 +46,7 @@ class _Engines:
             mode,
             fault,
         )
-        self.pages = sum(-(-(len(p) + SPARE) // subject.page_size) for p in prompts)
+        self.lengths = [len(p) + SPARE for p in prompts]
         self.runs, self.notes = 0, list[str]()
         self.environment: dict[str, Any] = {}
         self._noise: dict[Any, Any] | None = None
@@ -53,7 +54,7 @@ class _Engines:
         self.whole = self._verdict(self._open())
 
     def _open(self, **options: Any) -> Bench:
-        return Bench(self.subject, self.target, self.pages, self.fault, **options)
+        return Bench(self.subject, self.target, self.lengths, self.fault, **options)
 
     def fails(self, on: Sequence[str]) -> bool:
         """Whether a worker with these switches on, and no others, fails. One that cannot be
@@ -86,7 +87,7 @@ class _Engines:
             rows = bench.outputs(Schedule(), self.prompts)
         finally:
             bench.close()
-        return self._judged(rows)
+        return self._judged(rows, bench.layout)
 
     def _describe(self, bench: Bench) -> None:
         """The switches of the whole suspect."""
@@ -108,9 +109,9 @@ class _Engines:
         }
         self.units += sorted(chosen)
 
-    def _judged(self, rows: Rows) -> bool:
+    def _judged(self, rows: Rows, layout: CacheLayout) -> bool:
         if self._noise is None:
-            self._noise = reference_rows(self.subject, rows)
+            self._noise = reference_rows(self.subject, rows, layout)
         width = rows.values[0].shape[-1]
         pairs = [self._noise[key] for key in rows.keys]
         right, noisy = (best_logprobs(np.stack([pair[i] for pair in pairs]), width) for i in (0, 1))

@@ -186,6 +186,11 @@ def _rms_norm(rng: np.random.Generator, a: Arguments) -> Probes:
         yield "rows of one magnitude", {"x": x, "weight": _norm_weight(rng, a["weight"])}
 
 
+def _unit_norm(rng: np.random.Generator, a: Arguments) -> Probes:
+    if exact_norm(a["x"]):
+        yield "rows of one magnitude", {"x": _rows(rng, a["x"].shape).astype(a["x"].dtype)}
+
+
 def _fused_norm(rng: np.random.Generator, a: Arguments) -> Probes:
     """The sum is exact in one probe; in the other it must be rounded before the norm reads it."""
     dtype = a["x"].dtype
@@ -220,31 +225,44 @@ def _rotary(rng: np.random.Generator, a: Arguments) -> Probes:
     yield "quarter turns", values | {"cos": cos, "sin": sin}
 
 
+def _norm_rope(rng: np.random.Generator, a: Arguments) -> Probes:
+    normed = a["weight"] is not None
+    if normed and not exact_norm(a["q"]):
+        return
+    cos, sin = _quarter_turns(rng, a["cos"])
+    shape = a["q"].shape
+    q = _rows(rng, shape) if normed else rng.integers(-127, 128, shape)
+    given = {"q": q.astype(a["q"].dtype), "weight": _norm_weight(rng, a["weight"])}
+    yield "quarter turns", given | {"cos": cos, "sin": sin}
+
+
 def _norm_rope_write(rng: np.random.Generator, a: Arguments) -> Probes:
-    normed = a["q_weight"] is not None or a["k_weight"] is not None
+    v_norm = a.get("v_norm", False)
+    normed = a["q_weight"] is not None or a["k_weight"] is not None or v_norm
     if normed and not exact_norm(a["qkv"]):
         return
     cos, sin = _quarter_turns(rng, a["cos"])
     size = a["kv"].shape[3]
     rows = (len(a["qkv"]), a["qkv"].shape[1] // size, size)
     values = _rows(rng, rows) if normed else rng.integers(-127, 128, rows)
-    values[:, -(a["kv"].shape[2] // 2) :] = rng.integers(
-        -127, 128, (rows[0], a["kv"].shape[2] // 2, size)
-    )
+    if not v_norm:
+        values[:, -(a["kv"].shape[2] // 2) :] = rng.integers(
+            -127, 128, (rows[0], a["kv"].shape[2] // 2, size)
+        )
     yield (
         "quarter turns",
         {
             "qkv": values.reshape(a["qkv"].shape).astype(a["qkv"].dtype), "cos": cos, "sin": sin,
             "q_weight": _norm_weight(rng, a["q_weight"]),
             "k_weight": _norm_weight(rng, a["k_weight"]),
-            "k_scale": _nearest_power(a.get("k_scale", 1.0)),
-            "v_scale": _nearest_power(a.get("v_scale", 1.0)),
+            "k_scale": _nearest_powers(a.get("k_scale")),
+            "v_scale": _nearest_powers(a.get("v_scale")),
         },
     )  # fmt: skip
 
 
-def _nearest_power(scale: float) -> float:
-    return 2.0 ** round(math.log2(scale))
+def _nearest_powers(scales: np.ndarray | None) -> np.ndarray | None:
+    return None if scales is None else np.exp2(np.round(np.log2(scales))).astype(np.float32)
 
 
 # --- attention
@@ -277,8 +295,9 @@ def _attention(rng: np.random.Generator, a: Arguments) -> Probes:
     features = digits * digits + 4 * digits
     if features > size or longest > LONGEST or q.dtype == np.float16 or 0 < a["soft_cap"] < GAP / 2:
         return
-    k_scale, v_scale = (_nearest_power(a.get(name, 1.0)) for name in ("k_scale", "v_scale"))
-    factor = 2.0 ** math.ceil(math.log2(GAP / (a["scale"] * k_scale)))
+    k_scale, v_scale = (_nearest_powers(a.get(name)) for name in ("k_scale", "v_scale"))
+    smallest = 1.0 if k_scale is None else float(k_scale.min())
+    factor = 2.0 ** math.ceil(math.log2(GAP / (a["scale"] * smallest)))
     places = rng.permutation(size)[:features]
     cache = np.full(kv.shape, np.nan)
     real = int(a["query_start"][count])
@@ -406,9 +425,11 @@ PROBES: dict[str, Callable[[np.random.Generator, Arguments], Probes]] = {
     "gated_mlp": _gated_mlp,
     "gelu_gated_mlp": _gated_mlp,
     "rms_norm": _rms_norm,
+    "unit_rms_norm": _unit_norm,
     "fused_add_rms_norm": _fused_norm,
     "rotary_embedding": _rotary,
     "rotary_embedding_gptj": _rotary,
+    "norm_rope": _norm_rope,
     "norm_rope_write_kv": _norm_rope_write,
     "paged_attention": _attention,
     "moe_route": _route,

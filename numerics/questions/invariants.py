@@ -18,6 +18,7 @@ import numpy as np
 
 from ...shared.errors import ConfigError, TwinferError
 from ...shared.models import decoder
+from ...shared.models.caches import CacheLayout
 from ..errors import EQUAL, FAILED, NOT_COMPARED
 from ..judging.gates import HALF_ULP32, Gate, Mode
 from ..judging.metrics import DEVIATIONS, jsonable, log_softmax, measure
@@ -41,7 +42,7 @@ class Relation:
     """`what` must not matter. `reason` says why it is promised bitwise, or why it cannot be.
 
     `run` gives the pair (as usual, the other way). `refuses` says why it does not apply to a
-    target, or "".
+    target and a model, or "".
     """
 
     name: str
@@ -49,7 +50,7 @@ class Relation:
     promise: Promise
     reason: str
     run: Callable[[Lab], tuple[Rows, Rows]]
-    refuses: Callable[[Target, str], str] = lambda target, platform: ""
+    refuses: Callable[[Lab], str] = lambda lab: ""
     costly: bool = False
 
 
@@ -120,9 +121,9 @@ class Lab:
         breaks: Sequence[str],
     ) -> None:  # fmt: skip
         self.subject, self.target, self.prompts, self.fault = subject, target, prompts, fault
-        # As few as hold everything: each run begins with other tokens all over them.
-        self.pages = sum(-(-(len(p) + SPARE) // subject.page_size) for p in prompts)
-        self.bench = Bench(subject, target, self.pages, fault)
+        # As few pages as hold everything: each run begins with other tokens all over them.
+        self.lengths = [len(p) + SPARE for p in prompts]
+        self.bench = Bench(subject, target, self.lengths, fault)
         self.broken = {name: BREAKS[name](self) for name in breaks}
         self.usual = self.bench.logits(Schedule(), prompts)
 
@@ -141,7 +142,7 @@ class Lab:
         """The usual schedule on another worker: its logits, or, not `usual`, what `execute`
         gives.
         """
-        bench = Bench(self.subject, self.target, self.pages, self.fault, **options)
+        bench = Bench(self.subject, self.target, self.lengths, self.fault, **options)
         try:
             schedule = Schedule(change=self.change(relation, None))
             return (
@@ -174,7 +175,7 @@ def _company(lab: Lab) -> tuple[Rows, Rows]:
 
 
 def _pages(lab: Lab) -> tuple[Rows, Rows]:
-    change = permuted_pages(lab.pages, lab.subject.page_size, seed=3)
+    change = permuted_pages(lab.bench.pages, lab.bench.layout.groups, seed=3)
     return lab.usual, lab.logits("page-permutation", Schedule(change=change))
 
 
@@ -194,8 +195,7 @@ def _prefix(lab: Lab) -> tuple[Rows, Rows]:
 
 
 def _preemption(lab: Lab) -> tuple[Rows, Rows]:
-    s = lab.subject
-    longest = -(-max(len(p) for p in lab.prompts) // s.page_size)
+    longest = lab.bench.pages_of(max(len(p) for p in lab.prompts))
     rows = lab.logits("preemption", Schedule(pages=longest + 2, decoded=24))
     if not rows.preemptions:
         raise _Empty("no request was preempted")
@@ -222,6 +222,10 @@ def _shards(lab: Lab) -> tuple[Rows, Rows]:
     return lab.usual, lab.other("tensor-parallel", tensor_parallel_size=2)
 
 
+def _groups(lab: Lab) -> tuple[Rows, Rows]:
+    return lab.usual, lab.other("page-groups", page_groups=False)
+
+
 def _level(name: str) -> Callable[[Lab], tuple[Rows, Rows]]:
     def run(lab: Lab) -> tuple[Rows, Rows]:
         if lab.bench.config.compile_level != 0:
@@ -233,28 +237,33 @@ def _level(name: str) -> Callable[[Lab], tuple[Rows, Rows]]:
     return run
 
 
-def _jax_only(target: Target, platform: str) -> str:
-    return "" if target.backend == "jax" else f"the {target.backend} backend does not have it"
+def _jax_only(lab: Lab) -> str:
+    backend = lab.target.backend
+    return "" if backend == "jax" else f"the {backend} backend does not have it"
 
 
-def _torch_only(target: Target, platform: str) -> str:
-    if target.backend != "torch":
-        return f"the {target.backend} backend compiles everything"
-    return "the target names a level" if "compile_level" in target.options else ""
+def _torch_only(lab: Lab) -> str:
+    if lab.target.backend != "torch":
+        return f"the {lab.target.backend} backend compiles everything"
+    return "the target names a level" if "compile_level" in lab.target.options else ""
 
 
-def _shards_here(target: Target, platform: str) -> str:
-    if target.backend != "jax":
-        return _jax_only(target, platform)
+def _shards_here(lab: Lab) -> str:
+    if lab.target.backend != "jax":
+        return _jax_only(lab)
     import jax
 
     return "" if jax.device_count() > 1 else "there is one device only"
 
 
-def _graphs_here(target: Target, platform: str) -> str:
-    return _torch_only(target, platform) or (
-        "" if platform == "cuda" else "CUDA graphs need a cuda device"
-    )
+def _graphs_here(lab: Lab) -> str:
+    is_cuda = lab.bench.worker.device.platform == "cuda"
+    return _torch_only(lab) or ("" if is_cuda else "CUDA graphs need a cuda device")
+
+
+def _windows_here(lab: Lab) -> str:
+    windows = any(group.window for group in lab.bench.layout.groups)
+    return "" if windows else "every layer keeps all tokens"
 
 
 SAME = "the same programs on the same numbers"
@@ -277,6 +286,8 @@ RELATIONS = {
         Relation("preemption", "being preempted and resumed", "rounding", OTHER_SHAPE, _preemption),
         Relation("padding", "the size that a step is padded to", "rounding", OTHER_SHAPE, _padding),
         Relation("decode-prefill", "tokens decoded or prefilled", "rounding", OTHER_SHAPE, _decode),
+        Relation("page-groups", "layers with windows keep what they read, or everything",
+        "rounding", OTHER_SHAPE, _groups, _windows_here),
         Relation("scan", "layers in a loop or unrolled", "rounding", "XLA fuses it otherwise",
         _scan, _jax_only),
         Relation("tensor-parallel", "1 shard or 2", "rounding", "partial sums are added up",
@@ -299,7 +310,7 @@ RELATIONS = {
 }  # fmt: skip
 BREAKS: dict[str, Callable[[Lab], Change]] = {
     "page-permutation": lambda lab: permuted_pages(
-        lab.pages, lab.subject.page_size, seed=3, table=False
+        lab.bench.pages, lab.bench.layout.groups, seed=3, table=False
     ),
 }
 """Relations that can be broken on purpose, to see them fail: a page is put elsewhere without its
@@ -322,11 +333,11 @@ def _only(rows: Rows, keep: Callable[[tuple[int, int]], bool]) -> Rows:
 
 class Judge:
     """Judges a pair of runs. The noise (mode P) is that of the references over the steps of the
-    `usual` run.
+    `usual` run, whose pages lie as `layout` says.
     """
 
-    def __init__(self, subject: Subject, mode: Mode, usual: Rows) -> None:
-        self._subject, self._mode, self._usual = subject, mode, usual
+    def __init__(self, subject: Subject, mode: Mode, usual: Rows, layout: CacheLayout) -> None:
+        self._subject, self._mode, self._usual, self._layout = subject, mode, usual, layout
         self._noise: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] | None = None
 
     def __call__(self, relation: Relation, pair: tuple[Rows, Rows]) -> Result:
@@ -411,7 +422,7 @@ class Judge:
         hold.
         """
         if self._noise is None:
-            self._noise = reference_rows(self._subject, self._usual)
+            self._noise = reference_rows(self._subject, self._usual, self._layout)
         pairs = [self._noise[key] for key in keys]
         right, noisy = (np.stack([pair[i] for pair in pairs]).astype(np.float64) for i in (0, 1))
         if width != right.shape[1]:
@@ -430,22 +441,26 @@ def best_logprobs(logits: np.ndarray, count: int) -> np.ndarray:
 
 
 def reference_rows(
-    subject: Subject, usual: Rows
+    subject: Subject, usual: Rows, layout: CacheLayout
 ) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
     """The logits of the exact and of the faithful reference, by (request, position), over the
-    steps of a run.
+    steps of a run, whose pages lie as `layout` says.
     """
     model, steps = subject.model, usual.steps
     weights, tables = (
         HostWeights(subject),
         decoder.rotary_tables(subject.model, subject.max_model_len),
     )
+    pages, groups = pages_of(steps), [place.group for place in layout.places]
     found: list[list[np.ndarray]] = []
     for exact in (True, False):
-        reference = Reference(model, tables, exact=exact)
+        reference = Reference(model, tables, exact=exact, groups=groups)
         dtype = np.float64 if exact else weights.top()["embed"].dtype
-        shape = (pages_of(steps), subject.page_size, 2 * model.num_kv_heads, model.head_dim)
-        caches, rows = [np.full(shape, np.nan, dtype)] * model.num_layers, []
+        caches = [
+            np.full((pages, *layout.page_shape(layer)), np.nan, dtype)
+            for layer in range(model.num_layers)
+        ]
+        rows: list[np.ndarray] = []
         for step in steps:
             reference.begin(step)
             finished, caches = reference.run(weights.top(), weights.layer, caches)
@@ -487,7 +502,7 @@ def check_invariants(
             target, lab.bench.worker.device, lab.bench.worker.plans()
         )
         try:
-            judge = Judge(where, mode, lab.usual)
+            judge = Judge(where, mode, lab.usual, lab.bench.layout)
             for relation in _chosen(names, lab, report):
                 progress(f"mode {mode}: {relation.name}")
                 _check(report, judge, relation, lab)
@@ -502,7 +517,7 @@ def _chosen(names: Sequence[str], lab: Lab, report: InvariantsReport) -> Iterato
     for relation in RELATIONS.values():
         if names and relation.name not in names:
             continue
-        why = relation.refuses(lab.target, platform)
+        why = relation.refuses(lab)
         if not why and relation.costly and not names and platform == "cpu":
             why = "takes minutes on a CPU; name it to have it"
         if not why:

@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from ...shared.config import ResolvedConfig
 from ...shared.errors import ConfigError
+from ...shared.models.caches import layout_of
+from ...shared.models.config import ModelConfig
 from ...shared.step import StepInput
 from ...shared.worker import create_worker
 from ..errors import EQUAL, FAILED, NOT_COMPARED
@@ -42,8 +45,8 @@ from .selftest_model import LAYER, open_model
 
 Progress = Callable[[str], None]
 MODES = (*ALL_MODES, "I")
-RELATIONS = "company", "page-permutation", "batch", "chunks", "decode-prefill"
-"""The invariants of mode I: those that need one worker only."""
+RELATIONS = "company", "page-permutation", "batch", "chunks", "decode-prefill", "page-groups"
+"""The invariants of mode I: those of one worker, and what a worker without page groups gives."""
 SEEDS = 20
 FIRST_SEED = 1
 
@@ -286,28 +289,31 @@ class _Bench:
 
 
 class _Engine:
-    """One worker of a target, which serves all faults and all clean runs: only prompts change
-    with the seed.
+    """Two workers of a target, with page groups and without, which serve all faults and all clean
+    runs: only prompts change with the seed.
     """
 
     def __init__(self, folder: Path, target: Target) -> None:
         self.subject, self.target = open_model(folder, FIRST_SEED).with_dtype("float32"), target
-        self.planted: Planted | None = None
+        self.planted: dict[bool, Planted] = {}
 
     def __enter__(self) -> _Engine:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.planted is not None:
-            self.planted.worker.close()
+        for planted in self.planted.values():
+            planted.worker.close()
 
     def run(self, seed: int, fault: EngineFault | None = None) -> Iterator[str]:
         """What the invariants say of the prompts of a seed."""
 
-        def create(*given: Any) -> Planted:
-            self.planted = self.planted or Planted(create_worker(*given))
-            self.planted.plant(fault)
-            return self.planted
+        def create(model: ModelConfig, config: ResolvedConfig, *rest: Any) -> Planted:
+            key = config.page_groups
+            if key not in self.planted:
+                groups = layout_of(model, config).groups
+                self.planted[key] = Planted(create_worker(model, config, *rest), groups)
+            self.planted[key].plant(fault)
+            return self.planted[key]
 
         prompts = default_prompts(self.subject, seed)
         with patch.object(bench, "create_worker", create):
@@ -341,9 +347,9 @@ def _look_at_ops(
         for mode in looking:
             rows = [row for row in report.results if row.side == side and row.mode == mode]
             if rows:
-                # An implementation that lets it pass has not been seen through.
+                # An implementation of an op that lets it pass has not been seen through.
                 wrong = [row for row in rows if row.complaints]
-                seen = {row.provider for row in wrong} == {row.provider for row in rows}
+                seen = {row.name for row in wrong} == {row.name for row in rows}
                 yield Sight(
                     side,
                     mode,

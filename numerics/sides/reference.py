@@ -51,12 +51,17 @@ def step_batch(
 class Reference:
     """A model in numpy, one program (embed, layer, finish, head) at a time. `calls` are those of
     the last program.
+
+    `groups` is the page group of each layer in the steps that it runs; none: they have one page
+    table.
     """
 
     def __init__(
-        self, model: ModelConfig, tables: tuple[np.ndarray, np.ndarray], *, exact: bool
-    ) -> None:
+        self, model: ModelConfig, tables: tuple[np.ndarray, np.ndarray], *, exact: bool,
+        groups: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self.model = model
+        self._groups = groups or [0] * model.num_layers
         self.spec = decoder.model_of(model)
         self.exact = exact
         self._tables = tables
@@ -74,7 +79,7 @@ class Reference:
 
     def begin(self, step: StepInput) -> None:
         """Take the step that the next programs belong to."""
-        self._batch = step_batch(step, self._tables)
+        self._batch, self._num_groups = step_batch(step, self._tables), step.shape.num_groups
         self._ids = np.array(step.field("token_ids"))
 
     def embed(self, top: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -86,7 +91,8 @@ class Reference:
     def layer(self, index: int, weights: Mapping[str, np.ndarray], state: State) -> State:
         """One layer. What is given is widened first."""
         hidden, residual, kv = (self.widen(x) for x in state)
-        self._tracer.start(weights, self._batch.arrays())
+        batch = self._batch.of_group(self._groups[index], self._num_groups)
+        self._tracer.start(weights, batch.arrays())
         with np.errstate(all="ignore"):
             stream, kv = decoder.layer(
                 self._ops,
@@ -94,7 +100,7 @@ class Reference:
                 weights,
                 decoder.Stream(hidden, residual),
                 kv,
-                self._batch,
+                batch,
             )
         return stream.hidden, stream.residual, kv
 
@@ -162,7 +168,7 @@ def evaluate(op: str, arguments: Mapping[str, Any], *, exact: bool) -> tuple[np.
 def faithful_attention(
     q: Any, kv: Any, page_table: Any, query_start: Any, kv_lens: Any, counts: Any, scale: float,
     window: int,
-    soft_cap: float, max_query_len: int, k_scale: float = 1.0, v_scale: float = 1.0,
+    soft_cap: float, max_query_len: int, k_scale: Any = None, v_scale: Any = None,
     sinks: Any = None, chunk: int = 0,
 ) -> np.ndarray:  # fmt: skip
     """`paged_attention` with the rounding that its contract has besides the output's: softmax
@@ -181,9 +187,10 @@ def faithful_attention(
         pages = page_table[i, : -(-length // page_size)]
         cache_ = kv[pages].reshape(-1, kv_heads, size)[:length].astype(np.float32)
         keys, values = (cache_[:, j::2].repeat(group, axis=1) for j in (0, 1))
-        scores = np.einsum("thd,shd->hts", q[start:stop].astype(np.float32), keys) * np.float32(
-            scale * k_scale
-        )
+        scores = np.einsum("thd,shd->hts", q[start:stop].astype(np.float32), keys)
+        scores *= np.float32(scale)
+        if k_scale is not None:
+            scores *= k_scale.astype(np.float32).repeat(group)[:, None, None]
         if soft_cap > 0:
             scores = soft_cap * np.tanh(scores / soft_cap)
         position = np.arange(length - (stop - start), length)[:, None]
@@ -198,7 +205,9 @@ def faithful_attention(
         total = weights.sum(-1)
         if sinks is not None:
             total = total + np.exp(sink - top)[..., 0]
-        total = total.T[:, :, None] / np.float32(v_scale)
+        total = total.T[:, :, None]
+        if v_scale is not None:
+            total = total / v_scale.astype(np.float32).repeat(group)[:, None]
         # What nobody sees may be of a page that is another's by now, or NaN.
         values = np.where(seen.any(0)[:, None, None], values, np.float32(0.0))
         product = np.einsum("hts,shd->thd", weights.astype(q.dtype).astype(np.float32), values)

@@ -123,7 +123,9 @@ class Subject:
             max_num_batched_tokens=max(self.tokens, self.max_num_seqs),
             page_size=self.page_size,
             num_pages=self.num_pages,
-            # The steps that are compared have one page table.
+            # The only place that switches page groups off. Layers are compared one by one, each
+            # with a cache of its own, and bundles and comparisons of them hold one page table.
+            # What runs a worker through its scheduler (`questions/bench.py`) has groups.
             page_groups=False,
             op_priority=dict(target.providers),
             **target.options,
@@ -162,6 +164,7 @@ def open_subject(
     check_weights(name, load_format)
     folder = model_folder(name)
     model = load_config(folder)
+    check_comparable(name, model)
     length = min(max_model_len, model.max_position_embeddings)
     pages = max_num_seqs * -(-length // page_size)
     return Subject(
@@ -177,6 +180,23 @@ def open_subject(
         page_size,
         pages,
     )
+
+
+def check_comparable(name: str, model: ModelConfig) -> None:
+    """Raise ConfigError for a model whose layers cannot be compared one by one: the references give
+    each a cache of one shape, which is its own, and nothing besides the stream.
+    """
+    why = {
+        "caches of two shapes": model.full_heads is not None,
+        "caches of other layers": model.num_reading_layers > 0,
+        "inputs of their own": model.layer_input_size > 0,
+    }
+    found = [what for what, is_so in why.items() if is_so]
+    if found:
+        raise ConfigError(
+            f"model: got {name} ({model.architecture}), whose layers have {', '.join(found)}; "
+            "allowed are models whose layers all keep keys and values of one shape, each its own"
+        )
 
 
 KEPT_BYTES = 4 << 30

@@ -124,14 +124,17 @@ def declare(
     `patterns` select keys, as a shell would.
     """
     patterns = tuple(patterns)
-    whole = {i for i, call in enumerate(calls) if plan[call.op].provider != COMPOSITION}
-    return tuple(
-        Declared(
-            call.op, call.key, call.activations, any(fnmatchcase(call.key, p) for p in patterns)
-        )
-        for call in calls
-        if not whole.intersection(call.parents)
-    )
+    whole: set[int] = set()
+    declared: list[Declared] = []
+    for number, call in enumerate(calls):
+        # A plan need not cover what is inside of one piece: nothing calls it there.
+        if whole.intersection(call.parents):
+            continue
+        if plan[call.op].provider != COMPOSITION:
+            whole.add(number)
+        kept = any(fnmatchcase(call.key, pattern) for pattern in patterns)
+        declared.append(Declared(call.op, call.key, call.activations, kept))
+    return tuple(declared)
 
 
 @dataclass(slots=True)
