@@ -72,6 +72,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # xdist's workers inherit what is set here
         # No test writes to the user's own cache folder, whatever an engine keeps there by default.
         os.environ["XDG_CACHE_HOME"] = _temporary_folder(config, "caches-")
+        # Inductor knows an operator by its name: it would run code of another commit, whose
+        # operator had other parameters. Engines have folders by commit (gpu/backend.py).
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = _temporary_folder(config, "inductor-")
     if not hasattr(config, "workerinput") and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         # XLA programs are shared by all tests of a run: the same small engines are built many
         # times. JAX reads this when it is imported, so it is set before any test. A folder of one's

@@ -49,6 +49,30 @@ GEMMA3 = GEMMA | dict(
         sliding_attention=dict(rope_type="default", rope_theta=1e4),
     ),
 )  # fmt: skip
+# Layers without a window have wider heads, and pages of twice the tokens.
+GEMMA4 = dict(
+    num_hidden_layers=6, layer_types=["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
+    num_key_value_heads=4, head_dim=16, global_head_dim=32, num_global_key_value_heads=1,
+    attention_k_eq_v=True, sliding_window=8, vocab_size=1009, final_logit_softcapping=3.0,
+    hidden_size_per_layer_input=0, bos_token_id=1,
+    rope_parameters=dict(
+        full_attention=dict(
+            rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6
+        ),
+        sliding_attention=dict(rope_type="default", rope_theta=1e4),
+    ),
+)  # fmt: skip
+# The last two layers read the caches of the two before them.
+GEMMA4_SMALL = GEMMA4 | dict(
+    layer_types=["sliding_attention", "full_attention"] * 3, num_kv_shared_layers=2,
+    num_key_value_heads=1, num_global_key_value_heads=None, attention_k_eq_v=False,
+    use_double_wide_mlp=True, hidden_size_per_layer_input=8, vocab_size_per_layer_input=1009,
+)  # fmt: skip
+GEMMA4_UNIFIED = {
+    name: value
+    for name, value in GEMMA4.items()
+    if name not in ("hidden_size_per_layer_input", "attention_k_eq_v")
+}
 OLMO3 = dict(
     num_hidden_layers=4, sliding_window=8,
     rope_parameters=dict(
@@ -105,6 +129,10 @@ MODELS = {
     ),
     "gemma3": ("Gemma3", GEMMA3),
     "gemma3-images": ("Gemma3Images", GEMMA3),
+    "gemma4": ("Gemma4", GEMMA4),
+    "gemma4-small": ("Gemma4", GEMMA4_SMALL),
+    "gemma4-images": ("Gemma4Images", GEMMA4_SMALL),
+    "gemma4-unified": ("Gemma4Unified", GEMMA4_UNIFIED),
     "glm4": ("Glm4", dict(head_dim=16)),
     "glm4-head24": ("Glm4", dict(head_dim=24, attention_bias=False, num_key_value_heads=4)),
     "olmo2": ("Olmo2", dict(attention_bias=True)),
@@ -112,12 +140,17 @@ MODELS = {
     "ministral3": ("Ministral3", MINISTRAL3),
     "ministral3-images": ("Ministral3Images", MINISTRAL3),
 }
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+CONFIGS = {
+    "Gemma3": "Gemma3TextConfig",
+    "Gemma4": "Gemma4TextConfig",
+    "Gemma4Unified": "Gemma4UnifiedTextConfig",
+}
 """Configs that have not the name of their model."""
 PARTS = {
     "Mistral3": ("Mistral3", "mistral"),
     "Ministral3Images": ("Mistral3", "ministral3"),
     "Gemma3Images": ("Gemma3", "gemma3_text"),
+    "Gemma4Images": ("Gemma4", "gemma4_text"),
 }
 """Families that have a text model as a part: what the whole is called, and the type of the text."""
 OLD_NAMES = {
@@ -150,6 +183,8 @@ def make_model(family: str, fields: dict):
         task, config_name = "ForConditionalGeneration", f"{family}Config"
         # The last token stands for images; what transformers reads of tied embeddings is the outer
         # field.
+        if family == "Gemma4":
+            return _gemma4_of_parts(fields)
         tied = fields.pop("tie_word_embeddings", family == "Gemma3")
         vision = dict(SIGLIP, vision_use_head=False) if family == "Gemma3" else dict(VISION)
         outer = {"tie_word_embeddings": tied, "image_token_index": fields["vocab_size"] - 1}
@@ -159,6 +194,24 @@ def make_model(family: str, fields: dict):
     config.eos_token_id = None  # a default of GLM-4's that is no word of so small a vocabulary
     config._attn_implementation = "eager"
     return getattr(transformers, family + task)(config).eval()
+
+
+def _gemma4_of_parts(fields: dict):
+    """A Gemma 4 beside a vision tower."""
+    import transformers
+
+    vision = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    fields = fields | {"pad_token_id": 0}  # what stands in for images in small embeddings
+    config = transformers.Gemma4Config(
+        text_config=fields, vision_config=vision, audio_config=None,
+        image_token_id=fields["vocab_size"] - 1,
+    )  # fmt: skip
+    config.text_config.eos_token_id = None
+    config._attn_implementation = "eager"
+    return transformers.Gemma4ForConditionalGeneration(config).eval()
 
 
 def rename_tensors(folder: str, old: bool):
@@ -203,6 +256,17 @@ def build(name: str, folder: str, **overrides):
             # Norm weights and biases too: at their initial ones and zeros, half of the mistakes
             # would not show.
             parameter.copy_(1 + 0.2 * noise if "norm" in key else 0.1 * noise)
+        if family.startswith("Gemma4"):
+            # Scores have no scale of their own there: trained models have it in this weight.
+            for key, parameter in model.named_parameters():
+                if key.endswith("q_norm.weight"):
+                    parameter *= len(parameter) ** -0.5
+        if family == "Gemma4Images":
+            # transformers would take a sampled token that stands for images for one of those.
+            model.model.language_model.embed_tokens.weight[-1] = 0.0
+        for key, buffer in model.named_buffers():
+            if key.endswith("layer_scalar"):
+                buffer.copy_(0.6 + 0.3 * torch.rand(1, generator=generator))
     model.save_pretrained(folder, max_shard_size=shard_size)
     if family == "Mistral3":  # which of both names are saved depends on the version of transformers
         rename_tensors(folder, old=name == "mistral3")

@@ -88,8 +88,8 @@ def attention_without_lengths(
     window: int,
     soft_cap: float,
     max_query_len: int,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     sinks: Array | None = None,
     chunk: int = 0,
 ) -> Array:

@@ -60,7 +60,6 @@ def test_a_narrow_cache_is_smaller_and_nearly_as_good(backend, device):
     [
         ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_scales"),
         ({"kv_cache_scales": (1.0, 1.0)}, "kv_cache_scales"),
         ({"kv_cache_dtype": "int8", "kv_cache_scales": (1.0, 0.0)}, "kv_cache_scales"),
         ({"kv_cache_dtype": "int8", "kv_cache_scales": 0.1}, "kv_cache_scales"),

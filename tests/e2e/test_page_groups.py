@@ -24,6 +24,9 @@ MODELS = {
     # The sliding layers of a repeat are in different groups from one repeat to the next.
     "uneven": {"layer_types": ["sliding_attention"] * 5 + PERIOD[1:], "num_hidden_layers": 7},
     "only windows": {"layer_types": ["sliding_attention"] * 3, "num_hidden_layers": 3},
+    # Pages of two lengths, and layers that read the cache of others.
+    "two sizes": {"base": "gemma4"},
+    "read": {"base": "gemma4-small"},
 }
 
 
@@ -69,8 +72,11 @@ def folders(tmp_path_factory):
     def get(name):
         if name not in made:
             made[name] = str(tmp_path_factory.mktemp("model") / "it")
-            changes = {"sliding_window": WINDOW, "use_sliding_window": True} | MODELS[name]
-            build("qwen2-windows", made[name], **changes)
+            changes = {"sliding_window": WINDOW} | MODELS[name]
+            base = changes.pop("base", "qwen2-windows")
+            if base == "qwen2-windows":
+                changes["use_sliding_window"] = True
+            build(base, made[name], **changes)
         return made[name]
 
     return get
@@ -89,7 +95,7 @@ def plain(folders, device):
     return get
 
 
-TINY = {"period": 5, "uneven": 4}
+TINY = {"period": 5, "uneven": 4, "two sizes": 4}
 """Quarters of what the longest request takes, where that makes requests give way."""
 VARIANTS = {
     "default": {},

@@ -27,6 +27,7 @@ NAMES = [
     "granite-odd", "mistral3", "mistral3-tied-window",
     "gemma2", "gemma3", "gemma3-images", "glm4", "glm4-head24", "olmo2", "olmo3", "ministral3",
     "ministral3-images",
+    "gemma4", "gemma4-small", "gemma4-images", "gemma4-unified",
 ]  # fmt: skip
 LENGTHS = (1, 15, 16, 17, 100, 500)
 NEW_TOKENS = 64
@@ -97,6 +98,8 @@ ON_A_GPU = [
     "granite-odd",
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gemma4-small",
     "glm4",
     "olmo3",
     "ministral3",
@@ -290,7 +293,7 @@ def test_the_check_would_see_other_numbers(checkpoints, oracle, prompts, name, d
 # --- dense families of 2026
 # --------------------------------------------------------------------------------------------------
 
-DENSE = ["gemma2", "gemma3", "glm4", "olmo2", "olmo3", "ministral3"]
+DENSE = ["gemma2", "gemma3", "gemma4", "gemma4-small", "glm4", "olmo2", "olmo3", "ministral3"]
 ON_BOTH = [
     *(pytest.param(name, "torch") for name in DENSE),
     *(pytest.param(name, "jax", marks=pytest.mark.slow) for name in DENSE),

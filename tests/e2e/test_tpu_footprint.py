@@ -48,7 +48,7 @@ aot.topology = lambda name: Slice(name, chips.Chip("cpu", memory, 0), devices)
 aot.make_plans = lambda model, config: worker.make_plans(model, replace(config, platform="cpu"))
 aot.resolve = resolved
 options = json.loads(sys.argv[4]) | {"tensor_parallel_size": shards, "load_format": "dummy"}
-report = aot.build(folder, model, "virtual", options, None, silent)
+report = aot.build(folder, folder, model, "virtual", options, None, silent)
 
 
 def in_use(device):

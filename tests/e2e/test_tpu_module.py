@@ -29,6 +29,15 @@ def test_the_module_is_the_model_and_an_nnx_module(checkpoints, oracle, prompts)
     )
 
 
+def test_layers_may_keep_other_shapes_and_read_other_caches(checkpoints, oracle, prompts):
+    folder, reference = checkpoints("gemma4-small")
+    module = load_module(folder, dtype="float32")
+    (prompt,) = prompts(module.config.vocab_size, 33)
+    _, want = oracle(reference, prompt, 1)
+    got = np.asarray(nnx.jit(lambda m, ids: m(ids))(module, jnp.asarray(prompt)))
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-4 * np.abs(want).max())
+
+
 def test_a_shape_needs_dummy_weights_and_a_dtype_that_exists():
     with pytest.raises(ConfigError, match=r"qwen3-0\.6b is a shape without weights"):
         load_module("qwen3-0.6b")

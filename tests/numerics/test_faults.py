@@ -1,9 +1,18 @@
 """The catalogue of faults: names are checked, and what a fault does is the fault alone."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
-from twinfer.numerics.faults.catalogue import CATALOGUE, dense_attention
+from twinfer.numerics.faults.catalogue import (
+    CATALOGUE,
+    MLPS,
+    _gelu,
+    _mlp_with,
+    _silu,
+    dense_attention,
+)
 from twinfer.numerics.faults.making import changed, instead
 from twinfer.numerics.faults.planting import (
     FaultyPlan,
@@ -78,6 +87,39 @@ def test_attention_without_its_fault_is_right(framework, dtype):
         )
         verdict = Judge("paged_attention", case.arguments)(outputs)
         assert verdict.passed, (case.name, verdict)
+
+
+@pytest.mark.parametrize("op", MLPS)
+def test_an_mlp_fault_is_in_the_op_of_every_activation(op):
+    case = next(iter(ci_cases(TESTING[op], "float32")))
+    judge, numpy = Judge(op, case.arguments), namespace("numpy")
+    names = "gate-up-swapped", "mlp-skipped", "gelu-for-silu"
+    for name in names:
+        make = CATALOGUE[name].ops[op]
+        outputs = run(op, "numpy", None, case.arguments, wrap=lambda f, make=make: make(numpy, f))
+        assert not judge(outputs).passed, name
+    assert op in CATALOGUE["gate-up-loaded-swapped"].shown_by
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("op", "act"), [("gated_mlp", _silu), ("gelu_gated_mlp", _gelu)])
+def test_the_mlp_without_its_fault_is_right(op, act, dtype):
+    """So what is found when `gelu-for-silu` is planted is the activation."""
+    _, make = instead(op, partial(_mlp_with, act=act))
+    numpy = namespace("numpy")
+    for case in ci_cases(TESTING[op], dtype):
+        outputs = run(op, "numpy", None, case.arguments, wrap=lambda f: make(numpy, f))
+        assert Judge(op, case.arguments)(outputs).passed, case.name
+
+
+def test_a_changed_argument_leaves_those_before_it_as_they_are():
+    """A call without scales, whose sinks become none: these stand behind them."""
+    seen = []
+    _, make = changed("paged_attention", sinks=lambda xp, a: None)
+    case = next(c for c in ci_cases(TESTING["paged_attention"], "float32") if "sinks" in c.name)
+    given = {k: v for k, v in case.arguments.items() if k not in ("k_scale", "v_scale", "chunk")}
+    make(None, lambda *args: seen.append(args))(**given)
+    assert seen[0][-3:] == (1.0, 1.0, None)
 
 
 def test_arguments_arrive_however_they_are_given():

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from twinfer.numerics.faults.planting import plant
-from twinfer.numerics.questions.bench import Bench, Schedule
+from twinfer.numerics.questions.bench import Bench, Schedule, by_group
 from twinfer.numerics.questions.invariants import RELATIONS, Judge, check_invariants, render
 from twinfer.numerics.showing.junit import suite_xml
 from twinfer.numerics.showing.terminal import LINES
+from twinfer.numerics.sides.reference import Reference
 from twinfer.numerics.sides.steps import default_prompts
-from twinfer.numerics.sides.subject import open_subject, parse_target
+from twinfer.numerics.sides.subject import HostWeights, open_subject, parse_target
 from twinfer.shared.errors import ConfigError
+from twinfer.shared.models import decoder
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300,
@@ -32,11 +34,22 @@ HERE = BITWISE | {"batch", "chunks", "prefix-cache", "preemption", "padding", "d
 """What applies to every target."""
 
 
+def open_config(folder, config):
+    (folder / "config.json").write_text(json.dumps(config))
+    return open_subject(str(folder), load_format="dummy")
+
+
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return open_subject(str(folder), load_format="dummy")
+    return open_config(tmp_path_factory.mktemp("model"), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """Two layers in two page groups. No prompt fits into the window, and pages are released."""
+    windows = {"use_sliding_window": True, "sliding_window": 9}
+    kinds = {"layer_types": ["full_attention", "sliding_attention"]}
+    return open_config(tmp_path_factory.mktemp("model"), CONFIG | windows | kinds)
 
 
 def check(subject, target, **options):
@@ -64,6 +77,68 @@ def test_all_hold_on_jax(subject):
     }
 
 
+def test_all_hold_on_torch_with_page_groups(windowed):
+    report = check(windowed, TORCH, names=[*sorted(HERE), "page-groups"])
+    assert report.exit_code == 0, [r.complaints for r in report.failures] + report.missing
+    assert {(r.relation, r.mode) for r in report.results} == {
+        (n, m) for n in HERE | {"page-groups"} for m in "SP"
+    }
+
+
+@pytest.mark.slow
+def test_all_hold_on_jax_with_page_groups(windowed):
+    report = check(windowed, JAX, names=[*sorted(HERE), "page-groups"])
+    assert report.exit_code == 0, [r.complaints for r in report.failures] + report.missing
+
+
+def test_a_bench_runs_the_page_groups_of_an_engine(windowed):
+    """Pages are released and taken again, as the scheduler has too few for all tokens."""
+    bench = Bench(windowed, TORCH, [64])
+    prompts = default_prompts(windowed, seed=1)
+    rows = bench.logits(Schedule(budget=8, decoded=24), prompts)
+    bench.close()
+    assert [group.window for group in bench.layout.groups] == [0, 9]
+    assert {step.shape.num_groups for step in rows.steps} == {2}
+    keeps_all, keeps_some = (
+        np.stack([by_group(step.field("page_table"), bench.layout.groups)[group, 0]
+                  for step in rows.steps if step.field("kv_lens")[0] > 48])
+        for group in (0, 1)
+    )  # fmt: skip
+    assert (np.count_nonzero(keeps_some, axis=1) < np.count_nonzero(keeps_all, axis=1)).all()
+
+
+def test_scrubbing_reaches_every_slot_of_every_layer(windowed):
+    bench = Bench(windowed.with_dtype("float32"), TORCH, [20, 30])
+    caches = [cache[: bench.pages] for cache in bench.worker._kv]
+    assert not any(cache.any() for cache in caches)
+    bench.scrub()
+    assert len(caches) == 2
+    assert all(cache.all() for cache in caches)
+    bench.close()
+
+
+def test_the_reference_reads_each_layer_s_own_pages(windowed):
+    """Another page in the second group's table is another result in the second layer only."""
+    where = windowed.with_dtype("float32")
+    bench = Bench(where, TORCH, [64] * 6)
+    step = bench.logits(Schedule(), default_prompts(where, seed=1)).steps[0]
+    bench.close()
+    wrong = step.field("page_table").copy()
+    by_group(wrong, bench.layout.groups)[1] += 1
+    weights = HostWeights(where)
+    tables = decoder.rotary_tables(where.model, where.max_model_len)
+    outputs = []
+    for given in (step, replace(step, page_table=wrong)):
+        reference = Reference(where.model, tables, exact=True, groups=[0, 1])
+        reference.begin(given)
+        hidden = reference.embed(weights.top())
+        for layer in (0, 1):
+            cache = np.ones((bench.pages + 2, *bench.layout.page_shape(layer)))
+            state = hidden, np.zeros_like(hidden), cache
+            outputs.append(reference.layer(layer, weights.layer(layer), state)[0])
+    assert [np.array_equal(outputs[i], outputs[i + 2]) for i in (0, 1)] == [True, False]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("relation", ["traced", "compiled"])
 def test_torch_levels_agree(subject, relation):
@@ -84,6 +159,12 @@ def test_a_page_that_is_moved_without_its_table_is_named(subject, target):
     assert "<failure" in suite_xml(report.cases(), report.missing)
 
 
+def test_pages_of_every_group_move_with_their_tables(windowed):
+    names = ["page-permutation"]
+    report = check(windowed, TORCH, names=names, modes=("S",), breaks=names)
+    assert [r.relation for r in report.failures] == names
+
+
 def wrong_tables(step):
     """The second page of each request is read as its first."""
     table = step.field("page_table").copy()
@@ -102,7 +183,7 @@ def test_each_relation_can_fail(subject, relation, monkeypatch):
 
 
 def test_an_overlap_that_loses_a_token_is_seen(subject):
-    bench = Bench(subject.with_dtype("float32"), TORCH, 24)
+    bench = Bench(subject.with_dtype("float32"), TORCH, [64] * 6)
     execute = bench.worker.execute
     prompts = default_prompts(subject, seed=1)
     one = bench.generate(prompts, 1)
@@ -120,7 +201,7 @@ def test_an_overlap_that_loses_a_token_is_seen(subject):
 
     bench.worker.execute = late
     two = bench.generate(prompts, 2)
-    result = Judge(subject, "S", one)(RELATIONS["overlap"], (one, two))
+    result = Judge(subject, "S", one, bench.layout)(RELATIONS["overlap"], (one, two))
     bench.close()
     assert result.complaints
 
@@ -140,7 +221,8 @@ def test_a_run_that_is_not_what_it_says_is_no_pass(subject):
 
 
 @pytest.mark.parametrize(
-    ("target", "relation"), [(TORCH, "tensor-parallel"), (TORCH, "graphs"), (TORCH, "scan")]
+    ("target", "relation"),
+    [(TORCH, "tensor-parallel"), (TORCH, "graphs"), (TORCH, "scan"), (TORCH, "page-groups")],
 )
 def test_what_does_not_apply_is_missed_only_if_it_was_named(subject, target, relation):
     assert check(subject, target, names=[relation], modes=("S",)).exit_code == 3
@@ -157,7 +239,7 @@ def test_names_are_checked(subject):
 
 
 def test_rows_are_told_by_request_and_position(subject):
-    bench = Bench(subject, TORCH, 24)
+    bench = Bench(subject, TORCH, [64] * 6)
     prompts = default_prompts(subject, seed=1)
     rows = bench.logits(Schedule(budget=8), prompts)
     bench.close()

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from twinfer.numerics.faults.planting import plant
 from twinfer.numerics.judging.diff import Diff, layer_sigmas
 from twinfer.numerics.questions.model import Comparison
 from twinfer.numerics.showing.junit import junit
@@ -15,6 +16,8 @@ from twinfer.numerics.showing.terminal import LINES, render
 from twinfer.numerics.sides.runners import Fault, create_runner
 from twinfer.numerics.sides.steps import default_prompts, make_steps
 from twinfer.numerics.sides.subject import open_subject, parse_target
+from twinfer.ops.declare import Array
+from twinfer.ops.implement import IMPLEMENTATIONS, implement
 from twinfer.shared.errors import ConfigError
 
 QWEN3 = {
@@ -134,6 +137,30 @@ def test_a_correct_backend_passes_in_float32(tmp_path, backend, config):
     compare(subject(tmp_path, config), backend, "S").assert_ok()
 
 
+def fused(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    """`fused_add_rms_norm` of torch in one piece."""
+    total = x + residual
+    y = total.float()
+    scale = (y.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (y * scale * weight.float()).to(total.dtype), total
+
+
+@pytest.mark.parametrize("config", [SMALL, GEMMA3], ids=["pre norms", "post norms too"])
+def test_a_plan_that_lacks_what_is_inside_of_one_piece_is_compared(tmp_path, monkeypatch, config):
+    """As with a kernel: nothing else calls `add`, so the plan has no choice for it."""
+    known = IMPLEMENTATIONS.get(("fused_add_rms_norm", "torch"), {})
+    monkeypatch.setitem(IMPLEMENTATIONS, ("fused_add_rms_norm", "torch"), dict(known))
+    implement("fused_add_rms_norm", provider="whole", framework="torch")(fused)
+    where = subject(tmp_path, config).with_dtype("float32")
+    runner = create_runner(where, parse_target("torch:cpu:fused_add_rms_norm=whole"))
+    assert "add" not in runner.plans["mixed"]
+    steps = make_steps(where, default_prompts(where, seed=1))[:1]
+    diff = Comparison(where, {"torch": runner}, "S").run(steps)
+    diff.assert_ok()
+    providers = {f.implementation for f in diff.findings if f.tap.startswith("fused_add_rms_norm")}
+    assert providers == {"whole"}
+
+
 def arguments(**change: Callable[[Any], Any]) -> Callable[..., Any]:
     """A fault that changes arguments of an op by name."""
 
@@ -213,6 +240,13 @@ def test_a_multiplier_that_is_rounded_is_found(tmp_path, backend, layer):
     assert diff.exit_code == 1
     assert {f.layer for f in diff.failures if f.scope == "op"} == {layer}
     assert all("scale" in f.tap for f in diff.failures if f.scope == "op")
+
+
+@pytest.mark.parametrize("name", ["gate-up-loaded-swapped", "mlp-skipped", "gelu-for-silu"])
+def test_a_fault_of_the_mlp_is_found_whatever_its_activation(tmp_path, name):
+    where = subject(tmp_path, GEMMA3)
+    diff = compare(where, "torch", "S", plant(f"{name}@1", where.model))
+    assert diff.first_divergence().name.startswith("layer.1.gelu_gated_mlp[gate_up]")
 
 
 def swapped(weights: dict[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:

@@ -1,10 +1,12 @@
-"""Gemma 2 and 3, GLM-4-0414, OLMo 2 and 3, Ministral 3: what their configs say, and what is refused."""
+"""Gemma 2, 3 and 4, GLM-4-0414, OLMo 2 and 3, Ministral 3: what their configs say, and what is refused."""
 
 import json
 import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from fnmatch import fnmatch
 
 import numpy as np
 import pytest
@@ -12,9 +14,13 @@ import pytest
 from twinfer.ops.testing import DTYPES
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError, ModelError, UnsupportedModel
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.caches import cache_layout, cached_tokens
+from twinfer.shared.models.config import Heads, parse_config
 from twinfer.shared.models.decoder import model_of, parameters_of, rotary_tables, rounded
 from twinfer.shared.models.rope import RopeConfig, rope_inverse_frequencies
+from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.models.spec import source_of
+from twinfer.shared.models.table import parameter_count
 from twinfer.shared.weights import expected_tensors
 
 SMALL = {
@@ -64,6 +70,30 @@ def refused(error, words, architecture, **fields):
         ("Glm4Config", "Glm4ForCausalLM", {"attention_bias": False, "tie_word_embeddings": True}),
         ("Olmo3Config", "Olmo3ForCausalLM", {"attention_bias": True}),
         ("Ministral3Config", "Ministral3ForCausalLM", {}),
+        ("Gemma4TextConfig", "Gemma4ForCausalLM", {"hidden_size_per_layer_input": 0}),
+        (
+            "Gemma4TextConfig",
+            "Gemma4ForCausalLM",
+            {
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+                "global_head_dim": 64,
+                "hidden_size_per_layer_input": 0,
+                "attention_bias": True,
+            },
+        ),
+        (
+            "Gemma4TextConfig",
+            "Gemma4ForCausalLM",
+            {
+                "layer_types": [SLIDING, FULL] * 3,
+                "num_kv_shared_layers": 3,
+                "use_double_wide_mlp": True,
+                "hidden_size_per_layer_input": 8,
+                "vocab_size_per_layer_input": 1000,
+            },
+        ),
+        ("Gemma4UnifiedTextConfig", "Gemma4UnifiedForCausalLM", {"sliding_window": 8}),
     ],
 )
 @pytest.mark.parametrize("whole", [False, True])
@@ -187,6 +217,81 @@ def test_ministral_3_has_a_rope_of_its_own_where_it_says_none():
     assert rope_inverse_frequencies(config.rope, 16, 1)[1] == 1.0
 
 
+def gemma4(**fields):
+    usual = {"hidden_size_per_layer_input": 0, "sliding_window": 8}
+    return config_of("Gemma4ForCausalLM", **usual | fields)
+
+
+def test_layers_of_gemma_4_without_a_window_have_heads_of_their_own():
+    first = gemma4(global_head_dim=64, num_global_key_value_heads=1, attention_k_eq_v=True)
+    assert (first.full_heads, first.full_keys_are_values) == (Heads(4, 1, 64), True)
+    by_layer = {"5": {"head_dim": 64, "num_key_value_heads": 1}}
+    newer = gemma4(per_layer_config=by_layer, attention_k_eq_v=True)
+    assert replace(newer, raw_hash="") == replace(first, raw_hash="")
+    # Without keys that are values the number of heads is not read, as in transformers.
+    assert gemma4(num_global_key_value_heads=1).full_heads == Heads(4, 2, 512)
+    window, full = (layer[0].mixer for layer in model_of(first).kinds)
+    assert (window.num_kv_heads, window.head_dim, window.window) == (2, 16, 8)
+    assert (full.num_kv_heads, full.head_dim, full.window) == (1, 64, 0)
+    assert window.scale == full.scale == 1.0
+    assert window.v_norm
+    assert full.v_norm
+    keys = [part.key for part in parameters_of(first).layer(5)["qkv"].parts]
+    assert [key.split(".")[-2] for key in keys] == ["q_proj", "k_proj", "k_proj"]
+
+
+def test_the_last_layer_of_gemma_4_sees_everything():
+    assert gemma4(layer_types=[SLIDING] * 6).layer_windows == (8,) * 5 + (0,)
+    assert gemma4(layer_types=None).layer_windows == (8,) * 5 + (0,)
+
+
+def test_most_angles_of_a_proportional_rope_are_zero():
+    rope = gemma4().rope
+    assert (rope.kind, rope.theta, rope.partial_rotary_factor) == ("proportional", 1e6, 0.25)
+    inverse, scaling = rope_inverse_frequencies(rope, 512, 1)
+    np.testing.assert_allclose(inverse[:64], 1e6 ** -(np.arange(0, 128, 2) / 512))
+    assert inverse.shape == (256,)
+    assert not inverse[64:].any()
+    assert scaling == 1.0
+    cos, sin = rotary_tables(gemma4(), 3)
+    assert cos.shape == sin.shape == (3, 256 + 8)
+
+
+def test_layers_that_read_another_cache_have_none_of_their_own():
+    types = [SLIDING, FULL] * 3
+    config = gemma4(layer_types=types, num_kv_shared_layers=3, use_double_wide_mlp=True)
+    layers, table = model_of(config).layers, parameters_of(config)
+    assert [layer[0].mixer.reads for layer in layers] == [None, None, None, 1, 2, 1]
+    assert [source_of(layer, i) for i, layer in enumerate(layers)] == [0, 1, 2, 1, 2, 1]
+    layout = cache_layout(model_of(config), 16, 4096)
+    assert layout.places[3] == layout.places[5] == layout.places[1]
+    assert layout.places[4] == layout.places[2]
+    assert {"q", "q_norm"} <= set(table.layer(3))
+    assert not {"qkv", "k_norm"} & set(table.layer(3))
+    assert table.layer(3)["down"].shape == (64, 256)
+    # Published files have these weights all the same.
+    assert any(fnmatch("model.layers.4.self_attn.v_proj.weight", p) for p in table.ignored)
+    assert not any(fnmatch("model.layers.2.self_attn.v_proj.weight", p) for p in table.ignored)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("gemma4-31b", 30.81), ("gemma4-e2b", 4.63), ("gemma4-e4b", 7.46)]
+)
+def test_gemma_4_has_as_many_parameters_as_it_says(name, count):
+    """30.7, 5.1 and 8 billion with towers; keys that are values are held twice here."""
+    table = parameters_of(parse_config(SHAPES[name]))
+    assert parameter_count(table) == pytest.approx(count * 1e9, rel=1e-3)
+
+
+def test_gemma_4_31b_holds_eight_times_the_tokens():
+    model = model_of(parse_config(SHAPES["gemma4-31b"]))
+    groups, plain = (cache_layout(model, 16, 32768, windows) for windows in (True, False))
+    assert {group.page_size for group in groups.groups} == {16, 32}
+    assert groups.page_entries * groups.stripe == plain.page_entries * plain.stripe
+    held, before = (cached_tokens(layout, 10_000, 32768) for layout in (groups, plain))
+    assert held > 8 * before
+
+
 # --- what is refused
 # --------------------------------------------------------------------------------------------------
 
@@ -247,6 +352,56 @@ def test_ministral_3_has_a_rope_of_its_own_where_it_says_none():
         ),
         (ModelError, "Gemma2ForCausalLM", {"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
         (UnsupportedModel, "Gemma2ForCausalLM", {"max_window_layers": 2}, ["max_window_layers"]),
+        (
+            UnsupportedModel,
+            "Gemma4ForCausalLM",
+            {"enable_moe_block": True},
+            ["enable_moe_block is True", "false or absent"],
+        ),
+        (UnsupportedModel, "Gemma4ForCausalLM", {"num_experts": 8}, ["num_experts is 8"]),
+        (
+            UnsupportedModel,
+            "Gemma4ForCausalLM",
+            {"per_layer_config": {"0": {"head_dim": 32}}},
+            ["per_layer_config", "each of the layers ['5']"],
+        ),
+        (
+            UnsupportedModel,
+            "Gemma4ForCausalLM",
+            {"per_layer_config": {"5": {"head_dim": 32, "intermediate_size": 8}}},
+            ["per_layer_config", "head_dim and num_key_value_heads"],
+        ),
+        (
+            ModelError,
+            "Gemma4ForCausalLM",
+            {"num_kv_shared_layers": 2},
+            ["num_kv_shared_layers is 2", "layers of each type"],
+        ),
+        (ModelError, "Gemma4ForCausalLM", {"num_kv_shared_layers": 6}, ["from 1 to 5"]),
+        (
+            UnsupportedModel,
+            "Gemma4ForCausalLM",
+            {"vocab_size_per_layer_input": 500},
+            ["vocab_size_per_layer_input is 500", "1000"],
+        ),
+        (
+            UnsupportedModel,
+            "Gemma4ForCausalLM",
+            {"rope_parameters": {FULL: {"rope_type": "proportional", "rope_theta": 1e6}}},
+            ["rope_parameters is", SLIDING],
+        ),
+        (
+            ModelError,
+            "Gemma4ForCausalLM",
+            {"global_head_dim": 33},
+            ["head_dim is 33", "must be even"],
+        ),
+        (
+            UnsupportedModel,
+            "Gemma4ForCausalLM",
+            {"use_bidirectional_attention": "all"},
+            ["use_bidirectional_attention is all"],
+        ),
         (UnsupportedModel, "Olmo2ForCausalLM", {"sliding_window": 8}, ["sliding_window is 8"]),
         (UnsupportedModel, "Olmo2ForCausalLM", {"clip_qkv": 8.0}, ["clip_qkv is 8.0"]),
         (UnsupportedModel, "Glm4ForCausalLM", {"mlp_bias": True}, ["mlp_bias is True"]),
@@ -288,6 +443,22 @@ def test_norms_over_all_heads_take_one_shard(architecture):
     with pytest.raises(ConfigError, match=words):
         resolve(config, model, device)
     resolve(config, config_of("LlamaForCausalLM"), device)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (
+            {"compilation_config": {"level": 3, "road": "piecewise"}},
+            "the road piecewise has one page table",
+        ),
+        ({"capture": "1:all"}, "captured steps have one page table"),
+    ],
+)
+def test_two_shapes_of_caches_need_two_page_tables(options, named):
+    config = EngineConfig(model="m", backend="torch", **options)
+    with pytest.raises(ConfigError, match=f"page_groups: {named}, and layers of Gemma4ForCausalLM"):
+        resolve(config, gemma4(), DeviceInfo("cpu", "", 1 << 34))
 
 
 # --- numbers that follow
@@ -352,7 +523,7 @@ for raw in json.loads(sys.argv[1]):
 def test_layers_are_made_of_kernels_alone_on_a_gpu():
     """Planned in Triton's interpreter, which has every kernel without a GPU."""
     names = """Gemma2ForCausalLM Gemma3ForCausalLM Glm4ForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM
-    Ministral3ForCausalLM""".split()
+    Ministral3ForCausalLM Gemma4ForCausalLM""".split()
     models = json.dumps([{"architectures": [name]} | SMALL | {"head_dim": 64} for name in names])
     done = subprocess.run(
         [sys.executable, "-c", PLANS, models],

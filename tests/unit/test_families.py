@@ -52,7 +52,7 @@ SMALL = {
 }
 
 
-NESTED = ("Mistral3ForConditionalGeneration", "Gemma3ForConditionalGeneration")
+NESTED = tuple(name for name in FAMILIES if name.endswith("ForConditionalGeneration"))
 
 
 def model_of_family(architecture, **fields):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from twinfer.ops.cases import load_all
-from twinfer.ops.cases.attention import paged, released
+from twinfer.ops.cases.attention import by_head, paged, released
 from twinfer.ops.cases.dense import _product
 from twinfer.ops.cases.generators import generator, normal
 from twinfer.ops.cases.sampling import _sample_arguments
@@ -69,6 +69,7 @@ def test_in_the_interpreter(device, chosen):
 
 
 SINKS = np.linspace(-2.0, 4.0, 4).astype(np.float32)
+SCALES = {"k_scale": by_head(0.9, 2), "v_scale": by_head(0.6, 2)}
 
 
 def judge(op, arguments, device):
@@ -83,6 +84,7 @@ def judge(op, arguments, device):
         ("bfloat16", {"window": 300, "sinks": SINKS}, 128, 8),
         ("float16", {"chunk": 500, "sinks": SINKS}, 128, 8),
         ("bfloat16", {}, 32, 32),
+        ("bfloat16", SCALES, 128, 8),
     ],
 )
 def test_triton_decode_in_parts(kernels, device, dtype, reach, chunk, parts):
@@ -179,7 +181,7 @@ def test_triton_narrow_caches(kernels, device, cache):
     """What is written is what the reference writes, bit for bit, and what is read is judged like
     any cache.
     """
-    scales = {"k_scale": 0.03, "v_scale": 0.02}
+    scales = {"k_scale": by_head(0.03, 2), "v_scale": by_head(0.02, 2)}
     arguments = paged(generator("narrow"), "bfloat16", [33, 20, 50], [1, 1, 9], (4, 2), 64, 16)
     rng, shape = generator("narrow cache"), arguments["kv"].shape
     kv = np.clip(rng.normal(size=shape) * 30, -120, 120).astype(DTYPES.get(cache, np.int8))

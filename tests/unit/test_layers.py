@@ -124,16 +124,16 @@ def whole_only():
     def no_window(
         q: "Array", kv: "Array", page_table: "Array", query_start: "Array", kv_lens: "Array",
         counts: "Array",
-        scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0,
-        v_scale: float = 1.0, sinks: "Array | None" = None, chunk: int = 0,
+        scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: "Array | None" = None,
+        v_scale: "Array | None" = None, sinks: "Array | None" = None, chunk: int = 0,
     ):  # fmt: skip
         return True if window == 0 else Refusal("it knows no windows")
 
     def attention(
         q: "Array", kv: "Array", page_table: "Array", query_start: "Array", kv_lens: "Array",
         counts: "Array",
-        scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: float = 1.0,
-        v_scale: float = 1.0, sinks: "Array | None" = None, chunk: int = 0,
+        scale: float, window: int, soft_cap: float, max_query_len: int, k_scale: "Array | None" = None,
+        v_scale: "Array | None" = None, sinks: "Array | None" = None, chunk: int = 0,
     ) -> "Array":  # fmt: skip
         raise AssertionError("plans run nothing")
 

@@ -4,6 +4,7 @@ is left out by name.
 
 import json
 import re
+from fnmatch import fnmatch
 
 import numpy as np
 import pytest
@@ -369,6 +370,40 @@ def test_tensors_are_those_of_transformers(tied):
     assert ours.items() <= theirs.items()
     rest = {key.split(".")[1] for key in theirs.keys() - ours.keys()}
     assert rest == {"vision_tower", "multi_modal_projector"}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "parts"),
+    [
+        (
+            "Gemma4",
+            {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40},
+            {"vision_tower", "embed_vision", "audio_tower", "embed_audio"},
+        ),
+        ("Gemma4Unified", {}, {"embed_vision", "embed_audio"}),
+    ],
+)
+def test_tensors_of_gemma_4_are_those_of_transformers(family, changes, parts):
+    """And all that it has besides is left out by name."""
+    import torch
+    import transformers
+
+    text = SMALL | changes | {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 6}
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text, vision_config={}, audio_config={}, image_token_id=7,
+        architectures=[f"{family}ForConditionalGeneration"],
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    theirs = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    theirs.pop("lm_head.weight")
+    table = parameters_of(parse_config(json.loads(config.to_json_string(use_diff=False))))
+    ours = expected_tensors(table)
+    assert ours.items() <= theirs.items()
+    rest = theirs.keys() - ours.keys()
+    assert {key.split(".")[1] for key in rest} == parts
+    unread = [key for key in rest if not any(fnmatch(key, pattern) for pattern in table.ignored)]
+    assert unread == []
 
 
 @pytest.mark.parametrize("old", [False, True])

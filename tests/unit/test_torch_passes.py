@@ -342,12 +342,13 @@ def overwriting(providers):
         sin: "Array",
         slots: "Array",
         eps: "float",
-        k_scale: "float" = 1.0,
-        v_scale: "float" = 1.0,
+        k_scale: "Array | None" = None,
+        v_scale: "Array | None" = None,
+        v_norm: "bool" = False,
     ) -> "tuple[Array, Array]":
         native = resolve("torch", enable=("none",)).bind()
         return native.norm_rope_write_kv(
-            qkv, kv, q_weight, k_weight, cos, sin, slots, eps, k_scale, v_scale
+            qkv, kv, q_weight, k_weight, cos, sin, slots, eps, k_scale, v_scale, v_norm
         )
 
     return resolve("torch", {"rms_norm": ("over",), "fused_add_rms_norm": ("over",)})

@@ -12,7 +12,10 @@ from twinfer.ops.testing import TESTING, Judge, ci_cases
 from twinfer.tpu.gpu_kernels import attention, decode, write
 
 load_all()
-QUICK = ("decode, padded", "mixed, window and soft cap", "norms", "no norms")
+QUICK = (
+    *("decode, padded", "mixed, window and soft cap", "norms", "no norms"),
+    *("decode, padded, int8 cache", "mixed, window and soft cap, fp8 cache"),
+)
 
 
 def cases(op, takes, quick):
@@ -29,7 +32,7 @@ def on_device(arguments):
     given = {
         name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()
     }
-    return {"k_scale": 1.0, "v_scale": 1.0, **given}
+    return {"k_scale": None, "v_scale": None, **given}
 
 
 def failures(op, function, takes, quick):

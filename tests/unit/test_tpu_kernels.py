@@ -29,6 +29,8 @@ SAMPLED = (
     "decode, window, released pages",
     "mixed, window and soft cap",
     "mixed, chunk, soft cap and sinks",
+    "decode, padded, int8 cache",
+    "mixed, window and soft cap, fp8 cache",
 )
 FORMS = {
     "K and V in a row": lambda kv_heads, hdim, dtype: (kv_heads, 2 * hdim),
@@ -55,7 +57,7 @@ def attend(arguments):
         for name, value in arguments.items()
     }
     return Judge("paged_attention", arguments)(
-        [attention.attend(**{"k_scale": 1.0, "v_scale": 1.0} | arrays, interpret=True)]
+        [attention.attend(**{"k_scale": None, "v_scale": None} | arrays, interpret=True)]
     )
 
 

@@ -35,7 +35,8 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A step. `queries`: 1 compiles write and decode, more compiles the mixed kernel too.
+    """A step. `queries`: 1 compiles write and decode, more compiles the mixed kernel too. Caches of
+    a byte an entry have a scale for each head.
 
     `blocks`: fields of BlockSizes. `halves`: of the buffer of pages, of which the kernels use two.
     """
@@ -146,30 +147,33 @@ def compile_shape(shape, device):
         array("int32", shape.requests),
         array("int32", 2),
     )
-    more = {"chunk": shape.chunk}
+    by_head = {}
+    if shape.cache in ("int8", "float8_e4m3fn"):
+        by_head = {name: array("float32", shape.kv_heads) for name in ("k_scale", "v_scale")}
     if shape.sinks:
-        more["sinks"] = array("float32", shape.heads)
-    rest = (shape.hdim**-0.5, shape.window, shape.soft_cap, shape.queries, 0.5, 0.25)
+        by_head["sinks"] = array("float32", shape.heads)
+    rest = (shape.hdim**-0.5, shape.window, shape.soft_cap, shape.queries)
 
-    def layers(kv, k, v, slots, q, table, start, lens, counts, *sinks):
+    def layers(kv, k, v, slots, q, table, start, lens, counts, by_head):
+        scales = by_head.get("k_scale"), by_head.get("v_scale")
+
         def layer(state, index):
             kv, q = state
             kv = kv.reshape(arguments[1].shape)
-            kv = write.write(kv, k, v, slots + index, 0.5, 0.25, False)
-            given = q, kv, table + index, start, lens, counts, *rest, False, blocks, *sinks
-            out = attention.attend(*given, chunk=shape.chunk)
+            kv = write.write(kv, k, v, slots + index, *scales, False)
+            given = q, kv, table + index, start, lens, counts, *rest, *scales, False, blocks
+            out = attention.attend(*given, sinks=by_head.get("sinks"), chunk=shape.chunk)
             return (kv.reshape(PAGES, shape.page, *form), out), None
 
         return jax.lax.scan(layer, (kv, q), jnp.arange(2, dtype=jnp.int32))[0]
 
     start = time.perf_counter()
     slots = array("int32", shape.tokens)
-    sinks = [more["sinks"]] if shape.sinks else []
     # The kernels' lowering asks the abstract mesh for the generation.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         taken = (
-            attention.compiles(*arguments, *rest, **more),
-            write.compiles(arguments[1], rows, rows, slots, 0.5, 0.25),
+            attention.compiles(*arguments, *rest, **by_head, chunk=shape.chunk),
+            write.compiles(arguments[1], rows, rows, slots),
         )
         if not attention.on_tpu() or not all(taken):
             return {"error": f"the providers do not take this: {taken}"}
@@ -177,7 +181,8 @@ def compile_shape(shape, device):
         try:
             with planted(cache.CacheShape, shape.halves):
                 program = jax.jit(layers, donate_argnums=0, out_shardings=(kv.format, place))
-                lowered = program.lower(kv, rows, rows, slots, arguments[0], *arguments[2:], *sinks)
+                given = kv, rows, rows, slots, arguments[0], *arguments[2:], by_head
+                lowered = program.lower(*given)
             compiled = lowered.compile()
         except Exception as error:  # the compiler raises several kinds
             return {"error": f"{type(error).__name__}: {error}"[:4000]}

@@ -54,7 +54,7 @@ def interpret(capfd):
         capfd.readouterr()
         try:
             out = jax.block_until_ready(
-                function(**{"k_scale": 1.0, "v_scale": 1.0} | arrays, interpret=params)
+                function(**{"k_scale": None, "v_scale": None} | arrays, interpret=params)
             )
         finally:
             pltpu.reset_tpu_interpret_mode_state()
