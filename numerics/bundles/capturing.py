@@ -17,7 +17,7 @@ from ..sides.passes import run_stepwise
 from ..sides.reference import Reference, storage_dtype
 from ..sides.runners import Fault, Runner, TapValues, create_runner
 from ..sides.steps import pages_of, real_tokens
-from ..sides.subject import HostWeights, Subject, Target
+from ..sides.subject import HostWeights, Subject, Target, check_recordable
 from ..sides.taps import Declared
 from ..sides.tracing import declare_programs, traced
 from .bundle import Bundle
@@ -37,6 +37,7 @@ def capture_model(
     """
     if not steps:
         raise NotComparable("there are no steps to capture")
+    check_recordable(subject, "a bundle")
     runner = create_runner(subject, target, fault)
     try:
         camera = _Camera(subject, runner, pages_of(steps), taps)
@@ -72,7 +73,7 @@ class _Camera:
         """Run one step."""
         runner, found = self._runner, Recorded(step)
         self._tracer.begin(step)
-        calls = traced(self._tracer, self._weights, self._host[0])
+        calls = traced(self._tracer, self._weights, self._host)
         declared = declare_programs(calls, runner.plans, step.descriptor.kind, self._taps)
         runner.prepare(step, declared)
         runner.begin(step)

@@ -434,6 +434,14 @@ def _other_eps(xp: Any, a: Given) -> float:
     return 1e-6 if a["eps"] == 1e-5 else 1e-5
 
 
+def _with_weight(xp: Any, out: Any) -> Any:
+    """Every other entry is 5 % larger."""
+    n = out.shape[-1]
+    weight = 1.0 + 0.05 * xp.astype(index(xp, n, out) % 2, xp.float32)
+    weight = xp.reshape(weight, (1,) * (out.ndim - 1) + (n,))
+    return xp.astype(xp.accumulate(out) * weight, out.dtype)
+
+
 def _unrounded_sum(xp: Any, a: Given) -> Any:
     y = xp.accumulate(a["x"]) + xp.accumulate(a["residual"])
     total = a["x"] + a["residual"]
@@ -461,6 +469,18 @@ catalogue(
     "ops",
     changed(PLAIN_NORM, eps=_other_eps),
     changed(WIDE_NORM, eps=_other_eps),
+)
+catalogue(
+    "unit-norm-with-weight",
+    "a norm that has no weight multiplies with one",
+    "ops",
+    after("unit_rms_norm", _with_weight),
+)
+catalogue(
+    "scalar-dropped",
+    "the stream is not multiplied by the layer's weight",
+    "ops",
+    instead("scale_by", lambda xp, a: a["x"]),
 )
 catalogue("norm-bf16", "the norm is computed in bfloat16", "layer", instead(NORM, _norm_in_bf16))
 catalogue(

@@ -32,7 +32,7 @@ from ..sides.passes import run_stepwise
 from ..sides.reference import Reference, State, evaluate, step_batch, storage_dtype
 from ..sides.runners import Fault, Program, Runner, create_runner, plan_of
 from ..sides.steps import pages_of, real_tokens
-from ..sides.subject import HostWeights, Subject, Target
+from ..sides.subject import HostWeights, Subject, Target, check_recordable
 from ..sides.taps import Call, Declared
 from ..sides.tracing import declare_programs, traced
 from .ops_check import INTERPRETED
@@ -160,6 +160,7 @@ class Oracle:
         """
         if not steps:
             raise NotComparable("there are no steps to compare")
+        check_recordable(subject, "a search")
         self.subject, self.steps, self.mode, self.model = subject, list(steps), mode, subject.model
         self.weights = HostWeights(subject)
         self.dtype = storage_dtype(subject.dtype)
@@ -186,7 +187,7 @@ class Oracle:
         for step in self.steps:
             for reference in (exact, local, self.faithful):
                 reference.begin(step)
-            self.calls.append(traced(local, self.weights, self.start[0]))
+            self.calls.append(traced(local, self.weights, self.start))
             kv, faithful_kv = self._step(exact, local, kv, faithful_kv)
 
     def _step(

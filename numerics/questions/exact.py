@@ -28,7 +28,7 @@ from ..judging.diff import Diff, Finding
 from ..judging.metrics import measure
 from ..judging.weights import check_weights
 from ..sides.environment import describe
-from ..sides.reference import Reference, step_batch
+from ..sides.reference import Reference, cache_shapes, step_batch
 from ..sides.runners import Fault, Program, Runner, plan_of
 from ..sides.steps import pages_of, real_tokens
 from ..sides.subject import HostWeights, Subject
@@ -164,12 +164,13 @@ class ExactComparison:
         """(layer, program, calls) of the reference: they say which ops there are, and their
         shapes.
         """
-        reference, top, c = self._reference, self.weights.top(), self.model
+        reference, top = self._reference, self.weights.top()
         reference.begin(step)
         hidden = reference.embed(top)
         found: list[tuple[int, Program, list[Call]]] = [(-1, "embed", reference.calls)]
-        kv = np.zeros((pages, self.subject.page_size, 2 * c.num_kv_heads, c.head_dim), hidden.dtype)
+        shapes = cache_shapes(self.model, pages, self.subject.page_size)
         for layer in layers:
+            kv = np.zeros(shapes[layer], hidden.dtype)
             reference.layer(layer, self.weights.layer(layer), (hidden, hidden, kv))
             found.append((layer, reference.spec.layers[layer], reference.calls))
         rows = reference.finish(top, hidden, hidden)

@@ -27,7 +27,7 @@ from ..judging.outputs import OpJudge, gate_for
 from ..judging.weights import check_weights
 from ..sides.environment import describe
 from ..sides.passes import run_stepwise
-from ..sides.reference import Reference, State, storage_dtype
+from ..sides.reference import Reference, State, cache_shapes, sources_of, storage_dtype
 from ..sides.runners import Fault, Program, Runner, create_runner, plan_of
 from ..sides.steps import pages_of, place, real_tokens
 from ..sides.subject import HostWeights, Subject, Target
@@ -67,6 +67,7 @@ class Comparison:
         self.model = subject.model
         self.layers = set(range(self.model.num_layers) if layers is None else layers)
         self.weights = HostWeights(subject)
+        self.sources = sources_of(self.model)
         tables = decoder.rotary_tables(self.model, subject.max_model_len)
         self.exact = Reference(self.model, tables, exact=True)
         self.faithful = Reference(self.model, tables, exact=False)
@@ -87,14 +88,16 @@ class Comparison:
     # --- what layers are given; a replay gives what was recorded
     # -----------------------------------------------------
 
-    def start(self, shape: tuple[int, ...]) -> list[np.ndarray]:
+    def start(self, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """The cache of each layer before the first step."""
-        return [np.full(shape, np.nan, self.dtype)] * self.model.num_layers
+        # Layers of one shape share what nobody has written yet.
+        empty = {shape: np.full(shape, np.nan, self.dtype) for shape in shapes}
+        return [empty[shape] for shape in shapes]
 
-    def given(self, index: int) -> State:
-        """What a layer is given in a local run."""
+    def given(self, index: int, cache: np.ndarray) -> State:
+        """What a layer is given in a local run, where the exact reference has this cache."""
         hidden, residual = self.given_end()
-        return hidden, residual, self._kv[index][True].astype(self.dtype)
+        return hidden, residual, cache.astype(self.dtype)
 
     def given_end(self) -> tuple[np.ndarray, np.ndarray]:
         """What the final norm is given."""
@@ -115,10 +118,9 @@ class Comparison:
         if not steps:
             raise NotComparable("there are no steps to compare")
         started = time.perf_counter()
-        pages, c = pages_of(steps), self.model
-        shape = (pages, self.subject.page_size, 2 * c.num_kv_heads, c.head_dim)
+        pages = pages_of(steps)
         # Slots that nobody wrote hold NaN: whoever reads one shows it.
-        start = self.start(shape)
+        start = self.start(cache_shapes(self.model, pages, self.subject.page_size))
         self._kv = [{True: x.astype(np.float64), False: x} for x in start]
         for side in self.sides:
             side.runner.allocate(pages)
@@ -143,11 +145,11 @@ class Comparison:
             side.runner.prepare(step, declared[side.name])
             side.runner.begin(step)
         self._declared = declared
-        _, self._kv = run_stepwise(self._embed, self._layer, self._end, self._kv)
+        _, self._kv = run_stepwise(self._embed, self._layer, self._end, self._kv, self.sources)
 
     def _declare(self) -> dict[str, dict[Program, tuple[Declared, ...]]]:
         """The taps of each side's programs."""
-        calls = traced(self.local, self.weights, self._kv[0][True])
+        calls = traced(self.local, self.weights, [cache[True] for cache in self._kv])
         return {
             side.name: declare_programs(
                 calls, side.runner.plans, self.step.descriptor.kind, self.taps
@@ -158,6 +160,8 @@ class Comparison:
     def _embed(self) -> Streams:
         top = self.weights.top()
         hidden = {True: self.exact.embed(top), False: self.faithful.embed(top)}
+        for reference in (self.local, self.local_faithful):
+            reference.embed(top)  # for layers that have inputs of their own
         self._streams: Streams = {exact: (x, np.zeros_like(x)) for exact, x in hidden.items()}
         for side in self.sides:
             side.hidden, taps = side.runner.embed()
@@ -166,7 +170,8 @@ class Comparison:
         return self._streams
 
     def _layer(self, index: int, streams: Streams, caches: Caches) -> tuple[Streams, Caches]:
-        weights, inputs = self.weights.layer(index), self.given(index)
+        weights, inputs = self.weights.layer(index), self.given(index, caches[True])
+        source = self.sources[index]
         after, written = {}, {}
         for exact, reference in ((True, self.exact), (False, self.faithful)):
             *stream, cache = reference.layer(index, weights, (*streams[exact], caches[exact]))
@@ -184,8 +189,8 @@ class Comparison:
                 self._ops(side, self.exact.spec.layers[index], index, calls, taps)
                 output = _sum(tuple(runner.download(x) for x in out[:2]))
                 self._find(side, "layer", index, "output", output, expected, noisy)
-            (side.hidden, side.residual, side.kv[index]), _ = runner.layer(
-                index, side.hidden, side.residual, side.kv[index]
+            (side.hidden, side.residual, side.kv[source]), _ = runner.layer(
+                index, side.hidden, side.residual, side.kv[source]
             )
             if judged:
                 inherited = _sum(tuple(runner.download(x) for x in (side.hidden, side.residual)))

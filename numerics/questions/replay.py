@@ -226,9 +226,9 @@ class _FromStart(Comparison):
         self._recorded = {id(recorded.step): recorded for recorded in bundle.steps}
         self.name = f"{RECORDED} {bundle.name}"
 
-    def start(self, shape: tuple[int, ...]) -> list[np.ndarray]:
+    def start(self, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """The recorded cache, if there is one."""
-        start = super().start(shape)
+        start = super().start(shapes)
         for index, given in enumerate(() if self._bundle.start is None else self._bundle.start):
             start[index] = start[index].copy()
             start[index][: len(given)] = given.astype(self.dtype)
@@ -280,12 +280,12 @@ class Replayed(_FromStart):
         super().__init__(bundle, runners, mode)
         self._recording = recording
 
-    def start(self, shape: tuple[int, ...]) -> list[np.ndarray]:
+    def start(self, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """The recorded cache, if there is one."""
-        self._empty = super().start(shape)
+        self._empty = super().start(shapes)
         return self._empty
 
-    def given(self, index: int) -> State:
+    def given(self, index: int, cache: np.ndarray) -> State:
         """What the layer had in the recorded run."""
         return *self._state(index), self._recording.before(index, self._empty[index])
 

@@ -66,10 +66,13 @@ class JaxRunner(Runner):
             ("finish", self._top_faulty): (self._finish, (self._top, hidden, hidden)),
             ("head", self._top_faulty): (self._head, (self._top, hidden)),
         }
-        kv = jax.ShapeDtypeStruct(self.kv_shape(), jnp.dtype(self.config.dtype))
+        size = self.spec.input_size
+        inputs = jax.ShapeDtypeStruct((step.descriptor.tokens, size), hidden.dtype)
         for index, spec in enumerate(self.spec.layers):
             faulty = self.fault.at(index) and bool(self.fault.ops)
-            arguments = (self._layers[index], hidden, hidden, kv, self._batch[False])
+            kv = jax.ShapeDtypeStruct(self.kv_shape(index), hidden.dtype)
+            batch = self._batch[False]._replace(layer_input=inputs if size else None)
+            arguments = (self._layers[index], hidden, hidden, kv, batch)
             jobs["layer", spec, faulty] = (partial(self._layer, spec, faulty), arguments)
         for name, (function, arguments) in jobs.items():
             key = (step.descriptor, self._pages, name)
@@ -90,7 +93,9 @@ class JaxRunner(Runner):
 
     def _embed(self, top: Any, ids: jax.Array) -> Any:
         tapped = self._tapped("embed", self._top_faulty)
-        return decoder.embed(self._bound(tapped), self.spec, top, ids), tapped.values
+        given = self._bound(tapped), self.spec, top, ids
+        hidden = decoder.embed(*given)
+        return (hidden, decoder.layer_input(*given, hidden)), tapped.values
 
     def _layer(
         self, spec: Layer, faulty: bool, weights: Any, hidden: Any, residual: Any, kv: Any,
@@ -127,7 +132,7 @@ class JaxRunner(Runner):
         tapped = self._tapped(spec, here and bool(self.fault.ops), replaced)
         ops = plan.bind(lambda op, f: tapped.wrap(op, self._alone(plan, op, f)))
         stream = decoder.Stream(hidden, residual)
-        stream, kv = decoder.layer(ops, spec, self._layers[index], stream, kv, self._batch[here])
+        stream, kv = decoder.layer(ops, spec, self._layers[index], stream, kv, self.batch_of(index))
         return (*stream, kv), self._host(tapped.values)
 
     def _alone(self, plan: Plan, op: Op, function: Callable[..., Any]) -> Callable[..., Any]:

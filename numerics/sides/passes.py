@@ -20,10 +20,10 @@ Caches = list[Any]
 @dataclass(frozen=True)
 class Stepwise:
     """An `Execution` (shared/models/decoder.py) of three functions: before, for and behind the
-    layers.
+    layers. `sources` says which layer's cache each layer reads.
     """
 
-    num_layers: int
+    sources: Sequence[int]
     start: Callable[[], Streams]
     layer: Callable[[int, Streams, Any], tuple[Streams, Any]]
     end: Callable[[Streams], Any]
@@ -31,7 +31,7 @@ class Stepwise:
     @property
     def blocks(self) -> Sequence[Block]:
         """Every layer by itself."""
-        return single_blocks(self.num_layers)
+        return single_blocks(len(self.sources))
 
     def embed(self) -> Streams:
         """See `Execution`."""
@@ -41,8 +41,8 @@ class Stepwise:
         self, block: Block, stream: Streams, cache: Caches, rows: Any
     ) -> tuple[Streams, Caches]:
         """See `Execution`."""
-        index = block.first
-        stream, cache[index] = self.layer(index, stream, cache[index])
+        index, source = block.first, self.sources[block.first]
+        stream, cache[source] = self.layer(index, stream, cache[source])
         return stream, cache
 
     def finish(self, stream: Streams) -> Any:
@@ -55,6 +55,10 @@ def run_stepwise(
     layer: Callable[[int, Streams, Any], tuple[Streams, Any]],
     end: Callable[[Streams], Any],
     caches: Sequence[Any],
+    sources: Sequence[int] | None = None,
 ) -> tuple[Any, Caches]:
-    """(what `end` gives, the caches behind the pass)."""
-    return decoder.forward(Stepwise(len(caches), start, layer, end), list(caches))
+    """(what `end` gives, the caches behind the pass). Without `sources` each layer reads its own
+    cache.
+    """
+    own = range(len(caches)) if sources is None else sources
+    return decoder.forward(Stepwise(own, start, layer, end), list(caches))

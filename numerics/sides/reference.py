@@ -20,7 +20,9 @@ from ...ops.namespaces import namespace
 from ...ops.reference.paged import check_reach, oldest_seen
 from ...ops.testing import widened
 from ...shared.models import decoder
+from ...shared.models.caches import cache_of
 from ...shared.models.config import ModelConfig
+from ...shared.models.spec import source_of
 from ...shared.step import StepInput
 from .passes import run_stepwise
 from .taps import Call, Tracer
@@ -46,6 +48,17 @@ def step_batch(
     positions = fields.pop("positions")
     cos, sin = (table[positions] for table in tables)
     return decoder.Batch(cos, sin, **fields, max_query_len=step.descriptor.max_query_len)
+
+
+def cache_shapes(model: ModelConfig, pages: int, page_size: int) -> list[tuple[int, ...]]:
+    """The cache of each layer [page slot 2*kvhead hdim], where all have pages of one length."""
+    kept = [cache_of(layer) for layer in decoder.model_of(model).layers]
+    return [(pages, page_size, 2 * one.kv_heads, one.head_dim) for one in kept]
+
+
+def sources_of(model: ModelConfig) -> list[int]:
+    """The layer whose cache each layer reads."""
+    return [source_of(layer, i) for i, layer in enumerate(decoder.model_of(model).layers)]
 
 
 class Reference:
@@ -83,15 +96,19 @@ class Reference:
         self._ids = np.array(step.field("token_ids"))
 
     def embed(self, top: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Hidden states [tok dim]."""
+        """Hidden states [tok dim]. Layers that have inputs of their own get those of this call."""
         self._tracer.start(top, {"token_ids": self._ids})
+        given = self._ops, self.spec, top, self._ids
         with np.errstate(all="ignore"):
-            return self.widen(decoder.embed(self._ops, self.spec, top, self._ids))
+            hidden = self.widen(decoder.embed(*given))
+            inputs = decoder.layer_input(*given, hidden)
+        self._batch = self._batch._replace(layer_input=inputs)
+        return hidden
 
     def layer(self, index: int, weights: Mapping[str, np.ndarray], state: State) -> State:
         """One layer. What is given is widened first."""
         hidden, residual, kv = (self.widen(x) for x in state)
-        batch = self._batch.of_group(self._groups[index], self._num_groups)
+        batch = self._batch.of_group(self._groups[index], self._num_groups).of_layer(index)
         self._tracer.start(weights, batch.arrays())
         with np.errstate(all="ignore"):
             stream, kv = decoder.layer(
@@ -129,7 +146,9 @@ class Reference:
             hidden, residual, cache = self.layer(index, weights(index), (*stream, cache))
             return (hidden, residual), cache
 
-        return run_stepwise(start, layer, lambda stream: self.finish(top, *stream), caches)
+        return run_stepwise(
+            start, layer, lambda stream: self.finish(top, *stream), caches, sources_of(self.model)
+        )
 
     def head(self, top: Mapping[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
         """Logits [tok vocab]."""

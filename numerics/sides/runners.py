@@ -21,7 +21,7 @@ from ...shared.models import decoder
 from ...shared.models.spec import Layer
 from ...shared.step import StepInput
 from ...shared.worker import backend_module
-from .reference import step_batch
+from .reference import cache_shapes, step_batch
 from .subject import Subject, Target
 from .taps import Declared
 
@@ -147,14 +147,9 @@ class Runner(ABC):
         """
         self._pages = pages
 
-    def kv_shape(self) -> tuple[int, ...]:
+    def kv_shape(self, layer: int) -> tuple[int, ...]:
         """The cache of a layer."""
-        return (
-            self._pages,
-            self.config.page_size,
-            2 * self._model.num_kv_heads,
-            self._model.head_dim,
-        )
+        return cache_shapes(self._model, self._pages, self.config.page_size)[layer]
 
     def begin(self, step: StepInput) -> None:
         """Take the step that the next programs belong to."""
@@ -204,8 +199,12 @@ class Runner(ABC):
         ]
 
     def embed(self) -> tuple[Device, TapValues]:
-        """Hidden states [tok dim]."""
-        return self._run(("embed", self._top_faulty), self._top, self._ids)
+        """Hidden states [tok dim]. Layers that have inputs of their own get those of this call."""
+        (hidden, inputs), values = self._run(("embed", self._top_faulty), self._top, self._ids)
+        self._batch = {
+            faulty: batch._replace(layer_input=inputs) for faulty, batch in self._batch.items()
+        }
+        return hidden, values
 
     def layer(
         self, index: int, hidden: Device, residual: Device, kv: Device
@@ -213,7 +212,11 @@ class Runner(ABC):
         """One layer. The arrays that are given stay as they are."""
         here = self.fault.at(index)
         name = ("layer", self.spec.layers[index], here and bool(self.fault.ops))
-        return self._run(name, self._layers[index], hidden, residual, kv, self._batch[here])
+        return self._run(name, self._layers[index], hidden, residual, kv, self.batch_of(index))
+
+    def batch_of(self, index: int) -> decoder.Batch:
+        """What a layer is given of the step."""
+        return self._batch[self.fault.at(index)].of_layer(index)
 
     def finish(self, hidden: Device, residual: Device) -> tuple[Device, TapValues]:
         """Finished hidden states [tok dim]."""

@@ -164,7 +164,6 @@ def open_subject(
     check_weights(name, load_format)
     folder = model_folder(name)
     model = load_config(folder)
-    check_comparable(name, model)
     length = min(max_model_len, model.max_position_embeddings)
     pages = max_num_seqs * -(-length // page_size)
     return Subject(
@@ -182,20 +181,22 @@ def open_subject(
     )
 
 
-def check_comparable(name: str, model: ModelConfig) -> None:
-    """Raise ConfigError for a model whose layers cannot be compared one by one: the references give
-    each a cache of one shape, which is its own, and nothing besides the stream.
+def check_recordable(subject: Subject, what: str) -> None:
+    """Raise ConfigError for a model that bundles and searches do not know: they give each layer a
+    cache of one shape, which is its own, and nothing besides the stream.
     """
+    model = subject.model
     why = {
         "caches of two shapes": model.full_heads is not None,
         "caches of other layers": model.num_reading_layers > 0,
         "inputs of their own": model.layer_input_size > 0,
     }
-    found = [what for what, is_so in why.items() if is_so]
+    found = [title for title, is_so in why.items() if is_so]
     if found:
         raise ConfigError(
-            f"model: got {name} ({model.architecture}), whose layers have {', '.join(found)}; "
-            "allowed are models whose layers all keep keys and values of one shape, each its own"
+            f"model: got {subject.name} ({model.architecture}), whose layers have "
+            f"{', '.join(found)}; {what} takes models whose layers all keep keys and values of one "
+            "shape, each its own"
         )
 
 

@@ -78,11 +78,20 @@ class TorchRunner(Runner):
                 self.begin(step)
                 dtype = getattr(torch, self.config.dtype)
                 hidden = torch.zeros(d.tokens, model.hidden_size, dtype=dtype, device=self._where)
-                kv = torch.zeros(self.kv_shape(), dtype=dtype, device=self._where)
+                kv = torch.zeros(self.kv_shape(index), dtype=dtype, device=self._where)
+                if self.spec.input_size:
+                    shape = len(self.spec.layers), d.tokens, self.spec.input_size
+                    inputs = torch.zeros(shape, dtype=dtype, device=self._where)
+                    self._batch = {
+                        faulty: batch._replace(layer_input=inputs)
+                        for faulty, batch in self._batch.items()
+                    }
                 self.layer(index, hidden, hidden.clone(), kv)
 
     def _embed(self, ops: Any, top: Any, ids: Any) -> Any:
-        return decoder.embed(ops, self.spec, top, ids)
+        given = ops, self.spec, top, ids
+        hidden = decoder.embed(*given)
+        return hidden, decoder.layer_input(*given, hidden)
 
     def _head(self, ops: Any, top: Any, rows: Any) -> Any:
         return decoder.head(ops, self.spec, top, rows)
@@ -163,7 +172,7 @@ class TorchRunner(Runner):
         plan = self.plans.of(d.kind, spec)
         tapped = Tapped(self._taps[spec], torch.clone, self._faults(here), replaced=replaced)
         ops = plan.bind(lambda op, f: tapped.wrap(op, self._chosen(plan, op, f, False)))
-        given = self._layers[index], hidden, residual, kv.clone(), self._batch[here]
+        given = self._layers[index], hidden, residual, kv.clone(), self.batch_of(index)
         return run_layer(spec, d.max_query_len, ops, *given), self._host(tapped.values)
 
     def close(self) -> None:

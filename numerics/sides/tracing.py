@@ -15,15 +15,19 @@ from .subject import HostWeights
 from .taps import Call, Declared, declare
 
 
-def traced(reference: Reference, weights: HostWeights, kv: np.ndarray) -> dict[Program, list[Call]]:
-    """The calls of each program, from a dry run of the reference on the step that it was given."""
+def traced(
+    reference: Reference, weights: HostWeights, caches: Sequence[np.ndarray]
+) -> dict[Program, list[Call]]:
+    """The calls of each program, from a dry run of the reference on the step that it was given.
+    `caches` are those of each layer.
+    """
     calls: dict[Program, list[Call]] = {}
     top, layers = weights.top(), reference.spec.layers
     hidden = reference.embed(top)
     calls["embed"] = reference.calls
     for kind in reference.spec.kinds:
         index = layers.index(kind)
-        reference.layer(index, weights.layer(index), (hidden, hidden, kv))
+        reference.layer(index, weights.layer(index), (hidden, hidden, caches[index]))
         calls[kind] = reference.calls
     rows = reference.finish(top, hidden, hidden)
     calls["finish"] = reference.calls
