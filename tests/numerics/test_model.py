@@ -181,7 +181,7 @@ def arguments(**change: Callable[[Any], Any]) -> Callable[..., Any]:
 NAMES = {
     2: ("x", "factor"),
     3: ("x", "weight", "eps"),
-    10: (
+    12: (
         "q",
         "kv",
         "page_table",
@@ -192,6 +192,8 @@ NAMES = {
         "window",
         "soft_cap",
         "max_query_len",
+        "k_scale",
+        "v_scale",
     ),
 }
 

@@ -274,7 +274,7 @@ def test_costs_are_those_of_an_eighth_of_the_table_or_of_the_window(window):
         q = jax.ShapeDtypeStruct((tokens, heads, hdim), jnp.bfloat16)
 
         def call(*arrays):
-            return attention.attend(*arrays, 0.1, window, 0.0, most, 1.0, 1.0, True)
+            return attention.attend(*arrays, 0.1, window, 0.0, most, None, None, True)
 
         text = str(jax.make_jaxpr(call)(q, kv, table, start, lengths, counts))
         return [int(flops) for flops in re.findall(r"CostEstimate\(flops=(\d+)", text)]
