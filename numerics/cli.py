@@ -66,7 +66,12 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
     ops.set_defaults(run_numerics=run_ops)
     _common_flags(ops)
     ops.add_argument(
-        "--op", nargs="+", default=[], metavar="NAME", help="these ops only (default: all)"
+        "--op",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="these ops only (default: all)",
     )
     ops.add_argument(
         "--mode",

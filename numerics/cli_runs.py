@@ -69,6 +69,7 @@ def add_parsers(commands: Any) -> None:
     )
     invariants.add_argument(
         "--relation",
+        action="extend",
         nargs="+",
         default=[],
         metavar="NAME",

@@ -24,7 +24,12 @@ def add_parsers(commands: Any) -> None:
         help="BACKEND:DEVICE[:...], repeatable (default: jax:cpu, torch:cpu)",
     )
     parser.add_argument(
-        "--fault", nargs="+", default=[], metavar="NAME", help="these faults only (default: all)"
+        "--fault",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="these faults only (default: all)",
     )
     parser.add_argument(
         "--mode",

@@ -247,6 +247,14 @@ def all_parsers() -> list[OneLineParser]:
     return found
 
 
+def test_a_flag_with_several_values_keeps_all_when_repeated():
+    """argparse keeps the last ones only, and says nothing."""
+    flags = [flag for parser in all_parsers() for flag in parser._actions if flag.option_strings]
+    several = [flag for flag in flags if flag.nargs in ("+", "*")]
+    assert several
+    assert [flag.option_strings for flag in several if type(flag).__name__ != "_ExtendAction"] == []
+
+
 def mention_problem(text: str) -> str | None:
     """Why inline code names a command or a flag that does not exist, or None."""
     numerics = (

@@ -47,6 +47,7 @@ def test_invariants(model, tmp_path, capsys):
         "S",
         "--relation",
         "repeat",
+        "--relation",
         "page-permutation",
     ]
     assert run(*words, "--json", result) == 0
