@@ -3,8 +3,8 @@ gets imported.
 """
 
 import ast
-import os
 import importlib.util
+import os
 import subprocess
 import sys
 import tomllib
