@@ -12,6 +12,7 @@ from typing import Any
 _PUBLIC = {
     "Diff": "judging.diff",
     "capture": "api",
+    "check_served": "questions.served",
     "compare": "questions.saved",
     "compare_ends": "questions.logits",
     "compare_model": "questions.model",
@@ -27,6 +28,7 @@ _PUBLIC = {
 __all__ = [
     "Diff",
     "capture",
+    "check_served",
     "compare",
     "compare_ends",
     "compare_model",

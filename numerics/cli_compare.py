@@ -1,4 +1,6 @@
-"""The commands of `twinfer numerics` about ends and results: `logits`, `compare`, `report`."""
+"""The commands of `twinfer numerics` about ends and results: `served`, `logits`, `compare`,
+`report`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,32 @@ from .cli_runs import model_flags, output_flags, prompts_of, subject_of, tell, w
 
 def add_parsers(commands: Any) -> None:
     """Add the commands to the sub-commands of `twinfer numerics`."""
+    served = commands.add_parser(
+        "served", help="what engines serve, tokens and log-probabilities, against the reference"
+    )
+    served.set_defaults(run_numerics=run_served)
+    model_flags(served)
+    served.add_argument(
+        "--on",
+        action="append",
+        metavar="TARGET",
+        help="BACKEND:DEVICE[:KEY=VALUE,...], repeatable (default: jax:cpu and torch:cpu)",
+    )
+    served.add_argument("--mode", default="S,P", metavar="S,P", help="S: float32, P: the run dtype")
+    served.add_argument(
+        "--max-model-len",
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens of a request at most, from 64",
+    )
+    served.add_argument(
+        "--definition",
+        choices=("auto", "transformers", "off"),
+        default="auto",
+        help="who is asked whether the reference is right; auto: transformers, if installed",
+    )
+    output_flags(served)
     logits = commands.add_parser(
         "logits", help="the ends of two runs: against a backend, transformers, or a server"
     )
@@ -53,6 +81,29 @@ def add_parsers(commands: Any) -> None:
     report.set_defaults(run_numerics=run_report)
     report.add_argument("result", metavar="RESULT", help="a file of --json")
     report.add_argument("--out", metavar="FILE", help="the HTML file (default: RESULT with .html)")
+
+
+def run_served(arguments: argparse.Namespace) -> int:
+    """`twinfer numerics served`."""
+    from .judging.gates import parse_modes
+    from .questions.served import check_served
+    from .sides.steps import read_prompts
+    from .sides.subject import parse_target
+
+    targets = [parse_target(text) for text in arguments.on or ["jax:cpu", "torch:cpu"]]
+    if arguments.max_model_len < 64:
+        raise ConfigError(f"max_model_len: got {arguments.max_model_len}, allowed is at least 64")
+    subject = subject_of(arguments)
+    diff = check_served(
+        subject,
+        targets,
+        modes=parse_modes(arguments.mode, ("S", "P")),
+        prompts=read_prompts(arguments.prompts, subject) if arguments.prompts else None,
+        definition=arguments.definition,
+        progress=tell,
+    )
+    diff.environment["command"] = command(arguments)
+    return finish(diff, arguments)
 
 
 def run_logits(arguments: argparse.Namespace) -> int:
@@ -124,12 +175,15 @@ DEFAULTS = {
     "seed": 0,
     "tokens": 64,
     "positions": 8,
+    "max_model_len": 256,
+    "definition": "auto",
     "mode": "S,P",
 }
 ASKED = (
     "model",
     "a",
     "b",
+    "on",
     "mode",
     "dtype",
     "load_format",
@@ -138,6 +192,8 @@ ASKED = (
     "layers",
     "prompts",
     "positions",
+    "max_model_len",
+    "definition",
     "plant",
 )
 

@@ -150,7 +150,7 @@ def output_flags(parser: argparse.ArgumentParser) -> None:
 
 def subject_of(arguments: argparse.Namespace, dtype: str | None = None) -> Any:
     """The subject that `model_flags` name. Raises ConfigError, ModelError."""
-    from .sides.subject import open_subject
+    from .sides.subject import MAX_MODEL_LEN, open_subject
 
     if arguments.tokens < 8:
         raise ConfigError(f"tokens: got {arguments.tokens}, allowed is at least 8")
@@ -160,6 +160,7 @@ def subject_of(arguments: argparse.Namespace, dtype: str | None = None) -> Any:
         load_format=arguments.load_format,
         seed=arguments.seed,
         tokens=arguments.tokens,
+        max_model_len=getattr(arguments, "max_model_len", MAX_MODEL_LEN),
     )
 
 

@@ -84,6 +84,39 @@ class LogitsFinding:
     step: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class ServedFinding:
+    """One run of one engine: what it did, and how far off what it served is.
+
+    `steps` counts steps by kind (mixed, decode, loop); `cached` prompt tokens came from the prefix
+    cache. `sigma` is the error of the log-probabilities of all `positions` over what rounding makes
+    of them, `limit` what is allowed; `worst` is the largest share that one position, `worst_place`,
+    takes of its limit. Of `tokens`, `ties` differ from the reference's where rounding decides, and
+    `flips` elsewhere.
+    """
+
+    side: str
+    run: str
+    mode: Mode
+    requests: int
+    steps: Mapping[str, int]
+    preemptions: int
+    cached: int
+    positions: int
+    sigma: float
+    limit: float
+    worst: float
+    worst_place: str
+    tokens: int
+    ties: int
+    flips: tuple[Mapping[str, Any], ...] = ()
+    complaints: tuple[str, ...] = ()
+
+
+ENDS: dict[str, type[Any]] = {"logits": LogitsFinding, "served": ServedFinding}
+"""What a comparison holds beside findings of tensors, by field."""
+
+
 @dataclass(slots=True)
 class Diff:
     """All findings of one comparison. `problems` are failures that are no tensor's: unequal
@@ -95,6 +128,7 @@ class Diff:
     sides: tuple[str, ...]
     findings: list[Finding] = field(default_factory=list)
     logits: list[LogitsFinding] = field(default_factory=list)
+    served: list[ServedFinding] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -103,7 +137,7 @@ class Diff:
 
     def extend(self, other: Diff) -> None:
         """Take over the findings of another comparison of the same sides."""
-        for name in ("findings", "logits", "problems", "missing", "notes"):
+        for name in ("findings", "logits", "served", "problems", "missing", "notes"):
             getattr(self, name).extend(getattr(other, name))
         self.seconds += other.seconds
 
@@ -114,12 +148,18 @@ class Diff:
         """
         return sorted((f for f in self.findings if not f.passed), key=_order)
 
+    def _complaints(self) -> list[str]:
+        """What is wrong at the ends."""
+        served = [complaint for entry in self.served for complaint in entry.complaints]
+        return [complaint for entry in self.logits for complaint in entry.complaints] + served
+
     @property
     def exit_code(self) -> int:
         """0 equal, 1 a numeric failure, 3 nothing or not everything compared."""
-        if self.failures or self.problems or any(entry.complaints for entry in self.logits):
+        if self.failures or self.problems or self._complaints():
             return FAILED
-        return NOT_COMPARED if self.missing or not self.findings else EQUAL
+        compared = self.findings or self.served
+        return NOT_COMPARED if self.missing or not compared else EQUAL
 
     def first_divergence(self, side: str | None = None) -> Finding | None:
         """The earliest tap that is wrong by itself: its own inputs are right. None if there is
@@ -146,8 +186,7 @@ class Diff:
         if self.exit_code == FAILED:
             first = self.first_divergence()
             what = [f"{first.side} {first.name}: {'; '.join(first.complaints)}"] if first else []
-            entries = [complaint for entry in self.logits for complaint in entry.complaints]
-            raise AssertionError("\n".join([*what, *self.problems, *entries]))
+            raise AssertionError("\n".join([*what, *self.problems, *self._complaints()]))
         if self.exit_code == NOT_COMPARED:
             raise NotComparable("not compared: " + (", ".join(self.missing[:5]) or "anything"))
 
@@ -163,10 +202,13 @@ class Diff:
             "notes": self.notes,
             "seconds": self.seconds,
             "environment": self.environment,
-            "logits": [
-                {k: jsonable(getattr(entry, k)) for k in LogitsFinding.__dataclass_fields__}
-                for entry in self.logits
-            ],
+            **{
+                name: [
+                    {k: jsonable(getattr(entry, k)) for k in kind.__dataclass_fields__}
+                    for entry in getattr(self, name)
+                ]
+                for name, kind in ENDS.items()
+            },
             "findings": [f.to_json() for f in self.findings],
         }
 
@@ -189,20 +231,21 @@ def load(record: Mapping[str, Any]) -> Diff:
             })
             for raw in record["findings"]
         ]  # fmt: skip
-        logits = [
-            LogitsFinding(
-                **{name: _value(raw[name], name) for name in LogitsFinding.__dataclass_fields__}
-            )
-            for raw in record["logits"]
-        ]
+        ends = {
+            name: [
+                kind(**{k: _value(raw[k], k) for k in kind.__dataclass_fields__})
+                for raw in record[name]
+            ]
+            for name, kind in ENDS.items()
+        }
         lists = {name: list(record[name]) for name in ("problems", "missing", "notes")}
         environment, seconds = dict(record["environment"]), float(record["seconds"])
         return Diff(
             tuple(record["sides"]),
             findings,
-            logits,
             environment=environment,
             seconds=seconds,
+            **ends,
             **lists,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -216,9 +259,12 @@ def _value(value: Any, name: str = "") -> Any:
     return tuple(value) if isinstance(value, list) else _number(value, name)
 
 
+TEXTS = ("mode", "side", "run", "worst_place")
+
+
 def _number(value: Any, name: str = "") -> Any:
     """A number from JSON, where infinities and NaN are text."""
-    return float(value) if isinstance(value, str) and name != "mode" else value
+    return float(value) if isinstance(value, str) and name not in TEXTS else value
 
 
 def _severity(f: Finding) -> float:

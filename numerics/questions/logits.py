@@ -21,7 +21,6 @@ import numpy as np
 from ...ops.testing import limits
 from ...shared.errors import BackendUnavailable, ConfigError
 from ...shared.models.table import TOP, keys
-from ...shared.step import StepInput
 from ...shared.tokenizer import Tokenizer
 from ..errors import InfrastructureError
 from ..judging.diff import Diff, Finding
@@ -29,7 +28,7 @@ from ..judging.gates import FOREIGN, Mode, foreign
 from ..judging.logits_metrics import KL_LIMIT, compare_logits, compare_named
 from ..judging.metrics import measure
 from ..sides.runners import Fault, Runner, create_runner
-from ..sides.steps import make_owned_steps, place, where
+from ..sides.steps import make_owned_steps, owned_rows, place, where
 from ..sides.subject import HostWeights, Subject, Target, parse_target
 from .model import Comparison
 
@@ -117,7 +116,7 @@ class _Ends(Comparison):
         """Compare the first side with each other one."""
         exact, faithful = exact[: self.real], faithful[: self.real]
         rows = {side.name: side.logits[: self.real] for side in self.sides}
-        places = list(_owned(self.step, self._owners[self.number]))
+        places = list(owned_rows(self.step, self._owners[self.number]))
         for name, logits in self._whole.items():
             rows[name] = np.stack([logits[prompt][position] for prompt, position in places])
             self._foreign(name, rows[name], exact, faithful)
@@ -183,23 +182,15 @@ class _Ends(Comparison):
         return found
 
 
-def _owned(step: StepInput, owners: Sequence[int]) -> Any:
-    """(prompt, position) of each row of a step."""
-    starts, positions = step.field("query_start").tolist(), step.field("positions").tolist()
-    for request, prompt in enumerate(owners):
-        for row in range(starts[request], starts[request + 1]):
-            yield prompt, positions[row]
-
-
 # --- transformers
 # --------------------------------------------------------------------------------------------------
 
 
 def transformers_logits(
-    subject: Subject, prompts: Sequence[np.ndarray]
+    subject: Subject, prompts: Sequence[np.ndarray], wide: bool = False
 ) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Logits [position vocab] of each prompt by Hugging Face transformers on the CPU, and what it
-    ran on.
+    ran on. `wide` computes in float32 with the weights of the run dtype.
 
     Raises BackendUnavailable if the package is not there, ConfigError for prompts that both rotate
     differently.
@@ -226,6 +217,8 @@ def transformers_logits(
     else:
         model = auto.from_pretrained(subject.folder, dtype=dtype, local_files_only=True)
     model.eval()
+    if wide:
+        model.float()
     with torch.inference_mode():
         found = [
             model(torch.from_numpy(np.asarray(ids, np.int64))[None], use_cache=False)

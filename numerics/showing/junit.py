@@ -18,6 +18,8 @@ def junit(diff: Diff) -> str:
         case += [f"step {f.step}: {complaint}" for complaint in f.complaints]
     for index, entry in enumerate(diff.logits):
         cases[("logits", f"comparison {index}")] = list(entry.complaints)
+    for run in diff.served:
+        cases[(f"{run.side}.{run.mode}.served", run.run)] = list(run.complaints)
     for problem in diff.problems:
         cases[("problems", problem)] = [problem]
     return suite_xml(cases, diff.missing)

@@ -90,6 +90,7 @@ def _context(record: Record) -> dict[str, Any]:
         "modes": [_mode([f for f in findings if f["mode"] == mode], sides, mode) for mode in modes],
         "worst": _worst(findings),
         "logits": [_logits(entry) for entry in record.get("logits", [])],
+        "served": record.get("served", []),
         "flips": [
             {**flip, "mode": entry.get("mode", ""), "ratio": _ratio(flip)}
             for entry in record.get("logits", [])
@@ -101,6 +102,11 @@ def _context(record: Record) -> dict[str, Any]:
             *(
                 f"logits, mode {e.get('mode')}: {c}"
                 for e in record.get("logits", [])
+                for c in e["complaints"]
+            ),
+            *(
+                f"{e['side']}, {e['run']}: {c}"
+                for e in record.get("served", [])
                 for c in e["complaints"]
             ),
         ],
@@ -164,7 +170,8 @@ def _triage(record: Record) -> str:
     """What to make of it, in a sentence."""
     first = record.get("first_divergence")
     if record["exit_code"] == EQUAL:
-        ties = sum(entry["ties"] for entry in record.get("logits", []))
+        ends = [*record.get("logits", []), *record.get("served", [])]
+        ties = sum(entry["ties"] for entry in ends)
         tail = f" {ties} best tokens differ where rounding alone decides." if ties else ""
         return f"What differs between the sides is rounding.{tail}"
     if record["exit_code"] == NOT_COMPARED:
@@ -188,6 +195,7 @@ def _facts(record: Record, findings: Sequence[Record]) -> list[tuple[str, str]]:
     ]
     facts += [("layers", e.get("layers")), ("tokens", e.get("tokens")), ("steps", e.get("steps"))]
     facts += [("weights", e.get("load_format")), ("seed", e.get("seed")), ("comparisons", count)]
+    facts += [("definition", e.get("definition"))]
     facts += [("seconds", f"{record.get('seconds', 0.0):.1f}")]
     return [(name, str(value)) for name, value in facts if value not in (None, "")]
 

@@ -27,10 +27,8 @@ def _lines(diff: Diff) -> Iterator[str]:
     yield (
         f"{WORDS.get(diff.exit_code, 'NOT (fully) COMPARED')}: {e.get('model')} in {e.get('dtype')}"
     )
-    yield (
-        f"{len(diff.findings)} comparisons, {e.get('tokens')} tokens in {e.get('steps')} steps, "
-        f"{diff.seconds:.1f} s"
-    )
+    what = f"{len(diff.findings)} comparisons" if diff.findings else "what engines served"
+    yield f"{what}, {e.get('tokens')} tokens in {e.get('steps')} steps, {diff.seconds:.1f} s"
     for side in diff.sides:
         info = e.get("sides", {}).get(side, {})
         yield f"{side} on {info.get('device')}, plan {info.get('plan')}"
@@ -44,6 +42,9 @@ def _lines(diff: Diff) -> Iterator[str]:
                 yield (
                     f"  {word:<9} sigma by layer: {shown}  ({min(sigmas):.3f} to {max(sigmas):.3f})"
                 )
+        yield from _served(diff, side)
+    if "definition" in e:
+        yield f"definition: {e['definition']}"
     rows = sum(entry.rows for entry in diff.logits)
     if rows:
         equal, ties, real = (
@@ -74,3 +75,24 @@ def _lines(diff: Diff) -> Iterator[str]:
     yield from diff.problems
     yield from (f"not compared: {name}" for name in diff.missing)
     yield from (f"logits: {c}" for entry in diff.logits for c in entry.complaints)
+    yield from (f"{x.side}, {x.run}, mode {x.mode}: {c}" for x in diff.served for c in x.complaints)
+
+
+def _served(diff: Diff, side: str) -> Iterator[str]:
+    """What an engine did, and how far off it is."""
+    for run in diff.served:
+        if run.side != side:
+            continue
+        steps = ", ".join(f"{count} {kind}" for kind, count in run.steps.items())
+        yield (
+            f"  {run.run}, mode {run.mode}: {run.requests} requests, steps: {steps}; "
+            f"{run.preemptions} preempted, {run.cached} tokens from the prefix cache"
+        )
+        if run.positions:
+            yield (
+                f"    log-probabilities at {run.positions} positions: sigma {run.sigma:.3f} "
+                f"(limit {run.limit:.2f}), worst position {run.worst:.2f} of its limit"
+            )
+        yield (
+            f"    {run.tokens} tokens: {run.ties} ties, {len(run.flips)} not those of their logits"
+        )

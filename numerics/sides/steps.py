@@ -165,6 +165,14 @@ def where(step: StepInput, token: int) -> str:
     )
 
 
+def owned_rows(step: StepInput, owners: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(prompt, position) of each row of a step whose requests are of the prompts `owners`."""
+    starts, positions = step.field("query_start").tolist(), step.field("positions").tolist()
+    for request, prompt in enumerate(owners):
+        for row in range(starts[request], starts[request + 1]):
+            yield prompt, positions[row]
+
+
 def place(step: StepInput, worst: tuple[int, ...], ndim: int, page_size: int) -> str:
     """Where an element of an output is: index `worst` of its rows [tok ...], or slots [slot
     2*kvhead hdim] of a cache, which has 4 dimensions. Names request, position, page, and the head

@@ -87,6 +87,10 @@ def parse_target(text: str) -> Target:
     return Target(backend, device or "auto", options, providers)
 
 
+MAX_MODEL_LEN = 256
+"""Tokens of a sequence at most, unless more are asked for: the references run on the host."""
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A model and the sizes of the steps that are compared. `folder` holds config.json, and
@@ -99,7 +103,7 @@ class Subject:
     dtype: str
     load_format: str = "auto"
     seed: int = 0
-    max_model_len: int = 256
+    max_model_len: int = MAX_MODEL_LEN
     max_num_seqs: int = 8
     tokens: int = 64
     page_size: int = 16
@@ -151,7 +155,7 @@ def open_subject(
     seed: int = 0,
     tokens: int = 64,
     max_num_seqs: int = 8,
-    max_model_len: int = 256,
+    max_model_len: int = MAX_MODEL_LEN,
     page_size: int = 16,
 ) -> Subject:
     """The subject for a model folder, or the word demo. Raises ModelError, ConfigError."""

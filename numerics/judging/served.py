@@ -1,0 +1,134 @@
+"""What an engine served, against the reference's logits for the very tokens that were served.
+
+A served position has log-probabilities of some tokens, a token, or both. The log-probabilities are
+judged by their error over the noise of the faithful reference. A token is judged by the reference's
+own choice from the exact logits: what else was chosen must be within reach of that noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .diff import ServedFinding
+from .gates import HALF_ULP32, Mode
+from .metrics import DEVIATIONS, TIE_FACTOR, Flip, log_softmax
+
+Choose = Callable[[np.ndarray], np.ndarray]
+"""The tokens [row] that the sampler takes for one position, given logits [row vocab] float32."""
+
+TRIES = 64
+"""Logits with other noise that a drawn token is looked for in, if the exact ones give another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One served position: errors [token] of the log-probabilities that were served, and `noise`,
+    what rounding makes of any log-probability of this position.
+    """
+
+    place: str
+    errors: np.ndarray
+    noise: float
+    flip: Flip | None = None
+    problem: str = ""
+
+
+def judge_row(
+    place: str,
+    exact: np.ndarray,
+    faithful: np.ndarray,
+    logprobs: Mapping[int, float],
+    token: int | None,
+    choose: Choose | None,
+    by_logits: bool = False,
+) -> Row:
+    """Judge one position by logits [vocab] of both references. `logprobs` in nats by token,
+    `choose` of a token that was sampled; `by_logits`: it takes the largest logit.
+    """
+    right, noisy = log_softmax(exact), log_softmax(faithful)
+    # Logits and their log-probabilities are float32, whatever the run dtype is.
+    unit = 2.0 * HALF_ULP32 * float(np.abs(exact).max(initial=0.0) + abs(right.min(initial=0.0)))
+    noise = float(np.sqrt(np.mean((noisy - right) ** 2) + unit**2))
+    ids = list(logprobs)
+    errors = np.asarray([logprobs[i] for i in ids], np.float64) - right[ids]
+    problem = ""
+    if ids and not np.isfinite(errors).all():
+        problem = f"{place}: a log-probability is not finite"
+    flip = None
+    if token is not None and choose is not None:
+        expected = int(choose(exact[None].astype(np.float32))[0])
+        if expected != token:
+            margin = abs(float(exact[expected] - exact[token]))
+            if not by_logits:
+                margin = _reach(margin, exact, faithful, token, noise, choose)
+            flip = Flip(0, token, expected, margin, noise)
+    return Row(place, errors, noise, flip, problem)
+
+
+def _reach(
+    margin: float, exact: np.ndarray, faithful: np.ndarray, token: int, noise: float, choose: Choose
+) -> float:
+    """The margin in nats of a token that was drawn, where logits alone do not say it: at most the
+    noise if noise makes the sampler take it, else more than a tie may have.
+    """
+    rng = np.random.default_rng(token)
+    noisy = exact + TIE_FACTOR / 2 * noise * rng.standard_normal((TRIES, len(exact)))
+    tries = np.concatenate([faithful[None], 2.0 * exact[None] - faithful[None], noisy])
+    if token in choose(tries.astype(np.float32)).tolist():
+        return min(margin, noise)
+    return max(margin, 2.0 * TIE_FACTOR * noise)
+
+
+POOLED = {"S": 3.0, "P": 1.15}
+"""Allowed error of all log-probabilities together over their noise, besides what is left to chance:
+in float32 the order of sums is open, and the faithful reference has only one order.
+"""
+OF_ROW = {"S": 8.0, "P": TIE_FACTOR}
+"""The same of one position."""
+
+
+def judge_rows(rows: Sequence[Row], mode: Mode, tokens: int, **about: Any) -> ServedFinding:
+    """The verdict on the positions of one run with `tokens` served tokens. `about` are the fields
+    that say what ran.
+    """
+    measured = [row for row in rows if len(row.errors)]
+    # A position's log-probabilities share their noise: each position counts once.
+    power = np.asarray([row.noise**2 for row in measured])
+    error = np.asarray([float(np.mean(row.errors**2)) for row in measured])
+    sigma = limit = worst = 0.0
+    place, complaints = "", [row.problem for row in rows if row.problem]
+    if measured:
+        effective = float(power.sum() ** 2 / (power**2).sum()) if power.any() else 1.0
+        sigma = float(np.sqrt(error.sum() / power.sum())) if power.any() else 0.0
+        limit = POOLED[mode] + DEVIATIONS / effective**0.5
+        shares = np.sqrt(error / np.maximum(power, power.mean())) / OF_ROW[mode]
+        worst, place = float(np.nan_to_num(shares, nan=np.inf).max()), ""
+        place = measured[int(np.nan_to_num(shares, nan=np.inf).argmax())].place
+        if not sigma <= limit:
+            complaints.append(f"log-probabilities: sigma {sigma:.3g} > {limit:.3g}")
+        if not worst <= 1.0:
+            complaints.append(
+                f"log-probabilities of {place}: {worst:.3g} of what a position may be off"
+            )
+    found = [(row.place, row.flip) for row in rows if row.flip is not None]
+    real = [(place_, flip) for place_, flip in found if not flip.tie]
+    if real:
+        where, flip = real[0]
+        complaints.append(
+            f"{len(real)} of {tokens} tokens are not those of their logits; the first is {where}: "
+            f"token {flip.a}, not {flip.b}, with a margin of {flip.margin:.3g} nats and noise of "
+            f"{flip.noise:.3g}"
+        )
+    flips = [
+        {"place": place_, "served": f.a, "reference": f.b, "margin": f.margin, "noise": f.noise}
+        for place_, f in real
+    ]
+    return ServedFinding(
+        **about, mode=mode, positions=len(measured), tokens=tokens, sigma=sigma, limit=limit,
+        worst=worst, worst_place=place, ties=len(found) - len(real), flips=tuple(flips),
+        complaints=tuple(complaints),
+    )  # fmt: skip

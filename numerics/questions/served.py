@@ -1,0 +1,345 @@
+"""What engines served: tokens and log-probabilities of whole runs, against the reference.
+
+Every other question gives all sides the same tokens. Here each engine runs as for a user: chunks
+and ragged batches, single decodes and decode loops, requests that are preempted, prompts found in
+the prefix cache, greedy and drawn tokens. Then the references compute the sequences that came out,
+and say of each position what its log-probabilities are and which token they give.
+
+transformers, where it is installed, is asked whether the reference itself is right: what both
+backends share, such as the model's definition, no comparison of them can show.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import numpy as np
+
+from ...ops.declare import REGISTRY
+from ...ops.namespaces import namespace
+from ...shared.engine import TokenLogprobs
+from ...shared.errors import ConfigError
+from ...shared.request import FinishReason
+from ...shared.sampling_encoding import encode_bias, encode_processors, encode_sampling
+from ...shared.sampling_params import SamplingParams
+from ..judging.diff import Diff
+from ..judging.gates import MODES, Mode, semantics
+from ..judging.metrics import measure
+from ..judging.served import Choose, Row, judge_row, judge_rows
+from ..sides.serving import Answer, Ask, Served, serve
+from ..sides.steps import default_prompts, make_owned_steps, owned_rows
+from ..sides.subject import Subject, Target
+from .logits import TRANSFORMERS, transformers_logits
+from .model import Comparison
+
+Progress = Callable[[str], None]
+Definition = Literal["auto", "transformers", "off"]
+DEFINITIONS: tuple[Definition, ...] = ("auto", "transformers", "off")
+
+RUNS: dict[str, dict[str, Any]] = {
+    "steps": {"tight": True, "decode_steps": 1},
+    "loops": {"tight": False, "decode_steps": 4},
+}
+"""How an engine runs: with a cache for half of the requests, and with decode loops."""
+NEW_TOKENS = 24
+BEST = 8
+"""Log-probabilities of a position that are asked for."""
+DEFINED = 6
+"""Sequences that transformers is asked for."""
+
+
+def workload(
+    subject: Subject, prompts: Sequence[np.ndarray] | None = None, loops: bool = False
+) -> list[Ask]:
+    """Requests that reach every kind of step. `prompts` stand for those of its own. `loops`: none
+    asks for what the host must see between two tokens.
+
+    The first wave has more requests than run at once. In it are two whose second pages are equal
+    and whose first are not. The second wave begins with what the first computed.
+    """
+    rng, page = np.random.default_rng(subject.seed), subject.page_size
+    longest = subject.max_model_len - NEW_TOKENS
+    if prompts is None:
+        given = [ids[:longest] for ids in default_prompts(subject, subject.seed)]
+    else:
+        given = list(prompts)
+        for index, ids in enumerate(given):
+            if not 1 <= len(ids) <= longest:
+                raise ConfigError(
+                    f"prompts: prompt {index} has {len(ids)} tokens, allowed are 1 to {longest} "
+                    f"(max_model_len {subject.max_model_len} less {NEW_TOKENS} new ones)"
+                )
+            if ids.min() < 0 or ids.max() >= subject.model.vocab_size:
+                raise ConfigError(
+                    f"prompts: prompt {index} has a token outside of the vocabulary of "
+                    f"{subject.model.vocab_size}"
+                )
+    words = np.concatenate(given)
+
+    def some(count: int) -> np.ndarray:
+        """Tokens of the prompts in another order."""
+        return rng.choice(words, max(count, 0)).astype(np.int32)
+
+    room = longest - 2 * page
+    shared = some(page)
+    twins = [np.concatenate([some(page), shared, some(min(5, room))]) for _ in range(2)]
+    first = [*given, *twins, *(some(min(n, longest)) for n in (2 * page + 3, 7, page))]
+    again = [np.concatenate([ids[:-1], some(6)])[:longest] for ids in (*twins, *given[:4])]
+    settings: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_k": 20, "top_p": 0.9},
+        {"temperature": 0.9, "min_p": 0.02},
+    ]
+    if not loops:
+        bias = {int(words[0]): 2.0}
+        settings += [
+            {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+            {"temperature": 0.9, "presence_penalty": 0.3, "logit_bias": bias},
+        ]
+    asks: list[Ask] = []
+    for wave, group in enumerate((first, again)):
+        for prompt in group:
+            index = len(asks)
+            params = SamplingParams(
+                seed=1000 + index, max_tokens=NEW_TOKENS - index % 9, ignore_eos=True,
+                # The programs without log-probabilities run too, and those of prompts.
+                logprobs=BEST if wave == 0 and not loops else None,
+                prompt_logprobs=BEST if wave == 0 and not loops and index % 4 == 0 else None,
+                **settings[index % len(settings)],
+            )  # fmt: skip
+            asks.append(Ask(prompt, params, wave))
+    return asks
+
+
+def check_served(
+    subject: Subject, targets: Sequence[Target], *, modes: Sequence[Mode] = MODES,
+    prompts: Sequence[np.ndarray] | None = None, definition: Definition = "auto",
+    progress: Progress = lambda text: None,
+) -> Diff:  # fmt: skip
+    """Serve the workload by an engine of each target, in each of RUNS, and judge what came out: in
+    float32 (mode S), and in the run dtype (P) where that is another.
+
+    `definition` says whether transformers is asked about the reference; auto: if it is installed.
+    Raises ConfigError, ModelError, BackendUnavailable, NotComparable.
+    """
+    names = [f"{chr(ord('a') + i)} {target}" for i, target in enumerate(targets)]
+    if definition == "auto" and find_spec(TRANSFORMERS) is None:
+        said: str | None = f"not checked, {TRANSFORMERS} is not installed"
+    else:
+        said = "not checked" if definition == "off" else None
+    whole = Diff(tuple(names))
+    for mode in modes:
+        where = subject.with_dtype("float32") if mode == "S" else subject
+        if mode == "P" and subject.dtype == "float32" and "S" in modes:
+            continue
+        diff = _check(where, dict(zip(names, targets, strict=True)), mode, prompts, said, progress)
+        whole.extend(diff)
+        whole.environment |= diff.environment
+        said = whole.environment["definition"]
+    return whole
+
+
+def _check(
+    subject: Subject, targets: Mapping[str, Target], mode: Mode,
+    prompts: Sequence[np.ndarray] | None, definition: str | None, progress: Progress,
+) -> Diff:  # fmt: skip
+    """The same in one dtype. `definition` is what is known of it; None: ask."""
+    started = time.perf_counter()
+    runs: dict[tuple[str, str], Served] = {}
+    for name, target in targets.items():
+        for run, options in RUNS.items():
+            progress(f"{subject.dtype}, {target}: starting, {run}")
+            asks = workload(subject, prompts, loops=run == "loops")
+            runs[name, run] = serve(subject, target, asks, progress=progress, **options)
+    positions = _Positions(subject, mode, runs)
+    diff = positions.judge(progress)
+    if definition is None:
+        progress(f"asking {TRANSFORMERS} about the definition")
+        definition = positions.check_definition()
+    diff.environment["definition"] = definition
+    diff.environment["sides"] = {
+        name: next(served.environment for (side, _), served in runs.items() if side == name)
+        for name in targets
+    }
+    diff.seconds = time.perf_counter() - started
+    return diff
+
+
+# --- what ran
+# --------------------------------------------------------------------------------------------------
+
+
+def _not_reached(run: str, served: Served) -> Iterator[str]:
+    """What a run was to show and did not."""
+    wanted = {"mixed": served.steps["mixed"], "prefix cache": served.cached}
+    if run == "steps":
+        wanted |= {"decode": served.steps["decode"], "preemption": served.preemptions}
+    else:
+        wanted |= {"loop": served.steps["loop"]}
+    yield from (f"{what}: none in the run {run!r}" for what, count in wanted.items() if not count)
+
+
+def _wrong_ends(served: Served) -> Iterator[str]:
+    for number, answer in enumerate(served.answers):
+        wanted, got = answer.ask.params.max_tokens, len(answer.tokens)
+        if answer.finish_reason is not FinishReason.LENGTH or got != wanted:
+            yield f"request {number} ended by {answer.finish_reason} with {got} of {wanted} tokens"
+
+
+# --- what it should have been
+# --------------------------------------------------------------------------------------------------
+
+
+def chooser(answer: Answer, index: int, vocab: int) -> Choose:
+    """The sampler's definition for token `index` of an answer: logits [row vocab] -> tokens
+    [row].
+    """
+    params, prompt, xp = answer.ask.params, answer.ask.prompt, namespace("numpy")
+    column = encode_sampling(params, params.seed or 0)
+    history = np.concatenate([prompt, np.asarray(answer.tokens[:index], np.int32)])
+
+    def choose(logits: np.ndarray) -> np.ndarray:
+        count = len(logits)
+
+        def each(value: Any, dtype: Any = np.int32) -> np.ndarray:
+            return np.full(count, value, dtype)
+
+        if params.needs_processors:
+            numbers = encode_processors(params)
+            ids, bias = (np.asarray([x], np.int32) for x in encode_bias(params))
+            scores = REGISTRY["penalties"].reference(
+                xp, logits, np.tile(history[None], (count, 1)), each(len(prompt)),
+                each(numbers["presence"]), each(numbers["frequency"]),
+                each(numbers["repetition"], np.float32),
+                each(numbers["repetition_inverse"], np.float32),
+                np.repeat(ids, count, 0), np.repeat(bias, count, 0),
+                np.full((count, -(-vocab // 32)), -1, np.int32),
+            )  # fmt: skip
+        else:
+            scores = REGISTRY["quantize_logits"].reference(xp, logits)
+        tokens: np.ndarray = REGISTRY["sample"].reference(
+            xp, logits, scores, each(len(history)), each(column["seed_lo"]),
+            each(column["seed_hi"]), each(column["greedy"]), each(column["scale"], np.float32),
+            each(column["top_k"]), each(column["top_p"]), each(column["min_p"]), True,
+        )  # fmt: skip
+        return tokens
+
+    return choose
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A served position: of which run and request, the token after it (None: of the prompt), and
+    its log-probabilities.
+    """
+
+    run: tuple[str, str]
+    place: str
+    logprobs: Mapping[int, float]
+    answer: Answer
+    index: int | None
+
+
+class _Positions(Comparison):
+    """The references over all sequences that were served, each position judged as it passes."""
+
+    def __init__(
+        self, subject: Subject, mode: Mode, runs: Mapping[tuple[str, str], Served]
+    ) -> None:
+        super().__init__(subject, {}, mode, layers=(), taps=())
+        self.runs = runs
+        self.rows: dict[tuple[str, str], list[Row]] = {run: [] for run in runs}
+        self.sequences: list[np.ndarray] = []
+        self._wanted: dict[tuple[int, int], list[_Wanted]] = defaultdict(list)
+        known: dict[bytes, int] = {}
+        for run, served in runs.items():
+            for number, answer in enumerate(served.answers):
+                sequence = answer.sequence
+                place = known.setdefault(sequence.tobytes(), len(known))
+                if place == len(self.sequences):
+                    self.sequences.append(sequence)
+                for position, wanted in _wanted(run, number, answer):
+                    self._wanted[place, position].append(wanted)
+        self.kept: dict[tuple[int, int], np.ndarray] = {}
+
+    def judge(self, progress: Progress) -> Diff:
+        """The verdicts on all runs."""
+        steps, self.owners = zip(*make_owned_steps(self.subject, self.sequences, 1), strict=True)
+        diff = self.run(steps, lambda text: progress(f"reference: {text}"))
+        left = sum(len(wanted) for wanted in self._wanted.values())
+        if left:
+            diff.missing.append(f"{left} served positions: the reference did not compute them")
+        for (side, run), served in self.runs.items():
+            tokens = sum(len(answer.tokens) for answer in served.answers)
+            found = judge_rows(
+                self.rows[side, run], self.mode, tokens, side=side, run=run,
+                requests=len(served.answers), steps=dict(served.steps),
+                preemptions=served.preemptions, cached=served.cached,
+            )  # fmt: skip
+            diff.served.append(found)
+            where = f"{side}, mode {self.mode}"
+            diff.problems += [f"{where}, {run}: {text}" for text in _wrong_ends(served)]
+            diff.missing += [f"{where}: {text}" for text in _not_reached(run, served)]
+        return diff
+
+    def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
+        vocab = self.model.vocab_size
+        for row, place in enumerate(owned_rows(self.step, self.owners[self.number])):
+            if place[0] < DEFINED:
+                self.kept[place] = exact[row]
+            for wanted in self._wanted.pop(place, ()):
+                answer, index = wanted.answer, wanted.index
+                choose = None if index is None else chooser(answer, index, vocab)
+                self.rows[wanted.run].append(
+                    judge_row(
+                        wanted.place, exact[row], faithful[row], wanted.logprobs,
+                        None if index is None else answer.tokens[index], choose,
+                        answer.ask.params.greedy and not answer.ask.params.needs_processors,
+                    )
+                )  # fmt: skip
+
+    def check_definition(self) -> str:
+        """Compare the exact reference with transformers in float32; what is to be said of it."""
+        some = self.sequences[:DEFINED]
+        logits, about = transformers_logits(self.subject, some, wide=True)
+        places = sorted(self.kept)
+        got = np.stack([logits[prompt][position] for prompt, position in places])
+        right = np.stack([self.kept[place] for place in places])
+        m = measure(got, right, right)
+        gate = replace(semantics("logits", self.reduction, self.model.num_layers), slope=None)
+        found = [*gate.complaints(m)]
+        if found:
+            prompt, position = places[m.worst[0]]
+            self.diff.problems.append(
+                f"our definition: {TRANSFORMERS} {about['plan']} gives other logits ({found[0]}), "
+                f"most at position {position} of sequence {prompt}; what all sides share is wrong, "
+                "or theirs is"
+            )
+        return (
+            f"{TRANSFORMERS} {about['plan']} in float32, {len(places)} positions, relative error "
+            f"{m.rel_l2:.2g} (limit {gate.rel_l2:.2g})"
+        )
+
+
+def _wanted(run: tuple[str, str], number: int, answer: Answer) -> Iterator[tuple[int, _Wanted]]:
+    """(position, what was served there) of one answer."""
+    start = len(answer.ask.prompt)
+    for position, top in enumerate(answer.prompt_logprobs or ()):
+        if top is not None:
+            place = f"request {number}, prompt token {position}"
+            yield position - 1, _Wanted(run, place, _values(top), answer, None)
+    for index in range(len(answer.tokens)):
+        top = answer.logprobs[index] if index < len(answer.logprobs) else {}
+        place = f"request {number}, token {index} (position {start + index})"
+        yield start + index - 1, _Wanted(run, place, _values(top), answer, index)
+
+
+def _values(top: TokenLogprobs) -> dict[int, float]:
+    return {token: found.logprob for token, found in top.items()}

@@ -1,0 +1,259 @@
+"""What engines served, judged: clean runs pass, and faults of what only an engine has are seen."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from twinfer.gpu import module, plumbing, worker
+from twinfer.numerics.judging.served import Row, judge_row, judge_rows
+from twinfer.numerics.questions import served
+from twinfer.numerics.questions.served import check_served, chooser, workload
+from twinfer.numerics.sides.serving import Answer, Ask, Served
+from twinfer.numerics.sides.subject import open_subject, parse_target
+from twinfer.serving.cli import main
+from twinfer.shared import kv_manager, packer, prefix_cache
+from twinfer.shared.errors import ConfigError
+from twinfer.shared.models import decoder
+from twinfer.shared.sampling_params import SamplingParams
+
+ABOUT = {"side": "a", "run": "r", "requests": 1, "steps": {}, "preemptions": 0, "cached": 0}
+
+
+def check(folder, mode="S", backend="torch", **options):
+    subject = open_subject(folder, load_format="dummy")
+    return check_served(subject, [parse_target(f"{backend}:cpu")], modes=(mode,), **options)
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    [
+        ("torch", "S"),
+        ("torch", "P"),
+        ("jax", "P"),
+        pytest.param("jax", "S", marks=pytest.mark.slow),
+    ],
+)
+def test_a_right_engine_passes(small_model, backend, mode):
+    diff = check(small_model, mode, backend)
+    diff.assert_ok()
+    assert diff.exit_code == 0
+    steps, loops = diff.served
+    assert steps.positions > 200
+    assert min(steps.steps["mixed"], steps.steps["decode"], steps.preemptions, steps.cached) > 0
+    assert loops.steps["loop"] > 0
+    assert loops.tokens > 200
+    assert "transformers" in diff.environment["definition"]
+
+
+def layer_twice(monkeypatch):
+    """Layer 1 has the weights of layer 0."""
+    right = module.Decoder.freeze
+
+    def freeze(self):
+        right(self)
+        self._layers[1] = self._layers[0]
+
+    monkeypatch.setattr(module.Decoder, "freeze", freeze)
+
+
+def rounded_tables(monkeypatch):
+    """The tables on the device are bfloat16, those of the reference are not."""
+
+    def tables(*args):
+        return [
+            torch.from_numpy(table).bfloat16().float().numpy()
+            for table in decoder.rotary_tables(*args)
+        ]
+
+    shim = type("shim", (), {**vars(decoder), "rotary_tables": staticmethod(tables)})
+    monkeypatch.setattr(worker, "decoder", shim)
+
+
+def late_sample(monkeypatch):
+    """Requests with one token in a mixed step sample the row behind theirs."""
+    right = packer._batch
+
+    def batch(step, table, shape):
+        buffer = right(step, table, shape)
+        if not step.decode_only:
+            view = packer.batch_layout(step.descriptor, shape).view(buffer, "sample_index")
+            single = np.flatnonzero(step.ends - step.starts == 1)
+            view[single] = np.minimum(view[single] + 1, step.num_tokens - 1)
+        return buffer
+
+    monkeypatch.setattr(packer, "_batch", batch)
+
+
+def loop_stands_still(monkeypatch):
+    """The noise of a loop's tokens is that of its first."""
+    right = plumbing.advance
+
+    def advance(fields, pages, page_sizes):
+        kept = fields["position"].clone()
+        right(fields, pages, page_sizes)
+        fields["position"].copy_(kept)
+
+    monkeypatch.setattr(plumbing, "advance", advance)
+
+
+def pages_alone(monkeypatch):
+    """The prefix cache names a page by its own tokens only."""
+
+    def extend(digests, tokens, count, page_size, salt):
+        for page in range(len(digests), count):
+            data = tokens[page * page_size : (page + 1) * page_size].tobytes()
+            digests.append(kv_manager._digest(kv_manager.root_digest(salt) + data))
+
+    for room in (kv_manager, prefix_cache):
+        monkeypatch.setattr(room, "extend_digests", extend)
+
+
+FAULTS = {
+    layer_twice: ("steps", "loops"),
+    rounded_tables: ("steps",),
+    late_sample: ("steps", "loops"),
+    loop_stands_still: ("loops",),
+    pages_alone: ("steps",),
+}
+"""By fault, the runs that show it at least."""
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_of_the_engine_is_seen(small_model, monkeypatch, fault):
+    fault(monkeypatch)
+    diff = check(small_model, definition="off")
+    assert diff.exit_code == 1
+    blamed = {entry.run for entry in diff.served if entry.complaints}
+    assert set(FAULTS[fault]) <= blamed
+
+
+def test_a_mistake_that_all_share_is_our_definition(small_model, monkeypatch):
+    right = decoder.rope_inverse_frequencies
+
+    def frequencies(*args):
+        inverse, scaling = right(*args)
+        return inverse * 1.01, scaling
+
+    monkeypatch.setattr(decoder, "rope_inverse_frequencies", frequencies)
+    diff = check(small_model)
+    assert diff.exit_code == 1
+    assert not [complaint for entry in diff.served for complaint in entry.complaints]
+    (problem,) = diff.problems
+    assert problem.startswith("our definition: transformers")
+
+
+def test_what_was_not_reached_is_named():
+    idle = Served([], Counter({"mixed": 3, "decode": 2}), 0, 0, {})
+    assert list(served._not_reached("steps", idle)) == [
+        "prefix cache: none in the run 'steps'",
+        "preemption: none in the run 'steps'",
+    ]
+    assert "loop: none in the run 'loops'" in list(served._not_reached("loops", idle))
+
+
+def test_the_workload_has_pages_that_are_equal_alone(small_model):
+    subject = open_subject(small_model, load_format="dummy")
+    page = subject.page_size
+    asks = workload(subject)
+    waves = {ask.wave for ask in asks}
+    assert waves == {0, 1}
+    assert len(asks) > subject.max_num_seqs
+    pairs = [
+        (a, b)
+        for a in asks
+        for b in asks
+        if a is not b and min(len(a.prompt), len(b.prompt)) >= 2 * page
+        if (a.prompt[page : 2 * page] == b.prompt[page : 2 * page]).all()
+        if (a.prompt[:page] != b.prompt[:page]).any()
+    ]
+    assert pairs
+    assert all(ask.params.logprobs is None for ask in workload(subject, loops=True))
+
+
+def test_the_chooser_takes_what_the_sampler_is_asked_for():
+    logits = np.array([[0.0, 5.0, 4.9, -3.0]], np.float32)
+    prompt = np.array([1, 1], np.int32)
+
+    def chosen(index=0, tokens=(), **params):
+        answer = Answer(Ask(prompt, SamplingParams(seed=3, **params)), list(tokens))
+        return int(chooser(answer, index, 4)(logits)[0])
+
+    assert chosen(temperature=0.0) == 1
+    assert chosen(temperature=0.0, logit_bias={3: 20.0}) == 3
+    assert chosen(temperature=0.0, repetition_penalty=2.0) == 2
+    assert chosen(1, (1,), temperature=0.0, presence_penalty=1.0) == 2
+    assert {chosen(i, (0,) * i, temperature=5.0, top_k=2) for i in range(20)} == {1, 2}
+
+
+def pick(logits):
+    return logits.argmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("token", "noise", "is_tie"), [(1, 0.0, None), (2, 0.2, True), (2, 0.001, False)]
+)
+def test_a_greedy_token_is_a_tie_within_the_noise(token, noise, is_tie):
+    exact = np.array([0.0, 5.0, 4.9, -3.0])
+    faithful = exact + noise * np.array([1.0, -1.0, 1.0, -1.0])
+    row = judge_row("here", exact, faithful, {}, token, pick, by_logits=True)
+    assert (row.flip.tie if row.flip else None) is is_tie
+
+
+@pytest.mark.parametrize("noise", [0.2, 0.001])
+def test_a_drawn_token_is_a_tie_if_noise_reaches_it(noise):
+    exact = np.array([0.0, 5.0, 4.9, -3.0])
+    faithful = exact + noise * np.array([1.0, -1.0, 1.0, -1.0])
+    row = judge_row("here", exact, faithful, {}, 2, pick)
+    assert row.flip.tie is (noise > 0.1)
+
+
+def test_logprobs_are_judged_together_and_one_by_one():
+    rng = np.random.default_rng(0)
+    right = [Row(f"p{i}", rng.normal(size=8) * 0.01, 0.01) for i in range(100)]
+    fine = judge_rows(right, "P", 0, **ABOUT)
+    assert not fine.complaints
+    assert 0.8 < fine.sigma < 1.2
+    louder = [Row(row.place, row.errors * 2, row.noise) for row in right]
+    assert any("sigma" in c for c in judge_rows(louder, "P", 0, **ABOUT).complaints)
+    one = [*right[:-1], Row("bad", right[-1].errors + 0.1, 0.01)]
+    assert any("bad" in c for c in judge_rows(one, "P", 0, **ABOUT).complaints)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_logprob_that_is_not_finite_is_wrong(value):
+    exact = np.array([0.0, 5.0, 4.9, -3.0])
+    row = judge_row("here", exact, exact, {1: value}, None, None)
+    found = judge_rows([row], "S", 0, **ABOUT)
+    assert any("not finite" in complaint for complaint in found.complaints)
+
+
+def test_the_command(small_model, tmp_path, capsys):
+    result, prompts = tmp_path / "r.json", tmp_path / "p.jsonl"
+    words = ["numerics", "served", "--model", small_model, "--load-format", "dummy"]
+    words += ["--on", "torch:cpu", "--definition", "off", "--mode", "S"]
+    assert main([*words, "--json", str(result), "--junit", str(tmp_path / "r.xml")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("EQUAL within the gates")
+    assert "definition: not checked" in shown
+    record = json.loads(result.read_text())
+    assert [entry["run"] for entry in record["served"]] == ["steps", "loops"]
+    assert "--max-model-len" not in record["environment"]["command"]
+    assert "--on torch:cpu" in record["environment"]["command"]
+    assert main(["numerics", "report", str(result)]) == 0
+    assert "What engines served" in (tmp_path / "r.html").read_text()
+
+    assert main([*words, "--max-model-len", "32"]) == 2
+    assert "max_model_len: got 32" in capsys.readouterr().err
+    assert main([*words, "--mode", "X"]) == 2
+    prompts.write_text(json.dumps({"token_ids": [1] * 240}) + "\n")
+    assert main([*words, "--prompts", str(prompts)]) == 2
+    assert "allowed are 1 to 232" in capsys.readouterr().err
+
+
+def test_a_prompt_outside_of_the_vocabulary_is_refused(small_model):
+    subject = open_subject(small_model, load_format="dummy")
+    with pytest.raises(ConfigError, match="prompt 0 has a token"):
+        workload(subject, [np.array([300], np.int32)])
