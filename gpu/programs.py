@@ -50,6 +50,7 @@ class Programs:
         compiled: frozenset[str],
         places: Sequence[Place],
         loops: bool,
+        streams: bool = False,
     ) -> None:
         self._module, self._ops, self._plans = module, ops, plans
         self._compilation, self._table = compilation, table
@@ -60,6 +61,12 @@ class Programs:
         self.rows = torch.zeros((rows, module.config.hidden_size), dtype=dtype, device=device)
         self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(table.max_requests + 1, dtype=torch.int32, device=device)
+        layers, tokens = module.config.num_layers, max(d.tokens for d in table)
+        size = layers + 1, 2, tokens, module.config.hidden_size
+        self.streams = torch.zeros(size, dtype=dtype, device=device) if streams else None
+        """What was between the layers of the last backbone; a layer that drops tokens has the
+        others first.
+        """
         self.host_metadata = {kind: plans.host_metadata(kind) for kind in ("decode", "mixed")}
         self._variants = variants(table, compilation)
         self._compiler = RegionCompiler(compilation)
@@ -77,6 +84,11 @@ class Programs:
         self._recorder: GraphRecorder | None = None
         self._whole: Callable[..., torch.Tensor] | None = None
         self._marking = True
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotary tables [position r]: cos and sin."""
+        return self._cos, self._sin
 
     def freeze(self) -> None:
         """Nothing is compiled from now on."""
@@ -197,7 +209,7 @@ class Programs:
         index = self._inputs.fields(d)["sample_index"] if d.kind == "mixed" else slice(None)
         if self._whole is not None:
             finished = self._run_whole(self._whole, d)[index]
-        elif self._drops_rows(d):
+        elif self.drops_rows(d):
             finished = self._forward(d, every_layer, rows=index)
         else:
             finished = self._forward(d, every_layer, selects=index)
@@ -237,7 +249,12 @@ class Programs:
     def _put_pages(self, fields: Mapping[str, torch.Tensor]) -> None:
         self._plumbing.put_pages(self._inputs.pages, fields["page_index"], fields["page_value"])
 
-    def _drops_rows(self, d: Descriptor) -> bool:
+    def kept_streams(self, d: Descriptor) -> torch.Tensor | None:
+        """[layer + 1, 2, T, dim] of the last backbone, in a copy of its own."""
+        return None if self.streams is None else self.streams[:, :, : d.tokens].clone()
+
+    def drops_rows(self, d: Descriptor) -> bool:
+        """Whether the last layer finishes only the tokens that are sampled from."""
         return drops_rows(self._module.model, d)
 
     def _forward(
@@ -266,9 +283,15 @@ class Programs:
             selects=selects,
             every_layer=every_layer,
             before_layer=mark if marking else None,
+            keep=None if self.streams is None else self._keep,
         )
         finished: torch.Tensor = decoder.forward(execution, self._kv, rows)[0]
         return finished
+
+    def _keep(self, number: int, stream: decoder.Stream) -> None:
+        if self.streams is not None:
+            for kept, x in zip(self.streams[number], stream, strict=True):
+                kept[: len(x)].copy_(x)
 
     def _start(
         self, d: Descriptor, marking: bool

@@ -26,7 +26,8 @@ class RegionalPass:
     `start` gives the stream before the first layer, and what the layers of each page group read;
     `groups` are those of the layers. `drops`: whether the last layer
     finishes some rows only. `selects` are the tokens that the final norm is for, where the last
-    layer does not drop the others.
+    layer does not drop the others. `keep` gets the stream before the layers, number 0, and behind
+    each.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class RegionalPass:
         selects: Any = None,
         every_layer: bool = True,
         before_layer: Callable[[Stream], None] | None = None,
+        keep: Callable[[int, Stream], None] | None = None,
     ) -> None:
         self._descriptor, self._module, self._start = descriptor, module, start
-        self._groups = groups
+        self._groups, self._keep = groups, keep
         self._selects, self._before_layer = selects, before_layer
         self._functions = compiler.functions(descriptor, drops)
         blocks = single_blocks(len(self._functions))
@@ -59,6 +61,8 @@ class RegionalPass:
     def embed(self) -> Stream:
         """See `Execution`."""
         stream, self._batches = self._start()
+        if self._keep is not None:
+            self._keep(0, stream)
         return stream
 
     def layers(
@@ -71,8 +75,10 @@ class RegionalPass:
         run, weights = self._functions[index], self._module.layer_weights[index]
         more = () if rows is None else (rows,)
         batch = self._batches[self._groups[index]].of_layer(index)
-        hidden, residual = run(weights, *stream, cache[index], batch, *more)
-        return Stream(hidden, residual), cache
+        stream = Stream(*run(weights, *stream, cache[index], batch, *more))
+        if self._keep is not None:
+            self._keep(index + 1, stream)
+        return stream, cache
 
     def finish(self, stream: Stream) -> torch.Tensor:
         """See `Execution`."""

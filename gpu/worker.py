@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -140,6 +140,9 @@ class Handle:
     top: tuple[torch.Tensor, ...] | None
     prompt: list[tuple[torch.Tensor, ...]] | None
     ready: torch.cuda.Event | None
+    streams: list[torch.Tensor] | None = None
+    """By iteration, on the device."""
+    drops: bool = False
 
     def result(self) -> StepOutput:
         """Wait for the step."""
@@ -151,7 +154,19 @@ class Handle:
             prompt = TopLogprobs(
                 *(torch.cat(column).numpy() for column in zip(*self.prompt, strict=True))
             )
-        return StepOutput(self.step.step_id, self.tokens(), top, prompt)
+        return StepOutput(self.step.step_id, self.tokens(), top, prompt, self._streams())
+
+    def _streams(self) -> np.ndarray | None:
+        if self.streams is None:
+            return None
+        found: np.ndarray = to_numpy(torch.stack(self.streams))
+        if self.drops:
+            # The last layer has the tokens that are sampled from at the front.
+            index = self.step.field("sample_index")
+            last = found[:, -1, :, : len(index)].copy()
+            found[:, -1] = np.nan
+            found[:, -1][:, :, index] = last
+        return found
 
 
 class TorchWorker:
@@ -181,6 +196,11 @@ class TorchWorker:
         self._compiled = compiled_kinds(decoder.model_of(model), self._plans, self._compilation)
         check_effect(self._compilation, self._compiled)
         self.config = config = replace(config, compilation=self._compilation)
+        if config.demand.streams and self._compilation.road == "piecewise":
+            raise ConfigError(
+                "cudagraph_mode, splitting_ops: the road 'piecewise' compiles the model as one, so "
+                "there is nothing between its layers; streams are kept on the road 'regional'"
+            )
         self._ops = bind_plans(self._plans, self._compilation, self._compiled)
         self._shape = step_shape(model, config)
         self._layout = layout_of(model, config)
@@ -227,6 +247,7 @@ class TorchWorker:
             self._compiled,
             self._layout.places,
             loops=config.decode_steps > 1,
+            streams=config.demand.streams,
         )
         steps = config.decode_steps
         self._loop = torch.empty(steps * config.max_num_seqs, dtype=torch.int32, device=self._where)
@@ -440,10 +461,11 @@ class TorchWorker:
             prompt = self._prompt_logprobs(step.prompt_targets, programs.hidden(d))
         programs.backbone(d)
         self._download.wait_for_last()
+        kept = programs.kept_streams(d)
+        streams = None if kept is None else [kept]
         if step.loop is not None:
-            return Handle(
-                step, self._download.start(self._decode(step, step.loop.steps)), None, None, None
-            )
+            made = self._decode(step, step.loop.steps, streams)
+            return Handle(step, self._download.start(made), None, None, None, streams)
         if step.processors is not None:
             self._inputs.fill_processors(step.processors)
         programs.sample(d.requests, step.sampler)
@@ -454,11 +476,14 @@ class TorchWorker:
         if (top is not None or prompt is not None) and self._where.type == "cuda":
             ready = torch.cuda.Event()
             ready.record()
-        return Handle(step, self._download.start(tokens), top, prompt, ready)
+        drops = streams is not None and programs.drops_rows(d)
+        return Handle(step, self._download.start(tokens), top, prompt, ready, streams, drops)
 
-    def _decode(self, step: StepInput, steps: int) -> torch.Tensor:
+    def _decode(
+        self, step: StepInput, steps: int, streams: list[torch.Tensor] | None
+    ) -> torch.Tensor:
         """The tokens [steps R] of a loop, whose first backbone has run: all steps, as graphs
-        cannot stop.
+        cannot stop. `streams` gets those of each.
         """
         programs, d = self._programs, step.descriptor
         made = self._loop[: steps * d.requests].view(steps, d.requests)
@@ -466,6 +491,9 @@ class TorchWorker:
             if index:
                 programs.advance(d)
                 programs.backbone(d)
+                kept = programs.kept_streams(d)
+                if streams is not None and kept is not None:
+                    streams.append(kept)
             programs.sample(d.requests, step.sampler)
             made[index].copy_(programs.tokens[: d.requests])
         return made
@@ -519,6 +547,17 @@ class TorchWorker:
             raise InternalError("pages of several groups are not those of all layers")
         index = torch.as_tensor(np.asarray(pages), device=self._where)
         return to_numpy(torch.stack([layer[index] for layer in self._kv]))
+
+    def read_weights(self, layer: int) -> Mapping[str, np.ndarray]:
+        """The weights of a layer as the programs get them; -1: those outside of layers."""
+        module = self._module
+        held = module.top_weights if layer < 0 else module.layer_weights[layer]
+        return {name: to_numpy(x.detach()) for name, x in held.items()}
+
+    def read_tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rotary tables as the programs get them."""
+        cos, sin = (to_numpy(x) for x in self._programs.tables)
+        return cos, sin
 
     def plans(self) -> Plans:
         """The implementation of each op."""

@@ -33,6 +33,7 @@ class Demand:
     samplers       what steps sample with; a request may use any that can do what it needs
     logprobs, prompt_logprobs  whether a request may ask for log-probabilities of its output, or of
                                its prompt
+    streams        whether steps also give the residual stream behind each layer: for comparisons
     """
 
     requests: int | None = None
@@ -40,6 +41,7 @@ class Demand:
     samplers: tuple[Sampler, ...] = SAMPLERS
     logprobs: bool = True
     prompt_logprobs: bool = True
+    streams: bool = False
 
     @classmethod
     def of(cls, requests: Iterable[tuple[int, SamplingParams]]) -> Demand:

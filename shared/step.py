@@ -331,9 +331,15 @@ class StepOutput:
     A token of -1 says that a logit of its row was not finite.
 
     Of a loop that did m iterations, `tokens [m, R]`.
+
+    `streams` [m, layer + 1, 2, T, dim] are there if the engine's demand has them: hidden and
+    residual of each token before the layers and behind each, as the step's own program computed
+    them, in the run dtype; m is 1 without a loop. NaN where a layer dropped a token; rows of
+    padding mean nothing.
     """
 
     step_id: int
     tokens: np.ndarray
     logprobs: TopLogprobs | None = None
     prompt_logprobs: TopLogprobs | None = None
+    streams: np.ndarray | None = None

@@ -4,7 +4,7 @@ knows a framework.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -132,6 +132,16 @@ class Worker(Protocol):
         """What pages hold in all layers, [layer page slot 2*kvhead hdim], after the steps that were
         started. Slow; for comparing backends.
         """
+        ...
+
+    def read_weights(self, layer: int) -> Mapping[str, np.ndarray]:
+        """The weights of a layer as the programs get them, by name; -1: those outside of layers.
+        Slow; for comparing with the checkpoint. One shard only.
+        """
+        ...
+
+    def read_tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rotary tables [position r] float32 as the programs get them: cos and sin."""
         ...
 
     def plans(self) -> Plans:

@@ -219,6 +219,7 @@ def _backbone_jobs(
         replicated,
         replicated,
         {name: replicated for name in programs.PICKED},
+        replicated if demand.streams else None,
     )
     function = partial(programs.backbone, model, d)
     found: dict[Any, Job] = {
@@ -240,7 +241,8 @@ def _loop_jobs(model: programs.Model, d: Descriptor, shapes: Shapes, mesh: Mesh)
     )
     weights, _, tables, kv, state, last = shapes
     arguments = (weights, tables, kv, state, last, halted, difference)
-    results = (kv.format, State(replicated, replicated), replicated, replicated, replicated)
+    streams = replicated if model.demand.streams else None
+    results = (kv.format, State(replicated, replicated), *(replicated,) * 3, streams)
     return {
         ("loop", variant, d.requests): Job(
             f"loop_{variant}_{d.tokens}",

@@ -88,7 +88,7 @@ class ScannedPass:
     `weights["blocks"]` has, for each block in `stored` and each position of its period, weights
     stacked over the repeats. These blocks are run, or with `scan` loops over layers that are stored
     one by one. `layout` says where the layers keep what, on each of `shards` shards; `cache_dtype`
-    is that of the keys and values that the ops see.
+    is that of the keys and values that the ops see. `streams`: keep what is between layers.
     """
 
     def __init__(
@@ -104,8 +104,10 @@ class ScannedPass:
         layout: CacheLayout,
         shards: int,
         cache_dtype: Any,
+        streams: bool = False,
     ) -> None:
         self._ops, self._model, self._kind = ops, model, descriptor.kind
+        self._kept: list[jax.Array] | None = [] if streams else None
         self.blocks = blocks_of(model, scan)
         self._weights, self._token_ids = weights, token_ids
         if tuple(stored) == self.blocks:
@@ -129,7 +131,15 @@ class ScannedPass:
         given = self._ops[self._kind], self._model, self._weights, self._token_ids
         hidden = decoder.embed(*given)
         self._batch = self._batch._replace(layer_input=decoder.layer_input(*given, hidden))
-        return Stream(hidden, jnp.zeros_like(hidden))
+        stream = Stream(hidden, jnp.zeros_like(hidden))
+        if self._kept is not None:
+            self._kept.append(jnp.stack(stream)[None])
+        return stream
+
+    @property
+    def streams(self) -> jax.Array | None:
+        """[layer + 1, 2, T, dim] of a pass that keeps them: before the layers, and behind each."""
+        return None if self._kept is None else jnp.concatenate(self._kept)
 
     def layers(
         self, block: Block, stream: Stream, cache: jax.Array, rows: jax.Array | None
@@ -140,8 +150,9 @@ class ScannedPass:
         repeats = self._repeats[block]
         places = [self._places(block, position) for position in range(block.period)]
 
-        def body(carry: Any, repeat: Any) -> tuple[Any, None]:
+        def body(carry: Any, repeat: Any) -> tuple[Any, tuple[jax.Array, ...]]:
             stream, cache = carry
+            passed: list[jax.Array] = []
             slices, place_slices, inputs, number = repeat
             for position, (spec, of_repeats, stacked) in enumerate(
                 zip(specs, repeats, slices, strict=True)
@@ -151,7 +162,9 @@ class ScannedPass:
                 shape = self._layout.page_shape(block.first + position)
                 own = None if inputs is None else inputs[position]
                 stream, cache = self._layer(spec, weights, place, shape, own, stream, cache)
-            return (stream, cache), None
+                if self._kept is not None:
+                    passed.append(jnp.stack(stream))
+            return (stream, cache), tuple(passed)
 
         stacked = tuple(of_repeats.stacked for of_repeats in repeats)
         of_places = tuple(place.scanned for place in places)
@@ -163,10 +176,16 @@ class ScannedPass:
             )
         if block.repeats == 1:
             first = jax.tree.map(lambda x: x[0], (stacked, of_places, inputs))
-            carry, _ = body((stream, cache), (*first, 0))
+            carry, passed = body((stream, cache), (*first, 0))
+            passed = tuple(x[None] for x in passed)
         else:
             numbers = jnp.arange(block.repeats, dtype=jnp.int32)
-            carry, _ = jax.lax.scan(body, (stream, cache), (stacked, of_places, inputs, numbers))
+            carry, passed = jax.lax.scan(
+                body, (stream, cache), (stacked, of_places, inputs, numbers)
+            )
+        if self._kept is not None:
+            # By repeat and position of the period: the order of the layers.
+            self._kept.append(jnp.stack(passed, 1).reshape(-1, *passed[0].shape[1:]))
         stream, cache = carry
         return stream, cache
 

@@ -96,9 +96,9 @@ def backbone(
     state: State,
     last_tokens: jax.Array,
     buffer: jax.Array,
-) -> tuple[jax.Array, State, jax.Array, jax.Array, dict[str, jax.Array]]:
+) -> tuple[jax.Array, State, jax.Array, jax.Array, dict[str, jax.Array], jax.Array | None]:
     """(kv, state, rows to sample [S dim], all hidden states [T dim], what the sampler has to know
-    of them).
+    of them, the streams between layers if the demand has them).
 
     kv is one buffer (kv_buffer.py), `buffer` the step's difference (state.py). Rows behind the R of
     the step are samples that go to the scratch row.
@@ -107,7 +107,7 @@ def backbone(
     state = updated(state, f)
     rows = _fit(f["rows"], descriptor.tokens, model.shape.max_rows)
     ids = jnp.where(f["token_ids"] < 0, last_tokens[rows], f["token_ids"])
-    kv, hidden = _hidden(
+    kv, hidden, streams = _hidden(
         model,
         descriptor,
         weights,
@@ -120,7 +120,8 @@ def backbone(
     missing = sampler_size(descriptor.requests, scratch) - descriptor.requests
     unused = {"rows": scratch, "sample_rows": scratch, "position": 0}
     picked = {name: jnp.pad(f[name], (0, missing), constant_values=unused[name]) for name in PICKED}
-    return kv, state, hidden[jnp.pad(f["sample_index"], (0, missing))], hidden, picked
+    rows = hidden[jnp.pad(f["sample_index"], (0, missing))]
+    return kv, state, rows, hidden, picked, streams
 
 
 def _hidden(
@@ -131,8 +132,10 @@ def _hidden(
     kv: jax.Array,
     ids: jax.Array,
     f: Mapping[str, jax.Array],
-) -> tuple[jax.Array, jax.Array]:
-    """(kv, finished hidden states [T dim]) of tokens `ids` [T]."""
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """(kv, finished hidden states [T dim], streams [layer + 1, 2, T, dim] or None) of tokens `ids`
+    [T].
+    """
     batch = decoder.Batch(
         tables[0][f["positions"]],
         tables[1][f["positions"]],
@@ -154,9 +157,10 @@ def _hidden(
         model.layout,
         model.shards,
         model.cache_dtype,
+        model.demand.streams,
     )
     hidden, kv = decoder.forward(execution, kv)
-    return kv, hidden
+    return kv, hidden, execution.streams
 
 
 def _table_rows(model: Model, rows: jax.Array) -> jax.Array:
@@ -226,10 +230,11 @@ def loop(
     last_tokens: jax.Array,
     halted: jax.Array,
     buffer: jax.Array,
-) -> tuple[jax.Array, State, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, State, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Decode steps of the same requests until one samples a stop id.
 
-    Returns (kv, state, last_tokens, halted, tokens [N + 1, R]). `halted` says whether the last loop
+    Returns (kv, state, last_tokens, halted, tokens [N + 1, R], streams [N, layer + 1, 2, R, dim] if
+    the demand has them). `halted` says whether the last loop
     stopped early; a loop chained to it does nothing. The last row of `tokens` holds how many of the
     others are filled.
     """
@@ -244,7 +249,7 @@ def loop(
         return (done < steps) & ~stopped
 
     def step(carry: Any) -> Any:
-        k, _, kv, last_tokens, made = carry
+        k, _, kv, last_tokens, made, kept = carry
         positions = jnp.where(live, f["positions"] + k, 0)
         here = f | {
             "page_table": table,
@@ -255,7 +260,9 @@ def loop(
         }
         # In the first step the batch says which token; later ones follow from the step before.
         ids = jnp.where((k > 0) | (f["token_ids"] < 0), last_tokens[f["rows"]], f["token_ids"])
-        kv, hidden = _hidden(model, descriptor, weights, tables, kv, ids, here)
+        kv, hidden, streams = _hidden(model, descriptor, weights, tables, kv, ids, here)
+        if kept is not None:
+            kept = jax.lax.dynamic_update_index_in_dim(kept, streams, k, 0)
         picked = {name: here[name] for name in PICKED}
         last_tokens, tokens = sampler(
             model,
@@ -274,13 +281,19 @@ def loop(
             kv,
             last_tokens,
             jax.lax.dynamic_update_index_in_dim(made, tokens, k, 0),
+            kept,
         )
 
     made = jnp.zeros((model.decode_steps + 1, descriptor.requests), jnp.int32)
-    done, _, kv, last_tokens, made = jax.lax.while_loop(
-        going, step, (jnp.int32(0), jnp.bool_(False), kv, last_tokens, made)
+    kept = None
+    if model.demand.streams:
+        config, kind = model.config, weights["embed"].dtype
+        size = model.decode_steps, config.num_layers + 1, 2, descriptor.tokens, config.hidden_size
+        kept = jnp.zeros(size, kind)
+    done, _, kv, last_tokens, made, kept = jax.lax.while_loop(
+        going, step, (jnp.int32(0), jnp.bool_(False), kv, last_tokens, made, kept)
     )
-    return kv, state, last_tokens, done < f["limits"][0], made.at[-1].set(done)
+    return kv, state, last_tokens, done < f["limits"][0], made.at[-1].set(done), kept
 
 
 def logprobs(

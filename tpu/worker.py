@@ -4,7 +4,7 @@ the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -62,6 +62,7 @@ class Handle:
     """[S], or of a loop [N + 1, R], the last row saying how many of the others there are."""
     top: tuple[jax.Array, ...] | None
     prompt: list[tuple[jax.Array, ...]] | None
+    streams: jax.Array | None = None
 
     def result(self) -> StepOutput:
         """Wait for the step."""
@@ -78,8 +79,13 @@ class Handle:
             None if self.top is None else TopLogprobs(*(np.asarray(x)[:requests] for x in self.top))
         )
         tokens = np.asarray(self.tokens)
-        tokens = tokens[:requests] if self.step.loop is None else tokens[: tokens[-1, 0]]
-        return StepOutput(self.step.step_id, tokens, top, prompt)
+        streams = None if self.streams is None else np.asarray(self.streams)
+        if self.step.loop is None:
+            tokens, streams = tokens[:requests], None if streams is None else streams[None]
+        else:
+            tokens = tokens[: tokens[-1, 0]]
+            streams = None if streams is None else streams[: len(tokens)]
+        return StepOutput(self.step.step_id, tokens, top, prompt, streams)
 
 
 class JaxWorker:
@@ -240,7 +246,7 @@ class JaxWorker:
         d = step.descriptor
         if step.loop is not None:
             return self._execute_loop(step)
-        rows, hidden, picked = self._backbone(step)
+        rows, hidden, picked, streams = self._backbone(step)
         arguments: tuple[Any, ...] = (
             self._head,
             self._last_tokens,
@@ -259,14 +265,14 @@ class JaxWorker:
         prompt = None
         if step.prompt_targets is not None:
             prompt = self._prompt_logprobs(step.prompt_targets, hidden)
-        return Handle(step, tokens, top, prompt)
+        return Handle(step, tokens, top, prompt, streams)
 
     def _sampler(self, step: StepInput) -> Sampler:
         """What the step is sampled with: what it asks for, or what stands in for it."""
         return self._model.demand.sampler_for(step.sampler) or step.sampler
 
     def _backbone(self, step: StepInput) -> tuple[Any, ...]:
-        """(rows to sample, all hidden states, what the sampler has to know of them)."""
+        """(rows to sample, all hidden states, what the sampler has to know of them, streams)."""
         buffer = self._difference(step)
         arguments = (self._weights, self._tables, self._kv, self._state, self._last_tokens, buffer)
         self._kv, self._state, *rest = self._program(step.descriptor)(*arguments)
@@ -293,15 +299,17 @@ class JaxWorker:
             self._halted,
             buffer,
         )
-        self._kv, self._state, self._last_tokens, self._halted, tokens = program(*arguments)
+        self._kv, self._state, self._last_tokens, self._halted, tokens, streams = program(
+            *arguments
+        )
         tokens.copy_to_host_async()
-        return Handle(step, tokens, None, None)
+        return Handle(step, tokens, None, None, streams)
 
     def logits(self, step: StepInput) -> np.ndarray:
         """Run a step and return its logits at every token: [T, vocab] float32. Compiles; for
         comparisons only.
         """
-        _, hidden, _ = self._backbone(step)
+        hidden = self._backbone(step)[1]
         return np.asarray(self._logits(self._head, hidden))
 
     def read_pages(self, pages: Sequence[int]) -> np.ndarray:
@@ -317,6 +325,21 @@ class JaxWorker:
         shape = (*index.shape, *layout.page_shape(0))
         held = np.asarray(self._kv[index.reshape(-1)])
         return held.view(jnp.dtype(self.config.kv_cache_dtype)).reshape(shape)
+
+    def read_weights(self, layer: int) -> Mapping[str, np.ndarray]:
+        """The weights of a layer as the programs get them; -1: those outside of layers."""
+        if layer < 0:
+            held = {name: x for name, x in self._weights.items() if name != "blocks"}
+            return {name: np.asarray(x) for name, x in (held | self._head).items()}
+        blocks = zip(self._model.blocks, self._weights["blocks"], strict=True)
+        block, of_block = next(pair for pair in blocks if layer < pair[0].stop)
+        repeat, position = divmod(layer - block.first, block.period)
+        return {name: np.asarray(x[repeat]) for name, x in of_block[position].items()}
+
+    def read_tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rotary tables as the programs get them."""
+        cos, sin = self._tables
+        return np.asarray(cos), np.asarray(sin)
 
     def _prompt_logprobs(
         self, targets: np.ndarray, hidden: jax.Array

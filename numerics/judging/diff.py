@@ -93,6 +93,9 @@ class ServedFinding:
     of them, `limit` what is allowed; `worst` is the largest share that one position, `worst_place`,
     takes of its limit. Of `tokens`, `ties` differ from the reference's where rounding decides, and
     `flips` elsewhere.
+
+    `streams` are the error over the noise of what the engine's programs had before the layers and
+    behind each, over all their tokens; `first_wrong` says where they are wrong first.
     """
 
     side: str
@@ -111,6 +114,8 @@ class ServedFinding:
     ties: int
     flips: tuple[Mapping[str, Any], ...] = ()
     complaints: tuple[str, ...] = ()
+    streams: tuple[float, ...] = ()
+    first_wrong: str = ""
 
 
 ENDS: dict[str, type[Any]] = {"logits": LogitsFinding, "served": ServedFinding}
@@ -259,7 +264,7 @@ def _value(value: Any, name: str = "") -> Any:
     return tuple(value) if isinstance(value, list) else _number(value, name)
 
 
-TEXTS = ("mode", "side", "run", "worst_place")
+TEXTS = ("mode", "side", "run", "worst_place", "first_wrong")
 
 
 def _number(value: Any, name: str = "") -> Any:

@@ -91,9 +91,14 @@ OF_ROW = {"S": 8.0, "P": TIE_FACTOR}
 """The same of one position."""
 
 
-def judge_rows(rows: Sequence[Row], mode: Mode, tokens: int, **about: Any) -> ServedFinding:
-    """The verdict on the positions of one run with `tokens` served tokens. `about` are the fields
-    that say what ran.
+BEHIND = "behind the layers: the row that is sampled, the final norm, the head, or the sampler"
+
+
+def judge_rows(
+    rows: Sequence[Row], mode: Mode, tokens: int, first_wrong: str = "", **about: Any
+) -> ServedFinding:
+    """The verdict on the positions of one run with `tokens` served tokens. `first_wrong` is where
+    its layers are wrong, if they are; `about` are the fields that say what ran.
     """
     measured = [row for row in rows if len(row.errors)]
     # A position's log-probabilities share their noise: each position counts once.
@@ -123,6 +128,10 @@ def judge_rows(rows: Sequence[Row], mode: Mode, tokens: int, **about: Any) -> Se
             f"token {flip.a}, not {flip.b}, with a margin of {flip.margin:.3g} nats and noise of "
             f"{flip.noise:.3g}"
         )
+    if complaints and not first_wrong:
+        first_wrong = BEHIND
+    if first_wrong:
+        complaints.insert(0, f"first wrong: {first_wrong}")
     flips = [
         {"place": place_, "served": f.a, "reference": f.b, "margin": f.margin, "noise": f.noise}
         for place_, f in real
@@ -130,5 +139,5 @@ def judge_rows(rows: Sequence[Row], mode: Mode, tokens: int, **about: Any) -> Se
     return ServedFinding(
         **about, mode=mode, positions=len(measured), tokens=tokens, sigma=sigma, limit=limit,
         worst=worst, worst_place=place, ties=len(found) - len(real), flips=tuple(flips),
-        complaints=tuple(complaints),
+        complaints=tuple(complaints), first_wrong=first_wrong,
     )  # fmt: skip

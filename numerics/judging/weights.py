@@ -1,21 +1,27 @@
-"""Whether a backend holds the checkpoint's weights, bit for bit."""
+"""Whether a backend holds what it should, bit for bit: the checkpoint's weights, and the rotary
+tables.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 
-from ..sides.runners import Runner
 from ..sides.subject import HostWeights
 from .diff import Diff
 
+Read = Callable[[int], Mapping[str, np.ndarray]]
+"""The weights of a layer as a side holds them, by name; -1: those outside of layers."""
 
-def check_weights(diff: Diff, side: str, runner: Runner, weights: HostWeights, layers: int) -> None:
+
+def check_weights(diff: Diff, side: str, read: Read, weights: HostWeights, layers: int) -> None:
     """Note in `diff` which weights of a side, outside of layers and in all `layers`, are missing
     or differ.
     """
     for layer in range(-1, layers):
         wanted = weights.top() if layer < 0 else weights.layer(layer)
-        found = runner.weights(layer)
+        found = read(layer)
         for name, value in wanted.items():
             if name not in found or found[name].shape != value.shape:
                 diff.missing.append(f"{side}: weight {name} of layer {layer}")
@@ -25,6 +31,26 @@ def check_weights(diff: Diff, side: str, runner: Runner, weights: HostWeights, l
                 diff.problems.append(
                     f"{side}: weights {where} differ in {share:.1%} of the elements"
                 )
+
+
+def check_tables(
+    diff: Diff, side: str, found: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...]
+) -> None:
+    """Note in `diff` where rotary tables [position r] of a side, cos and sin, are not `wanted`."""
+    for name, got, right in zip(("cos", "sin"), found, wanted, strict=True):
+        if got.shape != right.shape or got.dtype != right.dtype:
+            diff.problems.append(
+                f"{side}: the rotary table {name} is {got.dtype} {got.shape}, not {right.dtype} "
+                f"{right.shape}"
+            )
+            continue
+        wrong = np.flatnonzero((got != right).any(1))
+        if len(wrong):
+            most = float(np.abs(got - right).max())
+            diff.problems.append(
+                f"{side}: the rotary table {name} is wrong at {len(wrong)} of {len(right)} "
+                f"positions, the first {wrong[0]}, by {most:.3g} at most"
+            )
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

@@ -29,7 +29,7 @@ from ..judging.outputs import OpJudge, gate_for
 from ..showing.terminal import LINES
 from ..sides.environment import describe_side
 from ..sides.passes import run_stepwise
-from ..sides.reference import Reference, State, evaluate, step_batch, storage_dtype
+from ..sides.reference import Reference, State, evaluate, step_batch, storage_dtype, total
 from ..sides.runners import Fault, Program, Runner, create_runner, plan_of
 from ..sides.steps import pages_of, real_tokens
 from ..sides.subject import HostWeights, Subject, Target, check_recordable
@@ -217,8 +217,8 @@ class Oracle:
                 hidden.astype(self.dtype), residual.astype(self.dtype), kv.astype(self.dtype)
             )  # fmt: skip
             hidden, residual, kv = exact.layer(index, weights, (hidden, residual, kv))
-            out = _sum(local.layer(index, weights, inputs))
-            noisy = _sum(faithful.layer(index, weights, inputs))
+            out = total(local.layer(index, weights, inputs))
+            noisy = total(faithful.layer(index, weights, inputs))
             expected[index] = _Expected(inputs, out, noisy, local.calls)
             faithful_hidden, faithful_residual, faithful_kv = faithful.layer(
                 index, weights, (faithful_hidden, faithful_residual, faithful_kv)
@@ -354,7 +354,7 @@ class Suspect:
         oracle, expected = self.oracle, self.oracle.expected[number][place]
         num_tokens = real_tokens(oracle.steps[number])
         out, taps = self._compute(place, expected.inputs, trusted)
-        output = _sum(out) if place >= 0 else out
+        output = total(out) if place >= 0 else out
         if verdict == "layers":
             m = measure(
                 output[:num_tokens], expected.exact[:num_tokens], expected.faithful[:num_tokens]
@@ -447,11 +447,6 @@ class Suspect:
             actual = self.runner.inputs(layer)
             wrong += [name for name in expected if not _equal(actual[name], expected[name])]
         return list(dict.fromkeys(wrong))
-
-
-def _sum(state: Sequence[np.ndarray]) -> np.ndarray:
-    total: np.ndarray = state[0].astype(np.float64) + state[1].astype(np.float64)
-    return total
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:

@@ -141,7 +141,7 @@ class ExactComparison:
         judged = range(self.model.num_layers) if layers is None else layers
         for side, runner in self.runners.items():
             runner.allocate(pages_of(steps))
-            check_weights(diff, side, runner, self.weights, self.model.num_layers)
+            check_weights(diff, side, runner.weights, self.weights, self.model.num_layers)
         for kind, (number, step) in sorted(first.items(), key=lambda entry: entry[1][0]):
             calls = self._calls(step, pages_of(steps), judged)
             for side, runner in self.runners.items():

@@ -27,7 +27,7 @@ from ..judging.outputs import OpJudge, gate_for
 from ..judging.weights import check_weights
 from ..sides.environment import describe
 from ..sides.passes import run_stepwise
-from ..sides.reference import Reference, State, cache_shapes, sources_of, storage_dtype
+from ..sides.reference import Reference, State, cache_shapes, sources_of, storage_dtype, total
 from ..sides.runners import Fault, Program, Runner, create_runner, plan_of
 from ..sides.steps import pages_of, place, real_tokens
 from ..sides.subject import HostWeights, Subject, Target
@@ -83,7 +83,9 @@ class Comparison:
     def check_weights(self) -> None:
         """Every side's weights must be those of the checkpoint, bit for bit."""
         for side in self.sides:
-            check_weights(self.diff, side.name, side.runner, self.weights, self.model.num_layers)
+            check_weights(
+                self.diff, side.name, side.runner.weights, self.weights, self.model.num_layers
+            )
 
     # --- what layers are given; a replay gives what was recorded
     # -----------------------------------------------------
@@ -179,22 +181,22 @@ class Comparison:
         self._streams = after
         judged = index in self.layers
         if judged:
-            expected = _sum(self.local.layer(index, weights, inputs))
-            noisy = _sum(self.local_faithful.layer(index, weights, inputs))
+            expected = total(self.local.layer(index, weights, inputs))
+            noisy = total(self.local_faithful.layer(index, weights, inputs))
             calls = self.local.calls
         for side in self.sides:
             runner = side.runner
             if judged:
                 out, taps = runner.layer(index, *(runner.upload(x) for x in inputs))
                 self._ops(side, self.exact.spec.layers[index], index, calls, taps)
-                output = _sum(tuple(runner.download(x) for x in out[:2]))
+                output = total(tuple(runner.download(x) for x in out[:2]))
                 self._find(side, "layer", index, "output", output, expected, noisy)
             (side.hidden, side.residual, side.kv[source]), _ = runner.layer(
                 index, side.hidden, side.residual, side.kv[source]
             )
             if judged:
-                inherited = _sum(tuple(runner.download(x) for x in (side.hidden, side.residual)))
-                run_expected, run_noisy = (_sum(after[exact]) for exact in (True, False))
+                inherited = total(tuple(runner.download(x) for x in (side.hidden, side.residual)))
+                run_expected, run_noisy = (total(after[exact]) for exact in (True, False))
                 self._find(side, "inherited", index, "output", inherited, run_expected, run_noisy)
         return after, written
 
@@ -283,12 +285,6 @@ class Comparison:
                 gate.shares(metrics),
             )
         )
-
-
-def _sum(state: Sequence[np.ndarray]) -> np.ndarray:
-    """hidden + residual in float64: the state of the model at a layer's end."""
-    total: np.ndarray = state[0].astype(np.float64) + state[1].astype(np.float64)
-    return total
 
 
 def compare_model(

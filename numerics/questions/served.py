@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -22,8 +23,9 @@ import numpy as np
 
 from ...ops.declare import REGISTRY
 from ...ops.namespaces import namespace
-from ...shared.engine import TokenLogprobs
+from ...shared.engine import Engine, TokenLogprobs
 from ...shared.errors import ConfigError
+from ...shared.models import decoder
 from ...shared.request import FinishReason
 from ...shared.sampling_encoding import encode_bias, encode_processors, encode_sampling
 from ...shared.sampling_params import SamplingParams
@@ -31,11 +33,14 @@ from ..judging.diff import Diff
 from ..judging.gates import MODES, Mode, semantics
 from ..judging.metrics import measure
 from ..judging.served import Choose, Row, judge_row, judge_rows
+from ..judging.streams import StreamErrors, TokenOfPass, judge_streams
+from ..judging.weights import check_tables, check_weights
+from ..sides.reference import total
 from ..sides.serving import Answer, Ask, Served, serve
 from ..sides.steps import default_prompts, make_owned_steps, owned_rows
-from ..sides.subject import Subject, Target
+from ..sides.subject import HostWeights, Subject, Target
 from .logits import TRANSFORMERS, transformers_logits
-from .model import Comparison
+from .model import Caches, Comparison, Streams
 
 Progress = Callable[[str], None]
 Definition = Literal["auto", "transformers", "off"]
@@ -153,13 +158,18 @@ def _check(
     """The same in one dtype. `definition` is what is known of it; None: ask."""
     started = time.perf_counter()
     runs: dict[tuple[str, str], Served] = {}
+    held = Diff(tuple(targets))
     for name, target in targets.items():
         for run, options in RUNS.items():
             progress(f"{subject.dtype}, {target}: starting, {run}")
             asks = workload(subject, prompts, loops=run == "loops")
-            runs[name, run] = serve(subject, target, asks, progress=progress, **options)
+            inspect = partial(_check_held, held, f"{name}, {run}", subject)
+            runs[name, run] = serve(
+                subject, target, asks, inspect=inspect, progress=progress, **options
+            )
     positions = _Positions(subject, mode, runs)
     diff = positions.judge(progress)
+    diff.extend(held)
     if definition is None:
         progress(f"asking {TRANSFORMERS} about the definition")
         definition = positions.check_definition()
@@ -170,6 +180,16 @@ def _check(
     }
     diff.seconds = time.perf_counter() - started
     return diff
+
+
+def _check_held(diff: Diff, side: str, subject: Subject, engine: Engine) -> None:
+    """Compare what an engine's programs are given with the checkpoint, and with the definition of
+    the rotary tables.
+    """
+    worker, model = engine.worker, engine.model
+    check_weights(diff, side, worker.read_weights, HostWeights(subject), model.num_layers)
+    right = decoder.rotary_tables(model, engine.config.max_model_len)
+    check_tables(diff, side, worker.read_tables(), right)
 
 
 # --- what ran
@@ -247,6 +267,35 @@ class _Wanted:
     index: int | None
 
 
+class _Passes:
+    """All passes of one run, as one. `sequences` are those of its answers."""
+
+    def __init__(self, served: Served, sequences: Sequence[int]) -> None:
+        # A run without a pass is missing all steps, which is said elsewhere.
+        parts = [one.streams for one in served.passes]
+        self._streams = np.concatenate(parts, 2) if parts else np.zeros((1, 2, 0, 1), np.float32)
+        tokens = [
+            TokenOfPass(one.number, one.kind, request, position)
+            for one in served.passes
+            for request, position in one.places
+        ]
+        self.errors = StreamErrors(tokens, len(self._streams) - 1)
+        self._at: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, token in enumerate(tokens):
+            self._at[sequences[token.request], token.position].append(number)
+
+    def begin(self, places: Sequence[tuple[int, int]]) -> None:
+        """Take the sequence and position of each row that the references compute next."""
+        pairs = [(row, number) for row, at in enumerate(places) for number in self._at.get(at, ())]
+        self._rows, self._numbers = np.asarray(pairs, np.int64).reshape(-1, 2).T
+
+    def look(self, layer: int, exact: np.ndarray, noisy: np.ndarray) -> None:
+        """Compare with the references' streams [row dim] before layer `layer`."""
+        if len(self._rows):
+            got = self._streams[layer][:, self._numbers].astype(np.float64).sum(0)
+            self.errors.look(layer, self._numbers, got, exact[self._rows], noisy[self._rows])
+
+
 class _Positions(Comparison):
     """The references over all sequences that were served, each position judged as it passes."""
 
@@ -268,6 +317,10 @@ class _Positions(Comparison):
                 for position, wanted in _wanted(run, number, answer):
                     self._wanted[place, position].append(wanted)
         self.kept: dict[tuple[int, int], np.ndarray] = {}
+        self._passes = {
+            run: _Passes(served, [known[answer.sequence.tobytes()] for answer in served.answers])
+            for run, served in runs.items()
+        }
 
     def judge(self, progress: Progress) -> Diff:
         """The verdicts on all runs."""
@@ -278,16 +331,38 @@ class _Positions(Comparison):
             diff.missing.append(f"{left} served positions: the reference did not compute them")
         for (side, run), served in self.runs.items():
             tokens = sum(len(answer.tokens) for answer in served.answers)
+            errors = self._passes[side, run].errors
+            streams = judge_streams(errors, self.mode)
             found = judge_rows(
-                self.rows[side, run], self.mode, tokens, side=side, run=run,
-                requests=len(served.answers), steps=dict(served.steps),
+                self.rows[side, run], self.mode, tokens, streams.first_wrong, side=side, run=run,
+                streams=streams.sigmas, requests=len(served.answers), steps=dict(served.steps),
                 preemptions=served.preemptions, cached=served.cached,
             )  # fmt: skip
             diff.served.append(found)
             where = f"{side}, mode {self.mode}"
             diff.problems += [f"{where}, {run}: {text}" for text in _wrong_ends(served)]
             diff.missing += [f"{where}: {text}" for text in _not_reached(run, served)]
+            if errors.missing:
+                diff.missing.append(f"{where}: {errors.missing} tokens of the passes of {run}")
         return diff
+
+    def _embed(self) -> Streams:
+        rows = list(owned_rows(self.step, self.owners[self.number]))
+        for passes in self._passes.values():
+            passes.begin(rows)
+        streams = super()._embed()
+        self._look(0, streams)
+        return streams
+
+    def _layer(self, index: int, streams: Streams, caches: Caches) -> tuple[Streams, Caches]:
+        after, caches = super()._layer(index, streams, caches)
+        self._look(index + 1, after)
+        return after, caches
+
+    def _look(self, layer: int, streams: Streams) -> None:
+        exact, noisy = (total(streams[which]) for which in (True, False))
+        for passes in self._passes.values():
+            passes.look(layer, exact, noisy)
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         vocab = self.model.vocab_size

@@ -234,6 +234,12 @@ def faithful_attention(
     return out
 
 
+def total(state: Sequence[np.ndarray]) -> np.ndarray:
+    """hidden + residual in float64: the state of the model at a layer's end."""
+    summed: np.ndarray = state[0].astype(np.float64) + state[1].astype(np.float64)
+    return summed
+
+
 def storage_dtype(name: str) -> Any:
     """The numpy dtype of that name."""
     return namespace("numpy").float_dtype(name)

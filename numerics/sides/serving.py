@@ -15,15 +15,17 @@ from typing import Any
 import numpy as np
 
 from ...shared.config import EngineConfig, resolve
+from ...shared.demand import Demand
 from ...shared.engine import Engine, TokenLogprobs
 from ...shared.models.caches import layout_of
 from ...shared.page_groups import pages_for
 from ...shared.progress import silent
 from ...shared.request import FinishReason
 from ...shared.sampling_params import SamplingParams
-from ...shared.step import StepInput
+from ...shared.step import StepInput, StepOutput
 from ...shared.worker import backend_module
 from .environment import describe_side
+from .steps import owned_rows
 from .subject import Subject, Target
 
 Progress = Callable[[str], None]
@@ -57,6 +59,22 @@ class Answer:
         return np.concatenate([self.ask.prompt, np.asarray(self.tokens, np.int32)])
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward pass that an engine made for its users: step `number` of the run, of a `kind`
+    (mixed, decode, loop).
+
+    `places` [tok] are the answer, by number, and the position of each token. `streams` [layer + 1,
+    2, tok, dim], hidden and residual before the layers and behind each, are what the step's own
+    program computed; NaN where a layer dropped a token.
+    """
+
+    number: int
+    kind: str
+    places: tuple[tuple[int, int], ...]
+    streams: np.ndarray
+
+
 @dataclass(slots=True)
 class Served:
     """One run of an engine. `steps` counts its steps by what they were: mixed, decode, loop;
@@ -68,36 +86,71 @@ class Served:
     preemptions: int
     cached: int
     environment: dict[str, Any]
+    passes: list[Pass] = field(default_factory=list)
 
 
 class _Watched:
-    """A worker whose steps are counted. All else is the worker's."""
+    """A worker that notes the passes it makes. All else is the worker's."""
 
-    def __init__(self, worker: Any, steps: Counter[str]) -> None:
-        self._worker, self._steps = worker, steps
+    def __init__(self, engine: Engine) -> None:
+        self._worker: Any = engine.worker
+        self._requests = engine.scheduler.table.requests
+        self.steps: Counter[str] = Counter()
+        self.passes: list[Pass] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)
 
     def execute(self, step: StepInput) -> Any:
-        """Start a step."""
-        self._steps["loop" if step.loop is not None else step.descriptor.kind] += 1
-        return self._worker.execute(step)
+        """Start a step. Whose rows it has is known now: they may be another's when it is read."""
+        kind = "loop" if step.loop is not None else step.descriptor.kind
+        self.steps[kind] += 1
+        count = int(step.field("counts")[1])
+        tenants = [self._requests[row] for row in step.field("rows")[:count].tolist()]
+        owners = [int(request.request_id) for request in tenants if request is not None]
+        return _Noted(self._worker.execute(step), step, kind, owners, self)
+
+    def note(self, step: StepInput, kind: str, owners: Sequence[int], streams: np.ndarray) -> None:
+        """Take the streams [iteration, layer + 1, 2, tok, dim] of a step."""
+        places = [*owned_rows(step, owners)]
+        for iteration, of_pass in enumerate(streams):
+            here = tuple((owner, position + iteration) for owner, position in places)
+            self.passes.append(Pass(step.step_id, kind, here, of_pass[:, :, : len(here)]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """A step's handle whose streams are kept when it is read."""
+
+    handle: Any
+    step: StepInput
+    kind: str
+    owners: list[int]
+    watched: _Watched
+
+    def result(self) -> StepOutput:
+        """Wait for the step."""
+        output: StepOutput = self.handle.result()
+        if output.streams is not None:
+            self.watched.note(self.step, self.kind, self.owners, output.streams)
+        return output
 
 
 def serve(
     subject: Subject, target: Target, asks: Sequence[Ask], *, tight: bool = False,
+    inspect: Callable[[Engine], None] = lambda engine: None,
     progress: Progress = lambda text: None, **options: Any,
 ) -> Served:  # fmt: skip
-    """Serve `asks` by an engine of `target`, with the engine options `options`.
+    """Serve `asks` by an engine of `target`, with the engine options `options`. `inspect` gets the
+    engine before it serves.
 
     `tight`: with a cache that holds about half of the requests that run at once, so that some are
     preempted. Raises ConfigError, ModelError, BackendUnavailable, RequestError.
     """
-    steps: Counter[str] = Counter()
     with _engine(subject, target, asks, tight, options) as engine:
-        worker: Any = engine.worker
-        engine.worker = _Watched(worker, steps)
+        inspect(engine)
+        watched: Any = _Watched(engine)
+        engine.worker = watched
         answers = {str(i): Answer(ask) for i, ask in enumerate(asks)}
         for wave in sorted({ask.wave for ask in asks}):
             for name, answer in answers.items():
@@ -112,10 +165,11 @@ def serve(
                     answer.prompt_logprobs = update.prompt_logprobs or answer.prompt_logprobs
                     answer.finish_reason = update.finish_reason or answer.finish_reason
         metrics = engine.metrics()
-        environment = describe_side(target, engine.device, worker.plans())
+        environment = describe_side(target, engine.device, watched.plans())
     return Served(
-        list(answers.values()), steps, metrics.preemptions, metrics.prefix_hits, environment
-    )
+        list(answers.values()), watched.steps, metrics.preemptions, metrics.prefix_hits,
+        environment, watched.passes,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -142,8 +196,9 @@ def _engine(
     # Two steps in flight may hold a page more each.
     room = max(held[0] + 2, sum(held) // 2) if tight else 2 * sum(held)
     engine = Engine(
-        EngineConfig(**values | {"num_pages": room}), subject.model, subject.folder, silent
-    )
+        EngineConfig(**values | {"num_pages": room}), subject.model, subject.folder, silent,
+        Demand(streams=True),
+    )  # fmt: skip
     try:
         yield engine
     finally:

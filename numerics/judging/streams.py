@@ -1,0 +1,107 @@
+"""What an engine's own programs passed from layer to layer, against both references.
+
+Each token of each pass that an engine made is judged behind each layer, by its error over the
+noise of the faithful reference at the same token. A layer that is wrong shows from its own output
+on, so the first layer with a wrong token is where something goes wrong, and the first pass of it
+says when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .gates import HALF_ULP32, Mode
+from .metrics import DEVIATIONS
+from .served import OF_ROW, POOLED
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOfPass:
+    """A token that an engine computed: in which step, of which kind, and whose."""
+
+    step: int
+    kind: str
+    request: int
+    position: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} ({self.kind}), request {self.request}, position {self.position}"
+
+
+@dataclass(slots=True)
+class StreamErrors:
+    """Mean squares [layer + 1, tok] over all passes of a run: errors, and noise. NaN where nothing
+    was compared.
+    """
+
+    tokens: Sequence[TokenOfPass]
+    layers: int
+    error: np.ndarray = field(init=False)
+    noise: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = self.layers + 1, len(self.tokens)
+        self.error, self.noise = np.full(size, np.nan), np.full(size, np.nan)
+
+    def look(
+        self, layer: int, tokens: np.ndarray, got: np.ndarray, exact: np.ndarray, noisy: np.ndarray
+    ) -> None:
+        """Compare streams [tok dim] float64 before layer `layer`, those of `tokens` [tok]."""
+        # No number in float32 is nearer than half a unit; the stream is two of them.
+        unit = (2.0 * HALF_ULP32) ** 2 * np.mean(exact**2, 1)
+        error = np.mean((got - exact) ** 2, 1)
+        if layer == self.layers:
+            # The last layer drops tokens that nothing is sampled from. A sampled one that is not
+            # finite gives no token, which is found there.
+            error = np.where(np.isnan(got).all(1), 0.0, error)
+        self.error[layer, tokens] = np.where(np.isfinite(error), error, np.inf)
+        self.noise[layer, tokens] = np.mean((noisy - exact) ** 2, 1) + unit
+
+    @property
+    def missing(self) -> int:
+        """Tokens that the references did not compute."""
+        return int(np.isnan(self.error).any(0).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class StreamVerdict:
+    """`sigmas` [layer + 1] are errors over noise of all tokens, before the layers and behind each.
+    `first_wrong` says where something goes wrong first, "" if nothing does.
+    """
+
+    sigmas: tuple[float, ...]
+    first_wrong: str
+
+
+def judge_streams(errors: StreamErrors, mode: Mode) -> StreamVerdict:
+    """The verdict on all passes of one run."""
+    sigmas: list[float] = []
+    first = ""
+    for layer, (error, noise) in enumerate(zip(errors.error, errors.noise, strict=True)):
+        compared = ~np.isnan(error)
+        power = noise[compared]
+        if not power.any():
+            sigmas.append(0.0)
+            continue
+        sigma = float(np.sqrt(error[compared].sum() / power.sum()))
+        sigmas.append(sigma)
+        if first:
+            continue
+        effective = float(power.sum() ** 2 / (power**2).sum())
+        limit = POOLED[mode] + DEVIATIONS / effective**0.5
+        shares = np.zeros(len(error))
+        shares[compared] = np.sqrt(error[compared] / np.maximum(power, power.mean()))
+        wrong = np.flatnonzero(shares > OF_ROW[mode])
+        where = "the embedding" if layer == 0 else f"layer.{layer - 1}"
+        if len(wrong):
+            token = wrong[0]
+            first = (
+                f"{where}, in {errors.tokens[token]}: {shares[token]:.3g} of its noise, allowed is "
+                f"{OF_ROW[mode]:.3g}; {len(wrong)} of {len(error)} tokens"
+            )
+        elif not sigma <= limit:
+            first = f"{where}, over all tokens: sigma {sigma:.3g} > {limit:.3g}"
+    return StreamVerdict(tuple(sigmas), first)
