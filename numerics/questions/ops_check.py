@@ -23,7 +23,16 @@ from ...ops.cases import load_all
 from ...ops.implement import Implementation
 from ...ops.plan import COMPOSITION, NATIVE
 from ...ops.plugins import load_plugins
-from ...ops.testing import TESTING, Arguments, Case, Judge, ci_cases, providers, run
+from ...ops.testing import (
+    TESTING,
+    Arguments,
+    Case,
+    Judge,
+    ci_cases,
+    providers,
+    run,
+    run_mutant,
+)
 from ...shared.errors import ConfigError
 from ...shared.worker import backend_module
 from ..errors import EQUAL, FAILED, NOT_COMPARED
@@ -38,6 +47,8 @@ from .exact import ExactJudge
 from .exact_probes import probes
 
 Progress = Callable[[str], None]
+DEFINITION = "our definition"
+"""The side of what all implementations are judged by."""
 INTERPRETED = "_interpret"
 """Implementations whose name ends so run another chip's kernel in an interpreter: only where a
 target names them.
@@ -80,7 +91,7 @@ class OpResult:
 @dataclass(slots=True)
 class OpsReport:
     """All results. `absent` are implementations that were not judged and why, `missing` what had
-    to be compared.
+    to be compared. `undefined` are ops whose definition nothing was compared with.
     """
 
     sides: tuple[str, ...]
@@ -88,6 +99,7 @@ class OpsReport:
     results: list[OpResult] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    undefined: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -117,6 +129,7 @@ class OpsReport:
             "exit_code": self.exit_code, "sides": list(self.sides), "devices": self.devices,
             "versions": versions(),
             "compared": self.compared, "absent": self.absent, "missing": self.missing,
+            "undefined": self.undefined,
             "seconds": self.seconds,
             "results": results,
         }  # fmt: skip
@@ -165,6 +178,7 @@ def check_ops(
         if not cases:
             report.absent.append(f"{name} has no case in mode {', '.join(modes)}")
             continue
+        _check_definition(report, name, cases)
         for side, target, device in zip(sides, targets, devices, strict=True):
             for provider, implementation in _runnable(name, target, side, report):
                 where = Where(target.backend, device.platform, (faults or {}).get(side[0]))
@@ -294,6 +308,22 @@ def _check(
         report.missing.append(f"{side}: {cases[0].op}={provider} takes no case")
 
 
+def _check_definition(report: OpsReport, op: str, cases: Sequence[_Probe]) -> None:
+    """Judge the op's definition itself, where its cases bring another one that was written apart:
+    a mistake in the reference, which many implementations run, is none of theirs.
+    """
+    truth = TESTING[op].truth
+    if truth is None:
+        report.undefined.append(op)
+        return
+    result = OpResult(DEFINITION, op, "reference", "", "")
+    for probe in cases:
+        if isinstance(probe.judge, Judge):
+            result.dtype, result.mode = probe.dtype, probe.mode
+            _note(result, probe, run_mutant(op, truth, probe.case.arguments, probe.like))
+    report.results.append(result)
+
+
 def _judge(result: OpResult, probe: _Probe, where: Where) -> None:
     """Run one case. An implementation may raise anything; what it could not compute was not
     compared.
@@ -305,6 +335,11 @@ def _judge(result: OpResult, probe: _Probe, where: Where) -> None:
         line = next(iter(str(error).splitlines()), "")
         result.raised.append(f"case {probe.case.name} raised {type(error).__name__}: {line[:120]}")
         return
+    _note(result, probe, outputs)
+
+
+def _note(result: OpResult, probe: _Probe, outputs: Sequence[np.ndarray]) -> None:
+    """Judge the outputs of one case."""
     result.compared += 1
     if _dtypes(outputs) != probe.like:
         got, want = (", ".join(map(str, dtypes)) for dtypes in (_dtypes(outputs), probe.like))
