@@ -57,8 +57,23 @@ def _write_cases(dtype: str) -> Iterator[Case]:
             yield from _narrow_writes(arguments)
     yield Case("no row has a slot", arguments | {"slots": np.full(9, -1, np.int32)})
     yield Case("views", arguments | {"k": strided(k), "v": strided(v)})
+    yield Case("slots behind 2^15", partial(_far_write, arguments))
     if dtype == "bfloat16":
         yield Case("Qwen3-0.6B, 2048 tokens", _big_write, ("bench",))
+
+
+FAR = 2**15 // 16 + 4
+"""Pages of 16 slots that reach behind what 16 bits with a sign can count."""
+
+
+def _far_write(a: Arguments) -> Arguments:
+    """The same rows, in the last pages of a cache of many."""
+    _, _, *entry = a["kv"].shape
+    kv = np.zeros((FAR, 16, *entry), a["kv"].dtype)
+    kv[-4:] = 1.0
+    # Slots below 48, so that they lie in the last three pages.
+    slots = np.where(a["slots"] < 0, -1, a["slots"] + (FAR - 3) * 16)
+    return a | {"kv": kv, "slots": slots.astype(np.int32)}
 
 
 def _narrow_writes(a: Arguments) -> Iterator[Case]:
@@ -438,6 +453,16 @@ def paged(
     }  # fmt: skip
 
 
+def _far_pages(a: Arguments) -> Arguments:
+    """The same pages, the last ones of a cache of many."""
+    kv, table = a["kv"], a["page_table"]
+    before = np.full((FAR - len(kv), *kv.shape[1:]), np.nan, kv.dtype)
+    # Entries of the table that no request uses stay 0.
+    used = np.arange(table.shape[1])[None] * kv.shape[1] < a["kv_lens"][:, None]
+    moved = np.where(used, table + len(before), table).astype(np.int32)
+    return a | {"kv": np.concatenate([before, kv]), "page_table": moved}
+
+
 BELOW_ONE = 1.0 - 2.0**-8
 """The bfloat16 before 1."""
 
@@ -493,6 +518,8 @@ def _attention_cases(dtype: str) -> Iterator[Case]:
     blocks = paged(rng, dtype, [300, 140, 290], [290, 1, 20], (2, 1), 16, 16)
     yield Case("several blocks", blocks)
     yield Case("several blocks, window", blocks | {"window": 131})
+    near = paged(np.random.default_rng(11), dtype, [40, 17, 5], [1, 1, 5], (2, 1), 16, 16)
+    yield Case("slots behind 2^15", partial(_far_pages, near))
     # The oldest slot that the query sees is 127: the last one of a block of 128, which must not be
     # skipped.
     edge = paged(np.random.default_rng(9), dtype, [167], [1], (2, 1), 16, 16)
