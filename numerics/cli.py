@@ -167,7 +167,7 @@ def run_ops(arguments: argparse.Namespace) -> int:
         arguments.op,
         faults,
         parse_modes(arguments.mode),
-        lambda text: print(text, file=sys.stderr),
+        progress=lambda text: print(text, file=sys.stderr),
     )
     if arguments.json != "-":
         print(render(report))

@@ -25,20 +25,29 @@ def add_parsers(commands: Any) -> None:
         help="BACKEND:DEVICE[:KEY=VALUE,...], repeatable (default: jax:cpu and torch:cpu)",
     )
     served.add_argument("--mode", default="S,P", metavar="S,P", help="S: float32, P: the run dtype")
-    served.add_argument(
-        "--max-model-len",
-        type=int,
-        default=256,
-        metavar="N",
-        help="tokens of a request at most, from 64",
-    )
-    served.add_argument(
-        "--definition",
-        choices=("auto", "transformers", "off"),
-        default="auto",
-        help="who is asked whether the reference is right; auto: transformers, if installed",
-    )
+    _max_model_len(served)
+    _definition(served)
     output_flags(served)
+    check = commands.add_parser(
+        "check", help="two backends and a model in every way, one verdict, one first cause"
+    )
+    check.set_defaults(run_numerics=run_check)
+    model_flags(check)
+    check.add_argument(
+        "--a", default="jax:cpu", metavar="TARGET", help="BACKEND:DEVICE[:KEY=VALUE,...]"
+    )
+    check.add_argument("--b", default="torch:cpu", metavar="TARGET", help="the same")
+    check.add_argument("--mode", default="S,P", metavar="S,P", help="S: float32, P: the run dtype")
+    _max_model_len(check)
+    _definition(check)
+    check.add_argument(
+        "--seconds",
+        type=float,
+        default=900.0,
+        metavar="N",
+        help="no part is begun later; what was not begun is not compared (exit code 3)",
+    )
+    output_flags(check)
     logits = commands.add_parser(
         "logits", help="the ends of two runs: against a backend, transformers, or a server"
     )
@@ -83,6 +92,59 @@ def add_parsers(commands: Any) -> None:
     report.add_argument("--out", metavar="FILE", help="the HTML file (default: RESULT with .html)")
 
 
+def _max_model_len(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens of a request at most, from 64",
+    )
+
+
+def _definition(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--definition",
+        choices=("auto", "transformers", "off"),
+        default="auto",
+        help="who is asked whether the reference is right; auto: transformers, if installed",
+    )
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """`twinfer numerics check`."""
+    from .judging.gates import parse_modes
+    from .questions.check import check, render
+    from .showing.junit import suite_xml
+    from .sides.steps import read_prompts
+    from .sides.subject import parse_target
+
+    targets = [parse_target(arguments.a), parse_target(arguments.b)]
+    _check_length(arguments)
+    subject = subject_of(arguments)
+    report = check(
+        subject,
+        # A backend that is both sides is asked once.
+        targets if str(targets[0]) != str(targets[1]) else targets[:1],
+        modes=parse_modes(arguments.mode, ("S", "P")),
+        prompts=read_prompts(arguments.prompts, subject) if arguments.prompts else None,
+        definition=arguments.definition,
+        seconds=arguments.seconds,
+        progress=tell,
+    )
+    report.environment["command"] = command(arguments)
+    if arguments.json != "-":
+        print(render(report))
+    write(arguments.json, report.dumps)
+    write(arguments.junit, lambda: suite_xml(report.cases(), report.missing))
+    return report.exit_code
+
+
+def _check_length(arguments: argparse.Namespace) -> None:
+    if arguments.max_model_len < 64:
+        raise ConfigError(f"max_model_len: got {arguments.max_model_len}, allowed is at least 64")
+
+
 def run_served(arguments: argparse.Namespace) -> int:
     """`twinfer numerics served`."""
     from .judging.gates import parse_modes
@@ -91,8 +153,7 @@ def run_served(arguments: argparse.Namespace) -> int:
     from .sides.subject import parse_target
 
     targets = [parse_target(text) for text in arguments.on or ["jax:cpu", "torch:cpu"]]
-    if arguments.max_model_len < 64:
-        raise ConfigError(f"max_model_len: got {arguments.max_model_len}, allowed is at least 64")
+    _check_length(arguments)
     subject = subject_of(arguments)
     diff = check_served(
         subject,
@@ -178,6 +239,7 @@ DEFAULTS = {
     "max_model_len": 256,
     "definition": "auto",
     "mode": "S,P",
+    "seconds": 900.0,
 }
 ASKED = (
     "model",
@@ -194,6 +256,7 @@ ASKED = (
     "positions",
     "max_model_len",
     "definition",
+    "seconds",
     "plant",
 )
 

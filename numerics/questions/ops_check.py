@@ -24,6 +24,7 @@ from ...ops.implement import Implementation
 from ...ops.plan import COMPOSITION, NATIVE
 from ...ops.plugins import load_plugins
 from ...ops.testing import (
+    FLOATS,
     TESTING,
     Arguments,
     Case,
@@ -142,10 +143,12 @@ class OpsReport:
 
 def check_ops(
     targets: Sequence[Target], names: Sequence[str] = (), faults: Mapping[str, Fault] | None = None,
-    modes: Sequence[Mode] = ALL_MODES, progress: Progress = lambda text: None,
+    modes: Sequence[Mode] = ALL_MODES, dtypes: Sequence[str] | None = None, planned: bool = False,
+    progress: Progress = lambda text: None,
 ) -> OpsReport:  # fmt: skip
-    """Judge all implementations of `names` (none: all ops) on `targets`. `faults` plants faults by
-    side (`a`, `b`).
+    """Judge all implementations of `names` (none: all ops) on `targets`, in `dtypes` (None: all).
+    `faults` plants faults by side (`a`, `b`). `planned`: only the providers that a target names,
+    and an op without cases is no gap.
 
     Raises ConfigError, BackendUnavailable.
     """
@@ -172,14 +175,17 @@ def check_ops(
         progress(f"op {name}")
         if name not in TESTING:
             # Who asks for it by name must not get a pass without it.
-            (report.missing if names else report.absent).append(f"{name} has no cases")
+            asked = names and not planned
+            (report.missing if asked else report.absent).append(f"{name} has no cases")
             continue
-        cases = _probes(name, modes)
+        cases = _probes(name, modes, dtypes)
         if not cases:
             report.absent.append(f"{name} has no case in mode {', '.join(modes)}")
             continue
         _check_definition(report, name, cases)
         for side, target, device in zip(sides, targets, devices, strict=True):
+            if planned and name not in target.providers:
+                continue
             for provider, implementation in _runnable(name, target, side, report):
                 where = Where(target.backend, device.platform, (faults or {}).get(side[0]))
                 _check(report, side, where, provider, implementation, cases)
@@ -216,9 +222,11 @@ class _Probe:
     like: tuple[Any, ...]
 
 
-def _probes(op: str, modes: Sequence[Mode]) -> list[_Probe]:
+def _probes(op: str, modes: Sequence[Mode], dtypes: Sequence[str] | None) -> list[_Probe]:
     made: list[_Probe] = []
     for dtype in TESTING[op].dtypes:
+        if dtypes is not None and dtype not in dtypes and dtype in FLOATS:
+            continue
         mode = _mode(op, dtype)
         for case in ci_cases(TESTING[op], dtype):
             if mode in modes:

@@ -1,0 +1,325 @@
+"""`twinfer numerics check`: everything that can be asked about two backends and a model, with one
+verdict, one first cause, and the command that shows it again.
+
+The parts go from what users get to its pieces: what engines serve, the ops that their plans name,
+the model layer by layer, and whether a run can be repeated. A cause that lies deeper is named
+before one that it explains: a wrong definition is wrong on all sides, a wrong weight spoils every
+op behind it, and a wrong op every layer.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ...shared.errors import ConfigError
+from ...shared.worker import backend_module
+from ..errors import EQUAL, FAILED, NOT_COMPARED
+from ..judging.diff import Diff
+from ..judging.gates import MODES, Mode
+from ..sides.steps import default_prompts, make_steps
+from ..sides.subject import Subject, Target
+from .invariants import InvariantsReport, check_invariants
+from .model import compare_model
+from .ops_check import DEFINITION, OpsReport, check_ops
+from .served import Definition, check_served
+
+Progress = Callable[[str], None]
+SECONDS = 900.0
+"""Time that parts may be begun in. A part that has begun is finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Something that is wrong, and what shows it again. `depth`: smaller ones explain larger."""
+
+    depth: int
+    text: str
+    again: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One question: its exit code, the seconds that it took, and what was compared, in words."""
+
+    name: str
+    exit_code: int
+    seconds: float
+    compared: str
+
+
+@dataclass(slots=True)
+class CheckReport:
+    """The verdicts of all parts, and the causes of what is wrong, the deepest first."""
+
+    sides: tuple[str, ...]
+    parts: list[Part] = field(default_factory=list)
+    causes: list[Cause] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """0 equal, 1 a numeric failure, 3 not everything compared."""
+        codes = {part.exit_code for part in self.parts}
+        if FAILED in codes:
+            return FAILED
+        return NOT_COMPARED if self.missing or codes - {EQUAL} or not codes else EQUAL
+
+    @property
+    def first_cause(self) -> str:
+        """The deepest cause, "" if nothing is wrong."""
+        return self.causes[0].text if self.causes else ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return {
+            "exit_code": self.exit_code, "sides": list(self.sides),
+            "first_cause": self.first_cause, "causes": [asdict(cause) for cause in self.causes],
+            "parts": [asdict(part) for part in self.parts], "missing": self.missing,
+            "environment": self.environment, "seconds": self.seconds,
+        }  # fmt: skip
+
+    def dumps(self) -> str:
+        """JSON text."""
+        return json.dumps(self.to_json(), allow_nan=False)
+
+    def cases(self) -> dict[tuple[str, str], list[str]]:
+        """Complaints by (group, name), for JUnit."""
+        failed = [cause.text for cause in self.causes]
+        return {
+            ("check", part.name): failed if part.exit_code == FAILED else [] for part in self.parts
+        }
+
+
+def check(
+    subject: Subject, targets: Sequence[Target], *, modes: Sequence[Mode] = MODES,
+    prompts: Sequence[np.ndarray] | None = None, definition: Definition = "auto",
+    seconds: float = SECONDS, progress: Progress = lambda text: None,
+) -> CheckReport:  # fmt: skip
+    """Ask everything about `targets`, as long as `seconds` are not over; what was not begun by then
+    is missing.
+
+    Raises ConfigError, ModelError, BackendUnavailable.
+    """
+    if not seconds > 0:
+        raise ConfigError(f"seconds: got {seconds}, allowed is more than 0")
+    report = CheckReport(tuple(_named(targets)))
+    asked = _Asked(subject, list(targets), modes, prompts, definition, progress)
+    started = time.perf_counter()
+    for name, ask in PARTS.items():
+        before = time.perf_counter()
+        if before - started > seconds:
+            report.missing.append(f"{name}: the {seconds:g} seconds were over")
+            continue
+        progress(f"check: {name}")
+        answer = ask(asked)
+        took = time.perf_counter() - before
+        report.parts.append(Part(name, answer.exit_code, took, answer.compared))
+        report.causes += answer.causes
+        report.missing += [f"{name}: {text}" for text in answer.missing]
+        report.environment |= answer.environment
+    report.causes.sort(key=lambda cause: cause.depth)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _named(targets: Sequence[Target]) -> list[str]:
+    return [f"{chr(ord('a') + i)} {target}" for i, target in enumerate(targets)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What all parts are about."""
+
+    subject: Subject
+    targets: list[Target]
+    modes: Sequence[Mode]
+    prompts: Sequence[np.ndarray] | None
+    definition: Definition
+    progress: Progress
+
+    def again(self, command: str, *words: str, model: bool = True) -> str:
+        """The command that asks one part alone."""
+        subject = self.subject
+        named = ["--model", subject.name] if model else []
+        if model and subject.load_format != "auto":
+            named += ["--load-format", subject.load_format]
+        if model and subject.seed:
+            named += ["--seed", str(subject.seed)]
+        return shlex.join(["twinfer", "numerics", command, *named, *words])
+
+    def target(self, side: str) -> str:
+        """The target of a side, whose name begins with a letter."""
+        return str(self.targets[ord(side[0]) - ord("a")])
+
+    def both(self) -> list[str]:
+        """Flags for all targets, where there are a and b."""
+        return ["--a", str(self.targets[0]), "--b", str(self.targets[-1])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a part found."""
+
+    exit_code: int
+    compared: str
+    causes: list[Cause]
+    missing: Sequence[str]
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+# --- the parts
+# --------------------------------------------------------------------------------------------------
+
+
+def _ask_served(asked: _Asked) -> _Answer:
+    diff = check_served(
+        asked.subject, asked.targets, modes=asked.modes, prompts=asked.prompts,
+        definition=asked.definition, progress=asked.progress,
+    )  # fmt: skip
+    tokens = sum(run.tokens for run in diff.served)
+    steps = sum(sum(run.steps.values()) for run in diff.served)
+    what = f"{tokens} tokens that engines served in {steps} steps"
+    causes = list(_served_causes(asked, diff))
+    return _Answer(diff.exit_code, what, causes, diff.missing, diff.environment)
+
+
+def _served_causes(asked: _Asked, diff: Diff) -> Iterator[Cause]:
+    for text in diff.problems:
+        ours = text.startswith(DEFINITION)
+        side = "a" if ours else text
+        again = asked.again("served", "--on", asked.target(side))
+        yield Cause(1 if ours else 2, text, again)
+    for run in diff.served:
+        if run.first_wrong:
+            text = f"{run.side}, {run.run}, mode {run.mode}: {run.first_wrong}"
+            again = asked.again("served", "--on", asked.target(run.side), "--mode", run.mode)
+            yield Cause(5, text, again)
+
+
+def _ask_ops(asked: _Asked) -> _Answer:
+    """The implementations that the plans name, in float32 and the run dtype."""
+    wanted: dict[str, None] = {}
+    sides: list[Target] = []
+    for target in asked.targets:
+        chosen = _planned(asked.subject, target)
+        sides.append(Target(target.backend, target.device, {}, chosen))
+        wanted |= dict.fromkeys(chosen)
+    dtypes = dict.fromkeys(["float32", asked.subject.dtype])
+    report = check_ops(
+        sides, sorted(wanted), dtypes=tuple(dtypes), modes=(*asked.modes, "X"), planned=True,
+        progress=asked.progress,
+    )  # fmt: skip
+    what = f"{report.compared} cases of {len(wanted)} ops"
+    return _Answer(report.exit_code, what, list(_op_causes(asked, report)), report.missing)
+
+
+def _planned(subject: Subject, target: Target) -> dict[str, tuple[str, ...]]:
+    """The providers of each op in the plans of a target, in any kind of program."""
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for dtype in dict.fromkeys(["float32", subject.dtype]):
+        config = replace(subject.with_dtype(dtype).resolved(target), page_groups=True)
+        plans = backend_module(target.backend, "plans").make_plans(subject.model, config)
+        for kind in plans.by_kind:
+            for plan in plans.every(kind):
+                for op, choice in plan.choices.items():
+                    found[op][choice.provider] = None
+    return {op: tuple(providers) for op, providers in found.items()}
+
+
+def _op_causes(asked: _Asked, report: OpsReport) -> Iterator[Cause]:
+    for result in report.failures:
+        again = asked.again("ops", *asked.both(), "--op", result.op, model=False)
+        ours = result.side == DEFINITION
+        name = f"the op {result.op}" if ours else result.name
+        text = f"{result.side}: {name}, {result.dtype}: {result.complaints[0]}"
+        yield Cause(0 if ours else 3, text, again)
+
+
+def _ask_model(asked: _Asked) -> _Answer:
+    subject = asked.subject
+    prompts = default_prompts(subject, subject.seed) if asked.prompts is None else asked.prompts
+    steps = make_steps(subject, prompts)
+    diff = compare_model(subject, asked.targets, steps, modes=asked.modes, progress=asked.progress)
+    what = f"{len(diff.findings)} tensors in {len(steps)} steps, layer by layer"
+    causes = []
+    first = diff.first_divergence()
+    if first is not None:
+        again = asked.again("model", *asked.both(), "--mode", first.mode)
+        local = first.scope in ("op", "layer")
+        text = (
+            f"{first.side}, mode {first.mode}: {first.name} [{first.implementation or first.scope}]"
+            f", {first.place or 'place unknown'}: {'; '.join(first.complaints)}"
+        )
+        causes.append(Cause(4 if local else 6, text, again))
+    elif diff.exit_code == FAILED:
+        found = [*diff.problems, *(c for entry in diff.logits for c in entry.complaints)]
+        causes += [Cause(6, text, asked.again("model", *asked.both())) for text in found[:1]]
+    return _Answer(diff.exit_code, what, causes, diff.missing)
+
+
+def _ask_repeat(asked: _Asked) -> _Answer:
+    """Whether the same run gives the same bits."""
+    subject = asked.subject
+    prompts = default_prompts(subject, subject.seed) if asked.prompts is None else asked.prompts
+    reports: list[InvariantsReport] = []
+    causes: list[Cause] = []
+    for side, target in zip(_named(asked.targets), asked.targets, strict=True):
+        found = check_invariants(
+            subject, target, prompts, names=("repeat",), modes=asked.modes[-1:],
+            progress=asked.progress,
+        )  # fmt: skip
+        reports.append(found)
+        if found.failures:
+            again = asked.again("invariants", "--on", str(target), "--relation", "repeat")
+            causes.append(Cause(4, f"{side}: running the same again gives other bits", again))
+    code = max((found.exit_code for found in reports), default=NOT_COMPARED)
+    code = FAILED if causes else code
+    missing = [text for found in reports for text in found.missing]
+    rows = sum(result.compared for found in reports for result in found.results)
+    return _Answer(code, f"{rows} rows of logits, run again", causes, missing)
+
+
+PARTS: dict[str, Callable[[_Asked], _Answer]] = {
+    "served": _ask_served,
+    "ops": _ask_ops,
+    "model": _ask_model,
+    "repeat": _ask_repeat,
+}
+"""What is asked, in this order."""
+
+
+# --- the view
+# --------------------------------------------------------------------------------------------------
+
+
+def render(report: CheckReport) -> str:
+    """The verdict, the parts, and the first causes with what shows them again."""
+    words = {EQUAL: "EQUAL", FAILED: "DIFFERENT"}
+    e = report.environment
+    lines = [
+        f"{words.get(report.exit_code, 'NOT (fully) COMPARED')}: {e.get('model')} in "
+        f"{e.get('dtype')} on {' and '.join(report.sides)}, {report.seconds:.1f} s"
+    ]
+    for part in report.parts:
+        verdict = {EQUAL: "equal", FAILED: "DIFFERENT"}.get(part.exit_code, "not compared")
+        lines.append(f"{part.name:7} {verdict:12} {part.compared}, {part.seconds:.1f} s")
+    if "definition" in e:
+        lines.append(f"definition: {e['definition']}")
+    lines += [f"not compared: {text[:150]}" for text in report.missing[:4]]
+    if report.causes:
+        first, *others = report.causes
+        lines += [f"first cause: {first.text}", f"see it again: {first.again}"]
+        lines += [f"also: {cause.text[:150]}" for cause in others[:6]]
+        if len(others) > 6:
+            lines.append(f"also: {len(others) - 6} more (--json has everything)")
+    return "\n".join(lines)
