@@ -105,8 +105,8 @@ def check(
     prompts: Sequence[np.ndarray] | None = None, definition: Definition = "auto",
     seconds: float = SECONDS, progress: Progress = lambda text: None,
 ) -> CheckReport:  # fmt: skip
-    """Ask everything about `targets`, as long as `seconds` are not over; what was not begun by then
-    is missing.
+    """Ask everything about `targets`: a part after another, until `seconds` are over. What was not
+    begun by then is missing.
 
     Raises ConfigError, ModelError, BackendUnavailable.
     """
@@ -117,7 +117,7 @@ def check(
     started = time.perf_counter()
     for name, ask in PARTS.items():
         before = time.perf_counter()
-        if before - started > seconds:
+        if report.parts and before - started > seconds:
             report.missing.append(f"{name}: the {seconds:g} seconds were over")
             continue
         progress(f"check: {name}")

@@ -9,6 +9,7 @@ import torch
 
 from twinfer.gpu import module, plumbing, worker
 from twinfer.numerics.judging.served import Row, judge_row, judge_rows
+from twinfer.numerics.judging.streams import StreamErrors, TokenOfPass, judge_streams
 from twinfer.numerics.questions import served
 from twinfer.numerics.questions.served import check_served, chooser, workload
 from twinfer.numerics.sides.serving import Answer, Ask, Served
@@ -45,6 +46,8 @@ def test_a_right_engine_passes(small_model, backend, mode):
     assert min(steps.steps["mixed"], steps.steps["decode"], steps.preemptions, steps.cached) > 0
     assert loops.steps["loop"] > 0
     assert loops.tokens > 200
+    assert len(steps.streams) == len(loops.streams) == 3
+    assert 0.0 < max(steps.streams) < 3.0
     assert "transformers" in diff.environment["definition"]
 
 
@@ -111,23 +114,44 @@ def pages_alone(monkeypatch):
         monkeypatch.setattr(room, "extend_digests", extend)
 
 
+def last_layer_mixes(monkeypatch):
+    """The last layer of a mixed step adds something of another row."""
+    right = decoder.layer
+
+    def layer(ops, spec, weights, stream, cache, batch):
+        if batch.rows is not None:
+            residual = stream.residual
+            last = residual[-1:]
+            stream = stream._replace(residual=residual + 0.1 * last)
+        return right(ops, spec, weights, stream, cache, batch)
+
+    monkeypatch.setattr(decoder, "layer", layer)
+
+
+BEHIND = "behind the layers"
 FAULTS = {
-    layer_twice: ("steps", "loops"),
-    rounded_tables: ("steps",),
-    late_sample: ("steps", "loops"),
-    loop_stands_still: ("loops",),
-    pages_alone: ("steps",),
+    layer_twice: {"steps": "layer.1, in step 1", "loops": "layer.1, in step 1"},
+    rounded_tables: {"steps": "layer.0, in step 1"},
+    late_sample: {"steps": BEHIND, "loops": BEHIND},
+    loop_stands_still: {"loops": BEHIND},
+    # Keys of the first layer know nothing of the pages before: the second layer's do.
+    pages_alone: {"steps": "layer.1, in step"},
+    last_layer_mixes: {"steps": "layer.1, in step"},
 }
-"""By fault, the runs that show it at least."""
+"""By fault, the runs that show it at least, and where they are wrong first."""
+HELD = {layer_twice: "weights layer.1.", rounded_tables: "rotary table cos"}
+"""By fault, what the programs are given and should not be."""
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_of_the_engine_is_seen(small_model, monkeypatch, fault):
+def test_a_fault_of_the_engine_is_seen_and_placed(small_model, monkeypatch, fault):
     fault(monkeypatch)
     diff = check(small_model, definition="off")
     assert diff.exit_code == 1
-    blamed = {entry.run for entry in diff.served if entry.complaints}
-    assert set(FAULTS[fault]) <= blamed
+    places = {entry.run: entry.first_wrong for entry in diff.served if entry.complaints}
+    for run, place in FAULTS[fault].items():
+        assert places[run].startswith(place)
+    assert any(HELD[fault] in text for text in diff.problems) if fault in HELD else True
 
 
 def test_a_mistake_that_all_share_is_our_definition(small_model, monkeypatch):
@@ -220,6 +244,47 @@ def test_logprobs_are_judged_together_and_one_by_one():
     assert any("sigma" in c for c in judge_rows(louder, "P", 0, **ABOUT).complaints)
     one = [*right[:-1], Row("bad", right[-1].errors + 0.1, 0.01)]
     assert any("bad" in c for c in judge_rows(one, "P", 0, **ABOUT).complaints)
+
+
+def streams(error, layers=2, tokens=20, dim=16):
+    """Streams whose error is `error` [layer + 1, tok] times their noise."""
+    rng = np.random.default_rng(0)
+    of = [TokenOfPass(1 + i // 10, "mixed", 0, i) for i in range(tokens)]
+    found = StreamErrors(of, layers)
+    for layer in range(layers + 1):
+        exact = rng.normal(size=(tokens, dim))
+        noise = 0.01 * rng.normal(size=(2, tokens, dim))
+        got = exact + error[layer][:, None] * noise[0]
+        found.look(layer, np.arange(tokens), got, exact, exact + noise[1])
+    return found
+
+
+def test_streams_name_the_first_layer_and_its_first_token():
+    error = np.ones((3, 20))
+    fine = judge_streams(streams(error), "P")
+    assert not fine.first_wrong
+    assert all(0.8 < sigma < 1.25 for sigma in fine.sigmas)
+    error[2, 3] = error[1, 14] = 50.0
+    assert judge_streams(streams(error), "P").first_wrong.startswith(
+        "layer.0, in step 2 (mixed), request 0, position 14"
+    )
+    louder = judge_streams(streams(np.full((3, 20), 2.0)), "P")
+    assert louder.first_wrong.startswith("the embedding, over all tokens: sigma 2")
+
+
+@pytest.mark.parametrize(("layer", "is_wrong"), [(0, True), (1, True), (2, False)])
+def test_only_the_last_layer_may_drop_a_token(layer, is_wrong):
+    error = np.ones((3, 20))
+    error[layer, 5] = np.nan
+    found = judge_streams(streams(error), "P")
+    assert bool(found.first_wrong) is is_wrong
+
+
+def test_tokens_without_a_reference_are_counted():
+    found = StreamErrors([TokenOfPass(1, "decode", 0, i) for i in range(3)], 0)
+    one = np.ones((1, 4))
+    found.look(0, np.array([1]), one, one, one)
+    assert found.missing == 2
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -1,0 +1,67 @@
+"""The one command: a right model is equal in every part, and the deepest cause comes first."""
+
+import json
+
+import pytest
+
+from twinfer.numerics.questions.check import Cause, CheckReport, Part, check, render
+from twinfer.numerics.questions.ops_check import check_ops
+from twinfer.numerics.sides.subject import open_subject, parse_target
+from twinfer.ops.reference import activations
+from twinfer.serving.cli import main
+from twinfer.shared.errors import ConfigError
+
+
+def test_the_command(small_model, tmp_path, capsys):
+    result = tmp_path / "r.json"
+    words = ["numerics", "check", small_model, "--load-format", "dummy", "--mode", "S"]
+    words += ["--a", "torch:cpu", "--b", "torch:cpu", "--definition", "off"]
+    assert main([*words, "--json", str(result), "--junit", str(tmp_path / "r.xml")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("EQUAL: ")
+    record = json.loads(result.read_text())
+    assert [part["name"] for part in record["parts"]] == ["served", "ops", "model", "repeat"]
+    assert not record["first_cause"]
+    assert "numerics check" in record["environment"]["command"]
+    assert main([*words, "--seconds", "0"]) == 2
+    assert "seconds: got 0.0" in capsys.readouterr().err
+
+
+def test_what_the_time_did_not_reach_is_missing(small_model):
+    subject = open_subject(small_model, load_format="dummy")
+    found = check(
+        subject, [parse_target("torch:cpu")], modes=("S",), definition="off", seconds=1e-9
+    )
+    assert [part.name for part in found.parts] == ["served"]
+    assert [text.partition(":")[0] for text in found.missing] == ["ops", "model", "repeat"]
+    assert found.exit_code == 3
+
+
+def test_a_time_must_be_a_time(small_model):
+    with pytest.raises(ConfigError, match="seconds: got nan"):
+        check(open_subject(small_model, load_format="dummy"), [], seconds=float("nan"))
+
+
+def test_the_deepest_cause_is_the_first():
+    causes = [Cause(0, "a wrong op", "ops"), Cause(5, "a wrong layer", "served")]
+    report = CheckReport(("a x",), [Part("served", 1, 1.0, "it")], causes)
+    assert report.exit_code == 1
+    assert report.first_cause == "a wrong op"
+    lines = render(report).splitlines()
+    assert lines[-3:] == ["first cause: a wrong op", "see it again: ops", "also: a wrong layer"]
+
+
+def test_a_wrong_definition_of_an_op_is_ours(monkeypatch):
+    right = activations.swish
+    monkeypatch.setattr(
+        activations, "swish", lambda xp, gate, up, steepness=1.702: right(xp, gate, up, steepness)
+    )
+    report = check_ops([parse_target("torch:cpu")], ["silu_and_mul"])
+    assert report.exit_code == 1
+    assert "our definition" in {result.side for result in report.failures}
+
+
+def test_definitions_that_nothing_else_states_are_named():
+    report = check_ops([parse_target("torch:cpu")], ["silu_and_mul", "add"])
+    assert report.undefined == ["add"]
+    assert "our definition" in {result.side for result in report.results}
