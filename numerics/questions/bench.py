@@ -27,9 +27,10 @@ from ...shared.request_table import ScheduledStep
 from ...shared.sampling_params import SamplingParams
 from ...shared.scheduler import Scheduler
 from ...shared.scheduler_config import SchedulerConfig
-from ...shared.step import StepInput, batch_layout, sampling_layout
+from ...shared.step import StepInput, batch_layout
 from ...shared.worker import Worker, backend_module, create_worker
 from ..sides.runners import Fault
+from ..sides.sampling import sampled_rows
 from ..sides.steps import real_tokens
 from ..sides.subject import Subject, Target
 
@@ -160,12 +161,10 @@ class Bench:
 
         def execute(step: StepInput) -> Callable[[int, int], np.ndarray | None]:
             top = self.worker.execute(replace(step, logprobs=True)).result().logprobs
-            ends = step.field("query_start")[1:]
-            kept = sampling_layout(step.descriptor.requests).view(step.sampling, "sample_rows")
+            sampled = set(sampled_rows(step))
 
             def value(request: int, row: int) -> np.ndarray | None:
-                # Not by `sample_index`, which may be what is wrong.
-                is_sampled = row == ends[request] - 1 and kept[request] < step.shape.max_rows
+                is_sampled = (request, row) in sampled
                 return top.top[request].copy() if top is not None and is_sampled else None
 
             return value

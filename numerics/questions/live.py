@@ -24,6 +24,7 @@ from ..bundles.bundle import Bundle, write
 from ..bundles.steps import Recorded, filled, renumbered, used_pages
 from ..errors import FAILED
 from ..sides.environment import describe_side
+from ..sides.sampling import sampled_rows
 from ..sides.steps import real_tokens
 from ..sides.subject import Subject, Target, parse_target
 from .replay import replay
@@ -143,6 +144,8 @@ class Camera:
         if not why and self._policy.nan and not np.isfinite(logits).all():
             why = "nan"
         bundle = self._bundle(known, pages, before, logits, handle)
+        if not why and self._policy.nan and self._has_no_token(known, handle):
+            why = "nan"
         if not why and self._policy.mismatch is not None:
             why = self._mismatch(bundle)
         if why:
@@ -150,6 +153,13 @@ class Camera:
             name = f"step-{step.step_id:06d}-{why.split()[0].rstrip(':')}"
             self.kept.append(write(bundle, str(Path(self._policy.folder) / name)))
         return handle
+
+    def _has_no_token(self, step: StepInput, handle: _Handle) -> bool:
+        """Whether a request was served no token: a logit of the step itself was not finite,
+        whatever they are when the model runs again.
+        """
+        tokens = handle.result().tokens
+        return any(tokens[request] < 0 for request, _ in sampled_rows(step))
 
     def _asked_for(self, step: StepInput) -> str:
         if step.step_id in self._policy.steps:

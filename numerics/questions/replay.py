@@ -29,8 +29,10 @@ from ..judging.gates import Mode
 from ..judging.logits_metrics import compare_logits
 from ..judging.metrics import measure
 from ..judging.outputs import gate_for
+from ..judging.served import judge_row
 from ..sides.reference import State
 from ..sides.runners import Fault, Program, Runner, TapValues, create_runner
+from ..sides.sampling import chooser_of, sampled_rows, sampling_field
 from ..sides.steps import where
 from ..sides.subject import HostWeights, Target
 from ..sides.taps import Declared
@@ -236,6 +238,7 @@ class _FromStart(Comparison):
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         super()._logits(exact, faithful)
+        self._tokens(exact, faithful)
         logits = self._recorded[id(self.step)].arrays.get("logits")
         if logits is None or self.name in self.diff.sides:
             return
@@ -269,6 +272,35 @@ class _FromStart(Comparison):
         for side in self.sides:
             got = side.logits[: self.real]
             self.diff.logits.append(compare_logits(logits, got, right, noisy, self.step, self.mode))
+
+    def _tokens(self, exact: np.ndarray, faithful: np.ndarray) -> None:
+        """Judge the tokens that the recorded engine served, if they are there: what it did behind
+        the layers is in nothing else.
+        """
+        step = self.step
+        tokens = self._recorded[id(step)].arrays.get("tokens")
+        if tokens is None:
+            return
+        if step.sampler == "processed":
+            self.diff.notes.append(
+                f"step {step.step_id}: tokens with penalties, bias or masks are not judged"
+            )
+            return
+        for request, row in sampled_rows(step):
+            token = int(tokens[request])
+            place = f"step {step.step_id}, {where(step, row)}"
+            if token < 0:
+                self.diff.problems.append(f"{self.name}: {place}: a logit was not finite")
+                continue
+            choose = chooser_of(step, request)
+            greedy = bool(sampling_field(step, "greedy")[request])
+            judged = judge_row(place, exact[row], faithful[row], {}, token, choose, greedy)
+            if judged.flip is not None and not judged.flip.tie:
+                flip = judged.flip
+                self.diff.problems.append(
+                    f"{self.name}: {place}: token {flip.a} was served, {flip.b} is that of the "
+                    f"logits, by a margin of {flip.margin:.3g} nats and noise of {flip.noise:.3g}"
+                )
 
 
 class Replayed(_FromStart):

@@ -36,6 +36,7 @@ from ..judging.served import Choose, Row, judge_row, judge_rows
 from ..judging.streams import StreamErrors, TokenOfPass, judge_streams
 from ..judging.weights import check_tables, check_weights
 from ..sides.reference import total
+from ..sides.sampling import sample
 from ..sides.serving import Answer, Ask, Served, serve
 from ..sides.steps import default_prompts, make_owned_steps, owned_rows
 from ..sides.subject import HostWeights, Subject, Target
@@ -244,12 +245,8 @@ def chooser(answer: Answer, index: int, vocab: int) -> Choose:
             )  # fmt: skip
         else:
             scores = REGISTRY["quantize_logits"].reference(xp, logits)
-        tokens: np.ndarray = REGISTRY["sample"].reference(
-            xp, logits, scores, each(len(history)), each(column["seed_lo"]),
-            each(column["seed_hi"]), each(column["greedy"]), each(column["scale"], np.float32),
-            each(column["top_k"]), each(column["top_p"]), each(column["min_p"]), True,
-        )  # fmt: skip
-        return tokens
+        position = len(history)
+        return sample(logits, scores, column | {"position": position})
 
     return choose
 

@@ -4,6 +4,8 @@ is named.
 
 import json
 import shutil
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -333,6 +335,32 @@ def test_a_nan_is_kept(subject, tmp_path, monkeypatch):
     (folder,) = made.worker.kept
     assert folder.name == "step-000003-nan"
     assert np.isnan(bundles.read(str(folder)).steps[0].arrays["logits"]).all()
+
+
+@pytest.mark.parametrize(
+    ("policy", "token", "why"), [("nan", -1, "nan"), ("mismatch=torch:cpu", 7, "mismatch")]
+)
+def test_a_token_that_is_not_that_of_the_logits_is_kept(
+    subject, tmp_path, monkeypatch, policy, token, why
+):
+    """The model computes the right logits again: only what was served is wrong."""
+    made = engine(subject, "torch", f"{tmp_path},{policy},most=1")
+    execute = made.worker._worker.execute
+
+    def served(step):
+        handle = execute(step)
+        if step.step_id == 4:
+            output = handle.result()
+            wrong = replace(output, tokens=np.full_like(output.tokens, token))
+            return SimpleNamespace(result=lambda: wrong)
+        return handle
+
+    monkeypatch.setattr(made.worker._worker, "execute", served)
+    serve(made)
+    (folder,) = made.worker.kept
+    assert folder.name == f"step-000004-{why}"
+    diff = replay(bundles.read(str(folder)), [parse_target("torch:cpu")])
+    assert any("recorded" in text and "position" in text for text in diff.problems)
 
 
 def test_what_another_backend_computes_otherwise_is_kept(subject, tmp_path, monkeypatch):
