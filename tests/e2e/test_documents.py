@@ -52,6 +52,7 @@ NOT_RUN = {
 LONG = {
     "make demo": "compiles on JAX",
     "--a jax:cpu --b torch:cpu": "judges every op on two backends",
+    "numerics check": "asks everything: tests/numerics/test_check.py runs a small one",
     "numerics report": "reads what the line before it wrote",
     "--on jax:cpu": "compiles on JAX",
     "load_module": "compiles on JAX",
