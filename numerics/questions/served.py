@@ -55,6 +55,8 @@ RUNS: dict[str, dict[str, Any]] = {
 NEW_TOKENS = 24
 BEST = 8
 """Log-probabilities of a position that are asked for."""
+SPREAD = 0x9E3779B97F4A7C15 >> 12
+"""Seeds are multiples of it, so that both halves of each say something."""
 DEFINED = 6
 """Sequences that transformers is asked for."""
 
@@ -114,7 +116,7 @@ def workload(
         for prompt in group:
             index = len(asks)
             params = SamplingParams(
-                seed=1000 + index, max_tokens=NEW_TOKENS - index % 9, ignore_eos=True,
+                seed=(1000 + index) * SPREAD, max_tokens=NEW_TOKENS - index % 9, ignore_eos=True,
                 # The programs without log-probabilities run too, and those of prompts.
                 logprobs=BEST if wave == 0 and not loops else None,
                 prompt_logprobs=BEST if wave == 0 and not loops and index % 4 == 0 else None,

@@ -1,0 +1,463 @@
+"""Plants mistakes in a copy of the source, one at a time, and shows what `twinfer numerics check`
+says of each: whether it sees it, and whether the first cause is the right one.
+
+    python scripts/plant_faults.py [--only NAME ...] [--words --mode S] [--json FILE]
+
+A fault is an edit of one file, at a text that must be there as often as it says. The clean copy is
+checked first. Exit code 1 if a fault is not seen, or the clean copy is not equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RUN = (
+    "import sys, twinfer; from twinfer.serving.cli import main; "
+    "assert twinfer.__file__.startswith(sys.argv[1]), twinfer.__file__; "
+    "sys.exit(main(sys.argv[2:]))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`old` becomes `new` in `file`; it stands there `count` times. `backend` has the fault, which
+    a right first cause names by `cause`, a regular expression.
+    """
+
+    name: str
+    backend: str
+    file: str
+    old: str
+    new: str
+    cause: str
+    count: int = 1
+
+
+OURS = "^our definition"
+BEHIND = "behind the layers"
+TORCH_ATTENTION = "ops/native/torch_attention.py"
+JAX_ATTENTION = "ops/native/jax_attention.py"
+PLUMBING = "gpu/plumbing.py"
+PROGRAMS = "tpu/programs.py"
+
+FAULTS = (
+    # --- one op on one backend
+    Fault(
+        "attention-scale-of-padded-heads", "torch", TORCH_ATTENTION,
+        "attn_mask=mask, scale=scale)",
+        "attn_mask=mask, scale=scale * (size / (1 << (size - 1).bit_length())) ** 0.5)",
+        r"torch:cpu: paged_attention=native",
+    ),
+    Fault(
+        "second-block-has-first-positions", "torch", TORCH_ATTENTION,
+        "torch.arange(past + first - start, past + last - start, device=q.device)",
+        "torch.arange(past, past + last - first, device=q.device)",
+        r"torch:cpu: paged_attention=native",
+    ),
+    Fault(
+        "slots-in-16-bits", "torch", TORCH_ATTENTION,
+        "target = slots.remainder(",
+        "target = slots.to(torch.int16).to(torch.int64).remainder(",
+        r"torch:cpu: write_kv=native",
+    ),
+    Fault(
+        "sums-in-random-order", "torch", "ops/namespaces/torch_.py",
+        "        return F.linear(x, w, bias)",
+        "        order = torch.randperm(x.shape[-1])\n"
+        "        return F.linear(x[..., order], w[:, order], bias)",
+        r"torch:cpu: running the same again",
+    ),
+    Fault(
+        "values-not-rescaled", "jax", JAX_ATTENTION,
+        "state.values * decay + product", "state.values + product",
+        r"jax:cpu: paged_attention=native",
+    ),
+    Fault(
+        "bfloat16-passes", "jax", "ops/namespaces/jax_.py",
+        "        y = self.linear_accumulated(x, w)\n",
+        "        y = self.linear_accumulated(x.astype(jnp.bfloat16).astype(x.dtype), w)\n",
+        r"jax:cpu: linear=",
+    ),
+    Fault(
+        "key-scale-ignored", "jax", JAX_ATTENTION,
+        "factor = scale if k_scale is None else scale * k_scale[None, :, None, None, None]",
+        "factor = scale",
+        r"jax:cpu: paged_attention=native",
+    ),
+    Fault(
+        "integers-cut", "jax", "ops/namespaces/jax_.py",
+        "return jnp.rint(x).astype(jnp.int32)", "return x.astype(jnp.int32)",
+        r"jax:cpu: (quantize_logits|penalties|greedy_sample|sample)=",
+    ),
+    Fault(
+        "keys-and-values-swapped", "jax", JAX_ATTENTION,
+        "jnp.stack([stored(xp, k, kv, k_scale), stored(xp, v, kv, v_scale)]",
+        "jnp.stack([stored(xp, v, kv, v_scale), stored(xp, k, kv, k_scale)]",
+        r"jax:cpu: (write_kv|norm_rope_write_kv)=",
+    ),
+    Fault(
+        "window-one-too-long", "jax", JAX_ATTENTION,
+        "else positions - reach + 1", "else positions - reach",
+        r"jax:cpu: paged_attention=native",
+    ),
+    Fault(
+        "last-query-of-a-block-sees-nothing-new", "jax", JAX_ATTENTION,
+        "seen = slot[None, None, :] <= positions[:, :, None]",
+        "seen = slot[None, None, :] < positions[:, :, None] + (positions[:, :, None] % 64 != 63)",
+        r"jax:cpu: paged_attention=native",
+    ),
+    Fault(
+        "ties-to-the-higher-index", "torch", "ops/namespaces/torch_.py",
+        "torch.sort(x, dim=-1, descending=True, stable=True)",
+        "torch.sort(x.flip(-1), dim=-1, descending=True, stable=True)",
+        r"torch:cpu: top_logprobs=",
+    ),
+    # --- what the programs are given
+    Fault(
+        "square-weights-transposed", "torch", "gpu/weights.py",
+        "                target.copy_(from_numpy(read_parameter(checkpoint, parameter, layer)))",
+        "                value = from_numpy(read_parameter(checkpoint, parameter, layer))\n"
+        "                square = value.ndim == 2 and value.shape[0] == value.shape[1]\n"
+        "                target.copy_(value.t() if square else value)",
+        r"torch:cpu, \w+: weights layer\.0\.",
+    ),
+    Fault(
+        "layer-2-has-weights-of-layer-1", "torch", "gpu/module.py",
+        "        self._layers = [layer.weights() for layer in self.layers]",
+        "        self._layers = [layer.weights() for layer in self.layers]\n"
+        "        self._layers[2] = self._layers[1]",
+        r"torch:cpu, \w+: weights layer\.2\.",
+    ),
+    Fault(
+        "layers-stacked-backwards", "jax", "tpu/weights.py",
+        "yield block.layers_at(position), of_layers",
+        "yield block.layers_at(position)[::-1], of_layers",
+        r"jax:cpu, \w+: weights layer\.0\.",
+    ),
+    Fault(
+        "tables-in-bfloat16", "torch", "gpu/worker.py",
+        "torch.from_numpy(table).to(self._where) for table in tables",
+        "torch.from_numpy(table).bfloat16().float().to(self._where) for table in tables",
+        r"torch:cpu, \w+: the rotary table",
+    ),
+    Fault(
+        "tables-in-bfloat16-on-jax", "jax", "tpu/worker.py",
+        "self._tables = (self._put(cos), self._put(sin))",
+        "self._tables = tuple(\n"
+        "            self._put(np.asarray(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32)))\n"
+        "            for x in (cos, sin)\n"
+        "        )",
+        r"jax:cpu, \w+: the rotary table",
+    ),
+    # --- around the layers
+    Fault(
+        "page-entries-lost", "torch", "gpu/inputs.py",
+        "            target.page_index[: len(index)] = index\n"
+        "            target.page_value[: len(index)] = pages",
+        "            target.page_index[: len(index) // 2 * 2] = index[: len(index) // 2 * 2]\n"
+        "            target.page_value[: len(index) // 2 * 2] = pages[: len(index) // 2 * 2]",
+        r"torch:cpu, \w+, mode S: layer\.0",
+    ),
+    Fault(
+        "last-page-not-sent", "jax", "tpu/state.py",
+        '        .at[f["page_at"]]\n        .set(f["page"], mode="drop")',
+        '        .at[f["page_at"][1:]]\n        .set(f["page"][1:], mode="drop")',
+        r"jax:cpu, \w+, mode S: layer\.0",
+    ),
+    Fault(
+        "angles-of-the-position-before", "torch", PLUMBING,
+        "return ids, cos[positions], sin[positions], tables",
+        "before = (positions - 1).clamp(min=0)\n"
+        "    return ids, cos[before], sin[before], tables",
+        r"torch:cpu, \w+, mode S: layer\.0",
+    ),
+    Fault(
+        "token-ids-masked", "torch", PLUMBING,
+        "ids = torch.where(token_ids < 0, last_tokens[rows[index]], token_ids)",
+        "ids = torch.where(token_ids < 0, last_tokens[rows[index]], token_ids) & 0x1FF",
+        r"torch:cpu, \w+, mode S: the embedding",
+    ),
+    Fault(
+        "tokens-kept-for-other-rows", "torch", PLUMBING,
+        "last_tokens[sample_rows] = sampled.clamp(min=0)",
+        "last_tokens[sample_rows.flip(0)] = sampled.clamp(min=0)",
+        r"torch:cpu, \w+, mode S: the embedding",
+    ),
+    Fault(
+        "residual-of-wrong-rows", "torch", "shared/models/decoder.py",
+        "            residual = residual[rows]",
+        "            residual = residual[rows - 1 if not isinstance(rows, slice) else rows]",
+        r"torch:cpu, \w+, mode S: layer\.4",
+    ),
+    Fault(
+        "sampler-reads-bfloat16", "torch", "gpu/programs.py",
+        "logits = self._module.logits(self.rows[:requests])\n        if sampler",
+        "logits = self._module.logits(self.rows[:requests]).bfloat16().float()\n        if sampler",
+        rf"torch:cpu, \w+, mode S: {BEHIND}",
+    ),
+    Fault(
+        "logprobs-of-another-row", "torch", "gpu/programs.py",
+        "return ops.top_logprobs(logits, self.tokens[:requests])",
+        "return ops.top_logprobs(logits.roll(1, 0), self.tokens[:requests])",
+        rf"torch:cpu, \w+, mode S: {BEHIND}",
+    ),
+    Fault(
+        "pending-token-of-row-i", "jax", PROGRAMS,
+        '    ids = jnp.where(f["token_ids"] < 0, last_tokens[rows], f["token_ids"])',
+        "    here = jnp.minimum(jnp.arange(rows.shape[0]), model.shape.max_rows)\n"
+        '    ids = jnp.where(f["token_ids"] < 0, last_tokens[here], f["token_ids"])',
+        r"jax:cpu, \w+, mode S: the embedding",
+    ),
+    Fault(
+        "row-before-is-sampled", "jax", PROGRAMS,
+        'rows = hidden[jnp.pad(f["sample_index"], (0, missing))]',
+        'rows = hidden[jnp.pad(jnp.maximum(f["sample_index"] - 1, 0), (0, missing))]',
+        rf"jax:cpu, \w+, mode S: {BEHIND}",
+    ),
+    Fault(
+        "noise-of-the-next-position", "jax", PROGRAMS,
+        'picked["position"], bits_to_float)', 'picked["position"] + 1, bits_to_float)',
+        rf"jax:cpu, \w+, mode S: {BEHIND}",
+    ),
+    # --- decode loops
+    Fault(
+        "loop-writes-the-page-before", "torch", PLUMBING,
+        "place // page_size]", "(place // page_size - 1).clamp(min=0)]",
+        r"torch:cpu, loops, mode S: layer\.0",
+    ),
+    Fault(
+        "loop-is-a-position-behind", "torch", PLUMBING,
+        'for name in ("positions", "kv_lens", "position"):',
+        'for name in ("kv_lens", "position"):',
+        r"torch:cpu, loops, mode S: layer\.0",
+    ),
+    Fault(
+        "loop-draws-the-same-noise", "torch", PLUMBING,
+        'for name in ("positions", "kv_lens", "position"):',
+        'for name in ("positions", "kv_lens"):',
+        rf"torch:cpu, loops, mode S: {BEHIND}",
+    ),
+    Fault(
+        "loop-lengths-on-the-host-stay", "torch", "gpu/programs.py",
+        'lengths["kv_lens"][: int(lengths["counts"][1])] += 1',
+        'lengths["kv_lens"][: int(lengths["counts"][1])] += 0',
+        r"torch:cpu, loops, mode S: layer\.0",
+    ),
+    Fault(
+        "loop-lengths-stay", "jax", PROGRAMS,
+        'jnp.where(live, f["kv_lens"] + k, 0)', 'jnp.where(live, f["kv_lens"], 0)',
+        r"jax:cpu, loops, mode S: layer\.0",
+    ),
+    Fault(
+        "loop-positions-stay", "jax", PROGRAMS,
+        'positions = jnp.where(live, f["positions"] + k, 0)',
+        'positions = jnp.where(live, f["positions"], 0)',
+        r"jax:cpu, loops, mode S: layer\.0",
+    ),
+    # --- what both backends are given
+    Fault(
+        "sample-index-a-row-late", "torch", "shared/packer.py",
+        "        sample_index[:num_requests] = (last - 1) * group.samples",
+        "        late = np.where(lengths == 1, np.minimum(last, num_tokens - 1), last - 1)\n"
+        "        sample_index[:num_requests] = late * group.samples",
+        rf"torch:cpu, \w+, mode S: {BEHIND}",
+    ),
+    Fault(
+        "digests-not-chained", "torch", "shared/kv_manager.py",
+        "        digests.append(digest)",
+        "        digests.append(digest)\n        digest = root_digest(salt)",
+        r"torch:cpu, \w+, mode S: layer\.1",
+    ),
+    Fault(
+        "prompt-logprobs-of-the-token-before", "torch", "shared/engine.py",
+        "                row = int(first[i]) + position - start\n",
+        "                row = int(first[i]) + max(0, position - start - 1)\n",
+        rf"torch:cpu, \w+, mode S: {BEHIND}",
+    ),
+    Fault(
+        "seed-half-dropped", "torch", "shared/models/sampler.py",
+        '"seed_lo", "seed_hi", "greedy"', '"seed_lo", "seed_lo", "greedy"',
+        rf"torch:cpu, \w+, mode S: {BEHIND}",
+    ),
+    # --- definitions
+    Fault(
+        "norm-behind-the-rotation", "torch", "ops/reference/paged.py",
+        "    if q_weight is not None:\n        q = ops.rms_norm(q, q_weight, eps)\n"
+        "    if k_weight is not None:\n        k = ops.rms_norm(k, k_weight, eps)\n"
+        "    if v_norm:\n        v = ops.unit_rms_norm(v, eps)\n"
+        "    q, k = ops.rotary_embedding(q, k, cos, sin)\n",
+        "    q, k = ops.rotary_embedding(q, k, cos, sin)\n"
+        "    if q_weight is not None:\n        q = ops.rms_norm(q, q_weight, eps)\n"
+        "    if k_weight is not None:\n        k = ops.rms_norm(k, k_weight, eps)\n"
+        "    if v_norm:\n        v = ops.unit_rms_norm(v, eps)\n",
+        rf"{OURS}: the op norm_rope_write_kv",
+    ),
+    Fault(
+        "silu-too-steep", "torch", "ops/reference/activations.py",
+        "def swish(xp: Any, gate: Array, up: Any, steepness: float = 1.0)",
+        "def swish(xp: Any, gate: Array, up: Any, steepness: float = 1.702)",
+        rf"{OURS}: the op (silu_and_mul|gated_mlp)",
+    ),
+    Fault(
+        "eps-doubled", "torch", "ops/reference/norms.py",
+        "return y * xp.rsqrt(xp.mean(y * y, axis=-1, keepdims=True) + eps)",
+        "return y * xp.rsqrt(xp.mean(y * y, axis=-1, keepdims=True) + 2.0 * eps)",
+        rf"{OURS}: the op \w*norm",
+    ),
+    Fault(
+        "penalties-count-the-prompt", "torch", "ops/reference/sampling.py",
+        "    output = xp.where(place >= prompt_len[:, None], history, -1)\n",
+        "    output = xp.where(place >= 0 * prompt_len[:, None], history, -1)\n",
+        rf"{OURS}: the op penalties",
+    ),
+    Fault(
+        "theta-off-by-a-hundredth", "torch", "shared/models/rope.py",
+        "inverse = 1.0 / rope.theta **", "inverse = 1.0 / (1.01 * rope.theta) **",
+        rf"{OURS}: transformers",
+    ),
+    Fault(
+        "tables-end-at-39", "torch", "shared/models/decoder.py",
+        "    position = np.arange(positions, dtype=np.float64)[:, None]",
+        "    position = np.minimum(np.arange(positions, dtype=np.float64), 39)[:, None]",
+        rf"{OURS}: transformers",
+    ),
+    Fault(
+        "parts-in-another-order", "torch", "shared/weights.py",
+        "return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=0)",
+        "return arrays[0] if len(arrays) == 1 else np.concatenate(arrays[::-1], axis=0)",
+        rf"{OURS}: transformers",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the check said of one fault."""
+
+    name: str
+    backend: str
+    exit_code: int
+    cause: str
+    is_right: bool
+    seconds: float
+
+
+def copy_sources(folder: Path) -> Path:
+    """A copy of the checkout that is importable as `twinfer` from `folder`."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout.splitlines()  # fmt: skip
+    target = folder / "twinfer"
+    for name in listed:
+        source = ROOT / name
+        if source.is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_bytes(source.read_bytes())
+    return target
+
+
+def check(folder: Path, backend: str, words: list[str]) -> tuple[int, str, float]:
+    """(exit code, first cause, seconds) of `twinfer numerics check` on the copy in `folder`."""
+    result, target = folder / "result.json", f"{backend}:cpu"
+    result.unlink(missing_ok=True)
+    command = ["numerics", "check", "demo", "--a", target, "--b", target, "--json", str(result)]
+    start = time.perf_counter()
+    # Code of other copies must not be found in a cache.
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(folder), *command, *words],
+        cwd=folder, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    seconds = time.perf_counter() - start
+    if not result.exists():
+        lines = done.stderr.strip().splitlines() or ["it said nothing"]
+        return done.returncode, lines[-1], seconds
+    return done.returncode, json.loads(result.read_text())["first_cause"], seconds
+
+
+def plant(target: Path, fault: Fault) -> str:
+    """Edit the copy; returns the text as it was. Raises ValueError if the place is not there."""
+    path = target / fault.file
+    text = path.read_text()
+    if text.count(fault.old) != fault.count:
+        raise ValueError(
+            f"{fault.name}: {fault.file} has its text {text.count(fault.old)} times, must be "
+            f"{fault.count}"
+        )
+    path.write_text(text.replace(fault.old, fault.new))
+    return text
+
+
+def run(faults: list[Fault], words: list[str]) -> list[Result]:
+    """Check a clean copy for each backend, then each fault."""
+    found = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary).resolve()
+        target = copy_sources(folder)
+        for backend in dict.fromkeys(fault.backend for fault in faults):
+            code, cause, seconds = check(folder, backend, words)
+            found.append(Result("clean", backend, code, cause, not code, seconds))
+            show(found[-1])
+        for fault in faults:
+            before = plant(target, fault)
+            code, cause, seconds = check(folder, fault.backend, words)
+            (target / fault.file).write_text(before)
+            is_right = code == 1 and re.search(fault.cause, cause) is not None
+            found.append(Result(fault.name, fault.backend, code, cause, is_right, seconds))
+            show(found[-1])
+    return found
+
+
+def show(result: Result) -> None:
+    """One line of the table."""
+    word = "right" if result.is_right else "WRONG"
+    print(
+        f"{result.name:40} {result.backend:5} exit {result.exit_code} {word} "
+        f"{result.seconds:5.0f} s  {result.cause[:160]}",
+        flush=True,
+    )
+
+
+def main() -> int:
+    """Run the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    names = [fault.name for fault in FAULTS]
+    parser.add_argument("--only", nargs="+", action="extend", choices=names, metavar="NAME")
+    parser.add_argument("--backend", choices=("torch", "jax"), help="faults of one backend only")
+    parser.add_argument("--json", metavar="FILE", help="write the table")
+    parser.add_argument("--list", action="store_true", help="name the faults and end")
+    parser.add_argument("--words", nargs=argparse.REMAINDER, default=[], help="flags for the check")
+    arguments = parser.parse_args()
+    chosen = [
+        fault
+        for fault in FAULTS
+        if (not arguments.only or fault.name in arguments.only)
+        and arguments.backend in (None, fault.backend)
+    ]
+    if arguments.list:
+        print("\n".join(f"{fault.name:40} {fault.backend:5} {fault.file}" for fault in chosen))
+        return 0
+    found = run(chosen, arguments.words)
+    if arguments.json:
+        rows = [{name: getattr(r, name) for name in Result.__dataclass_fields__} for r in found]
+        Path(arguments.json).write_text(json.dumps(rows, indent=1))
+    planted = [result for result in found if result.name != "clean"]
+    seen = sum(result.exit_code == 1 for result in planted)
+    print(f"{seen} of {len(planted)} seen, {sum(r.is_right for r in planted)} first causes right")
+    clean = all(result.exit_code == 0 for result in found if result.name == "clean")
+    return 0 if clean and seen == len(planted) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
