@@ -158,17 +158,32 @@ of two has no tail like that of normal errors.
 """
 
 
-def accumulated(reduction: int) -> Gate:
+def accumulated(reduction: int, amplified: Amplified | None = None) -> Gate:
     """Mode P, for a float32 result of narrower numbers: only the order of a sum is open, and how it
-    is carried.
+    is carried. More is allowed where a sum cancels, as in mode S.
 
     Tensor cores cut partial sums off instead of rounding them, which scales results by about K / 32
     halves of 2^-24: 0.8e-6 for K = 1024 on an H200. Four times that is allowed.
     """
+    allowed = 2.0 * HALF_ULP32 * reduction**0.5
+    return _widened(allowed, max(1e-6, reduction * HALF_ULP32 / 16), amplified)
+
+
+def _widened(rel_l2: float, slope: float, amplified: Amplified | None) -> Gate:
+    """The gate of float32 sums, times what is above the ordinary in how an op amplifies errors.
+
+    Errors of the inputs are uniform, of a root mean square of 2^-24 / sqrt(3). ORDINARY
+    amplification is in the limits without.
+    """
+    if amplified is None:
+        return Gate(
+            rel_l2=rel_l2, slope=slope, reason="2 * 2^-24 * sqrt(K), K terms in the longest sum"
+        )
+    times = rel_l2 / (ORDINARY * HALF_ULP32 / 3**0.5)
     return Gate(
-        rel_l2=2.0 * HALF_ULP32 * reduction**0.5,
-        slope=max(1e-6, reduction * HALF_ULP32 / 16),
-        reason="a sum",
+        rel_l2=max(rel_l2, times * amplified.rel_l2),
+        slope=max(slope, times * amplified.slope),
+        reason="2 * 2^-24 * sqrt(K), times how the op amplifies errors of its inputs",
     )
 
 
@@ -207,15 +222,7 @@ def semantics(
     """
     allowed = 2.0 * HALF_ULP32 * reduction**0.5
     if scope in ("op", "layer"):
-        rel_l2, slope, reason = allowed, 1e-6, "2 * 2^-24 * sqrt(K), K terms in the longest sum"
-        if amplified is not None:
-            # Errors of the inputs are uniform, of a root mean square of 2^-24 / sqrt(3). ORDINARY
-            # amplification is in the limit without.
-            times = allowed / (ORDINARY * HALF_ULP32 / 3**0.5)
-            rel_l2 = max(rel_l2, times * amplified.rel_l2)
-            slope = max(slope, times * amplified.slope)
-            reason = "2 * 2^-24 * sqrt(K), times how the op amplifies errors of its inputs"
-        return Gate(rel_l2=rel_l2, slope=slope, reason=reason)
+        return _widened(allowed, 1e-6, amplified)
     return Gate(
         rel_l2=max(allowed * 2.0 * (1 + depth), family.spread(FEWEST) * noise),
         slope=max(1e-5, family.deviations * noise / FEWEST**0.5),

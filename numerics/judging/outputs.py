@@ -90,7 +90,8 @@ class OpJudge:
             got, right, noisy = (self._rows(x, call) for x in (got, right, noisy))
             metrics = measure(got, right, noisy)
             gate = self._gate(metrics, got)
-            if self.mode == "S" and gate is not None and worth_trying(gate, metrics):
+            wide = self.mode == "S" or got.dtype.itemsize == 4
+            if wide and gate is not None and worth_trying(gate, metrics):
                 amplified = amplified or self._amplified(call, arguments, exact)
                 gate = self._gate(metrics, got, amplified[index])
             complaints = list(gate.complaints(metrics)) if gate else self._equal(metrics)
@@ -127,7 +128,7 @@ class OpJudge:
         if not m.rel_noise:
             return None
         if self.mode == "P" and got.dtype.itemsize == 4:
-            return accumulated(self._reduction)
+            return accumulated(self._reduction, amplified)
         return gate_for(self.mode, "op", m, self._reduction, amplified=amplified)
 
     @staticmethod

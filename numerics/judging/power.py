@@ -54,22 +54,22 @@ def _added(sigma: float) -> float:
 
 def told(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Lines for a terminal, at most one a mode."""
-    words = {
-        "S": (
-            ("relative error", "a relative error of {} in an op"),
-            ("|slope|", "a scale off by {}"),
-        ),
-        "P": (
-            ("sigma", "an error of {} of an op's rounding"),
-            ("pooled", "{} in all steps of a layer"),
-            ("|bias|", "a bias of {}"),
-        ),
-    }
-    for mode, kinds in words.items():
-        entries = found.get(mode, {})
-        parts = [text.format(_range(entries[fault])) for fault, text in kinds if fault in entries]
+    for mode, entries in found.items():
+        parts = [
+            text.format(_range(entries[name])) for name, text in WORDS.items() if name in entries
+        ]
         if parts:
             yield f"would have seen, mode {mode}: {'; '.join(parts)}"
+
+
+WORDS = {
+    "sigma": "an error of {} of an op's rounding",
+    "pooled": "{} of it in all steps of a layer",
+    "|bias|": "a bias of {}",
+    "relative error": "a relative error of {} in an op",
+    "|slope|": "a scale off by {}",
+}
+"""The faults of `power` in words."""
 
 
 def _range(entry: Mapping[str, Any]) -> str:
