@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, Literal
 
 from ...shared.errors import ConfigError
-from .metrics import BINS, DEVIATIONS, Metrics
+from ..sides.jitter import HALF_ULP32 as HALF_ULP32
+from .metrics import DEVIATIONS, Metrics, bins_of
 
 Mode = Literal["S", "X", "P"]
 MODES: tuple[Mode, ...] = ("S", "P")
@@ -20,7 +22,52 @@ MODES: tuple[Mode, ...] = ("S", "P")
 ALL_MODES: tuple[Mode, ...] = ("S", "X", "P")
 Scope = Literal["op", "layer", "inherited", "logits"]
 
-HALF_ULP32 = 2.0**-24
+FALSE_ALARMS = 1e-3
+"""Chance of an alarm in a whole run without a fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The comparisons of one run, each with a limit. What chance is left to one of them follows
+    from their number.
+
+    Every comparison may exceed its limit by chance with FALSE_ALARMS / comparisons (Bonferroni).
+    This holds whatever the dependence between comparisons is, and errors of one op are the inputs
+    of the next. It costs little: ten times the comparisons are 0.4 deviations.
+    """
+
+    comparisons: int = 10_000
+
+    @property
+    def deviations(self) -> float:
+        """Standard deviations of a normal distribution beyond which that chance is left."""
+        return NormalDist().inv_cdf(1.0 - FALSE_ALARMS / max(self.comparisons, 1))
+
+    def spread(self, numbers: float) -> float:
+        """The largest ratio that chance gives of two root mean squares of `numbers` independent
+        errors each.
+
+        The ratio of their squares has the F distribution, whose quantile is that of Paulson's
+        normal approximation (1942). It has a heavy tail: with few numbers the noise that an error
+        is measured by may be small by luck. Where the approximation ends, numbers are too few to
+        say anything, and the ratio is infinite.
+        """
+        centre = (1.0 - 2.0 / (9.0 * numbers)) ** 2
+        rest = centre - self.deviations**2 * 2.0 / (9.0 * numbers)
+        if rest <= 0:
+            return float("inf")
+        root: float = (centre + (centre**2 - rest**2) ** 0.5) / rest
+        return root**1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Amplified:
+    """What an op or a layer makes of errors of its inputs: root mean squares over random ones of a
+    half float32 ulp. `rel_l2` and `slope` as in Metrics.
+    """
+
+    rel_l2: float
+    slope: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,38 +115,75 @@ class Gate:
         return {name: (value, limit) for name, (value, limit) in pairs.items() if limit is not None}
 
 
-def precision(scope: Scope, m: Metrics) -> Gate:
+def precision(scope: Scope, m: Metrics, family: Family, numbers: float = float("inf")) -> Gate:
     """Mode P. What is left to chance follows from how many independent numbers the noise is made
-    of.
+    of; `numbers` is what is known to be the most.
+
+    An op or a layer with given inputs makes nearly all roundings that the faithful reference makes,
+    so the ratio wanders less than that of independent errors: DEVIATIONS / sqrt(n) are enough. In a
+    run as a whole roundings have become independent.
     """
-    chance = DEVIATIONS / max(m.effective, 1.0) ** 0.5
     if scope in ("op", "layer"):
+        chance = DEVIATIONS / max(m.effective, 1.0) ** 0.5
         return Gate(
             1.0 + max(0.05, chance),
-            1.0,
+            ROW_OF[scope],
             3.0,
             max(0.02, chance),
             reason="one op or one layer, inputs given",
         )
-    # Errors of one layer are alike in the next: fewer independent numbers, so wider limits. Two
-    # histograms of n numbers overlap by about 1 - bins / (4 n) if they are of one distribution.
-    overlap = 0.97 - BINS / (4.0 * max(m.count, 1))
+    n = max(min(m.effective, numbers), FEWEST)
+    sigma = 1.15 * family.spread(n)
+    # Normal distributions of this ratio overlap by the root; histograms of n numbers of one
+    # distribution by about 1 - bins / (4 n). Errors of one layer are alike in the next: 3 times.
+    alike = (2.0 * sigma / (1.0 + sigma**2)) ** 0.5
+    overlap = min(0.97, alike) - 3.0 * bins_of(m.count) / (4.0 * n)
     return Gate(
-        sigma=1.15 + chance, excess=2.0, overlap=overlap, reason="errors carried through the model"
+        sigma=sigma,
+        excess=2.0,
+        overlap=max(overlap, 0.0),
+        reason="errors carried through the model",
     )
 
 
-def accumulated(reduction: int) -> Gate:
+ROW_OF: dict[str, float] = {"op": 1.0, "layer": 4.0 / 3.0}
+"""How far a row may exceed what independent roundings leave to chance. Within a layer one rounding
+that falls on the other side moves all that follows in its row, which so has fewer independent
+numbers: 4 times fewer are allowed for.
+"""
+FEWEST = 8.0
+"""Independent numbers that a run's noise has at least. A row of a run moves as one where attention
+is sharp, so that its elements are few independent numbers; but roundings are bounded, and the ratio
+of two has no tail like that of normal errors.
+"""
+
+
+def accumulated(reduction: int, amplified: Amplified | None = None) -> Gate:
     """Mode P, for a float32 result of narrower numbers: only the order of a sum is open, and how it
-    is carried.
+    is carried. More is allowed where a sum cancels, as in mode S.
 
     Tensor cores cut partial sums off instead of rounding them, which scales results by about K / 32
     halves of 2^-24: 0.8e-6 for K = 1024 on an H200. Four times that is allowed.
     """
+    allowed = 2.0 * HALF_ULP32 * reduction**0.5
+    return _widened(allowed, max(1e-6, reduction * HALF_ULP32 / 16), amplified)
+
+
+def _widened(rel_l2: float, slope: float, amplified: Amplified | None) -> Gate:
+    """The gate of float32 sums, times what is above the ordinary in how an op amplifies errors.
+
+    Errors of the inputs are uniform, of a root mean square of 2^-24 / sqrt(3). ORDINARY
+    amplification is in the limits without.
+    """
+    if amplified is None:
+        return Gate(
+            rel_l2=rel_l2, slope=slope, reason="2 * 2^-24 * sqrt(K), K terms in the longest sum"
+        )
+    times = rel_l2 / (ORDINARY * HALF_ULP32 / 3**0.5)
     return Gate(
-        rel_l2=2.0 * HALF_ULP32 * reduction**0.5,
-        slope=max(1e-6, reduction * HALF_ULP32 / 16),
-        reason="a sum",
+        rel_l2=max(rel_l2, times * amplified.rel_l2),
+        slope=max(slope, times * amplified.slope),
+        reason="2 * 2^-24 * sqrt(K), times how the op amplifies errors of its inputs",
     )
 
 
@@ -113,25 +197,43 @@ the gates of mode S hold for it too.
 def foreign(mode: Mode, m: Metrics, reduction: int, depth: int) -> Gate:
     """Logits of a program that is not ours."""
     if mode == "S":
-        return semantics("logits", reduction, depth)
+        return semantics("logits", reduction, depth, noise=m.rel_noise)
     return Gate(
         sigma=FOREIGN + DEVIATIONS / max(m.effective, 1.0) ** 0.5,
         reason="roundings that no contract states",
     )
 
 
-def semantics(scope: Scope, reduction: int, depth: int = 1) -> Gate:
-    """Mode S: float32 sums of `reduction` terms in any order, `depth` layers of them."""
+def semantics(
+    scope: Scope,
+    reduction: int,
+    depth: int = 1,
+    *,
+    noise: float = 0.0,
+    amplified: Amplified | None = None,
+    family: Family = Family(),
+) -> Gate:
+    """Mode S: float32 sums of `reduction` terms in any order, `depth` layers of them.
+
+    These limits hold where errors are not amplified. Where they are (sharp attention, sums that
+    cancel), more is allowed: for an op or a layer, in proportion to what it makes of errors of its
+    inputs, `amplified`; for a run as a whole, what chance makes of `noise`, the relative error of
+    the faithful float32 reference. Neither is ever below the limits without.
+    """
     allowed = 2.0 * HALF_ULP32 * reduction**0.5
     if scope in ("op", "layer"):
-        return Gate(
-            rel_l2=allowed, slope=1e-6, reason="2 * 2^-24 * sqrt(K), K terms in the longest sum"
-        )
+        return _widened(allowed, 1e-6, amplified)
     return Gate(
-        rel_l2=allowed * 2.0 * (1 + depth),
-        slope=1e-5,
-        reason="as a layer, added up over the layers",
+        rel_l2=max(allowed * 2.0 * (1 + depth), family.spread(FEWEST) * noise),
+        slope=max(1e-5, family.deviations * noise / FEWEST**0.5),
+        reason="as a layer, added up over the layers, or what the run's own noise leaves to chance",
     )
+
+
+ORDINARY = 4.0
+"""Amplification that the fixed limits of mode S have room for: on models of ordinary magnitudes
+correct results reach 0.4 of them, with attention and activations that amplify up to 3 times.
+"""
 
 
 def parse_modes(text: str, allowed: Sequence[str] = ALL_MODES) -> tuple[Any, ...]:

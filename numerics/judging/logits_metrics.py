@@ -10,7 +10,7 @@ import numpy as np
 from ...shared.step import StepInput
 from ..sides.steps import where
 from .diff import LogitsFinding
-from .gates import Mode
+from .gates import FEWEST, Family, Mode
 from .metrics import TIE_FACTOR, Flip, agreement, divergence, flips, log_softmax
 
 KL_LIMIT = 1.3
@@ -22,21 +22,29 @@ KL_FLOOR = 1e-9
 def compare_logits(
     a: np.ndarray, b: np.ndarray, exact: np.ndarray, faithful: np.ndarray, step: StepInput | None,
     mode: Mode,
-    kl_limit_b: float = KL_LIMIT,
+    kl_limit_b: float = KL_LIMIT, *, family: Family | None = None, numbers: float = float("inf"),
 ) -> LogitsFinding:  # fmt: skip
-    """Compare logits [row vocab] of two sides. `step` names the rows, if they are its tokens."""
+    """Compare logits [row vocab] of two sides. `step` names the rows, if they are its tokens.
+
+    `numbers` is the most independent numbers that logits are made of. A side b that keeps no
+    contract (`kl_limit_b` above KL_LIMIT) is allowed more noise, and so are its ties.
+    """
     kl = {
         name: float(divergence(exact, x).mean())
         for name, x in (("a", a), ("b", b), ("noise", faithful))
     }
-    found = flips(a, b, exact, faithful)
+    foreign = mode == "P" and kl_limit_b > KL_LIMIT
+    found = flips(a, b, exact, faithful, kl_limit_b**0.5 if foreign else 1.0)
     real = [flip for flip in found if not flip.tie]
     complaints = [f"{len(real)} tokens differ by more than rounding explains"] if real else []
     if mode == "P":
         noise = kl["noise"] + _spread(exact, faithful)
+        # A divergence is as the square of an error: few numbers may be off by the F distribution.
+        chance = (family or Family()).spread(max(min(_effective(exact, faithful), numbers), FEWEST))
         for side, limit in (("a", KL_LIMIT), ("b", kl_limit_b)):
+            limit = max(limit, limit / KL_LIMIT * chance**2)
             if not kl[side] <= limit * noise + KL_FLOOR:
-                complaints.append(f"{side}: KL {kl[side]:.3g} nats > {limit} x {noise:.3g}")
+                complaints.append(f"{side}: KL {kl[side]:.3g} nats > {limit:.3g} x {noise:.3g}")
     return LogitsFinding(
         rows=len(a),
         kl_ab=float(divergence(a, b).mean()),
@@ -176,3 +184,10 @@ def _spread(exact: np.ndarray, faithful: np.ndarray) -> float:
     """Twice the standard error of the noise's mean divergence: few rows say little."""
     values = divergence(exact, faithful)
     return 2.0 * float(values.std()) / max(len(values), 1) ** 0.5
+
+
+def _effective(exact: np.ndarray, faithful: np.ndarray) -> float:
+    """Independent numbers that the noise is made of."""
+    noise = faithful.astype(np.float64) - exact
+    fourth = float((noise**4).sum())
+    return float((noise**2).sum()) ** 2 / fourth if fourth else float(noise.size)

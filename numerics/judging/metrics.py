@@ -16,6 +16,11 @@ import numpy as np
 BINS = 100
 
 
+def bins_of(count: int) -> int:
+    """Bins of a histogram of so many numbers: 10 numbers in one on average, at most BINS."""
+    return min(BINS, max(4, count // 10))
+
+
 @dataclass(frozen=True, slots=True)
 class Metrics:
     """Errors of one tensor.
@@ -140,11 +145,12 @@ def worst_row(error: np.ndarray, noise: np.ndarray) -> tuple[float, float]:
 
 def overlap(a: np.ndarray, b: np.ndarray) -> float:
     """Bhattacharyya coefficient of the histograms of two samples over a common range."""
+    bins = bins_of(a.size)
     limit = max(np.abs(a).max(initial=0.0), np.abs(b).max(initial=0.0))
     if not limit or not a.size or not b.size:
         return 1.0 if not limit else 0.0
-    p, _ = np.histogram(a, BINS, (-limit, limit))
-    q, _ = np.histogram(b, BINS, (-limit, limit))
+    p, _ = np.histogram(a, bins, (-limit, limit))
+    q, _ = np.histogram(b, bins, (-limit, limit))
     return float(np.sqrt(p / p.sum() * (q / q.sum())).sum())
 
 
@@ -184,9 +190,11 @@ class Flip:
         return self.margin < TIE_FACTOR * self.noise
 
 
-def flips(a: np.ndarray, b: np.ndarray, exact: np.ndarray, faithful: np.ndarray) -> list[Flip]:
+def flips(
+    a: np.ndarray, b: np.ndarray, exact: np.ndarray, faithful: np.ndarray, times: float = 1.0
+) -> list[Flip]:
     """Rows of logits [row vocab] whose best tokens differ, each with the margin and the noise of
-    a difference.
+    a difference: `times` that of the faithful reference.
     """
     best_a, best_b = a.argmax(-1), b.argmax(-1)
     found = []
@@ -194,7 +202,7 @@ def flips(a: np.ndarray, b: np.ndarray, exact: np.ndarray, faithful: np.ndarray)
         i, j = int(best_a[row]), int(best_b[row])
         margin = abs(float(exact[row, i] - exact[row, j]))
         noise = float(np.sqrt(((faithful[row].astype(np.float64) - exact[row]) ** 2).mean()))
-        found.append(Flip(row, i, j, margin, noise))
+        found.append(Flip(row, i, j, margin, times * noise))
     return found
 
 

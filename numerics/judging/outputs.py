@@ -11,15 +11,39 @@ import numpy as np
 
 from ...ops.cases import load_all
 from ...ops.testing import TESTING, Judge
+from ..sides.jitter import evaluate_jittered
 from ..sides.reference import evaluate
 from ..sides.taps import Call, Declared
-from .gates import Gate, Mode, accumulated, precision, semantics
+from .amplification import amplification, worth_trying
+from .gates import Amplified, Family, Gate, Mode, accumulated, precision, semantics
 from .metrics import Metrics, measure
 
 
-def gate_for(mode: Mode, scope: Any, m: Metrics, reduction: int, depth: int = 1) -> Gate:
-    """The gate of a mode and scope."""
-    return precision(scope, m) if mode == "P" else semantics(scope, reduction, depth)
+def gate_for(
+    mode: Mode,
+    scope: Any,
+    m: Metrics,
+    reduction: int,
+    depth: int = 1,
+    *,
+    family: Family = Family(),  # noqa: B008 - it is frozen
+    noise: float = 0.0,
+    numbers: float = float("inf"),
+    amplified: Amplified | None = None,
+) -> Gate:
+    """The gate of a mode and scope. `noise` is the relative error of the faithful reference in
+    other steps of the run, `numbers` the most independent numbers that one has.
+    """
+    if mode == "P":
+        return precision(scope, m, family, numbers)
+    return semantics(
+        scope,
+        reduction,
+        depth,
+        noise=max(noise, m.rel_noise),
+        amplified=amplified,
+        family=family,
+    )
 
 
 class Judged(NamedTuple):
@@ -58,7 +82,7 @@ class OpJudge:
         exact = evaluate(call.op, arguments, exact=True)
         faithful = evaluate(call.op, arguments, exact=False)
         verdict = self._contract(call.op, arguments, outputs)
-        found = []
+        found, amplified = [], list[Amplified]()
         for index, (got, right, noisy) in enumerate(zip(outputs, exact, faithful, strict=True)):
             name = declared.key if len(outputs) == 1 else f"{declared.key}#{index}"
             if got.shape != right.shape:
@@ -66,6 +90,10 @@ class OpJudge:
             got, right, noisy = (self._rows(x, call) for x in (got, right, noisy))
             metrics = measure(got, right, noisy)
             gate = self._gate(metrics, got)
+            wide = self.mode == "S" or got.dtype.itemsize == 4
+            if wide and gate is not None and worth_trying(gate, metrics):
+                amplified = amplified or self._amplified(call, arguments, exact)
+                gate = self._gate(metrics, got, amplified[index])
             complaints = list(gate.complaints(metrics)) if gate else self._equal(metrics)
             if verdict is not None and not verdict.passed:
                 worst = max(verdict.error, verdict.gain)
@@ -84,13 +112,24 @@ class OpJudge:
             return x.reshape(-1, *x.shape[2:])[:-1]
         return x[: self._real]
 
-    def _gate(self, m: Metrics, got: np.ndarray) -> Gate | None:
+    def _amplified(
+        self, call: Call, arguments: Mapping[str, Any], exact: Sequence[np.ndarray]
+    ) -> list[Amplified]:
+        """What the op makes of errors of its inputs, by output."""
+
+        def run(rng: np.random.Generator) -> list[np.ndarray]:
+            outputs = evaluate_jittered(call.op, arguments, rng)
+            return [self._rows(x, call) for x in outputs]
+
+        return amplification(run, [self._rows(x, call) for x in exact])
+
+    def _gate(self, m: Metrics, got: np.ndarray, amplified: Amplified | None = None) -> Gate | None:
         """None where nothing is rounded: what comes out was put in."""
         if not m.rel_noise:
             return None
         if self.mode == "P" and got.dtype.itemsize == 4:
-            return accumulated(self._reduction)
-        return gate_for(self.mode, "op", m, self._reduction)
+            return accumulated(self._reduction, amplified)
+        return gate_for(self.mode, "op", m, self._reduction, amplified=amplified)
 
     @staticmethod
     def _equal(m: Metrics) -> list[str]:

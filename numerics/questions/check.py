@@ -241,7 +241,9 @@ def _op_causes(asked: _Asked, report: OpsReport) -> Iterator[Cause]:
         again = asked.again("ops", *asked.both(), "--op", result.op, model=False)
         ours = result.side == DEFINITION
         name = f"the op {result.op}" if ours else result.name
-        text = f"{result.side}: {name}, {result.dtype}: {result.complaints[0]}"
+        # The side that ops were judged on names every provider of the plan.
+        side = result.side if ours else _named(asked.targets)[ord(result.side[0]) - ord("a")]
+        text = f"{side}: {name}, {result.dtype}: {result.complaints[0]}"
         yield Cause(0 if ours else 3, text, again)
 
 

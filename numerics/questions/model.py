@@ -19,13 +19,16 @@ import numpy as np
 from ...shared.models import decoder
 from ...shared.step import StepInput
 from ..errors import NotComparable
+from ..judging.amplification import amplification, worth_trying
 from ..judging.diff import Diff, Finding, pooled_problems
-from ..judging.gates import Mode
+from ..judging.gates import Amplified, Family, Gate, Mode
 from ..judging.logits_metrics import compare_logits
-from ..judging.metrics import measure
+from ..judging.metrics import Metrics, measure
 from ..judging.outputs import OpJudge, gate_for
+from ..judging.power import power
 from ..judging.weights import check_weights
 from ..sides.environment import describe
+from ..sides.jitter import Jitter
 from ..sides.passes import run_stepwise
 from ..sides.reference import Reference, State, cache_shapes, sources_of, storage_dtype, total
 from ..sides.runners import Fault, Program, Runner, create_runner, plan_of
@@ -35,6 +38,10 @@ from ..sides.taps import Declared
 from ..sides.tracing import declare_programs, traced
 from .exact import ExactComparison
 
+OUTSIDE = "embed", "finish", "head"
+"""Programs that are not layers."""
+LIMITS = 5
+"""Of a tensor, on average: mode S has two, mode P four for an op and three for a run."""
 Progress = Callable[[str], None]
 Streams = dict[bool, tuple[np.ndarray, np.ndarray]]
 """hidden and residual of the exact reference (True) and of the faithful one."""
@@ -69,6 +76,7 @@ class Comparison:
         self.weights = HostWeights(subject)
         self.sources = sources_of(self.model)
         tables = decoder.rotary_tables(self.model, subject.max_model_len)
+        self._tables = tables
         self.exact = Reference(self.model, tables, exact=True)
         self.faithful = Reference(self.model, tables, exact=False)
         self.local = Reference(self.model, tables, exact=True)
@@ -76,6 +84,11 @@ class Comparison:
         self.sides = [_Side(runner, name, []) for name, runner in runners.items()]
         self.diff = Diff(tuple(runners))
         self.reduction = max(self.model.hidden_size, self.model.intermediate_size)
+        # In float32 a faithful reference has one order of sums where a backend has another: there
+        # is no rounding that both make, and mode P is mode S.
+        self.gates: Mode = "S" if subject.dtype == "float32" else mode
+        self.family = Family()
+        self._noise: dict[tuple[str, int], tuple[float, float]] = {}
 
     # --- weights
     # ----------------------------------------------------------------------------------------------
@@ -128,13 +141,14 @@ class Comparison:
             side.runner.allocate(pages)
             side.kv = [side.runner.upload(x) for x in start]
         self.check_weights()
+        self.steps = len(steps)
         for number, step in enumerate(steps):
             progress(f"step {number + 1} of {len(steps)}, {step.descriptor}")
             self._step(number, step)
         self.diff.environment = describe(
             self.subject, {s.name: s.runner for s in self.sides}, steps
         )
-        self.diff.problems += pooled_problems(self.diff) if self.mode == "P" else []
+        self.diff.problems += pooled_problems(self.diff) if self.gates == "P" else []
         self.diff.seconds = time.perf_counter() - started
         return self.diff
 
@@ -147,6 +161,7 @@ class Comparison:
             side.runner.prepare(step, declared[side.name])
             side.runner.begin(step)
         self._declared = declared
+        self.family = Family(self.steps * self._comparisons(declared))
         _, self._kv = run_stepwise(self._embed, self._layer, self._end, self._kv, self.sources)
 
     def _declare(self) -> dict[str, dict[Program, tuple[Declared, ...]]]:
@@ -158,6 +173,17 @@ class Comparison:
             )
             for side in self.sides
         }
+
+    def _comparisons(self, declared: Mapping[str, Mapping[Program, Sequence[Declared]]]) -> int:
+        """Limits in a step, of all sides."""
+        layers = len(self.layers)
+        tensors = 0
+        for programs in declared.values():
+            taps = {program: len(found) for program, found in programs.items()}
+            outside = sum(taps.get(name, 0) for name in OUTSIDE)
+            inside = max((n for name, n in taps.items() if name not in OUTSIDE), default=0)
+            tensors += outside + 1 + layers * (inside + 2)
+        return max(tensors * LIMITS, 1)
 
     def _embed(self) -> Streams:
         top = self.weights.top()
@@ -190,7 +216,10 @@ class Comparison:
                 out, taps = runner.layer(index, *(runner.upload(x) for x in inputs))
                 self._ops(side, self.exact.spec.layers[index], index, calls, taps)
                 output = total(tuple(runner.download(x) for x in out[:2]))
-                self._find(side, "layer", index, "output", output, expected, noisy)
+                self._find(
+                    side, "layer", index, "output", output, expected, noisy,
+                    lambda: self._amplified(index, weights, inputs, expected),
+                )  # fmt: skip
             (side.hidden, side.residual, side.kv[source]), _ = runner.layer(
                 index, side.hidden, side.residual, side.kv[source]
             )
@@ -199,6 +228,19 @@ class Comparison:
                 run_expected, run_noisy = (total(after[exact]) for exact in (True, False))
                 self._find(side, "inherited", index, "output", inherited, run_expected, run_noisy)
         return after, written
+
+    def _amplified(
+        self, index: int, weights: Mapping[str, np.ndarray], inputs: State, expected: np.ndarray
+    ) -> Amplified:
+        """What a layer makes of errors of its ops' inputs."""
+
+        def run(rng: np.random.Generator) -> list[np.ndarray]:
+            reference = Reference(self.model, self._tables, exact=True, tracer=Jitter(rng))
+            reference.begin(self.step)
+            reference.embed(self.weights.top())  # for layers that have inputs of their own
+            return [total(reference.layer(index, weights, inputs))[: self.real]]
+
+        return amplification(run, [expected[: self.real]])[0]
 
     def _end(self, streams: Streams) -> None:
         top = self.weights.top()
@@ -233,14 +275,23 @@ class Comparison:
         for other in self.sides[1:]:
             a, b = (side.logits[:real] for side in (self.sides[0], other))
             self.diff.logits.append(
-                compare_logits(a, b, exact[:real], faithful[:real], self.step, self.mode)
+                compare_logits(
+                    a,
+                    b,
+                    exact[:real],
+                    faithful[:real],
+                    self.step,
+                    self.mode,
+                    family=self.family,
+                    numbers=real * self.model.hidden_size,
+                )
             )
 
     # --- findings
     # ----------------------------------------------------------------------------------------------
 
     def _ops(self, side: _Side, program: Program, layer: int, calls: Any, taps: Any) -> None:
-        judge = OpJudge(self.mode, calls, self.real, self.reduction)
+        judge = OpJudge(self.gates, calls, self.real, self.reduction)
         plan = plan_of(side.runner.plans, self.step.descriptor.kind, program)
         for declared, tap in zip(self._declared[side.name][program], taps, strict=True):
             if tap is None:
@@ -264,11 +315,14 @@ class Comparison:
                 )
 
     def _find(
-        self, side: _Side, scope: Any, layer: int, tap: str, got: Any, right: Any, noisy: Any
-    ) -> None:
+        self, side: _Side, scope: Any, layer: int, tap: str, got: Any, right: Any, noisy: Any,
+        amplified: Callable[[], Amplified] | None = None,
+    ) -> None:  # fmt: skip
         got, right, noisy = (x[: self.real] for x in (got, right, noisy))
         metrics = measure(got, right, noisy)
-        gate = gate_for(self.mode, scope, metrics, self.reduction, self.model.num_layers)
+        gate = self.gate(scope, layer, metrics)
+        if self.gates == "S" and amplified is not None and worth_trying(gate, metrics):
+            gate = self.gate(scope, layer, metrics, amplified())
         self.diff.findings.append(
             Finding(
                 side.name,
@@ -284,6 +338,25 @@ class Comparison:
                 place(self.step, metrics.worst, got.ndim, self.subject.page_size),
                 gate.shares(metrics),
             )
+        )
+
+    def gate(self, scope: Any, layer: int, m: Metrics, amplified: Amplified | None = None) -> Gate:
+        """The gate of a layer's output, or of the logits."""
+        noise, right = self._noise.get((scope, layer), (0.0, 0.0))
+        if m.rel_noise:
+            noise, right = noise + m.noise_power, right + m.noise_power / m.rel_noise**2
+            self._noise[scope, layer] = noise, right
+        return gate_for(
+            self.gates,
+            scope,
+            m,
+            self.reduction,
+            self.model.num_layers,
+            family=self.family,
+            noise=(noise / right) ** 0.5 if right else 0.0,
+            # Logits are made of a hidden state each.
+            numbers=self.real * self.model.hidden_size,
+            amplified=amplified,
         )
 
 
@@ -326,4 +399,5 @@ def compare_model(
         merged.environment |= {
             k: v for k, v in diff.environment.items() if mode == "P" or k not in merged.environment
         }
+    merged.environment["power"] = power(merged)
     return merged

@@ -1,4 +1,4 @@
-"""The view of a comparison in a terminal: at most 25 lines."""
+"""The view of a comparison in a terminal: at most 28 lines."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ from collections.abc import Iterator
 
 from ..errors import EQUAL, FAILED
 from ..judging.diff import Diff, layer_sigmas
+from ..judging.power import told
 
 LINES = 25
+POWER = 3
+"""Lines more, for the smallest faults that would have been seen."""
 WORDS = {EQUAL: "EQUAL within the gates", FAILED: "DIFFERENT"}
 
 
 def render(diff: Diff) -> str:
     """The verdict, sigma by layer, the ends, and what is wrong."""
     lines = list(_lines(diff))
-    if len(lines) > LINES:
+    most = LINES + POWER
+    if len(lines) > most:
         lines = [
-            *lines[: LINES - 1],
-            f"... and {len(lines) - LINES + 1} lines more (--json has everything)",
+            *lines[: most - 1],
+            f"... and {len(lines) - most + 1} lines more (--json has everything)",
         ]
     return "\n".join(lines)
 
@@ -62,6 +66,7 @@ def _lines(diff: Diff) -> Iterator[str]:
                 f"KL in nats, mode {mode}: a {a:.2g}, b {b:.2g}, noise {noise:.2g}; between a "
                 f"and b {between:.2g}"
             )
+    yield from told(e.get("power", {}))
     first = diff.first_divergence()
     if first is not None:
         yield (

@@ -66,19 +66,19 @@ class Reference:
     the last program.
 
     `groups` is the page group of each layer in the steps that it runs; none: they have one page
-    table.
+    table. `tracer` sees its ops' calls.
     """
 
     def __init__(
         self, model: ModelConfig, tables: tuple[np.ndarray, np.ndarray], *, exact: bool,
-        groups: Sequence[int] = (),
+        groups: Sequence[int] = (), tracer: Tracer | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self._groups = groups or [0] * model.num_layers
         self.spec = decoder.model_of(model)
         self.exact = exact
         self._tables = tables
-        self._tracer = Tracer()
+        self._tracer = Tracer() if tracer is None else tracer
         self._ops = bound(exact, self._tracer)
 
     @property
