@@ -210,6 +210,7 @@ def semantics(
     depth: int = 1,
     *,
     noise: float = 0.0,
+    numbers: float = 1.0,
     amplified: Amplified | None = None,
     family: Family = Family(),
 ) -> Gate:
@@ -218,14 +219,18 @@ def semantics(
     These limits hold where errors are not amplified. Where they are (sharp attention, sums that
     cancel), more is allowed: for an op or a layer, in proportion to what it makes of errors of its
     inputs, `amplified`; for a run as a whole, what chance makes of `noise`, the relative error of
-    the faithful float32 reference. Neither is ever below the limits without.
+    the faithful float32 reference, which is made of so many independent `numbers`. Neither is ever
+    below the limits without.
     """
     allowed = 2.0 * HALF_ULP32 * reduction**0.5
     if scope in ("op", "layer"):
         return _widened(allowed, 1e-6, amplified)
+    most = family.spread(FEWEST) * noise
+    # Where one channel is nearly all of the stream, an error of it is a slope.
+    share = min(max(numbers, 1.0), FEWEST) ** -0.5
     return Gate(
-        rel_l2=max(allowed * 2.0 * (1 + depth), family.spread(FEWEST) * noise),
-        slope=max(1e-5, family.deviations * noise / FEWEST**0.5),
+        rel_l2=max(allowed * 2.0 * (1 + depth), most),
+        slope=max(1e-5, most * share),
         reason="as a layer, added up over the layers, or what the run's own noise leaves to chance",
     )
 

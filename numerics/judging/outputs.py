@@ -41,6 +41,7 @@ def gate_for(
         reduction,
         depth,
         noise=max(noise, m.rel_noise),
+        numbers=m.effective,
         amplified=amplified,
         family=family,
     )

@@ -11,7 +11,8 @@ import pytest
 from twinfer.numerics.errors import EQUAL, FAILED
 from twinfer.numerics.faults.planting import plant
 from twinfer.numerics.judging.amplification import amplification
-from twinfer.numerics.judging.gates import Family, semantics
+from twinfer.numerics.judging.gates import FOREIGN, Family, semantics
+from twinfer.numerics.judging.logits_metrics import KL_LIMIT, compare_logits
 from twinfer.numerics.judging.metrics import measure
 from twinfer.numerics.questions.model import compare_model
 from twinfer.numerics.showing.terminal import render
@@ -90,3 +91,12 @@ def test_limits_of_chance_grow_with_comparisons_and_shrink_with_numbers():
     squares = rng.chisquare(20, (2, 200_000))
     exceeding = (np.sqrt(squares[0] / squares[1]) > few.spread(20)).sum()
     assert exceeding <= 8
+
+
+def test_ties_of_a_foreign_side_have_the_noise_that_it_is_allowed():
+    exact = np.array([[1.0, 1.0 - 6e-3, 0.0, -1.0]])
+    faithful = exact + np.array([[1e-3, -1e-3, 1e-3, -1e-3]])
+    other = exact + np.array([[-4e-3, 4e-3, 0.0, 0.0]])
+    for limit, real in ((KL_LIMIT, 1), (FOREIGN**2, 0)):
+        found = compare_logits(faithful, other, exact, faithful, None, "P", limit)
+        assert found.real == real, limit
