@@ -12,8 +12,8 @@ from ..shared.config import LOAD_FORMATS
 from ..shared.errors import ConfigError, TwinferError
 from ..shared.models.arguments import add_model
 from .cli_compare import add_parsers as add_compare_parsers
-from .cli_compare import command
 from .cli_runs import add_parsers as add_run_parsers
+from .cli_runs import command
 from .cli_runs import write as _write
 from .cli_selftest import add_parsers as add_selftest_parsers
 from .errors import InfrastructureError
@@ -169,6 +169,7 @@ def run_ops(arguments: argparse.Namespace) -> int:
         parse_modes(arguments.mode),
         progress=lambda text: print(text, file=sys.stderr),
     )
+    report.environment["command"] = command(arguments)
     if arguments.json != "-":
         print(render(report))
     _write(arguments.json, report.dumps)

@@ -8,7 +8,7 @@ import argparse
 from typing import Any
 
 from ..shared.errors import ConfigError
-from .cli_runs import model_flags, output_flags, prompts_of, subject_of, tell, write
+from .cli_runs import command, model_flags, output_flags, prompts_of, subject_of, tell, write
 
 
 def add_parsers(commands: Any) -> None:
@@ -228,48 +228,3 @@ def finish(diff: Any, arguments: argparse.Namespace) -> int:
     write(arguments.json, diff.dumps)
     write(arguments.junit, lambda: junit(diff))
     return int(diff.exit_code)
-
-
-DEFAULTS = {
-    "dtype": "auto",
-    "load_format": "auto",
-    "seed": 0,
-    "tokens": 64,
-    "positions": 8,
-    "max_model_len": 256,
-    "definition": "auto",
-    "mode": "S,P",
-    "seconds": 900.0,
-}
-ASKED = (
-    "model",
-    "a",
-    "b",
-    "on",
-    "mode",
-    "dtype",
-    "load_format",
-    "seed",
-    "tokens",
-    "layers",
-    "prompts",
-    "positions",
-    "max_model_len",
-    "definition",
-    "seconds",
-    "plant",
-)
-
-
-def command(arguments: argparse.Namespace) -> str:
-    """The command that asks for the same again; what only says where results go is left out."""
-    import shlex
-
-    words = ["twinfer", "numerics", arguments.numerics_command, *getattr(arguments, "items", [])]
-    for name in ASKED:
-        value = getattr(arguments, name, None)
-        if value in (None, []) or DEFAULTS.get(name) == value:
-            continue
-        for one in value if isinstance(value, list) else [value]:
-            words += [f"--{name.replace('_', '-')}", str(one)]
-    return shlex.join(words)

@@ -235,6 +235,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
     bundle = read(arguments.bundle, arguments.model)
     fault = _fault(arguments.plant, bundle.subject)
     diff = replay(bundle, targets, faults={"a": fault} if fault else None, progress=tell)
+    diff.environment["command"] = command(arguments)
     if arguments.json != "-":
         print(render(diff))
     write(arguments.json, diff.dumps)
@@ -262,6 +263,7 @@ def run_invariants(arguments: argparse.Namespace) -> int:
         breaks=arguments.breaks,
         progress=tell,
     )
+    report.environment["command"] = command(arguments)
     if arguments.json != "-":
         print(render(report))
     write(arguments.json, report.dumps)
@@ -304,6 +306,7 @@ def _finish_bisect(report: Any, arguments: argparse.Namespace) -> int:
     from .questions.bisect import render
     from .showing.junit import suite_xml
 
+    report.environment["command"] = command(arguments)
     if arguments.json != "-":
         print(render(report))
     write(arguments.json, report.dumps)
@@ -326,3 +329,63 @@ def _modes(text: str) -> Any:
     if set(modes) - {"S", "P"}:
         raise ConfigError(f"mode: got {text!r}, allowed are S and P, separated by a comma")
     return modes
+
+
+DEFAULTS = {
+    "dtype": "auto",
+    "load_format": "auto",
+    "seed": 0,
+    "tokens": 64,
+    "positions": 8,
+    "max_model_len": 256,
+    "definition": "auto",
+    "mode": "S,P",
+    "seconds": 900.0,
+}
+ASKED = (
+    "model",
+    "a",
+    "b",
+    "on",
+    "mode",
+    "dtype",
+    "load_format",
+    "seed",
+    "tokens",
+    "layers",
+    "prompts",
+    "positions",
+    "max_model_len",
+    "definition",
+    "seconds",
+    "plant",
+    "relation",
+    "breaks",
+    "over",
+    "bundle",
+    "steps",
+    "op",
+    "backend",
+    "fault",
+    "seeds",
+)
+
+
+def command(arguments: argparse.Namespace) -> str:
+    """The command that asks for the same again; what only says where results go is left out."""
+    import shlex
+
+    words = ["twinfer", "numerics", arguments.numerics_command, *getattr(arguments, "items", [])]
+    if words[2] == "replay":
+        words.append(arguments.bundle)
+    for name in ASKED:
+        value = getattr(arguments, name, None)
+        if value in (None, []) or (name == "bundle" and words[2] == "replay"):
+            continue
+        # Of single ops and of the self-test all modes are the default, so theirs is written out.
+        if DEFAULTS.get(name) == value and (name != "mode" or words[2] not in ("ops", "selftest")):
+            continue
+        name = "break" if name == "breaks" else name
+        for one in value if isinstance(value, list) else [value]:
+            words += [f"--{name.replace('_', '-')}", str(one)]
+    return shlex.join(words)

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from ..shared.errors import ConfigError
-from .cli_runs import write
+from .cli_runs import command, write
 
 
 def add_parsers(commands: Any) -> None:
@@ -75,6 +75,7 @@ def run_selftest(arguments: argparse.Namespace) -> int:
         seeds=arguments.seeds,
         progress=lambda text: print(text, file=sys.stderr),
     )  # fmt: skip
+    report.environment["command"] = command(arguments)
     if arguments.json != "-":
         print(render(report))
     write(arguments.json, report.dumps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from ..errors import EQUAL, FAILED, NOT_COMPARED, NotComparable
 from .gates import Mode, Scope
 from .metrics import Metrics, jsonable
+from .record import dumps
 
 ORDER: dict[Scope, int] = {"op": 0, "layer": 1, "inherited": 2, "logits": 3}
 
@@ -219,7 +219,7 @@ class Diff:
 
     def dumps(self) -> str:
         """JSON text."""
-        return json.dumps(self.to_json(), allow_nan=False)
+        return dumps("diff", self.to_json())
 
 
 def load(record: Mapping[str, Any]) -> Diff:

@@ -8,7 +8,6 @@ inputs; if all pass so, each op in them; if these pass too, the logits of the wh
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -26,6 +25,7 @@ from ..errors import EQUAL, FAILED, NOT_COMPARED, NotComparable
 from ..judging.gates import Mode
 from ..judging.metrics import measure
 from ..judging.outputs import OpJudge, gate_for
+from ..judging.record import dumps
 from ..showing.terminal import LINES
 from ..sides.environment import describe_side
 from ..sides.passes import run_stepwise
@@ -100,15 +100,14 @@ class BisectReport:
         record = {
             name: getattr(self, name)
             for name in BisectReport.__dataclass_fields__
-            if name != "culprits"
+            if name not in ("target", "verdict", "culprits")
         }
         culprits = [
             {name: getattr(c, name) for name in Culprit.__dataclass_fields__} | {"name": c.name}
             for c in self.culprits
         ]
-        return json.dumps(
-            {"exit_code": self.exit_code, "culprits": culprits, **record}, allow_nan=False
-        )
+        head = {"exit_code": self.exit_code, "sides": [self.target], "looked_at": self.verdict}
+        return dumps("bisect", {**head, "culprits": culprits, **record})
 
 
 def smallest(units: Sequence[Any], fails: Callable[[list[Any]], bool]) -> list[Any]:

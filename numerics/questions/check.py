@@ -9,7 +9,6 @@ op behind it, and a wrong op every layer.
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections import defaultdict
@@ -24,6 +23,7 @@ from ...shared.worker import backend_module
 from ..errors import EQUAL, FAILED, NOT_COMPARED
 from ..judging.diff import Diff
 from ..judging.gates import MODES, Mode
+from ..judging.record import dumps
 from ..sides.steps import default_prompts, make_steps
 from ..sides.subject import Subject, Target
 from .invariants import InvariantsReport, check_invariants
@@ -90,7 +90,7 @@ class CheckReport:
 
     def dumps(self) -> str:
         """JSON text."""
-        return json.dumps(self.to_json(), allow_nan=False)
+        return dumps("check", self.to_json())
 
     def cases(self) -> dict[tuple[str, str], list[str]]:
         """Complaints by (group, name), for JUnit."""

@@ -8,7 +8,6 @@ the faithful reference (mode P): two runs whose roundings are independent differ
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from ...shared.models.caches import CacheLayout
 from ..errors import EQUAL, FAILED, NOT_COMPARED
 from ..judging.gates import FEWEST, HALF_ULP32, Family, Gate, Mode
 from ..judging.metrics import DEVIATIONS, jsonable, log_softmax, measure
+from ..judging.record import dumps
 from ..showing.terminal import LINES, WORDS
 from ..sides.environment import describe_side
 from ..sides.reference import Reference
@@ -102,11 +102,11 @@ class InvariantsReport:
             {n: jsonable(getattr(r, n)) for n in Result.__dataclass_fields__} for r in self.results
         ]
         record = {
-            "exit_code": self.exit_code, "target": self.target, "environment": self.environment,
+            "exit_code": self.exit_code, "sides": [self.target], "environment": self.environment,
             "results": results,
             "absent": self.absent, "missing": self.missing, "seconds": self.seconds,
         }  # fmt: skip
-        return json.dumps(record, allow_nan=False)
+        return dumps("invariants", record)
 
     def cases(self) -> dict[tuple[str, str], list[str]]:
         """Complaints by (group, name), for JUnit."""

@@ -9,7 +9,6 @@ weights are needed.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from ..errors import EQUAL, FAILED, NOT_COMPARED
 from ..faults.planting import faulty
 from ..judging.gates import ALL_MODES, Mode
 from ..judging.metrics import jsonable
+from ..judging.record import dumps
 from ..showing.terminal import LINES, WORDS
 from ..sides.environment import versions
 from ..sides.runners import Fault
@@ -102,6 +102,7 @@ class OpsReport:
     missing: list[str] = field(default_factory=list)
     undefined: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    environment: dict[str, Any] = field(default_factory=dict)
 
     @property
     def failures(self) -> list[OpResult]:
@@ -128,13 +129,13 @@ class OpsReport:
         ]  # fmt: skip
         record = {
             "exit_code": self.exit_code, "sides": list(self.sides), "devices": self.devices,
-            "versions": versions(),
+            "environment": {"versions": versions(), **self.environment},
             "compared": self.compared, "absent": self.absent, "missing": self.missing,
             "undefined": self.undefined,
             "seconds": self.seconds,
             "results": results,
         }  # fmt: skip
-        return json.dumps(record, allow_nan=False)
+        return dumps("ops", record)
 
     def cases(self) -> dict[tuple[str, str], list[str]]:
         """Complaints by (group, name), for JUnit."""

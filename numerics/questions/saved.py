@@ -56,7 +56,12 @@ def compare(*items: Item, model: str | None = None, progress: Progress = lambda 
 def _open(item: Item, model: str | None) -> Diff | Bundle:
     if not isinstance(item, str | Path):
         return item
-    return read(str(item), model) if Path(item).is_dir() else load(read_record(str(item)))
+    if Path(item).is_dir():
+        return read(str(item), model)
+    record = read_record(str(item))
+    if record["kind"] != "diff":
+        raise NotComparable(f"{item}: kind is {record['kind']!r}, compare takes 'diff' only")
+    return load(record)
 
 
 def _check_steps(bundles: Sequence[Bundle]) -> None:

@@ -10,7 +10,6 @@ for them are the invariants: mode I.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from ..faults.making import Entry
 from ..faults.planting import plant
 from ..judging.diff import Diff
 from ..judging.gates import ALL_MODES
+from ..judging.record import dumps
 from ..sides.environment import versions
 from ..sides.runners import Fault, Runner, create_runner
 from ..sides.steps import default_prompts, make_steps
@@ -89,6 +89,7 @@ class SelfTest:
     alarms: list[str] = field(default_factory=list)
     clean: int = 0
     seconds: float = 0.0
+    environment: dict[str, Any] = field(default_factory=dict)
 
     def by_name(self) -> dict[str, FaultResult]:
         """The faults by their names."""
@@ -125,7 +126,8 @@ class SelfTest:
         """JSON text."""
         record = {
             "exit_code": self.exit_code, "sides": list(self.sides), "modes": list(self.modes),
-            "versions": versions(),
+            "environment": {"versions": versions(), **self.environment},
+            "problems": [*self.missed, *self.misplaced, *self.alarms],
             "missed": self.missed, "misplaced": self.misplaced, "alarms": self.alarms,
             "clean_runs": self.clean,
             "seconds": self.seconds,
@@ -142,7 +144,7 @@ class SelfTest:
                 for fault in self.faults
             ],
         }  # fmt: skip
-        return json.dumps(record, allow_nan=False)
+        return dumps("selftest", record)
 
     def cases(self) -> dict[tuple[str, str], list[str]]:
         """Complaints by (group, name), for JUnit."""

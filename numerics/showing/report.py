@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import jinja2
 
 from ..errors import EQUAL, FAILED, NOT_COMPARED, NotComparable
+from ..judging.record import check_header
 
 WORDS = {EQUAL: "Equal within the gates", FAILED: "Different", NOT_COMPARED: "Not (fully) compared"}
 MODES = {
@@ -35,7 +36,6 @@ METRICS = (
 )
 LAST = ("fused_add_rms_norm", "logits", "final")
 """Taps outside of layers that stand behind them."""
-KINDS = {"findings", "results"}
 
 Record = Mapping[str, Any]
 
@@ -48,11 +48,7 @@ def read_record(path: str) -> dict[str, Any]:
         raise NotComparable(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise NotComparable(f"{path}: is not JSON: {str(error)[:120]}") from None
-    if not isinstance(record, dict) or "sides" not in record or not KINDS & set(record):
-        raise NotComparable(
-            f"{path}: is no result of model, logits, ops or compare: no sides, no findings"
-        )
-    return record
+    return check_header(record, path)
 
 
 def page(record: Record) -> str:
@@ -72,9 +68,9 @@ def page(record: Record) -> str:
 
 
 def _context(record: Record) -> dict[str, Any]:
-    findings = [_finding(f) for f in record.get("findings", [])]
+    kind = check_header(record, "report")["kind"]
+    findings = [_finding(f) for f in record.get("findings", [])] if kind == "diff" else []
     sides = list(record["sides"])
-    environment = record.get("environment", {})
     modes = [mode for mode in ("X", "S", "P") if any(f["mode"] == mode for f in findings)]
     return {
         "verdict": WORDS.get(record["exit_code"], "Failed"),
@@ -96,7 +92,8 @@ def _context(record: Record) -> dict[str, Any]:
             for entry in record.get("logits", [])
             for flip in entry["flips"]
         ],
-        "ops": _ops(record.get("results", []), sides),
+        "ops": _ops(record["results"], sides) if kind == "ops" else [],
+        "rows": ROWS[kind](record) if kind in ROWS else [],
         "problems": [
             *record.get("problems", []),
             *(
@@ -112,7 +109,7 @@ def _context(record: Record) -> dict[str, Any]:
         ],
         "missing": record.get("missing", []),
         "notes": [*record.get("notes", []), *record.get("absent", [])],
-        "command": environment.get("command", ""),
+        "command": record["command"],
     }
 
 
@@ -169,6 +166,8 @@ OTHER_CAUSE = "too little precision, or a fault that this mode alone was asked a
 def _triage(record: Record) -> str:
     """What to make of it, in a sentence."""
     first = record.get("first_divergence")
+    if record["exit_code"] == EQUAL and record["kind"] != "diff":
+        return "Everything that was asked holds."
     if record["exit_code"] == EQUAL:
         ends = [*record.get("logits", []), *record.get("served", [])]
         ties = sum(entry["ties"] for entry in ends)
@@ -176,6 +175,8 @@ def _triage(record: Record) -> str:
         return f"What differs between the sides is rounding.{tail}"
     if record["exit_code"] == NOT_COMPARED:
         return "Something that had to be compared was not, so this is no statement about it."
+    if record["kind"] in ROWS:
+        return "What is wrong is marked below."
     if first is None:
         return "No single op is at fault; see the problems below."
     local = first["scope"] in ("op", "layer")
@@ -503,3 +504,53 @@ def _ops(results: Sequence[Record], sides: Sequence[str]) -> list[dict[str, Any]
         for r in results
     ]  # fmt: skip
     return sorted(rows, key=lambda row: (not row["complaint"], -max(row["error"], row["gain"])))
+
+
+def _line(name: str, what: Any, wrong: Sequence[str] = ()) -> dict[str, str]:
+    """A row of a table of questions: its name, what was found, and what is wrong with it."""
+    return {"name": name, "what": str(what), "wrong": "; ".join(wrong)}
+
+
+def _relations(record: Record) -> list[dict[str, str]]:
+    """Rows of `twinfer numerics invariants`."""
+    return [
+        _line(
+            f"{r['relation']}, mode {r['mode']}",
+            f"{r['promise']}; {r['compared']} compared {r['detail']}".strip(),
+            r["complaints"],
+        )
+        for r in record["results"]
+    ]
+
+
+def _culprits(record: Record) -> list[dict[str, str]]:
+    """Rows of `twinfer numerics bisect`."""
+    found = [_line(c["name"], c["implementation"], [c["what"]]) for c in record["culprits"]]
+    return [*found, _line("runs", f"{record['runs']} over {record['units']} units")]
+
+
+def _faults(record: Record) -> list[dict[str, str]]:
+    """Rows of `twinfer numerics selftest`."""
+    return [
+        _line(
+            f["name"],
+            "; ".join(f"{side}: mode {', '.join(modes)}" for side, modes in f["seen"].items()),
+            [f"not seen on {side}" for side, modes in f["seen"].items() if not modes],
+        )
+        for f in record["faults"]
+    ]
+
+
+def _parts(record: Record) -> list[dict[str, str]]:
+    """Rows of `twinfer numerics check`: its parts, then the causes, the deepest first."""
+    parts = [_line(p["name"], f"{p['compared']}, exit {p['exit_code']}") for p in record["parts"]]
+    return [*parts, *(_line(c["text"], c["again"], ["a cause"]) for c in record["causes"])]
+
+
+ROWS: dict[str, Callable[[Record], list[dict[str, str]]]] = {
+    "invariants": _relations,
+    "bisect": _culprits,
+    "selftest": _faults,
+    "check": _parts,
+}
+"""The table of each kind of result that is none of tensors or of ops."""

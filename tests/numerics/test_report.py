@@ -8,6 +8,7 @@ import pytest
 
 from twinfer.numerics import compare_targets, write_report
 from twinfer.numerics.errors import NotComparable
+from twinfer.numerics.judging.record import dumps
 from twinfer.numerics.showing.report import page, read_record
 from twinfer.serving.cli import main
 
@@ -118,12 +119,12 @@ def test_a_result_of_ops_is_a_page_too():
     given = {
         "exit_code": 1,
         "sides": ["a jax:cpu"],
-        "versions": {},
+        "environment": {"versions": {}},
         "results": [result],
         "compared": 3,
         "seconds": 1.0,
     }
-    found = Checker(page(given))
+    found = Checker(page(json.loads(dumps("ops", given))))
     assert "rms_norm=native" in found.words
 
 

@@ -1,0 +1,80 @@
+"""What all results share when they are written as JSON: the header, and its version.
+
+{"schema": "twinfer-numerics", "version": 1, "kind": "diff", "command": "twinfer numerics ...",
+ "exit_code": 0, "verdict": "equal within the gates", "sides": [...], "environment": {...},
+ "seconds": 1.5, "problems": [...], "missing": [...], ...}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ..errors import EQUAL, FAILED, NOT_COMPARED, NotComparable
+
+Kind = Literal["diff", "ops", "invariants", "bisect", "selftest", "check"]
+KINDS = "diff", "ops", "invariants", "bisect", "selftest", "check"
+SCHEMA, VERSION = "twinfer-numerics", 1
+"""The version grows when a field is renamed, removed, or means something else."""
+VERDICTS = {
+    EQUAL: "equal within the gates",
+    FAILED: "different",
+    NOT_COMPARED: "not (fully) compared",
+}
+HEADER = (
+    "schema",
+    "version",
+    "kind",
+    "command",
+    "exit_code",
+    "verdict",
+    "sides",
+    "environment",
+    "seconds",
+    "problems",
+    "missing",
+)
+
+
+def dumps(kind: Kind, body: Mapping[str, Any]) -> str:
+    """JSON text of a result: the header, then what its kind has of its own.
+
+    `body` must have `exit_code`, `sides`, `environment` and `seconds`.
+    """
+    header = {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "kind": kind,
+        "command": body["environment"].get("command", ""),
+        "exit_code": body["exit_code"],
+        "verdict": VERDICTS[body["exit_code"]],
+        "sides": list(body["sides"]),
+        "environment": body["environment"],
+        "seconds": body["seconds"],
+        "problems": body.get("problems", []),
+        "missing": body.get("missing", []),
+    }
+    own = {name: value for name, value in body.items() if name not in HEADER}
+    return json.dumps(header | own, allow_nan=False)
+
+
+def check_header(record: Any, name: str) -> dict[str, Any]:
+    """The record, if it is a result of this version. Raises NotComparable naming what it is."""
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        found = record.get("schema") if isinstance(record, dict) else None
+        raise NotComparable(
+            f"{name}: is no result of twinfer numerics: schema is {str(found)[:60]!r}, "
+            f"a result has {SCHEMA!r}"
+        )
+    if record.get("version") != VERSION:
+        raise NotComparable(
+            f"{name}: version is {str(record.get('version'))[:60]}, this twinfer reads {VERSION}"
+        )
+    if record.get("kind") not in KINDS:
+        raise NotComparable(
+            f"{name}: kind is {str(record.get('kind'))[:60]!r}, allowed are {', '.join(KINDS)}"
+        )
+    if lacking := [field for field in HEADER if field not in record]:
+        raise NotComparable(f"{name}: the result is damaged: it has no {lacking[0]}")
+    return record
