@@ -154,7 +154,9 @@ def _compare_row(
     if best_a != best_b:
         flip = Flip(row, best_a, best_b, abs(float(exact[best_a] - exact[best_b])), noise)
     return _NamedRow(
-        divergences={name: _coarse(sides[p], sides[q]) for name, (p, q) in NAMED_PAIRS.items()},
+        divergences={
+            name: named_divergence(sides[p], sides[q]) for name, (p, q) in NAMED_PAIRS.items()
+        },
         squared_errors=(sides["b"] - sides["exact"]) ** 2,
         noise=noise,
         agreement=len(best_ids & set(ids)) / count,
@@ -162,7 +164,7 @@ def _compare_row(
     )
 
 
-def _coarse(p: np.ndarray, q: np.ndarray) -> float:
+def named_divergence(p: np.ndarray, q: np.ndarray) -> float:
     """KL(p || q) in nats of log-probabilities of some tokens, all others taken together."""
     p, q = (np.append(x, np.log(max(1.0 - float(np.exp(x).sum()), 1e-12))) for x in (p, q))
     return float((np.exp(p) * (p - q)).sum())

@@ -10,9 +10,6 @@ OpenAI-compatible `/v1/completions`.
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,11 +19,12 @@ from ...ops.testing import limits
 from ...shared.errors import BackendUnavailable, ConfigError
 from ...shared.models.table import TOP, keys
 from ...shared.tokenizer import Tokenizer
-from ..errors import InfrastructureError
 from ..judging.diff import Diff, Finding
 from ..judging.gates import FOREIGN, Mode, foreign
 from ..judging.logits_metrics import KL_LIMIT, compare_logits, compare_named
 from ..judging.metrics import measure
+from ..judging.server_metrics import NamedRow, judge_server, named_row
+from ..sides.http_server import Reading, Served, Tops, read_server
 from ..sides.runners import Fault, Runner, create_runner
 from ..sides.steps import make_owned_steps, owned_rows, place, where
 from ..sides.subject import HostWeights, Subject, Target, parse_target
@@ -35,10 +33,6 @@ from .model import Comparison
 Progress = Callable[[str], None]
 TRANSFORMERS = "transformers"
 SERVERS = "http://", "https://"
-TIMEOUT = 120.0
-"""Seconds for one answer of a server."""
-BEST = 5
-"""Log-probabilities that a server is asked for: what the OpenAI API allows."""
 
 
 def parse_side(text: str) -> Target | str:
@@ -57,60 +51,89 @@ def compare_ends(
     prompts: Sequence[np.ndarray],
     *,
     positions: int = 8,
+    server_logits: str = "auto",
     faults: Mapping[str, Fault] | None = None,
     progress: Progress = lambda text: None,
 ) -> Diff:
-    """Compare the logits of `sides` over prompts; a server is asked at `positions` places of each.
+    """Compare the logits of `sides` over prompts. A server is asked for what follows `positions`
+    prefixes of each, for all positions at once, and for what it generates after each prompt, which
+    the other sides are given too. `server_logits`: the dtype that its logits are said to have.
 
     Raises ConfigError, BackendUnavailable, NotComparable, InfrastructureError.
     """
     mode: Mode = "S" if subject.dtype == "float32" else "P"
+    names = [f"{chr(ord('a') + index)} {side}" for index, side in enumerate(sides)]
+    served = _read_server(subject, sides, prompts, positions, progress)
+    if served is not None:
+        prompts = served.prompts
     runners: dict[str, Runner] = {}
     whole: dict[str, Sequence[np.ndarray]] = {}
-    named: dict[str, Sequence[Mapping[int, Tops]]] = {}
     about: dict[str, Any] = {}
-    names = []
     try:
-        for index, side in enumerate(sides):
-            name = f"{chr(ord('a') + index)} {side}"
-            names.append(name)
+        for name, side in zip(names, sides, strict=True):
             progress(f"loading {side}")
             if isinstance(side, Target):
                 runners[name] = create_runner(subject, side, (faults or {}).get(name[0]))
             elif side == TRANSFORMERS:
                 whole[name], about[name] = transformers_logits(subject, prompts)
-            else:
-                named[name], about[name] = server_logprobs(
-                    side, subject, prompts, positions, progress
-                )
+            elif served is not None:
+                about[name] = dict(served.about)
         steps, owners = zip(*make_owned_steps(subject, prompts), strict=True)
-        ends = _Ends(subject, runners, mode, names, owners, whole, named)
+        ends = _Ends(subject, runners, mode, names, owners, whole, served)
         diff = ends.run(steps, progress)
     finally:
         for runner in runners.values():
             runner.close()
     diff.sides = tuple(names)
     diff.environment["sides"] |= about
-    if named and not ends.named:
-        diff.missing.append("positions: the server named no token that could be compared")
+    if served is not None:
+        _judge_server(diff, ends, served, server_logits)
     return diff
+
+
+def _read_server(
+    subject: Subject, sides: Sequence[Target | str], prompts: Sequence[np.ndarray],
+    positions: int, progress: Progress,
+) -> Served | None:  # fmt: skip
+    """What the server among the sides serves; None if there is none. Raises ConfigError for two,
+    whose generated tokens would be two sets of prompts.
+    """
+    urls = [side for side in sides if isinstance(side, str) and side != TRANSFORMERS]
+    if len(urls) > 1:
+        raise ConfigError(f"sides: got {', '.join(urls)}, allowed is one server at a time")
+    return read_server(urls[0], subject, prompts, positions, progress) if urls else None
+
+
+def _judge_server(diff: Diff, ends: _Ends, served: Served, server_logits: str) -> None:
+    """Judge all positions of the server together."""
+    if not ends.named:
+        diff.missing.append("positions: the server named no token that could be compared")
+        return
+    dtype = ends.subject.dtype
+    half_ulp = limits(ends.dtype).half_ulp
+    verdict = judge_server(ends.named, half_ulp, dtype, server_logits)
+    diff.problems += verdict.problems
+    diff.notes += [*verdict.notes, *served.offers]
 
 
 class _Ends(Comparison):
     """A comparison of ends only, in which some sides are no runners: `whole` has logits by prompt
-    [position vocab], `named` log-probabilities of some tokens, by prompt and position. `owners` are
-    the prompts of each step's requests.
+    [position vocab], `served` what a server named. `owners` are the prompts of each step's
+    requests.
     """
 
     def __init__(
         self, subject: Subject, runners: Mapping[str, Runner], mode: Mode, names: Sequence[str],
         owners: Sequence[Sequence[int]], whole: Mapping[str, Sequence[np.ndarray]],
-        named: Mapping[str, Sequence[Mapping[int, Tops]]],
+        served: Served | None = None,
     ) -> None:  # fmt: skip
         super().__init__(subject, runners, mode, layers=(), taps=())
-        self._names, self._owners, self._whole, self._tops = names, owners, whole, named
+        self._names, self._owners, self._whole = names, owners, whole
+        self._readings: dict[tuple[int, int], list[Reading]] = {}
+        for reading in served.readings if served is not None else ():
+            self._readings.setdefault((reading.prompt, reading.position), []).append(reading)
         self._texts = Tokenizer.load(subject.folder)
-        self.named = 0
+        self.named: list[NamedRow] = []
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         """Compare the first side with each other one."""
@@ -122,8 +145,8 @@ class _Ends(Comparison):
             self._foreign(name, rows[name], exact, faithful)
         first = self._names[0]
         for name in self._names[1:]:
-            if name in self._tops:
-                self._named(rows[first], self._tops[name], exact, faithful, places)
+            if name not in rows:
+                self._named(rows[first], exact, faithful, places)
             else:
                 limit = FOREIGN**2 if name in self._whole else KL_LIMIT
                 found = compare_logits(
@@ -144,26 +167,31 @@ class _Ends(Comparison):
         )  # fmt: skip
 
     def _named(
-        self, a: np.ndarray, tops: Sequence[Mapping[int, Tops]], exact: np.ndarray,
-        faithful: np.ndarray,
+        self, a: np.ndarray, exact: np.ndarray, faithful: np.ndarray,
         places: Sequence[tuple[int, int]],
     ) -> None:  # fmt: skip
-        rows = [i for i, (prompt, position) in enumerate(places) if position in tops[prompt]]
-        found = [self._ids(tops[places[i][0]][places[i][1]], exact[i]) for i in rows]
-        known = [(i, top) for i, top in zip(rows, found, strict=True) if top]
-        if not known:
+        """Compare the first side with what the server named at this step's positions."""
+        rows, tops = list[int](), list[dict[int, float]]()
+        for row, place_ in enumerate(places):
+            for reading in self._readings.get(place_, ()):
+                top = self._ids(reading.tops, exact[row])
+                if not top:
+                    continue
+                rows.append(row)
+                tops.append(top)
+                words = f"prompt {place_[0]}, position {place_[1]}"
+                self.named.append(
+                    named_row(reading.way, words, top, reading.token, exact[row], faithful[row])
+                )
+        if not rows:
             return
-        kept, tops_ = [i for i, _ in known], [top for _, top in known]
-        self.named += len(kept)
-        places_ = [where(self.step, i) for i in kept]
-        unit = limits(self.dtype).half_ulp if self.mode == "P" else 0.0
         entry = compare_named(
-            a[kept],
-            tops_,
-            exact[kept],
-            faithful[kept],
-            places_,
-            unit,
+            a[rows],
+            tops,
+            exact[rows],
+            faithful[rows],
+            [where(self.step, row) for row in rows],
+            limits(self.dtype).half_ulp if self.mode == "P" else 0.0,
             self.mode,
             self.step.step_id - 1,
         )
@@ -196,6 +224,32 @@ def transformers_logits(
     differently.
     """
     _check_factors(subject, prompts)
+    model = load_transformers(subject)
+    import torch
+    import transformers
+
+    if wide:
+        model.float()
+    with torch.inference_mode():
+        found = [
+            model(torch.from_numpy(np.asarray(ids, np.int64))[None], use_cache=False)
+            .logits[0]
+            .float()
+            .numpy()
+            for ids in prompts
+        ]
+    attention = getattr(model.config, "_attn_implementation", "")
+    return found, {
+        "target": TRANSFORMERS,
+        "device": f"cpu, attention {attention}",
+        "plan": transformers.__version__,
+    }
+
+
+def load_transformers(subject: Subject) -> Any:
+    """The model of Hugging Face transformers on the CPU, in the run dtype, with the subject's
+    weights. Raises BackendUnavailable if the package is not there.
+    """
     try:
         import torch
         import transformers
@@ -216,23 +270,7 @@ def transformers_logits(
         model.load_state_dict(_state(subject), strict=False)
     else:
         model = auto.from_pretrained(subject.folder, dtype=dtype, local_files_only=True)
-    model.eval()
-    if wide:
-        model.float()
-    with torch.inference_mode():
-        found = [
-            model(torch.from_numpy(np.asarray(ids, np.int64))[None], use_cache=False)
-            .logits[0]
-            .float()
-            .numpy()
-            for ids in prompts
-        ]
-    attention = getattr(model.config, "_attn_implementation", "")
-    return found, {
-        "target": TRANSFORMERS,
-        "device": f"cpu, attention {attention}",
-        "plan": transformers.__version__,
-    }
+    return model.eval()
 
 
 def _check_factors(subject: Subject, prompts: Sequence[np.ndarray]) -> None:
@@ -264,79 +302,3 @@ def _state(subject: Subject) -> dict[str, Any]:
             tensor[rows] = array[start : start + part.rows]
             start += part.rows
     return {key: from_numpy(tensor) for key, tensor in found.items()}
-
-
-# --- servers
-# --------------------------------------------------------------------------------------------------
-
-Tops = Mapping[int | str, float]
-"""Log-probabilities in nats of some tokens, by id, or by text where a server names no ids."""
-
-
-def server_logprobs(
-    url: str,
-    subject: Subject,
-    prompts: Sequence[np.ndarray],
-    positions: int,
-    progress: Progress = lambda text: None,
-) -> tuple[list[dict[int, Tops]], dict[str, Any]]:
-    """For each prompt, by position, the best tokens after it; and what the server says about
-    itself.
-
-    Raises InfrastructureError if the server does not answer as such, ConfigError if it refuses the
-    request.
-    """
-    models = _ask(f"{url}/v1/models")
-    try:
-        model = models["data"][0]["id"]
-    except (KeyError, IndexError, TypeError):
-        raise InfrastructureError(f"{url}/v1/models names no model: {str(models)[:120]}") from None
-    found: list[dict[int, Tops]] = []
-    for index, ids in enumerate(prompts):
-        progress(f"asking for prompt {index + 1} of {len(prompts)}")
-        last = min(len(ids), subject.max_model_len) - 1
-        places = (
-            sorted({round(x) for x in np.linspace(0, last - 1, min(positions, last))})
-            if last > 0
-            else []
-        )
-        found.append(
-            {position: _best(url, model, ids[: position + 1].tolist()) for position in places}
-        )
-    return found, {"target": url, "device": f"server of {model}"}
-
-
-def _best(url: str, model: str, ids: list[int]) -> Tops:
-    request = {
-        "model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": BEST,
-        "return_tokens_as_token_ids": True,
-    }  # fmt: skip
-    answer = _ask(f"{url}/v1/completions", request)
-    try:
-        best = answer["choices"][0]["logprobs"]["top_logprobs"][0]
-        return {_token(name): float(value) for name, value in best.items()}
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-        raise InfrastructureError(
-            f"{url}: the answer has no top_logprobs: {str(answer)[:160]}"
-        ) from None
-
-
-def _token(name: str) -> int | str:
-    head, sign, tail = name.partition("token_id:")
-    return int(tail) if sign and not head else name
-
-
-def _ask(url: str, body: Mapping[str, Any] | None = None) -> Any:
-    """The JSON answer; an extension that the server does not know is left out and asked again."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-            return json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        text = " ".join(error.read(500).decode("utf-8", "replace").split())
-        if body is not None and "return_tokens_as_token_ids" in body and error.code in (400, 422):
-            return _ask(url, {k: v for k, v in body.items() if k != "return_tokens_as_token_ids"})
-        raise InfrastructureError(f"{url}: HTTP {error.code}: {text[:200]}") from None
-    except (OSError, ValueError) as error:
-        raise InfrastructureError(f"{url}: {error}") from None

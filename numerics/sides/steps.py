@@ -38,12 +38,14 @@ TEXTS = (
 )
 
 
-def default_prompts(subject: Subject, seed: int = 0) -> list[np.ndarray]:
+def default_prompts(
+    subject: Subject, seed: int = 0, lengths: Sequence[int] = LENGTHS
+) -> list[np.ndarray]:
     """Prompts with their continuation, token ids int32: text if the model has a tokenizer, else
     random.
     """
     rng = np.random.default_rng(seed)
-    lengths = [min(length, subject.max_model_len - NEW_TOKENS) + NEW_TOKENS for length in LENGTHS]
+    lengths = [min(length, subject.max_model_len - NEW_TOKENS) + NEW_TOKENS for length in lengths]
     tokenizer = Tokenizer.load(subject.folder) if seed == 0 else None
     if tokenizer is not None:
         texts = [tokenizer.encode(text) for text in TEXTS]

@@ -1,0 +1,231 @@
+"""The log-probabilities of a server over all positions: what single positions are too noisy for.
+
+A server of another engine keeps no contract, so each of its numbers may be off by some of the
+faithful reference's noise. Its errors are still roundings, as often up as down. A wrong scale, a
+wrong rotation or a wrong dtype are not: pooled over hundreds of positions they stand out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import ml_dtypes
+import numpy as np
+
+from .gates import FOREIGN
+from .logits_metrics import KL_FLOOR, named_divergence
+from .metrics import DEVIATIONS, TIE_FACTOR, log_softmax
+
+MIN_ROWS = 8
+"""Positions that a way of asking needs before it is judged by itself."""
+SLOPE_FLOOR = 1e-5
+"""Of log-probabilities in float32, as of logits in mode S (`gates.semantics`)."""
+VALUE_FLOOR = 2e-6
+"""Nats: two units of float32 at 16, where log-probabilities are subtracted from their norm."""
+GREEDY_FLOOR = 1e-4
+"""Nats that a token chosen at temperature 0 may lie below the best: printed digits, no dtype's."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRow:
+    """One position that a server was read at. Arrays [token] are log-probabilities of the tokens
+    that it named; `logits` are those tokens' exact logits, `tie` the noise of the row's logits.
+
+    `chosen` is the place, among these tokens, of what the server generated; -1 for none.
+    """
+
+    way: str
+    place: str
+    exact: np.ndarray
+    faithful: np.ndarray
+    got: np.ndarray
+    logits: np.ndarray
+    tie: float
+    chosen: int = -1
+
+
+def named_row(
+    way: str, place: str, top: Mapping[int, float], token: int | None,
+    exact: np.ndarray, faithful: np.ndarray,
+) -> NamedRow:  # fmt: skip
+    """The row of a position whose references have logits [vocab]."""
+    ids = list(top)
+    sides = [log_softmax(x)[ids] for x in (exact, faithful)]
+    tie = float(((faithful.astype(np.float64) - exact) ** 2).mean()) ** 0.5
+    return NamedRow(
+        way,
+        place,
+        exact=sides[0],
+        faithful=sides[1],
+        got=np.asarray(list(top.values()), np.float64),
+        logits=np.asarray(exact[ids], np.float64),
+        tie=tie,
+        chosen=-1 if token is None or token not in top else ids.index(token),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One pool of positions. `sigma` is the error of the log-probabilities over the noise, `slope`
+    that of the server's against the exact ones less 1, `kl` the mean divergence in nats of the
+    named tokens from the exact ones; each with what is allowed.
+    """
+
+    way: str
+    rows: int
+    sigma: float
+    sigma_limit: float
+    slope: float
+    slope_limit: float
+    kl: float
+    kl_limit: float
+
+    def complaints(self) -> Iterator[str]:
+        """What is wrong, in words."""
+        pairs = {
+            "sigma": (self.sigma, self.sigma_limit),
+            "|slope - 1|": (abs(self.slope), self.slope_limit),
+            "KL": (self.kl, self.kl_limit),
+        }
+        for name, (value, limit) in pairs.items():
+            if not value <= limit:
+                yield f"b, {self.way} ({self.rows} positions): {name} {value:.3g} > {limit:.3g}"
+
+    def __str__(self) -> str:
+        return (
+            f"b, {self.way}: {self.rows} positions, sigma {self.sigma:.2f} "
+            f"(allowed {self.sigma_limit:.2f}), slope {1 + self.slope:.4f} "
+            f"(1 +- {self.slope_limit:.2g}), KL {self.kl:.2g} ({self.kl_limit:.2g})"
+        )
+
+
+@dataclass(slots=True)
+class ServerVerdict:
+    """What the positions of a server say together."""
+
+    pools: list[Pool] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def judge_server(
+    rows: Sequence[NamedRow], half_ulp: float, dtype: str, logits_dtype: str = "auto"
+) -> ServerVerdict:
+    """Judge the positions of one server together. `half_ulp` is that of the run dtype `dtype`.
+
+    `logits_dtype` is what the server states that its logits are: rounded to anything narrower, they
+    are a failure. With `auto` rounded ones are only noted, and their rounding allowed.
+    """
+    verdict = ServerVerdict()
+    rounded = dtype != "float32" and logits_rounded(rows, 2 * half_ulp)
+    if rounded:
+        words = f"b rounds its logits to {dtype}"
+        (verdict.problems if logits_dtype == "float32" else verdict.notes).append(words)
+    verdict.problems += _rounded_values(rows, dtype)
+    verdict.problems += _not_greedy(rows)
+    ways = sorted({row.way for row in rows})
+    groups = {way: [row for row in rows if row.way == way] for way in ways}
+    if len(ways) > 1:
+        # One reading of each: several of one position say the same.
+        groups["all"] = list({row.place: row for row in rows}.values())
+    for way, group in groups.items():
+        if len(group) >= MIN_ROWS:
+            verdict.pools.append(_pool(way, group, half_ulp if rounded else 0.0, dtype))
+    verdict.problems += [words for pool in verdict.pools for words in pool.complaints()]
+    verdict.notes += [str(pool) for pool in verdict.pools]
+    return verdict
+
+
+def _pool(way: str, rows: Sequence[NamedRow], half_ulp: float, dtype: str) -> Pool:
+    """The pooled statistics. Values of one row are alike, so rows are what is independent."""
+    errors, noises, scores, slope_noises, spreads = np.zeros((5, len(rows)))
+    kls, kl_noises, roundings = np.zeros((3, len(rows)))
+    for i, row in enumerate(rows):
+        # Uniform within one unit of a logit: variance half_ulp^2 / 3 at the top of its binade.
+        rounding = (half_ulp * row.logits) ** 2 / 3
+        error, noise = row.got - row.exact, row.faithful - row.exact
+        errors[i] = (error**2).mean()
+        noises[i] = (noise**2 + rounding).mean() + VALUE_FLOOR**2
+        kls[i], kl_noises[i] = (named_divergence(row.exact, x) for x in (row.got, row.faithful))
+        roundings[i] = rounding.max() / 2
+        surely = _surely_named(row, rounding)
+        if surely.sum() > 1:
+            x = row.exact[surely] - row.exact[surely].mean()
+            spreads[i] = (x * x).sum()
+            scores[i] = (x * error[surely]).sum()
+            slope_noises[i] = (x * noise[surely]).sum() ** 2 + (x * x * rounding[surely]).sum()
+    effective = noises.sum() ** 2 / (noises**2).sum()
+    total = max(float(spreads.sum()), 1e-30)
+    chance = DEVIATIONS / effective**0.5
+    kl_noise = kl_noises.mean() + 2 * kl_noises.std() / len(rows) ** 0.5 + roundings.mean()
+    return Pool(
+        way,
+        len(rows),
+        sigma=float((errors.sum() / noises.sum()) ** 0.5),
+        # In float32 only the order of sums is open, which no contract states either.
+        sigma_limit=(TIE_FACTOR if dtype == "float32" else FOREIGN) + chance,
+        slope=float(scores.sum()) / total,
+        slope_limit=DEVIATIONS * FOREIGN * float(slope_noises.sum()) ** 0.5 / total + SLOPE_FLOOR,
+        kl=float(kls.mean()),
+        kl_limit=float(FOREIGN**2 * kl_noise + KL_FLOOR),
+    )
+
+
+def _surely_named(row: NamedRow, rounding: np.ndarray) -> np.ndarray:
+    """Tokens that the server would name whatever its rounding.
+
+    The last of those named are there because their errors are high, which would tilt the slope.
+    """
+    margin = TIE_FACTOR * FOREIGN * (row.tie**2 + rounding) ** 0.5
+    sure: np.ndarray = row.exact >= row.got.min() + margin
+    return sure
+
+
+def logits_rounded(rows: Iterable[NamedRow], ulp: float) -> bool:
+    """Whether differences of log-probabilities lie on the grid of logits with a relative unit
+    `ulp`: those of logits in float32 do so by chance only.
+    """
+    shares = []
+    for row in rows:
+        best = int(row.got.argmax())
+        size = np.minimum(np.abs(row.logits), np.abs(row.logits[best]))
+        # Half a unit of the smaller number: its binade may be the next lower one when rounded.
+        exponent = np.floor(np.log2(np.maximum(size, 1e-30)))
+        unit = np.ldexp(ulp / 2, exponent.astype(int))
+        steps = (row.got - row.got[best]) / unit
+        # float32 of a log-probability: half a unit of it, of both, and the sum's rounding.
+        width = np.maximum(np.abs(row.got), 1.0) * 2.0**-22 / unit
+        usable = (width < 0.05) & (np.arange(len(steps)) != best)
+        shares += (np.abs(steps - np.round(steps)) <= width)[usable].tolist()
+    return len(shares) >= MIN_ROWS and float(np.mean(shares)) > 0.9
+
+
+def _rounded_values(rows: Sequence[NamedRow], dtype: str) -> list[str]:
+    """Log-probabilities that are numbers of the narrow run dtype: a softmax without float32."""
+    if dtype == "float32":
+        return []
+    narrow = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
+    values = np.concatenate([row.got for row in rows]).astype(np.float32)
+    if len(values) < MIN_ROWS or not (values.astype(narrow).astype(np.float32) == values).all():
+        return []
+    return [f"b: all log-probabilities are {dtype} numbers: its softmax is not in float32"]
+
+
+def _not_greedy(rows: Sequence[NamedRow]) -> list[str]:
+    """Tokens chosen at temperature 0 that are not the best by the server's own log-probabilities:
+    its sampler looks at other logits than it reports.
+    """
+    wrong = [
+        row
+        for row in rows
+        if row.chosen >= 0 and row.got[row.chosen] < row.got.max() - GREEDY_FLOOR
+    ]
+    if not wrong:
+        return []
+    chosen = sum(row.chosen >= 0 for row in rows)
+    first = f"{wrong[0].way}, {wrong[0].place}"
+    return [
+        f"b: {len(wrong)} of {chosen} tokens at temperature 0 are not the best of their own "
+        f"log-probabilities, first {first}"
+    ]
