@@ -15,7 +15,18 @@ import torch
 from ..shared.config import DeviceInfo
 from ..shared.worker import Worker
 
-CALLS = ("load", "measure", "allocate_kv", "warm_up", "execute", "logits", "read_pages", "close")
+CALLS = (
+    "load",
+    "measure",
+    "allocate_kv",
+    "warm_up",
+    "execute",
+    "logits",
+    "read_pages",
+    "read_weights",
+    "read_tables",
+    "close",
+)
 """What a worker does on its device. The other calls, and reading a step that was started, touch
 none.
 """
