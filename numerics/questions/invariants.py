@@ -124,7 +124,9 @@ class Lab:
     ) -> None:  # fmt: skip
         self.subject, self.target, self.prompts, self.fault = subject, target, prompts, fault
         # As few pages as hold everything: each run begins with other tokens all over them.
-        self.lengths = [max(len(p), subject.page_size) + SPARE for p in prompts]
+        self.lengths = [len(p) + SPARE for p in prompts]
+        # One short prompt alone would have one page, in which nothing can be preempted.
+        self.lengths[0] = max(self.lengths[0], subject.page_size + SPARE)
         self.bench = Bench(subject, target, self.lengths, fault)
         self.broken = {name: BREAKS[name](self) for name in breaks}
         self.usual = self.bench.logits(Schedule(), prompts)
