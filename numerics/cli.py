@@ -5,21 +5,16 @@ runs.
 from __future__ import annotations
 
 import argparse
-import sys
 import traceback
 
-from ..shared.config import LOAD_FORMATS
 from ..shared.errors import ConfigError, TwinferError
-from ..shared.models.arguments import add_model
 from .cli_compare import add_parsers as add_compare_parsers
 from .cli_runs import add_parsers as add_run_parsers
-from .cli_runs import command
+from .cli_runs import command, model_flags, output_flags, prompts_of, subject_of, tell
 from .cli_runs import write as _write
 from .cli_selftest import add_parsers as add_selftest_parsers
 from .errors import InfrastructureError
 from .judging.gates import parse_modes
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def add_parsers(parser: argparse.ArgumentParser) -> None:
@@ -29,36 +24,15 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
         "model", help="two backends layer by layer and op by op, against both references"
     )
     model.set_defaults(run_numerics=run_model)
-    add_model(model)
+    model_flags(model, "of mode P; mode S is in float32")
     _common_flags(model)
     model.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="of mode P; mode S is in float32"
-    )
-    model.add_argument(
         "--mode", default="S,P", metavar="S,X,P", help="S: semantics, X: exact probes, P: precision"
-    )
-    model.add_argument(
-        "--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: seeded random weights"
-    )
-    model.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of dummy weights; other than 0 also of the prompts",
-    )
-    model.add_argument(
-        "--tokens", type=int, default=64, metavar="N", help="tokens of a step at most, from 8"
     )
     model.add_argument(
         "--layers",
         metavar="0-3,last",
         help="judge these layers only, from 0; all of them run (default: all)",
-    )
-    model.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="JSON lines with token_ids or prompt (default: six of its own)",
     )
     ops = commands.add_parser(
         "ops", help="every implementation of every op against the reference; no model needed"
@@ -91,10 +65,7 @@ def _common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--b", default="torch:cpu", metavar="TARGET", help="such as torch:cuda:rms_norm=native"
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="write everything that was found; - is standard output"
-    )
-    parser.add_argument("--junit", metavar="FILE", help="write the verdicts as JUnit XML")
+    output_flags(parser)
     parser.add_argument(
         "--plant", action="append", default=[], metavar="[a=|b=]FAULT[@LAYER]",
         help="plant a fault on one side (b if none is named): to see what is found; `numerics "
@@ -123,27 +94,18 @@ def run_model(arguments: argparse.Namespace) -> int:
     from .questions.model import compare_model
     from .showing.junit import junit
     from .showing.terminal import render
-    from .sides.steps import default_prompts, make_steps, read_prompts
-    from .sides.subject import open_subject, parse_target
+    from .sides.steps import make_steps
+    from .sides.subject import parse_target
 
     modes = parse_modes(arguments.mode)
-    if arguments.tokens < 8:
-        raise ConfigError(f"tokens: got {arguments.tokens}, allowed is at least 8")
     targets = [parse_target(arguments.a), parse_target(arguments.b)]
-    subject = open_subject(
-        arguments.model,
-        dtype=arguments.dtype,
-        load_format=arguments.load_format,
-        seed=arguments.seed,
-        tokens=arguments.tokens,
-    )
-    given = arguments.prompts
-    prompts = read_prompts(given, subject) if given else default_prompts(subject, arguments.seed)
+    subject = subject_of(arguments)
+    prompts = prompts_of(arguments, subject)
     layers = parse_layers(arguments.layers, subject.model.num_layers) if arguments.layers else None
     diff = compare_model(
         subject, targets, make_steps(subject, prompts), modes=modes, layers=layers,
         faults=plant_by_side(arguments.plant, subject.model),
-        progress=lambda text: print(text, file=sys.stderr),
+        progress=tell,
     )  # fmt: skip
     diff.environment["command"] = command(arguments)
     if arguments.json != "-":
@@ -167,7 +129,7 @@ def run_ops(arguments: argparse.Namespace) -> int:
         arguments.op,
         faults,
         parse_modes(arguments.mode),
-        progress=lambda text: print(text, file=sys.stderr),
+        progress=tell,
     )
     report.environment["command"] = command(arguments)
     if arguments.json != "-":

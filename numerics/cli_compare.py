@@ -25,7 +25,6 @@ def add_parsers(commands: Any) -> None:
         help="BACKEND:DEVICE[:KEY=VALUE,...], repeatable (default: jax:cpu and torch:cpu)",
     )
     served.add_argument("--mode", default="S,P", metavar="S,P", help="S: float32, P: the run dtype")
-    _max_model_len(served)
     _definition(served)
     output_flags(served)
     check = commands.add_parser(
@@ -38,7 +37,6 @@ def add_parsers(commands: Any) -> None:
     )
     check.add_argument("--b", default="torch:cpu", metavar="TARGET", help="the same")
     check.add_argument("--mode", default="S,P", metavar="S,P", help="S: float32, P: the run dtype")
-    _max_model_len(check)
     _definition(check)
     check.add_argument(
         "--seconds",
@@ -67,7 +65,13 @@ def add_parsers(commands: Any) -> None:
         type=int,
         default=8,
         metavar="N",
-        help="places of a prompt to ask a server at, from 1",
+        help="places of a prompt to ask a server at one by one, from 1",
+    )
+    logits.add_argument(
+        "--server-logits",
+        choices=("auto", "float32"),
+        default="auto",
+        help="float32: a server whose logits are rounded to less fails; auto: it is noted",
     )
     logits.add_argument(
         "--plant", action="append", default=[], metavar="[a=|b=]FAULT[@LAYER]", help="plant a fault"
@@ -92,16 +96,6 @@ def add_parsers(commands: Any) -> None:
     report.add_argument("--out", metavar="FILE", help="the HTML file (default: RESULT with .html)")
 
 
-def _max_model_len(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-model-len",
-        type=int,
-        default=256,
-        metavar="N",
-        help="tokens of a request at most, from 64",
-    )
-
-
 def _definition(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--definition",
@@ -120,7 +114,6 @@ def run_check(arguments: argparse.Namespace) -> int:
     from .sides.subject import parse_target
 
     targets = [parse_target(arguments.a), parse_target(arguments.b)]
-    _check_length(arguments)
     subject = subject_of(arguments)
     report = check(
         subject,
@@ -140,11 +133,6 @@ def run_check(arguments: argparse.Namespace) -> int:
     return report.exit_code
 
 
-def _check_length(arguments: argparse.Namespace) -> None:
-    if arguments.max_model_len < 64:
-        raise ConfigError(f"max_model_len: got {arguments.max_model_len}, allowed is at least 64")
-
-
 def run_served(arguments: argparse.Namespace) -> int:
     """`twinfer numerics served`."""
     from .judging.gates import parse_modes
@@ -153,7 +141,6 @@ def run_served(arguments: argparse.Namespace) -> int:
     from .sides.subject import parse_target
 
     targets = [parse_target(text) for text in arguments.on or ["jax:cpu", "torch:cpu"]]
-    _check_length(arguments)
     subject = subject_of(arguments)
     diff = check_served(
         subject,
@@ -182,13 +169,30 @@ def run_logits(arguments: argparse.Namespace) -> int:
     diff = compare_ends(
         subject,
         sides,
-        prompts_of(arguments, subject),
+        _end_prompts(arguments, subject, sides),
         positions=arguments.positions,
+        server_logits=arguments.server_logits,
         faults=faults,
         progress=tell,
     )
     diff.environment["command"] = command(arguments)
     return finish(diff, arguments)
+
+
+def _end_prompts(arguments: argparse.Namespace, subject: Any, sides: Any) -> Any:
+    """The prompts; against a server one more, about as long as there may be: some faults show
+    only far from the start.
+    """
+    from .questions.logits import TRANSFORMERS
+    from .sides.http_server import NEW_TOKENS
+    from .sides.steps import LENGTHS, default_prompts
+    from .sides.steps import NEW_TOKENS as OUR_NEW_TOKENS
+
+    is_server = isinstance(sides[1], str) and sides[1] != TRANSFORMERS
+    if arguments.prompts or not is_server:
+        return prompts_of(arguments, subject)
+    longest = max(subject.max_model_len - NEW_TOKENS - OUR_NEW_TOKENS, 1)
+    return default_prompts(subject, arguments.seed, (*LENGTHS, longest))
 
 
 def run_compare(arguments: argparse.Namespace) -> int:

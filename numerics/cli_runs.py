@@ -10,12 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..shared.config import LOAD_FORMATS
+from ..shared.config import DTYPES, LOAD_FORMATS
 from ..shared.errors import ConfigError
 from ..shared.models.arguments import add_model
 from .errors import InfrastructureError
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+from .judging.gates import parse_modes
 
 
 def add_parsers(commands: Any) -> None:
@@ -114,12 +113,12 @@ def add_parsers(commands: Any) -> None:
     output_flags(bisect)
 
 
-def model_flags(parser: argparse.ArgumentParser) -> None:
-    """What is run."""
+def model_flags(
+    parser: argparse.ArgumentParser, dtype: str = "the run dtype; auto is the checkpoint's"
+) -> None:
+    """What is run. `dtype` says of what it is."""
     add_model(parser)
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="the run dtype; auto is the checkpoint's"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help=dtype)
     parser.add_argument(
         "--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: seeded random weights"
     )
@@ -138,6 +137,14 @@ def model_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSON lines with token_ids or prompt (default: six of its own)",
     )
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens of a request at most, from 64; references run on the host and need scores "
+        "of N x N numbers a head",
+    )
 
 
 def output_flags(parser: argparse.ArgumentParser) -> None:
@@ -150,17 +157,19 @@ def output_flags(parser: argparse.ArgumentParser) -> None:
 
 def subject_of(arguments: argparse.Namespace, dtype: str | None = None) -> Any:
     """The subject that `model_flags` name. Raises ConfigError, ModelError."""
-    from .sides.subject import MAX_MODEL_LEN, open_subject
+    from .sides.subject import open_subject
 
     if arguments.tokens < 8:
         raise ConfigError(f"tokens: got {arguments.tokens}, allowed is at least 8")
+    if arguments.max_model_len < 64:
+        raise ConfigError(f"max_model_len: got {arguments.max_model_len}, allowed is at least 64")
     return open_subject(
         arguments.model,
         dtype=dtype or arguments.dtype,
         load_format=arguments.load_format,
         seed=arguments.seed,
         tokens=arguments.tokens,
-        max_model_len=getattr(arguments, "max_model_len", MAX_MODEL_LEN),
+        max_model_len=arguments.max_model_len,
     )
 
 
@@ -258,7 +267,7 @@ def run_invariants(arguments: argparse.Namespace) -> int:
         target,
         prompts_of(arguments, subject),
         names=arguments.relation,
-        modes=_modes(arguments.mode),
+        modes=parse_modes(arguments.mode, ("S", "P")),
         fault=_fault(arguments.plant, subject),
         breaks=arguments.breaks,
         progress=tell,
@@ -279,7 +288,7 @@ def run_bisect(arguments: argparse.Namespace) -> int:
     from .sides.steps import make_steps
     from .sides.subject import parse_target
 
-    target, modes = parse_target(arguments.on), _modes(arguments.mode)
+    target, modes = parse_target(arguments.on), parse_modes(arguments.mode, ("S", "P"))
     if arguments.steps < 1:
         raise ConfigError(f"steps: got {arguments.steps}, allowed is at least 1")
     if arguments.over == "knobs":
@@ -321,14 +330,6 @@ def _two_devices() -> None:
 
     with suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", 2)
-
-
-def _modes(text: str) -> Any:
-    """Modes from `S,P`. Raises ConfigError."""
-    modes = tuple(part.strip().upper() for part in text.split(","))
-    if set(modes) - {"S", "P"}:
-        raise ConfigError(f"mode: got {text!r}, allowed are S and P, separated by a comma")
-    return modes
 
 
 DEFAULTS = {

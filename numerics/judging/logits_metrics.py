@@ -10,7 +10,7 @@ import numpy as np
 from ...shared.step import StepInput
 from ..sides.steps import where
 from .diff import LogitsFinding
-from .gates import FEWEST, Family, Mode
+from .gates import FEWEST, FOREIGN, Family, Mode
 from .metrics import TIE_FACTOR, Flip, agreement, divergence, flips, log_softmax
 
 KL_LIMIT = 1.3
@@ -152,7 +152,8 @@ def _compare_row(
     best_ids = set(np.argpartition(-logits, count - 1)[:count].tolist())
     flip = None
     if best_a != best_b:
-        flip = Flip(row, best_a, best_b, abs(float(exact[best_a] - exact[best_b])), noise)
+        # What is allowed that noise in its values is allowed it in its choices.
+        flip = Flip(row, best_a, best_b, abs(float(exact[best_a] - exact[best_b])), FOREIGN * noise)
     return _NamedRow(
         divergences={
             name: named_divergence(sides[p], sides[q]) for name, (p, q) in NAMED_PAIRS.items()

@@ -34,6 +34,8 @@ Progress = Callable[[str], None]
 SPARE = 8
 """Tokens that a request may grow by when it runs free."""
 Promise = Literal["bitwise", "rounding"]
+DECODED = 24
+"""Tokens of a request that are decoded where requests are to outgrow their pages."""
 LEVELS = {"traced": 1, "compiled": 2, "graphs": 3}
 
 
@@ -123,6 +125,8 @@ class Lab:
         self.subject, self.target, self.prompts, self.fault = subject, target, prompts, fault
         # As few pages as hold everything: each run begins with other tokens all over them.
         self.lengths = [len(p) + SPARE for p in prompts]
+        # One short prompt alone would have one page, in which nothing can be preempted.
+        self.lengths[0] = max(self.lengths[0], subject.page_size + SPARE)
         self.bench = Bench(subject, target, self.lengths, fault)
         self.broken = {name: BREAKS[name](self) for name in breaks}
         self.usual = self.bench.logits(Schedule(), prompts)
@@ -195,11 +199,23 @@ def _prefix(lab: Lab) -> tuple[Rows, Rows]:
 
 
 def _preemption(lab: Lab) -> tuple[Rows, Rows]:
-    longest = lab.bench.pages_of(max(len(p) for p in lab.prompts))
-    rows = lab.logits("preemption", Schedule(pages=longest + 2, decoded=24))
-    if not rows.preemptions:
-        raise _Empty("no request was preempted")
-    return lab.usual, rows
+    """The prompts in as few pages as preempt one; others if these never do."""
+    for prompts in (lab.prompts, _outgrowing(lab)):
+        longest = lab.bench.pages_of(max(len(p) for p in prompts))
+        for pages in range(min(longest + 2, lab.bench.pages), longest - 1, -1):
+            rows = lab.logits("preemption", Schedule(pages=pages, decoded=DECODED), prompts)
+            if rows.preemptions and prompts is lab.prompts:
+                return lab.usual, rows
+            if rows.preemptions:
+                return lab.bench.logits(Schedule(alone=True, decoded=DECODED), prompts), rows
+    raise _Empty("no request was preempted")
+
+
+def _outgrowing(lab: Lab) -> list[np.ndarray]:
+    """Two prompts or more that begin on one page and decode beyond it: one must make room."""
+    length = lab.subject.page_size + SPARE
+    prompts = list(lab.prompts) if len(lab.prompts) > 1 else list(lab.prompts) * 2
+    return [np.resize(p, length) for p in prompts]
 
 
 def _padding(lab: Lab) -> tuple[Rows, Rows]:

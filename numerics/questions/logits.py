@@ -179,9 +179,8 @@ class _Ends(Comparison):
                     continue
                 rows.append(row)
                 tops.append(top)
-                words = f"prompt {place_[0]}, position {place_[1]}"
                 self.named.append(
-                    named_row(reading.way, words, top, reading.token, exact[row], faithful[row])
+                    named_row(reading.way, place_, top, reading.token, exact[row], faithful[row])
                 )
         if not rows:
             return

@@ -58,7 +58,7 @@ class Served:
     about: Mapping[str, Any]
 
 
-class _Refused(Exception):
+class _Refused(InfrastructureError):
     """HTTP 400 or 422: the server does not know what it was asked for."""
 
 
@@ -203,22 +203,23 @@ class _Client:
             {"logprobs": BEST[1], "return_tokens_as_token_ids": True},
             {"logprobs": BEST[1]},
         ]
+        self._answered = False
 
     def complete(self, prompt: list[Any], max_tokens: int, **more: Any) -> list[Any]:
         """The choices of a greedy completion, in the order of the prompts.
 
-        Raises _Refused if `more` is refused, InfrastructureError if everything is.
+        What the server refuses of plain requests is found out once. Raises _Refused, which is an
+        InfrastructureError, for what it refuses after that, or in `more`.
         """
         body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         while True:
             try:
                 answer = self._ask("/v1/completions", body | self._plain[0] | more)
+                self._answered = True
                 break
-            except _Refused as error:
-                if more:
+            except _Refused:
+                if more or self._answered or len(self._plain) == 1:
                     raise
-                if len(self._plain) == 1:
-                    raise InfrastructureError(str(error)) from None
                 self._plain.pop(0)
         try:
             return sorted(answer["choices"], key=lambda choice: choice.get("index", 0))

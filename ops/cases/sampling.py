@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -242,6 +243,33 @@ class _Penalties:
         return np.where(open_ & seen, scores + (bias * 0.1).astype(np.int32), scores)
 
 
+def _plain_penalties(xp: Any, **a: Any) -> np.ndarray:
+    """penalties token by token, from its description."""
+    scores = np.empty(a["logits"].shape, np.int32)
+    for row, logits in enumerate(a["logits"]):
+        prompt, history = int(a["prompt_len"][row]), a["history"][row].tolist()
+        counts = Counter(token for token in history[prompt:] if token >= 0)
+        seen = {token for token in history if token >= 0}
+        bias = Counter[int]()
+        for token, added in zip(a["bias_ids"][row].tolist(), a["bias"][row].tolist(), strict=True):
+            bias[token] += added
+        for token, logit in enumerate(logits):
+            word = int(a["mask"][row, token // 32]) >> token % 32
+            if np.isnan(logit) or not word & 1:
+                scores[row, token] = MASKED
+                continue
+            factor = np.float32(1.0)
+            if token in seen:
+                factor = a["repetition_inverse" if logit > 0 else "repetition"][row]
+            scaled = logit * (factor * np.float32(ONE))
+            limit = sampling.MAX_LOGIT * ONE
+            score = round(float(np.clip(scaled, -limit, limit)))
+            count = min(counts[token], sampling.MAX_COUNT)
+            taken = int(a["frequency"][row]) * count + (int(a["presence"][row]) if count else 0)
+            scores[row, token] = score - taken + bias[token]
+    return scores
+
+
 def _output(a: Arguments) -> np.ndarray:
     place = np.arange(a["history"].shape[1])[None, :]
     return np.where(place >= a["prompt_len"][:, None], a["history"], -1)
@@ -295,7 +323,7 @@ judged_by(
             *("bias_ids", "bias", "mask"),
         ),
         mutants={fault: _Penalties(fault) for fault in PENALTY_FAULTS},
-        truth=_Penalties(""),
+        truth=_plain_penalties,
     ),
 )
 

@@ -213,11 +213,19 @@ def test_a_fault_that_depends_on_the_batch_is_caught(subject):
 
 
 def test_a_run_that_is_not_what_it_says_is_no_pass(subject):
-    """One prompt that needs all pages is never preempted."""
-    prompts = default_prompts(subject, seed=1)[:1]
-    report = check_invariants(subject, TORCH, prompts, names=["preemption"], modes=("S",))
+    """Prompts shorter than a page leave nothing in the prefix cache."""
+    prompts = [np.arange(n, dtype=np.int32) for n in (5, 6)]
+    report = check_invariants(subject, TORCH, prompts, names=["prefix-cache"], modes=("S",))
     assert report.exit_code == 3
-    assert "preempted" in report.missing[0]
+    assert "no prefix" in report.missing[0]
+
+
+@pytest.mark.parametrize("lengths", [(4, 5, 6), (5,), (120,)])
+def test_prompts_of_any_length_are_preempted(subject, lengths):
+    prompts = [np.arange(n, dtype=np.int32) for n in lengths]
+    report = check_invariants(subject, TORCH, prompts, names=["preemption"], modes=("S",))
+    assert report.exit_code == 0, report.missing
+    assert report.results[0].compared > 0
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,21 @@ API.
 """
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from twinfer.numerics.faults.planting import plant
 from twinfer.numerics.judging.metrics import log_softmax
-from twinfer.numerics.questions.logits import compare_ends, parse_side
+from twinfer.numerics.judging.server_metrics import judge_server, named_row
+from twinfer.numerics.questions.logits import compare_ends, load_transformers, parse_side
+from twinfer.numerics.sides.steps import default_prompts
 from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.serving.cli import main
 from twinfer.shared.errors import ConfigError
+
+from .completions_server import Server
 
 TORCH = parse_target("torch:cpu:compile_level=0")
 PROMPTS = [np.arange(3, 40, dtype=np.int32), np.asarray([7, 8, 9, 10, 11], np.int32)]
@@ -23,14 +26,6 @@ PROMPTS = [np.arange(3, 40, dtype=np.int32), np.asarray([7, 8, 9, 10, 11], np.in
 @pytest.fixture(scope="module")
 def subject(small_model):
     return open_subject(small_model, load_format="dummy", dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def oracle(subject):
-    """Logits [position vocab] of each prompt, by transformers."""
-    from twinfer.numerics.questions.logits import transformers_logits
-
-    return transformers_logits(subject, PROMPTS)[0]
 
 
 def test_transformers_computes_the_same(subject):
@@ -135,77 +130,65 @@ def test_a_fault_of_ours_shows_against_transformers(subject):
     assert {f.side[0] for f in diff.failures} == {"a"}
 
 
-class Server(HTTPServer):
-    """Answers as `/v1/completions` does, from logits by prompt. `change` is made to
-    log-probabilities.
+def through_transformers(subject, scale=1.0, rounded=False, rope=1.0):
+    """Logits [position vocab] of token ids, by transformers with a head in float32; or, wrong:
+    scaled, rounded to bfloat16, or of other rotary frequencies.
     """
+    import torch
 
-    def __init__(self, logits, change=lambda x: x, ids=True, strict=False):
-        self.logits, self.change, self.ids, self.strict, self.asked = (
-            logits,
-            change,
-            ids,
-            strict,
-            [],
-        )
-        super().__init__(("127.0.0.1", 0), Handler)
+    model = load_transformers(subject)
+    model.model.rotary_emb.inv_freq *= rope
+    head = model.get_output_embeddings().weight.float()
 
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        return self
+    def logits(ids):
+        with torch.inference_mode():
+            hidden = model.model(torch.tensor([list(ids)]), use_cache=False).last_hidden_state
+            rows = hidden[0].float() @ head.T * scale
+            return (rows.bfloat16().float() if rounded else rows).numpy()
 
-    def __exit__(self, *error):
-        self.shutdown()
-        self.server_close()
+    return logits
 
 
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *args):
-        pass
+def narrow(x):
+    """Rounded to bfloat16."""
+    return np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float32)
 
-    def _answer(self, code, value):
-        data = json.dumps(value).encode()
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
 
-    def do_GET(self):
-        self._answer(200, {"data": [{"id": "tiny"}]})
+@pytest.fixture(scope="module")
+def oracle(subject):
+    return through_transformers(subject)
 
-    def do_POST(self):
-        server = self.server
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if server.strict and "return_tokens_as_token_ids" in body:
-            return self._answer(400, {"error": {"message": "unknown field"}})
-        ids = body["prompt"]
-        server.asked.append(ids)
-        prompt = next(i for i, given in enumerate(PROMPTS) if given[: len(ids)].tolist() == ids)
-        best = server.change(log_softmax(server.logits[prompt][len(ids) - 1]))
-        names = {
-            f"token_id:{i}" if server.ids else f"text {i}": float(best[i])
-            for i in np.argsort(-best)[:5]
-        }
-        return self._answer(200, {"choices": [{"logprobs": {"top_logprobs": [names]}}]})
+
+def complaints(diff):
+    """What is wrong at the ends, by words; without findings of our own side."""
+    return diff.problems + [words for entry in diff.logits for words in entry.complaints]
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_server_that_computes_the_same(subject, oracle, strict):
-    with Server(oracle, strict=strict) as server:
+    with Server(oracle, ids=True, strict=strict, most=5 if strict else 20) as server:
         diff = compare_ends(subject, [TORCH, server.url], PROMPTS, positions=6)
-        diff.assert_ok()
-        # 6 places of one prompt, all 4 of the other
-        assert sum(entry.rows for entry in diff.logits) == 10
-        assert len(server.asked) == 10
-        assert all(entry.top5 == 1.0 and entry.kl_ab < 1e-9 for entry in diff.logits)
+    diff.assert_ok()
+    # 6 places of one prompt and all 4 of the other, both prompts at once, and 16 tokens after each,
+    # alone, again, and both in a batch.
+    rows = 10 + sum(len(ids) - 1 for ids in PROMPTS) + 3 * 2 * 16
+    assert sum(entry.rows for entry in diff.logits) == rows
+    assert all(entry.top5 == 1.0 and entry.kl_ab < 1e-9 for entry in diff.logits)
+
+
+def test_what_a_server_does_not_offer_is_said(subject, oracle):
+    with Server(oracle, echo=False, batch=False) as server:
+        diff = compare_ends(subject, [TORCH, server.url], PROMPTS, positions=2)
+    diff.assert_ok()
+    assert any("no log-probabilities of prompts" in note for note in diff.notes)
+    assert any("no batch" in note for note in diff.notes)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         # a temperature that nobody asked for
-        (lambda x: log_softmax(1.001 * x), "log-probabilities are off"),
+        (lambda x: log_softmax(1.0001 * x), "|slope - 1|"),
         (lambda x: np.roll(x, 1), "tokens differ by more"),
     ],
 )
@@ -213,7 +196,80 @@ def test_a_server_that_computes_something_else(subject, oracle, change, words):
     with Server(oracle, change) as server:
         diff = compare_ends(subject, [TORCH, server.url], PROMPTS, positions=4)
     assert diff.exit_code == 1
-    assert any(words in c for entry in diff.logits for c in entry.complaints)
+    assert any(words in c for c in complaints(diff))
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """The bundled model, in its own bfloat16, and prompts up to where a rotation has turned far."""
+    subject = open_subject("demo")
+    return subject, default_prompts(subject, lengths=(40, 3, 17, 220))
+
+
+def ask(demo, options=None, **wrong):
+    subject, prompts = demo
+    with Server(through_transformers(subject, **wrong), **(options or {})) as server:
+        return compare_ends(subject, [TORCH, server.url], prompts)
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong", "words"),
+    [
+        ({}, {"scale": 1 / 1.02}, "|slope - 1|"),
+        pytest.param(
+            {}, {"scale": 1 / 1.02, "rounded": True}, "|slope - 1|", marks=pytest.mark.slow
+        ),
+        ({}, {"rope": 1.01}, "growth of sigma"),
+        pytest.param(
+            {}, {"rope": 1.01, "rounded": True}, "growth of sigma", marks=pytest.mark.slow
+        ),
+        ({"change": narrow}, {}, "softmax is not in float32"),
+        ({"sample": lambda row: narrow(row).argmax()}, {}, "not the best of their own"),
+    ],
+)
+def test_wrong_servers_are_told_from_right_ones_in_bfloat16(demo, options, wrong, words):
+    diff = ask(demo, options, **wrong)
+    assert diff.exit_code == 1
+    assert any(words in problem for problem in diff.problems)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_right_server_in_bfloat16_is_left_alone(demo, rounded):
+    """Rounded logits are common: said, and a failure only of a server that states float32."""
+    diff = ask(demo, rounded=rounded)
+    assert not complaints(diff)
+    assert any("rounds its logits to bfloat16" in note for note in diff.notes) == rounded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_right_servers_on_other_prompts_are_left_alone(demo, seed):
+    subject, _ = demo
+    prompts = default_prompts(subject, seed, (40, 3, 17, 220))
+    for rounded in (False, True):
+        assert not complaints(ask((subject, prompts), rounded=rounded))
+
+
+def test_a_server_that_states_float32_must_not_round_its_logits():
+    rng = np.random.default_rng(0)
+    exact = rng.normal(size=(20, 50)).astype(np.float32) * 4
+
+    def rows(logits):
+        got = log_softmax(logits)
+        best = [dict(enumerate(row.tolist())) for row in got]
+        return [
+            named_row("next", (0, i), best[i], None, exact[i], narrow(exact[i]))
+            for i in range(len(best))
+        ]
+
+    for logits, wrong in ((exact, False), (narrow(exact), True)):
+        verdict = judge_server(rows(logits), 2.0**-8, "bfloat16", "float32")
+        assert any("rounds its logits" in words for words in verdict.problems) == wrong
+
+
+def test_two_servers_at_once_are_refused(subject):
+    with pytest.raises(ConfigError, match="one server at a time"):
+        compare_ends(subject, [TORCH, "http://127.0.0.1:9", "http://127.0.0.1:8"], PROMPTS)
 
 
 def test_a_server_whose_tokens_mean_nothing_to_us_is_not_compared(subject, oracle):
