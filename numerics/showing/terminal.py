@@ -62,6 +62,7 @@ def _lines(diff: Diff) -> Iterator[str]:
                 f"KL in nats, mode {mode}: a {a:.2g}, b {b:.2g}, noise {noise:.2g}; between a "
                 f"and b {between:.2g}"
             )
+    yield from diff.notes
     first = diff.first_divergence()
     if first is not None:
         yield (
