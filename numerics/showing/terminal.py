@@ -67,6 +67,7 @@ def _lines(diff: Diff) -> Iterator[str]:
                 f"and b {between:.2g}"
             )
     yield from told(e.get("power", {}))
+    yield from diff.notes
     first = diff.first_divergence()
     if first is not None:
         yield (

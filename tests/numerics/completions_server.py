@@ -14,16 +14,17 @@ class Server(HTTPServer):
 
     `change` is made to log-probabilities, `sample` chooses a token from logits [vocab]. What a
     server need not have is switched off by `ids`, `echo`, `batch` and `strict`, which refuses a
-    field of vLLM's. `most` is how many log-probabilities it gives.
+    field of vLLM's. `vllm` answers to `prompt_logprobs`. `most` is how many log-probabilities it
+    gives.
     """
 
     def __init__(
         self, logits, change=lambda x: x, sample=np.argmax, ids=True, echo=True, batch=True,
-        strict=False, most=20,
+        strict=False, most=20, vllm=False,
     ):  # fmt: skip
         self._logits, self.change, self.sample, self.ids = logits, change, sample, ids
         self.echo, self.batch, self.strict, self.most = echo, batch, strict, most
-        self.asked, self._known = [], {}
+        self.vllm, self.asked, self._known = vllm, [], {}
         super().__init__(("127.0.0.1", 0), Handler)
 
     def logits(self, ids):
@@ -69,7 +70,17 @@ class Server(HTTPServer):
         tokens = [self._name(token) for token in chosen]
         if body.get("echo") and self.echo:
             tops, tokens = [None, *tops], [self._name(sequence[0]), *tokens]
-        return {"index": index, "logprobs": {"tokens": tokens, "top_logprobs": tops}}
+        made = {"index": index, "logprobs": {"tokens": tokens, "top_logprobs": tops}}
+        if "prompt_logprobs" in body and self.vllm:
+            self.logits(ids)
+            made["prompt_logprobs"] = [None, *(self._ranked(ids[:i]) for i in range(1, len(ids)))]
+        return made
+
+    def _ranked(self, before):
+        """As vLLM gives the tokens of a prompt."""
+        best = log_softmax(self.logits(before))
+        ids = np.argsort(-best)[:5].tolist()
+        return {str(i): {"logprob": float(best[i]), "rank": 1 + n} for n, i in enumerate(ids)}
 
     def _top(self, before, count):
         best = self.change(log_softmax(self.logits(before)))

@@ -176,6 +176,15 @@ def test_a_server_that_computes_the_same(subject, oracle, strict):
     assert all(entry.top5 == 1.0 and entry.kl_ab < 1e-9 for entry in diff.logits)
 
 
+def test_prompt_log_probabilities_of_vllm_are_read(subject, oracle):
+    with Server(oracle, echo=False, vllm=True) as server:
+        diff = compare_ends(subject, [TORCH, server.url], PROMPTS, positions=2)
+    diff.assert_ok()
+    assert not any("no log-probabilities of prompts" in note for note in diff.notes)
+    positions = sum(len(ids) - 1 for ids in PROMPTS)
+    assert any(note.startswith(f"b, prompt: {positions} positions") for note in diff.notes)
+
+
 def test_what_a_server_does_not_offer_is_said(subject, oracle):
     with Server(oracle, echo=False, batch=False) as server:
         diff = compare_ends(subject, [TORCH, server.url], PROMPTS, positions=2)
