@@ -139,12 +139,6 @@ FAULTS = (
         r"torch:cpu, \w+: weights layer\.2\.",
     ),
     Fault(
-        "layers-stacked-backwards", "jax", "tpu/weights.py",
-        "yield block.layers_at(position), of_layers",
-        "yield block.layers_at(position)[::-1], of_layers",
-        r"jax:cpu, \w+: weights layer\.0\.",
-    ),
-    Fault(
         "tables-in-bfloat16", "torch", "gpu/worker.py",
         "torch.from_numpy(table).to(self._where) for table in tables",
         "torch.from_numpy(table).bfloat16().float().to(self._where) for table in tables",
@@ -167,6 +161,12 @@ FAULTS = (
         "            target.page_index[: len(index) // 2 * 2] = index[: len(index) // 2 * 2]\n"
         "            target.page_value[: len(index) // 2 * 2] = pages[: len(index) // 2 * 2]",
         r"torch:cpu, \w+, mode S: layer\.0",
+    ),
+    Fault(
+        "matrices-in-reverse", "jax", "tpu/layers.py",
+        "tuple(layer[name][0] for layer in layers) for name in matrices",
+        "tuple(layer[name][0] for layer in layers[::-1]) for name in matrices",
+        r"jax:cpu, \w+, mode S: layer\.0",
     ),
     Fault(
         "last-page-not-sent", "jax", "tpu/state.py",

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ...ops import REGISTRY
 from ...shared.errors import ConfigError
 from ...shared.worker import backend_module
 from ..errors import EQUAL, FAILED, NOT_COMPARED
@@ -237,7 +238,9 @@ def _planned(subject: Subject, target: Target) -> dict[str, tuple[str, ...]]:
 
 
 def _op_causes(asked: _Asked, report: OpsReport) -> Iterator[Cause]:
-    for result in report.failures:
+    # An op that is made of others is no cause beside them.
+    failures = sorted(report.failures, key=lambda result: REGISTRY[result.op].level == "coarse")
+    for result in failures:
         again = asked.again("ops", *asked.both(), "--op", result.op, model=False)
         ours = result.side == DEFINITION
         name = f"the op {result.op}" if ours else result.name
