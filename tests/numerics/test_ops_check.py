@@ -142,7 +142,7 @@ def test_what_nobody_expected_is_no_numeric_failure(monkeypatch, capsys):
     """Python itself leaves with 1 after a traceback, which says here that numbers differ."""
     from twinfer.serving.cli import main
 
-    def broken(*args):
+    def broken(*args, **kwargs):
         raise ValueError("no such dot product")
 
     monkeypatch.setattr(ops_check, "check_ops", broken)
