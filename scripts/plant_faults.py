@@ -1,7 +1,7 @@
 """Plants mistakes in a copy of the source, one at a time, and shows what `twinfer numerics check`
 says of each: whether it sees it, and whether the first cause is the right one.
 
-    python scripts/plant_faults.py [--only NAME ...] [--words --mode S] [--json FILE]
+    python scripts/plant_faults.py [--only NAME ...] [--mode S] [--json FILE]
 
 A fault is an edit of one file, at a text that must be there as often as it says. The clean copy is
 checked first. Exit code 1 if a fault is not seen, or the clean copy is not equal.
@@ -437,7 +437,7 @@ def main() -> int:
     parser.add_argument("--backend", choices=("torch", "jax"), help="faults of one backend only")
     parser.add_argument("--json", metavar="FILE", help="write the table")
     parser.add_argument("--list", action="store_true", help="name the faults and end")
-    parser.add_argument("--words", nargs=argparse.REMAINDER, default=[], help="flags for the check")
+    parser.add_argument("--mode", default="S,P", metavar="S,P", help="modes of the check")
     arguments = parser.parse_args()
     chosen = [
         fault
@@ -448,7 +448,7 @@ def main() -> int:
     if arguments.list:
         print("\n".join(f"{fault.name:40} {fault.backend:5} {fault.file}" for fault in chosen))
         return 0
-    found = run(chosen, arguments.words)
+    found = run(chosen, ["--mode", arguments.mode])
     if arguments.json:
         rows = [{name: getattr(r, name) for name in Result.__dataclass_fields__} for r in found]
         Path(arguments.json).write_text(json.dumps(rows, indent=1))

@@ -493,7 +493,7 @@ def test_the_last_layer_drops_the_tokens_that_nothing_is_sampled_from(device, tm
         programs = worker._programs
         for step in padded_steps(worker, llm.engine.table, llm.engine.model.vocab_size):
             d = step.descriptor
-            if not programs._drops_rows(d):
+            if not programs.drops_rows(d):
                 continue
             worker.execute(step).result()
             made = programs.rows[: d.requests].clone()
