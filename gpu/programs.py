@@ -270,8 +270,9 @@ class Programs:
         """
         marking = self._marking and d.kind in self._layers.compiled
 
-        def mark(stream: decoder.Stream) -> None:
-            self._compiler.mark(self._variants[d], stream)
+        def mark(stream: decoder.Stream, batch: decoder.Batch) -> None:
+            of_tokens = stream if batch.layer_input is None else (*stream, batch.layer_input)
+            self._compiler.mark(self._variants[d], of_tokens)
 
         execution = RegionalPass(
             d,

@@ -41,7 +41,7 @@ class RegionalPass:
         drops: bool,
         selects: Any = None,
         every_layer: bool = True,
-        before_layer: Callable[[Stream], None] | None = None,
+        before_layer: Callable[[Stream, Batch], None] | None = None,
         keep: Callable[[int, Stream], None] | None = None,
     ) -> None:
         self._descriptor, self._module, self._start = descriptor, module, start
@@ -69,12 +69,12 @@ class RegionalPass:
         self, block: Block, stream: Stream, cache: Cache, rows: torch.Tensor | None
     ) -> tuple[Stream, Cache]:
         """See `Execution`."""
-        if self._before_layer is not None:
-            self._before_layer(stream)
         index = block.first
         run, weights = self._functions[index], self._module.layer_weights[index]
         more = () if rows is None else (rows,)
         batch = self._batches[self._groups[index]].of_layer(index)
+        if self._before_layer is not None:
+            self._before_layer(stream, batch)
         stream = Stream(*run(weights, *stream, cache[index], batch, *more))
         if self._keep is not None:
             self._keep(index + 1, stream)

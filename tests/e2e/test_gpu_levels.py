@@ -17,6 +17,8 @@ from twinfer.shared.errors import ConfigError, InternalError
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.step import processor_layout, sampling_layout
 
+from .conftest import build
+
 PROMPTS = ["Once upon a time", "The cat sat on the mat and then", "A"]
 SMALL = dict(
     backend="torch", dtype="float32", max_num_seqs=2, max_num_batched_tokens=32, num_pages=64
@@ -58,6 +60,21 @@ def eager(device, tmp_path_factory):
 @pytest.mark.gpu
 def test_traced_layers_give_the_tokens_of_eager_ones(device, eager, tmp_path):
     assert tokens(device, tmp_path, compile_level=1) == eager
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gemma4-small"])
+def test_traced_layers_take_any_number_of_tokens(device, name, tmp_path):
+    """What each layer has of its own, an embedding of each token, is as open as the rest."""
+    build(name, str(tmp_path / "it"))
+    prompts = [{"prompt_token_ids": list(range(1, n))} for n in (4, 18, 41)]
+    made = []
+    for level in (0, 1):
+        options = with_cache(device, tmp_path, {"compile_level": level, "max_model_len": 64})
+        with LLM(str(tmp_path / "it"), **options) as llm:
+            outputs = llm.generate(prompts, GREEDY)
+            made.append([output.outputs[0].token_ids for output in outputs])
+    assert made[0] == made[1]
 
 
 @pytest.mark.gpu

@@ -394,7 +394,7 @@ def test_triton_operators_pass_opcheck(kernels, device):
     from twinfer.ops.namespaces.torch_ import from_numpy
 
     wanted = preferred("torch", "cuda")
-    assert len(wanted) == 19
+    assert {"paged_attention", "linear", "sample"} <= set(wanted)
     for name in wanted:
         opaque(REGISTRY[name], IMPLEMENTATIONS[name, "torch"]["triton"])
         case = min(
