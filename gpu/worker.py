@@ -575,13 +575,25 @@ class TorchWorker:
             self._reserved.free()
             self._reserved = None
 
-    def close(self) -> None:
-        """Drop weights, cache and graphs."""
-        self._module = self._kv = self._programs = self._inputs = None  # type: ignore[assignment]  # closed for good
-        self._recorder = None
-        self._release()
+    def _wait(self) -> None:
+        """Wait for all that still runs."""
         if self._where.type == "cuda":
-            torch.cuda.empty_cache()
+            torch.cuda.default_stream(self._where).synchronize()
+            if self._recorder is not None:
+                self._recorder.synchronize()
+
+    def close(self) -> None:
+        """Drop weights, cache and graphs, once nothing runs: code that is dropped is unloaded, and
+        a start that was interrupted has not waited.
+        """
+        try:
+            self._wait()
+        finally:
+            self._module = self._kv = self._programs = self._inputs = None  # type: ignore[assignment]  # closed for good
+            self._recorder = None
+            self._release()
+            if self._where.type == "cuda":
+                torch.cuda.empty_cache()
 
 
 def fit_mode(

@@ -425,6 +425,50 @@ def test_dropped_engines_give_their_memory_back_on_a_gpu(device, tmp_path):
     assert float(torch.ones(1000, device="cuda").sum()) == 1000
 
 
+INTERRUPTED = """
+import sys, tempfile, torch
+from twinfer.gpu.programs import Programs
+from twinfer.gpu.worker import TorchWorker
+from twinfer.serving.llm import LLM
+
+workers, build, run, calls = [], TorchWorker.__init__, Programs.run_eagerly, 0
+
+def note(worker, *args, **options):
+    workers.append(worker)
+    build(worker, *args, **options)
+
+def interrupted(*args, **options):
+    global calls
+    calls += 1
+    torch.cuda._sleep(1 << 30)  # half a second: what follows waits in the queue
+    run(*args, **options)
+    if calls == int(sys.argv[1]):
+        raise KeyboardInterrupt
+
+TorchWorker.__init__, Programs.run_eagerly = note, interrupted
+with tempfile.TemporaryDirectory() as folder:
+    try:
+        LLM("demo", backend="torch", device="cuda", dtype="float32", max_num_seqs=4,
+            compilation_config={"cache_dir": folder})
+    except KeyboardInterrupt:
+        workers[0].close()
+        torch.cuda.synchronize()
+        print("closed", calls)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("calls", [1, 3])
+def test_an_interrupted_start_is_closed_with_programs_in_flight_on_a_gpu(device, calls):
+    """What they read and the code that they are stays until they are done. An access to memory
+    that is gone would end the process's use of the GPU.
+    """
+    only_on(device, "cuda")
+    command = [sys.executable, "-c", INTERRUPTED, str(calls)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, f"closed {calls}\n"), done.stderr
+
+
 class Recorder:
     """Captures nothing: a replay runs the program again."""
 
