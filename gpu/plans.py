@@ -40,7 +40,12 @@ PROMPT_ROWS = 64
 def chooser(config: ResolvedConfig) -> Callable[..., Plan]:
     """`resolve` as it chooses here: `calls=None` gives a plan over all ops."""
     return partial(
-        resolve, "torch", config.op_priority, platform=config.platform, enable=config.enable_ops
+        resolve,
+        "torch",
+        config.op_priority,
+        platform=config.platform,
+        enable=config.enable_ops,
+        row_invariant=config.row_invariant,
     )
 
 

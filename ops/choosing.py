@@ -25,6 +25,7 @@ from .source_hash import source_hash
 COMPOSITION = "composition"
 NATIVE = "native"
 DISABLED = "the op is disabled"
+DEPENDS = "its rows depend on the batch"
 
 Voice = Literal["scoped", "user", "default", "platform", "native"]
 VOICES: tuple[Voice, ...] = ("scoped", "user", "default", "platform")
@@ -61,7 +62,7 @@ class Chooser:
     (empty: not known).
 
     `insisted` are ops that the user enables by name: they do not step back from a finer op that the
-    user disables.
+    user disables. `row_invariant`: only what promises it is chosen.
     """
 
     framework: Framework
@@ -69,6 +70,7 @@ class Chooser:
     enabled: Collection[str]
     insisted: Collection[str] = ()
     calls: Mapping[str, Sequence[Call]] = field(default_factory=dict)
+    row_invariant: bool = False
     _choices: dict[str, Choice] = field(default_factory=dict)
 
     def choose(self, name: str) -> Choice:
@@ -109,6 +111,11 @@ class Chooser:
             if why is None:
                 return Choice(op.name, available[provider], tuple(passed_over), voice)
             passed_over.append((provider, why))
+        if self.row_invariant and not (last.row_invariant or last.provider == COMPOSITION):
+            raise OpError(
+                f"op {op.name!r}: no implementation for {self.framework} promises rows that do not "
+                f"depend on the batch (row_invariant); there are {', '.join(available)}"
+            )
         return Choice(op.name, last, tuple(passed_over))
 
     def _available(self, op: Op) -> tuple[dict[str, Implementation], Implementation]:
@@ -143,6 +150,8 @@ class Chooser:
             return DISABLED
         if not implementation.supported():
             return "not supported on this machine"
+        if self.row_invariant and not implementation.row_invariant:
+            return DEPENDS
         return self._stronger(op, voice) or self._refusal(implementation, self._made(op.name))
 
     def _stronger(self, op: Op, voice: Voice) -> str | None:
@@ -252,9 +261,9 @@ def last_implementation(
     if NATIVE not in available and (op.native == "reference" or framework == "numpy"):
         from .namespaces import namespace
 
-        return Implementation(
-            op.name, NATIVE, framework, named(op, partial(op.reference, namespace(framework)))
-        )
+        function = named(op, partial(op.reference, namespace(framework)))
+        alone = not op.order_is_open
+        return Implementation(op.name, NATIVE, framework, function, row_invariant=alone)
     if not available:
         raise OpError(
             f"op {op.name!r} needs a native implementation for {framework}, and none is registered"

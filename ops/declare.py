@@ -55,7 +55,8 @@ class Op:
     runs on each shard's part, which it computes alone. With none, all of it is whole on each shard.
     None: only a partitioner that sees through the implementation knows. Shards need shapes, which
     have those dimensions. `host` names the arguments that implementations with `host_metadata` read
-    on the host.
+    on the host. `sums`: the reference adds up entries of a row in floats, in an order that a
+    framework may choose by the number of rows, as it does for products.
     """
 
     name: str
@@ -70,12 +71,18 @@ class Op:
     shapes: Shapes | None = None
     shards: tuple[str, ...] | None = None
     host: tuple[str, ...] = ()
+    sums: bool = False
 
     @property
     def static_parameters(self) -> tuple[str, ...]:
         """Names of the parameters that are Python values, fixed when a program is compiled."""
         scalars = ("int", "float", "bool", "str")
         return tuple(p.name for p in self.signature.parameters.values() if p.annotation in scalars)
+
+    @property
+    def order_is_open(self) -> bool:
+        """Whether the bits of the reference's rows may depend on how many there are."""
+        return self.sums or self.contract.dot != "none"
 
     @property
     def gives_one(self) -> bool:
@@ -158,6 +165,7 @@ def define(
     shards: tuple[str, ...] | None = None,
     host: tuple[str, ...] = (),
     native: Literal["reference", "per framework"] = "reference",
+    sums: bool = False,
     registry: Registry = REGISTRY,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare the decorated function as the reference of an op of its name.
@@ -198,6 +206,7 @@ def define(
                 said,
                 shards,
                 host,
+                sums,
             )
         )
         return reference

@@ -11,6 +11,8 @@ from .annotations import signature_in_words
 from .declare import REGISTRY, OpError
 
 Framework = Literal["numpy", "jax", "torch"]
+ROWS = "rows"
+"""The provider of plain implementations whose rows do not depend on the batch."""
 
 
 class Refusal(str):
@@ -33,8 +35,8 @@ class Implementation:
     the op's parameters, whether it takes these shapes and dtypes (False, or a Refusal that says why
     not). `host_metadata`: it reads the ragged lengths on the host, so they are passed as CPU
     tensors and no graph can capture it. `opaque`: it launches what no compiler can look into (a raw
-    kernel), so that it is an operator of its own in compiled code. `row_invariant`: a row's result
-    does not depend on the batch.
+    kernel), so that it is an operator of its own in compiled code. `row_invariant`: the bits of a
+    row's result do not depend on how many rows there are, nor on what they hold.
 
     `preferred_on` names platforms (`cpu`, `cuda`, `tpu`) whose plans try it unless somebody says
     otherwise. `required_on` those where it is an error if it refuses a program and nobody has

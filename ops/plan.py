@@ -19,7 +19,7 @@ from typing import Any
 
 from .choosing import COMPOSITION, DISABLED, NATIVE, Choice, Chooser, Voice, named
 from .declare import REGISTRY, Op, OpError
-from .implement import Framework, check_framework, preferred
+from .implement import IMPLEMENTATIONS, ROWS, Framework, check_framework, preferred
 from .recording import OUTSIDE, Call
 
 __all__ = [
@@ -288,15 +288,17 @@ def resolve(
     platform: str = "",
     enable: Sequence[str] = ("all",),
     calls: Sequence[Call] | None = None,
+    row_invariant: bool = False,
 ) -> Plan:
     """Choose implementations for `framework`: `choosing.py` says how.
 
     `priorities` are the user's wishes; what implementations prefer on `platform` (`cpu`, `cuda`,
     `tpu`) is heard after them. With `calls`, what a model calls, the plan covers these ops and the
     finer ones of compositions, and a provider must take the arguments of every call. Without, it
-    covers all ops that have an implementation. Raises OpError for an unknown op or provider, for an
-    op of the model without an implementation that takes everything, and for a predicate that takes
-    some programs only.
+    covers all ops that have an implementation. With `row_invariant`, only what promises that is
+    chosen, and the plain ones that do are tried behind the user's wishes. Raises OpError for an
+    unknown op or provider, for an op of the model without an implementation that takes everything,
+    and for a predicate that takes some programs only.
     """
     from .plugins import load_plugins
 
@@ -305,7 +307,7 @@ def resolve(
     defaults = {op: order for (op, where), order in _defaults.items() if where == framework}
     wishes: dict[Voice, Mapping[str, Sequence[str]]] = {
         "scoped": _scoped.get(),
-        "user": priorities or {},
+        "user": _with_rows(framework, priorities or {}) if row_invariant else priorities or {},
         "default": defaults,
         "platform": preferred(framework, platform),
     }
@@ -313,12 +315,22 @@ def resolve(
     for call in calls or ():
         by_op.setdefault(call.op, []).append(call)
     insisted = {word[1:] for word in enable if word.startswith("+")}
-    chooser = Chooser(framework, wishes, enabled_ops(enable), insisted, by_op)
+    chooser = Chooser(framework, wishes, enabled_ops(enable), insisted, by_op, row_invariant)
     chooser.check("scoped")
     chooser.check("user")
     if calls is None:
         return _over_all_ops(framework, chooser)
     return Plan(framework, {name: chooser.choose(name) for name in chooser.called()})
+
+
+def _with_rows(
+    framework: Framework, priorities: Mapping[str, Sequence[str]]
+) -> dict[str, Sequence[str]]:
+    """The user's wishes, and behind them the plain implementations that are row-invariant."""
+    plain = {
+        op for (op, where), known in IMPLEMENTATIONS.items() if where == framework and ROWS in known
+    }
+    return {**priorities, **{op: (*priorities.get(op, ()), ROWS) for op in plain}}
 
 
 def _over_all_ops(framework: Framework, chooser: Chooser) -> Plan:
@@ -341,6 +353,6 @@ def _refuse(why: str, *_: Any, **__: Any) -> Any:
 def _load(framework: Framework) -> None:
     """Import the native implementations of a framework, and only of that one."""
     if framework == "jax":
-        from .native import jax_attention  # noqa: F401
+        from .native import jax_attention, jax_rows  # noqa: F401
     elif framework == "torch":
-        from .native import torch_attention  # noqa: F401
+        from .native import torch_attention, torch_rows  # noqa: F401

@@ -15,7 +15,13 @@ from typing import Any
 
 from ..bucketing import Table, decode_ladder, mixed_ladder
 from . import kv_config
-from .compilation_config import NOT_TORCH, ResolvedCompilation, check_sizes, resolve_compilation
+from .compilation_config import (
+    NOT_TORCH,
+    CompilationConfig,
+    ResolvedCompilation,
+    check_sizes,
+    resolve_compilation,
+)
 from .demand import ANYTHING, Demand
 from .engine_config import (
     BACKEND_CHOICES,
@@ -127,6 +133,7 @@ class ResolvedConfig:
     scan_layers: bool
     op_priority: Mapping[str, tuple[str, ...]]
     enable_ops: tuple[str, ...]
+    row_invariant: bool
     tensor_parallel_size: int
     decode_sizes: tuple[int, ...] | None
     mixed_sizes: tuple[int, ...] | None
@@ -189,6 +196,11 @@ def _usual_length(model: ModelConfig) -> tuple[int, str]:
 
 def _check_shards(config: EngineConfig, model: ModelConfig) -> None:
     """Raise ConfigError where a model does not run on several shards."""
+    if config.row_invariant and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"row_invariant: got tensor_parallel_size {config.tensor_parallel_size}, allowed is 1: "
+            "the order of sums over devices is not promised"
+        )
     if model.wide_qk_norm and config.tensor_parallel_size > 1:
         raise ConfigError(
             f"tensor_parallel_size: got {config.tensor_parallel_size}, {model.architecture} allows "
@@ -348,11 +360,29 @@ class _Defaults:
                 "allows 1"
             )
         ladder = default_decode_sizes("torch", sequences, platform)
-        compilation, filled = resolve_compilation(config.compilation(), platform, ladder, sequences)
+        options = config.compilation()
+        if config.row_invariant:
+            options = self._uncompiled(options)
+        compilation, filled = resolve_compilation(options, platform, ladder, sequences)
         # Reported by the names that these options have here.
         names = {entry.copy_of: name for name, entry in options_of(EngineConfig).items()}
         self.changes.extend(Change(names.get(entry[0], entry[0]), *entry[1:]) for entry in filled)
         return compilation
+
+    def _uncompiled(self, options: CompilationConfig) -> CompilationConfig:
+        """The options with a level that runs the ops as they are: a compiler's code sums in an
+        order that depends on the shape.
+        """
+        if options.level is None and not options.enforce_eager:
+            why = "row_invariant: code is compiled for a number of rows"
+            self.changes.append(Change("compile_level", None, 0, why))
+            return replace(options, level=0)
+        if options.level is not None and options.level > 1:
+            raise ConfigError(
+                f"row_invariant: got compile_level {options.level}, allowed are 0 and 1: code is "
+                "compiled for a number of rows"
+            )
+        return options
 
     def page_groups(self, compilation: ResolvedCompilation) -> bool:
         """Whether layers with windows have page tables of their own."""

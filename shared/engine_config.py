@@ -230,6 +230,13 @@ class EngineConfig:
         Words("all or none, then +OP and -OP", "all,-OP,..."),
         help="a disabled op runs natively",
     )
+    row_invariant: bool = _ops(
+        False,
+        Switch(),
+        help="choose implementations that give a request the same bits in any company, at a price "
+        "(docs/numerics.md)",
+        near=("enable_deterministic_inference", "batch_invariant"),
+    )
     compile_level: int | None = _torch("level", near=("optimization_level",))
     cudagraph_mode: CUDAGraphMode | str | None = _torch("cudagraph_mode")
     enforce_eager: bool | None = _torch("enforce_eager", near=("disable_cuda_graph",))

@@ -37,7 +37,12 @@ from . import (
 def chooser(config: ResolvedConfig) -> Callable[..., Plan]:
     """`resolve` as it chooses here: `calls=None` gives a plan over all ops."""
     return partial(
-        resolve, "jax", config.op_priority, platform=config.platform, enable=config.enable_ops
+        resolve,
+        "jax",
+        config.op_priority,
+        platform=config.platform,
+        enable=config.enable_ops,
+        row_invariant=config.row_invariant,
     )
 
 

@@ -264,9 +264,16 @@ def _torch_only(lab: Lab) -> str:
     return "the target names a level" if "compile_level" in lab.target.options else ""
 
 
+def _compiles(lab: Lab) -> str:
+    invariant = lab.target.options.get("row_invariant")
+    return _torch_only(lab) or ("row_invariant compiles nothing" if invariant else "")
+
+
 def _shards_here(lab: Lab) -> str:
     if lab.target.backend != "jax":
         return _jax_only(lab)
+    if lab.target.options.get("row_invariant"):
+        return "row_invariant runs on one device"
     import jax
 
     return "" if jax.device_count() > 1 else "there is one device only"
@@ -274,7 +281,7 @@ def _shards_here(lab: Lab) -> str:
 
 def _graphs_here(lab: Lab) -> str:
     is_cuda = lab.bench.worker.device.platform == "cuda"
-    return _torch_only(lab) or ("" if is_cuda else "CUDA graphs need a cuda device")
+    return _compiles(lab) or ("" if is_cuda else "CUDA graphs need a cuda device")
 
 
 def _windows_here(lab: Lab) -> str:
@@ -284,6 +291,7 @@ def _windows_here(lab: Lab) -> str:
 
 SAME = "the same programs on the same numbers"
 OTHER_SHAPE = "another program shape: products are summed in another order"
+OWN_SHAPE = "row_invariant: no sum depends on the program's shape"
 RELATIONS = {
     r.name: r
     for r in (
@@ -314,7 +322,7 @@ RELATIONS = {
             "compiled", "eager or compiled by Inductor", "rounding", "fused kernels sum in "
                                                                      "another "
                                                                      "order",
-            _level("compiled"), _torch_only, costly=True,
+            _level("compiled"), _compiles, costly=True,
         ),
         Relation(
             "graphs", "eager or compiled and replayed as CUDA graphs", "rounding", "fused kernels "
@@ -336,6 +344,15 @@ table.
 
 class _Empty(Exception):
     """A run did not do what it is about."""
+
+
+def promised(relation: Relation, target: Target) -> Relation:
+    """The relation as a target promises it: with `row_invariant`, the shape of a program is one
+    more thing that changes no bit.
+    """
+    if relation.reason == OTHER_SHAPE and target.options.get("row_invariant"):
+        return replace(relation, promise="bitwise", reason=OWN_SHAPE)
+    return relation
 
 
 def _only(rows: Rows, keep: Callable[[tuple[int, int]], bool]) -> Rows:
@@ -530,7 +547,8 @@ def check_invariants(
         )
         try:
             judge = Judge(where, mode, lab.usual, lab.bench.layout)
-            for relation in _chosen(names, lab, report):
+            for one in _chosen(names, lab, report):
+                relation = promised(one, target)
                 progress(f"mode {mode}: {relation.name}")
                 _check(report, judge, relation, lab)
         finally:

@@ -46,10 +46,18 @@ class Target:
         return ":".join([self.backend, self.device, *([",".join(parts)] if parts else [])])
 
 
-OPTIONS: Mapping[str, Callable[[str], Any]] = {
-    "compile_level": int,
-    "scan_layers": lambda text: text == "true",
+def _switch(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError
+    return text == "true"
+
+
+OPTIONS: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    "compile_level": (int, "a number"),
+    "scan_layers": (_switch, "true or false"),
+    "row_invariant": (_switch, "true or false"),
 }
+"""What reads the value of an engine option of a target, and what is allowed."""
 
 
 def parse_target(text: str) -> Target:
@@ -74,10 +82,11 @@ def parse_target(text: str) -> Target:
         if not sign or not value:
             raise ConfigError(f"target: got {pair!r} in {text!r}, allowed is KEY=VALUE")
         if key in OPTIONS:
+            read, allowed = OPTIONS[key]
             try:
-                options[key] = OPTIONS[key](value)
+                options[key] = read(value)
             except ValueError:
-                raise ConfigError(f"target: {key} in {text!r} must be a number") from None
+                raise ConfigError(f"target: {key} in {text!r} must be {allowed}") from None
         elif key in {op.name for op in REGISTRY}:
             providers[key] = tuple(value.split("+"))
         else:

@@ -28,7 +28,7 @@ EVERYTHING = 1 << 30
 """A window that no context fills."""
 
 
-@implement("write_kv", provider="native", framework="jax")
+@implement("write_kv", provider="native", framework="jax", row_invariant=True)
 def write_kv(
     kv: Array,
     k: Array,
@@ -118,12 +118,11 @@ def paged_attention(
     block_pages = max(1, KV_BLOCK // kv.shape[1])
     width = -(-page_table.shape[1] // block_pages) * block_pages
     page_table = jnp.pad(page_table, ((0, 0), (0, width - page_table.shape[1])))
-    attend = partial(
-        _attend, kv, block_pages, scale, k_scale, v_scale, window, chunk, soft_cap, sinks
-    )
+    settings = kv, block_pages, scale, k_scale, v_scale, window, chunk, soft_cap, sinks
+    attended = partial(attend, *settings)
     single = min(requests, tokens)
     lengths = jnp.where(jnp.arange(single, dtype=jnp.int32) < counts[0], kv_lens[:single], 0)
-    out = attend(q[:single, None], page_table[:single], lengths[:, None] - 1, lengths)[:, 0]
+    out = attended(q[:single, None], page_table[:single], lengths[:, None] - 1, lengths)[:, 0]
     out = jnp.where((lengths > 0)[:, None, None], out, 0)
     out = jnp.pad(out, ((0, tokens - single), (0, 0), (0, 0)))
     if max_query_len == 1:
@@ -141,7 +140,7 @@ def paged_attention(
             position = jnp.where(real, length - stop + index, -1)
             part = jax.lax.dynamic_slice_in_dim(padded, first, block)
             last = jnp.minimum(length, length - stop + first + block)
-            new = attend(part[None], page_table[i][None], position[None], last[None])[0]
+            new = attended(part[None], page_table[i][None], position[None], last[None])[0]
             old = jax.lax.dynamic_slice_in_dim(out, first, block)
             return jax.lax.dynamic_update_slice_in_dim(
                 out, jnp.where(real[:, None, None], new, old), first, 0
@@ -153,7 +152,7 @@ def paged_attention(
     return jax.lax.fori_loop(counts[0], counts[1], request, out)[:tokens]
 
 
-def _attend(
+def attend(
     kv: jax.Array,
     block_pages: int,
     scale: float,

@@ -20,7 +20,7 @@ MAX_GATHER = 1 << 26
 """Elements of the cache gathered at a time: bounds the memory that a step needs."""
 
 
-@implement("write_kv", provider="native", framework="torch", inplace=True)
+@implement("write_kv", provider="native", framework="torch", inplace=True, row_invariant=True)
 def write_kv(
     kv: Array,
     k: Array,

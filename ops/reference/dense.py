@@ -49,7 +49,7 @@ def logits(xp: Any, x: Array, weight: Array) -> Array:
     return xp.linear_accumulated(x, weight)
 
 
-@define(shapes="x [... n], weight [n] -> [... n] x", shards=(), activations=("x",))
+@define(shapes="x [... n], weight [n] -> [... n] x", shards=(), activations=("x",), sums=True)
 def rms_norm(xp: Any, x: Array, weight: Array, eps: float) -> Array:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis: x [... n], weight [n] -> [... n]."""
     y = xp.accumulate(x)

@@ -38,7 +38,11 @@ BLOCK = Contract(
 )
 
 
-@define(shapes="logits [tok expert] -> [tok top_k] float32, [tok top_k] int32", contract=ROUTED)
+@define(
+    shapes="logits [tok expert] -> [tok top_k] float32, [tok top_k] int32",
+    contract=ROUTED,
+    sums=True,
+)
 def moe_route(xp: Any, logits: Array, top_k: int, renormalize: bool) -> tuple[Array, Array]:
     """(weights [tok k] float32, experts [tok k] int32) of the k largest of logits [tok expert],
     ties to the lower id.
@@ -97,6 +101,7 @@ def grouped_matmul(xp: Any, x: Array, weight: Array, group_sizes: Array) -> Arra
 @define(
     shapes="rows [row dim], place [tok k], weights [tok k] -> [tok dim] rows",
     contract=Contract(masked="a token depends on its own rows only"),
+    sums=True,
 )
 def moe_unpermute(xp: Any, rows: Array, place: Array, weights: Array) -> Array:
     """sum over k of weights[t, k] * rows[place[t, k]]: rows [row dim], place and weights [tok k]

@@ -20,7 +20,7 @@ CENTRED = Contract(
 )
 
 
-@define(shapes="x [... n], weight [n] -> [... n] x", shards=(), activations=("x",))
+@define(shapes="x [... n], weight [n] -> [... n] x", shards=(), activations=("x",), sums=True)
 def gemma_rms_norm(xp: Any, x: Array, weight: Array, eps: float) -> Array:
     """x / sqrt(mean(x^2) + eps) * (1 + weight); the sum is made before rounding (`GemmaRMSNorm`
     of transformers).
@@ -29,7 +29,7 @@ def gemma_rms_norm(xp: Any, x: Array, weight: Array, eps: float) -> Array:
     return xp.astype(_rms(xp, y, eps) * (1.0 + along(xp.accumulate(weight), y)), x.dtype)
 
 
-@define(shapes="x [... n] -> [... n] x", shards=(), activations=("x",))
+@define(shapes="x [... n] -> [... n] x", shards=(), activations=("x",), sums=True)
 def unit_rms_norm(xp: Any, x: Array, eps: float) -> Array:
     """x / sqrt(mean(x^2) + eps) over the last axis, without a weight: x [... n] -> [... n]."""
     return xp.astype(_rms(xp, xp.accumulate(x), eps), x.dtype)
@@ -39,6 +39,7 @@ def unit_rms_norm(xp: Any, x: Array, eps: float) -> Array:
     shapes="qkv [tok q+2*kv], q_weight [q], k_weight [kv] -> [tok q+2*kv] qkv",
     activations=("qkv",),
     contract=Contract(rounds="q and k once, at the output; v is copied"),
+    sums=True,
 )
 def wide_qk_norm(xp: Any, qkv: Array, q_weight: Array, k_weight: Array, eps: float) -> Array:
     """qkv with rms_norm over all of q and over all of k, not head by head: OLMo 2 and 3.
@@ -56,6 +57,7 @@ def wide_qk_norm(xp: Any, qkv: Array, q_weight: Array, k_weight: Array, eps: flo
     shapes="x [... n], gate [... n], weight [... n] -> [... n] x",
     activations=("x",),
     contract=GATED,
+    sums=True,
 )
 def gated_rms_norm(
     xp: Any, x: Array, gate: Array, weight: Array, eps: float, norm_before_gate: bool
@@ -78,6 +80,7 @@ def gated_rms_norm(
     shards=(),
     activations=("x",),
     contract=CENTRED,
+    sums=True,
 )
 def layer_norm(xp: Any, x: Array, weight: Array | None, bias: Array | None, eps: float) -> Array:
     """(x - mean) / sqrt(var + eps) * weight + bias with the biased variance (arXiv:1607.06450).

@@ -318,6 +318,7 @@ def _best(vocab: int, **_: Any) -> dict[str, int]:
     "best] float32",
     choose=_best,
     contract=Contract(rounds="nowhere", accumulate="float32, any order"),
+    sums=True,
 )
 def top_logprobs(xp: Any, logits: Array, chosen: Array) -> tuple[Array, Array, Array, Array]:
     """Log-probabilities [row], rank [row] of `chosen` [row], and the 20 best: ids [row 20] and

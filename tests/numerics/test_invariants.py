@@ -257,3 +257,32 @@ def test_rows_are_told_by_request_and_position(subject):
     assert all(
         np.isfinite(value).all() and value.shape == (CONFIG["vocab_size"],) for value in rows.values
     )
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_row_invariance_is_judged_bitwise(windowed, backend):
+    names = sorted(HERE - {"preemption"} | {"page-groups"})
+    report = check(windowed, parse_target(f"{backend}:cpu:row_invariant=true"), names=names)
+    assert {r.promise for r in report.results} == {"bitwise"}
+    assert not report.failures, render(report)
+    assert not report.missing, render(report)
+
+
+def test_a_product_whose_sums_depend_on_the_rows_is_seen(subject, monkeypatch):
+    from twinfer.ops.native import torch_rows
+
+    # Another order of sums for a few rows, as a library chooses one by shape.
+    def by_shape(run, size, x):
+        y = run(x)
+        return y if len(x) > 8 else y.nextafter(y + 1)
+
+    monkeypatch.setattr(torch_rows, "_by_block", by_shape)
+    target = parse_target("torch:cpu:row_invariant=true")
+    report = check(subject, target, names=["company", "padding"], modes=("S",))
+    assert [r.relation for r in report.failures] == ["padding"], render(report)
+
+
+@pytest.mark.parametrize("text", ["torch:cpu:row_invariant=yes", "jax:cpu:scan_layers=1"])
+def test_a_switch_of_a_target_is_true_or_false(text):
+    with pytest.raises(ConfigError, match="must be true or false"):
+        parse_target(text)

@@ -12,6 +12,8 @@ import pytest
 from twinfer.ops import REGISTRY, OpError, testing
 from twinfer.ops.cases import load_all
 from twinfer.ops.cases.attention import BELOW_ONE, equal_values
+from twinfer.ops.choosing import last_implementation
+from twinfer.ops.implement import IMPLEMENTATIONS
 from twinfer.ops.testing import (
     TESTING,
     Bound,
@@ -247,16 +249,49 @@ def test_rows_depend_on_their_own_row_only(op, framework, provider, device):
 
 @pytest.mark.parametrize(("op", "framework", "provider"), JUDGED)
 def test_claimed_row_invariance(op, framework, provider, device):
-    """A row has the same bits in a smaller batch, for the implementations that claim it."""
+    """A row has the same bits in a smaller batch and alone, for the implementations that claim
+    it.
+    """
     found = implementation(op, framework, provider, device)
-    if found is None or not found.row_invariant or not TESTING[op].rows:
+    if found is None:  # the reference itself
+        known = IMPLEMENTATIONS.get((op, framework), {})
+        found = last_implementation(REGISTRY[op], framework, known)
+    if not found.row_invariant or not TESTING[op].rows:
         pytest.skip("not claimed")
+    if op == "paged_attention":
+        return each_request_alone(framework, provider, device)
     for dtype in wide_dtypes(op):
         case = next(case for case, _, _ in judged_cases(op, dtype) if accepts(found, case))
-        fewer = {n: v[3:] if n in TESTING[op].rows else v for n, v in case.arguments.items()}
-        whole, part = (run(op, framework, provider, a, device) for a in (case.arguments, fewer))
-        for a, b in zip(whole, part, strict=True):
-            assert a[3:].tobytes() == b.tobytes()
+        whole = run(op, framework, provider, case.arguments, device)
+        for first, last in ((3, None), (1, 2)):
+            some = slice(first, last)
+            fewer = {n: v[some] if n in TESTING[op].rows else v for n, v in case.arguments.items()}
+            part = run(op, framework, provider, fewer, device)
+            for a, b in zip(whole, part, strict=True):
+                assert a[some].tobytes() == b.tobytes()
+
+
+def each_request_alone(framework, provider, device):
+    """A request of attention has the same bits alone."""
+    op = "paged_attention"
+    found = implementation(op, framework, provider, device)
+    for dtype in wide_dtypes(op):
+        cases = [case for case, _, _ in judged_cases(op, dtype) if accepts(found, case)]
+        several = [case for case in cases if case.arguments["counts"][1] > 1]
+        for case in several[:4]:
+            given = case.arguments
+            (whole,) = run(op, framework, provider, given, device)
+            for i in range(int(given["counts"][1])):
+                first, last = given["query_start"][i : i + 2]
+                alone = {
+                    "q": given["q"][first:last],
+                    "page_table": given["page_table"][i : i + 1],
+                    "query_start": np.array([0, last - first], np.int32),
+                    "kv_lens": given["kv_lens"][i : i + 1],
+                    "counts": np.array([int(last - first == 1), 1], np.int32),
+                }
+                (part,) = run(op, framework, provider, given | alone, device)
+                assert part.tobytes() == whole[first:last].tobytes(), (case.name, i)
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,7 @@ TYPED = {
     "page_groups": (None, False),
     "op_priority": ("rms_norm=a,b", {"rms_norm": ("a", "b")}),
     "enable_ops": ("-rms_norm", ("-rms_norm",)),
+    "row_invariant": (True, True),
     "compile_level": ("2", 2),
     "cudagraph_mode": ("full", CUDAGraphMode.FULL),
     "enforce_eager": (None, False),
@@ -240,7 +241,9 @@ TYPED = {
     "compilation_cache_dir": ("c", "c"),
     "aot_folder": ("a", "a"),
 }
-"""What is typed behind a flag (None: the switch is turned off), and what the option becomes."""
+"""What is typed behind a flag (None and True: the switch is turned off and on), and what the option
+becomes.
+"""
 
 
 def test_every_engine_flag_is_tried():
@@ -251,7 +254,7 @@ def test_every_engine_flag_is_tried():
 def test_every_spelling_of_a_flag_reaches_its_option(name):
     text, value = TYPED[name]
     for flag in ENGINE[name].flags:
-        words = [f"--no-{flag[2:]}"] if text is None else [flag, text]
+        words = {None: [f"--no-{flag[2:]}"], True: [flag]}.get(text, [flag, text])
         arguments, unknown = PARSER.parse_known_args(join_values(["generate", "demo", *words]))
         assert not unknown
         others = {"scheduling_policy": "priority"} if name == "priority_window" else {}

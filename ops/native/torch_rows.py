@@ -1,0 +1,165 @@
+"""Implementations whose rows do not depend on the batch, in plain torch.
+
+Attention takes rows in blocks, too, and slots in blocks that begin where the position says, not
+where a request does. What a block adds to a row that sees none of it is an exact zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..declare import Array
+from ..implement import ROWS, implement
+from ..namespaces import namespace
+from ..reference.paged import check_reach, oldest_seen
+from .blocks import QUERY_BLOCK, ROW_BLOCK, register_sums
+
+SLOT_BLOCK = 128
+
+rows = partial(implement, provider=ROWS, framework="torch", row_invariant=True)
+
+
+def _by_block(run: Callable[..., Any], size: int, *arrays: torch.Tensor) -> Any:
+    """See `blocks.ByBlock`."""
+    count = len(arrays[0])
+    missing = -count % size
+    padded = [F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) for x in arrays]
+    found = [run(*parts) for parts in zip(*(x.split(size) for x in padded), strict=True)]
+    if isinstance(found[0], tuple):
+        return tuple(torch.cat(each)[:count] for each in zip(*found, strict=True))
+    return torch.cat(found)[:count]
+
+
+register_sums("torch", _by_block)
+
+
+@rows("linear")
+def linear(x: Array, weight: Array, bias: Array | None) -> Array:
+    """See the op."""
+    run = partial(F.linear, weight=weight, bias=bias)
+    found: Array = _by_block(run, ROW_BLOCK, x)
+    return found
+
+
+@rows("logits")
+def logits(x: Array, weight: Array) -> Array:
+    """See the op."""
+    run = partial(namespace("torch").linear_accumulated, w=weight)
+    found: Array = _by_block(run, ROW_BLOCK, x)
+    return found
+
+
+@rows("paged_attention", host_metadata=True)
+def paged_attention(
+    q: Array,
+    kv: Array,
+    page_table: Array,
+    query_start: Array,
+    kv_lens: Array,
+    counts: Array,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    max_query_len: int,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+    sinks: Array | None = None,
+    chunk: int = 0,
+) -> Array:
+    """See the op. Each query for itself, by an online softmax over blocks of slots; scores and
+    softmax in float32, weights rounded to q's dtype, one rounding at the end.
+    """
+    check_reach(window, chunk)
+    requests = int(counts[1])
+    lengths = query_start[1 : requests + 1] - query_start[:requests]
+    request = torch.repeat_interleave(torch.arange(requests), lengths.to(torch.int64))
+    index = torch.arange(len(request))
+    past = (kv_lens[:requests] - query_start[1 : requests + 1]).to(torch.int64)
+    position = past[request] + index
+    settings = window, chunk, scale, soft_cap, k_scale, v_scale, sinks
+    out = torch.zeros_like(q)
+    for first in range(0, len(request), QUERY_BLOCK):
+        block = slice(first, first + QUERY_BLOCK)
+        missing = QUERY_BLOCK - len(request[block])
+        queries = F.pad(q[block][: QUERY_BLOCK - missing], (0, 0, 0, 0, 0, missing))
+        of_request = F.pad(request[block], (0, missing)).to(q.device)
+        places = F.pad(position[block], (0, missing), value=-1)
+        found = _attend(queries, kv, page_table[of_request], places, *settings)
+        out[first : first + QUERY_BLOCK - missing] = found[: QUERY_BLOCK - missing]
+    return out
+
+
+def _attend(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    page_table: torch.Tensor,
+    positions: torch.Tensor,
+    window: int,
+    chunk: int,
+    scale: float,
+    soft_cap: float,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """q [row head hdim] at `positions` [row] (on the host; -1: no query) of requests with
+    page_table [row page].
+    """
+    count, heads, size = q.shape
+    kv_heads = kv.shape[2] // 2
+    group = heads // kv_heads
+    oldest = oldest_seen(positions, window, chunk).clamp(min=0)
+    real = positions >= 0
+    begin, end = int(oldest[real].min()), int(positions.max()) + 1
+    first_seen, last_seen = oldest.to(q.device)[:, None], positions.to(q.device)[:, None]
+    queries = q.view(count, kv_heads, group, size).to(torch.float32)
+    factor = scale if k_scale is None else scale * k_scale[:, None, None]
+    shape = (count, kv_heads, group)
+    maximum = torch.full((*shape, 1), torch.finfo(torch.float32).min, device=q.device)
+    total = torch.zeros((*shape, 1), device=q.device)
+    mean = torch.zeros((*shape, size), device=q.device)
+    for block in range(begin // SLOT_BLOCK, -(-end // SLOT_BLOCK)):
+        slot = torch.arange(block * SLOT_BLOCK, (block + 1) * SLOT_BLOCK, device=q.device)[None]
+        seen = (slot <= last_seen) & (slot >= first_seen)
+        cache = _gather(kv, page_table, slot, seen)
+        keys, values = (cache[:, :, j::2].transpose(1, 2).contiguous() for j in (0, 1))
+        scores = torch.matmul(queries, keys.transpose(-1, -2)) * factor
+        if soft_cap > 0:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        visible = seen[:, None, None]
+        higher = scores.masked_fill(~visible, torch.finfo(torch.float32).min).amax(-1, True)
+        higher = torch.maximum(maximum, higher)
+        weights = torch.where(visible, torch.exp(scores - higher), 0.0)
+        decay = torch.exp(maximum - higher)
+        total = total * decay + weights.sum(-1, keepdim=True)
+        mean = mean * decay + torch.matmul(weights.to(q.dtype).to(torch.float32), values)
+        maximum = higher
+    if sinks is not None:
+        total = total + torch.exp(sinks.view(1, kv_heads, group, 1) - maximum)
+    mean = mean / torch.where(total == 0, 1.0, total)
+    if v_scale is not None:
+        mean = mean * v_scale[:, None, None]
+    return mean.view(count, heads, size).to(q.dtype)
+
+
+def _gather(
+    kv: torch.Tensor, page_table: torch.Tensor, slot: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
+    """The cache at `slot` [1, slot] of rows with page_table [row page], 0 where a row does not see
+    it: float32 [row slot 2*kvhead hdim].
+    """
+    pages, page_size, heads, size = kv.shape
+    columns = (slot // page_size).clamp(max=page_table.shape[1] - 1)[0]
+    index = page_table[:, columns].to(torch.int64) * page_size + slot % page_size
+    flat = kv.view(pages * page_size, heads * size)
+    if kv.dtype.itemsize == 1:  # fp8 is copied by nothing but its bytes
+        flat = flat.view(torch.uint8)
+    index = torch.where(seen, index, pages * page_size - 1)
+    found = flat.index_select(0, index.flatten()).view(kv.dtype).view(*index.shape, heads, size)
+    # A slot that is not seen can hold anything, and 0 * NaN is NaN.
+    return torch.where(seen[:, :, None, None], found.to(torch.float32), 0.0)

@@ -1,0 +1,121 @@
+"""`row_invariant`: a request gets the same bits alone and in any company."""
+
+import numpy as np
+import pytest
+
+from twinfer.serving.llm import LLM
+from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
+from twinfer.shared.errors import ConfigError
+from twinfer.shared.models.config import load_config
+from twinfer.shared.sampling_params import SamplingParams
+
+from .conftest import build
+
+COUNT = 64
+SIZES = {
+    "max_model_len": 128,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 48,
+    "page_size": 4,
+    "num_pages": 150,
+}
+"""Chunks shorter than prompts, more requests than rows, and a cache that makes some give way."""
+
+
+def workload(vocab):
+    rng = np.random.default_rng(0)
+    for i in range(COUNT):
+        prompt = rng.integers(0, vocab, int(rng.integers(1, 60))).tolist()
+        params = SamplingParams(
+            temperature=float(rng.choice([0.0, 0.8])),
+            seed=i,
+            max_tokens=int(rng.integers(4, 24)),
+            logprobs=2,
+            prompt_logprobs=1 if i % 4 == 0 else None,
+            ignore_eos=True,
+        )
+        yield {"prompt_token_ids": prompt}, params
+
+
+def served(llm, groups, requests):
+    """Tokens and log-probabilities, in digits that tell all floats apart, by request."""
+    found = {}
+    for group in groups:
+        prompts, params = zip(*(requests[i] for i in group), strict=True)
+        for i, output in zip(group, llm.generate(list(prompts), list(params)), strict=True):
+            (one,) = output.outputs
+            found[i] = one.token_ids, repr(one.logprobs), repr(output.prompt_logprobs)
+    return found
+
+
+def company(folder, device, **options):
+    """How many of the requests change their bits by company, and how often one gave way."""
+    with LLM(folder, device=device, dtype="bfloat16", **SIZES, **options) as llm:
+        requests = list(workload(llm.engine.model.vocab_size))
+        alone = served(llm, [[i] for i in range(COUNT)], requests)
+        together = served(llm, [range(COUNT)], requests)
+        preempted = llm.engine.metrics().preemptions
+    return sum(alone[i] != together[i] for i in range(COUNT)), preempted
+
+
+CASES = [
+    pytest.param(backend, model, marks=() if model == "qwen3" else pytest.mark.slow)
+    for backend in ("torch", "jax")
+    for model in ("qwen3", "gemma3", "gemma4-small", "olmo2")
+]
+
+
+@pytest.mark.parametrize(("backend", "model"), CASES)
+def test_company_changes_no_bit(backend, model, device, tmp_path):
+    build(model, str(tmp_path / "it"))
+    changed, preempted = company(str(tmp_path / "it"), device, backend=backend, row_invariant=True)
+    assert preempted > 0
+    assert changed == 0
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_without_it_company_changes_bits(backend, device, tmp_path):
+    """Else the test above could not fail."""
+    build("qwen3", str(tmp_path / "it"))
+    changed, _ = company(str(tmp_path / "it"), device, backend=backend)
+    assert changed > COUNT // 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_loops_and_prefix_hits_change_no_bit(backend, device, tmp_path):
+    build("qwen3", str(tmp_path / "it"))
+    options = {"backend": backend, "row_invariant": True}
+    for more in ({"decode_steps": 4}, {"enable_prefix_caching": False}):
+        changed, _ = company(str(tmp_path / "it"), device, **options, **more)
+        assert changed == 0, more
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"backend": "torch", "compile_level": 2},
+            "row_invariant: got compile_level 2, allowed are 0 and 1",
+        ),
+        (
+            {"backend": "jax", "tensor_parallel_size": 2},
+            "row_invariant: got tensor_parallel_size 2, allowed is 1",
+        ),
+    ],
+)
+def test_what_cannot_promise_it_is_refused(options, says, tmp_path):
+    build("qwen3", str(tmp_path / "it"))
+    config = EngineConfig(model=str(tmp_path / "it"), row_invariant=True, **options)
+    with pytest.raises(ConfigError, match=says):
+        resolve(config, load_config(str(tmp_path / "it")), DeviceInfo("cpu", "any", 1 << 34))
+
+
+def test_an_op_without_such_an_implementation_is_named():
+    from twinfer.ops import resolve as choose
+    from twinfer.ops.declare import OpError
+
+    plan = choose("torch", row_invariant=True)
+    assert plan["linear"].provider == "rows"
+    with pytest.raises(OpError, match=r"'lora_shrink'.* promises rows that do not depend"):
+        plan["lora_shrink"].implementation.function()
