@@ -111,6 +111,14 @@ def test_what_cannot_promise_it_is_refused(options, says, tmp_path):
         resolve(config, load_config(str(tmp_path / "it")), DeviceInfo("cpu", "any", 1 << 34))
 
 
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_where_jax_does_not_keep_it_it_is_refused(platform, tmp_path):
+    build("qwen3", str(tmp_path / "it"))
+    config = EngineConfig(model=str(tmp_path / "it"), row_invariant=True, backend="jax")
+    with pytest.raises(ConfigError, match=f"row_invariant: got the jax backend on {platform}"):
+        resolve(config, load_config(str(tmp_path / "it")), DeviceInfo(platform, "any", 1 << 36))
+
+
 def test_an_op_without_such_an_implementation_is_named():
     from twinfer.ops import resolve as choose
     from twinfer.ops.declare import OpError
