@@ -101,7 +101,7 @@ class Batch:
         entries: dict[str, Entry] = {}
         try:
             for number in range(params.n):
-                settings = _settings_of(params, number)
+                settings = settings_of(params, number)
                 request_id = f"{output.request_id}/{number}"
                 self._engine.add(request_id, tokens, settings, **options)
                 completion = Completion(number, output.prompt_token_ids, settings, self._tokenizer)
@@ -174,7 +174,7 @@ def _parts(prompt: Any) -> tuple[str | None, Any, dict[str, Any]]:
     return text, token_ids, {key: prompt[key] for key in KEYS[2:] if prompt.get(key) is not None}
 
 
-def _settings_of(params: SamplingParams, number: int) -> SamplingParams:
+def settings_of(params: SamplingParams, number: int) -> SamplingParams:
     """The settings of completion `number`: of a seed, each makes its own."""
     if number == 0 or params.seed is None:
         return params

@@ -1,4 +1,4 @@
-"""The command line: `twinfer generate | demo | plan | bench | aot | numerics`."""
+"""The command line: `twinfer generate | serve | demo | plan | bench | aot | numerics`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from typing import Any
 
 from ..numerics.cli import add_parsers as add_numerics_parsers
 from ..shared.config import DTYPES
-from ..shared.errors import ConfigError, TwinferError
+from ..shared.errors import BackendUnavailable, ConfigError, TwinferError
 from ..shared.models.arguments import WORD, add_model, settle_model
 from .aot import add_flags as add_aot_flags
 from .bench_cli import add_parsers as add_bench_parsers
 from .flags import add_engine, add_output, add_prompts, add_sampling
 from .flags import engine_options as _engine_options
 from .parser import OneLineParser, join_values, size
+from .serve_flags import add_serve
 
 USAGE = "%(prog)s MODEL [options]"
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.coordinator is not None:
+    if arguments.coordinator is not None and arguments.command != "serve":
         from ..shared.worker import backend_module
 
         backend_module("jax", "hosts").join(
@@ -126,6 +127,12 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     generate.set_defaults(run=run_generate)
     for add in (add_model, add_prompts, add_sampling, add_output, add_engine):
         add(generate)
+    serve = commands.add_parser(
+        "serve", help="answer requests over HTTP, as OpenAI's API does", usage=USAGE
+    )
+    serve.set_defaults(run=run_serve)
+    for add in (add_model, add_serve, add_engine):
+        add(serve)
     demo = commands.add_parser("demo", help="the bundled model on both workers, tokens compared")
     demo.set_defaults(run=run_demo)
     demo.add_argument("--dtype", choices=DTYPES[1:], default="float32", help="default: %(default)s")
@@ -170,6 +177,19 @@ def run_generate(arguments: argparse.Namespace) -> int:
     from .generate import run
 
     return run(arguments)
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    """`twinfer serve`: the engine runs in a process of its own."""
+    if arguments.coordinator is not None:
+        raise ConfigError("coordinator: a server runs on one host")
+    try:
+        from .server.run import run
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"serve: {error.name} is not installed: pip install 'twinfer[serve]'"
+        ) from error
+    return run(arguments, _engine_options(arguments))
 
 
 def run_demo(arguments: argparse.Namespace) -> int:

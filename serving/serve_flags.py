@@ -1,0 +1,120 @@
+"""The flags of `twinfer serve` that are not the engine's. Imports nothing of the server's."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from ..shared.generation_config import SOURCES
+from .parser import size
+
+PORT = 8000
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """Where it listens, who may enter, how much may wait, and when it gives up."""
+    g = parser.add_argument_group("server")
+    g.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
+    g.add_argument(
+        "--port", type=_port, default=PORT, help="0 takes any free one (default: %(default)s)"
+    )
+    g.add_argument(
+        "--uds", metavar="PATH", help="a Unix socket instead of host and port (default: none)"
+    )
+    g.add_argument(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="what clients call the model; may be repeated (default: MODEL)",
+    )
+    g.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="only who sends it may enter; may be repeated (default: $TWINFER_API_KEY, else all)",
+    )
+    g.add_argument("--ssl-certfile", metavar="FILE", help="certificate for https (default: http)")
+    g.add_argument("--ssl-keyfile", metavar="FILE", help="its private key (default: http)")
+    g.add_argument(
+        "--root-path",
+        default="",
+        metavar="PATH",
+        help="prefix that a proxy cuts off (default: none)",
+    )
+    g.add_argument("--access-log", action="store_true", help="a line for each call (default: off)")
+    g.add_argument(
+        "--generation-config",
+        choices=SOURCES,
+        default="auto",
+        help="none: without the sampling defaults of the model's generation_config.json (default: "
+        "%(default)s)",
+    )
+    g.add_argument(
+        "--fixed-seed",
+        action="store_true",
+        help="requests without a seed get theirs from --seed, in the order of their arrival "
+        "(default: drawn)",
+    )
+    g.add_argument("-v", "--verbose", action="store_true", help="the start report, in full")
+    g = parser.add_argument_group("limits")
+    g.add_argument(
+        "--max-num-queued-reqs",
+        type=_whole(1),
+        default=512,
+        metavar="N",
+        help="completions that may wait for their first token; more get 503 (default: %(default)s)",
+    )
+    g.add_argument(
+        "--max-num-queued-tokens",
+        type=_whole(1),
+        default=4 << 20,
+        metavar="N",
+        help="tokens of prompts that may wait; more get 503 (default: 4M)",
+    )
+    g.add_argument(
+        "--max-body-size",
+        type=_whole(1024),
+        default=32 << 20,
+        metavar="BYTES",
+        help="of a request; a larger one gets 413 (default: 32M)",
+    )
+    g.add_argument(
+        "--drain-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="how long requests may go on after the first signal (default: 30)",
+    )
+    g.add_argument(
+        "--hang-timeout",
+        type=_seconds,
+        metavar="S",
+        help="an engine that is silent for so long is killed, and the server leaves with exit code "
+        "70 (default: 60, on CPUs 600)",
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"got {text}, allowed is 0 to 65535")
+    return int(text)
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        number = size(text)
+        if not least <= number < 2**31:
+            raise argparse.ArgumentTypeError(f"got {text}, allowed is {least} to {2**31 - 1}")
+        return int(number)
+
+    return read
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < 1e6:
+        raise argparse.ArgumentTypeError(f"got {text}, allowed is more than 0 and less than 1e6")
+    return number

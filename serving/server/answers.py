@@ -1,0 +1,298 @@
+"""What goes back to clients: objects and stream pieces of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ...shared.engine import TokenLogprobs
+from ...shared.errors import InternalError, Overloaded, TwinferError, UserError
+from ...shared.tokenizer import Tokenizer
+from .live import Live, News
+
+encode = msgspec.json.encode
+DONE = b"data: [DONE]\n\n"
+SILENCE = b": the request is waiting\n\n"
+"""A comment line: clients pass over it, and proxies see that the stream lives."""
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+def error_body(
+    message: str, kind: str, param: str | None = None, code: str | int | None = None
+) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
+    """The status and the body of an error. Nothing of the engine's inside goes out."""
+    if isinstance(error, UserError):
+        words = " ".join(str(error).split())
+        status, param = error.http_status, getattr(error, "field", None)
+        return status, error_body(words, "invalid_request_error", param)
+    if isinstance(error, Overloaded):
+        return 503, error_body(str(error), "overloaded_error", code="overloaded")
+    if isinstance(error, TwinferError) and not isinstance(error, InternalError):
+        return 503, error_body(str(error), "server_error", code="engine_unavailable")
+    return 500, error_body("an error inside of the server; its log says more", "server_error")
+
+
+def usage(lives: Sequence[Live], *, hidden: int = 0) -> dict[str, Any]:
+    """Tokens of prompts and completions. `hidden` tokens of each completion are not told."""
+    prompt = sum(len(live.prompt_ids) for live in lives)
+    count = sum(max(0, len(o.token_ids) - hidden) for live in lives for o in live.outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": count,
+        "total_tokens": prompt + count,
+        "prompt_tokens_details": {"cached_tokens": sum(live.num_cached_tokens for live in lives)},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def finish_reason(reason: str | None) -> str | None:
+    """The engine's reason in OpenAI's words. Raises InternalError for a completion that failed."""
+    if reason == "error":
+        raise InternalError("the model's logits were not finite")
+    return reason
+
+
+class Words:
+    """The text of tokens, for log-probabilities."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token adds to a text."""
+        piece = None if self._tokenizer is None else self._tokenizer.piece(token)
+        if piece is None:
+            return b""
+        return piece.encode() if isinstance(piece, str) else piece
+
+    def text(self, token: int) -> str:
+        """The same as text; parts of characters as U+FFFD."""
+        return self.bytes_of(token).decode("utf-8", "replace")
+
+    def name(self, token: int, *, as_id: bool = False) -> str:
+        """A name that no other token has where its bytes are no text, as OpenAI has it."""
+        if as_id:
+            return f"token_id:{token}"
+        raw = self.bytes_of(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def chat(self, tokens: list[int], scores: list[TokenLogprobs], count: int) -> dict[str, Any]:
+        """Log-probabilities of a chat's tokens, with the `count` best of each place."""
+        return {
+            "content": [
+                self._entry(token, best[token].logprob)
+                | {
+                    "top_logprobs": [
+                        self._entry(other, entry.logprob) for other, entry in top(best, count)
+                    ]
+                }
+                for token, best in zip(tokens, scores, strict=True)
+            ],
+            "refusal": None,
+        }
+
+    def _entry(self, token: int, value: float) -> dict[str, Any]:
+        raw = self.bytes_of(token)
+        return {
+            "token": raw.decode("utf-8", "replace"),
+            "logprob": value,
+            "bytes": list(raw),
+        }
+
+    def completion(
+        self,
+        tokens: Sequence[int],
+        scores: Sequence[TokenLogprobs | None],
+        count: int,
+        offset: int,
+        *,
+        as_ids: bool,
+    ) -> dict[str, Any]:
+        """Log-probabilities of a completion's tokens; the text before them has `offset`
+        characters. The first token of a text has none.
+        """
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(self.text(token))
+        return {
+            "tokens": [self.name(token, as_id=as_ids) for token in tokens],
+            "token_logprobs": [
+                None if best is None else best[token].logprob
+                for token, best in zip(tokens, scores, strict=True)
+            ],
+            "top_logprobs": [
+                None
+                if best is None
+                else {
+                    self.name(other, as_id=as_ids): entry.logprob
+                    for other, entry in top(best, count)
+                }
+                for best in scores
+            ],
+            "text_offset": offsets,
+        }
+
+
+def top(best: TokenLogprobs, count: int) -> list[tuple[int, Any]]:
+    """The `count` best tokens of a place, best first."""
+    ranked = sorted(best.items(), key=lambda item: item[1].rank)
+    return [item for item in ranked if item[1].rank <= count]
+
+
+class ChatAnswer:
+    """The answer to one chat, whole or in pieces."""
+
+    def __init__(self, name: str, model: str, created: int, words: Words, scores: int | None):
+        self._head = {"id": name, "created": created, "model": model}
+        self._words = words
+        self._scores = scores
+
+    def whole(self, live: Live) -> dict[str, Any]:
+        """The object chat.completion."""
+        choices = [
+            {
+                "index": output.index,
+                "message": {"role": "assistant", "content": output.text, "refusal": None},
+                "logprobs": self._logprobs(output.token_ids, output.logprobs),
+                "finish_reason": finish_reason(output.finish_reason),
+            }
+            for output in live.outputs
+        ]
+        head = self._head | {"object": "chat.completion"}
+        return head | {"choices": choices, "usage": usage([live])}
+
+    def pieces(self, news: News) -> list[dict[str, Any]]:
+        """Objects chat.completion.chunk for what is new."""
+        found = []
+        if news.first:
+            delta = {"role": "assistant", "content": "", "refusal": None}
+            found.append(self._piece(news.index, delta, None, None))
+        scores = self._logprobs(news.token_ids, news.logprobs)
+        if news.text or scores is not None:
+            found.append(self._piece(news.index, {"content": news.text}, scores, None))
+        if news.finish_reason is not None:
+            reason = finish_reason(news.finish_reason)
+            found.append(self._piece(news.index, {}, None, reason))
+        return found
+
+    def usage(self, live: Live) -> dict[str, Any]:
+        """The last piece of a stream that was asked for it."""
+        return self._head | {
+            "object": "chat.completion.chunk",
+            "choices": [],
+            "usage": usage([live]),
+        }
+
+    def _piece(
+        self, index: int, delta: dict[str, Any], scores: Any, reason: str | None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": reason}
+        return self._head | {"object": "chat.completion.chunk", "choices": [choice]}
+
+    def _logprobs(self, tokens: list[int], scores: list[TokenLogprobs] | None) -> Any:
+        if self._scores is None or scores is None:
+            return None
+        return self._words.chat(tokens, scores, self._scores)
+
+
+class CompletionAnswer:
+    """The answer to one call of /v1/completions, with all its prompts, whole or in pieces.
+
+    `echo`: the prompt's text stands before the completion's. `hide`: the one token that was
+    computed is not told.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        created: int,
+        words: Words,
+        *,
+        prompts: Sequence[str],
+        per_prompt: int,
+        scores: int | None,
+        echo: bool,
+        hide: bool,
+        as_ids: bool,
+        with_ids: bool,
+    ) -> None:
+        self._head = {"id": name, "object": "text_completion", "created": created, "model": model}
+        self._words = words
+        self._prompts = prompts
+        self._per_prompt = per_prompt
+        self._scores = scores
+        self._echo = echo
+        self._hide = hide
+        self._as_ids = as_ids
+        self._with_ids = with_ids
+        self._offsets: dict[tuple[int, int], int] = {}
+
+    def whole(self, lives: Sequence[Live]) -> dict[str, Any]:
+        """The object text_completion."""
+        choices = []
+        for place, live in enumerate(lives):
+            for output in live.outputs:
+                news = News(
+                    output.index,
+                    output.text,
+                    output.token_ids,
+                    output.logprobs,
+                    output.finish_reason,
+                    output.stop_reason,
+                    True,
+                )
+                choices.append(self._choice(place, live, news))
+        return self._head | {"choices": choices, "usage": usage(lives, hidden=int(self._hide))}
+
+    def piece(self, place: int, live: Live, news: News) -> dict[str, Any]:
+        """A piece of a stream."""
+        return self._head | {"choices": [self._choice(place, live, news)]}
+
+    def usage(self, lives: Sequence[Live]) -> dict[str, Any]:
+        """The last piece of a stream that was asked for it."""
+        return self._head | {"choices": [], "usage": usage(lives, hidden=int(self._hide))}
+
+    def _choice(self, place: int, live: Live, news: News) -> dict[str, Any]:
+        tokens: list[int] = [] if self._hide else news.token_ids
+        scores: list[Any] | None = [] if self._hide else news.logprobs
+        text = "" if self._hide else news.text
+        offset = self._offsets.get((place, news.index), 0)
+        if self._echo and news.first:
+            text = self._prompts[place] + text
+            tokens = live.prompt_ids + tokens
+            if scores is not None and live.prompt_logprobs is not None:
+                scores = live.prompt_logprobs + scores
+        logprobs = None
+        if self._scores is not None and scores is not None:
+            logprobs = self._words.completion(
+                tokens, scores, self._scores, offset, as_ids=self._as_ids
+            )
+        self._offsets[place, news.index] = offset + len(text)
+        choice = {
+            "index": place * self._per_prompt + news.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(news.finish_reason),
+            "stop_reason": news.stop_reason,
+        }
+        if self._with_ids:
+            choice["token_ids"] = tokens
+            if news.first:
+                choice["prompt_token_ids"] = live.prompt_ids
+        return choice

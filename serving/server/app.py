@@ -1,0 +1,420 @@
+"""The routes. Each reads its body, asks the engine, and answers as OpenAI's API does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ... import __version__
+from ...shared.chat import render_chat
+from ...shared.errors import ModelNotFound, RequestError
+from ...shared.models.fields import show
+from ...shared.sampling_params import SamplingParams
+from ...shared.tokenizer import Tokenizer
+from ..batch import need_tokenizer
+from .answers import (
+    DONE,
+    SILENCE,
+    ChatAnswer,
+    CompletionAnswer,
+    Words,
+    encode,
+    error_body,
+    error_of,
+    event,
+)
+from .doors import Doors, TooLarge, too_large
+from .engine import EngineProcess
+from .fields import ChatRequest, CompletionRequest, Generation, check_depth, read_fields
+from .live import Live, wait_for_all, wait_for_news
+from .metrics import Metrics
+from .streams import ClientGone, EventStream, while_there
+
+LOG = logging.getLogger("twinfer.server")
+RETRY_AFTER_S = 1
+FIRST_NEWS_S = 2.0
+"""How long a stream waits for its first event before it begins, so that a refusal is a status."""
+SILENCE_S = 15.0
+"""After so long without an event, a stream gets a comment line."""
+COMPLETION_TOKENS = 16
+"""`max_tokens` of /v1/completions where nobody says, as OpenAI has it."""
+LARGE = 4096
+"""Characters from which tokenising goes to a thread."""
+
+
+@dataclass(slots=True)
+class Settings:
+    """What the routes know of this server. `max_body` in bytes."""
+
+    names: Sequence[str]
+    tokenizer: Tokenizer | None
+    defaults: SamplingParams
+    keys: Sequence[str] = ()
+    max_body: int = 32 << 20
+    draw_seeds: bool = True
+
+
+class Server:
+    """The routes over one engine."""
+
+    def __init__(self, settings: Settings, engine: EngineProcess, metrics: Metrics) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._metrics = metrics
+        self._words = Words(settings.tokenizer)
+        self._created = int(time.time())
+
+    # -- what a server says of itself
+
+    async def health(self, request: Request) -> Response:
+        """Whether the engine is heard of."""
+        if self._engine.alive:
+            return Response(b"", 200)
+        return _json(503, error_body(self._engine.why or "the engine is silent", "server_error"))
+
+    async def ready(self, request: Request) -> Response:
+        """Whether a request would be taken now."""
+        self._engine.admit(0, 0)
+        return Response(b"", 200)
+
+    async def models(self, request: Request) -> Response:
+        """The model, by all its names."""
+        return _json(200, {"object": "list", "data": [self._card(n) for n in self._settings.names]})
+
+    async def model(self, request: Request) -> Response:
+        """One name of the model."""
+        name = request.path_params["name"]
+        self._check_model(name)
+        return _json(200, self._card(name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        ready = self._engine.ready
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "twinfer",
+            "root": self._settings.names[0],
+            "parent": None,
+            "max_model_len": ready.model["max_model_len"] if ready else None,
+        }
+
+    async def version(self, request: Request) -> Response:
+        """The version of the package."""
+        return _json(200, {"version": __version__})
+
+    async def metrics(self, request: Request) -> Response:
+        """For Prometheus."""
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    # -- tokens
+
+    async def tokenize(self, request: Request) -> Response:
+        """Text, or a conversation, to token ids."""
+        body = await _body(request)
+        if not isinstance(body, dict):
+            raise RequestError("body", "must be a JSON object")
+        if "messages" in body:
+            chat = read_fields(ChatRequest, body)
+            ids = await asyncio.to_thread(self._render, chat)
+        else:
+            text = body.get("prompt")
+            if not isinstance(text, str):
+                raise RequestError("prompt", f"got {show(text)}, must be text")
+            special = body.get("add_special_tokens", True)
+            if not isinstance(special, bool):
+                raise RequestError("add_special_tokens", f"got {show(special)}, must be a boolean")
+            ids = await self._encode(text, special)
+        ready = self._engine.ready
+        length = ready.model["max_model_len"] if ready else None
+        return _json(200, {"count": len(ids), "max_model_len": length, "tokens": ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Token ids to text."""
+        body = await _body(request)
+        tokens = body.get("tokens") if isinstance(body, dict) else None
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise RequestError("tokens", f"got {show(tokens)}, must be a list of token ids")
+        tokenizer = need_tokenizer(self._settings.tokenizer, "detokenize")
+        return _json(200, {"prompt": await asyncio.to_thread(tokenizer.decode, tokens)})
+
+    async def _encode(self, text: str, special: bool = True) -> list[int]:
+        tokenizer = need_tokenizer(self._settings.tokenizer, "text")
+        if len(text) < LARGE:
+            return tokenizer.encode(text, special)
+        return await asyncio.to_thread(tokenizer.encode, text, special)
+
+    def _render(self, chat: ChatRequest) -> list[int]:
+        """The prompt of a conversation. Raises RequestError."""
+        tokenizer = need_tokenizer(self._settings.tokenizer, "chat")
+        continues = bool(chat.continue_final_message)
+        generates = chat.add_generation_prompt
+        text = render_chat(
+            tokenizer,
+            chat.conversation(),
+            tools=chat.tools if chat.tools and chat.tool_choice != "none" else None,
+            variables=chat.template_variables(),
+            add_generation_prompt=not continues if generates is None else generates,
+            continue_final_message=continues,
+        )
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    # -- generation
+
+    async def chat(self, request: Request) -> Response:
+        """/v1/chat/completions."""
+        chat: ChatRequest = read_fields(ChatRequest, await _body(request))
+        self._accept(chat)
+        self._engine.admit(0, 0)
+        ids = await asyncio.to_thread(self._render, chat)
+        params = self._params(chat, len(ids), whole_context=True)
+        answer = ChatAnswer(
+            f"chatcmpl-{request.scope['twinfer.id']}",
+            chat.model or self._settings.names[0],
+            int(time.time()),
+            self._words,
+            (chat.top_logprobs or 0) if chat.logprobs else None,
+        )
+        live = self._add(request, chat, ids, params)
+        if chat.stream:
+            pieces = self._pieces(
+                chat,
+                [live],
+                lambda place, live, news: answer.pieces(news),
+                lambda: answer.usage(live),
+            )
+            return await self._stream([live], pieces)
+        await self._whole(request, [live])
+        return _json(200, answer.whole(live))
+
+    async def completions(self, request: Request) -> Response:
+        """/v1/completions."""
+        body: CompletionRequest = read_fields(CompletionRequest, await _body(request))
+        self._accept(body)
+        prompts = body.prompts()
+        self._engine.admit(0, 0)
+        special = body.add_special_tokens is not False
+        ids = [
+            await self._encode(prompt, special) if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
+        settings = [self._params(body, len(one), whole_context=False) for one in ids]
+        answer = CompletionAnswer(
+            f"cmpl-{request.scope['twinfer.id']}",
+            body.model or self._settings.names[0],
+            int(time.time()),
+            self._words,
+            prompts=[self._text(prompt) for prompt in prompts] if body.echo else [],
+            per_prompt=settings[0].n,
+            scores=body.logprobs,
+            echo=bool(body.echo),
+            hide=body.max_tokens == 0,
+            as_ids=bool(body.return_tokens_as_token_ids),
+            with_ids=bool(body.return_token_ids),
+        )
+        lives = self._add_all(request, body, ids, settings)
+        if body.stream:
+            pieces = self._pieces(
+                body, lives, lambda *news: [answer.piece(*news)], lambda: answer.usage(lives)
+            )
+            return await self._stream(lives, pieces)
+        await self._whole(request, lives)
+        return _json(200, answer.whole(lives))
+
+    def _text(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        tokenizer = self._settings.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(prompt, skip_special_tokens=False)
+
+    def _accept(self, body: Generation) -> None:
+        self._check_model(body.model)
+        body.check()
+        if unknown := body.unknown:
+            self._metrics.unknown_field(len(unknown))
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self._settings.names:
+            allowed = ", ".join(self._settings.names)
+            raise ModelNotFound(f"model: got {show(name)}, this server has {allowed}")
+
+    def _params(self, body: Generation, length: int, *, whole_context: bool) -> SamplingParams:
+        """The settings for a prompt of `length` tokens. Raises RequestError."""
+        settings, ready = self._settings, self._engine.ready
+        most = None
+        if ready is not None and whole_context:
+            model = ready.model
+            room = min(model["max_model_len"], model["page_size"] * model["num_pages"])
+            most = max(1, room - length)
+        elif settings.defaults.max_tokens == SamplingParams().max_tokens:
+            most = COMPLETION_TOKENS
+        params = body.params(settings.defaults, most)
+        if params.stop and settings.tokenizer is None:
+            raise RequestError("stop", "stop strings need a tokenizer, and the model has none")
+        if params.seed is None and settings.draw_seeds:
+            return params.with_seed(secrets.randbits(63))
+        return params
+
+    def _add(
+        self, request: Request, body: Generation, ids: list[int], params: SamplingParams
+    ) -> Live:
+        return self._add_all(request, body, [ids], [params])[0]
+
+    def _add_all(
+        self,
+        request: Request,
+        body: Generation,
+        prompts: Sequence[list[int]],
+        settings: Sequence[SamplingParams],
+    ) -> list[Live]:
+        """Send all prompts, or none."""
+        for ids in prompts:
+            _check_ids(ids)
+        count = sum(params.n for params in settings)
+        self._engine.admit(count, sum(map(len, prompts)) * settings[0].n)
+        salt = request.scope["twinfer.salt"] + (body.cache_salt or "")
+        changed = asyncio.Event()
+        return [
+            self._engine.add(ids, params, priority=body.priority or 0, salt=salt, changed=changed)
+            for ids, params in zip(prompts, settings, strict=True)
+        ]
+
+    async def _whole(self, request: Request, lives: Sequence[Live]) -> None:
+        try:
+            await while_there(request, wait_for_all(lives))
+        finally:
+            self._let_go(lives)
+
+    def _let_go(self, lives: Sequence[Live]) -> None:
+        """Whatever has not ended is not wanted any more."""
+        for live in lives:
+            if not live.done:
+                self._metrics.abort()
+            self._engine.abort(live)
+
+    async def _stream(self, lives: Sequence[Live], pieces: AsyncGenerator[bytes, None]) -> Response:
+        """A stream; but an error that comes at once is a status."""
+        try:
+            await wait_for_news(lives[0].changed, FIRST_NEWS_S)
+        except BaseException:
+            self._let_go(lives)
+            raise
+        lives[0].changed.set()
+        for live in lives:
+            if live.error is not None:
+                self._let_go(lives)
+                raise live.error
+        return EventStream(pieces, lambda: self._let_go(lives))
+
+    async def _pieces(
+        self,
+        body: Generation,
+        lives: Sequence[Live],
+        pieces: Callable[..., list[dict[str, Any]]],
+        usage: Callable[[], dict[str, Any]],
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of a stream. An error ends it with an event of its own."""
+        counted = body.stream_options is not None and bool(body.stream_options.include_usage)
+        extra = {"usage": None} if counted else {}
+        try:
+            while True:
+                if not await wait_for_news(lives[0].changed, SILENCE_S):
+                    yield SILENCE
+                    continue
+                told = [
+                    event(piece | extra)
+                    for place, live in enumerate(lives)
+                    for news in live.news()
+                    for piece in pieces(place, live, news)
+                ]
+                if told:
+                    yield b"".join(told)
+                for live in lives:
+                    if live.error is not None:
+                        raise live.error
+                if all(live.done for live in lives):
+                    break
+            yield (event(usage()) if counted else b"") + DONE
+        except Exception as error:
+            _log(error)
+            yield event(error_of(error)[1]) + DONE
+
+
+def build_app(settings: Settings, engine: EngineProcess, metrics: Metrics) -> Any:
+    """The ASGI application."""
+    server = Server(settings, engine, metrics)
+    app = FastAPI(
+        title="Twinfer", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
+    )
+    for path, method, route in (
+        ("/health", "GET", server.health),
+        ("/ready", "GET", server.ready),
+        ("/metrics", "GET", server.metrics),
+        ("/version", "GET", server.version),
+        ("/v1/models", "GET", server.models),
+        ("/v1/models/{name:path}", "GET", server.model),
+        ("/tokenize", "POST", server.tokenize),
+        ("/detokenize", "POST", server.detokenize),
+        ("/v1/chat/completions", "POST", server.chat),
+        ("/v1/completions", "POST", server.completions),
+    ):
+        app.add_route(path, _guarded(route, settings), methods=[method])
+    return Doors(app, keys=settings.keys, max_body=settings.max_body)
+
+
+def _guarded(route: Any, settings: Settings) -> Any:
+    """A route whose errors are answers."""
+
+    async def guarded(request: Request) -> Response:
+        try:
+            response: Response = await route(request)
+            return response
+        except ClientGone:
+            return Response(b"", 499)
+        except TooLarge:
+            return _json(413, too_large(settings.max_body))
+        except Exception as error:
+            _log(error)
+            status, body = error_of(error)
+            retry = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else None
+            return _json(status, body, retry)
+
+    return guarded
+
+
+def _log(error: Exception) -> None:
+    status, _ = error_of(error)
+    if status == 500:
+        LOG.error("a request failed", exc_info=error)
+
+
+async def _body(request: Request) -> Any:
+    """The JSON of a request. Raises RequestError."""
+    data = await request.body()
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError("body", f"is no JSON: {show(str(error))}") from None
+    check_depth(value)
+    return value
+
+
+def _check_ids(ids: Sequence[int]) -> None:
+    if not ids:
+        raise RequestError("prompt", "is empty: at least one token is needed")
+    if min(ids) < 0 or max(ids) >= 2**31:
+        raise RequestError("prompt", "has token ids that no vocabulary has")
+
+
+def _json(status: int, body: Any, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode(body), status, headers, media_type="application/json")

@@ -1,0 +1,239 @@
+"""The engine's process: one thread around `Engine`. `python -m twinfer.serving.server.child` with
+a `Job` on standard input; only the front starts it.
+
+It reads its inbox until that is empty, runs a step, and sends what the step brought. When its
+standard input ends, the front is gone, and it leaves at once, even from inside a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from ...shared.config import EngineConfig
+from ...shared.engine import Engine
+from ...shared.errors import RequestError, TwinferError
+from ...shared.models.config import load_config
+from ...shared.models.locate import model_folder
+from ...shared.request import FinishReason
+from .messages import (
+    Abort,
+    Add,
+    Beat,
+    Fatal,
+    Finish,
+    Gauges,
+    Job,
+    Ready,
+    Refused,
+    Reset,
+    Starting,
+    decode_inbox,
+    encode,
+    step_message,
+)
+
+IDLE_MS = 1000
+"""How long it waits for a message before it says that it is alive."""
+GAUGES_S = 0.1
+"""Between two readings of the gauges."""
+EXIT_FAILED, EXIT_ENGINE, EXIT_MEMORY = 1, 70, 71
+"""The start failed; a step failed; the device has no memory left."""
+OUT_OF_MEMORY = ("OutOfMemoryError", "RESOURCE_EXHAUSTED", "MemoryError")
+HANG_S = {"cpu": 600.0}
+"""Seconds without a message after which the engine counts as hung; a CPU's steps are long."""
+HANG_ELSEWHERE_S = 60.0
+
+
+class Loop:
+    """Reads the inbox, steps, and sends. `receive(wait_ms)` gives one message or None."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        receive: Callable[[int], bytes | None],
+        send: Callable[[Any], None],
+    ) -> None:
+        self._engine = engine
+        self._receive = receive
+        self._send = send
+        self._measured = 0.0
+
+    def turn(self) -> None:
+        """Take all messages that are there, then run one step if there is work."""
+        engine = self._engine
+        self._take(self._messages(0 if engine.has_work else IDLE_MS))
+        if not engine.has_work:
+            self._send(Beat(self._gauges()))
+            return
+        updates = engine.step()
+        now = time.monotonic()
+        gauges = None
+        if now - self._measured >= GAUGES_S or not engine.has_work:
+            gauges, self._measured = self._gauges(), now
+        self._send(step_message(updates, gauges))
+
+    def _messages(self, wait_ms: int) -> list[Any]:
+        found = []
+        while (data := self._receive(wait_ms)) is not None:
+            wait_ms = 0
+            try:
+                found.append(decode_inbox(data))
+            except (msgspec.DecodeError, TwinferError, ValueError, TypeError) as error:
+                # The front sends only what it has checked: what cannot be read is nobody's.
+                print(f"engine: a message was passed over: {error}", file=sys.stderr, flush=True)
+        return found
+
+    def _take(self, messages: list[Any]) -> None:
+        # Aborts first, so that a request whose abort stands behind it never starts.
+        unwanted = {i for message in messages if isinstance(message, Abort) for i in message.ids}
+        for number in unwanted:
+            self._engine.abort(str(number))
+        for message in messages:
+            if isinstance(message, Add) and message.id not in unwanted:
+                self._add(message)
+            elif isinstance(message, Finish):
+                for number in message.ids:
+                    self._engine.finish(str(number), FinishReason.STOP)
+            elif isinstance(message, Reset):
+                self._engine.abort_all()
+
+    def _add(self, message: Add) -> None:
+        try:
+            if len(message.prompt) % 4:
+                raise RequestError("prompt", "is no list of token ids")
+            self._engine.add(
+                str(message.id),
+                np.frombuffer(message.prompt, np.int32),
+                message.params,
+                priority=message.priority,
+                cache_salt=message.salt,
+            )
+        except RequestError as error:
+            self._send(Refused(message.id, error.field, " ".join(str(error).split())))
+
+    def _gauges(self) -> Gauges:
+        metrics = dataclasses.asdict(self._engine.metrics())
+        late = self._engine.worker.compilations_after_ready()
+        return Gauges(**metrics, late_compilations=late)
+
+
+def main() -> int:
+    """Runs until the front leaves. Exit code 0, or what a `Fatal` said."""
+    # A terminal and a container signal the whole group; the front decides for both.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # The front asks a hung engine where it hangs.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
+    threading.Thread(target=_leave_with_the_front, daemon=True).start()
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket, name in ((inbox, "in"), (outbox, "out")):
+        socket.set_hwm(0)
+        socket.connect(f"ipc://{job.sockets}/{name}")
+
+    def send(message: Any) -> None:
+        outbox.send(encode(message))
+
+    def receive(wait_ms: int) -> bytes | None:
+        return inbox.recv() if inbox.poll(wait_ms) else None
+
+    code = _run(job, receive, send)
+    inbox.close(linger=0)
+    outbox.close(linger=2000)
+    context.term()
+    return code
+
+
+def _run(job: Job, receive: Callable[[int], bytes | None], send: Callable[[Any], None]) -> int:
+    try:
+        engine = start(job, send)
+    except Exception as error:
+        fatal = _fatal(error, starting=True)
+        send(fatal)
+        return fatal.exit_code
+    loop = Loop(engine, receive, send)
+    try:
+        while True:
+            loop.turn()
+    except Exception as error:
+        fatal = _fatal(error, starting=False)
+        send(fatal)
+        return fatal.exit_code
+
+
+def start(job: Job, send: Callable[[Any], None]) -> Engine:
+    """The engine of a job. Sends how far the start has come, and `Ready`."""
+    config = EngineConfig.from_options(job.options)
+    folder = model_folder(config.model)
+    engine = Engine(
+        config,
+        load_config(folder),
+        folder,
+        lambda what, done, total: send(Starting(what, done, total)),
+    )
+    report, resolved = engine.report, engine.config
+    model = {
+        "backend": resolved.backend,
+        "platform": engine.device.platform,
+        "device": engine.device.name,
+        "dtype": resolved.dtype,
+        "vocab_size": engine.model.vocab_size,
+        "max_model_len": resolved.max_model_len,
+        "max_num_seqs": resolved.max_num_seqs,
+        "page_size": resolved.page_size,
+        "num_pages": report.num_pages,
+        "cached_tokens": report.cached_tokens,
+    }
+    send(
+        Ready(
+            model,
+            [str(change) for change in report.changes],
+            report.seconds,
+            len(report.programs),
+            HANG_S.get(engine.device.platform, HANG_ELSEWHERE_S),
+        )
+    )
+    return engine
+
+
+def _fatal(error: Exception, *, starting: bool) -> Fatal:
+    words = " ".join(str(error).split()) or "no message"
+    chain = f"{type(error).__name__} {words} {error.__cause__!r} {error.__context__!r}"
+    if not isinstance(error, TwinferError):
+        traceback.print_exc()
+        words = f"{type(error).__name__}: {words}"
+    if any(name in chain for name in OUT_OF_MEMORY):
+        return Fatal(EXIT_MEMORY, words)
+    if starting and isinstance(error, TwinferError):
+        return Fatal(error.exit_code, words)
+    return Fatal(EXIT_FAILED if starting else EXIT_ENGINE, words)
+
+
+def _leave_with_the_front() -> None:
+    """Wait for the end of standard input; then end this process and all that it has started."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    # Frameworks' own threads have nothing to add, and some never end.
+    os._exit(code)

@@ -1,0 +1,114 @@
+"""What every request passes before it is read: keys, and the size of its body. Plain ASGI, so that
+disconnects reach the routes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+
+from .answers import encode, error_body
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN = ("/health", "/ready")
+"""Paths that need no key: what watches a server has none."""
+
+
+class Doors:
+    """Lets in who has a key (if there are keys), with a body of at most `max_body` bytes.
+
+    Each request gets an id, which goes back as x-request-id and stands in the log. A client's own
+    is not used for anything. `scope["twinfer.salt"]` tells tenants apart in the prefix cache.
+    """
+
+    def __init__(self, app: App, *, keys: Sequence[str], max_body: int) -> None:
+        self._app = app
+        self._digests = [_digest(key) for key in keys]
+        self._max_body = max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        if scope["type"] != "http":
+            return
+        name = secrets.token_hex(8)
+        scope["twinfer.id"] = name
+
+        async def named(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                headers = list(message.get("headers", []))
+                message["headers"] = [*headers, (b"x-request-id", name.encode())]
+            await send(message)
+
+        salt = self._salt(scope)
+        if salt is None and scope["path"] not in OPEN:
+            body = error_body(
+                "no valid API key was given", "authentication_error", code="invalid_api_key"
+            )
+            await _answer(named, 401, body, (b"www-authenticate", b"Bearer"))
+            return
+        scope["twinfer.salt"] = salt or ""
+        length = _header(scope, b"content-length")
+        if length.isdigit() and int(length) > self._max_body:
+            await self._too_large(named)
+            return
+        await self._app(scope, self._counted(receive), named)
+
+    def _salt(self, scope: Scope) -> str | None:
+        """A name for the key that was given; None if it is wrong. Without keys all are one."""
+        if not self._digests:
+            return ""
+        kind, _, key = _header(scope, b"authorization").partition(b" ")
+        given = _digest(key.strip().decode("latin-1")) if kind.lower() == b"bearer" else b""
+        # All are compared, so that time does not tell how many there are before the right one.
+        found = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return given.hex()[:32] if any(found) else None
+
+    def _counted(self, receive: Receive) -> Receive:
+        taken = 0
+
+        async def counted() -> MutableMapping[str, Any]:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self._max_body:
+                raise TooLarge
+            return message
+
+        return counted
+
+    async def _too_large(self, send: Send) -> None:
+        await _answer(send, 413, too_large(self._max_body))
+
+
+class TooLarge(Exception):
+    """A body without a length has passed the limit."""
+
+
+def too_large(limit: int) -> dict[str, Any]:
+    """The body of a 413."""
+    return error_body(f"the body is larger than {limit} bytes", "invalid_request_error", "body")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+async def _answer(send: Send, status: int, body: Any, *headers: tuple[bytes, bytes]) -> None:
+    data = encode(body)
+    kind = (b"content-type", b"application/json")
+    length = (b"content-length", str(len(data)).encode())
+    await send(
+        {"type": "http.response.start", "status": status, "headers": [kind, length, *headers]}
+    )
+    await send({"type": "http.response.body", "body": data})

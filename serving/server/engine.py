@@ -1,0 +1,361 @@
+"""The front's end of the engine's process: starts it, sends requests, hands out what comes back,
+and notices when it hangs or ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from ...shared.errors import EngineDead, InternalError, Overloaded, RequestError
+from ...shared.progress import Progress, silent
+from ...shared.sampling_params import SamplingParams
+from ...shared.tokenizer import Tokenizer
+from ..batch import settings_of
+from .child import EXIT_ENGINE
+from .live import Live
+from .messages import (
+    Abort,
+    Add,
+    Beat,
+    Fatal,
+    Finish,
+    Gauges,
+    Job,
+    Ready,
+    Refused,
+    Reset,
+    Starting,
+    Step,
+    decode_outbox,
+    encode,
+    updates_of,
+)
+
+CHILD = f"{__package__}.child"
+STACKS_S = 0.5
+"""How long a hung engine has to say where it hangs."""
+PARTING_S = 10.0
+"""How long an engine that was told to leave may take."""
+
+
+@dataclass(slots=True)
+class Limits:
+    """How many requests may wait for their first token, and how many tokens of prompts."""
+
+    requests: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the front counts; `metrics` shows it."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    cached_tokens: int = 0
+    steps: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+
+
+class EngineProcess:
+    """One engine in a process of its own. All calls come from the thread of the event loop.
+
+    `exit_code` and `why` are set once it has ended. `on_tokens(live, count, now)` is called for
+    what a step brings, `on_end(live)` when all completions of a request have ended by themselves.
+    """
+
+    def __init__(
+        self,
+        options: dict[str, Any],
+        tokenizer: Tokenizer | None,
+        *,
+        limits: Limits,
+        hang_s: float | None = None,
+        progress: Progress = silent,
+        on_tokens: Callable[[Live, int, float], None] = lambda live, count, now: None,
+        on_end: Callable[[Live], None] = lambda live: None,
+    ) -> None:
+        self.ready: Ready | None = None
+        self.gauges = Gauges()
+        self.counters = Counters()
+        self.limits = limits
+        self.exit_code: int | None = None
+        self.why = ""
+        self.draining = False
+        self.tokenizer = tokenizer
+        self.ended = asyncio.Event()
+        self.started = asyncio.Event()
+        self._options = options
+        self._hang_s = hang_s
+        self._progress = progress
+        self._on_tokens = on_tokens
+        self._on_end = on_end
+        self._numbers = itertools.count(1)
+        self._live: dict[int, tuple[Live, int]] = {}
+        self._waiting: dict[int, int] = {}
+        self._waiting_tokens = 0
+        self._heard = time.monotonic()
+        self._folder = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._context: Any = None
+
+    # -- life
+
+    def start(self) -> None:
+        """Start the process; `started` or `ended` tells what came of it."""
+        self._folder = tempfile.mkdtemp(prefix="twinfer-")  # only its owner may enter it
+        self._context = zmq.asyncio.Context()
+        self._outbox = self._context.socket(zmq.PULL)
+        self._inbox = zmq.Socket(self._context, zmq.PUSH)
+        for socket, name in ((self._inbox, "in"), (self._outbox, "out")):
+            socket.set_hwm(0)
+            socket.bind(f"ipc://{self._folder}/{name}")
+        # Its output would mix with what a command prints.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", CHILD],
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr,
+            start_new_session=True,
+        )
+        job = msgspec.json.encode(Job(self._folder, self._options))
+        with suppress(BrokenPipeError):  # it has ended already; `_watch` will say so
+            _stdin(self._process).write(job + b"\n")
+            _stdin(self._process).flush()
+        self._heard = time.monotonic()
+        self._tasks = [
+            asyncio.create_task(self._listen()),
+            asyncio.create_task(self._watch()),
+        ]
+
+    async def close(self) -> None:
+        """End the process and all that it has started. Requests that are left get an error."""
+        self._finish(self.exit_code or 0, self.why or "the server is going down")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        process = self._process
+        if process is not None:
+            _stdin(process).close()  # it leaves when its standard input ends
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, PARTING_S)
+            self._kill()
+            process.wait()
+        if self._context is not None:
+            self._inbox.close(linger=0)
+            self._outbox.close(linger=0)
+            self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _kill(self) -> None:
+        """The process and what it has started; what has ended is passed over."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(_started(self._process).pid, signal.SIGKILL)
+
+    def _finish(self, exit_code: int, why: str) -> None:
+        if self.exit_code is None:
+            self.exit_code, self.why = exit_code, why
+        error = EngineDead("the engine has ended; try again once the server is up again")
+        for live, _ in list(self._live.values()):
+            live.fail(error)
+        self._live.clear()
+        self._waiting.clear()
+        self._waiting_tokens = 0
+        self.ended.set()
+
+    # -- health
+
+    @property
+    def hang_limit(self) -> float:
+        """Seconds without a message after which the engine counts as hung."""
+        return self._hang_s or (self.ready.hang_limit if self.ready else float("inf"))
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended, and was heard of lately. A start may take its time."""
+        silence = time.monotonic() - self._heard
+        return self.exit_code is None and (self.ready is None or silence < self.hang_limit)
+
+    async def _watch(self) -> None:
+        process = _started(self._process)
+        while self.exit_code is None:
+            await asyncio.sleep(0.2)
+            code = process.poll()
+            if code is not None:
+                await asyncio.sleep(0.2)  # what it said last is on its way
+                if self.exit_code is None:
+                    how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+                    self._finish(EXIT_ENGINE if self.ready else 1, f"the engine ended {how}")
+            elif not self.alive:
+                process.send_signal(signal.SIGUSR1)  # its stacks, on standard error
+                await asyncio.sleep(STACKS_S)
+                silence = time.monotonic() - self._heard
+                self._finish(EXIT_ENGINE, f"the engine has hung for {silence:.0f} s; killed")
+                self._kill()
+
+    async def _listen(self) -> None:
+        while True:
+            data = await self._outbox.recv()
+            try:
+                self._heard = time.monotonic()
+                self._take(decode_outbox(data))
+            except Exception as error:
+                self._finish(EXIT_ENGINE, f"a message of the engine cannot be taken: {error!r}")
+                self._kill()
+                raise
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Step):
+            self.gauges = message.gauges or self.gauges
+            self._take_step(message)
+        elif isinstance(message, Beat):
+            self.gauges = message.gauges
+        elif isinstance(message, Refused):
+            self._take_refusal(message)
+        elif isinstance(message, Starting):
+            self._progress(message.what, message.done, message.total)
+        elif isinstance(message, Ready):
+            self.ready = message
+            self.started.set()
+        elif isinstance(message, Fatal):
+            self._finish(message.exit_code, message.message)
+
+    def _take_step(self, step: Step) -> None:
+        finished, now = [], time.monotonic()
+        self.counters.steps += 1
+        for number, update in updates_of(step):
+            entry = self._live.get(number)
+            if entry is None:
+                continue  # it was aborted, and this was on its way
+            live, index = entry
+            self._leave_queue(number)
+            self.counters.generation_tokens += len(update.tokens)
+            if live.take(index, update):
+                finished.append(number)
+            self._on_tokens(live, len(update.tokens), now)
+            if live.completions[index].done:
+                del self._live[number]
+                self.counters.cached_tokens += update.num_cached_tokens
+                if live.done:
+                    self._on_end(live)
+        if finished:
+            self._send(Finish(finished))
+
+    def _take_refusal(self, refused: Refused) -> None:
+        entry = self._live.get(refused.id)
+        if entry is not None:
+            message = refused.message.removeprefix(f"{refused.field}: ")
+            entry[0].fail(RequestError(refused.field, message))
+            self.abort(entry[0])
+
+    # -- requests
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not had a token yet."""
+        return len(self._waiting)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def admit(self, prompts: int, tokens: int) -> None:
+        """Raise Overloaded if so many requests with so many tokens in all cannot wait, EngineDead
+        if the engine has ended.
+        """
+        if self.exit_code is not None:
+            raise EngineDead(f"the engine has ended: {self.why}")
+        if self.ready is None:
+            raise self._overloaded("starting", "the engine is starting")
+        if self.draining:
+            raise self._overloaded("draining", "the server is going down")
+        # What fits into an idle server is never refused: nothing would change by waiting.
+        waiting = len(self._waiting)
+        if waiting and waiting + prompts > self.limits.requests:
+            raise self._overloaded("requests", f"{waiting} requests are waiting")
+        if waiting and self._waiting_tokens + tokens > self.limits.tokens:
+            raise self._overloaded("tokens", f"{self._waiting_tokens} tokens are waiting")
+
+    def _overloaded(self, reason: str, message: str) -> Overloaded:
+        self.counters.rejected[reason] = self.counters.rejected.get(reason, 0) + 1
+        return Overloaded(f"{message}; try again later")
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        changed: asyncio.Event | None = None,
+    ) -> Live:
+        """Send a prompt with `params.n` completions. Registers and sends in one go, so that a
+        cancelled client leaves nothing behind. Raises Overloaded, EngineDead.
+        """
+        self.admit(params.n, len(prompt) * params.n)
+        settings = [settings_of(params, index) for index in range(params.n)]
+        live = Live(list(prompt), settings, self.tokenizer, changed)
+        data = np.array(prompt, np.int32).tobytes()
+        for index, one in enumerate(settings):
+            number = next(self._numbers)
+            self._live[number] = (live, index)
+            live.numbers.append(number)
+            self._waiting[number] = len(prompt)
+            self._waiting_tokens += len(prompt)
+            self._send(Add(number, data, one, priority, salt))
+        self.counters.prompt_tokens += len(prompt)
+        return live
+
+    def abort(self, live: Live) -> None:
+        """Nobody wants `live` any more. Ended ones are passed over."""
+        numbers = [number for number in live.numbers if number in self._live]
+        for number in numbers:
+            del self._live[number]
+            self._leave_queue(number)
+        if numbers:
+            self._send(Abort(numbers))
+
+    def reset(self) -> None:
+        """End all requests, with an error for their clients."""
+        error = Overloaded("the server was reset")
+        for live, _ in list(self._live.values()):
+            live.fail(error)
+        self._live.clear()
+        self._waiting.clear()
+        self._waiting_tokens = 0
+        self._send(Reset())
+
+    def _leave_queue(self, number: int) -> None:
+        self._waiting_tokens -= self._waiting.pop(number, 0)
+
+    def _send(self, message: Any) -> None:
+        if self.exit_code is None:
+            self._inbox.send(encode(message), zmq.NOBLOCK)
+
+
+def _started(process: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes]:
+    if process is None:
+        raise InternalError("the engine's process was not started")
+    return process
+
+
+def _stdin(process: subprocess.Popen[bytes]) -> Any:
+    return process.stdin

@@ -1,0 +1,299 @@
+"""The bodies of requests, as OpenAI's API has them, and what they ask of the engine.
+
+Types are checked here, ranges by `SamplingParams`. A field that nobody knows is counted and passed
+over; one that is known and cannot be had is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ...shared.errors import RequestError
+from ...shared.models.fields import show
+from ...shared.sampling_params import SamplingParams
+
+MAX_PROMPTS = 1024
+MAX_DEPTH = 64
+"""How deeply a body may nest."""
+
+SAMPLING = (
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos",
+    "allowed_token_ids", "banned_token_ids", "include_stop_str_in_output", "skip_special_tokens",
+)  # fmt: skip
+"""Fields that go to `SamplingParams` under the same name."""
+IGNORED = (
+    "store", "metadata", "user", "safety_identifier", "prompt_cache_key", "service_tier",
+    "verbosity", "prompt_cache_retention",
+)  # fmt: skip
+"""Known fields that change no token."""
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells beside its text."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Generation(BaseModel):
+    """What chats and completions have in common."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Fields that cannot be had, and why."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    banned_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names of fields that nobody knows."""
+        return [name for name in self.model_extra or {} if name not in IGNORED]
+
+    def check(self) -> None:
+        """Raise RequestError for a field that cannot be had, and for options without a stream."""
+        for name, why in self.refused.items():
+            if (self.model_extra or {}).get(name) is not None:
+                raise RequestError(name, why)
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options", "is allowed only with stream: true")
+
+    def params(self, defaults: SamplingParams, most_tokens: int | None) -> SamplingParams:
+        """The settings; what is not said is of `defaults`. `most_tokens` stands where the body
+        names no maximum. Raises RequestError.
+        """
+        values: dict[str, Any] = {
+            name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None
+        }
+        for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
+            if name in values:
+                values[name] = tuple(values[name])
+        if self.stop is not None:
+            values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.logit_bias is not None:
+            values["logit_bias"] = _biases(self.logit_bias)
+        if self.max_tokens is not None:
+            values["max_tokens"] = self.max_tokens
+        elif most_tokens is not None:
+            values["max_tokens"] = most_tokens
+        return replace(defaults, **values | self.scores())
+
+    def scores(self) -> dict[str, Any]:
+        """The settings for log-probabilities."""
+        return {}
+
+
+class CompletionRequest(Generation):
+    """The body of /v1/completions."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "suffix": "is not supported",
+        "use_beam_search": "is not supported",
+    }
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+
+    def check(self) -> None:
+        """As `Generation.check`."""
+        super().check()
+        if self.best_of not in (None, self.n or 1):
+            raise RequestError("best_of", f"got {self.best_of}, must equal n")
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens", "got 0, which needs echo: true")
+
+    def scores(self) -> dict[str, Any]:
+        """With `echo`, those of the prompt too."""
+        values: dict[str, Any] = {}
+        if self.logprobs is not None:
+            values["logprobs"] = self.logprobs
+            if self.echo:
+                values["prompt_logprobs"] = self.logprobs
+        if self.prompt_logprobs is not None:
+            values["prompt_logprobs"] = self.prompt_logprobs
+        if self.max_tokens == 0:
+            values["max_tokens"] = 1  # it is computed and not told
+        return values
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or several prompts: texts or token ids. Raises RequestError."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return [prompt]
+        if not 1 <= len(prompt) <= MAX_PROMPTS:
+            raise RequestError(
+                "prompt", f"has {len(prompt)} prompts, allowed is 1 to {MAX_PROMPTS}"
+            )
+        return list(prompt)
+
+
+class ChatRequest(Generation):
+    """The body of /v1/chat/completions."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "audio": "this server gives text",
+        "prediction": "is not supported",
+        "web_search_options": "this server searches nothing",
+        "functions": "is not supported; it was replaced by tools",
+        "function_call": "is not supported; it was replaced by tool_choice",
+        "chat_template": "a template may come with the model only, not with a request",
+    }
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    modalities: list[str] | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def check(self) -> None:
+        """As `Generation.check`."""
+        super().check()
+        if self.modalities not in (None, ["text"]):
+            raise RequestError("modalities", f"got {show(self.modalities)}, allowed is text")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs", "needs logprobs: true")
+        kind = (self.response_format or {}).get("type", "text")
+        if kind != "text":
+            raise RequestError("response_format.type", f"got {show(kind)}, allowed is text")
+        if self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise RequestError(
+                "tool_choice", f"got {show(self.tool_choice)}, allowed are none and auto"
+            )
+
+    def params(self, defaults: SamplingParams, most_tokens: int | None) -> SamplingParams:
+        """As `Generation.params`; `max_completion_tokens` goes before `max_tokens`."""
+        try:
+            if self.max_completion_tokens is not None:
+                limited = self.model_copy(update={"max_tokens": self.max_completion_tokens})
+                return Generation.params(limited, defaults, most_tokens)
+            return super().params(defaults, most_tokens)
+        except RequestError as error:
+            raise self._renamed(error) from None
+
+    def _renamed(self, error: RequestError) -> RequestError:
+        """The error by the name that the field has here."""
+        named = {"logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            named["max_tokens"] = "max_completion_tokens"
+        if error.field not in named:
+            return error
+        return RequestError(named[error.field], str(error).removeprefix(f"{error.field}: "))
+
+    def scores(self) -> dict[str, Any]:
+        """Of each token, and of the `top_logprobs` best."""
+        return {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
+
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template may read."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables.setdefault(
+                "enable_thinking", self.reasoning_effort not in ("none", "minimal")
+            )
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        return variables
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages; a developer is what a system is to most templates."""
+        return [
+            message | {"role": "system"} if message.get("role") == "developer" else message
+            for message in self.messages
+        ]
+
+
+def read_fields(kind: type[BaseModel], body: Any) -> Any:
+    """A body as `kind`. Raises RequestError, which names the field."""
+    if not isinstance(body, dict):
+        raise RequestError("body", f"got {type(body).__name__}, must be a JSON object")
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        # Of a field that may be several things, the complaint about the likeliest one.
+        first = error.errors(include_url=False, include_context=False)[0]
+        field = _field(first["loc"])
+        got = "" if first["type"] == "missing" else f"got {show(first.get('input'))}; "
+        raise RequestError(field, f"{got}{first['msg'].lower()}") from None
+
+
+def _field(place: tuple[int | str, ...]) -> str:
+    """`messages[3].role`; without pydantic's names of alternatives behind it."""
+    text = ""
+    for part in place:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif not text:
+            text = part
+        elif not any(mark in part for mark in "[(") and part not in ("str", "int", "float", "bool"):
+            text += f".{part}"
+    return text or "body"
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for key, value in given.items():
+        try:
+            biases[int(key)] = value
+        except ValueError:
+            raise RequestError(
+                "logit_bias", f"got the key {show(key)}, must be token ids"
+            ) from None
+    return biases
+
+
+def check_depth(value: Any) -> None:
+    """Raise RequestError for JSON that nests too deep: what reads it later may recurse."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for parent in level
+            if isinstance(parent, (dict, list))
+            for item in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return
+    raise RequestError("body", f"is nested more than {MAX_DEPTH} deep")

@@ -1,0 +1,133 @@
+"""A request of a client's while the engine works on it: one prompt, one completion or several."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...shared.engine import TokenLogprobs, Update
+from ...shared.errors import TwinferError
+from ...shared.sampling_params import SamplingParams
+from ...shared.tokenizer import Tokenizer
+from ..completion import Completion
+from ..outputs import CompletionOutput
+
+
+@dataclass(slots=True)
+class News:
+    """What came for one completion since it was last asked: text, tokens, and in the last one why
+    it ended. `first`: nothing of this completion was told before.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    first: bool
+
+
+class Live:
+    """Gathers what the engine sends. The reader is woken by `changed`, and takes all that has come
+    since as one piece, so that a slow client costs no memory. Prompts of one call share the event.
+
+    `numbers` are the engine's ids of the completions. `error` is set when the request was refused
+    or the engine has ended; nothing comes after it.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: list[int],
+        settings: Sequence[SamplingParams],
+        tokenizer: Tokenizer | None,
+        changed: asyncio.Event | None = None,
+    ) -> None:
+        self.prompt_ids = prompt_ids
+        self.numbers: list[int] = []
+        self.changed = changed or asyncio.Event()
+        self.completions = [
+            Completion(index, prompt_ids, params, tokenizer)
+            for index, params in enumerate(settings)
+        ]
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.error: TwinferError | None = None
+        self.created = time.monotonic()
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self._told = [(0, 0, False) for _ in settings]
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+        return self.error is not None or all(part.done for part in self.completions)
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        """All completions as far as they are."""
+        return [part.output for part in self.completions]
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that came from the prefix cache."""
+        return max(part.num_cached_tokens for part in self.completions)
+
+    def take(self, index: int, update: Update) -> bool:
+        """Take what a step brought to a completion. True if its text has reached a stop string."""
+        if update.prompt_logprobs is not None:
+            self.prompt_logprobs = update.prompt_logprobs
+        stopped = self.completions[index].take(update)
+        self.changed.set()
+        return stopped
+
+    def fail(self, error: TwinferError) -> None:
+        """End with an error."""
+        if not self.done:
+            self.error = error
+        self.changed.set()
+
+    def news(self) -> list[News]:
+        """What came for each completion since this was last asked."""
+        found = []
+        for index, part in enumerate(self.completions):
+            output, (characters, tokens, ended) = part.output, self._told[index]
+            count = len(output.token_ids)
+            if ended or (count == tokens and not part.done):
+                continue
+            found.append(
+                News(
+                    index,
+                    output.text[characters:],
+                    output.token_ids[tokens:],
+                    None if output.logprobs is None else output.logprobs[tokens:],
+                    output.finish_reason if part.done else None,
+                    output.stop_reason if part.done else None,
+                    tokens == 0,
+                )
+            )
+            self._told[index] = (len(output.text), count, part.done)
+        return found
+
+
+async def wait_for_news(changed: asyncio.Event, seconds: float | None = None) -> bool:
+    """Wait for something new; False if nothing came in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            await changed.wait()
+    except TimeoutError:
+        return False
+    changed.clear()
+    return True
+
+
+async def wait_for_all(lives: Sequence[Live]) -> None:
+    """Wait for the end of requests that share an event. Raises the first error of one."""
+    while True:
+        for live in lives:
+            if live.error is not None:
+                raise live.error
+        if all(live.done for live in lives):
+            return
+        await wait_for_news(lives[0].changed)

@@ -1,0 +1,240 @@
+"""`twinfer serve`: starts the engine's process and the HTTP server, and ends both in order.
+
+Exit codes: 0 after a signal, 1 the start failed, 2 wrong input, 70 the engine failed or hung, 71 it
+ran out of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from ...shared.config import EngineConfig
+from ...shared.errors import ConfigError
+from ...shared.generation_config import default_params
+from ...shared.models.config import load_config
+from ...shared.models.locate import model_folder
+from ...shared.models.shapes import check_weights
+from ...shared.tokenizer import Tokenizer
+from ..progress import StartBar
+from .app import Settings, build_app
+from .engine import EngineProcess, Limits
+from .metrics import Metrics
+
+LOG = logging.getLogger("twinfer.server")
+STATUS_S = 10.0
+KEY_VARIABLE = "TWINFER_API_KEY"
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without signal handlers: what a signal means is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves them alone."""
+        yield
+
+
+def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
+    """`twinfer serve`. Raises ConfigError, ModelError."""
+    config = EngineConfig.from_options(
+        {"model": arguments.model, "backend": arguments.backend, **options}
+    )
+    check_weights(config.model, config.load_format)
+    folder = model_folder(config.model)
+    load_config(folder)  # what cannot be served is said before a process is started
+    defaults, changes = default_params(folder, arguments.generation_config)
+    logging.basicConfig(
+        level=logging.DEBUG if arguments.verbose else logging.INFO,
+        format="%(asctime)s %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    for change in changes if arguments.verbose else ():
+        LOG.info("%s", change)
+    names = arguments.served_model_name or [arguments.model]
+    keys = arguments.api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
+    if any(not key for key in keys):
+        raise ConfigError("api-key: got an empty one")
+    if (arguments.ssl_keyfile is None) != (arguments.ssl_certfile is None):
+        raise ConfigError("ssl-keyfile, ssl-certfile: both are needed, or none")
+    settings = Settings(
+        names,
+        Tokenizer.load(folder),
+        defaults,
+        keys,
+        arguments.max_body_size,
+        draw_seeds=not arguments.fixed_seed,
+    )
+    with _bind(arguments) as door:
+        return asyncio.run(_serve(arguments, config.model, options, settings, door))
+
+
+def _bind(arguments: argparse.Namespace) -> socket.socket:
+    """The listening socket: taken first, so that a taken port costs no minute."""
+    if arguments.uds:
+        door = socket.socket(socket.AF_UNIX)
+        address: Any = arguments.uds
+    else:
+        family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
+        door = socket.socket(family)
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        address = (arguments.host, arguments.port)
+    try:
+        door.bind(address)
+        door.listen(2048)
+    except OSError as error:
+        door.close()
+        raise ConfigError(f"host, port: cannot listen on {address}: {error.strerror}") from None
+    door.setblocking(False)
+    return door
+
+
+async def _serve(
+    arguments: argparse.Namespace,
+    model: str,
+    options: dict[str, Any],
+    settings: Settings,
+    door: socket.socket,
+) -> int:
+    metrics = Metrics()
+    with StartBar("starting", shown=True) as bar:
+        engine = EngineProcess(
+            {"model": model, "backend": arguments.backend, **options},
+            settings.tokenizer,
+            limits=Limits(arguments.max_num_queued_reqs, arguments.max_num_queued_tokens),
+            hang_s=arguments.hang_timeout,
+            progress=bar.update,
+            on_tokens=metrics.tokens,
+            on_end=metrics.end,
+        )
+        metrics.engine = engine
+        signals = _Signals()
+        http = _Uvicorn(
+            uvicorn.Config(
+                build_app(settings, engine, metrics),
+                lifespan="off",
+                log_config=None,
+                access_log=arguments.access_log,
+                ssl_keyfile=arguments.ssl_keyfile,
+                ssl_certfile=arguments.ssl_certfile,
+                root_path=arguments.root_path,
+                h11_max_incomplete_event_size=64 << 10,
+                timeout_keep_alive=60,
+                timeout_graceful_shutdown=5,
+                server_header=False,
+            )
+        )
+        engine.start()
+        serving = asyncio.create_task(http.serve([door]))
+        try:
+            await _first(engine.started, engine.ended, signals.first, serving)
+        except BaseException:
+            await engine.close()
+            raise
+    status = asyncio.create_task(_tell_status(engine))
+    try:
+        if engine.ready is not None and not signals.first.is_set():
+            _tell_start(engine, arguments, door)
+            await _first(engine.ended, signals.first, serving)
+        if signals.first.is_set() and engine.ready is not None and engine.exit_code is None:
+            await _drain(engine, signals, arguments.drain_timeout)
+    finally:
+        status.cancel()
+        code, why = engine.exit_code, engine.why
+        if code is not None:
+            LOG.error("%s", why)
+            await asyncio.sleep(0.2)  # streams get their error event
+        await engine.close()
+        http.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+    return code or 0
+
+
+class _Signals:
+    """SIGINT and SIGTERM: the first asks to drain, the second not to wait for it."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._take)
+
+    def _take(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+async def _first(*what: asyncio.Event | asyncio.Task[Any]) -> None:
+    """Wait until one of several things has happened."""
+    tasks = [
+        asyncio.create_task(one.wait()) if isinstance(one, asyncio.Event) else one for one in what
+    ]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, one in zip(tasks, what, strict=True):
+            if isinstance(one, asyncio.Event):
+                task.cancel()
+
+
+async def _drain(engine: EngineProcess, signals: _Signals, seconds: float) -> None:
+    """Take no more requests and let those that are there end."""
+    engine.draining = True
+    LOG.info("going down: %d requests have up to %.0f s", engine.num_live, seconds)
+    end = time.monotonic() + seconds
+    while engine.num_live and time.monotonic() < end and engine.exit_code is None:
+        if signals.second.is_set():
+            break
+        await asyncio.sleep(0.05)
+
+
+def _tell_start(engine: EngineProcess, arguments: argparse.Namespace, door: socket.socket) -> None:
+    ready = engine.ready
+    if ready is None:
+        return
+    if arguments.verbose:
+        for line in ready.report:
+            LOG.info("%s", line)
+    phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in ready.seconds.items())
+    model = ready.model
+    LOG.info(
+        "%s on %s %s, %s", model["backend"], model["platform"], model["device"], model["dtype"]
+    )
+    LOG.info(
+        "%s; %d programs; KV cache for %d tokens", phases, ready.programs, model["cached_tokens"]
+    )
+    kind = "https" if arguments.ssl_certfile else "http"
+    host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+    where = arguments.uds or f"{kind}://{host}:{door.getsockname()[1]}"
+    LOG.info("ready: %s", where)
+
+
+async def _tell_status(engine: EngineProcess) -> None:
+    """A line every ten seconds while there is something to say."""
+    generated, prompted, last = 0, 0, time.monotonic()
+    while True:
+        await asyncio.sleep(STATUS_S)
+        now, counters, gauges = time.monotonic(), engine.counters, engine.gauges
+        out = (counters.generation_tokens - generated) / (now - last)
+        into = (counters.prompt_tokens - prompted) / (now - last)
+        generated, prompted, last = counters.generation_tokens, counters.prompt_tokens, now
+        if not (out or into or engine.num_live):
+            continue
+        found = gauges.prefix_hits / max(1, gauges.prefix_queries)
+        LOG.info(
+            "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, "
+            "Running: %d reqs, Waiting: %d reqs, KV cache usage: %.1f%%, "
+            "Prefix cache hit rate: %.1f%%",
+            into, out, gauges.running, gauges.waiting, 100 * gauges.cache_usage, 100 * found,
+        )  # fmt: skip

@@ -1,0 +1,143 @@
+"""`twinfer serve` as a process of its own, for tests: started, asked, and ended."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+FAULTS = '''
+import os, sys
+if any("server.child" in word for word in sys.orig_argv):
+    import time
+    from twinfer.shared import engine
+    step, calls = engine.Engine.step, [0]
+    def faulty(self):
+        calls[0] += 1
+        if calls[0] >= int(os.environ["FAULT_STEP"]):
+            {what}
+        return step(self)
+    engine.Engine.step = faulty
+'''
+
+
+class Server:
+    """A running server. `log` is what it has said so far."""
+
+    def __init__(self, *flags, model="demo", env=None):
+        self.log = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "twinfer", "serve", str(model), "--port", "0", *flags],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stderr:
+            self.log += line
+
+    def wait_ready(self, seconds=180):
+        """Its address."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if found := re.search(r"ready: (https?://\S+)", self.log):
+                self.url = found[1]
+                return self
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.02)
+        raise AssertionError(f"not ready: {self.log}")
+
+    def wait_exit(self, seconds=30):
+        code = self.process.wait(seconds)
+        self._reader.join(5)
+        return code
+
+    def client(self, **options):
+        return httpx.Client(base_url=self.url, timeout=60, **options)
+
+    def openai(self, **options):
+        import openai
+
+        options = {"api_key": "none", "max_retries": 0, "timeout": 60} | options
+        return openai.OpenAI(base_url=f"{self.url}/v1", **options)
+
+    def metric(self, name):
+        """The value of a metric without labels."""
+        with self.client() as client:
+            found = re.search(rf"^twinfer:{name} (\S+)$", client.get("/metrics").text, re.M)
+        return float(found[1])
+
+    def engine_pid(self):
+        """The engine's process: the one child of the server's."""
+        out = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True
+        ).stdout.split()
+        (pid,) = [int(word) for word in out]
+        return pid
+
+    def idle(self, seconds=10):
+        """Wait until the engine holds nothing of any request."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.metric("num_requests_running") == self.metric("kv_cache_usage_perc") == 0:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def stop(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._reader.join(5)
+        self.process.stderr.close()
+        self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def served(*flags, ready=True, **options):
+    server = Server(*flags, **options)
+    try:
+        yield server.wait_ready() if ready else server
+    finally:
+        server.stop()
+
+
+def fault(folder, what, step):
+    """The environment of a server whose engine does `what` at call number `step` of `step()`."""
+    (folder / "sitecustomize.py").write_text(FAULTS.replace("{what}", what))
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), "FAULT_STEP": str(step)}
+
+
+def is_running(pid):
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pid, seconds=10):
+    """Wait for a process to end."""
+    end = time.monotonic() + seconds
+    while is_running(pid):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True

@@ -1,0 +1,322 @@
+"""`twinfer serve` as clients see it: the openai package, plain HTTP, many streams at once."""
+
+import asyncio
+import json
+import math
+import time
+
+import httpx
+import openai
+import pytest
+
+from twinfer.serving.llm import LLM
+from twinfer.shared.sampling_params import SamplingParams
+
+from .server_process import served
+
+MESSAGES = [{"role": "user", "content": "Write a function."}]
+SIZES = {"max_model_len": 512, "max_num_seqs": 32, "dtype": "float32"}
+FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def server(backend):
+    with served("--backend", backend, "--device", "cpu", *FLAGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def llm(backend):
+    with LLM("demo", backend=backend, device="cpu", progress=False, **SIZES) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with server.openai() as it:
+        yield it
+
+
+SETTINGS = [
+    dict(temperature=0.0),
+    dict(temperature=0.8, seed=7, top_p=0.9),
+    dict(temperature=1.0, seed=-3, presence_penalty=0.5, frequency_penalty=0.5),
+    dict(temperature=0.7, seed=5, stop=["return", "\n\n"]),
+    dict(temperature=0.7, seed=6, logit_bias={"10": -100, "20": 3}),
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: " ".join(s))
+def test_texts_are_those_of_offline_generation(settings, client, llm):
+    """Whole and streamed, two completions each."""
+    params = {k: tuple(v) if k == "stop" else v for k, v in settings.items()}
+    if "logit_bias" in params:
+        params["logit_bias"] = {int(k): v for k, v in params["logit_bias"].items()}
+    (output,) = llm.generate(
+        ["def f(x):"], SamplingParams(max_tokens=24, n=2, **params), progress=False
+    )
+    texts = [o.text for o in output.outputs]
+    reasons = [o.finish_reason for o in output.outputs]
+    call = dict(model="demo", prompt="def f(x):", max_tokens=24, n=2, **settings)
+    whole = client.completions.create(**call)
+    assert [choice.text for choice in whole.choices] == texts
+    assert [choice.finish_reason for choice in whole.choices] == reasons
+    assert whole.usage.completion_tokens == sum(len(o.token_ids) for o in output.outputs)
+    pieces, ended = ["", ""], [None, None]
+    for event in client.completions.create(**call, stream=True):
+        for choice in event.choices:
+            pieces[choice.index] += choice.text
+            ended[choice.index] = choice.finish_reason or ended[choice.index]
+    assert (pieces, ended) == (texts, reasons)
+
+
+def test_a_chat_is_what_offline_chat_says(client, llm):
+    params = SamplingParams(max_tokens=20, temperature=0.6, seed=3, logprobs=2)
+    (output,) = llm.chat(MESSAGES, params, progress=False)
+    call = dict(model="demo", messages=MESSAGES, max_completion_tokens=20, temperature=0.6, seed=3)
+    answer = client.chat.completions.create(**call, logprobs=True, top_logprobs=2)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", output.outputs[0].text)
+    assert answer.usage.prompt_tokens == len(output.prompt_token_ids)
+    told = choice.logprobs.content
+    assert len(told) == len(output.outputs[0].token_ids)
+    for entry, token, best in zip(
+        told, output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True
+    ):
+        assert entry.logprob == best[token].logprob
+        assert [top.logprob for top in entry.top_logprobs] == sorted(
+            (e.logprob for e in best.values() if e.rank <= 2), reverse=True
+        )
+    assert b"".join(bytes(entry.bytes) for entry in told).decode("utf-8", "replace")
+    events = list(
+        client.chat.completions.create(**call, stream=True, stream_options={"include_usage": True})
+    )
+    assert events[0].choices[0].delta.role == "assistant"
+    text = "".join(e.choices[0].delta.content or "" for e in events if e.choices)
+    assert text == output.outputs[0].text
+    assert events[-1].choices == [] and events[-1].usage.completion_tokens == len(told)
+    assert all(event.usage is None for event in events[:-1])
+    with client.chat.completions.stream(**call) as stream:
+        stream.until_done()
+        final = stream.current_completion_snapshot
+    assert final.choices[0].message.content == output.outputs[0].text
+
+
+def test_without_a_maximum_a_chat_may_fill_the_context(client):
+    answer = client.chat.completions.create(
+        model="demo", messages=MESSAGES, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage.total_tokens == SIZES["max_model_len"]
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_scoring_by_echo(client, llm):
+    """As lm-eval asks: token ids, one token, log-probabilities of the prompt."""
+    ids = llm.tokenizer.encode("def f(x):\n    return x")
+    (output,) = llm.generate(
+        [ids], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1), progress=False
+    )
+    expected = [
+        None if best is None else best[token].logprob
+        for token, best in zip(ids, output.prompt_logprobs, strict=True)
+    ]
+    for most in (1, 0):
+        answer = client.completions.create(
+            model="demo", prompt=[ids, ids], max_tokens=most, logprobs=1, echo=True, temperature=0
+        )
+        for choice in answer.choices:
+            scores = choice.logprobs
+            assert scores.token_logprobs[: len(ids)] == expected
+            assert len(scores.tokens) == len(scores.top_logprobs) == len(ids) + most
+            assert scores.top_logprobs[0] is None and len(scores.top_logprobs[1]) == 1
+            assert choice.text.startswith("def f(x):\n    return x")
+        assert answer.usage.completion_tokens == 2 * most
+
+
+def test_200_streams_at_once(server, llm):
+    prompts = [f"x{i} = {i}\n" for i in range(200)]
+    params = [SamplingParams(max_tokens=12, seed=i, temperature=0.9) for i in range(200)]
+    expected = [o.outputs[0].text for o in llm.generate(prompts, params, progress=False)]
+
+    async def one(client, i):
+        text = ""
+        stream = await client.completions.create(
+            model="demo", prompt=prompts[i], max_tokens=12, seed=i, temperature=0.9, stream=True
+        )
+        async for event in stream:
+            text += event.choices[0].text
+        return text
+
+    async def all_of_them():
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
+        ) as client:
+            return await asyncio.gather(*(one(client, i) for i in range(200)))
+
+    assert asyncio.run(all_of_them()) == expected
+    assert server.metric("recompiles_after_ready_total") == 0
+    assert server.idle()
+
+
+BAD = [
+    (dict(temperature=11), "temperature"),
+    (dict(temperature="hot"), "temperature"),
+    (dict(max_tokens=0), "max_tokens"),
+    (dict(n=1000), "n"),
+    (dict(top_p=0), "top_p"),
+    (dict(logit_bias={"999999": 1}), "logit_bias"),
+    (dict(logit_bias={"a": 1}), "logit_bias"),
+    (dict(stop=["a"] * 17), "stop"),
+    (dict(prompt=[]), "prompt"),
+    (dict(prompt=""), None),
+    (dict(prompt=[1, -1]), "prompt"),
+    (dict(prompt=[10**9]), "prompt"),
+    (dict(prompt=[[1], []]), "prompt"),
+    (dict(prompt=[1] * 600), "prompt"),
+    (dict(prompt={"a": 1}), "prompt"),
+    (dict(suffix="x"), "suffix"),
+    (dict(best_of=3), "best_of"),
+    (dict(stream_options={"include_usage": True}), "stream_options"),
+    (dict(priority=10**6), "priority"),
+]
+
+
+@pytest.mark.parametrize(("change", "field"), BAD, ids=lambda v: str(v)[:40])
+def test_a_bad_field_is_named(change, field, server):
+    body = {"model": "demo", "prompt": "x", "max_tokens": 2} | change
+    with server.client() as client:
+        for stream in (False, True) if "stream_options" not in change else (False,):
+            answer = client.post("/v1/completions", json=body | {"stream": stream})
+            if field is None and answer.status_code == 200:
+                continue  # a model with a token that begins texts can go on from nothing
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert error["type"] == "invalid_request_error"
+            assert (error["param"] or "").split("[")[0] == (field or "prompt"), error
+
+
+CHAT_BAD = [
+    (dict(messages=[]), "messages"),
+    (dict(messages=[{"content": "x"}]), "messages"),
+    (dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages"),
+    (dict(messages="hello"), "messages"),
+    (dict(max_completion_tokens=0), "max_completion_tokens"),
+    (dict(logprobs=True, top_logprobs=21), "top_logprobs"),
+    (dict(top_logprobs=2), "top_logprobs"),
+    (dict(functions=[{}]), "functions"),
+    (dict(modalities=["audio"]), "modalities"),
+    (dict(chat_template="{{ 1 }}"), "chat_template"),
+]
+
+
+@pytest.mark.parametrize(("change", "field"), CHAT_BAD, ids=lambda v: str(v)[:40])
+def test_a_bad_field_of_a_chat_is_named(change, field, server):
+    with server.client() as client:
+        answer = client.post("/v1/chat/completions", json={"messages": MESSAGES} | change)
+    assert answer.status_code == 400, answer.text
+    param = answer.json()["error"]["param"]
+    assert param.split("[")[0] == field
+
+
+def test_error_types_of_the_client(client):
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model="demo", prompt="x", temperature=50)
+    assert error.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="demo", input="x")
+
+
+def test_bodies_that_are_no_requests(server):
+    deep = "[" * 200 + "]" * 200
+    with server.client() as client:
+        for body in ("", "{", "[]", "null", '"x"', "\ud800".encode("utf-8", "surrogatepass"),
+                     f'{{"prompt": {deep}}}', '{"prompt": ' + "[" * 100_000):  # fmt: skip
+            answer = client.post("/v1/completions", content=body)
+            assert answer.status_code == 400, body[:20]
+            assert answer.json()["error"]["param"] in ("body", "prompt")
+        assert client.post("/v1/completions", content=b" " * (33 << 20)).status_code == 413
+
+        def parts():
+            for _ in range(34):
+                yield b" " * (1 << 20)
+
+        assert client.post("/v1/completions", content=parts()).status_code == 413
+        assert client.get("/v1/completions").status_code == 405
+        assert client.get("/nothing").status_code == 404
+
+
+def test_unknown_fields_are_counted(server):
+    before = server.metric("unknown_fields_total")
+    with server.client() as client:
+        body = {"prompt": "x", "max_tokens": 1, "what": 1, "user": "me", "store": True}
+        assert client.post("/v1/completions", json=body).status_code == 200
+    assert server.metric("unknown_fields_total") == before + 1
+
+
+def test_tokens_and_back(server, llm):
+    text = "def f(x): # ü\n"
+    with server.client() as client:
+        ids = client.post("/tokenize", json={"prompt": text}).json()
+        assert ids["tokens"] == llm.tokenizer.encode(text)
+        assert client.post("/detokenize", json={"tokens": ids["tokens"]}).json()["prompt"] == text
+        chat = client.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+        (prompt,) = llm.chat_prompts(MESSAGES)
+        assert chat == prompt["prompt_token_ids"]
+        assert client.post("/detokenize", json={"tokens": ["a"]}).status_code == 400
+        assert client.post("/detokenize", json={"tokens": [-1]}).status_code in (200, 400)
+
+
+def test_what_it_says_of_itself(server):
+    with server.client() as client:
+        (model,) = client.get("/v1/models").json()["data"]
+        assert (model["id"], model["max_model_len"]) == ("demo", SIZES["max_model_len"])
+        assert client.get("/v1/models/demo").json() == model
+        assert client.get("/v1/models/other").status_code == 404
+        assert client.get("/health").status_code == client.get("/ready").status_code == 200
+        assert "twinfer:time_to_first_token_seconds_bucket" in client.get("/metrics").text
+        first = client.get("/version")
+        assert first.json()["version"]
+        assert len(first.headers["x-request-id"]) == 16
+
+
+def _long(**more):
+    return {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "temperature": 0} | more
+
+
+def test_a_client_that_leaves_frees_its_pages(server):
+    with server.client() as client:
+        # in the middle of decoding
+        with client.stream("POST", "/v1/completions", json=_long(stream=True, n=4)) as answer:
+            next(answer.iter_bytes())
+        assert server.idle()
+        # of a call that is not streamed: at once, before it can have ended
+        start = time.monotonic()
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=_long(n=16), timeout=0.2)
+        assert server.idle() and time.monotonic() - start < 8
+        # while most wait for a place
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=_long(n=64), timeout=0.05)
+        assert server.idle()
+        # a prompt in chunks
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=_long(prompt=[5] * 500), timeout=0.01)
+        assert server.idle()
+    assert server.metric("requests_aborted_total") >= 3
+
+
+def test_values_are_finite_json(server):
+    with server.client() as client:
+        text = client.post(
+            "/v1/completions",
+            json={"prompt": "x", "max_tokens": 3, "logprobs": 5, "banned_token_ids": [1, 2, 3]},
+        ).text
+    values = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    assert all(math.isfinite(v) for v in values["choices"][0]["logprobs"]["token_logprobs"])
