@@ -1,4 +1,4 @@
-"""`twinfer bench offline | latency`: flags, tables, and the JSON that a figure is kept as."""
+"""`twinfer bench offline | latency | serve`: flags and tables, and figures as JSON."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ..shared.models.locate import model_folder
 from ..shared.models.shapes import check_weights
 from ..shared.worker import backend_module
 from .bench import PARTS, Workload, describe, measure_start, run_latency, run_workload
+from .bench_serve_flags import add_serve
 from .flags import add_engine
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ ENGINE_DEFAULTS: dict[str, Any] = {
 
 
 def add_parsers(bench: argparse.ArgumentParser) -> None:
-    """The flags of both benchmarks."""
+    """The flags of all benchmarks."""
     kinds = bench.add_subparsers(
         dest="bench", metavar="WORKLOAD", required=True, parser_class=type(bench)
     )
@@ -100,6 +101,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
         )
     for parser in (offline, latency):
         add_engine(parser)
+    add_serve(kinds)
 
 
 def _words(text: str) -> tuple[str, ...]:

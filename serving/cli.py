@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from ..numerics.cli import add_parsers as add_numerics_parsers
@@ -154,7 +155,7 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
         "--all", action="store_true", help="also the ops that the model does not call"
     )
     bench = commands.add_parser(
-        "bench", help="measure speed: offline workloads, or latency by percentile"
+        "bench", help="measure speed: offline workloads, latency by percentile, or a server"
     )
     bench.set_defaults(run=run_bench)
     add_bench_parsers(bench)
@@ -183,13 +184,17 @@ def run_serve(arguments: argparse.Namespace) -> int:
     """`twinfer serve`: the engine runs in a process of its own."""
     if arguments.coordinator is not None:
         raise ConfigError("coordinator: a server runs on one host")
+    return int(_needing_extra("server.run").run(arguments, _engine_options(arguments)))
+
+
+def _needing_extra(module: str) -> Any:
+    """A module that needs what the extra `serve` brings. Raises BackendUnavailable."""
     try:
-        from .server.run import run
-    except ImportError as error:
+        return import_module(f".{module}", __package__)
+    except ModuleNotFoundError as error:
         raise BackendUnavailable(
-            f"serve: {error.name} is not installed: pip install 'twinfer[serve]'"
+            f"{error.name} is not installed: pip install 'twinfer[serve]'"
         ) from error
-    return run(arguments, _engine_options(arguments))
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
@@ -201,6 +206,8 @@ def run_demo(arguments: argparse.Namespace) -> int:
 
 def run_bench(arguments: argparse.Namespace) -> int:
     """`twinfer bench`."""
+    if arguments.bench == "serve":
+        return int(_needing_extra("bench_serve").run(arguments))
     from .bench_cli import run
 
     return run(arguments, _engine_options(arguments))

@@ -121,21 +121,7 @@ async def _serve(
         )
         metrics.engine = engine
         signals = _Signals()
-        http = _Uvicorn(
-            uvicorn.Config(
-                build_app(settings, engine, metrics),
-                lifespan="off",
-                log_config=None,
-                access_log=arguments.access_log,
-                ssl_keyfile=arguments.ssl_keyfile,
-                ssl_certfile=arguments.ssl_certfile,
-                root_path=arguments.root_path,
-                h11_max_incomplete_event_size=64 << 10,
-                timeout_keep_alive=60,
-                timeout_graceful_shutdown=5,
-                server_header=False,
-            )
-        )
+        http = _Uvicorn(_http_config(arguments, build_app(settings, engine, metrics)))
         engine.start()
         serving = asyncio.create_task(http.serve([door]))
         try:
@@ -161,6 +147,28 @@ async def _serve(
         with contextlib.suppress(asyncio.CancelledError):
             await serving
     return code or 0
+
+
+def _http_config(arguments: argparse.Namespace, app: Any) -> uvicorn.Config:
+    """Raises ConfigError for a certificate that cannot be read."""
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        access_log=arguments.access_log,
+        ssl_keyfile=arguments.ssl_keyfile,
+        ssl_certfile=arguments.ssl_certfile,
+        root_path=arguments.root_path,
+        h11_max_incomplete_event_size=64 << 10,
+        timeout_keep_alive=60,
+        timeout_graceful_shutdown=5,
+        server_header=False,
+    )
+    try:
+        config.load()
+    except OSError as error:  # ssl.SSLError is one too
+        raise ConfigError(f"ssl-certfile, ssl-keyfile: {error}") from None
+    return config
 
 
 class _Signals:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
-FAULTS = '''
+FAULTS = """
 import os, sys
 if any("server.child" in word for word in sys.orig_argv):
     import time
@@ -25,7 +25,7 @@ if any("server.child" in word for word in sys.orig_argv):
             {what}
         return step(self)
     engine.Engine.step = faulty
-'''
+"""
 
 
 class Server:

@@ -44,6 +44,8 @@ NOT_RUN = {
     "twinfer aot": "minutes of libtpu: tests/e2e/test_tpu_aot.py runs it",
     "numerics selftest": "minutes: tests/numerics/test_selftest.py runs a part",
     "scaled_relu": "blocks of one program: tests/unit/test_docs.py runs it",
+    "twinfer serve": "runs until it is told to end: tests/e2e/test_server.py runs it",
+    "127.0.0.1:8000": "needs a server: tests/e2e/test_server.py runs it",
     "FAMILY = Family(": "a module: tests/unit/test_docs.py runs it",
     "tiny-phi3": "runs on the module before it: tests/unit/test_docs.py runs it",
 }
@@ -213,7 +215,7 @@ def find_problem(command: str, whole: bool = True) -> str | None:
             ]
             absent = sorted({extra.strip("]") for extra in named} - set(extras))
             return f"no such extra: {absent[0]}" if absent else None
-        case ["mkdir", *_]:
+        case ["mkdir" | "curl", *_]:
             return None
     return f"no such program: {words[:1]}"
 
@@ -556,7 +558,7 @@ def test_what_happens_is_no_problem(folder):
         ("python scripts/bench_nothing.py", "no such file"),
         ("pytest tests/unit/test_nothing.py", "no such file"),
         ("make tea", "no such target: tea"),
-        ("pip install 'twinfer[serve]'", "no such extra: serve"),
+        ("pip install 'twinfer[sever]'", "no such extra: sever"),
         ("twinker generate demo", "no such program"),
     ],
 )

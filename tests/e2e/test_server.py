@@ -8,6 +8,8 @@ import time
 import httpx
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from twinfer.serving.llm import LLM
 from twinfer.shared.sampling_params import SamplingParams
@@ -51,10 +53,10 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: " ".join(s))
-def test_texts_are_those_of_offline_generation(settings, client, llm):
+@pytest.mark.parametrize("sampling", SETTINGS, ids=lambda s: " ".join(s))
+def test_texts_are_those_of_offline_generation(sampling, client, llm):
     """Whole and streamed, two completions each."""
-    params = {k: tuple(v) if k == "stop" else v for k, v in settings.items()}
+    params = {k: tuple(v) if k == "stop" else v for k, v in sampling.items()}
     if "logit_bias" in params:
         params["logit_bias"] = {int(k): v for k, v in params["logit_bias"].items()}
     (output,) = llm.generate(
@@ -62,7 +64,7 @@ def test_texts_are_those_of_offline_generation(settings, client, llm):
     )
     texts = [o.text for o in output.outputs]
     reasons = [o.finish_reason for o in output.outputs]
-    call = dict(model="demo", prompt="def f(x):", max_tokens=24, n=2, **settings)
+    call = dict(model="demo", prompt="def f(x):", max_tokens=24, n=2, **sampling)
     whole = client.completions.create(**call)
     assert [choice.text for choice in whole.choices] == texts
     assert [choice.finish_reason for choice in whole.choices] == reasons
@@ -99,7 +101,8 @@ def test_a_chat_is_what_offline_chat_says(client, llm):
     assert events[0].choices[0].delta.role == "assistant"
     text = "".join(e.choices[0].delta.content or "" for e in events if e.choices)
     assert text == output.outputs[0].text
-    assert events[-1].choices == [] and events[-1].usage.completion_tokens == len(told)
+    assert events[-1].choices == []
+    assert events[-1].usage.completion_tokens == len(told)
     assert all(event.usage is None for event in events[:-1])
     with client.chat.completions.stream(**call) as stream:
         stream.until_done()
@@ -133,7 +136,8 @@ def test_scoring_by_echo(client, llm):
             scores = choice.logprobs
             assert scores.token_logprobs[: len(ids)] == expected
             assert len(scores.tokens) == len(scores.top_logprobs) == len(ids) + most
-            assert scores.top_logprobs[0] is None and len(scores.top_logprobs[1]) == 1
+            assert scores.top_logprobs[0] is None
+            assert len(scores.top_logprobs[1]) == 1
             assert choice.text.startswith("def f(x):\n    return x")
         assert answer.usage.completion_tokens == 2 * most
 
@@ -300,7 +304,8 @@ def test_a_client_that_leaves_frees_its_pages(server):
         start = time.monotonic()
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json=_long(n=16), timeout=0.2)
-        assert server.idle() and time.monotonic() - start < 8
+        assert server.idle()
+        assert time.monotonic() - start < 8
         # while most wait for a place
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json=_long(n=64), timeout=0.05)
@@ -320,3 +325,67 @@ def test_values_are_finite_json(server):
         ).text
     values = json.loads(text, parse_constant=lambda name: pytest.fail(name))
     assert all(math.isfinite(v) for v in values["choices"][0]["logprobs"]["token_logprobs"])
+
+
+NUMBER = (
+    st.integers(-(2**66), 2**66)
+    | st.integers(-3, 3)
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
+LIKELY = {
+    "prompt": st.text(max_size=8) | st.lists(st.integers(-1, 2000), max_size=6)
+    | st.lists(st.text(max_size=3), max_size=3) | st.lists(st.lists(NUMBER, max_size=2), max_size=2),
+    "n": st.integers(-1, 5), "max_tokens": st.integers(-1, 3), "temperature": st.floats(-1, 11),
+    "top_p": st.floats(-0.1, 1.1), "top_k": NUMBER, "min_p": st.floats(-0.1, 1.1), "seed": NUMBER,
+    "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=4),
+    "presence_penalty": NUMBER, "frequency_penalty": NUMBER, "repetition_penalty": NUMBER,
+    "logit_bias": st.dictionaries(st.text(max_size=2) | NUMBER.map(str), NUMBER, max_size=3),
+    "min_tokens": st.integers(-1, 4), "stop_token_ids": st.lists(NUMBER, max_size=3),
+    "ignore_eos": st.booleans(), "allowed_token_ids": st.lists(st.integers(-1, 2000), max_size=3),
+    "banned_token_ids": st.lists(st.integers(-1, 2000), max_size=3), "logprobs": NUMBER,
+    "prompt_logprobs": NUMBER, "echo": st.booleans(), "stream": st.booleans(), "priority": NUMBER,
+    "cache_salt": st.text(max_size=300), "skip_special_tokens": st.booleans(),
+    "include_stop_str_in_output": st.booleans(), "return_token_ids": st.booleans(),
+    "return_tokens_as_token_ids": st.booleans(), "add_special_tokens": st.booleans(),
+}  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.fixed_dictionaries({}, optional=LIKELY))
+def _ask_anything(client, body):
+    body = {"prompt": "x", "max_tokens": 2} | body
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code in (200, 400), (answer.status_code, answer.text)
+    if answer.status_code == 400:
+        error = answer.json()["error"]
+        names = [part.strip() for part in error["param"].split(",")]
+        assert any(name.split("[")[0].split(".")[0] in body for name in names), error
+    assert '"error"' not in answer.text or answer.status_code == 400
+
+
+def test_nothing_that_a_body_may_hold_ends_the_server(server):
+    with server.client() as client:
+        _ask_anything(client)
+        assert client.get("/health").status_code == 200
+    assert server.idle()
+    assert server.metric("recompiles_after_ready_total") == 0
+
+
+def test_load_and_what_its_clients_see(server, tmp_path, capsys):
+    """`bench serve` counts every token of every request, and a refused one as failed."""
+    from twinfer.serving.cli import main
+
+    flags = ["bench", "serve", "--base-url", server.url, "--num-prompts", "20", "--input-len", "32"]
+    kept = tmp_path / "result.json"
+    code = main([*flags, "--output-len", "8", "--request-rate", "200", "--json", str(kept)])
+    result = json.loads(kept.read_text())
+    assert code == 0
+    assert result["failed"] == 0
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (640, 160)
+    assert 0 < result["median_ttft_ms"] <= result["p99_ttft_ms"] <= result["p99_e2el_ms"]
+    assert result["max_concurrent_requests"] <= 20
+    out = capsys.readouterr().out
+    assert "Successful requests:                            20" in out
+    prefixes = ["--dataset-name", "prefix-repetition", "--prefix-len", "24", "--num-prefixes", "2"]
+    assert main([*flags, "--output-len", "2", *prefixes]) == 0
+    assert main([*flags, "--output-len", "2", "--extra-body", "temperature=77"]) == 1

@@ -1,0 +1,292 @@
+"""What a server does when something breaks: its engine, its client, its start, itself."""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from .server_process import fault, gone, served
+
+BODY = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+FLAGS = ["--backend", "torch", "--device", "cpu"]
+
+
+class Stream(threading.Thread):
+    """A streamed completion in a thread: its lines, and how it ended."""
+
+    def __init__(self, server, **more):
+        super().__init__(daemon=True)
+        self.lines, self.error, self.begun = [], None, threading.Event()
+        self._server, self._body = server, BODY | {"stream": True} | more
+        self.start()
+
+    def run(self):
+        try:
+            with (
+                self._server.client() as client,
+                client.stream("POST", "/v1/completions", json=self._body) as answer,
+            ):
+                self.status = answer.status_code
+                for line in answer.iter_lines():
+                    if line:
+                        self.lines.append(line)
+                        self.begun.set()
+        except httpx.HTTPError as error:
+            self.error = error
+        self.begun.set()
+
+
+def test_a_failed_step_ends_all_streams_with_an_error_and_the_server_with_70(tmp_path):
+    with served(*FLAGS, env=fault(tmp_path, "raise ValueError('broken')", 60)) as server:
+        engine = server.engine_pid()
+        streams = [Stream(server, prompt=f"x{i}") for i in range(3)]
+        for stream in streams:
+            stream.join(30)
+            assert '"error"' in stream.lines[-2]
+            assert "broken" not in stream.lines[-2]
+            assert stream.lines[-1] == "data: [DONE]"
+        assert server.wait_exit() == 70
+        assert "broken" in server.log
+        assert gone(engine)
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_is_another_exit_code(tmp_path):
+    with served(*FLAGS, env=fault(tmp_path, "raise MemoryError('no room')", 5)) as server:
+        with server.client() as client:
+            answer = client.post("/v1/completions", json=BODY)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["type"] == "server_error"
+        assert server.wait_exit() == 71
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)]
+)
+def test_an_engine_that_is_killed(number):
+    with served(*FLAGS) as server:
+        stream = Stream(server)
+        assert stream.begun.wait(20)
+        os.kill(server.engine_pid(), number)
+        stream.join(10)
+        assert '"error"' in stream.lines[-2]
+        assert server.wait_exit() == 70
+        assert "by signal" in server.log
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_stopped_counts_as_hung():
+    with served(*FLAGS, "--hang-timeout", "2") as server:
+        engine = server.engine_pid()
+        stream = Stream(server)
+        assert stream.begun.wait(20)
+        os.kill(engine, signal.SIGSTOP)
+        start = time.monotonic()
+        assert server.wait_exit() == 70
+        assert 1 < time.monotonic() - start < 8
+        stream.join(10)
+        assert '"error"' in stream.lines[-2]
+        assert "has hung" in server.log
+        assert gone(engine)
+
+
+def test_an_engine_that_hangs_says_where(tmp_path):
+    env = fault(tmp_path, "time.sleep(1000)", 20)
+    with served(*FLAGS, "--hang-timeout", "2", env=env) as server:
+        stream = Stream(server)
+        assert server.wait_exit() == 70
+        stream.join(10)
+        assert '"error"' in stream.lines[-2]
+        assert "sitecustomize.py" in server.log
+        assert "faulty" in server.log
+
+
+@pytest.mark.slow
+def test_an_idle_engine_is_heard_of():
+    """Longer than the limit without a request."""
+    with served(*FLAGS, "--hang-timeout", "2") as server, server.client() as client:
+        for _ in range(10):
+            time.sleep(0.4)
+            assert client.get("/health").status_code == 200
+
+
+@pytest.mark.slow
+def test_health_is_503_while_a_silent_engine_is_not_ended_yet(tmp_path):
+    """From the limit on, not a moment later, and no sooner."""
+    with served(*FLAGS, "--hang-timeout", "3") as server, server.client() as client:
+        os.kill(server.engine_pid(), signal.SIGSTOP)
+        start, seen = time.monotonic(), set()
+        while time.monotonic() - start < 1.5:
+            seen.add(client.get("/health").status_code)
+        assert seen == {200}
+        late = set()
+        with contextlib.suppress(httpx.HTTPError):  # until nobody listens any more
+            while time.monotonic() - start < 10:
+                asked = time.monotonic() - start
+                (seen if asked < 3.2 else late).add(client.get("/health").status_code)
+        assert late == {503}
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGINT)),
+    ],
+)
+def test_no_engine_outlives_its_front(number, tmp_path):
+    """Even where it hangs inside of a step."""
+    with served(*FLAGS, env=fault(tmp_path, "time.sleep(1000)", 20)) as server:
+        engine = server.engine_pid()
+        Stream(server).begun.wait(20)
+        server.process.send_signal(number)
+        time.sleep(0.3)
+        if number != signal.SIGKILL:
+            server.process.send_signal(number)  # the first one waits for the request
+        assert server.wait_exit() == (-9 if number == signal.SIGKILL else 0)
+        assert gone(engine)
+
+
+@pytest.mark.slow
+def test_no_engine_outlives_a_start_that_is_interrupted():
+    with served(*FLAGS, ready=False) as server:
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            try:
+                engine = server.engine_pid()
+                break
+            except ValueError:
+                time.sleep(0.02)
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait_exit() == 0
+        assert gone(engine)
+
+
+def test_a_drain_lets_requests_end_and_takes_no_more():
+    with served(*FLAGS) as server:
+        stream = Stream(server)
+        assert stream.begun.wait(20)
+        with server.client() as client:
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+            answer = client.get("/ready")
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"]
+            assert client.post("/v1/completions", json=BODY).status_code == 503
+            assert client.get("/health").status_code == 200
+        stream.join(30)
+        assert stream.lines[-1] == "data: [DONE]"
+        assert '"length"' in stream.lines[-2]
+        assert server.wait_exit() == 0
+
+
+@pytest.mark.slow
+def test_a_second_signal_waits_for_nothing():
+    with served(*FLAGS) as server:
+        stream = Stream(server, n=8, max_tokens=900)
+        assert stream.begun.wait(20)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit(8) == 0
+        stream.join(10)
+        assert '"error"' in stream.lines[-2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        (["--page-size", "7000000"], 2, "page"),
+        (["--max-model-len", "99999999"], 2, "max_model_len"),
+        (["--backend", "jax", "--compile-level", "3"], 2, "compile_level"),
+        (["--api-key", ""], 2, "api-key"),
+        (["--ssl-keyfile", "x"], 2, "ssl"),
+        (["--ssl-keyfile", "/nowhere", "--ssl-certfile", "/nowhere"], 2, "ssl"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_start_that_cannot_succeed_says_so(flags, code, says):
+    with served(*FLAGS, *flags, ready=False) as server:
+        assert server.wait_exit(60) == code
+        assert says in server.log
+        assert "Traceback" not in server.log
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_there():
+    with served(ready=False, model="/nowhere") as server:
+        assert server.wait_exit() == 2
+        assert "no such folder" in server.log
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_costs_no_start():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with served(*FLAGS, "--port", port, ready=False) as server:
+            assert server.wait_exit(20) == 2
+            assert "Address already in use" in server.log
+
+
+def test_keys_are_asked_of_everybody():
+    flags = ["--api-key", "one", "--api-key", "two", "--served-model-name", "m"]
+    with served(*FLAGS, *flags) as server:
+        with server.client() as client:
+            assert client.get("/health").status_code == 200
+            for path in ("/v1/models", "/metrics", "/nothing", "/v1//models", "/V1/models", "//"):
+                assert client.get(path).status_code == 401
+            for value in ("one", "Bearer", "Bearer three", "Basic one", "Bearer one two"):
+                headers = {"authorization": value}
+                assert client.get("/v1/models", headers=headers).status_code == 401
+            large = client.post("/v1/completions", content=b" " * (33 << 20))
+            assert large.status_code == 401
+        for key in ("one", "two"):
+            assert [m.id for m in server.openai(api_key=key).models.list()] == ["m"]
+        with pytest.raises(openai.AuthenticationError):
+            server.openai(api_key="three").models.list()
+
+
+@pytest.mark.slow
+def test_keys_do_not_share_prefixes():
+    """What one tenant has cached tells another one nothing."""
+    with served(*FLAGS, "--api-key", "one", "--api-key", "two") as server:
+
+        def cached(key, **more):
+            answer = server.openai(api_key=key).completions.create(
+                model="demo", prompt=[5] * 200, max_tokens=1, extra_body=more
+            )
+            return answer.usage.prompt_tokens_details.cached_tokens
+
+        assert cached("one") == 0
+        assert cached("one") > 0
+        assert cached("two") == 0
+        assert cached("two", cache_salt="a") == 0
+
+
+def test_more_than_may_wait_is_refused_and_the_rest_is_served():
+    flags = ["--max-num-seqs", "2", "--max-num-queued-reqs", "4", "--max-num-queued-tokens", "500"]
+    with served(*FLAGS, *flags) as server:
+        streams = [Stream(server, max_tokens=100) for _ in range(24)]
+        for stream in streams:
+            stream.join(60)
+        refused = [s for s in streams if s.status == 503]
+        answered = [s for s in streams if s.status == 200]
+        assert refused
+        assert len(answered) >= 4
+        assert all(s.lines[-1] == "data: [DONE]" and "error" not in s.lines[-2] for s in answered)
+        with server.client() as client:
+            answer = client.post("/v1/completions", json=BODY)
+            assert answer.status_code == 200
+            text = client.get("/metrics").text
+        assert 'admission_rejections_total{reason="requests"}' in text
+        assert server.idle()

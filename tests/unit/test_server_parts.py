@@ -1,0 +1,320 @@
+"""Parts of the server alone: messages, the engine's loop, streams, doors."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twinfer.serving.server import messages
+from twinfer.serving.server.answers import Words, error_of
+from twinfer.serving.server.child import IDLE_MS, Loop, _fatal
+from twinfer.serving.server.doors import Doors
+from twinfer.serving.server.fields import ChatRequest, CompletionRequest, check_depth, read_fields
+from twinfer.serving.server.live import Live
+from twinfer.serving.server.streams import EventStream
+from twinfer.shared.engine import Logprob, Update
+from twinfer.shared.errors import EngineDead, InternalError, Overloaded, RequestError
+from twinfer.shared.request import FinishReason
+from twinfer.shared.sampling_params import SamplingParams
+from twinfer.shared.scheduler import SchedulerMetrics
+
+TOKEN = st.integers(0, 2**31 - 1)
+BEST = st.dictionaries(
+    TOKEN, st.builds(Logprob, st.floats(-9999, 0), st.integers(1, 10**6)), min_size=1, max_size=4
+)
+UPDATES = st.lists(
+    st.builds(
+        Update,
+        st.integers(0, 2**62).map(str),
+        st.lists(TOKEN, max_size=4).map(tuple),
+        st.sampled_from([None, *FinishReason]),
+        st.none() | st.lists(BEST, max_size=3),
+        st.none() | st.lists(st.none() | BEST, max_size=3),
+        st.integers(0, 10**6),
+    ),
+    max_size=6,
+)
+
+
+@given(UPDATES)
+def test_a_step_arrives_as_it_was_sent(updates):
+    data = messages.encode(messages.step_message(updates, None))
+    assert messages.updates_of(messages.decode_outbox(data)) == [
+        (int(update.request_id), update) for update in updates
+    ]
+
+
+def test_parameters_arrive_as_they_were_sent():
+    params = SamplingParams(
+        n=3, max_tokens=7, temperature=0.5, stop=("a", "b"), logit_bias={3: 1.5},
+        allowed_token_ids=(1, 2), seed=-5, logprobs=2,
+    )  # fmt: skip
+    add = messages.decode_inbox(messages.encode(messages.Add(7, b"\1\0\0\0", params, 2, "s")))
+    assert add.params == params
+    assert type(add.params.stop) is tuple
+    assert (add.id, add.priority, add.salt) == (7, 2, "s")
+
+
+class FakeEngine:
+    """Takes requests, and ends each in the next step."""
+
+    worker = type("W", (), {"compilations_after_ready": lambda self: 0})()
+
+    def __init__(self):
+        self.waiting, self.calls = [], []
+
+    @property
+    def has_work(self):
+        return bool(self.waiting)
+
+    def add(self, name, prompt, params, *, priority, cache_salt):
+        if len(prompt) == 0:
+            raise RequestError("prompt", "is empty")
+        self.calls.append(("add", name))
+        self.waiting.append(name)
+
+    def finish(self, name, reason):
+        self.calls.append((str(reason), name))
+        if name in self.waiting:
+            self.waiting.remove(name)
+
+    def abort(self, name):
+        self.finish(name, FinishReason.ABORT)
+
+    def abort_all(self):
+        self.waiting.clear()
+
+    def step(self):
+        updates = [Update(name, (1,), FinishReason.LENGTH) for name in self.waiting]
+        self.waiting.clear()
+        return updates
+
+    def metrics(self):
+        return SchedulerMetrics(0, 0, 0.0, 0, 0, 0, 0.0, 0)
+
+
+def turned(inbox, turns=1):
+    """What a loop sends for these messages, and what it asked of its engine."""
+    engine, sent, waits = FakeEngine(), [], []
+    queue = list(inbox)
+
+    def receive(wait_ms):
+        waits.append(wait_ms)
+        return queue.pop(0) if queue else None
+
+    loop = Loop(engine, receive, sent.append)
+    for _ in range(turns):
+        loop.turn()
+    return sent, engine, waits
+
+
+def add(number, prompt=(1, 2)):
+    return messages.encode(
+        messages.Add(number, np.array(prompt, np.int32).tobytes(), SamplingParams())
+    )
+
+
+def test_a_turn_takes_all_messages_then_steps_once():
+    sent, _, waits = turned([add(1), add(2)])
+    assert [number for number, _ in messages.updates_of(sent[0])] == [1, 2]
+    assert waits == [IDLE_MS, 0, 0]
+
+
+def test_an_abort_behind_its_request_keeps_it_from_starting():
+    sent, engine, _ = turned([add(1), add(2), messages.encode(messages.Abort([1]))])
+    assert ("add", "1") not in engine.calls
+    assert [number for number, _ in messages.updates_of(sent[0])] == [2]
+
+
+def test_a_refused_request_alone_is_refused():
+    sent, _, _ = turned([add(1, ()), add(2)])
+    assert sent[0] == messages.Refused(1, "prompt", "prompt: is empty")
+    assert [number for number, _ in messages.updates_of(sent[1])] == [2]
+
+
+def test_an_idle_loop_beats():
+    sent, _, waits = turned([], turns=2)
+    assert [type(message) for message in sent] == [messages.Beat] * 2
+    assert waits == [IDLE_MS] * 2
+
+
+VALUE = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70).filter(lambda i: -(2**63) <= i < 2**64)
+    | st.floats() | st.text(max_size=4) | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=8,
+)  # fmt: skip
+TAG = st.sampled_from(["add", "abort", "finish", "reset", "step", "x"])
+
+
+@settings(max_examples=300)
+@given(st.lists(st.binary(max_size=40) | st.tuples(TAG, VALUE, VALUE, VALUE).map(messages.encode)))
+def test_no_message_ends_the_loop(inbox):
+    sent, _, _ = turned(inbox, turns=2)
+    assert sent
+
+
+def test_exit_codes():
+    assert _fatal(MemoryError(), starting=False).exit_code == 71
+    assert _fatal(RuntimeError("RESOURCE_EXHAUSTED: out"), starting=True).exit_code == 71
+    assert _fatal(ValueError("x"), starting=False).exit_code == 70
+    assert _fatal(RequestError("x", "y"), starting=False).exit_code == 70
+    assert _fatal(RequestError("x", "y"), starting=True).exit_code == 2
+    assert _fatal(ValueError("x"), starting=True).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RequestError("n", "x"), 400),
+        (Overloaded("x"), 503),
+        (EngineDead("x"), 503),
+        (InternalError("secret"), 500),
+        (ValueError("secret"), 500),
+    ],
+)
+def test_errors_have_a_status_and_no_inside(error, status):
+    found, body = error_of(error)
+    assert found == status
+    assert "secret" not in json.dumps(body)
+
+
+def live(count=1, **params):
+    return Live([1], [SamplingParams(**params)] * count, None)
+
+
+def test_news_are_told_once_and_together():
+    async def check():
+        one = live(2)
+        one.take(0, Update("1", (5,)))
+        one.take(0, Update("1", (6,)))
+        one.take(1, Update("2", (7,)))
+        assert [(n.index, n.token_ids, n.first) for n in one.news()] == [
+            (0, [5, 6], True), (1, [7], True),
+        ]  # fmt: skip
+        assert one.news() == []
+        one.take(0, Update("1", (), FinishReason.LENGTH))
+        (last,) = one.news()
+        assert (last.token_ids, last.finish_reason, last.first) == ([], "length", False)
+        assert one.news() == []
+        assert not one.done
+
+    asyncio.run(check())
+
+
+async def never():
+    await asyncio.Event().wait()
+
+
+def test_a_client_that_does_not_read_is_left():
+    ended = []
+
+    async def events():
+        while True:
+            yield b"x"
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            await never()
+
+    stream = EventStream(events(), lambda: ended.append(1), write_s=0.05)
+    asyncio.run(asyncio.wait_for(stream({}, never, send), 5))
+    assert ended == [1]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_client_that_leaves_ends_its_stream(begun):
+    ended, closed = [], []
+
+    async def events():
+        try:
+            yield b"x"
+            await never()
+        finally:
+            closed.append(1)
+
+    async def check():
+        gone = asyncio.Event()
+
+        async def send(message):
+            if not begun:
+                await never()
+
+        async def receive():
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        task = asyncio.create_task(
+            EventStream(events(), lambda: ended.append(1))({}, receive, send)
+        )
+        await asyncio.sleep(0.02)
+        gone.set()
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(check())
+    assert ended == [1]
+    assert closed == ([1] if begun else [])
+
+
+def test_doors_ask_before_anything_is_read():
+    sent = []
+
+    async def app(scope, receive, send):
+        raise AssertionError("nobody may come here")
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "path": "/v1/models", "headers": [(b"authorization", b"Bearer \xff")]}
+    asyncio.run(Doors(app, keys=["one"], max_body=10)(scope, never, send))
+    assert sent[0]["status"] == 401
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**64), 2**64) | st.floats(allow_nan=False)
+    | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)  # fmt: skip
+FIELDS = sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, "tools", "suffix"})
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from([ChatRequest, CompletionRequest]),
+    st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
+)
+def test_a_body_is_read_or_refused_by_name(kind, change):
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]} | change
+    refused = None
+    try:
+        read = read_fields(kind, body)
+        read.check()
+        read.params(SamplingParams(), 100)
+    except RequestError as error:
+        refused = error.field.split("[")[0].split(".")[0]
+    assert refused is None or refused in body, (refused, body)
+
+
+def test_depth_is_bounded():
+    value = "x"
+    for _ in range(64):
+        value = [value]
+    check_depth(value)
+    with pytest.raises(RequestError, match="nested more than 64 deep"):
+        check_depth([value])
+
+
+def test_tokens_that_are_no_text_have_names_of_their_own():
+    class Pieces:
+        def piece(self, token):
+            return [b"\xc3", b"\xa9", "é", None][token]
+
+    words = Words(Pieces())
+    assert [words.name(token) for token in range(3)] == ["bytes:\\xc3", "bytes:\\xa9", "é"]
+    assert words.name(3, as_id=True) == "token_id:3"
+    assert words.text(0) == "\ufffd"
+    assert words.bytes_of(3) == b""
