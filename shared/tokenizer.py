@@ -24,6 +24,9 @@ from .models.fields import need_folder, read_json, show
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that have a role, in the order in which transformers adds them."""
 
+LONG = 4096
+"""Characters of a text that takes more than a few milliseconds to split."""
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -97,7 +100,13 @@ class Tokenizer:
         if not isinstance(text, str):
             raise RequestError("prompt", f"got {type(text).__name__}, must be text")
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < LONG:
+                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            else:  # alone this call lets other threads of Python run meanwhile
+                (encoding,) = self._backend.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )
+            ids: list[int] = encoding.ids
         except TypeError:  # what the library says to a lone surrogate, which UTF-8 cannot hold
             raise RequestError(
                 "prompt", "is not valid Unicode: it has half of a surrogate pair"

@@ -20,7 +20,7 @@ from ...shared.chat import render_chat
 from ...shared.errors import ModelNotFound, RequestError
 from ...shared.models.fields import show
 from ...shared.sampling_params import SamplingParams
-from ...shared.tokenizer import Tokenizer
+from ...shared.tokenizer import LONG, Tokenizer
 from ..batch import need_tokenizer
 from .answers import (
     DONE,
@@ -38,18 +38,16 @@ from .engine import EngineProcess
 from .fields import ChatRequest, CompletionRequest, Generation, check_depth, read_fields
 from .live import Live, wait_for_all, wait_for_news
 from .metrics import Metrics
-from .streams import ClientGone, EventStream, while_there
+from .streams import ClientGone, EventStream, Recurring, while_there
 
 LOG = logging.getLogger("twinfer.server")
 RETRY_AFTER_S = 1
 FIRST_NEWS_S = 2.0
 """How long a stream waits for its first event before it begins, so that a refusal is a status."""
 SILENCE_S = 15.0
-"""After so long without an event, a stream gets a comment line."""
+"""How often a stream without news gets a comment line."""
 COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions where nobody says, as OpenAI has it."""
-LARGE = 4096
-"""Characters from which tokenising goes to a thread."""
 
 
 @dataclass(slots=True)
@@ -150,7 +148,7 @@ class Server:
 
     async def _encode(self, text: str, special: bool = True) -> list[int]:
         tokenizer = need_tokenizer(self._settings.tokenizer, "text")
-        if len(text) < LARGE:
+        if len(text) < LONG:
             return tokenizer.encode(text, special)
         return await asyncio.to_thread(tokenizer.encode, text, special)
 
@@ -326,19 +324,27 @@ class Server:
         """The events of a stream. An error ends it with an event of its own."""
         counted = body.stream_options is not None and bool(body.stream_options.include_usage)
         extra = {"usage": None} if counted else {}
+        changed, silent = lives[0].changed, False
+
+        def break_silence() -> None:
+            nonlocal silent
+            silent = True
+            changed.set()
+
+        silence = Recurring(SILENCE_S, break_silence)
         try:
             while True:
-                if not await wait_for_news(lives[0].changed, SILENCE_S):
-                    yield SILENCE
-                    continue
+                await changed.wait()
+                changed.clear()
                 told = [
                     event(piece | extra)
                     for place, live in enumerate(lives)
                     for news in live.news()
                     for piece in pieces(place, live, news)
                 ]
-                if told:
-                    yield b"".join(told)
+                if told or silent:
+                    yield b"".join(told) or SILENCE
+                    silent = False
                 for live in lives:
                     if live.error is not None:
                         raise live.error
@@ -348,6 +354,8 @@ class Server:
         except Exception as error:
             _log(error)
             yield event(error_of(error)[1]) + DONE
+        finally:
+            silence.stop()
 
 
 def build_app(settings: Settings, engine: EngineProcess, metrics: Metrics) -> Any:

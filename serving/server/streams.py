@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -36,31 +37,62 @@ class EventStream(Response):
         self._events = events
         self._on_end = on_end
         self._write_s = write_s
+        self._since: float | None = None
         self.init_headers({"content-type": "text/event-stream", "cache-control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
         sending = asyncio.create_task(self._send(send))
         leaving = asyncio.create_task(_gone(receive))
+        watch = Recurring(self._write_s / 4, lambda: self._watch(sending))
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            watch.stop()
             self._on_end()
             for task in (sending, leaving):
                 task.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
         error = None if sending.cancelled() else sending.exception()
-        if error is not None and not isinstance(error, TimeoutError):
+        if error is not None:
             raise error
+
+    def _watch(self, sending: asyncio.Task[None]) -> None:
+        """Give up on a client that has not read for too long."""
+        if self._since is not None and time.monotonic() - self._since > self._write_s:
+            sending.cancel()
 
     async def _send(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
             async for data in events:
-                async with asyncio.timeout(self._write_s):
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                self._since = time.monotonic()
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                self._since = None
             await send({"type": "http.response.body", "body": b""})
+
+
+class Recurring:
+    """Calls `work` every `seconds` until `stop`. One timer for a whole stream, where a timeout for
+    each piece would cost more than the piece.
+    """
+
+    def __init__(self, seconds: float, work: Callable[[], None]) -> None:
+        self._seconds = seconds
+        self._work = work
+        self._arm()
+
+    def _arm(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._fire)
+
+    def _fire(self) -> None:
+        self._arm()
+        self._work()
+
+    def stop(self) -> None:
+        """No more calls."""
+        self._timer.cancel()
 
 
 async def while_there(request: Request, work: Awaitable[Any]) -> Any:

@@ -134,7 +134,9 @@ def test_scoring_by_echo(client, llm):
         )
         for choice in answer.choices:
             scores = choice.logprobs
-            assert scores.token_logprobs[: len(ids)] == expected
+            assert scores.token_logprobs[0] is None
+            # two prompts share a step, which rounds elsewhere on JAX
+            assert scores.token_logprobs[1 : len(ids)] == pytest.approx(expected[1:], rel=1e-5)
             assert len(scores.tokens) == len(scores.top_logprobs) == len(ids) + most
             assert scores.top_logprobs[0] is None
             assert len(scores.top_logprobs[1]) == 1
