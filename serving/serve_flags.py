@@ -62,7 +62,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         type=_whole(1),
         default=512,
         metavar="N",
-        help="completions that may wait for their first token; more get 503 (default: %(default)s)",
+        help="completions that may wait for a place in the batch; more get 503 (default: "
+        "%(default)s)",
     )
     g.add_argument(
         "--max-num-queued-tokens",

@@ -57,7 +57,9 @@ PARTING_S = 10.0
 
 @dataclass(slots=True)
 class Limits:
-    """How many requests may wait for their first token, and how many tokens of prompts."""
+    """How many requests may wait beyond those that have a place in the batch, and how many tokens
+    of prompts.
+    """
 
     requests: int
     tokens: int
@@ -289,7 +291,8 @@ class EngineProcess:
             raise self._overloaded("draining", "the server is going down")
         # What fits into an idle server is never refused: nothing would change by waiting.
         waiting = len(self._waiting)
-        if waiting and waiting + prompts > self.limits.requests:
+        places = max(0, self.ready.model["max_num_seqs"] - (len(self._live) - waiting))
+        if waiting and waiting + prompts > self.limits.requests + places:
             raise self._overloaded("requests", f"{waiting} requests are waiting")
         if waiting and self._waiting_tokens + tokens > self.limits.tokens:
             raise self._overloaded("tokens", f"{self._waiting_tokens} tokens are waiting")

@@ -1,11 +1,13 @@
 """What a server does when something breaks: its engine, its client, its start, itself."""
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -289,4 +291,79 @@ def test_more_than_may_wait_is_refused_and_the_rest_is_served():
             assert answer.status_code == 200
             text = client.get("/metrics").text
         assert 'admission_rejections_total{reason="requests"}' in text
+        assert server.idle()
+
+
+def _resident(pid):
+    """Kilobytes of memory of a process."""
+    (line,) = (
+        line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmRSS" in line
+    )
+    return int(line.split()[1])
+
+
+@pytest.mark.slow
+def test_2000_clients_that_leave_cost_nothing():
+    """Pages and memory of both processes are back where they were."""
+    flags = ["--max-num-seqs", "32", "--max-model-len", "512"]
+    body = BODY | {"stream": True, "logprobs": 3, "n": 2}
+
+    async def leave(client, index, after):
+        async with client.stream(
+            "POST", "/v1/completions", json=body | {"prompt": f"x{index} = "}
+        ) as answer:
+            count = 0
+            async for _ in answer.aiter_lines():
+                count += 1
+                if count > after:
+                    return
+
+    async def rounds(url, count):
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            for number in range(count):
+                await asyncio.gather(*(leave(client, 50 * number + i, i % 7) for i in range(50)))
+
+    with served(*FLAGS, *flags) as server:
+        pids = [server.process.pid, server.engine_pid()]
+        asyncio.run(rounds(server.url, 8))
+        assert server.idle()
+        before = [_resident(pid) for pid in pids]
+        asyncio.run(rounds(server.url, 40))
+        assert server.idle()
+        after = [_resident(pid) for pid in pids]
+        assert all(b < 1.08 * a for a, b in zip(before, after, strict=True)), (before, after)
+        assert server.metric("requests_aborted_total") >= 2000
+
+
+@pytest.mark.slow
+def test_three_times_too_much_load():
+    """What was admitted is served, whatever is refused beside it. How long it takes is measured by
+    `bench serve` (docs/measurements.md).
+    """
+
+    async def ask(client, index):
+        body = BODY | {"max_tokens": 50, "prompt": f"{index} = "}
+        return (await client.post("/v1/completions", json=body)).json()
+
+    async def load(url, interval, count):
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+            tasks = []
+            for index in range(count):
+                tasks.append(asyncio.create_task(ask(client, index)))
+                await asyncio.sleep(interval)
+            return await asyncio.gather(*tasks)
+
+    with served(*FLAGS, "--max-num-seqs", "4", "--max-num-queued-reqs", "1") as server:
+        began = time.monotonic()
+        asyncio.run(load(server.url, 0, 4))
+        interval = (time.monotonic() - began) / 4 / 3
+        answers = asyncio.run(load(server.url, interval, 120))
+        admitted = [answer for answer in answers if "choices" in answer]
+        refused = [answer for answer in answers if "error" in answer]
+        assert len(admitted) + len(refused) == 120
+        assert len(admitted) >= 4
+        assert len(refused) > 10
+        assert {answer["error"]["code"] for answer in refused} == {"overloaded"}
+        assert all(answer["usage"]["completion_tokens"] == 50 for answer in admitted)
         assert server.idle()
