@@ -112,7 +112,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 128])
     parser.add_argument("--length", type=int, default=100, help="tokens of each stream")
-    arguments, flags = parser.parse_known_args()
+    parser.add_argument("--max-num-seqs", default="128", help="rows of the server's batch")
+    parser.add_argument("--dtype", default="float32", help="of the server's model")
+    arguments = parser.parse_args()
+    flags = ["--max-num-seqs", arguments.max_num_seqs, "--dtype", arguments.dtype]
     process, url = start(flags)
     try:
         asyncio.run(measure(process.pid, url, arguments))
