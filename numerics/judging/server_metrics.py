@@ -161,7 +161,7 @@ def judge_server(
 def _pool(way: str, rows: Sequence[NamedRow], half_ulp: float, dtype: str) -> Pool:
     """The pooled statistics. Values of one row are alike, so rows are what is independent."""
     errors, noises, scores, slope_noises, spreads = np.zeros((5, len(rows)))
-    kls, kl_noises, roundings = np.zeros((3, len(rows)))
+    kls, kl_noises, roundings, units = np.zeros((4, len(rows)))
     for i, row in enumerate(rows):
         rounding = _rounding(row.logits, half_ulp)
         error, noise = row.got - row.exact, row.faithful - row.exact
@@ -170,6 +170,9 @@ def _pool(way: str, rows: Sequence[NamedRow], half_ulp: float, dtype: str) -> Po
         kls[i], kl_noises[i] = (named_divergence(row.exact, x) for x in (row.got, row.faithful))
         # KL is half the variance of the error under the distribution.
         roundings[i] = (np.exp(row.exact) * rounding).sum() / 2
+        # Logits less their norm, in float32, do not sum to one as probabilities; where the tokens
+        # that are not named share next to nothing, all of that is divergence.
+        units[i] = np.spacing(np.float32(np.abs(row.logits).max())) / 2
         surely = _surely_named(row, rounding)
         if surely.sum() > 1:
             x = row.exact[surely] - row.exact[surely].mean()
@@ -190,7 +193,7 @@ def _pool(way: str, rows: Sequence[NamedRow], half_ulp: float, dtype: str) -> Po
         slope=float(scores.sum()) / total,
         slope_limit=DEVIATIONS * FOREIGN * float(slope_noises.sum()) ** 0.5 / total + SLOPE_FLOOR,
         kl=float(kls.mean()),
-        kl_limit=float(FOREIGN**2 * kl_noise + KL_FLOOR),
+        kl_limit=float(FOREIGN**2 * kl_noise + KL_FLOOR + units.mean()),
         growth=grown,
         growth_limit=grown_limit,
     )

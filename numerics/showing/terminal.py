@@ -35,7 +35,8 @@ def _lines(diff: Diff) -> Iterator[str]:
     yield f"{what}, {e.get('tokens')} tokens in {e.get('steps')} steps, {diff.seconds:.1f} s"
     for side in diff.sides:
         info = e.get("sides", {}).get(side, {})
-        yield f"{side} on {info.get('device')}, plan {info.get('plan')}"
+        plan = "" if info.get("plan") is None else f", plan {info['plan']}"
+        yield f"{side} on {info.get('device')}{plan}"
         for scope, word in (("layer", "local"), ("inherited", "inherited")):
             sigmas = list(layer_sigmas(diff, side, scope).values())  # type: ignore[arg-type]
             if sigmas:

@@ -391,3 +391,15 @@ def test_load_and_what_its_clients_see(server, tmp_path, capsys):
     prefixes = ["--dataset-name", "prefix-repetition", "--prefix-len", "24", "--num-prefixes", "2"]
     assert main([*flags, "--output-len", "2", *prefixes]) == 0
     assert main([*flags, "--output-len", "2", "--extra-body", "temperature=77"]) == 1
+
+
+@pytest.mark.slow
+def test_the_comparison_of_backends_reads_this_server(server, tmp_path):
+    """What it serves is what the other backend computes, in each way in which it is computed."""
+    from twinfer.serving.cli import main
+
+    found = tmp_path / "run.json"
+    flags = ["--model", "demo", "--a", "torch:cpu", "--b", server.url, "--dtype", "float32"]
+    assert main(["numerics", "logits", *flags, "--json", str(found)]) == 0
+    notes = json.dumps(json.loads(found.read_text()))
+    assert all(kind in notes for kind in ("prompt", "decode", "batch", "again"))

@@ -276,6 +276,24 @@ def test_a_server_that_states_float32_must_not_round_its_logits():
         assert any("rounds its logits" in words for words in verdict.problems) == wrong
 
 
+@pytest.mark.parametrize(("factor", "wrong"), [(1.0, False), (1.001, True)])
+def test_log_probabilities_in_float32_do_not_sum_to_one(factor, wrong):
+    """Of a sure model, whose best twenty leave next to nothing; a wrong scale is seen there too."""
+    rng = np.random.default_rng(1)
+    exact = rng.normal(size=(64, 60)).astype(np.float32) * 4
+    exact[:, 0] += 12
+    faithful = exact + rng.normal(size=exact.shape).astype(np.float32) * np.float32(1e-7)
+    scaled = (exact * np.float32(factor)).astype(np.float32)
+    got = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True, dtype=np.float32))
+    rows = []
+    for i, row in enumerate(got):
+        best = np.argsort(row)[::-1][:20]
+        named = {int(token): float(row[token]) for token in best}
+        rows.append(named_row("next", (0, i), named, None, exact[i], faithful[i]))
+    verdict = judge_server(rows, 1e-6, "float32", "float32")
+    assert bool(verdict.problems) == wrong, verdict.problems
+
+
 def test_two_servers_at_once_are_refused(subject):
     with pytest.raises(ConfigError, match="one server at a time"):
         compare_ends(subject, [TORCH, "http://127.0.0.1:9", "http://127.0.0.1:8"], PROMPTS)
