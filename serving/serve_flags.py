@@ -41,6 +41,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="prefix that a proxy cuts off (default: none)",
     )
+    g.add_argument(
+        "--page",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a page at / with throughput, cache and a prompt box",
+    )
     g.add_argument("--access-log", action="store_true", help="a line for each call (default: off)")
     g.add_argument(
         "--generation-config",

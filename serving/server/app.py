@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -50,6 +51,14 @@ COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions where nobody says, as OpenAI has it."""
 
 
+PAGE = "/"
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+)
+"""The page loads nothing from anywhere, and asks nobody but this server."""
+_PAGE = (Path(__file__).parent / "page.html").read_bytes()
+
+
 @dataclass(slots=True)
 class Settings:
     """What the routes know of this server. `max_body` in bytes."""
@@ -60,6 +69,7 @@ class Settings:
     keys: Sequence[str] = ()
     max_body: int = 32 << 20
     draw_seeds: bool = True
+    page: bool = True
 
 
 class Server:
@@ -106,6 +116,11 @@ class Server:
             "parent": None,
             "max_model_len": ready.model["max_model_len"] if ready else None,
         }
+
+    async def page(self, request: Request) -> Response:
+        """A page for people: what `metrics` says, and a box for a prompt. It holds no secret."""
+        headers = {"content-security-policy": PAGE_POLICY, "x-frame-options": "DENY"}
+        return Response(_PAGE, media_type="text/html; charset=utf-8", headers=headers)
 
     async def version(self, request: Request) -> Response:
         """The version of the package."""
@@ -365,6 +380,7 @@ def build_app(settings: Settings, engine: EngineProcess, metrics: Metrics) -> An
         title="Twinfer", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
     )
     for path, method, route in (
+        *([(PAGE, "GET", server.page)] if settings.page else []),
         ("/health", "GET", server.health),
         ("/ready", "GET", server.ready),
         ("/metrics", "GET", server.metrics),
@@ -377,7 +393,8 @@ def build_app(settings: Settings, engine: EngineProcess, metrics: Metrics) -> An
         ("/v1/completions", "POST", server.completions),
     ):
         app.add_route(path, _guarded(route, settings), methods=[method])
-    return Doors(app, keys=settings.keys, max_body=settings.max_body)
+    pages = (PAGE,) if settings.page else ()
+    return Doors(app, keys=settings.keys, max_body=settings.max_body, open_paths=pages)
 
 
 def _guarded(route: Any, settings: Settings) -> Any:

@@ -28,10 +28,13 @@ class Doors:
     is not used for anything. `scope["twinfer.salt"]` tells tenants apart in the prefix cache.
     """
 
-    def __init__(self, app: App, *, keys: Sequence[str], max_body: int) -> None:
+    def __init__(
+        self, app: App, *, keys: Sequence[str], max_body: int, open_paths: Sequence[str] = ()
+    ) -> None:
         self._app = app
         self._digests = [_digest(key) for key in keys]
         self._max_body = max_body
+        self._open = (*OPEN, *open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
@@ -47,7 +50,7 @@ class Doors:
             await send(message)
 
         salt = self._salt(scope)
-        if salt is None and scope["path"] not in OPEN:
+        if salt is None and scope["path"] not in self._open:
             body = error_body(
                 "no valid API key was given", "authentication_error", code="invalid_api_key"
             )

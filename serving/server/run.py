@@ -78,6 +78,7 @@ def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
         keys,
         arguments.max_body_size,
         draw_seeds=not arguments.fixed_seed,
+        page=arguments.page,
     )
     with _bind(arguments) as door, asyncio.Runner(loop_factory=_new_loop()) as runner:
         return runner.run(_serve(arguments, config.model, options, settings, door))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 import time
 
 import httpx
@@ -290,6 +291,21 @@ def test_what_it_says_of_itself(server):
         first = client.get("/version")
         assert first.json()["version"]
         assert len(first.headers["x-request-id"]) == 16
+
+
+def test_a_page_that_asks_nobody_else(server):
+    with server.client() as client:
+        answer = client.get("/")
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/html")
+        assert "connect-src 'self'" in answer.headers["content-security-policy"]
+        assert "://" not in answer.text
+        metrics = client.get("/metrics").text
+        names = re.findall(r"values\.(\w+_total)", answer.text)
+        assert len(names) > 3
+        assert all(f"\ntwinfer:{name} " in metrics for name in names)
+        for path in re.findall(r'fetch\("([^"]+)"', answer.text):
+            assert client.get(f"/{path}").status_code in (200, 405)
 
 
 def _long(**more):

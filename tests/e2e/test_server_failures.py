@@ -244,8 +244,8 @@ def test_keys_are_asked_of_everybody():
     flags = ["--api-key", "one", "--api-key", "two", "--served-model-name", "m"]
     with served(*FLAGS, *flags) as server:
         with server.client() as client:
-            assert client.get("/health").status_code == 200
-            for path in ("/v1/models", "/metrics", "/nothing", "/v1//models", "/V1/models", "//"):
+            assert client.get("/health").status_code == client.get("/").status_code == 200
+            for path in ("/v1/models", "/metrics", "/nothing", "/v1//models", "/V1/models"):
                 assert client.get(path).status_code == 401
             for value in ("one", "Bearer", "Bearer three", "Basic one", "Bearer one two"):
                 headers = {"authorization": value}
