@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ... import __version__
@@ -47,6 +48,8 @@ FIRST_NEWS_S = 2.0
 """How long a stream waits for its first event before it begins, so that a refusal is a status."""
 SILENCE_S = 15.0
 """How often a stream without news gets a comment line."""
+BODY_S = 120.0
+"""How long a body may take to arrive."""
 COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions where nobody says, as OpenAI has it."""
 
@@ -379,6 +382,7 @@ def build_app(settings: Settings, engine: EngineProcess, metrics: Metrics) -> An
     app = FastAPI(
         title="Twinfer", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
     )
+    app.add_exception_handler(HTTPException, _no_route)
     for path, method, route in (
         *([(PAGE, "GET", server.page)] if settings.page else []),
         ("/health", "GET", server.health),
@@ -397,6 +401,13 @@ def build_app(settings: Settings, engine: EngineProcess, metrics: Metrics) -> An
     return Doors(app, keys=settings.keys, max_body=settings.max_body, open_paths=pages)
 
 
+async def _no_route(request: Request, error: Exception) -> Response:
+    """No such path, or no such method of it."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    words = f"{request.method} {show(request.url.path)}: there is no such call"
+    return _json(status, error_body(words, "invalid_request_error"))
+
+
 def _guarded(route: Any, settings: Settings) -> Any:
     """A route whose errors are answers."""
 
@@ -404,7 +415,7 @@ def _guarded(route: Any, settings: Settings) -> Any:
         try:
             response: Response = await route(request)
             return response
-        except ClientGone:
+        except (ClientGone, ClientDisconnect):
             return Response(b"", 499)
         except TooLarge:
             return _json(413, too_large(settings.max_body))
@@ -425,7 +436,11 @@ def _log(error: Exception) -> None:
 
 async def _body(request: Request) -> Any:
     """The JSON of a request. Raises RequestError."""
-    data = await request.body()
+    try:
+        async with asyncio.timeout(BODY_S):
+            data = await request.body()
+    except TimeoutError:
+        raise RequestError("body", f"did not arrive within {BODY_S:.0f} s") from None
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

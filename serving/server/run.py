@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -31,6 +32,7 @@ from ...shared.tokenizer import Tokenizer
 from ..progress import StartBar
 from .app import Settings, build_app
 from .engine import EngineProcess, Limits
+from .http import BoundedHttp
 from .metrics import Metrics
 
 LOG = logging.getLogger("twinfer.server")
@@ -82,6 +84,14 @@ def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     )
     with _bind(arguments) as door, asyncio.Runner(loop_factory=_new_loop()) as runner:
         return runner.run(_serve(arguments, config.model, options, settings, door))
+
+
+def _allow_connections() -> None:
+    """As many open files as the system lets this process have; shells give it few of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _new_loop() -> Callable[[], asyncio.AbstractEventLoop]:
@@ -165,13 +175,14 @@ def _http_config(arguments: argparse.Namespace, app: Any) -> uvicorn.Config:
     """Raises ConfigError for a certificate that cannot be read."""
     config = uvicorn.Config(
         app,
+        http=BoundedHttp,
+        ws="none",
         lifespan="off",
         log_config=None,
         access_log=arguments.access_log,
         ssl_keyfile=arguments.ssl_keyfile,
         ssl_certfile=arguments.ssl_certfile,
         root_path=arguments.root_path,
-        h11_max_incomplete_event_size=64 << 10,
         timeout_keep_alive=60,
         timeout_graceful_shutdown=5,
         server_header=False,

@@ -1,9 +1,11 @@
 """`twinfer serve` as clients see it: the openai package, plain HTTP, many streams at once."""
 
 import asyncio
+import contextlib
 import json
 import math
 import re
+import socket
 import time
 
 import httpx
@@ -256,7 +258,59 @@ def test_bodies_that_are_no_requests(server):
 
         assert client.post("/v1/completions", content=parts()).status_code == 413
         assert client.get("/v1/completions").status_code == 405
-        assert client.get("/nothing").status_code == 404
+        missing = client.get("/nothing")
+        assert missing.status_code == 404
+        assert "no such call" in missing.json()["error"]["message"]
+
+
+def _raw(server, data, *, half=False):
+    """What comes back for bytes on a connection, until it ends or is silent for a second."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=1) as connection:
+        found = b""
+        with contextlib.suppress(OSError):
+            connection.sendall(data)
+            if half:
+                connection.shutdown(socket.SHUT_WR)
+            while piece := connection.recv(1 << 16):
+                found += piece
+        return found.partition(b"\r\n")[0]
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+BODY = b'{"prompt": "x", "max_tokens": 1}'
+LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY)
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (HEAD + LENGTH + BODY, b"200"),
+        (HEAD + b"X: y\r\n" * 100 + LENGTH + BODY, b"200"),
+        (HEAD + b"X: y\r\n" * 200 + LENGTH + BODY, b"400"),
+        (HEAD + b"X: " + b"y" * (1 << 20) + b"\r\n" + LENGTH + BODY, b"400"),
+        (HEAD + b"X: " + b"y" * (1 << 20), b"400"),
+        (b"GET /" + b"y" * (1 << 20), b"400"),
+        (b"\0\1\2\r\n\r\n", b"400"),
+        (HEAD + b"Content-Length: -1\r\n\r\n", b"400"),
+        (HEAD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n12", b"400"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n", b"400"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n20\r\n" + BODY + b"\r\n0\r\n\r\n", b"200"),
+    ],
+    ids=lambda value: str(value)[-30:],
+)
+def test_what_is_hardly_http(data, status, server):
+    assert _raw(server, data).split(b" ")[1:2] in ([status], [])
+    if status == b"200":
+        assert _raw(server, data)
+
+
+def test_half_a_body_is_nobodys_trouble(server):
+    before = server.log
+    _raw(server, HEAD + b"Content-Length: 100\r\n\r\n" + BODY, half=True)
+    with server.client() as client:
+        assert client.get("/health").status_code == 200
+    assert "Traceback" not in server.log.removeprefix(before)
 
 
 def test_unknown_fields_are_counted(server):
