@@ -1,4 +1,4 @@
-"""The formats in which models mark reasoning and tool calls, and which of them a model has."""
+"""The formats in which models mark reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from ...shared.errors import ConfigError
 from ...shared.models.fields import show
-from ...shared.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,25 +81,3 @@ def find_format(name: str) -> Format:
     if name not in FORMATS:
         raise ConfigError(f"output format: got {show(name)}, allowed are {', '.join(FORMATS)}")
     return FORMATS[name]
-
-
-def detect_format(tokenizer: Tokenizer, template: str | None = None) -> Format:
-    """The format of a model, by its tokens and its chat template (`template`, or its own);
-    "none" if nothing is known of it.
-
-    A template that marks calls in a way that is none of ours, such as XML inside of <tool_call>,
-    leaves reasoning alone.
-    """
-    own = tokenizer.chat_templates
-    source = template or own.get("tool_use") or own.get("default") or ""
-
-    def has(mark: str) -> bool:
-        return tokenizer.token_id(mark) is not None or mark in source
-
-    if has("[TOOL_CALLS]"):
-        return FORMATS["mistral"]
-    if has("<|python_tag|>"):
-        return FORMATS["llama3_json"]
-    if has("<tool_call>") and "<function=" not in source and "<arg_key>" not in source:
-        return FORMATS["qwen" if has("<|im_start|>") else "hermes"]
-    return FORMATS["think" if has("</think>") else "none"]

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from twinfer.serving.formats.calls import MAX_HELD
+from twinfer.serving.formats.detect import detect_format
 from twinfer.serving.formats.events import (
     ContentText,
     Finish,
@@ -24,7 +25,7 @@ from twinfer.serving.formats.events import (
 )
 from twinfer.serving.formats.json_text import JsonValue, is_object
 from twinfer.serving.formats.parser import OutputParser, parse
-from twinfer.serving.formats.table import FORMATS, detect_format
+from twinfer.serving.formats.table import FORMATS
 from twinfer.shared.detokenizer import Detokenizer
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.tokenizer import Tokenizer
