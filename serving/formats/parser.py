@@ -52,8 +52,8 @@ class OutputParser:
     ends the call with `complete=False`, since its beginning has been sent: the text up to there
     stays its arguments, the rest is content. Clients read invalid arguments as an invalid call.
 
-    Reasoning opens only before any content. White space around reasoning and before, between and
-    after calls is left out; otherwise texts are verbatim. Raises ConfigError for an unknown format.
+    Reasoning opens only before any content. White space around reasoning and after calls is
+    left out, and before calls unless content follows them; otherwise texts are verbatim. Raises ConfigError for an unknown format.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class OutputParser:
         elif self._calls and mark == self._calls.open:
             return self._open_calls(mark, strict=False, place=match.end())
         elif self._calls and mark == self._calls.close:
-            self._unclosed, self._space, self._trim = False, "", True
+            self._unclosed, self._trim = False, True
         else:
             self._reasoning = not self._reasoning
             self._space, self._trim = "", True
@@ -231,7 +231,6 @@ class OutputParser:
 
     def _start_call(self, call: CallReader) -> None:
         self._started, self._said = True, True
-        self._space = ""
         call_id = self._call_id or self._new_id()
         self._events.append(ToolCallStart(self._num_calls, call_id, call.name or ""))
         self._num_calls += 1

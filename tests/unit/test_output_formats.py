@@ -126,6 +126,29 @@ MESSAGES = {
         "",
         [],
     ),
+    "llama_space": ("llama3_json", "\u00a0\n" + call("f", "{}"), "", "", [("f", "{}")]),
+    "content_after": (
+        "qwen",
+        "Look:\n" + hermes("f", "{}") + "\nDone\n",
+        "Look:\nDone\n",
+        "",
+        [("f", "{}")],
+    ),
+    "much_space": ("qwen", "a" + 300 * " " + hermes("f", "{}"), "a" + 44 * " ", "", [("f", "{}")]),
+    "repeated_name": (
+        "qwen",
+        '<tool_call>{"name": "f", "name": "g"}',
+        '<tool_call>{"name": "f", "name": "g"}',
+        "",
+        [],
+    ),
+    "repeated_arguments": (
+        "qwen",
+        '<tool_call>{"name": "f", "arguments": {}, "arguments": {"a": 1}}',
+        ': {"a": 1}}',
+        "",
+        [("f", "{}")],
+    ),
     "llama_builtin": (
         "llama3_json",
         '<|python_tag|>search(q="x")',
@@ -215,6 +238,13 @@ def test_json_is_judged_as_by_python(text):
     except ValueError:
         value = None
     assert is_object(text) == (isinstance(value, dict) and text.startswith("{"))
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": [1}', '{"a": 1]', '{"a": 1,}', "{,}", '{"a" 1}', '{"a": 01}', '{"a": "\n"}', "{} "]
+)
+def test_what_is_no_json_object_is_none(text):
+    assert not is_object(text)
 
 
 def test_json_has_a_depth():
