@@ -52,8 +52,9 @@ class OutputParser:
     ends the call with `complete=False`, since its beginning has been sent: the text up to there
     stays its arguments, the rest is content. Clients read invalid arguments as an invalid call.
 
-    Reasoning opens only before any content. White space around reasoning and after calls is
-    left out, and before calls unless content follows them; otherwise texts are verbatim. Raises ConfigError for an unknown format.
+    Reasoning opens only before any content. White space around reasoning and after calls is left
+    out, and before calls unless content follows them; otherwise texts are verbatim. Raises
+    ConfigError for an unknown format.
     """
 
     def __init__(

@@ -241,7 +241,8 @@ def test_json_is_judged_as_by_python(text):
 
 
 @pytest.mark.parametrize(
-    "text", ['{"a": [1}', '{"a": 1]', '{"a": 1,}', "{,}", '{"a" 1}', '{"a": 01}', '{"a": "\n"}', "{} "]
+    "text",
+    ['{"a": [1}', '{"a": 1]', '{"a": 1,}', "{,}", '{"a" 1}', '{"a": 01}', '{"a": "\n"}', "{} "],
 )
 def test_what_is_no_json_object_is_none(text):
     assert not is_object(text)
