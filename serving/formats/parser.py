@@ -12,6 +12,7 @@ import string
 from collections.abc import Callable, Collection
 from functools import lru_cache
 
+from ...shared.errors import InternalError
 from ...shared.tokenizer import Tokenizer
 from .calls import MAX_HELD, CallReader
 from .events import (
@@ -49,12 +50,13 @@ class OutputParser:
 
     A call starts when its name is known and its arguments have begun. What turns out to be none
     before that (broken JSON, an unknown name, an end) is content, mark and all. What breaks later
-    ends the call with `complete=False`, since its beginning has been sent: the text up to there
-    stays its arguments, the rest is content. Clients read invalid arguments as an invalid call.
+    ends the call, since its beginning has been sent: what was read of its arguments stays, other
+    keys behind them are dropped, the rest is content. Its `complete` is false unless the arguments
+    were whole. Clients read arguments that are no JSON as an invalid call.
 
-    Reasoning opens only before any content. White space around reasoning and after calls is left
-    out, and before calls unless content follows them; otherwise texts are verbatim. Raises
-    ConfigError for an unknown format.
+    Reasoning opens only before any content, and marks of calls within it are reasoning. White space
+    around reasoning and after calls is left out, and before calls unless content follows them;
+    otherwise texts are verbatim. Raises ConfigError for an unknown format.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class OutputParser:
         self._events: list[Event] = []
         self._rest = ""
         self._space = ""
-        self._said = self._unclosed = False
+        self._said = self._unclosed = self._finished = False
         think = self._format.think
         self._reasoning = think is not None and prompt_tail.rstrip().endswith(think[0])
         self._trim = self._reasoning
@@ -86,6 +88,7 @@ class OutputParser:
 
     def push(self, token_id: int | None, text: str) -> list[Event]:
         """Take a token and the text that it settled, or text alone (None). What became certain."""
+        self._check_open()
         self._take(text)
         if token_id in self._hidden:
             self._take(self._hidden[token_id])
@@ -95,6 +98,8 @@ class OutputParser:
         """The text that was held back, and a `Finish`. `reason` is the engine's: a stop after a
         call becomes tool_calls; length stays, as the last call may be cut off.
         """
+        self._check_open()
+        self._finished = True
         if self._started:
             self._end_call()
         elif self._state == self._read_text:
@@ -107,6 +112,10 @@ class OutputParser:
         called = self._num_calls and reason == "stop"
         self._events.append(Finish("tool_calls" if called else reason))
         return self._flush()
+
+    def _check_open(self) -> None:
+        if self._finished:
+            raise InternalError("output parser: used after finish()")
 
     def _take(self, text: str) -> None:
         text, self._rest = self._rest + text, ""
@@ -312,6 +321,15 @@ def parse(
     for event in [*parser.push(None, text), *parser.finish(reason)]:
         message.add(event)
     return message
+
+
+def hides_marks(format: Format, tokenizer: Tokenizer) -> bool:
+    """Whether skipping special tokens takes marks out of the text.
+
+    `OutputParser` then needs every token with the text that is its own. Where texts of several
+    tokens come as one, or stop strings hold text back, ask for `skip_special_tokens=False`.
+    """
+    return bool(_hidden_marks(format, tokenizer))
 
 
 def _hidden_marks(form: Format, tokenizer: Tokenizer | None) -> dict[int | None, str]:

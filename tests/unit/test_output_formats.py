@@ -24,10 +24,10 @@ from twinfer.serving.formats.events import (
     ToolCallStart,
 )
 from twinfer.serving.formats.json_text import JsonValue, is_object
-from twinfer.serving.formats.parser import OutputParser, parse
+from twinfer.serving.formats.parser import OutputParser, hides_marks, parse
 from twinfer.serving.formats.table import FORMATS
 from twinfer.shared.detokenizer import Detokenizer
-from twinfer.shared.errors import ConfigError
+from twinfer.shared.errors import ConfigError, InternalError
 from twinfer.shared.tokenizer import Tokenizer
 
 NASTY = {
@@ -101,6 +101,13 @@ MESSAGES = {
         [("f", '{"a": 1}')],
     ),
     "lookalike": ("qwen", "a <tool_calls> b <tool_call", "a <tool_calls> b <tool_call", "", []),
+    "call_in_thought": (
+        "qwen",
+        f"<think>{hermes('f', '{}')}</think>Hi",
+        "Hi",
+        hermes("f", "{}"),
+        [],
+    ),
     "late_think": ("qwen", "Write <think> so", "Write <think> so", "", []),
     "broken": (
         "qwen",
@@ -358,7 +365,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("size", [3, 10**7])
+@pytest.mark.parametrize("size", [7, 10**7])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_text_takes_linear_time_and_bounded_memory(name, size):
     form, text = HOSTILE[name]
@@ -366,11 +373,45 @@ def test_hostile_text_takes_linear_time_and_bounded_memory(name, size):
     start = time.process_time()
     for place in range(0, len(text), size):
         parser.push(None, text[place : place + size])
-        if place % 3000 == 0:
+        if place % 7000 == 0:
             held = sum(map(len, parser._held)) + len(parser._rest) + len(parser._space)
             assert held <= MAX_HELD + 600
     parser.finish()
     assert time.process_time() - start < 10  # quadratic time would be minutes
+
+
+LONG = {
+    "call": ("qwen", f'<tool_call>{{"x": "{"a" * MAX_HELD}", "name": "f"}} y', 0),
+    "name": ("qwen", f'<tool_call>{{"name": "{"a" * MAX_HELD}"}} y', 0),
+    "key": ("qwen", f'<tool_call>{{"name": "f", "arguments": {{}}, "{"a" * MAX_HELD}": 1}} y', 1),
+    "head": ("mistral", f"[TOOL_CALLS]{'a' * 600}{{}} y", 0),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_what_is_too_long_to_hold_is_content(name):
+    form, text, num_calls = LONG[name]
+    message = parse(text, form)
+    assert len(message.tool_calls) == num_calls
+    assert message.content.endswith("} y")
+    assert num_calls or message.content == text
+    whole = run(form, [text])
+    for size in (1, 1000, 65_000):
+        assert run(form, [text[i : i + size] for i in range(0, len(text), size)]) == whole
+
+
+def test_nothing_goes_in_after_the_end():
+    parser = OutputParser("none")
+    parser.finish()
+    with pytest.raises(InternalError, match=r"used after finish\(\)"):
+        parser.push(None, "a")
+    with pytest.raises(InternalError, match=r"used after finish\(\)"):
+        parser.finish()
+
+
+def test_special_marks_are_known_to_be_hidden():
+    assert hides_marks(FORMATS["mistral"], byte_tokenizer(["[TOOL_CALLS]"]))
+    assert not hides_marks(FORMATS["qwen"], byte_tokenizer([], ["<tool_call>"]))
 
 
 def test_format_is_found_by_tokens_and_template():
