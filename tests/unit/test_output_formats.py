@@ -382,6 +382,7 @@ def test_hostile_text_takes_linear_time_and_bounded_memory(name, size):
 
 LONG = {
     "call": ("qwen", f'<tool_call>{{"x": "{"a" * MAX_HELD}", "name": "f"}} y', 0),
+    "keys": ("qwen", "<tool_call>{" + '"x": 1, ' * 9000 + '"name": "f"} y', 0),
     "name": ("qwen", f'<tool_call>{{"name": "{"a" * MAX_HELD}"}} y', 0),
     "key": ("qwen", f'<tool_call>{{"name": "f", "arguments": {{}}, "{"a" * MAX_HELD}": 1}} y', 1),
     "head": ("mistral", f"[TOOL_CALLS]{'a' * 600}{{}} y", 0),
