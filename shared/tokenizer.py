@@ -53,13 +53,19 @@ class Tokenizer:
 
     `special_tokens` maps roles such as bos_token to texts, `special_ids` are all ids that
     `skip_special_tokens` drops. `chat_templates` maps names (usually only "default") to Jinja
-    sources. `rule` is how ids become text.
+    sources. `response_template` is the model's own description of its output, unchecked JSON, or
+    None. `rule` is how ids become text.
     """
 
     def __init__(
-        self, backend: Any, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]
+        self,
+        backend: Any,
+        special_tokens: Mapping[str, str],
+        chat_templates: Mapping[str, str],
+        response_template: Any = None,
     ) -> None:
         self._backend = backend
+        self.response_template = response_template
         self.special_tokens = dict(special_tokens)
         self.chat_templates = dict(chat_templates)
         added = backend.get_added_tokens_decoder()
@@ -93,7 +99,7 @@ class Tokenizer:
                 "but for BPE models, where it has no effect"
             )
         backend.encode_special_tokens = config.get("split_special_tokens") is True
-        return cls(backend, named, _chat_templates(path, config))
+        return cls(backend, named, _chat_templates(path, config), config.get("response_template"))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text. Raises RequestError if it is no text, or not valid Unicode."""

@@ -1,0 +1,368 @@
+"""Model output to events, token by token: one lexer for all formats, in linear time.
+
+What is held back is bounded: the beginning of a mark, white space before one, and a call until its
+name is known. Arguments are never parsed and written again: the model's own text goes through.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Callable, Collection
+from functools import lru_cache
+
+from ...shared.errors import InternalError
+from ...shared.tokenizer import Tokenizer
+from .calls import MAX_HELD, CallReader
+from .events import (
+    ContentText,
+    Event,
+    Finish,
+    ParsedMessage,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from .table import Calls, Format, find_format
+
+MAX_SPACE = 256
+"""Characters of white space that wait for what follows them."""
+MAX_HEAD = 512
+"""Characters between a mark and a call's first brace."""
+
+_SPACE = re.compile(r"\s*")
+_NAMED = re.compile(r"\s*([\w.:/-]+)(?:\[CALL_ID\]([^\[\]]*))?(?:\[ARGS\])?\s*")
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+_LETTERS = string.ascii_letters + string.digits
+
+
+class OutputParser:
+    """Parses one message. Not safe to use from several threads.
+
+    `format` is a `Format` or its name. `prompt_tail` is the end of the rendered prompt: where it
+    has opened reasoning, the message starts in it. `tools` are the names of the tools on offer:
+    a call of another is no call; with none on offer, marks of calls are content; None allows any
+    name. `skip_special_tokens` says whether the text comes without special tokens, as
+    `SamplingParams` has it: marks among them are then found by their ids, which takes `tokenizer`.
+    `new_id` makes ids of calls.
+
+    A call starts when its name is known and its arguments have begun. What turns out to be none
+    before that (broken JSON, an unknown name, an end) is content, mark and all. What breaks later
+    ends the call, since its beginning has been sent: what was read of its arguments stays, other
+    keys behind them are dropped, the rest is content. Its `complete` is false unless the arguments
+    were whole. Clients read arguments that are no JSON as an invalid call.
+
+    Reasoning opens only before any content, and marks of calls within it are reasoning. White space
+    around reasoning and after calls is left out, and before calls unless content follows them;
+    otherwise texts are verbatim. Raises ConfigError for an unknown format.
+    """
+
+    def __init__(
+        self,
+        format: Format | str,
+        tokenizer: Tokenizer | None = None,
+        prompt_tail: str = "",
+        tools: Collection[str] | None = None,
+        skip_special_tokens: bool = True,
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        self._format = find_format(format) if isinstance(format, str) else format
+        self._tools = None if tools is None else frozenset(tools)
+        self._calls = self._format.calls if tools is None or tools else None
+        self._new_id = new_id or (_short_id if self._calls and self._calls.short_ids else _long_id)
+        self._hidden = _hidden_marks(self._format, tokenizer) if skip_special_tokens else {}
+        self._events: list[Event] = []
+        self._rest = ""
+        self._space = ""
+        self._said = self._unclosed = self._finished = False
+        think = self._format.think
+        self._reasoning = think is not None and prompt_tail.rstrip().endswith(think[0])
+        self._trim = self._reasoning
+        self._state: Callable[[str, int], int] = self._read_text
+        self._num_calls = 0
+        self._strict = self._listed = False
+        self._call: CallReader | None = None
+        self._clear_call()
+
+    def push(self, token_id: int | None, text: str) -> list[Event]:
+        """Take a token and the text that it settled, or text alone (None). What became certain."""
+        self._check_open()
+        self._take(text)
+        if token_id in self._hidden:
+            self._take(self._hidden[token_id])
+        return self._flush()
+
+    def finish(self, reason: str = "stop") -> list[Event]:
+        """The text that was held back, and a `Finish`. `reason` is the engine's: a stop after a
+        call becomes tool_calls; length stays, as the last call may be cut off.
+        """
+        self._check_open()
+        self._finished = True
+        if self._started:
+            self._end_call()
+        elif self._state == self._read_text:
+            self._say(self._rest)
+        elif self._state != self._read_between:
+            self._refuse()
+        if self._space and not self._reasoning and not self._trim:
+            self._events.append(ContentText(self._space))
+        self._rest = self._space = ""
+        called = self._num_calls and reason == "stop"
+        self._events.append(Finish("tool_calls" if called else reason))
+        return self._flush()
+
+    def _check_open(self) -> None:
+        if self._finished:
+            raise InternalError("output parser: used after finish()")
+
+    def _take(self, text: str) -> None:
+        text, self._rest = self._rest + text, ""
+        place = 0
+        while place < len(text):
+            place = self._state(text, place)
+
+    # Text: content or reasoning, up to a mark.
+
+    def _marks(self) -> tuple[str, ...]:
+        """The marks that count here."""
+        think, calls = self._format.think, self._calls
+        if self._reasoning and think:
+            return (think[1],)
+        marks = [think[0]] if think and not self._said else []
+        if calls:
+            marks += [calls.open, *([calls.close] if self._unclosed and calls.close else [])]
+        return tuple(marks)
+
+    def _read_text(self, text: str, place: int) -> int:
+        if self._calls and self._calls.bare and not (self._said or self._num_calls):
+            first = _space_end(text, place)
+            if text.startswith("{", first):
+                self._say(text[place:first])
+                return self._open_calls("", strict=True, place=first)
+        marks = self._marks()
+        match = _pattern(marks).search(text, place) if marks else None
+        if match is None:
+            end = len(text) - _held_size(text, place, marks)
+            self._rest = text[end:]
+            self._say(text[place:end])
+            return len(text)
+        self._say(text[place : match.start()])
+        mark = match.group()
+        if mark not in self._marks():  # the text before it is what rules it out
+            self._say(mark)
+        elif self._calls and mark == self._calls.open:
+            return self._open_calls(mark, strict=False, place=match.end())
+        elif self._calls and mark == self._calls.close:
+            self._unclosed, self._trim = False, True
+        else:
+            self._reasoning = not self._reasoning
+            self._space, self._trim = "", True
+        return match.end()
+
+    def _say(self, text: str) -> None:
+        """Text that is certain. White space at its end waits: a mark may follow."""
+        if self._trim:
+            text = text.lstrip()
+            self._trim = not text
+        text = self._space + text
+        body = len(text.rstrip())
+        settled = max(body, len(text) - MAX_SPACE)
+        self._space = text[settled:]
+        if settled:
+            kind = ReasoningText if self._reasoning else ContentText
+            self._events.append(kind(text[:settled]))
+        self._said = self._said or (body > 0 and not self._reasoning)
+
+    # Calls: after a mark the head, then each call, and what stands between two.
+
+    def _open_calls(self, mark: str, strict: bool, place: int) -> int:
+        self._strict, self._listed = strict, False
+        self._unclosed = bool(mark)
+        self._start_head(mark)
+        return place
+
+    def _start_head(self, raw: str) -> None:
+        self._clear_call()
+        self._hold(raw)
+        self._head = ""
+        self._state = self._read_head
+
+    def _read_head(self, text: str, place: int) -> int:
+        """Up to the brace that begins an object or arguments, or the bracket of a list."""
+        calls = self._layout
+        named = calls.named and not self._listed
+        while place < len(text):
+            character = text[place]
+            if character == "{":
+                self._begin_call()
+                return place
+            if character == "[" and calls.listed and not (self._head.strip() or self._listed):
+                self._listed = True
+            elif (named or character.isspace()) and len(self._head) < MAX_HEAD:
+                self._head += character
+            else:
+                return self._refuse(place)
+            self._hold(character)
+            place += 1
+        return place
+
+    def _begin_call(self) -> None:
+        match = _NAMED.fullmatch(self._head)
+        if match and match[2]:
+            self._call_id = match[2].strip() if _SHORT_ID.fullmatch(match[2].strip()) else ""
+        self._call = CallReader(
+            self._layout.argument_keys, self._is_tool, self._strict, match[1] if match else None
+        )
+        self._call.bad = self._call.bad or bool(self._head.strip() and not match)
+        self._state = self._read_call
+
+    def _read_call(self, text: str, place: int) -> int:
+        call = self._reader
+        stop = len(text) if self._started else min(len(text), place + MAX_HELD - self._held_size)
+        if stop <= place:
+            return self._refuse(place)
+        end = call.feed(text, place, stop)
+        if call.ready and not self._started:
+            self._start_call(call)
+        if self._started:
+            self._emit_arguments(call)
+        elif call.bad:
+            self._hold(text[place:end])
+            return self._refuse(end)
+        else:
+            self._hold(text[place:end])
+        if call.done or call.bad:
+            self._end_call()
+            between = call.done and (self._listed or self._layout.separator)
+            self._state = self._read_between if between else self._read_text
+        return end
+
+    def _start_call(self, call: CallReader) -> None:
+        self._started, self._said = True, True
+        call_id = self._call_id or self._new_id()
+        self._events.append(ToolCallStart(self._num_calls, call_id, call.name or ""))
+        self._num_calls += 1
+
+    def _emit_arguments(self, call: CallReader) -> None:
+        text = "".join(call.pieces)
+        call.pieces.clear()
+        if text:
+            self._events.append(ToolCallArguments(self._num_calls - 1, text))
+
+    def _end_call(self) -> None:
+        self._events.append(ToolCallEnd(self._num_calls - 1, self._reader.whole))
+        self._clear_call()
+        self._state, self._trim = self._read_text, True
+
+    def _read_between(self, text: str, place: int) -> int:
+        """After a call: a separator and the next one, the end of a list, or content."""
+        place = _space_end(text, place)
+        if place == len(text):
+            return place
+        if text[place] == ("," if self._listed else self._layout.separator):
+            self._start_head(text[place])
+            return place + 1
+        self._state = self._read_text
+        return place + (self._listed and text[place] == "]")
+
+    def _refuse(self, place: int = 0) -> int:
+        """It is no call: what was held is content."""
+        raw = "".join(self._held)
+        self._clear_call()
+        self._unclosed = False
+        self._state = self._read_text
+        self._say(raw)
+        return place
+
+    def _hold(self, text: str) -> None:
+        self._held.append(text)
+        self._held_size += len(text)
+
+    def _clear_call(self) -> None:
+        self._call = None
+        self._call_id = ""
+        self._started = False
+        self._head = ""
+        self._held: list[str] = []
+        self._held_size = 0
+
+    @property
+    def _layout(self) -> Calls:
+        return self._calls or Calls("")
+
+    @property
+    def _reader(self) -> CallReader:
+        if self._call is None:
+            self._call = CallReader(self._layout.argument_keys, self._is_tool)
+        return self._call
+
+    def _is_tool(self, name: str) -> bool:
+        return name.isprintable() and name != "" and (self._tools is None or name in self._tools)
+
+    def _flush(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+
+def parse(
+    text: str,
+    format: Format | str,
+    prompt_tail: str = "",
+    tools: Collection[str] | None = None,
+    reason: str = "stop",
+) -> ParsedMessage:
+    """A whole message, its marks spelled out: what `OutputParser` makes of it. Raises
+    ConfigError.
+    """
+    parser = OutputParser(format, None, prompt_tail, tools)
+    message = ParsedMessage()
+    for event in [*parser.push(None, text), *parser.finish(reason)]:
+        message.add(event)
+    return message
+
+
+def hides_marks(format: Format, tokenizer: Tokenizer) -> bool:
+    """Whether skipping special tokens takes marks out of the text.
+
+    `OutputParser` then needs every token with the text that is its own. Where texts of several
+    tokens come as one, or stop strings hold text back, ask for `skip_special_tokens=False`.
+    """
+    return bool(_hidden_marks(format, tokenizer))
+
+
+def _hidden_marks(form: Format, tokenizer: Tokenizer | None) -> dict[int | None, str]:
+    """Marks that are special tokens, by id."""
+    if tokenizer is None:
+        return {}
+    ids = {tokenizer.token_id(mark): mark for mark in form.marks}
+    return {token_id: mark for token_id, mark in ids.items() if token_id in tokenizer.special_ids}
+
+
+@lru_cache(maxsize=256)
+def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(mark) for mark in marks))
+
+
+def _held_size(text: str, place: int, marks: tuple[str, ...]) -> int:
+    """Characters at the end of text[place:] that may begin a mark."""
+    longest = min(max(map(len, marks), default=1) - 1, len(text) - place)
+    for size in range(longest, 0, -1):
+        tail = text[-size:]
+        if any(len(mark) > size and mark.startswith(tail) for mark in marks):
+            return size
+    return 0
+
+
+def _space_end(text: str, place: int) -> int:
+    match = _SPACE.match(text, place)
+    return match.end() if match else place
+
+
+def _short_id() -> str:
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))
+
+
+def _long_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

@@ -1,0 +1,83 @@
+"""The formats in which models mark reasoning and tool calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...shared.errors import ConfigError
+from ...shared.models.fields import show
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """How calls are marked. `open` goes before a call or a list of them, `close`, if there is
+    one, after it.
+
+    A call is an object with `name` and one of `argument_keys`. `separator` stands between several
+    of one opening. `bare`: a message that begins with such an object is a call without a mark.
+    `listed`: a JSON list of objects may follow. `named`: `name[CALL_ID]id[ARGS]{arguments}` may
+    follow. `short_ids`: ids are 9 letters and digits, which such templates ask for.
+    """
+
+    open: str
+    close: str = ""
+    argument_keys: tuple[str, ...] = ("arguments",)
+    separator: str = ""
+    bare: bool = False
+    listed: bool = False
+    named: bool = False
+    short_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What a parser looks for. `think` are the marks around reasoning."""
+
+    name: str
+    think: tuple[str, str] | None = None
+    calls: Calls | None = None
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All texts that may be tokens of their own."""
+        calls = self.calls
+        found = [*(self.think or ()), *((calls.open, calls.close) if calls else ())]
+        if calls and calls.named:
+            found += ["[CALL_ID]", "[ARGS]"]
+        return tuple(mark for mark in found if mark)
+
+
+_THINK = ("<think>", "</think>")
+_HERMES = Calls("<tool_call>", "</tool_call>", ("arguments", "parameters"))
+
+FORMATS = {
+    entry.name: entry
+    for entry in (
+        Format("none"),
+        Format("think", _THINK),
+        Format("hermes", _THINK, _HERMES),
+        Format("qwen", _THINK, _HERMES),
+        Format(
+            "llama3_json",
+            calls=Calls(
+                "<|python_tag|>",
+                argument_keys=("parameters", "arguments"),
+                separator=";",
+                bare=True,
+            ),
+        ),
+        Format(
+            "mistral",
+            ("[THINK]", "[/THINK]"),
+            Calls("[TOOL_CALLS]", listed=True, named=True, short_ids=True),
+        ),
+    )
+}
+"""By the names that a user may give."""
+
+
+def find_format(name: str) -> Format:
+    """The format of a name. Raises ConfigError if there is none."""
+    if name not in FORMATS:
+        raise ConfigError(f"output format: got {show(name)}, allowed are {', '.join(FORMATS)}")
+    return FORMATS[name]

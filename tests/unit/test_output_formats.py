@@ -1,0 +1,430 @@
+"""Reasoning and tool calls in model output: the same events however the text is cut, the same
+message as transformers' own parser, and bounded work for any input.
+"""
+
+import itertools
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from twinfer.serving.formats.calls import MAX_HELD
+from twinfer.serving.formats.detect import detect_format
+from twinfer.serving.formats.events import (
+    ContentText,
+    Finish,
+    ParsedMessage,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from twinfer.serving.formats.json_text import JsonValue, is_object
+from twinfer.serving.formats.parser import OutputParser, hides_marks, parse
+from twinfer.serving.formats.table import FORMATS
+from twinfer.shared.detokenizer import Detokenizer
+from twinfer.shared.errors import ConfigError, InternalError
+from twinfer.shared.tokenizer import Tokenizer
+
+NASTY = {
+    "q": 'a "b" </tool_call> \\ {[',
+    "deep": {"x": [{"y": "é中😀"}]},
+    "n": [-1.5e3, None, True],
+}
+RAW = json.dumps(NASTY, ensure_ascii=False)
+
+
+def run(form, pieces, tail="", tools=None, reason="stop"):
+    """The events of a text in pieces, neighbours of a kind joined."""
+    ids = iter(range(10**6))
+    parser = OutputParser(form, None, tail, tools, new_id=lambda: f"id{next(ids)}")
+    events = [event for piece in pieces for event in parser.push(None, piece)]
+    return joined([*events, *parser.finish(reason)])
+
+
+def joined(events):
+    out = []
+    for event in events:
+        last = out[-1] if out else None
+        if type(event) is type(last) and isinstance(event, (ContentText, ReasoningText)):
+            out[-1] = type(event)(last.text + event.text)
+        elif type(event) is type(last) and isinstance(event, ToolCallArguments):
+            out[-1] = ToolCallArguments(event.index, last.text + event.text)
+        else:
+            out.append(event)
+    return out
+
+
+def calls(message):
+    return [(call.name, call.arguments) for call in message.tool_calls if call.complete]
+
+
+def call(name, arguments, key="arguments"):
+    return f'{{"name": "{name}", "{key}": {arguments}}}'
+
+
+def hermes(name, arguments):
+    return f"<tool_call>\n{call(name, arguments)}\n</tool_call>"
+
+
+# format, text, content, reasoning, calls
+MESSAGES = {
+    "plain": ("qwen", " Hello,\n world <3 \n", " Hello,\n world <3 \n", "", []),
+    "thought": ("qwen", "<think>\nhm <b>\n</think>\n\nHi", "Hi", "hm <b>", []),
+    "one": ("qwen", "Look:\n" + hermes("f", RAW), "Look:", "", [("f", RAW)]),
+    "several": (
+        "hermes",
+        "<think>x</think>" + hermes("f", "{}") + "\n" + hermes("g", RAW),
+        "",
+        "x",
+        [("f", "{}"), ("g", RAW)],
+    ),
+    "no_arguments": ("qwen", '<tool_call>{"name": "f"}</tool_call>', "", "", [("f", "{}")]),
+    "null_arguments": ("qwen", hermes("f", "null"), "", "", [("f", "{}")]),
+    "quoted_arguments": ("qwen", hermes("f", json.dumps(RAW)), "", "", [("f", RAW)]),
+    "order": (
+        "qwen",
+        '<tool_call>{"arguments": {"a": 1}, "x": [2], "name": "f"}</tool_call>',
+        "",
+        "",
+        [("f", '{"a": 1}')],
+    ),
+    "missing_brace": (
+        "qwen",
+        '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>Done',
+        "Done",
+        "",
+        [("f", '{"a": 1}')],
+    ),
+    "lookalike": ("qwen", "a <tool_calls> b <tool_call", "a <tool_calls> b <tool_call", "", []),
+    "call_in_thought": (
+        "qwen",
+        f"<think>{hermes('f', '{}')}</think>Hi",
+        "Hi",
+        hermes("f", "{}"),
+        [],
+    ),
+    "late_think": ("qwen", "Write <think> so", "Write <think> so", "", []),
+    "broken": (
+        "qwen",
+        '<tool_call>{"name": "f", nope}</tool_call>.',
+        '<tool_call>{"name": "f", nope}</tool_call>.',
+        "",
+        [],
+    ),
+    "unknown_tool": ("qwen", hermes("rm", "{}"), hermes("rm", "{}"), "", []),
+    "llama": ("llama3_json", call("f", RAW, "parameters"), "", "", [("f", RAW)]),
+    "llama_several": (
+        "llama3_json",
+        f"<|python_tag|>{call('f', RAW, 'parameters')}; {call('g', '{}', 'parameters')}",
+        "",
+        "",
+        [("f", RAW), ("g", "{}")],
+    ),
+    "llama_tag_no_arguments": ("llama3_json", '<|python_tag|>{"name": "f"}', "", "", [("f", "{}")]),
+    "llama_json_answer": (
+        "llama3_json",
+        '{"name": "f", "age": 3}',
+        '{"name": "f", "age": 3}',
+        "",
+        [],
+    ),
+    "llama_space": ("llama3_json", "\u00a0\n" + call("f", "{}"), "", "", [("f", "{}")]),
+    "content_after": (
+        "qwen",
+        "Look:\n" + hermes("f", "{}") + "\nDone\n",
+        "Look:\nDone\n",
+        "",
+        [("f", "{}")],
+    ),
+    "much_space": ("qwen", "a" + 300 * " " + hermes("f", "{}"), "a" + 44 * " ", "", [("f", "{}")]),
+    "repeated_name": (
+        "qwen",
+        '<tool_call>{"name": "f", "name": "g"}',
+        '<tool_call>{"name": "f", "name": "g"}',
+        "",
+        [],
+    ),
+    "repeated_arguments": (
+        "qwen",
+        '<tool_call>{"name": "f", "arguments": {}, "arguments": {"a": 1}}',
+        ': {"a": 1}}',
+        "",
+        [("f", "{}")],
+    ),
+    "llama_builtin": (
+        "llama3_json",
+        '<|python_tag|>search(q="x")',
+        '<|python_tag|>search(q="x")',
+        "",
+        [],
+    ),
+    "mistral_list": (
+        "mistral",
+        f"[TOOL_CALLS] [{call('f', RAW)}, {call('g', '{}')}]",
+        "",
+        "",
+        [("f", RAW), ("g", "{}")],
+    ),
+    "mistral_named": (
+        "mistral",
+        f"Ok[TOOL_CALLS]f[CALL_ID]abcDEF123[ARGS]{RAW}[TOOL_CALLS]g[ARGS]{{}}",
+        "Ok",
+        "",
+        [("f", RAW), ("g", "{}")],
+    ),
+    "mistral_prose": ("mistral", "[TOOL_CALLS] is a mark", "[TOOL_CALLS] is a mark", "", []),
+    "none": ("none", hermes("f", "{}") + " \n", hermes("f", "{}") + " \n", "", []),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_message_is_what_it_says_cut_anywhere(name):
+    form, text, content, reasoning, expected = MESSAGES[name]
+    message = parse(text, form, tools=["f", "g"])
+    assert (message.content, message.reasoning, calls(message)) == (content, reasoning, expected)
+    assert message.finish_reason == ("tool_calls" if expected else "stop")
+    whole = run(form, [text], tools=["f", "g"])
+    assert run(form, list(text), tools=["f", "g"]) == whole
+    for cut in range(len(text)):
+        assert run(form, [text[:cut], text[cut:]], tools=["f", "g"]) == whole
+
+
+FRAGMENTS = [
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"),
+    *("[ARGS]", "[CALL_ID]", "abcDEF123", "f", "[", "]", "{", "}", ",", ";", ":", '"', "\\", "\n"),
+    *(
+        " ",
+        "\u00a0",
+        "<",
+        "1",
+        "-",
+        "null",
+        '"name"',
+        '"arguments"',
+        '"parameters"',
+        "é",
+        "\\ud800",
+    ),
+    *(call("f", RAW), call("f", '{"a": 1}', "parameters"), '{"name": "f", "arguments": {', '{"a"'),
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(sorted(FORMATS)),
+    st.lists(st.sampled_from(FRAGMENTS), max_size=12),
+    st.lists(st.integers(0, 200), max_size=6),
+    st.sampled_from(["", "<think>\n"]),
+)
+def test_any_cut_gives_the_same_events(form, fragments, cuts, tail):
+    text = "".join(fragments)
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(places)]
+    whole = run(form, [text], tail)
+    assert run(form, pieces, tail) == whole
+    assert run(form, list(text), tail) == whole
+    message = ParsedMessage()
+    for event in whole:
+        message.add(event)
+    for tool_call in message.tool_calls:
+        assert not tool_call.complete or isinstance(json.loads(tool_call.arguments), dict)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.sampled_from([*'{}[],:"\\u0189-+.eE \n', '"a"', "null", "true", "1"])).map("".join)
+)
+def test_json_is_judged_as_by_python(text):
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    assert is_object(text) == (isinstance(value, dict) and text.startswith("{"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": [1}', '{"a": 1]', '{"a": 1,}', "{,}", '{"a" 1}', '{"a": 01}', '{"a": "\n"}', "{} "],
+)
+def test_what_is_no_json_object_is_none(text):
+    assert not is_object(text)
+
+
+def test_json_has_a_depth():
+    assert is_object('{"a":' * 100 + "1" + "}" * 100)
+    value = JsonValue()
+    assert value.feed("[" * 10**6, 0, 10**6) < 200
+    assert value.bad
+
+
+def test_arguments_stream_as_they_come():
+    parser = OutputParser("qwen", None)
+    text = "<tool_call>" + call("f", '{"a": "long"}')
+    sizes = [
+        sum(isinstance(event, ToolCallArguments) for event in parser.push(None, character))
+        for character in text
+    ]
+    assert sum(sizes) == len('{"a": "long"}')
+
+
+def test_a_call_cut_off_is_partial():
+    events = run("qwen", [hermes("f", RAW)[:50]], reason="length")
+    assert [type(event) for event in events] == [
+        ToolCallStart,
+        ToolCallArguments,
+        ToolCallEnd,
+        Finish,
+    ]
+    assert not events[2].complete
+    assert events[-1].reason == "length"
+    early = parse('<tool_call>{"name": "f", "arg', "qwen", reason="length")
+    assert (early.content, early.tool_calls) == ('<tool_call>{"name": "f", "arg', [])
+
+
+def test_arguments_that_break_end_the_call_and_the_rest_is_content():
+    message = parse('<tool_call>{"name": "f", "arguments": {"a": nope}} x', "qwen")
+    assert (message.tool_calls[0].arguments, message.tool_calls[0].complete) == (
+        '{"a": nope',
+        False,
+    )
+    assert message.content == "}} x"
+
+
+def test_prompt_may_open_reasoning():
+    assert parse("a</think>b", "qwen", "<|im_start|>assistant\n<think>\n").reasoning == "a"
+    assert parse("b", "qwen", "assistant\n<think>\n\n</think>\n\n").content == "b"
+    # only its end counts: what a user wrote before does not
+    assert parse("b", "qwen", "user <think> assistant\n").content == "b"
+
+
+def test_no_tools_on_offer_makes_marks_content():
+    text = "<think>a</think>" + hermes("f", "{}")
+    assert parse(text, "qwen", tools=[]).content == hermes("f", "{}")
+    assert parse('{"name": "f", "parameters": {}}', "llama3_json", tools=[]).tool_calls == []
+
+
+def test_ids():
+    message = parse("[TOOL_CALLS]f[CALL_ID]abcDEF123[ARGS]{}[TOOL_CALLS]f[ARGS]{}", "mistral")
+    first, second = (call.id for call in message.tool_calls)
+    assert first == "abcDEF123"
+    assert len(second) == 9
+    assert second.isalnum()
+    assert parse(hermes("f", "{}"), "qwen").tool_calls[0].id.startswith("call_")
+
+
+def byte_tokenizer(special, added=()):
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(special))
+    backend.add_tokens([AddedToken(token, normalized=False) for token in added])
+    return Tokenizer(backend, {}, {})
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("name", [name for name, entry in MESSAGES.items() if entry[0] != "none"])
+def test_marks_are_found_as_tokens(name, special, skip):
+    form, text, *_ = MESSAGES[name]
+    marks = FORMATS[form].marks
+    tokenizer = byte_tokenizer(marks) if special else byte_tokenizer((), marks)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if any(mark in text for mark in marks):
+        assert len(ids) < len(text.encode())
+    detokenizer = Detokenizer(tokenizer, (), skip)
+    numbers = iter(range(100))
+    parser = OutputParser(
+        form, tokenizer, "", ["f", "g"], skip, new_id=lambda: f"id{next(numbers)}"
+    )
+    events = [event for i in ids for event in parser.push(i, detokenizer.append([i]))]
+    assert joined([*events, *parser.push(None, detokenizer.finish()), *parser.finish()]) == run(
+        form, [text], tools=["f", "g"]
+    )
+
+
+HOSTILE = {
+    "half_marks": ("qwen", "<tool_call" * 100_000),
+    "marks": ("qwen", "<tool_call>" * 90_000),
+    "thoughts": ("qwen", "<think></think>" * 66_000),
+    "spaces": ("qwen", " " * 1_000_000),
+    "spaced_marks": ("qwen", "   <tool_call>" * 70_000),
+    "open_string": ("qwen", '<tool_call>{"name": "' + "a" * 1_000_000),
+    "open_arguments": ("qwen", '<tool_call>{"arguments": {"a": "' + "a" * 1_000_000),
+    "nested": ("qwen", '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 200_000),
+    "escapes": ("qwen", '<tool_call>{"name": "f", "arguments": {"a": "' + '\\"' * 300_000),
+    "number": ("qwen", '<tool_call>{"name": "f", "arguments": {"a": ' + "1" * 500_000),
+    "braces": ("llama3_json", "{" * 1_000_000),
+    "heads": ("mistral", "[TOOL_CALLS]" * 80_000),
+    "lists": ("mistral", "[TOOL_CALLS][" + '{"name": "f"},' * 40_000),
+}
+
+
+@pytest.mark.parametrize("size", [7, 10**7])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_text_takes_linear_time_and_bounded_memory(name, size):
+    form, text = HOSTILE[name]
+    parser = OutputParser(form, None)
+    start = time.process_time()
+    for place in range(0, len(text), size):
+        parser.push(None, text[place : place + size])
+        if place % 7000 == 0:
+            held = sum(map(len, parser._held)) + len(parser._rest) + len(parser._space)
+            assert held <= MAX_HELD + 600
+    parser.finish()
+    assert time.process_time() - start < 10  # quadratic time would be minutes
+
+
+LONG = {
+    "call": ("qwen", f'<tool_call>{{"x": "{"a" * MAX_HELD}", "name": "f"}} y', 0),
+    "keys": ("qwen", "<tool_call>{" + '"x": 1, ' * 9000 + '"name": "f"} y', 0),
+    "name": ("qwen", f'<tool_call>{{"name": "{"a" * MAX_HELD}"}} y', 0),
+    "key": ("qwen", f'<tool_call>{{"name": "f", "arguments": {{}}, "{"a" * MAX_HELD}": 1}} y', 1),
+    "head": ("mistral", f"[TOOL_CALLS]{'a' * 600}{{}} y", 0),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_what_is_too_long_to_hold_is_content(name):
+    form, text, num_calls = LONG[name]
+    message = parse(text, form)
+    assert len(message.tool_calls) == num_calls
+    assert message.content.endswith("} y")
+    assert num_calls or message.content == text
+    whole = run(form, [text])
+    for size in (1, 1000, 65_000):
+        assert run(form, [text[i : i + size] for i in range(0, len(text), size)]) == whole
+
+
+def test_nothing_goes_in_after_the_end():
+    parser = OutputParser("none")
+    parser.finish()
+    with pytest.raises(InternalError, match=r"used after finish\(\)"):
+        parser.push(None, "a")
+    with pytest.raises(InternalError, match=r"used after finish\(\)"):
+        parser.finish()
+
+
+def test_special_marks_are_known_to_be_hidden():
+    assert hides_marks(FORMATS["mistral"], byte_tokenizer(["[TOOL_CALLS]"]))
+    assert not hides_marks(FORMATS["qwen"], byte_tokenizer([], ["<tool_call>"]))
+
+
+def test_format_is_found_by_tokens_and_template():
+    assert detect_format(byte_tokenizer([])).name == "none"
+    assert detect_format(byte_tokenizer(["<|im_start|>"], ["<tool_call>"])).name == "qwen"
+    assert detect_format(byte_tokenizer([]), "... <tool_call> ...").name == "hermes"
+    xml = "<think> <tool_call><function=f></think>"
+    assert detect_format(byte_tokenizer([], ["<tool_call>"]), xml).name == "think"
+    assert detect_format(byte_tokenizer(["[TOOL_CALLS]"])).name == "mistral"
+    assert detect_format(byte_tokenizer(["<|python_tag|>"])).name == "llama3_json"
+
+
+def test_unknown_format_is_refused():
+    with pytest.raises(ConfigError, match="output format: got xml, allowed are none, think"):
+        OutputParser("xml", None)
