@@ -290,12 +290,14 @@ class OutputParser:
 
     @property
     def _layout(self) -> Calls:
-        return self._calls or Calls("")
+        if self._calls is None:
+            raise InternalError("output parser: a call in a format that has none")
+        return self._calls
 
     @property
     def _reader(self) -> CallReader:
         if self._call is None:
-            self._call = CallReader(self._layout.argument_keys, self._is_tool)
+            raise InternalError("output parser: no call is open")
         return self._call
 
     def _is_tool(self, name: str) -> bool:
