@@ -9,6 +9,7 @@ from ..shared.generation_config import SOURCES
 from .parser import size
 
 PORT = 8000
+PARSERS = ("auto", "none", "think", "hermes", "qwen", "llama3_json", "mistral")
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +55,13 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="none: without the sampling defaults of the model's generation_config.json (default: "
         "%(default)s)",
+    )
+    g.add_argument(
+        "--tool-call-parser",
+        choices=PARSERS,
+        default="auto",
+        help="how the model marks reasoning and tool calls; auto: by its tokens and template "
+        "(default: %(default)s)",
     )
     g.add_argument(
         "--fixed-seed",

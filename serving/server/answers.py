@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -10,6 +10,16 @@ import msgspec
 from ...shared.engine import TokenLogprobs
 from ...shared.errors import InternalError, Overloaded, TwinferError, UserError
 from ...shared.tokenizer import Tokenizer
+from ..formats.events import (
+    ContentText,
+    Event,
+    Finish,
+    ParsedMessage,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from ..formats.parser import OutputParser
 from .live import Live, News
 
 encode = msgspec.json.encode
@@ -155,48 +165,92 @@ def top(best: TokenLogprobs, count: int) -> list[tuple[int, Any]]:
 
 
 class ChatAnswer:
-    """The answer to one chat, whole or in pieces."""
+    """The answer to one chat, whole or in pieces. `parsers` make one for each completion."""
 
-    def __init__(self, name: str, model: str, created: int, words: Words, scores: int | None):
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        created: int,
+        words: Words,
+        scores: int | None,
+        parsers: Callable[[], OutputParser],
+        think_end: int | None,
+    ) -> None:
         self._head = {"id": name, "created": created, "model": model}
         self._words = words
         self._scores = scores
+        self._new_parser = parsers
+        self._parsers: dict[int, OutputParser] = {}
+        self._think_end = think_end
 
     def whole(self, live: Live) -> dict[str, Any]:
         """The object chat.completion."""
         choices = [
             {
-                "index": output.index,
-                "message": {"role": "assistant", "content": output.text, "refusal": None},
-                "logprobs": self._logprobs(output.token_ids, output.logprobs),
-                "finish_reason": finish_reason(output.finish_reason),
+                "index": news.index,
+                **self._message(news),
+                "logprobs": self._logprobs(news.token_ids, news.logprobs),
             }
-            for output in live.outputs
+            for news in live.news()
         ]
         head = self._head | {"object": "chat.completion"}
-        return head | {"choices": choices, "usage": usage([live])}
+        return head | {"choices": choices, "usage": self._usage(live)}
+
+    def _message(self, news: News) -> dict[str, Any]:
+        message = ParsedMessage()
+        for part in self._events(news):
+            message.add(part)
+        calls = [_whole_call(call.id, call.name, call.arguments) for call in message.tool_calls]
+        told: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+        if message.reasoning:
+            told |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
+        if calls:
+            told |= {"content": message.content or None, "tool_calls": calls}
+        return {"message": told, "finish_reason": message.finish_reason}
 
     def pieces(self, news: News) -> list[dict[str, Any]]:
         """Objects chat.completion.chunk for what is new."""
-        found = []
+        deltas: list[dict[str, Any]] = []
         if news.first:
-            delta = {"role": "assistant", "content": "", "refusal": None}
-            found.append(self._piece(news.index, delta, None, None))
+            deltas.append({"role": "assistant", "content": "", "refusal": None})
+        reason = None
+        for part in self._events(news):
+            if isinstance(part, Finish):
+                reason = part.reason
+            elif (delta := _delta(part)) is not None:
+                deltas.append(delta)
         scores = self._logprobs(news.token_ids, news.logprobs)
-        if news.text or scores is not None:
-            found.append(self._piece(news.index, {"content": news.text}, scores, None))
-        if news.finish_reason is not None:
-            reason = finish_reason(news.finish_reason)
+        if scores is not None and len(deltas) == int(news.first):
+            deltas.append({"content": ""})  # their text is still held back
+        found = [
+            self._piece(news.index, delta, scores if last else None, None)
+            for last, delta in zip(_lasts(deltas), deltas, strict=True)
+        ]
+        if reason is not None:
             found.append(self._piece(news.index, {}, None, reason))
         return found
+
+    def _events(self, news: News) -> list[Event]:
+        parser = self._parsers.get(news.index)
+        if parser is None:
+            parser = self._parsers[news.index] = self._new_parser()
+        return read_news(parser, news)
 
     def usage(self, live: Live) -> dict[str, Any]:
         """The last piece of a stream that was asked for it."""
         return self._head | {
             "object": "chat.completion.chunk",
             "choices": [],
-            "usage": usage([live]),
+            "usage": self._usage(live),
         }
+
+    def _usage(self, live: Live) -> dict[str, Any]:
+        told = usage([live])
+        told["completion_tokens_details"]["reasoning_tokens"] = reasoning_tokens(
+            live, self._think_end
+        )
+        return told
 
     def _piece(
         self, index: int, delta: dict[str, Any], scores: Any, reason: str | None
@@ -208,6 +262,58 @@ class ChatAnswer:
         if self._scores is None or scores is None:
             return None
         return self._words.chat(tokens, scores, self._scores)
+
+
+def read_news(parser: OutputParser, news: News) -> list[Event]:
+    """What a parser makes of what is new."""
+    events = parser.push(None, news.text)
+    if news.finish_reason is not None:
+        events += parser.finish(finish_reason(news.finish_reason) or "stop")
+    return events
+
+
+def named_events(events: Sequence[dict[str, Any]]) -> bytes:
+    """Server-sent events under the names in their `type`."""
+    return b"".join(b"event: " + one["type"].encode() + b"\n" + event(one) for one in events)
+
+
+def _lasts(deltas: Sequence[Any]) -> list[bool]:
+    return [place == len(deltas) - 1 for place in range(len(deltas))]
+
+
+def reasoning_tokens(live: Live, think_end: int | None) -> int:
+    """Tokens before the one that ends reasoning, itself included; 0 where a format has none."""
+    if think_end is None:
+        return 0
+    return sum(
+        output.token_ids.index(think_end) + 1
+        for output in live.outputs
+        if think_end in output.token_ids
+    )
+
+
+def _whole_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments or "{}"},
+    }
+
+
+def _delta(part: Event) -> dict[str, Any] | None:
+    """What a client hears of an event of the parser's."""
+    match part:
+        case ContentText(text):
+            return {"content": text}
+        case ReasoningText(text):
+            return {"reasoning": text, "reasoning_content": text}
+        case ToolCallStart(index, call_id, name):
+            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
+            return {"tool_calls": [{"index": index} | call]}
+        case ToolCallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case _:
+            return None
 
 
 class CompletionAnswer:

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from ...shared.models.fields import show
 from ...shared.sampling_params import SamplingParams
 from ...shared.tokenizer import LONG, Tokenizer
 from ..batch import need_tokenizer
+from ..formats.parser import OutputParser, hides_marks
+from ..formats.table import Format
+from ..responses import ResponseEvents, Usage
 from .answers import (
     DONE,
     SILENCE,
@@ -34,18 +37,24 @@ from .answers import (
     error_body,
     error_of,
     event,
+    named_events,
+    read_news,
+    reasoning_tokens,
 )
 from .doors import Doors, TooLarge, too_large
 from .engine import EngineProcess
 from .fields import ChatRequest, CompletionRequest, Generation, check_depth, read_fields
 from .live import Live, wait_for_all, wait_for_news
 from .metrics import Metrics
+from .responses import ResponsesRequest
 from .streams import ClientGone, EventStream, Recurring, while_there
 
 LOG = logging.getLogger("twinfer.server")
 RETRY_AFTER_S = 1
 FIRST_NEWS_S = 2.0
 """How long a stream waits for its first event before it begins, so that a refusal is a status."""
+TAIL = 64
+"""Characters of a prompt's end that say whether it has opened reasoning."""
 SILENCE_S = 15.0
 """How often a stream without news gets a comment line."""
 BODY_S = 120.0
@@ -69,6 +78,7 @@ class Settings:
     names: Sequence[str]
     tokenizer: Tokenizer | None
     defaults: SamplingParams
+    format: Format
     keys: Sequence[str] = ()
     max_body: int = 32 << 20
     draw_seeds: bool = True
@@ -84,6 +94,8 @@ class Server:
         self._metrics = metrics
         self._words = Words(settings.tokenizer)
         self._created = int(time.time())
+        think, tokenizer = settings.format.think, settings.tokenizer
+        self._think_end = tokenizer.token_id(think[1]) if think and tokenizer else None
 
     # -- what a server says of itself
 
@@ -142,7 +154,7 @@ class Server:
             raise RequestError("body", "must be a JSON object")
         if "messages" in body:
             chat = read_fields(ChatRequest, body)
-            ids = await asyncio.to_thread(self._render, chat)
+            _, ids = await asyncio.to_thread(self._render, chat)
         else:
             text = body.get("prompt")
             if not isinstance(text, str):
@@ -170,38 +182,36 @@ class Server:
             return tokenizer.encode(text, special)
         return await asyncio.to_thread(tokenizer.encode, text, special)
 
-    def _render(self, chat: ChatRequest) -> list[int]:
-        """The prompt of a conversation. Raises RequestError."""
+    def _render(self, chat: ChatRequest) -> tuple[str, list[int]]:
+        """The prompt of a conversation, as text and as tokens. Raises RequestError."""
         tokenizer = need_tokenizer(self._settings.tokenizer, "chat")
         continues = bool(chat.continue_final_message)
         generates = chat.add_generation_prompt
         text = render_chat(
             tokenizer,
             chat.conversation(),
-            tools=chat.tools if chat.tools and chat.tool_choice != "none" else None,
+            tools=chat.offered or None,
             variables=chat.template_variables(),
             add_generation_prompt=not continues if generates is None else generates,
             continue_final_message=continues,
         )
-        return tokenizer.encode(text, add_special_tokens=False)
+        return text, tokenizer.encode(text, add_special_tokens=False)
 
     # -- generation
 
     async def chat(self, request: Request) -> Response:
         """/v1/chat/completions."""
         chat: ChatRequest = read_fields(ChatRequest, await _body(request))
-        self._accept(chat)
-        self._engine.admit(0, 0)
-        ids = await asyncio.to_thread(self._render, chat)
-        params = self._params(chat, len(ids), whole_context=True)
+        live, new_parser = await self._begin_chat(request, chat)
         answer = ChatAnswer(
             f"chatcmpl-{request.scope['twinfer.id']}",
             chat.model or self._settings.names[0],
             int(time.time()),
             self._words,
             (chat.top_logprobs or 0) if chat.logprobs else None,
+            new_parser,
+            self._think_end,
         )
-        live = self._add(request, chat, ids, params)
         if chat.stream:
             pieces = self._pieces(
                 chat,
@@ -212,6 +222,51 @@ class Server:
             return await self._stream([live], pieces)
         await self._whole(request, [live])
         return _json(200, answer.whole(live))
+
+    async def _begin_chat(
+        self, request: Request, chat: ChatRequest
+    ) -> tuple[Live, Callable[[], OutputParser]]:
+        """Sends a chat to the engine; with what makes a parser for each of its completions."""
+        self._accept(chat)
+        self._engine.admit(0, 0)
+        text, ids = await asyncio.to_thread(self._render, chat)
+        params = self._params(chat, len(ids), whole_context=True)
+        tokenizer, form = self._settings.tokenizer, self._settings.format
+        if tokenizer is not None and hides_marks(form, tokenizer):
+            # The parser finds marks in the text, and takes them out of it.
+            params = replace(params, skip_special_tokens=False)
+        live = self._add(request, chat, ids, params)
+        tail, names = text[-TAIL:], chat.tool_names
+        return live, lambda: OutputParser(form, None, tail, names)
+
+    async def responses(self, request: Request) -> Response:
+        """/v1/responses, without a store: each call brings all that was said."""
+        body: ResponsesRequest = read_fields(ResponsesRequest, await _body(request))
+        body.check()
+        chat = body.chat()
+        live, new_parser = await self._begin_chat(request, chat)
+        events = ResponseEvents(
+            f"resp_{request.scope['twinfer.id']}",
+            chat.model or self._settings.names[0],
+            int(time.time()),
+            body.repeated(),
+        )
+        parser = new_parser()
+
+        def take() -> list[dict[str, Any]]:
+            return [out for news in live.news() for out in events.take(read_news(parser, news))]
+
+        def used() -> Usage:
+            output = live.outputs[0]
+            thought = reasoning_tokens(live, self._think_end)
+            count = len(output.token_ids)
+            return Usage(len(live.prompt_ids), count, live.num_cached_tokens, thought)
+
+        if body.stream:
+            return await self._stream([live], _response_stream(live, events, take, used))
+        await self._whole(request, [live])
+        take()
+        return _json(200, events.response(used()))
 
     async def completions(self, request: Request) -> Response:
         """/v1/completions."""
@@ -395,10 +450,45 @@ def build_app(settings: Settings, engine: EngineProcess, metrics: Metrics) -> An
         ("/detokenize", "POST", server.detokenize),
         ("/v1/chat/completions", "POST", server.chat),
         ("/v1/completions", "POST", server.completions),
+        ("/v1/responses", "POST", server.responses),
     ):
         app.add_route(path, _guarded(route, settings), methods=[method])
     pages = (PAGE,) if settings.page else ()
     return Doors(app, keys=settings.keys, max_body=settings.max_body, open_paths=pages)
+
+
+async def _response_stream(
+    live: Live,
+    events: ResponseEvents,
+    take: Callable[[], list[dict[str, Any]]],
+    used: Callable[[], Usage],
+) -> AsyncGenerator[bytes, None]:
+    """The events of a response, each under its name."""
+    silent = False
+
+    def break_silence() -> None:
+        nonlocal silent
+        silent = True
+        live.changed.set()
+
+    silence = Recurring(SILENCE_S, break_silence)
+    try:
+        yield named_events(events.start())
+        while not live.done:
+            await live.changed.wait()
+            live.changed.clear()
+            told = take()
+            if told or silent:
+                yield named_events(told) or SILENCE
+                silent = False
+        if live.error is not None:
+            raise live.error
+        yield named_events(take() + events.end(used()))
+    except Exception as error:
+        _log(error)
+        yield named_events(events.fail(str(error_of(error)[1]["error"]["message"])))
+    finally:
+        silence.stop()
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...shared.errors import RequestError
@@ -198,6 +199,13 @@ class ChatRequest(Generation):
         kind = (self.response_format or {}).get("type", "text")
         if kind != "text":
             raise RequestError("response_format.type", f"got {show(kind)}, allowed is text")
+        for place, tool in enumerate(self.tools or ()):
+            function = tool.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+            if tool.get("type") != "function" or not isinstance(name, str) or not name:
+                raise RequestError(
+                    f"tools[{place}]", f"got {show(tool)}, must be a function with a name"
+                )
         if self.tools and self.tool_choice not in (None, "none", "auto"):
             raise RequestError(
                 "tool_choice", f"got {show(self.tool_choice)}, allowed are none and auto"
@@ -226,6 +234,16 @@ class ChatRequest(Generation):
         """Of each token, and of the `top_logprobs` best."""
         return {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
 
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model may call."""
+        return self.tools if self.tools and self.tool_choice != "none" else []
+
+    @property
+    def tool_names(self) -> list[str]:
+        """Their names."""
+        return [tool["function"]["name"] for tool in self.offered]
+
     def template_variables(self) -> dict[str, Any]:
         """What the chat template may read."""
         variables = dict(self.chat_template_kwargs or {})
@@ -237,11 +255,36 @@ class ChatRequest(Generation):
         return variables
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages; a developer is what a system is to most templates."""
-        return [
-            message | {"role": "system"} if message.get("role") == "developer" else message
-            for message in self.messages
-        ]
+        """The messages; a developer is what a system is to most templates, and arguments of calls
+        are the objects that templates write. Raises RequestError.
+        """
+        return [_message(f"messages[{i}]", message) for i, message in enumerate(self.messages)]
+
+
+def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
+    if message.get("role") == "developer":
+        message = message | {"role": "system"}
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return message | {
+        "tool_calls": [_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
+    }
+
+
+def _call(where: str, call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(arguments, str):
+        return call
+    try:
+        value = msgspec.json.decode(arguments or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        raise RequestError(
+            f"{where}.function.arguments", f"got {show(arguments)}, must be a JSON object as text"
+        ) from None
+    check_depth(value)
+    return call | {"function": {**(function or {}), "arguments": value}}
 
 
 def read_fields(kind: type[BaseModel], body: Any) -> Any:

@@ -29,6 +29,8 @@ from ...shared.models.config import load_config
 from ...shared.models.locate import model_folder
 from ...shared.models.shapes import check_weights
 from ...shared.tokenizer import Tokenizer
+from ..formats.detect import detect_format
+from ..formats.table import FORMATS, Format, find_format
 from ..progress import StartBar
 from .app import Settings, build_app
 from .engine import EngineProcess, Limits
@@ -73,10 +75,12 @@ def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
         raise ConfigError("api-key: got an empty one")
     if (arguments.ssl_keyfile is None) != (arguments.ssl_certfile is None):
         raise ConfigError("ssl-keyfile, ssl-certfile: both are needed, or none")
+    tokenizer = Tokenizer.load(folder)
     settings = Settings(
         names,
-        Tokenizer.load(folder),
+        tokenizer,
         defaults,
+        _format(arguments.tool_call_parser, tokenizer),
         keys,
         arguments.max_body_size,
         draw_seeds=not arguments.fixed_seed,
@@ -101,6 +105,12 @@ def _new_loop() -> Callable[[], asyncio.AbstractEventLoop]:
         return new
     except ModuleNotFoundError:
         return asyncio.new_event_loop
+
+
+def _format(name: str, tokenizer: Tokenizer | None) -> Format:
+    if tokenizer is None or name == "none":
+        return FORMATS["none"]
+    return detect_format(tokenizer) if name == "auto" else find_format(name)
 
 
 def _bind(arguments: argparse.Namespace) -> socket.socket:

@@ -113,6 +113,30 @@ def test_a_chat_is_what_offline_chat_says(client, llm):
     assert final.choices[0].message.content == output.outputs[0].text
 
 
+def test_responses_are_chats(client):
+    """Whole and streamed: the same text, ids that agree, and every event as the client knows it."""
+    call = dict(model="demo", input="Write a function.", max_output_tokens=20, temperature=0)
+    chat = client.chat.completions.create(
+        model="demo", messages=MESSAGES, max_completion_tokens=20, temperature=0
+    )
+    whole = client.responses.create(**call)
+    assert whole.output_text == chat.choices[0].message.content
+    assert whole.status == "incomplete"
+    assert whole.incomplete_details.reason == "max_output_tokens"
+    assert whole.usage.output_tokens == 20
+    events = list(client.responses.create(**call, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created"
+    assert events[-1].type == "response.incomplete"
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert "".join(event.delta for event in deltas) == whole.output_text
+    (item,) = events[-1].response.output
+    assert {event.item_id for event in deltas} == {item.id}
+    with pytest.raises(openai.BadRequestError) as error:
+        client.responses.create(**call, previous_response_id="resp_1")
+    assert error.value.param == "previous_response_id"
+
+
 def test_without_a_maximum_a_chat_may_fill_the_context(client):
     answer = client.chat.completions.create(
         model="demo", messages=MESSAGES, temperature=0, extra_body={"ignore_eos": True}

@@ -1,0 +1,172 @@
+"""The body of /v1/responses as the chat that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from ...shared.errors import RequestError
+from ...shared.models.fields import show
+from .fields import ChatRequest, read_fields
+
+TEXT_PARTS = ("input_text", "output_text", "text")
+SAME = ("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "priority", "n",
+        "repetition_penalty", "cache_salt", "ignore_eos", "chat_template_kwargs")  # fmt: skip
+"""Fields that a chat has under the same name."""
+
+
+class ResponsesRequest(BaseModel):
+    """What a response is made from. All that was said comes with each call: nothing is stored."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    refused: ClassVar[Mapping[str, str]] = {
+        "previous_response_id": "nothing is stored here: send all that was said as input",
+        "conversation": "nothing is stored here: send all that was said as input",
+        "background": "is not supported",
+        "prompt": "templates are not stored here",
+        "max_tool_calls": "this server calls no tools by itself",
+    }
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    stream: bool | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    truncation: str | None = None
+    top_logprobs: int | None = None
+
+    def check(self) -> None:
+        """Raise RequestError for a field that cannot be had."""
+        for name, why in self.refused.items():
+            if (self.model_extra or {}).get(name):
+                raise RequestError(name, why)
+        if self.truncation not in (None, "disabled"):
+            raise RequestError("truncation", f"got {show(self.truncation)}, allowed is disabled")
+        if self.top_logprobs:
+            raise RequestError("top_logprobs", "is not supported here; chats have them")
+        kind = ((self.text or {}).get("format") or {"type": "text"}).get("type")
+        if kind != "text":
+            raise RequestError("text.format.type", f"got {show(kind)}, allowed is text")
+
+    def chat(self) -> ChatRequest:
+        """The chat that it asks for. Raises RequestError."""
+        extra = self.model_extra or {}
+        given = {name: getattr(self, name, None) or extra.get(name) for name in SAME}
+        body: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if self.temperature is not None:
+            body["temperature"] = self.temperature
+        messages = _messages(self.input)
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        body |= {"messages": messages, "tools": self._tools(), "tool_choice": self.tool_choice}
+        if self.max_output_tokens is not None:
+            body["max_completion_tokens"] = self.max_output_tokens
+        if self.reasoning and self.reasoning.get("effort"):
+            body["reasoning_effort"] = self.reasoning["effort"]
+        try:
+            chat: ChatRequest = read_fields(ChatRequest, body)
+        except RequestError as error:
+            raise _renamed(error) from None
+        return chat
+
+    def _tools(self) -> list[dict[str, Any]] | None:
+        if self.tools is None:
+            return None
+        found = []
+        for place, tool in enumerate(self.tools):
+            if tool.get("type") != "function":
+                raise RequestError(
+                    f"tools[{place}].type", f"got {show(tool.get('type'))}, allowed is function"
+                )
+            function = {
+                key: tool[key] for key in ("name", "description", "parameters") if key in tool
+            }
+            found.append({"type": "function", "function": function})
+        return found
+
+    def repeated(self) -> dict[str, Any]:
+        """What the answer repeats of the request."""
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": (self.reasoning or {}).get("effort"), "summary": None},
+            "store": False,
+            "temperature": self.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": self.tool_choice or "auto",
+            "tools": self.tools or [],
+            "top_p": self.top_p,
+            "truncation": "disabled",
+        }
+
+
+def _renamed(error: RequestError) -> RequestError:
+    names = {"max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
+             "messages": "input"}  # fmt: skip
+    name = names.get(error.field.partition("[")[0])
+    words = str(error).removeprefix(f"{error.field}: ")
+    return error if name is None else RequestError(name, words)
+
+
+def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a chat. What an assistant thought, said and called in one turn is one."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    found: list[dict[str, Any]] = []
+    for place, item in enumerate(given):
+        where = f"input[{place}]"
+        kind = item.get("type", "message")
+        if kind == "message":
+            found.append({"role": item.get("role"), "content": _text(where, item.get("content"))})
+            continue
+        if kind == "function_call_output":
+            output = item.get("output")
+            content = output if isinstance(output, str) else _text(where, output)
+            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            continue
+        if kind not in ("function_call", "reasoning"):
+            allowed = "message, function_call, function_call_output and reasoning"
+            raise RequestError(f"{where}.type", f"got {show(kind)}, allowed are {allowed}")
+        turn = _turn(found, starts=kind == "reasoning")
+        if kind == "reasoning":
+            turn["reasoning_content"] = _text(where, item.get("content") or [])
+        else:
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            turn.setdefault("tool_calls", []).append(call)
+    return found
+
+
+def _turn(found: list[dict[str, Any]], *, starts: bool) -> dict[str, Any]:
+    """The assistant's message that an item belongs to."""
+    if starts or not found or found[-1].get("role") != "assistant":
+        found.append({"role": "assistant", "content": ""})
+    return found[-1]
+
+
+def _text(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{where}.content", f"got {show(content)}, must be text or text parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if isinstance(part, dict) else None
+        if kind not in (*TEXT_PARTS, "reasoning_text", "summary_text") or not isinstance(text, str):
+            raise RequestError(f"{where}.content", f"got {show(part)}, this model reads only text")
+        texts.append(text)
+    return "".join(texts)

@@ -1,0 +1,163 @@
+"""Answers of the server from texts that a model might write: reasoning, calls, and their pieces."""
+
+import asyncio
+import json
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from twinfer.serving.formats.parser import OutputParser
+from twinfer.serving.formats.table import FORMATS
+from twinfer.serving.server.answers import ChatAnswer, Words
+from twinfer.serving.server.fields import ChatRequest, read_fields
+from twinfer.serving.server.live import Live
+from twinfer.serving.server.responses import ResponsesRequest
+from twinfer.shared.engine import Logprob, Update
+from twinfer.shared.errors import RequestError
+from twinfer.shared.models.locate import model_folder
+from twinfer.shared.request import FinishReason
+from twinfer.shared.sampling_params import SamplingParams
+from twinfer.shared.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.load(model_folder("demo"))
+THINKING = "<think>\nA file.\n</think>\n\n"
+CALLS = (
+    'I look.\n<tool_call>\n{"name": "read", "arguments": {"path": "ü {}"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+
+
+def answered(text, *, step, names=("read", "now"), scores=None, form="qwen"):
+    """The whole answer to a chat whose completion is `text`, and the pieces of its stream."""
+    ids = TOKENIZER.encode(text)
+
+    def fresh():
+        live = Live([1], [SamplingParams(max_tokens=999, logprobs=scores)], TOKENIZER)
+        answer = ChatAnswer(
+            "chatcmpl-1", "m", 1, Words(TOKENIZER), scores,
+            lambda: OutputParser(FORMATS[form], None, "", names), None,
+        )  # fmt: skip
+        return live, answer
+
+    def update(tokens, last):
+        rows = None if scores is None else [{t: Logprob(-1.0, 1)} for t in tokens]
+        return Update("1", tuple(tokens), FinishReason.LENGTH if last else None, rows)
+
+    async def run():
+        live, answer = fresh()
+        live.take(0, update(ids, True))
+        whole = answer.whole(live)
+        live, answer = fresh()
+        pieces = []
+        for first in range(0, len(ids), step):
+            live.take(0, update(ids[first : first + step], first + step >= len(ids)))
+            pieces += [piece for news in live.news() for piece in answer.pieces(news)]
+        return whole, pieces
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+def test_calls_whole_and_in_pieces(step):
+    whole, pieces = answered(THINKING + CALLS, step=step)
+    message = ChatCompletion.model_validate(whole, strict=True).choices[0].message
+    calls = [
+        (call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls
+    ]
+    assert calls == [("read", {"path": "ü {}"}), ("now", {})]
+    assert message.content == "I look."
+    assert message.reasoning == message.reasoning_content
+    assert message.reasoning == "A file."
+    content, reasoning, streamed = "", "", {}
+    for piece in pieces:
+        delta = ChatCompletionChunk.model_validate(piece, strict=True).choices[0].delta
+        content += delta.content or ""
+        reasoning += getattr(delta, "reasoning_content", "") or ""
+        for call in delta.tool_calls or ():
+            if call.id:
+                assert call.function.arguments == ""
+                assert call.index == len(streamed)
+                streamed[call.index] = [call.function.name, ""]
+            else:
+                streamed[call.index][1] += call.function.arguments
+    assert (content, reasoning) == ("I look.", "A file.")
+    assert [(name, json.loads(text)) for name, text in streamed.values()] == calls
+    assert pieces[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert [piece["choices"][0]["finish_reason"] for piece in pieces[:-1]] == [None] * (
+        len(pieces) - 1
+    )
+
+
+def test_without_tools_their_marks_are_content():
+    whole, _ = answered(CALLS, step=1, names=())
+    message = whole["choices"][0]["message"]
+    assert message["content"] == CALLS
+    assert "tool_calls" not in message
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_each_token_has_its_log_probability(step):
+    whole, pieces = answered(THINKING + CALLS, step=step, scores=1)
+    count = len(TOKENIZER.encode(THINKING + CALLS))
+    assert len(whole["choices"][0]["logprobs"]["content"]) == count
+    told = [piece["choices"][0]["logprobs"] for piece in pieces]
+    assert sum(len(scores["content"]) for scores in told if scores) == count
+
+
+def test_arguments_reach_a_template_as_objects():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    body = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+    (message,) = read_fields(ChatRequest, body).conversation()
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    call["function"]["arguments"] = "{"
+    with pytest.raises(RequestError, match=r"messages\[0\].tool_calls\[0\].function.arguments"):
+        read_fields(ChatRequest, body).conversation()
+
+
+@pytest.mark.parametrize("tools", [[{}], [{"type": "function"}], [{"type": "web", "function": {}}]])
+def test_tools_without_names_are_refused(tools):
+    chat = read_fields(ChatRequest, {"messages": [], "tools": tools})
+    with pytest.raises(RequestError, match=r"tools\[0\]"):
+        chat.check()
+
+
+def test_input_items_are_the_turns_of_a_chat():
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "b"}]},
+        {"type": "function_call", "call_id": "1", "name": "read", "arguments": "{}"},
+        {"type": "function_call", "call_id": "2", "name": "now", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "c"},
+    ]
+    tools = [{"type": "function", "name": "read", "parameters": {}}]
+    body = read_fields(ResponsesRequest, {"input": items, "instructions": "s", "tools": tools})
+    chat = body.chat()
+    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant", "tool"]
+    turn = chat.messages[2]
+    assert turn["reasoning_content"] == "b"
+    assert [call["id"] for call in turn["tool_calls"]] == ["1", "2"]
+    assert chat.tool_names == ["read"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"previous_response_id": "x"}, "previous_response_id"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format.type"),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"input": 5}, "input"),
+    ],
+)
+def test_what_a_response_cannot_have_is_named(change, field):
+    def read():
+        body = read_fields(ResponsesRequest, {"input": "x"} | change)
+        body.check()
+        body.chat().check()
+
+    with pytest.raises(RequestError) as error:
+        read()
+    assert error.value.field == field
