@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..shared.detokenizer import Detokenizer
 from ..shared.engine import TokenLogprobs, Update
-from ..shared.request import NOT_FINITE, FinishReason
+from ..shared.request import NO_TOKEN, NOT_FINITE, FinishReason
 from ..shared.sampling_params import SamplingParams
 from ..shared.tokenizer import Tokenizer
 from .outputs import CompletionOutput
@@ -88,7 +88,8 @@ class Completion:
         """Nothing more comes."""
         self.output.finish_reason = reason.value
         if reason is FinishReason.ERROR:
-            self.output.stop_reason = NOT_FINITE
+            formed = self._params.structured_outputs is not None
+            self.output.stop_reason = f"{NOT_FINITE}, or {NO_TOKEN}" if formed else NOT_FINITE
         if self._text is not None:
             self.output.text += self._text.finish()
             self._look_for_stop()

@@ -22,6 +22,7 @@ from .backends import find_backend
 from .config import Change, EngineConfig, ResolvedConfig, resolve
 from .demand import ANYTHING, Demand
 from .errors import ConfigError, EngineClosed, EngineDead, InternalError, RequestError
+from .grammars import Grammars
 from .interrupts import DeferredInterrupts
 from .kv_scales import with_scales
 from .models.caches import cached_tokens, layout_of, request_pages, step_shape
@@ -32,6 +33,7 @@ from .page_groups import PageGroup
 from .progress import Progress, silent
 from .request import FinishReason, Request
 from .request_table import ScheduledStep
+from .sampling_encoding import encode_mask
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerMetrics
 from .scheduler_config import SchedulerConfig
@@ -159,6 +161,8 @@ class Engine:
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         # Of requests that were ended between steps, for the next `step`.
         self._updates: list[Update] = []
+        self.grammars = Grammars(folder, model.vocab_size, model.eos_token_ids)
+        self._matched: dict[str, Request] = {}
         if config.capture is not None:
             attach_camera(self, config, folder)
 
@@ -252,9 +256,14 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
         )
+        if params.structured_outputs is not None:
+            base = encode_mask(params, self.model.vocab_size)
+            request.matcher = self.grammars.start(params.structured_outputs, base)
         with self._changing_books():
             self.scheduler.add(request)
             self._num_requests += 1
+            if request.matcher is not None:
+                self._matched[request_id] = request
             if params.prompt_logprobs is not None:
                 self._prompt_logprobs[request_id] = [None] * len(tokens)
         return request
@@ -279,6 +288,7 @@ class Engine:
         if request is None:
             return False
         self._prompt_logprobs.pop(request_id, None)
+        self._matched.pop(request_id, None)
         self.scheduler.finish(request_id, reason)
         self._updates.append(_last_update(request))
         return True
@@ -355,10 +365,13 @@ class Engine:
         self._in_flight.clear()
         self._prompt_logprobs.clear()
         self._updates.clear()
+        self._matched.clear()
         self.scheduler.abandon()
 
     def _step(self) -> list[Update]:
-        while len(self._in_flight) < self._depth:
+        # What may follow a token is known once it is read: no step runs ahead of that.
+        depth = 1 if self._matched else self._depth
+        while len(self._in_flight) < depth:
             scheduled = self.scheduler.schedule()
             if scheduled is None:
                 break
@@ -410,6 +423,27 @@ class Engine:
             )
             first = last
         self._updates += map(_last_update, events.failed)
+        if self._matched:
+            self._advance_matchers(list(zip(requests, tokens, strict=True)), events.failed)
+
+    def _advance_matchers(
+        self, brought: list[tuple[Request, int]], failed: Sequence[Request]
+    ) -> None:
+        """Tell the matchers which tokens came, and end requests whose text is complete."""
+        for request in failed:
+            self._matched.pop(request.request_id, None)
+        for request, token in brought:
+            matcher = request.matcher
+            if matcher is None:
+                continue
+            if request.finish_reason is not None:
+                self._matched.pop(request.request_id, None)
+                continue
+            matcher.advance(token)
+            if matcher.finished:
+                self._finish(request.request_id, FinishReason.STOP)
+            elif matcher.stuck:
+                self._finish(request.request_id, FinishReason.ERROR)
 
     def _keep_prompt_logprobs(self, step: _InFlight, top: TopLogprobs) -> None:
         """Row p of a prompt tells the log-probability of its token p + 1."""

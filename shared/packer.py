@@ -237,8 +237,10 @@ def _processors(step: ScheduledStep, table: RequestTable, shape: StepShape) -> n
 
 
 def _base_mask(table: RequestTable, row: int, vocab_size: int) -> np.ndarray | None:
-    """The row's mask of allowed minus banned tokens, encoded once."""
+    """The row's mask of allowed minus banned tokens, encoded once; or that of what may follow."""
     request = table.requests[row]
+    if request is not None and request.matcher is not None:
+        return request.matcher.mask
     if table.masks[row] is None and request is not None:
         table.masks[row] = encode_mask(request.params, vocab_size)
     return table.masks[row]

@@ -11,10 +11,12 @@ from typing import Protocol
 import numpy as np
 
 from .errors import InternalError, RequestError
+from .grammars import Matcher
 from .option_kinds import INT32_MAX
 from .sampling_params import SamplingParams
 
 NOT_FINITE = "the model's logits were not finite (NaN or infinity)"
+NO_TOKEN = "no token was left that structured_outputs and the other options allow"
 
 
 class FinishReason(StrEnum):
@@ -53,7 +55,8 @@ class Request:
     that it may reach. `arrival` counts the requests of a scheduler, `key` orders them: lower goes
     first (see `order`). `num_cached_tokens` are the tokens of its prompt that the prefix cache
     supplied when it first started. `page_hashes` are the chained digests of its leading full pages,
-    as far as they were computed.
+    as far as they were computed. `matcher` says which tokens may follow those that were read back,
+    where the text must have a form.
     """
 
     request_id: str
@@ -74,6 +77,7 @@ class Request:
     page_hashes: list[bytes] = field(default_factory=list, repr=False)
     saved_output: list[int] = field(default_factory=list, repr=False)
     source: TokenSource | None = field(default=None, repr=False)
+    matcher: Matcher | None = field(default=None, repr=False)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -328,7 +328,11 @@ class RequestTable:
         )
         if params.logit_bias:
             self.biases[row] = encode_bias(params)
-        if params.allowed_token_ids is not None or params.banned_token_ids:
+        if (
+            params.allowed_token_ids is not None
+            or params.banned_token_ids
+            or request.matcher is not None
+        ):
             self.masks[row] = None
         self.requests[row], self.registered[row] = request, 0
         self._tenants.append(row)

@@ -12,6 +12,7 @@ from .errors import RequestError
 from .option_kinds import INT32_MAX, Number, Switch, Whole
 from .options import check_fields, option
 from .sampling_kinds import Biases, Strings, Temperature, TokenIds
+from .structured_outputs import Structure, StructuredOutputs
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -34,7 +35,8 @@ class SamplingParams:
     the engine draw one. Penalties follow the usual order: repetition on the raw logits, then
     frequency and presence, then the bias, then masks (`allowed_token_ids`, `banned_token_ids`,
     `min_tokens`), then the temperature. `logprobs` N returns the N best tokens and the sampled one,
-    from the raw logits.
+    from the raw logits. `structured_outputs` is a mapping with one of json (a schema), json_object,
+    regex, choice and grammar: only tokens that keep to it are sampled, and a complete text ends.
     """
 
     n: int = _option(1, Whole(1, MAX_N), help="completions of each prompt")
@@ -97,6 +99,9 @@ class SamplingParams:
         False, Switch(), help="keep the stop string in the text"
     )
     skip_special_tokens: bool = _option(True, Switch(), help="leave special tokens out of the text")
+    structured_outputs: StructuredOutputs | None = _option(
+        None, Structure(), help="the form that the text must have"
+    )
     logprobs: int | None = _option(
         None, Whole(0, MAX_LOGPROBS), help="log-probabilities of each token and the N best"
     )
@@ -110,6 +115,10 @@ class SamplingParams:
             raise RequestError(
                 "min_tokens",
                 f"got {self.min_tokens}, must not exceed max_tokens ({self.max_tokens})",
+            )
+        if self.min_tokens and self.structured_outputs is not None:
+            raise RequestError(
+                "min_tokens", "cannot be had with structured_outputs: a complete text ends"
             )
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -153,6 +162,7 @@ class SamplingParams:
             or self.allowed_token_ids is not None
             or self.banned_token_ids
             or self.min_tokens
+            or self.structured_outputs is not None
         )
 
     def with_seed(self, seed: int) -> SamplingParams:

@@ -46,7 +46,7 @@ from .engine import EngineProcess
 from .fields import ChatRequest, CompletionRequest, Generation, check_depth, read_fields
 from .live import Live, wait_for_all, wait_for_news
 from .metrics import Metrics
-from .responses import ResponsesRequest
+from .responses import ResponsesRequest, renamed
 from .streams import ClientGone, EventStream, Recurring, while_there
 
 LOG = logging.getLogger("twinfer.server")
@@ -244,7 +244,10 @@ class Server:
         body: ResponsesRequest = read_fields(ResponsesRequest, await _body(request))
         body.check()
         chat = body.chat()
-        live, new_parser = await self._begin_chat(request, chat)
+        try:
+            live, new_parser = await self._begin_chat(request, chat)
+        except RequestError as error:
+            raise renamed(error) from None
         events = ResponseEvents(
             f"resp_{request.scope['twinfer.id']}",
             chat.model or self._settings.names[0],

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -185,6 +186,9 @@ def start(job: Job, send: Callable[[Any], None]) -> Engine:
         folder,
         lambda what, done, total: send(Starting(what, done, total)),
     )
+    # Without a tokenizer or the library, requests that need them are refused.
+    with suppress(RequestError):
+        engine.grammars.prepare()
     report, resolved = engine.report, engine.config
     model = {
         "backend": resolved.backend,

@@ -25,6 +25,7 @@ SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos",
     "allowed_token_ids", "banned_token_ids", "include_stop_str_in_output", "skip_special_tokens",
+    "structured_outputs",
 )  # fmt: skip
 """Fields that go to `SamplingParams` under the same name."""
 IGNORED = (
@@ -72,6 +73,7 @@ class Generation(BaseModel):
     banned_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
 
@@ -196,9 +198,6 @@ class ChatRequest(Generation):
             raise RequestError("modalities", f"got {show(self.modalities)}, allowed is text")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs", "needs logprobs: true")
-        kind = (self.response_format or {}).get("type", "text")
-        if kind != "text":
-            raise RequestError("response_format.type", f"got {show(kind)}, allowed is text")
         for place, tool in enumerate(self.tools or ()):
             function = tool.get("function")
             name = function.get("name") if isinstance(function, dict) else None
@@ -231,8 +230,13 @@ class ChatRequest(Generation):
         return RequestError(named[error.field], str(error).removeprefix(f"{error.field}: "))
 
     def scores(self) -> dict[str, Any]:
-        """Of each token, and of the `top_logprobs` best."""
-        return {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
+        """Of each token, and of the `top_logprobs` best; and the form of the answer."""
+        values: dict[str, Any] = {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
+        if (form := answer_form(self.response_format)) is not None:
+            if self.structured_outputs is not None:
+                raise RequestError("response_format", "or structured_outputs, not both")
+            values["structured_outputs"] = form
+        return values
 
     @property
     def offered(self) -> list[dict[str, Any]]:
@@ -259,6 +263,25 @@ class ChatRequest(Generation):
         are the objects that templates write. Raises RequestError.
         """
         return [_message(f"messages[{i}]", message) for i, message in enumerate(self.messages)]
+
+
+def answer_form(form: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What `structured_outputs` has for a `response_format`. Raises RequestError."""
+    kind = "text" if form is None else form.get("type")
+    if form is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    described = form.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if kind != "json_schema":
+        allowed = "text, json_object and json_schema"
+        raise RequestError("response_format.type", f"got {show(kind)}, allowed are {allowed}")
+    if not isinstance(schema, dict):
+        raise RequestError(
+            "response_format.json_schema.schema", f"got {show(schema)}, must be a JSON schema"
+        )
+    return {"json": schema}
 
 
 def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -54,9 +55,6 @@ class ResponsesRequest(BaseModel):
             raise RequestError("truncation", f"got {show(self.truncation)}, allowed is disabled")
         if self.top_logprobs:
             raise RequestError("top_logprobs", "is not supported here; chats have them")
-        kind = ((self.text or {}).get("format") or {"type": "text"}).get("type")
-        if kind != "text":
-            raise RequestError("text.format.type", f"got {show(kind)}, allowed is text")
 
     def chat(self) -> ChatRequest:
         """The chat that it asks for. Raises RequestError."""
@@ -71,12 +69,14 @@ class ResponsesRequest(BaseModel):
         body |= {"messages": messages, "tools": self._tools(), "tool_choice": self.tool_choice}
         if self.max_output_tokens is not None:
             body["max_completion_tokens"] = self.max_output_tokens
+        if form := (self.text or {}).get("format"):
+            body["response_format"] = {"type": form.get("type"), "json_schema": form}
         if self.reasoning and self.reasoning.get("effort"):
             body["reasoning_effort"] = self.reasoning["effort"]
         try:
             chat: ChatRequest = read_fields(ChatRequest, body)
         except RequestError as error:
-            raise _renamed(error) from None
+            raise renamed(error) from None
         return chat
 
     def _tools(self) -> list[dict[str, Any]] | None:
@@ -105,7 +105,7 @@ class ResponsesRequest(BaseModel):
             "reasoning": {"effort": (self.reasoning or {}).get("effort"), "summary": None},
             "store": False,
             "temperature": self.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": self.text or {"format": {"type": "text"}},
             "tool_choice": self.tool_choice or "auto",
             "tools": self.tools or [],
             "top_p": self.top_p,
@@ -113,12 +113,23 @@ class ResponsesRequest(BaseModel):
         }
 
 
-def _renamed(error: RequestError) -> RequestError:
-    names = {"max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
-             "messages": "input"}  # fmt: skip
-    name = names.get(error.field.partition("[")[0])
-    words = str(error).removeprefix(f"{error.field}: ")
-    return error if name is None else RequestError(name, words)
+NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "messages": "input",
+    "response_format": "text.format",
+}
+"""Fields of a chat, and what a response calls them."""
+
+
+def renamed(error: RequestError) -> RequestError:
+    """An error about a chat's field by the name that it has here."""
+    first = re.split(r"[.\[]", error.field, maxsplit=1)[0]
+    if first not in NAMES:
+        return error
+    field = error.field
+    name = NAMES[first] if first == "messages" else NAMES[first] + field[len(first) :]
+    return RequestError(name, str(error).removeprefix(f"{field}: "))
 
 
 def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -137,6 +137,57 @@ def test_responses_are_chats(client):
     assert error.value.param == "previous_response_id"
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "size": {"enum": [1, 2]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_keep_to_a_schema(client):
+    """Chats whole and streamed, responses, and completions by our own name for it."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    call = dict(model="demo", messages=MESSAGES, temperature=1.0, seed=5, max_completion_tokens=80)
+    whole = client.chat.completions.create(**call, response_format=form)
+    found = json.loads(whole.choices[0].message.content)
+    assert set(found) == {"name", "size"}
+    assert found["size"] in (1, 2)
+    assert whole.choices[0].finish_reason == "stop"
+    text = ""
+    for event in client.chat.completions.create(**call, response_format=form, stream=True):
+        text += event.choices[0].delta.content or ""
+    assert text == whole.choices[0].message.content
+    answer = client.responses.create(
+        model="demo", input="x", max_output_tokens=80, extra_body={"seed": 5},
+        text={"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+    )  # fmt: skip
+    assert set(json.loads(answer.output_text)) == {"name", "size"}
+    plain = client.completions.create(
+        model="demo", prompt="x", extra_body={"structured_outputs": {"regex": "[ab]{4}"}}
+    )
+    assert re.fullmatch("[ab]{4}", plain.choices[0].text)
+    free = client.chat.completions.create(**call, response_format={"type": "json_object"})
+    assert free.choices[0].message.content.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("form", "field"),
+    [
+        ({"type": "xml"}, "response_format.type"),
+        ({"type": "json_schema"}, "response_format.json_schema.schema"),
+        ({"type": "json_schema", "json_schema": {"schema": {"not": {}}}}, "structured_outputs"),
+    ],
+)
+def test_a_form_that_cannot_be_had_is_named(form, field, server):
+    with server.client() as client:
+        body = {"messages": MESSAGES, "response_format": form}
+        for stream in (False, True):
+            answer = client.post("/v1/chat/completions", json=body | {"stream": stream})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == field
+
+
 def test_without_a_maximum_a_chat_may_fill_the_context(client):
     answer = client.chat.completions.create(
         model="demo", messages=MESSAGES, temperature=0, extra_body={"ignore_eos": True}

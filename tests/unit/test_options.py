@@ -38,6 +38,7 @@ from twinfer.shared.options import METADATA, OWNERS, by_name, nearest_name, opti
 from twinfer.shared.page_groups import PageGroup
 from twinfer.shared.sampling_kinds import Biases, Strings, Temperature, TokenIds
 from twinfer.shared.sampling_params import SamplingParams
+from twinfer.shared.structured_outputs import MAX_TEXT, Structure
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = (EngineConfig, CompilationConfig, SamplingParams)
@@ -126,6 +127,21 @@ def wrong_values(kind):
                 {1: kind.most + 1},
                 {1: "1"},
                 dict.fromkeys(range(kind.limit + 1), 0),
+            ]
+        case Structure():
+            return [
+                5,
+                "x",
+                {},
+                {"xml": "x"},
+                {"json": "{}", "regex": "x"},
+                {"regex": 3},
+                {"choice": []},
+                {"choice": [""]},
+                {"json_object": False},
+                {"json": "{"},
+                {"json": [1]},
+                {"regex": "x" * (MAX_TEXT + 1)},
             ]
         case Built():
             return ["no such thing", 3, [1]]

@@ -11,7 +11,7 @@ from twinfer.serving.formats.table import FORMATS
 from twinfer.serving.server.answers import ChatAnswer, Words
 from twinfer.serving.server.fields import ChatRequest, read_fields
 from twinfer.serving.server.live import Live
-from twinfer.serving.server.responses import ResponsesRequest
+from twinfer.serving.server.responses import ResponsesRequest, renamed
 from twinfer.shared.engine import Logprob, Update
 from twinfer.shared.errors import RequestError
 from twinfer.shared.models.locate import model_folder
@@ -146,7 +146,7 @@ def test_input_items_are_the_turns_of_a_chat():
         ({"input": [{"type": "item_reference"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
         ({"truncation": "auto"}, "truncation"),
         ({"input": 5}, "input"),
@@ -156,7 +156,12 @@ def test_what_a_response_cannot_have_is_named(change, field):
     def read():
         body = read_fields(ResponsesRequest, {"input": "x"} | change)
         body.check()
-        body.chat().check()
+        chat = body.chat()
+        try:
+            chat.check()
+            chat.scores()
+        except RequestError as error:
+            raise renamed(error) from None
 
     with pytest.raises(RequestError) as error:
         read()

@@ -1,0 +1,148 @@
+"""Which tokens may follow, where a request's text must have a form: masks from llguidance.
+
+A matcher belongs to one request and has consumed exactly the tokens that were read back for it, so
+a preempted request needs nothing more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .errors import RequestError
+from .structured_outputs import StructuredOutputs
+
+FIELD = "structured_outputs"
+MOST_KEPT = 64
+"""Compiled grammars that are kept for later requests."""
+WHITESPACE = r"[ \n\t]{0,20}"
+"""Between parts of JSON. Without a bound a model may go on with blanks for ever."""
+
+
+def is_available() -> bool:
+    """Whether llguidance is installed."""
+    return find_spec("llguidance") is not None
+
+
+class Matcher:
+    """The state of one request's text. `mask` [W] int32 has the tokens that may follow, bit b of
+    word w for token 32 w + b. `finished`: the text is complete and nothing can follow. `stuck`:
+    no token may follow, and the text is not complete.
+    """
+
+    def __init__(self, matcher: Any, words: int, base: np.ndarray | None) -> None:
+        self._matcher = matcher
+        self._words = words
+        self._base = base
+        self.finished = self.stuck = False
+        self._look()
+
+    def advance(self, token: int) -> None:
+        """Take the token that followed."""
+        if not self._matcher.consume_token(token):
+            self.stuck = True
+            return
+        self._look()
+
+    def _look(self) -> None:
+        if self._matcher.is_stopped() and not self._matcher.is_error():
+            self.finished = True
+            return
+        # The library's masks are a word longer where the vocabulary fills its last one.
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._words]
+        self.mask = words if self._base is None else words & self._base
+        self.stuck = self._matcher.is_error() or not self.mask.any()
+
+    @property
+    def error(self) -> str:
+        """What the library complains about; empty for nothing."""
+        return str(self._matcher.get_error() or "")
+
+
+class Grammars:
+    """Makes matchers for a model's tokens. `eos_token_ids` end a text that is complete."""
+
+    def __init__(self, folder: str | Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._path = Path(folder) / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._eos = list(eos_token_ids)
+        self._tokenizer: Any = None
+        self._kept: OrderedDict[StructuredOutputs, Any] = OrderedDict()
+
+    def prepare(self) -> None:
+        """Read the tokenizer, which takes a second for a large one. Raises RequestError if there
+        is none, or no library.
+        """
+        if self._tokenizer is not None:
+            return
+        if not is_available():
+            raise RequestError(FIELD, "needs llguidance: pip install 'twinfer[grammars]'")
+        if not self._path.exists():
+            raise RequestError(FIELD, "needs a tokenizer, and the model has no tokenizer.json")
+        from llguidance import LLTokenizer
+
+        text = self._path.read_text(encoding="utf-8")
+        self._tokenizer = LLTokenizer(text, self._vocab_size, self._eos or None)
+
+    def start(self, wanted: StructuredOutputs, base: np.ndarray | None) -> Matcher:
+        """A matcher before its first token. `base` [W] int32 has the tokens that are allowed
+        anyway. Raises RequestError for what cannot be compiled.
+        """
+        self.prepare()
+        if wanted not in self._kept:
+            self._kept[wanted] = self._compile(wanted)
+            if len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(wanted)
+        matcher = Matcher(self._kept[wanted].deep_copy(), -(-self._vocab_size // 32), base)
+        if matcher.error:
+            raise RequestError(FIELD, f"{wanted.kind}: {_line(matcher.error)}")
+        if matcher.stuck or matcher.finished:
+            raise RequestError(FIELD, f"{wanted.kind}: no token may begin the text")
+        return matcher
+
+    def _compile(self, wanted: StructuredOutputs) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
+        try:
+            grammar = _grammar(LLMatcher, wanted)
+        except ValueError as error:
+            raise RequestError(FIELD, f"{wanted.kind}: {_line(str(error))}") from None
+        # Work that a grammar may make, of itself and for one token. What exceeds it is an error of
+        # that request.
+        limits = LLParserLimits(
+            max_items_in_row=2_000,
+            initial_lexer_fuel=1_000_000,
+            step_lexer_fuel=200_000,
+            step_max_items=50_000,
+            max_lexer_states=250_000,
+            max_grammar_size=500_000,
+        )
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise RequestError(FIELD, f"{wanted.kind}: {_line(matcher.get_error())}")
+        return matcher
+
+
+def _grammar(library: Any, wanted: StructuredOutputs) -> Any:
+    if wanted.kind == "grammar":
+        return library.grammar_from_lark(wanted.text)
+    if wanted.kind == "regex":
+        return library.grammar_from_regex(wanted.text)
+    if wanted.kind == "choice":
+        choices = " | ".join(
+            json.dumps(text, ensure_ascii=False) for text in json.loads(wanted.text)
+        )
+        return library.grammar_from_lark(f"start: {choices}")
+    schema = wanted.text if wanted.kind == "json" else '{"type": "object"}'
+    return library.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:300]

@@ -1,0 +1,239 @@
+"""Texts that must have a form: a schema, an expression, a choice, a grammar; on both workers."""
+
+import json
+import re
+import time
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from twinfer.serving.llm import LLM
+from twinfer.shared.errors import RequestError
+from twinfer.shared.grammars import Matcher
+from twinfer.shared.sampling_params import SamplingParams
+
+SIZES = {"max_model_len": 512, "max_num_seqs": 16, "page_size": 16, "dtype": "float32"}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "size", "tags"],
+    "additionalProperties": False,
+}
+
+
+def params(form, **more):
+    settings = {"max_tokens": 120, "temperature": 1.0, "seed": 1} | more
+    return SamplingParams(structured_outputs=form, **settings)
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def llm(request):
+    with LLM("demo", backend=request.param, device="cpu", progress=False, **SIZES) as it:
+        yield it
+
+
+def texts(llm, settings, prompt="x = "):
+    prompts = [prompt] * len(settings)
+    return [o.outputs[0] for o in llm.generate(prompts, settings, progress=False)]
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": "[0-9]{3}-[a-f]{2}"}, "[0-9]{3}-[a-f]{2}"),
+        ({"choice": ["yes", "no", 'a "quoted" ü']}, 'yes|no|a "quoted" ü'),
+        ({"grammar": 'start: "[" /[ab]/ ("," /[ab]/)~1..4 "]"'}, r"\[[ab](,[ab]){1,4}\]"),
+    ],
+)
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_text_has_its_form_and_ends_with_it(form, pattern, ignore_eos, llm):
+    """Whatever the temperature, and although end-of-sequence ids are ignored."""
+    settings = [
+        params(form, seed=i, temperature=(0.0, 1.0, 5.0)[i % 3], ignore_eos=ignore_eos)
+        for i in range(9)
+    ]
+    for output in texts(llm, settings):
+        assert re.fullmatch(pattern, output.text), output.text
+        assert output.finish_reason == "stop"
+
+
+VALUES = st.deferred(
+    lambda: st.sampled_from(
+        [
+            {"type": "integer", "minimum": -5, "maximum": 300},
+            {"type": "boolean"},
+            {"type": "null"},
+            {"type": "string", "maxLength": 5},
+            {"type": "string", "pattern": "^[a-c]{1,4}$"},
+            {"enum": ["x", 1, None]},
+            {"const": {"k": [1]}},
+        ]
+    )
+    | st.builds(
+        lambda items, most: {"type": "array", "items": items, "maxItems": most},
+        VALUES, st.integers(0, 2),
+    )
+    | st.builds(
+        lambda named, optional: {
+            "type": "object", "properties": named, "additionalProperties": False,
+            "required": sorted(named)[: len(named) - optional],
+        },
+        st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3), st.integers(0, 1),
+    )
+    | st.builds(lambda one, other: {"anyOf": [one, other]}, VALUES, VALUES)
+)  # fmt: skip
+
+
+def is_valid(value, schema):
+    """Whether a value has the form of one of `VALUES`."""
+    if "anyOf" in schema:
+        return any(is_valid(value, one) for one in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return value in schema.get("enum", [schema.get("const")])
+    kind = schema["type"]
+    if not isinstance(value, {"string": str, "array": list, "object": dict}.get(kind, object)):
+        return False
+    if kind == "integer":
+        return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+    if kind == "string":
+        whole = re.fullmatch(schema.get("pattern", ".*"), value, re.S)
+        return whole is not None and len(value) <= schema.get("maxLength", 99)
+    if kind == "array":
+        return len(value) <= schema["maxItems"] and all(is_valid(v, schema["items"]) for v in value)
+    if kind == "object":
+        return set(schema["required"]) <= set(value) <= set(schema["properties"]) and all(
+            is_valid(item, schema["properties"][name]) for name, item in value.items()
+        )
+    return value is None if kind == "null" else type(value) is bool
+
+
+def test_texts_keep_to_random_schemas(llm):
+    ended = 0
+
+    @settings(
+        max_examples=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],  # each example is five requests: none is spent on making it small
+    )
+    @given(st.lists(VALUES, min_size=5, max_size=5))
+    def check(schemas):
+        nonlocal ended
+        forms = [params({"json": schema}, seed=i) for i, schema in enumerate(schemas)]
+        for schema, output in zip(schemas, texts(llm, forms), strict=True):
+            if output.finish_reason == "stop":
+                ended += 1
+                assert is_valid(json.loads(output.text), schema), (schema, output.text)
+            else:
+                assert output.finish_reason == "length"
+
+    check()
+    assert ended > 100
+
+
+def test_company_preemption_and_overlap_change_nothing(llm):
+    """The same tokens alone, among free requests, in a cache that makes some give way, read step by
+    step or not.
+    """
+    forms = [params({"json": SCHEMA}, seed=i) for i in range(6)]
+    free = [SamplingParams(max_tokens=60, seed=i, ignore_eos=True) for i in range(10)]
+    alone = [texts(llm, [one])[0].token_ids for one in forms]
+    free_alone = [texts(llm, [one])[0].token_ids for one in free]
+    mixed = [one for pair in zip(forms, free, strict=False) for one in pair] + free[6:]
+    found = [output.token_ids for output in texts(llm, mixed)]
+    assert found[0:12:2] == alone
+    assert found[1:12:2] + found[12:] == free_alone
+    backend = llm.engine.config.backend
+    for more in ({"num_pages": 40}, {"async_scheduling": False}, {"decode_steps": 4}):
+        options = {"backend": backend, "device": "cpu", "progress": False} | SIZES | more
+        with LLM("demo", **options) as other:
+            assert [output.token_ids for output in texts(other, mixed)] == found
+            assert "num_pages" not in more or other.engine.metrics().preemptions > 0
+            assert not other.engine._matched
+
+
+def test_a_mask_that_is_a_step_late_is_seen(llm, monkeypatch):
+    """Else the tests above could not fail."""
+    look = Matcher._look
+
+    def late(self):
+        before = getattr(self, "mask", None)
+        look(self)
+        if before is not None:
+            self.mask = before
+
+    monkeypatch.setattr(Matcher, "_look", late)
+    outputs = texts(llm, [params({"json": SCHEMA}, seed=i) for i in range(4)])
+    assert any(output.finish_reason == "error" for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ({"json": {"not": {}}}, "not"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"regex": "("}, "unclosed group"),
+        ({"grammar": "nonsense"}, "grammar"),
+        ({"choice": []}, "choice"),
+        ({"json": "{"}, "JSON schema"),
+        ({"json": SCHEMA, "regex": "a"}, "json, regex"),
+        ({}, "nothing"),
+        ({"xml": "a"}, "xml"),
+    ],
+)
+def test_what_cannot_be_kept_to_is_refused_by_name(form, says, llm):
+    with pytest.raises(RequestError, match=f"^structured_outputs: .*{says}"):
+        llm.generate(["x"], params(form), progress=False)
+    assert texts(llm, [params({"regex": "ab"})])[0].text == "ab"
+
+
+def test_tokens_that_others_forbid(llm):
+    """None may begin: refused. None may go on: that request ends with an error, no other."""
+    tokenizer = llm.tokenizer
+    size = llm.engine.model.vocab_size
+    with_z = [i for i in range(size) if "z" in (tokenizer.token_text(i) or "")]
+    with pytest.raises(RequestError, match="no token may begin"):
+        llm.generate(["x"], params({"regex": "z"}, banned_token_ids=with_z), progress=False)
+    stuck = params({"regex": "abz"}, banned_token_ids=with_z)
+    free = SamplingParams(max_tokens=8, seed=3)
+    (alone,) = texts(llm, [free])
+    bad, good = texts(llm, [stuck, free])
+    assert bad.finish_reason == "error"
+    assert "structured_outputs" in bad.stop_reason
+    assert good.token_ids == alone.token_ids
+    with pytest.raises(RequestError, match="min_tokens: cannot be had"):
+        params({"regex": "a"}, min_tokens=1)
+
+
+HOSTILE = [
+    {"regex": "(a|b)*c.{2000}d"},
+    {"regex": "((((a{1,1000}){1,1000}){1,1000}){1,1000}){1,1000}"},
+    {"regex": "(" * 5000 + ")" * 5000},
+    {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}},
+    {"json": {"enum": [f"v{i}" for i in range(9000)]}},
+    {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
+    {"json": {"allOf": [{"anyOf": [{"type": "string"}, {"type": "object"}]}] * 12}},
+    {"grammar": "start: a a a a a a a a\na: b b b b b b b b\nb: /(x|y|z)*/ | a"},
+]
+
+
+@pytest.mark.parametrize("form", HOSTILE, ids=lambda form: str(form)[:24])
+def test_hostile_forms_are_answered_or_refused(form, llm):
+    """And the requests beside them are served. A generous bound: it is work that is counted, not
+    seconds.
+    """
+    free = SamplingParams(max_tokens=8, seed=3)
+    (alone,) = texts(llm, [free])
+    began = time.monotonic()
+    try:
+        settings = [params(form, max_tokens=4), free]
+    except RequestError:
+        return
+    _, good = llm.generate(["x = "] * 2, settings, progress=False, return_errors=True)
+    assert good.outputs[0].token_ids == alone.token_ids
+    assert time.monotonic() - began < 60
