@@ -54,8 +54,11 @@ class Matcher:
         if self._matcher.is_stopped() and not self._matcher.is_error():
             self.finished = True
             return
-        # The library's masks are a word longer where the vocabulary fills its last one.
+        # The library's masks are as wide as the tokenizer, and a word more where it fills its last
+        # one. Rows of the model that no token has are never sampled.
         words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._words]
+        if len(words) < self._words:
+            words = np.concatenate((words, np.zeros(self._words - len(words), np.int32)))
         self.mask = words if self._base is None else words & self._base
         self.stuck = self._matcher.is_error() or not self.mask.any()
 
@@ -88,7 +91,12 @@ class Grammars:
         from llguidance import LLTokenizer
 
         text = self._path.read_text(encoding="utf-8")
-        self._tokenizer = LLTokenizer(text, self._vocab_size, self._eos or None)
+        try:
+            self._tokenizer = LLTokenizer(text, self._vocab_size, self._eos or None)
+        except ValueError as error:
+            raise RequestError(
+                FIELD, f"the model's tokenizer cannot be used for it: {_line(str(error))}"
+            ) from None
 
     def start(self, wanted: StructuredOutputs, base: np.ndarray | None) -> Matcher:
         """A matcher before its first token. `base` [W] int32 has the tokens that are allowed

@@ -25,7 +25,7 @@ import zmq
 
 from ...shared.config import EngineConfig
 from ...shared.engine import Engine
-from ...shared.errors import RequestError, TwinferError
+from ...shared.errors import EngineClosed, EngineDead, RequestError, TwinferError
 from ...shared.models.config import load_config
 from ...shared.models.locate import model_folder
 from ...shared.request import FinishReason
@@ -124,6 +124,13 @@ class Loop:
             )
         except RequestError as error:
             self._send(Refused(message.id, error.field, " ".join(str(error).split())))
+        except (EngineDead, EngineClosed):
+            raise
+        except Exception:
+            # A bug of ours that this request met. If it has left the engine in doubt, the next
+            # step says so.
+            traceback.print_exc()
+            self._send(Refused(message.id, "request", "request: it met an error inside"))
 
     def _gauges(self) -> Gauges:
         metrics = dataclasses.asdict(self._engine.metrics())

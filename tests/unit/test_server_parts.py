@@ -73,6 +73,8 @@ class FakeEngine:
     def add(self, name, prompt, params, *, priority, cache_salt):
         if len(prompt) == 0:
             raise RequestError("prompt", "is empty")
+        if len(prompt) == 7:
+            raise ValueError("a bug")
         self.calls.append(("add", name))
         self.waiting.append(name)
 
@@ -132,6 +134,13 @@ def test_an_abort_behind_its_request_keeps_it_from_starting():
 def test_a_refused_request_alone_is_refused():
     sent, _, _ = turned([add(1, ()), add(2)])
     assert sent[0] == messages.Refused(1, "prompt", "prompt: is empty")
+    assert [number for number, _ in messages.updates_of(sent[1])] == [2]
+
+
+def test_a_bug_that_one_request_meets_ends_no_other(capsys):
+    sent, _, _ = turned([add(1, range(7)), add(2)])
+    assert sent[0].id == 1 and "a bug" not in sent[0].message
+    assert "a bug" in capsys.readouterr().err
     assert [number for number, _ in messages.updates_of(sent[1])] == [2]
 
 
