@@ -24,10 +24,10 @@ def add_serve(kinds: Any) -> None:
     )
     g.add_argument(
         "--ready-check-timeout-sec",
-        type=float,
+        type=_positive,
         default=600.0,
         metavar="S",
-        help="how long to wait for it (default: %(default)s)",
+        help="how long to wait for it, more than 0 (default: %(default)s)",
     )
     g = parser.add_argument_group("load")
     g.add_argument(
@@ -80,7 +80,11 @@ def add_serve(kinds: Any) -> None:
         "--max-concurrency", type=_whole, metavar="N", help="requests at a time (default: all)"
     )
     g.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="default: %(default)s"
+        "--temperature",
+        type=_temperature,
+        default=0.0,
+        metavar="T",
+        help="0 or more: 0 is greedy (default: %(default)s)",
     )
     g.add_argument(
         "--ignore-eos",
@@ -137,6 +141,13 @@ def _positive(text: str) -> float:
     number = float(text)
     if not number > 0:
         raise argparse.ArgumentTypeError(f"got {text}, must be more than 0")
+    return number
+
+
+def _temperature(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, allowed is 0 or more")
     return number
 
 

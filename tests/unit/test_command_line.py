@@ -4,6 +4,7 @@ named.
 
 import argparse
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def test_what_is_not_said_is_left_to_the_defaults():
 
 def test_every_sampling_flag_reaches_its_parameter():
     said = {
-        "n": 2, "max_tokens": 7, "min_tokens": 1, "temperature": 0.5, "top_k": 3, "top_p": 0.9,
+        "n": 2, "max_tokens": 7, "min_tokens": 0, "temperature": 0.5, "top_k": 3, "top_p": 0.9,
         "min_p": 0.1, "seed": 4,
         "presence_penalty": -0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5,
         "logit_bias": {4: -2.5, 5: 1.0},
@@ -70,7 +71,7 @@ def test_every_sampling_flag_reaches_its_parameter():
         "stop_token_ids": [9],
         "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False,
         "logprobs": 2,
-        "prompt_logprobs": 1,
+        "prompt_logprobs": 1, "structured_outputs": {"choice": ["a", "b"]},
     }  # fmt: skip
     assert set(said) == set(SAMPLING)
     words = []
@@ -80,6 +81,8 @@ def test_every_sampling_flag_reaches_its_parameter():
             words.append(flag if value else f"--no-{flag[2:]}")
         elif name == "stop":
             words += [flag, "a", flag, "-b"]
+        elif name == "structured_outputs":
+            words += [flag, json.dumps(value)]
         elif isinstance(value, dict):
             words += [flag, ",".join(f"{token}:{bias}" for token, bias in value.items())]
         else:
