@@ -86,8 +86,14 @@ def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
         draw_seeds=not arguments.fixed_seed,
         page=arguments.page,
     )
-    with _bind(arguments) as door, asyncio.Runner(loop_factory=_new_loop()) as runner:
-        return runner.run(_serve(arguments, config.model, options, settings, door))
+    door = _bind(arguments)
+    try:
+        with door, asyncio.Runner(loop_factory=_new_loop()) as runner:
+            return runner.run(_serve(arguments, config.model, options, settings, door))
+    finally:
+        if arguments.uds:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(arguments.uds)
 
 
 def _allow_connections() -> None:
@@ -116,6 +122,7 @@ def _format(name: str, tokenizer: Tokenizer | None) -> Format:
 def _bind(arguments: argparse.Namespace) -> socket.socket:
     """The listening socket: taken first, so that a taken port costs no minute."""
     if arguments.uds:
+        _remove_stale(arguments.uds)
         door = socket.socket(socket.AF_UNIX)
         address: Any = arguments.uds
     else:
@@ -131,6 +138,17 @@ def _bind(arguments: argparse.Namespace) -> socket.socket:
         raise ConfigError(f"host, port: cannot listen on {address}: {error.strerror}") from None
     door.setblocking(False)
     return door
+
+
+def _remove_stale(path: str) -> None:
+    """A socket that a server left behind which was killed. One that answers stays."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except OSError:
+            pass
 
 
 async def _serve(

@@ -240,6 +240,25 @@ def test_a_port_that_is_taken_costs_no_start():
             assert "Address already in use" in server.log
 
 
+@pytest.mark.slow
+def test_a_unix_socket_is_taken_over_from_a_killed_server_and_removed(tmp_path):
+    path = tmp_path / "twinfer.sock"
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        with served(*FLAGS, "--uds", str(path), ready=False) as server:
+            end = time.monotonic() + 60
+            while "ready: " not in server.log and time.monotonic() < end:
+                time.sleep(0.05)
+            transport = httpx.HTTPTransport(uds=str(path))
+            with httpx.Client(transport=transport, base_url="http://x") as client:
+                assert client.get("/ready").status_code == 200
+            with served(*FLAGS, "--uds", str(path), ready=False) as second:
+                assert second.wait_exit() == 2
+            assert path.exists()
+            server.process.send_signal(number)
+            server.wait_exit()
+            assert path.exists() == (number == signal.SIGKILL)
+
+
 def test_keys_are_asked_of_everybody():
     flags = ["--api-key", "one", "--api-key", "two", "--served-model-name", "m"]
     with served(*FLAGS, *flags) as server:
@@ -253,9 +272,10 @@ def test_keys_are_asked_of_everybody():
             large = client.post("/v1/completions", content=b" " * (33 << 20))
             assert large.status_code == 401
         for key in ("one", "two"):
-            assert [m.id for m in server.openai(api_key=key).models.list()] == ["m"]
-        with pytest.raises(openai.AuthenticationError):
-            server.openai(api_key="three").models.list()
+            with server.openai(api_key=key) as known:
+                assert [model.id for model in known.models.list()] == ["m"]
+        with server.openai(api_key="three") as unknown, pytest.raises(openai.AuthenticationError):
+            unknown.models.list()
 
 
 @pytest.mark.slow
@@ -264,9 +284,10 @@ def test_keys_do_not_share_prefixes():
     with served(*FLAGS, "--api-key", "one", "--api-key", "two") as server:
 
         def cached(key, **more):
-            answer = server.openai(api_key=key).completions.create(
-                model="demo", prompt=[5] * 200, max_tokens=1, extra_body=more
-            )
+            with server.openai(api_key=key) as client:
+                answer = client.completions.create(
+                    model="demo", prompt=[5] * 200, max_tokens=1, extra_body=more
+                )
             return answer.usage.prompt_tokens_details.cached_tokens
 
         assert cached("one") == 0
