@@ -92,7 +92,7 @@ class Words:
 
     def name(self, token: int, *, as_id: bool = False) -> str:
         """A name that no other token has where its bytes are no text, as OpenAI has it."""
-        if as_id:
+        if as_id or self._tokenizer is None:
             return f"token_id:{token}"
         raw = self.bytes_of(token)
         try:
@@ -122,6 +122,24 @@ class Words:
             "logprob": value,
             "bytes": list(raw),
         }
+
+    def prompt(
+        self, tokens: Sequence[int], scores: Sequence[TokenLogprobs | None], count: int
+    ) -> list[Any]:
+        """By position of a prompt, what each token has: its own, and the `count` best."""
+        return [
+            best
+            and {
+                str(other): {
+                    "logprob": entry.logprob,
+                    "rank": entry.rank,
+                    "decoded_token": self.text(other),
+                }
+                for other, entry in best.items()
+                if other == token or entry.rank <= count
+            }
+            for token, best in zip(tokens, scores, strict=True)
+        ]
 
     def completion(
         self,
@@ -337,6 +355,7 @@ class CompletionAnswer:
         hide: bool,
         as_ids: bool,
         with_ids: bool,
+        prompt_scores: int | None,
     ) -> None:
         self._head = {"id": name, "object": "text_completion", "created": created, "model": model}
         self._words = words
@@ -347,6 +366,7 @@ class CompletionAnswer:
         self._hide = hide
         self._as_ids = as_ids
         self._with_ids = with_ids
+        self._prompt_scores = prompt_scores
         self._offsets: dict[tuple[int, int], int] = {}
 
     def whole(self, lives: Sequence[Live]) -> dict[str, Any]:
@@ -397,6 +417,10 @@ class CompletionAnswer:
             "finish_reason": finish_reason(news.finish_reason),
             "stop_reason": news.stop_reason,
         }
+        if self._prompt_scores is not None and news.first and live.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._words.prompt(
+                live.prompt_ids, live.prompt_logprobs, self._prompt_scores
+            )
         if self._with_ids:
             choice["token_ids"] = tokens
             if news.first:

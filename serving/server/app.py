@@ -295,6 +295,7 @@ class Server:
             hide=body.max_tokens == 0,
             as_ids=bool(body.return_tokens_as_token_ids),
             with_ids=bool(body.return_token_ids),
+            prompt_scores=body.prompt_logprobs,
         )
         lives = self._add_all(request, body, ids, settings)
         if body.stream:

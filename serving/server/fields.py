@@ -87,8 +87,13 @@ class Generation(BaseModel):
         for name, why in self.refused.items():
             if (self.model_extra or {}).get(name) is not None:
                 raise RequestError(name, why)
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options", "is allowed only with stream: true")
+        if self.stream_options is not None:
+            if not self.stream:
+                raise RequestError("stream_options", "is allowed only with stream: true")
+            if self.stream_options.continuous_usage_stats:
+                raise RequestError(
+                    "stream_options.continuous_usage_stats", "is not supported; ask include_usage"
+                )
 
     def params(self, defaults: SamplingParams, most_tokens: int | None) -> SamplingParams:
         """The settings; what is not said is of `defaults`. `most_tokens` stands where the body

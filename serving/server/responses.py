@@ -13,7 +13,7 @@ from ...shared.models.fields import show
 from .fields import ChatRequest, read_fields
 
 TEXT_PARTS = ("input_text", "output_text", "text")
-SAME = ("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "priority", "n",
+SAME = ("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "priority",
         "repetition_penalty", "cache_salt", "ignore_eos", "chat_template_kwargs")  # fmt: skip
 """Fields that a chat has under the same name."""
 

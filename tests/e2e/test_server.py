@@ -222,6 +222,17 @@ def test_scoring_by_echo(client, llm):
         assert answer.usage.completion_tokens == 2 * most
 
 
+def test_log_probabilities_of_a_prompt_by_our_own_name(client):
+    answer = client.completions.create(
+        model="demo", prompt=[305, 288, 8], max_tokens=1, extra_body={"prompt_logprobs": 1}
+    )
+    first, *others = answer.choices[0].prompt_logprobs
+    assert first is None
+    for token, best in zip((288, 8), others, strict=True):
+        assert best[str(token)]["logprob"] < 0
+        assert {entry["rank"] for entry in best.values()} >= {1}
+
+
 def test_200_streams_at_once(server, llm):
     prompts = [f"x{i} = {i}\n" for i in range(200)]
     params = [SamplingParams(max_tokens=12, seed=i, temperature=0.9) for i in range(200)]
@@ -305,6 +316,15 @@ def test_a_bad_field_of_a_chat_is_named(change, field, server):
     assert answer.status_code == 400, answer.text
     param = answer.json()["error"]["param"]
     assert param.split("[")[0] == field
+
+
+def test_what_a_stream_cannot_tell_is_named(server):
+    options = {"continuous_usage_stats": True}
+    with server.client() as client:
+        body = {"prompt": "x", "stream": True, "stream_options": options}
+        answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "stream_options.continuous_usage_stats"
 
 
 def test_error_types_of_the_client(client):
