@@ -20,6 +20,7 @@ from ..shared.page_groups import PageGroup
 from ..shared.step import (
     HOST_LENGTHS,
     PageEntries,
+    Sampler,
     StepInput,
     StepShape,
     batch_layout,
@@ -153,13 +154,13 @@ class StepInputs:
             self._host_views[descriptor] = {name: views[name] for name in HOST_LENGTHS}
         return self._host_views[descriptor]
 
-    def processors(self, requests: int) -> dict[str, torch.Tensor]:
+    def processors(self, requests: int, sampler: Sampler) -> dict[str, torch.Tensor]:
         """The fields of `processor_layout` for a number of requests, on the device."""
-        layout = processor_layout(requests, self._shape)
+        layout = processor_layout(requests, self._shape, sampler)
         return layout.unpack(self._processors, lambda bits: bits.view(torch.float32))
 
     def fill_processors(self, fields: np.ndarray) -> None:
-        """Bring what the `processed` sampler reads to the device without waiting for it."""
+        """Bring what samplers with processors read to the device without waiting for it."""
         self._processors[: fields.size].copy_(self._pinned(fields), non_blocking=True)
 
     def _cut(self, buffer: torch.Tensor, descriptor: Descriptor) -> dict[str, torch.Tensor]:

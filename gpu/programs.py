@@ -21,7 +21,7 @@ from ..shared.models import decoder
 from ..shared.models.caches import Place
 from ..shared.models.sampler import known_processors, sample
 from ..shared.models.spec import Model
-from ..shared.step import HOST_LENGTHS, SAMPLERS
+from ..shared.step import HOST_LENGTHS, PROCESSING, SAMPLERS
 from . import plumbing
 from .compilation import LayerCompiler, RegionCompiler, Variant, compile_order, variants
 from .graphs import GraphRecorder
@@ -331,9 +331,9 @@ class Programs:
         if sampler == TOP:
             return ops.top_logprobs(logits, self.tokens[:requests])
         processors = None
-        if sampler == "processed":
+        if sampler in PROCESSING:
             processors = known_processors(
-                torch.where, self._inputs.processors(requests), self.last_tokens
+                torch.where, self._inputs.processors(requests, sampler), self.last_tokens
             )
         tokens = sample(ops, sampler, logits, f, processors)
         self._plumbing.keep(tokens, f["sample_rows"], self.last_tokens, self.tokens[:requests])

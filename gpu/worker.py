@@ -29,7 +29,7 @@ from ..shared.models.config import ModelConfig
 from ..shared.models.table import parameter_count
 from ..shared.packer import padding
 from ..shared.progress import Progress
-from ..shared.step import StepInput, StepOutput, TopLogprobs
+from ..shared.step import StepInput, StepOutput, TopLogprobs, with_masks
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Worker, cache_pages, kv_page_bytes
 from . import advice
 from .advice import advise
@@ -136,7 +136,8 @@ class Handle:
     """
 
     step: StepInput
-    tokens: Callable[[], np.ndarray]
+    tokens: Callable[[], np.ndarray] | None
+    """None: the step waits for masks."""
     top: tuple[torch.Tensor, ...] | None
     prompt: list[tuple[torch.Tensor, ...]] | None
     ready: torch.cuda.Event | None
@@ -145,7 +146,9 @@ class Handle:
     drops: bool = False
 
     def result(self) -> StepOutput:
-        """Wait for the step."""
+        """Wait for the step. Raises InternalError if it waits for masks."""
+        if self.tokens is None:
+            raise InternalError(f"step {self.step.step_id} has no sampler yet")
         if self.ready is not None:
             self.ready.synchronize()
         top = None if self.top is None else TopLogprobs(*(x.numpy() for x in self.top))
@@ -216,6 +219,7 @@ class TorchWorker:
             )
             self._kept_in = open_cache(self._compilation.cache_dir, factors)
         self._is_ready = False
+        self._unsampled: Handle | None = None
         self.num_late = 0
         self._reserved: ReservedCache | None = None
         self._recorder: GraphRecorder | None = None
@@ -454,30 +458,52 @@ class TorchWorker:
     @torch.inference_mode()
     def execute(self, step: StepInput) -> Handle:
         """Start a step."""
+        if self._unsampled is not None:
+            raise InternalError(f"step {self._unsampled.step.step_id} has no sampler yet")
         programs, d = self._programs, step.descriptor
         self._inputs.fill(step, host=programs.host_metadata[d.kind])
-        top = prompt = None
+        prompt = None
         if step.prompt_targets is not None:
             prompt = self._prompt_logprobs(step.prompt_targets, programs.hidden(d))
         programs.backbone(d)
-        self._download.wait_for_last()
         kept = programs.kept_streams(d)
         streams = None if kept is None else [kept]
         if step.loop is not None:
+            self._download.wait_for_last()
             made = self._decode(step, step.loop.steps, streams)
             return Handle(step, self._download.start(made), None, None, None, streams)
-        if step.processors is not None:
-            self._inputs.fill_processors(step.processors)
-        programs.sample(d.requests, step.sampler)
-        tokens = programs.tokens[: d.requests]
-        ready = None
-        if step.logprobs:
-            top = self._to_host(programs.sample(d.requests, TOP))
-        if (top is not None or prompt is not None) and self._where.type == "cuda":
-            ready = torch.cuda.Event()
-            ready.record()
         drops = streams is not None and programs.drops_rows(d)
-        return Handle(step, self._download.start(tokens), top, prompt, ready, streams, drops)
+        handle = Handle(step, None, None, prompt, None, streams, drops)
+        if step.waiting is None:
+            self._sample(handle, step.processors)
+        else:
+            self._unsampled = handle
+        return handle
+
+    @count_late
+    @torch.inference_mode()
+    def sample(self, masks: np.ndarray) -> None:
+        """Start the sampler of the step that waits."""
+        handle, self._unsampled = self._unsampled, None
+        if handle is None:
+            raise InternalError("no step waits for masks")
+        self._sample(handle, with_masks(handle.step, masks))
+
+    def _sample(self, handle: Handle, processors: np.ndarray | None) -> None:
+        programs, step = self._programs, handle.step
+        requests = step.descriptor.requests
+        self._download.wait_for_last()
+        if processors is not None:
+            self._inputs.fill_processors(processors)
+        programs.sample(requests, step.sampler)
+        tokens = programs.tokens[:requests]
+        if step.logprobs:
+            handle.top = self._to_host(programs.sample(requests, TOP))
+        on_its_way = handle.top is not None or handle.prompt is not None
+        if on_its_way and self._where.type == "cuda":
+            handle.ready = torch.cuda.Event()
+            handle.ready.record()
+        handle.tokens = self._download.start(tokens)
 
     def _decode(
         self, step: StepInput, steps: int, streams: list[torch.Tensor] | None

@@ -13,13 +13,14 @@ from ..bucketing import smallest_at_least
 from .errors import RequestError
 from .sampling_encoding import sampler_of
 from .sampling_params import SamplingParams
-from .step import SAMPLERS, Sampler
+from .step import PROCESSING, SAMPLERS, Sampler
 
 NEEDS: dict[Sampler, str] = {
     "greedy": "temperature",
     "random": "temperature",
     "filtered": "top_k, top_p, min_p",
-    "processed": "penalties, logit_bias, min_tokens, allowed_token_ids, banned_token_ids",
+    "masked": "structured_outputs, min_tokens, allowed_token_ids, banned_token_ids",
+    "processed": "penalties, logit_bias",
 }
 """The parameters that make a request need a sampler."""
 
@@ -81,12 +82,12 @@ class Demand:
     def sampler_for(self, sampler: Sampler) -> Sampler | None:
         """The first sampler of this demand that can do what `sampler` does, or None.
 
-        `processed` stands in for no other: it reads a buffer that only steps of its own have.
+        Those that read processors stand in for no other: only steps of their own have the buffer.
         """
+        if sampler in PROCESSING:
+            return sampler if sampler in self.samplers else None
         able = SAMPLERS[SAMPLERS.index(sampler) :]
-        found = [other for other in self.samplers if other in able]
-        if sampler != "processed":
-            found = [other for other in found if other != "processed"]
+        found = [other for other in self.samplers if other in able and other not in PROCESSING]
         return found[0] if found else None
 
     def fitting_requests(self, default: int) -> int:
@@ -123,9 +124,9 @@ def samplers_of(params: SamplingParams) -> tuple[Sampler, ...]:
     greedy ones; one with `min_tokens` loses its mask once it has them.
     """
     sampler = sampler_of(params)
-    if sampler == "processed":
-        return "greedy", "processed"
-    return (sampler, "processed") if params.min_tokens else (sampler,)
+    if sampler in PROCESSING:
+        return "greedy", sampler
+    return (sampler, "masked") if params.min_tokens else (sampler,)
 
 
 def _power_of_two(number: int) -> int:

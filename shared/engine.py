@@ -22,7 +22,7 @@ from .backends import find_backend
 from .config import Change, EngineConfig, ResolvedConfig, resolve
 from .demand import ANYTHING, Demand
 from .errors import ConfigError, EngineClosed, EngineDead, InternalError, RequestError
-from .grammars import Grammars
+from .grammars import Grammars, Matcher
 from .interrupts import DeferredInterrupts
 from .kv_scales import with_scales
 from .models.caches import cached_tokens, layout_of, request_pages, step_shape
@@ -37,7 +37,7 @@ from .sampling_encoding import encode_mask
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerMetrics
 from .scheduler_config import SchedulerConfig
-from .step import StepInput, StepOutput, TopLogprobs
+from .step import StepInput, StepOutput, TopLogprobs, mask_words
 from .worker import ProgramReport, StepHandle, attach_camera, cache_pages, create_worker
 
 MAX_PRIORITY = 1000
@@ -163,6 +163,7 @@ class Engine:
         self._updates: list[Update] = []
         self.grammars = Grammars(folder, model.vocab_size, model.eos_token_ids)
         self._matched: dict[str, Request] = {}
+        self._has_camera = config.capture is not None
         if config.capture is not None:
             attach_camera(self, config, folder)
 
@@ -369,8 +370,8 @@ class Engine:
         self.scheduler.abandon()
 
     def _step(self) -> list[Update]:
-        # What may follow a token is known once it is read: no step runs ahead of that.
-        depth = 1 if self._matched else self._depth
+        # A camera reads the steps that it keeps at once, so none may wait for masks.
+        depth = 1 if self._matched and self._has_camera else self._depth
         while len(self._in_flight) < depth:
             scheduled = self.scheduler.schedule()
             if scheduled is None:
@@ -378,6 +379,8 @@ class Engine:
             self._step_id += 1
             packed = pack(scheduled, self.scheduler.table, self.shape, self._step_id)
             self._in_flight.append(_InFlight(scheduled, packed, self.worker.execute(packed)))
+            if packed.waiting is not None and len(self._in_flight) == 1:
+                raise InternalError(f"step {self._step_id} waits, and no step is before it")
         if not self._in_flight:
             if self.scheduler.has_work:
                 raise InternalError(
@@ -386,8 +389,21 @@ class Engine:
         else:
             oldest = self._in_flight.popleft()
             self._read(oldest, oldest.handle.result())
+            if self._in_flight and self._in_flight[0].packed.waiting is not None:
+                self._sample(self._in_flight[0])
         updates, self._updates = self._updates, []
         return updates
+
+    def _sample(self, step: _InFlight) -> None:
+        """Start the sampler of a step whose requests waited for the tokens that were just read."""
+        waiting = [] if step.packed.waiting is None else step.packed.waiting.tolist()
+        masks = np.full((len(waiting), mask_words(self.model.vocab_size)), -1, np.int32)
+        for row, index in enumerate(waiting):
+            request = step.scheduled.requests[index]
+            # One that ended takes any token, which is dropped.
+            if request.finish_reason is None and request.matcher is not None:
+                masks[row] = request.matcher.mask
+        self.worker.sample(masks)
 
     def _read(self, step: _InFlight, output: StepOutput) -> None:
         """Take what a step brought; `_updates` say what that was."""
@@ -432,18 +448,21 @@ class Engine:
         """Tell the matchers which tokens came, and end requests whose text is complete."""
         for request in failed:
             self._matched.pop(request.request_id, None)
+        moved: dict[str, Matcher] = {}
         for request, token in brought:
-            matcher = request.matcher
-            if matcher is None:
+            if request.matcher is None:
                 continue
             if request.finish_reason is not None:
                 self._matched.pop(request.request_id, None)
                 continue
-            matcher.advance(token)
+            request.matcher.advance(token)
+            moved[request.request_id] = request.matcher
+        self.grammars.look(list(moved.values()))
+        for request_id, matcher in moved.items():
             if matcher.finished:
-                self._finish(request.request_id, FinishReason.STOP)
+                self._finish(request_id, FinishReason.STOP)
             elif matcher.stuck:
-                self._finish(request.request_id, FinishReason.ERROR)
+                self._finish(request_id, FinishReason.ERROR)
 
     def _keep_prompt_logprobs(self, step: _InFlight, top: TopLogprobs) -> None:
         """Row p of a prompt tells the log-probability of its token p + 1."""

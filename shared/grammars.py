@@ -32,40 +32,35 @@ def is_available() -> bool:
 
 class Matcher:
     """The state of one request's text. `mask` [W] int32 has the tokens that may follow, bit b of
-    word w for token 32 w + b. `finished`: the text is complete and nothing can follow. `stuck`:
-    no token may follow, and the text is not complete.
+    word w for token 32 w + b: `Grammars.look` brings it behind each token. `finished`: the text is
+    complete and nothing can follow. `stuck`: no token may follow, and the text is not complete.
     """
 
-    def __init__(self, matcher: Any, words: int, base: np.ndarray | None) -> None:
-        self._matcher = matcher
-        self._words = words
+    mask: np.ndarray
+
+    def __init__(self, matcher: Any, base: np.ndarray | None) -> None:
+        self.library = matcher
+        """The library's own."""
         self._base = base
-        self.finished = self.stuck = False
-        self._look()
+        self.finished = matcher.is_stopped() and not matcher.is_error()
+        self.stuck = False
 
     def advance(self, token: int) -> None:
         """Take the token that followed."""
-        if not self._matcher.consume_token(token):
+        if not self.library.consume_token(token):
             self.stuck = True
-            return
-        self._look()
-
-    def _look(self) -> None:
-        if self._matcher.is_stopped() and not self._matcher.is_error():
+        elif self.library.is_stopped() and not self.library.is_error():
             self.finished = True
-            return
-        # The library's masks are as wide as the tokenizer, and a word more where it fills its last
-        # one. Rows of the model that no token has are never sampled.
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._words]
-        if len(words) < self._words:
-            words = np.concatenate((words, np.zeros(self._words - len(words), np.int32)))
+
+    def take(self, words: np.ndarray) -> None:
+        """Have the tokens `words` [W] that may follow here, of those that may anywhere."""
         self.mask = words if self._base is None else words & self._base
-        self.stuck = self._matcher.is_error() or not self.mask.any()
+        self.stuck = self.library.is_error() or not self.mask.any()
 
     @property
     def error(self) -> str:
         """What the library complains about; empty for nothing."""
-        return str(self._matcher.get_error() or "")
+        return str(self.library.get_error() or "")
 
 
 class Grammars:
@@ -76,6 +71,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
         self._tokenizer: Any = None
+        self._threads: Any = None
         self._kept: OrderedDict[StructuredOutputs, Any] = OrderedDict()
 
     def prepare(self) -> None:
@@ -88,11 +84,12 @@ class Grammars:
             raise RequestError(FIELD, "needs llguidance: pip install 'twinfer[grammars]'")
         if not self._path.exists():
             raise RequestError(FIELD, "needs a tokenizer, and the model has no tokenizer.json")
-        from llguidance import LLTokenizer
+        from llguidance import LLExecutor, LLTokenizer
 
         text = self._path.read_text(encoding="utf-8")
         try:
             self._tokenizer = LLTokenizer(text, self._vocab_size, self._eos or None)
+            self._threads = LLExecutor()
         except ValueError as error:
             raise RequestError(
                 FIELD, f"the model's tokenizer cannot be used for it: {_line(str(error))}"
@@ -108,12 +105,29 @@ class Grammars:
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(wanted)
-        matcher = Matcher(self._kept[wanted].deep_copy(), -(-self._vocab_size // 32), base)
+        matcher = Matcher(self._kept[wanted].deep_copy(), base)
+        self.look([matcher])
         if matcher.error:
             raise RequestError(FIELD, f"{wanted.kind}: {_line(matcher.error)}")
         if matcher.stuck or matcher.finished:
             raise RequestError(FIELD, f"{wanted.kind}: no token may begin the text")
         return matcher
+
+    def look(self, matchers: Sequence[Matcher]) -> None:
+        """Find what may follow in each text, all at once on the cores that there are. A text that
+        is complete has no mask.
+        """
+        open_texts = [matcher for matcher in matchers if not (matcher.finished or matcher.stuck)]
+        if not open_texts:
+            return
+        # New for each call: a step that was packed keeps its masks.
+        words = np.zeros((len(open_texts), -(-self._vocab_size // 32)), np.int32)
+        places = [(matcher.library, row) for row, matcher in enumerate(open_texts)]
+        self._threads.unsafe_compute_mask_ptr(
+            places, words.ctypes.data, words.strides[0], len(words)
+        )
+        for matcher, row in zip(open_texts, words, strict=True):
+            matcher.take(row)
 
     def _compile(self, wanted: StructuredOutputs) -> Any:
         from llguidance import LLMatcher, LLParserLimits

@@ -11,9 +11,9 @@ import numpy as np
 from ..bucketing import Descriptor
 from .errors import InternalError
 from .request_table import (
+    MASKED,
     NO_STOP,
     POSITION,
-    PROCESSED,
     PROCESSOR_FIELDS,
     RequestTable,
     ScheduledStep,
@@ -25,9 +25,11 @@ from .step import (
     SAMPLERS,
     STOP_SLOTS,
     DecodeLoop,
+    Sampler,
     StepInput,
     StepShape,
     batch_layout,
+    masks_of,
     processor_layout,
 )
 
@@ -68,7 +70,7 @@ def pack(
         sampler=SAMPLERS[level],
         batch=_batch(step, table, shape),
         sampling=_sampling(step),
-        processors=_processors(step, table, shape) if level == PROCESSED else None,
+        processors=None if level < MASKED else _processors(step, table, shape, SAMPLERS[level]),
         logprobs=step.group.logprobs,
         prompt_targets=None if step.decode_only else _prompt_targets(step, table),
         loop=None
@@ -78,6 +80,7 @@ def pack(
         page_table=page_table_of(step.rows, step.descriptor.requests, table, shape)
         if with_page_table
         else None,
+        waiting=None if level < MASKED else _waiting(step, table),
     )
 
 
@@ -116,7 +119,7 @@ def _level(step: ScheduledStep) -> int:
     """The first of SAMPLERS that serves all requests that sample."""
     group = step.group
     if group.longest_min_total and (step.samples & (step.ends < group.min_total)).any():
-        return PROCESSED
+        return max(MASKED, group.level)
     return group.level
 
 
@@ -201,39 +204,61 @@ def _sampling(step: ScheduledStep) -> np.ndarray:
     return fields.reshape(-1)
 
 
-def _processors(step: ScheduledStep, table: RequestTable, shape: StepShape) -> np.ndarray:
-    layout = processor_layout(step.descriptor.requests, shape)
-    buffer = np.full(layout.size, -1, np.int32)
-    rows, count = step.rows, len(step.rows)
-    padded = _padded_rows(step, table)
-
-    history = layout.view(buffer, "history")
-    known = table.known[rows]
-    width = int(known.max())
-    history[:count, :width] = table.tokens[rows, :width]
-    pending = np.flatnonzero(known == step.starts)
-    history[pending, known[pending]] = PENDING
-
+def _processors(
+    step: ScheduledStep, table: RequestTable, shape: StepShape, sampler: Sampler
+) -> np.ndarray:
+    layout = processor_layout(step.descriptor.requests, shape, sampler)
+    rows, padded = step.rows, _padded_rows(step, table)
+    bans = step.ends < table.min_total[rows]
+    masked = [i for i, row in enumerate(rows.tolist()) if row in table.masks or bans[i]]
+    field = layout.fields["masks"]
+    buffer = np.full(field.offset + len(masked) * field.shape[1], -1, np.int32)
+    layout.view(buffer, "mask_row")[masked] = np.arange(len(masked))
+    for index, mask in zip(masked, masks_of(layout, buffer), strict=True):
+        if rows[index] in table.masks:
+            mask[:] = _base_mask(table, int(rows[index]), shape.vocab_size)
+        if bans[index]:
+            _ban(mask, table.stop_ids[rows[index]], shape.vocab_size)
     layout.view(buffer, "prompt_len")[:] = 0
-    layout.view(buffer, "prompt_len")[:count] = table.prompt_len[rows]
+    layout.view(buffer, "prompt_len")[: len(rows)] = table.prompt_len[rows]
     layout.view(buffer, "rows")[:] = padded
     numbers = table.processors.take(padded, axis=1)
     for name, values in zip(PROCESSOR_FIELDS, numbers, strict=True):
         layout.view(buffer, name).view(np.int32)[:] = values
-    bias = layout.view(buffer, "bias")
+    if sampler == "processed":
+        _fill_history(layout.view(buffer, "history"), step, table)
+        _fill_bias(layout.view(buffer, "bias_ids"), layout.view(buffer, "bias"), step, table)
+    return buffer
+
+
+def _fill_history(history: np.ndarray, step: ScheduledStep, table: RequestTable) -> None:
+    """Tokens of the rows [R, H], in a buffer of -1."""
+    known = table.known[step.rows]
+    width = int(known.max())
+    history[: len(step.rows), :width] = table.tokens[step.rows, :width]
+    pending = np.flatnonzero(known == step.starts)
+    history[pending, known[pending]] = PENDING
+
+
+def _fill_bias(
+    bias_ids: np.ndarray, bias: np.ndarray, step: ScheduledStep, table: RequestTable
+) -> None:
+    """Biases of the rows [R, B], in buffers of -1."""
     bias[:] = 0
-    bias_ids, mask = layout.view(buffer, "bias_ids"), layout.view(buffer, "mask")
-    masked = step.ends < table.min_total[rows]
-    for index, row in enumerate(rows.tolist()):
+    for index, row in enumerate(step.rows.tolist()):
         if row in table.biases:
             ids, values = table.biases[row]
             bias_ids[index, : len(ids)] = ids
             bias[index, : len(ids)] = values
-        if row in table.masks:
-            mask[index] = _base_mask(table, row, shape.vocab_size)
-        if masked[index]:
-            _ban(mask[index], table.stop_ids[row], shape.vocab_size)
-    return buffer
+
+
+def _waiting(step: ScheduledStep, table: RequestTable) -> np.ndarray | None:
+    """The requests whose texts have a form and whose last token was not read back yet: what may
+    follow it is not known.
+    """
+    pending = np.flatnonzero((table.known[step.rows] == step.starts) & step.samples)
+    found = [index for index in pending.tolist() if step.requests[index].matcher is not None]
+    return np.asarray(found) if found else None
 
 
 def _base_mask(table: RequestTable, row: int, vocab_size: int) -> np.ndarray | None:

@@ -37,7 +37,7 @@ PROCESSOR_FIELDS = ("presence", "frequency", "repetition", "repetition_inverse")
 """The processors that are one number per request, as they follow each other in the processor
 buffer.
 """
-PROCESSED = SAMPLERS.index("processed")
+MASKED = SAMPLERS.index("masked")
 
 _PADDING = SamplingParams(temperature=0.0)
 NO_STOP = -1
@@ -323,9 +323,7 @@ class RequestTable:
         self._set_stop_ids(row, request.stop_ids)
         self._encode(row, params, request.seed)
         self.level[row] = SAMPLERS.index(sampler_of(params))
-        self.alone[row] = (
-            not params.stop and params.logprobs is None and self.level[row] != PROCESSED
-        )
+        self.alone[row] = not params.stop and params.logprobs is None and self.level[row] < MASKED
         if params.logit_bias:
             self.biases[row] = encode_bias(params)
         if (

@@ -38,10 +38,10 @@ def sampler_of(params: SamplingParams) -> Sampler:
     """The first of the samplers that serves a request, `min_tokens` aside: those mask only its
     first steps.
     """
-    if params.needs_processors and (
-        not params.min_tokens or replace(params, min_tokens=0).needs_processors
-    ):
+    if params.changes_scores:
         return "processed"
+    if replace(params, min_tokens=0).needs_processors:
+        return "masked"
     if params.greedy:
         return "greedy"
     # The encoded numbers decide: a top_p of 0.9999999 is off, as it rounds to 1.

@@ -151,18 +151,22 @@ class SamplingParams:
 
     @property
     def needs_processors(self) -> bool:
-        """Whether logits are changed before sampling (penalties, bias, masks): the `full`
-        sampler.
-        """
+        """Whether logits are changed before sampling: by penalties, a bias or masks."""
+        return self.changes_scores or bool(
+            self.allowed_token_ids is not None
+            or self.banned_token_ids
+            or self.min_tokens
+            or self.structured_outputs is not None
+        )
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether penalties or a bias change logits before sampling."""
         return bool(
             self.presence_penalty
             or self.frequency_penalty
             or self.repetition_penalty != 1.0
             or self.logit_bias
-            or self.allowed_token_ids is not None
-            or self.banned_token_ids
-            or self.min_tokens
-            or self.structured_outputs is not None
         )
 
     def with_seed(self, seed: int) -> SamplingParams:

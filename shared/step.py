@@ -18,13 +18,15 @@ import numpy as np
 from ..bucketing import Descriptor
 from .errors import InternalError
 
-Sampler = Literal["greedy", "random", "filtered", "processed"]
+Sampler = Literal["greedy", "random", "filtered", "masked", "processed"]
 """The sampler programs, each able to do all that the ones before it do: argmax only; a draw at a
-temperature; top-k, top-p and min-p; penalties, bias and masks. A step takes the first that serves
+temperature; top-k, top-p and min-p; masks; penalties and bias. A step takes the first that serves
 all its requests. A request gets the same token from each program that can serve it.
 """
 
-SAMPLERS: tuple[Sampler, ...] = ("greedy", "random", "filtered", "processed")
+SAMPLERS: tuple[Sampler, ...] = ("greedy", "random", "filtered", "masked", "processed")
+PROCESSING: tuple[Sampler, ...] = ("masked", "processed")
+"""Those that read a buffer of processors."""
 BIAS_SLOTS = 304
 """Logit-bias entries per request: the limit of 300, rounded up to a multiple of 8."""
 PENDING = -2
@@ -151,8 +153,10 @@ def sampling_layout(requests: int) -> Layout:
 
 
 @cache
-def processor_layout(requests: int, shape: StepShape) -> Layout:
-    """What only the `processed` sampler reads.
+def processor_layout(requests: int, shape: StepShape, sampler: Sampler = "processed") -> Layout:
+    """What only the samplers `masked` and `processed` read. For `masked` H and B are 0.
+
+    A buffer may end behind the last mask that it has.
 
     history      [R, H]  tokens so far, H = max_model_len; unused entries -1, a token not read back
                          yet is PENDING (the sampler puts the row's last token there)
@@ -164,20 +168,36 @@ def processor_layout(requests: int, shape: StepShape) -> Layout:
                          `repetition_inverse`
     bias_ids     [R, B]  token ids of the logit bias; -1 unused
     bias         [R, B]  Q16 bias
-    mask         [R, W]  bit b of word w is 1 if token 32 w + b may be sampled, W = ceil(vocab / 32)
+    mask_row     [R]     which of the masks is the request's; -1: it may have any token
+    masks        [R, W]  bit b of word w is 1 if token 32 w + b may be sampled, W = ceil(vocab / 32)
     """
+    whole = sampler == "processed"
+    length, slots = (shape.max_model_len, BIAS_SLOTS) if whole else (0, 0)
     return Layout(
-        ("history", (requests, shape.max_model_len), int),
+        ("history", (requests, length), int),
         ("prompt_len", (requests,), int),
         ("rows", (requests,), int),
         ("presence", (requests,), int),
         ("frequency", (requests,), int),
         ("repetition", (requests,), float),
         ("repetition_inverse", (requests,), float),
-        ("bias_ids", (requests, BIAS_SLOTS), int),
-        ("bias", (requests, BIAS_SLOTS), int),
-        ("mask", (requests, mask_words(shape.vocab_size)), int),
+        ("bias_ids", (requests, slots), int),
+        ("bias", (requests, slots), int),
+        ("mask_row", (requests,), int),
+        ("masks", (requests, mask_words(shape.vocab_size)), int),
     )
+
+
+def masks_of(layout: Layout, processors: np.ndarray) -> np.ndarray:
+    """The masks [m, W] that a buffer of a `processor_layout` has."""
+    field = layout.fields["masks"]
+    return processors[field.offset :].reshape(-1, field.shape[1])
+
+
+def with_all_masks(layout: Layout, processors: np.ndarray) -> np.ndarray:
+    """A buffer of a `processor_layout` with room for all masks."""
+    missing = layout.size - processors.size
+    return np.concatenate((processors, np.full(missing, -1, np.int32))) if missing else processors
 
 
 def mask_words(vocab_size: int) -> int:
@@ -232,10 +252,14 @@ class StepInput:
     steps run once, in order. `page_table` [G R, P] int32 holds the pages of each request, one
     group's behind another's, unused entries 0: such a step can be run alone, again, and anywhere.
 
-    `processors` is there only for the `processed` sampler, `prompt_targets` ([T], the prompt token
+    `processors` is there only for the samplers PROCESSING, `prompt_targets` ([T], the prompt token
     that follows each position, -1 where there is none) only if a request of the step wants the
     log-probabilities of its prompt. `loop` makes several steps of one; only a worker with
     `multi_step` gets that.
+
+    `waiting` [k] int64 are the requests whose masks depend on tokens that the step before samples
+    (docs/adr/0011). `execute` runs the backbone of such a step alone, `Worker.sample` brings the
+    masks. None: no request waits.
     """
 
     step_id: int
@@ -250,6 +274,7 @@ class StepInput:
     loop: DecodeLoop | None = None
     new_pages: NewPages | None = None
     page_table: np.ndarray | None = None
+    waiting: np.ndarray | None = None
 
     def field(self, name: str) -> np.ndarray:
         """A numpy view of a field of the batch, or `page_table`.
@@ -263,6 +288,23 @@ class StepInput:
                 f"step {self.step_id} has new pages, not the page table of its requests"
             )
         return self.page_table
+
+
+def with_masks(step: StepInput, masks: np.ndarray) -> np.ndarray:
+    """The processors of a step whose requests wait for `masks` [k, W] int32, in a new buffer.
+
+    Raises InternalError if the step waits for none, or for others.
+    """
+    waiting, words = step.waiting, mask_words(step.shape.vocab_size)
+    if waiting is None or step.processors is None or masks.shape != (len(waiting), words):
+        count = 0 if waiting is None else len(waiting)
+        raise InternalError(
+            f"step {step.step_id} waits for {count} masks of {words} words, got {masks.shape}"
+        )
+    processors = step.processors.copy()
+    layout = processor_layout(step.descriptor.requests, step.shape, step.sampler)
+    masks_of(layout, processors)[layout.view(processors, "mask_row")[waiting]] = masks
+    return processors
 
 
 class PageEntries:

@@ -119,7 +119,15 @@ class Worker(Protocol):
         ...
 
     def execute(self, step: StepInput) -> StepHandle:
-        """Start a step and return at once. Raises OutsideTable."""
+        """Start a step and return at once. Of a step whose requests wait for masks only the
+        backbone starts, and `sample` comes before the next step. Raises OutsideTable.
+        """
+        ...
+
+    def sample(self, masks: np.ndarray) -> None:
+        """Start the sampler of the step that waits: `masks` [k, W] int32 are those of its requests
+        `StepInput.waiting`. Raises InternalError if none waits.
+        """
         ...
 
     def logits(self, step: StepInput) -> np.ndarray:

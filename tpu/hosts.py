@@ -31,7 +31,8 @@ PATIENCE = 300.0
 """Seconds to wait for the other hosts at start."""
 
 ARGUMENTS: dict[str, Any] = {
-    "load": None, "allocate_kv": int, "warm_up": Table, "execute": StepInput, "close": None
+    "load": None, "allocate_kv": int, "warm_up": Table, "execute": StepInput,
+    "sample": np.ndarray, "close": None,
 }  # fmt: skip
 """The calls of a worker that all hosts make, and what is sent with each. `load` and `warm_up`
 also take a progress.
@@ -190,6 +191,11 @@ class FirstHost:
         """See `Worker`."""
         self._send("execute", step)
         return self._worker.execute(step)
+
+    def sample(self, masks: np.ndarray) -> None:
+        """See `Worker`."""
+        self._send("sample", masks)
+        self._worker.sample(masks)
 
     def logits(self, step: StepInput) -> np.ndarray:
         """Not on several hosts: no host holds all logits."""

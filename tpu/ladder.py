@@ -27,7 +27,7 @@ from ..shared.models.config import ModelConfig
 from ..shared.models.placement import physical_config, place
 from ..shared.models.stages import any_replaced
 from ..shared.models.table import Parameter
-from ..shared.step import SAMPLERS, processor_layout
+from ..shared.step import PROCESSING, SAMPLERS, processor_layout
 from . import kv_buffer, programs
 from .binding import bind_on
 from .sharding import REPLICATED, on, partition
@@ -271,8 +271,9 @@ def _sampler_jobs(
             rows,
             picked,
         )
-        if variant == "processed":
-            arguments += (_array(mesh, processor_layout(requests, model.shape).size),)
+        if variant in PROCESSING:
+            layout = processor_layout(requests, model.shape, variant)
+            arguments += (_array(mesh, layout.size),)
         sampler = partial(programs.sampler, model, variant, requests)
         found[variant, requests] = Job(
             f"sample_{variant}_{requests}", sampler, (1,), arguments, (replicated, replicated)

@@ -20,7 +20,7 @@ from ..shared.models.blocks import Block
 from ..shared.models.caches import CacheLayout
 from ..shared.models.config import ModelConfig
 from ..shared.models.sampler import known_processors, sample
-from ..shared.step import Sampler, StepShape, processor_layout
+from ..shared.step import PROCESSING, Sampler, StepShape, processor_layout
 from .layers import ScannedPass, blocks_of
 from .state import State, diff_layout, sampling_fields, updated
 
@@ -70,7 +70,7 @@ def loop_samplers(demand: Demand) -> tuple[Sampler, ...]:
     """The samplers that loops are built with. Requests with processors are never decoded in
     loops.
     """
-    needed = {loop_sampler(sampler) for sampler in demand.samplers if sampler != "processed"}
+    needed = {loop_sampler(sampler) for sampler in demand.samplers if sampler not in PROCESSING}
     return tuple(sampler for sampler in LOOP_SAMPLERS if sampler in needed)
 
 
@@ -213,7 +213,8 @@ def sampler(
     logits = decoder.head(ops, decoder.model_of(model.config), weights, hidden)
     arguments = None
     if processors is not None:
-        fields = processor_layout(requests, model.shape).unpack(processors, bits_to_float)
+        layout = processor_layout(requests, model.shape, variant)
+        fields = layout.unpack(processors, bits_to_float)
         arguments = known_processors(jnp.where, fields, last_tokens)
     tokens = sample(ops, variant, logits, f, arguments)
     return last_tokens.at[picked["sample_rows"]].set(jnp.maximum(tokens, 0)), tokens

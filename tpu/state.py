@@ -20,11 +20,13 @@ from ..shared.step import (
     STOP_SLOTS,
     Layout,
     PageEntries,
+    Sampler,
     StepInput,
     StepShape,
     batch_layout,
     processor_layout,
     sampling_layout,
+    with_all_masks,
 )
 
 MOVING = ("sample_rows", "position")
@@ -215,16 +217,20 @@ def _fill(
         layout.view(buffer, "new_parameters")[:, : len(rows)] = parameters[:, : len(rows)]
 
 
-def wider_processors(buffer: np.ndarray, requests: int, size: int, shape: StepShape) -> np.ndarray:
-    """What the `processed` sampler reads, for `size` rows instead of `requests`; those behind
-    have no processors.
+def wider_processors(
+    buffer: np.ndarray, requests: int, size: int, shape: StepShape, sampler: Sampler
+) -> np.ndarray:
+    """What a sampler with processors reads, with all masks, and for `size` rows instead of
+    `requests`; those behind have no processors.
     """
+    given = processor_layout(requests, shape, sampler)
+    buffer = with_all_masks(given, buffer)
     if size == requests:
         return buffer
-    given, layout = processor_layout(requests, shape), processor_layout(size, shape)
+    layout = processor_layout(size, shape, sampler)
     wider = layout.allocate()
     fields = layout.views(wider)
-    for name in ("history", "bias_ids", "mask"):
+    for name in ("history", "bias_ids", "mask_row", "masks"):
         fields[name][requests:] = -1
     fields["rows"][requests:] = shape.max_rows
     for name, values in given.views(buffer).items():

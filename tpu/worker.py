@@ -4,7 +4,8 @@ the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,12 +24,14 @@ from ..shared.models.config import ModelConfig
 from ..shared.packer import padding
 from ..shared.progress import Progress
 from ..shared.step import (
+    PROCESSING,
     STOP_SLOTS,
     DecodeLoop,
     Sampler,
     StepInput,
     StepOutput,
     TopLogprobs,
+    with_masks,
 )
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Worker, step_temporaries
 from . import compilation, executables, footprint
@@ -58,14 +61,18 @@ class Handle:
     """A started step. The arrays are futures; copies to the host are under way."""
 
     step: StepInput
-    tokens: jax.Array
-    """[S], or of a loop [N + 1, R], the last row saying how many of the others there are."""
+    tokens: jax.Array | None
+    """[S], or of a loop [N + 1, R], the last row saying how many of the others there are. None: the
+    step waits for masks.
+    """
     top: tuple[jax.Array, ...] | None
     prompt: list[tuple[jax.Array, ...]] | None
     streams: jax.Array | None = None
 
     def result(self) -> StepOutput:
-        """Wait for the step."""
+        """Wait for the step. Raises InternalError if it waits for masks."""
+        if self.tokens is None:
+            raise InternalError(f"step {self.step.step_id} has no sampler yet")
         prompt = None
         if self.prompt is not None:
             parts = [[np.asarray(x) for x in part] for part in self.prompt]
@@ -114,6 +121,7 @@ class JaxWorker:
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._built: footprint.Built = {}
         self._is_ready = False
+        self._unsampled: tuple[Handle, jax.Array, Any] | None = None
         self._num_late = 0
         self._weights: dict[str, Any] = {}
         self._head: dict[str, Any] = {}
@@ -227,7 +235,7 @@ class JaxWorker:
         """Run a program on padding alone, so that the first real step pays for nothing."""
         step, demand = padding(descriptor, self._model.shape), self._model.demand
         for variant in demand.samplers:
-            if variant != "processed":
+            if variant not in PROCESSING:
                 self.execute(replace(step, sampler=variant, logprobs=demand.logprobs)).result()
         if self._model.decode_steps > 1 and descriptor.kind == "decode":
             loop = DecodeLoop(1, False, np.full((descriptor.requests, STOP_SLOTS), -1, np.int32))
@@ -236,17 +244,44 @@ class JaxWorker:
 
     def execute(self, step: StepInput) -> Handle:
         """Start a step."""
+        with self._counting_late():
+            return self._execute(step)
+
+    def sample(self, masks: np.ndarray) -> None:
+        """Start the sampler of the step that waits."""
+        waiting, self._unsampled = self._unsampled, None
+        if waiting is None:
+            raise InternalError("no step waits for masks")
+        with self._counting_late():
+            self._sample(*waiting, with_masks(waiting[0].step, masks))
+
+    @contextmanager
+    def _counting_late(self) -> Iterator[None]:
         before = compilation.compilations_here()
         try:
-            return self._execute(step)
+            yield
         finally:
             self._num_late += compilation.compilations_here() - before
 
     def _execute(self, step: StepInput) -> Handle:
-        d = step.descriptor
+        if self._unsampled is not None:
+            raise InternalError(f"step {self._unsampled[0].step.step_id} has no sampler yet")
         if step.loop is not None:
             return self._execute_loop(step)
         rows, hidden, picked, streams = self._backbone(step)
+        handle = Handle(step, None, None, None, streams)
+        if step.prompt_targets is not None:
+            handle.prompt = self._prompt_logprobs(step.prompt_targets, hidden)
+        if step.waiting is None:
+            self._sample(handle, rows, picked, step.processors)
+        else:
+            self._unsampled = handle, rows, picked
+        return handle
+
+    def _sample(
+        self, handle: Handle, rows: jax.Array, picked: Any, processors: np.ndarray | None
+    ) -> None:
+        step, d = handle.step, handle.step.descriptor
         arguments: tuple[Any, ...] = (
             self._head,
             self._last_tokens,
@@ -255,17 +290,13 @@ class JaxWorker:
             picked,
         )
         shape, size = self._model.shape, sampler_size(d.requests, self._model.shape.max_rows)
-        if step.processors is not None:
-            arguments += (wider_processors(step.processors, d.requests, size, shape),)
+        if processors is not None:
+            arguments += (wider_processors(processors, d.requests, size, shape, step.sampler),)
         self._last_tokens, tokens = self._program((self._sampler(step), size))(*arguments)
         tokens.copy_to_host_async()
-        top = None
         if step.logprobs:
-            top = self._program(("logprobs", size))(self._head, rows, tokens)
-        prompt = None
-        if step.prompt_targets is not None:
-            prompt = self._prompt_logprobs(step.prompt_targets, hidden)
-        return Handle(step, tokens, top, prompt, streams)
+            handle.top = self._program(("logprobs", size))(self._head, rows, tokens)
+        handle.tokens = tokens
 
     def _sampler(self, step: StepInput) -> Sampler:
         """What the step is sampled with: what it asks for, or what stands in for it."""

@@ -17,6 +17,7 @@ from ...shared.step import (
     batch_layout,
     processor_layout,
     sampling_layout,
+    with_all_masks,
 )
 from ..errors import NotComparable
 from ..sides.subject import Subject
@@ -51,12 +52,15 @@ def to_json(recorded: Recorded) -> dict[str, Any]:
         "batch": _lists(batch_layout(d, shape), step.batch)
         | {"page_table": step.field("page_table").ravel().tolist()},
         "sampling": _lists(sampling_layout(d.requests), step.sampling),
-        "processors": None
-        if step.processors is None
-        else _lists(processor_layout(d.requests, shape), step.processors),
+        "processors": None if step.processors is None else _processors(step, step.processors),
         "prompt_targets": None if step.prompt_targets is None else step.prompt_targets.tolist(),
         "taps": recorded.taps,
     }
+
+
+def _processors(step: StepInput, buffer: np.ndarray) -> dict[str, Any]:
+    layout = processor_layout(step.descriptor.requests, step.shape, step.sampler)
+    return _lists(layout, with_all_masks(layout, buffer))
 
 
 def _lists(layout: Layout, buffer: np.ndarray) -> dict[str, Any]:
@@ -96,7 +100,7 @@ def from_json(line: Mapping[str, Any], where: str, subject: Subject) -> Recorded
     )
     processors, targets = line.get("processors"), line.get("prompt_targets")
     if processors is not None:
-        layout = processor_layout(descriptor.requests, shape)
+        layout = processor_layout(descriptor.requests, shape, sampler)
         processors = _buffer(layout, processors, f"{where}: processors")
     if targets is not None:
         targets = _integers(targets, descriptor.tokens, f"{where}: prompt_targets")

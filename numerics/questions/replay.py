@@ -19,7 +19,7 @@ from ...shared.config import DeviceInfo
 from ...shared.errors import ConfigError
 from ...shared.models import decoder
 from ...shared.models.spec import Layer, Model
-from ...shared.step import StepInput
+from ...shared.step import PROCESSING, StepInput
 from ..bundles.bundle import Bundle, arrays_of
 from ..bundles.capturing import with_rows
 from ..bundles.steps import Recorded
@@ -281,7 +281,7 @@ class _FromStart(Comparison):
         tokens = self._recorded[id(step)].arrays.get("tokens")
         if tokens is None:
             return
-        if step.sampler == "processed":
+        if step.sampler in PROCESSING:
             self.diff.notes.append(
                 f"step {step.step_id}: tokens with penalties, bias or masks are not judged"
             )

@@ -28,7 +28,7 @@ from . import decoder
 from .blocks import Block
 from .caches import CacheLayout, layout_of_shard
 from .config import ModelConfig
-from .sampler import sample
+from .sampler import NOT_OF_THE_OP, sample
 from .spec import Layer, Model
 from .table import Parameter
 
@@ -223,11 +223,12 @@ def record_samplers(
     numbers = sorted({d.requests for d in shapes.config.table()}, reverse=True)
     for requests in numbers:
         of_rows = logits(requests)
-        processors = _fields(processor_layout(requests, step))
-        del processors["rows"]
         settings = _fields(sampling_layout(requests))
         for variant in SAMPLERS:
-            tokens = sample(ops, variant, of_rows, settings, processors)
+            processors = _fields(processor_layout(requests, step, variant))
+            processors["mask"] = processors["masks"]
+            known = {name: x for name, x in processors.items() if name not in NOT_OF_THE_OP}
+            tokens = sample(ops, variant, of_rows, settings, known)
         ops.top_logprobs(of_rows, tokens)
     for rows in sorted({*prompt_rows} - {*numbers}, reverse=True):
         ops.top_logprobs(logits(rows), without_data((rows,), "int32"))

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import InternalError
-from ..step import PENDING, Sampler
+from ..step import PENDING, PROCESSING, Sampler
 
 Array = Any
 SETTINGS = ("position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p")
 """Fields of `sampling_layout` that the op `sample` takes, in its order."""
+NOT_OF_THE_OP = ("rows", "mask_row", "masks")
+"""Fields of `processor_layout` that the op `penalties` does not take as they are."""
 
 
 def sample(
@@ -24,15 +26,15 @@ def sample(
 ) -> Array:
     """Tokens [row] int32 of `logits` [row vocab] float32, -1 where one is not finite.
 
-    `settings` are fields of `sampling_layout`. The `processed` variant needs `processors`, see
+    `settings` are fields of `sampling_layout`. Variants of PROCESSING need `processors`, see
     `known_processors`.
     """
     if variant == "greedy":
         return ops.greedy_sample(logits)
-    if variant != "processed":
+    if variant not in PROCESSING:
         scores = ops.quantize_logits(logits)
     elif processors is None:
-        raise InternalError("the sampler 'processed' got no processors")
+        raise InternalError(f"the sampler {variant!r} got no processors")
     else:
         scores = ops.penalties(logits, **processors)
     return ops.sample(logits, scores, *(settings[name] for name in SETTINGS), variant != "random")
@@ -47,5 +49,9 @@ def known_processors(
     [rows + 1]. `where` is that of the framework.
     """
     history, last = fields["history"], last_tokens[fields["rows"]][:, None]
-    known = {name: value for name, value in fields.items() if name != "rows"}
-    return known | {"history": where(history == PENDING, last, history)}
+    known = {name: value for name, value in fields.items() if name not in NOT_OF_THE_OP}
+    row = fields["mask_row"]
+    return known | {
+        "history": where(history == PENDING, last, history),
+        "mask": where(row[:, None] < 0, -1, fields["masks"][where(row < 0, 0, row)]),
+    }

@@ -171,21 +171,23 @@ def filters(requests, count, position):
     return buffer
 
 
-def penalties(requests, shape):
-    """Fields of the `processed` sampler: a history with repeated tokens, penalties, a bias, and
-    half of all words.
+def processors(requests, shape, sampler):
+    """Fields of the sampler: a history with repeated tokens, penalties, a bias, and half of all
+    words. `masked` has the words alone.
     """
-    layout = processor_layout(requests, shape)
+    layout = processor_layout(requests, shape, sampler)
     buffer = layout.allocate()
     f = layout.views(buffer)
-    f["history"][:] = -1
-    f["history"][:, :12] = np.arange(12) % 5
     f["prompt_len"][:], f["rows"][:] = 4, np.arange(requests) % SMALL["max_num_seqs"]
-    f["presence"][:], f["frequency"][:] = 30000, 9000
-    f["repetition"][:], f["repetition_inverse"][:] = 1.5, 1 / 1.5
-    f["bias_ids"][:] = -1
-    f["bias_ids"][:, 0], f["bias"][:, 0] = 3, 65536
-    f["mask"][:] = 0x55555555
+    f["repetition"][:], f["repetition_inverse"][:] = 1.0, 1.0
+    f["mask_row"][:], f["masks"][:] = np.arange(requests), 0x55555555
+    if sampler == "processed":
+        f["history"][:] = -1
+        f["history"][:, :12] = np.arange(12) % 5
+        f["presence"][:], f["frequency"][:] = 30000, 9000
+        f["repetition"][:], f["repetition_inverse"][:] = 1.5, 1 / 1.5
+        f["bias_ids"][:] = -1
+        f["bias_ids"][:, 0], f["bias"][:, 0] = 3, 65536
     return buffer
 
 
@@ -215,7 +217,7 @@ def test_interleaved_graphs_equal_eager_bit_for_bit(cuda, mode, tmp_path):
     import torch
 
     from twinfer.gpu.programs import TOP
-    from twinfer.shared.step import SAMPLERS
+    from twinfer.shared.step import PROCESSING, SAMPLERS
 
     with LLM(
         "demo", **ON_A_GPU, compilation_config={"cache_dir": str(tmp_path), "cudagraph_mode": mode}
@@ -242,10 +244,12 @@ def test_interleaved_graphs_equal_eager_bit_for_bit(cuda, mode, tmp_path):
                 backbone, sample = programs._rows, programs._sample
             with torch.inference_mode():
                 worker._inputs.fill(step, host=programs.host_metadata[d.kind])
-                worker._inputs.fill_processors(penalties(d.requests, worker._shape))
                 poisoned(backbone, d)
                 found = {"rows": [programs.rows[:count].clone()]}
                 for sampler in (*SAMPLERS, TOP):
+                    if sampler in PROCESSING:
+                        given = processors(d.requests, worker._shape, sampler)
+                        worker._inputs.fill_processors(given)
                     results = poisoned(sample, d.requests, sampler)
                     found[sampler] = [x[:count].clone() for x in (programs.tokens, *results)]
             return found

@@ -159,15 +159,15 @@ def test_company_preemption_and_overlap_change_nothing(llm):
 
 def test_a_mask_that_is_a_step_late_is_seen(llm, monkeypatch):
     """Else the tests above could not fail."""
-    look = Matcher._look
+    take = Matcher.take
 
-    def late(self):
+    def late(self, words):
         before = getattr(self, "mask", None)
-        look(self)
+        take(self, words)
         if before is not None:
             self.mask = before
 
-    monkeypatch.setattr(Matcher, "_look", late)
+    monkeypatch.setattr(Matcher, "take", late)
     outputs = texts(llm, [params({"json": SCHEMA}, seed=i) for i in range(4)])
     assert any(output.finish_reason == "error" for output in outputs)
 

@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from twinfer import LLM, SamplingParams
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.shapes import SHAPES
-from twinfer.shared.step import SAMPLERS, StepShape, processor_layout
+from twinfer.shared.step import PROCESSING, SAMPLERS, StepShape, processor_layout
 from twinfer.tpu import ladder, state
 from twinfer.tpu.plans import make_plans
 from twinfer.tpu.programs import sampler_size
@@ -87,7 +88,7 @@ def test_the_programs_of_a_tpu_at_its_defaults():
     shapes = ladder.describe(model, config, tools.blocks, 64, mesh)
     found = ladder.jobs(tools, config.table(), shapes, jnp.bfloat16, mesh)
     assert len(config.table()) == 42
-    assert len(found) == 42 + 10 + 1 + 6 * 5
+    assert len(found) == 42 + 10 + 1 + 6 * (len(SAMPLERS) + 1)
     for descriptor in config.table():
         size = sampler_size(descriptor.requests, config.max_num_seqs)
         assert descriptor.requests <= size <= 256
@@ -107,16 +108,23 @@ def test_sizes_are_powers_of_two_or_all_rows():
     ]
 
 
-def test_rows_behind_have_no_processors():
+@pytest.mark.parametrize("sampler", PROCESSING)
+def test_rows_behind_have_no_processors(sampler):
     shape = StepShape(pages_per_request=4, max_rows=9, max_model_len=12, vocab_size=70)
-    layout = processor_layout(3, shape)
+    layout = processor_layout(3, shape, sampler)
     given = np.random.default_rng(0).integers(0, 60, layout.size).astype(np.int32)
-    fields = processor_layout(4, shape).views(state.wider_processors(given, 3, 4, shape))
+    wider = state.wider_processors(given, 3, 4, shape, sampler)
+    fields = processor_layout(4, shape, sampler).views(wider)
     for name, values in layout.views(given).items():
         np.testing.assert_array_equal(fields[name][:3].view(np.int32), values.view(np.int32))
     last = {name: values[3] for name, values in fields.items()}
     assert last["rows"] == 9
     assert (last["history"] == -1).all()
     assert (last["bias_ids"] == -1).all()
-    assert (last["mask"] == -1).all()
-    assert state.wider_processors(given, 3, 3, shape) is given
+    assert last["mask_row"] == -1
+    assert state.wider_processors(given, 3, 3, shape, sampler) is given
+    # A buffer may end behind its masks; the program takes them all.
+    short = given[: layout.fields["masks"].offset + 3]
+    whole = layout.views(state.wider_processors(short, 3, 3, shape, sampler))
+    assert (whole["masks"][0] == short[-3:]).all()
+    assert (whole["masks"][1:] == -1).all()

@@ -10,7 +10,7 @@ from twinfer.shared.errors import RequestError
 from twinfer.shared.models.config import load_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.sampling_params import SamplingParams
-from twinfer.shared.step import SAMPLERS
+from twinfer.shared.step import PROCESSING, SAMPLERS
 
 CPU = DeviceInfo("cpu", "cpu", 8 << 30)
 GREEDY = SamplingParams(temperature=0)
@@ -36,7 +36,7 @@ def table(demand, **options):
         (SamplingParams(temperature=0, top_k=3), {"greedy"}),
         # A chunk of a prompt samples nothing, with the greedy sampler.
         (SamplingParams(temperature=0, logit_bias={3: 1.0}), {"greedy", "processed"}),
-        (SamplingParams(temperature=0.7, top_k=3, min_tokens=2), {"filtered", "processed"}),
+        (SamplingParams(temperature=0.7, top_k=3, min_tokens=2), {"filtered", "masked"}),
     ],
     # A set's order differs between processes, and the parallel run compares the names.
     ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else str(value),
@@ -121,6 +121,9 @@ def test_a_sampler_stands_in_for_lesser_ones():
         "filtered",
         "filtered",
         None,
+        None,
     ]
-    # The processed one reads what steps of other requests do not have.
-    assert Demand(samplers=("processed",)).sampler_for("greedy") is None
+    # These read what steps of other requests do not have.
+    for sampler in PROCESSING:
+        alone = Demand(samplers=(sampler,))
+        assert [alone.sampler_for(s) for s in SAMPLERS if s != sampler] == [None] * 4

@@ -29,12 +29,16 @@ from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.scheduler import Scheduler
 from twinfer.shared.scheduler_config import SchedulerConfig
 from twinfer.shared.step import (
+    PROCESSING,
     SAMPLERS,
+    Sampler,
     StepShape,
     batch_layout,
     mask_words,
+    masks_of,
     processor_layout,
     sampling_layout,
+    with_all_masks,
 )
 
 VOCABULARY = 70
@@ -148,6 +152,9 @@ def slow_sampling(step: ScheduledStep) -> dict[str, list[float]]:
     return sampling
 
 
+PENALTIES = ("presence", "frequency")
+
+
 def slow_sampler(step: ScheduledStep) -> str:
     needed = {"greedy"}
     for i, request in enumerate(step.requests):
@@ -158,8 +165,14 @@ def slow_sampler(step: ScheduledStep) -> str:
         )
         if not step.samples[i]:
             continue
-        if replace(params, min_tokens=0).needs_processors or masks_stops:
+        if (
+            params.logit_bias
+            or params.repetition_penalty != 1.0
+            or any(encode_processors(params)[name] for name in PENALTIES)
+        ):
             needed.add("processed")
+        elif replace(params, min_tokens=0).needs_processors or masks_stops:
+            needed.add("masked")
         elif params.temperature == 0.0:
             needed.add("greedy")
         elif fields["top_k"] != 0 or fields["top_p"] != ONE or fields["min_p"] != FAR:
@@ -169,9 +182,10 @@ def slow_sampler(step: ScheduledStep) -> str:
     return max(needed, key=SAMPLERS.index)
 
 
-def slow_processors(step: ScheduledStep) -> dict[str, list[Any]]:
+def slow_processors(step: ScheduledStep, sampler: Sampler) -> dict[str, list[Any]]:
     """The processor buffer as lists."""
     processors: dict[str, list[Any]] = {name: [] for name in processor_layout(1, SHAPE).fields}
+    masks = []
     for i in range(step.descriptor.requests):
         request = step.requests[i] if i < len(step.requests) else None
         params = SamplingParams() if request is None else request.params
@@ -196,7 +210,20 @@ def slow_processors(step: ScheduledStep) -> dict[str, list[Any]]:
                 if token < VOCABULARY:
                     bits = (mask[token // 32] & 0xFFFFFFFF) & ~(1 << token % 32)
                     mask[token // 32] = bits - (1 << 32 if bits >> 31 else 0)
-        processors["mask"].append(mask)
+        bans = (
+            request is not None
+            and request.stop_ids
+            and int(step.ends[i]) - request.num_prompt_tokens < params.min_tokens
+        )
+        changed = request is not None and (words is not None or bool(bans))
+        processors["mask_row"].append(len(masks) if changed else -1)
+        if changed:
+            masks.append(mask)
+    unused = [[-1] * mask_words(VOCABULARY)] * (step.descriptor.requests - len(masks))
+    processors["masks"] = masks + unused
+    if sampler == "masked":
+        for name in ("history", "bias_ids", "bias"):
+            processors[name] = [[] for _ in range(step.descriptor.requests)]
     return processors
 
 
@@ -242,9 +269,13 @@ def check(
     compare(batch_layout(step.descriptor, SHAPE).views(packed.batch), slow_batch(step, pages))
     compare(sampling_layout(requests).views(packed.sampling), slow_sampling(step))
     assert packed.sampler == slow_sampler(step)
-    assert (packed.processors is not None) == (packed.sampler == "processed")
+    assert (packed.processors is not None) == (packed.sampler in PROCESSING)
     if packed.processors is not None:
-        compare(processor_layout(requests, SHAPE).views(packed.processors), slow_processors(step))
+        layout = processor_layout(requests, SHAPE, packed.sampler)
+        given = layout.views(with_all_masks(layout, packed.processors))
+        compare(given, slow_processors(step, packed.sampler))
+        masks = masks_of(layout, packed.processors)
+        assert len(masks) == (given["mask_row"] >= 0).sum(), "masks that nobody needs travel"
     assert packed.logprobs == any(
         request.params.logprobs is not None and sampled
         for request, sampled in zip(step.requests, step.samples.tolist(), strict=True)
@@ -331,14 +362,14 @@ def test_a_token_that_is_not_read_yet_is_left_to_the_device() -> None:
     assert pack(third, scheduler.table, SHAPE, 3).field("token_ids").tolist() == [34, 0]
 
 
-def test_min_tokens_take_the_processed_sampler_only_while_they_mask() -> None:
+def test_min_tokens_take_the_masked_sampler_only_while_they_mask() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", 2, stop_ids=(9,), temperature=0.0, min_tokens=2, max_tokens=4))
     samplers = []
     while (step := scheduler.schedule()) is not None:
         samplers.append(pack(step, scheduler.table, SHAPE, 0).sampler)
         scheduler.update(step, np.array([1], np.int32))
-    assert samplers == ["processed", "processed", "greedy", "greedy"]
+    assert samplers == ["masked", "masked", "greedy", "greedy"]
 
 
 def test_only_requests_that_sample_choose_the_sampler() -> None:

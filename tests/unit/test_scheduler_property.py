@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,12 +34,15 @@ from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.scheduler import Scheduler
 from twinfer.shared.scheduler_config import SchedulerConfig
 from twinfer.shared.step import (
+    PROCESSING,
     NewPages,
     StepInput,
     StepShape,
     batch_layout,
     processor_layout,
     sampling_layout,
+    with_all_masks,
+    with_masks,
 )
 
 VOCABULARY = 50
@@ -68,6 +72,29 @@ def attend(stored: np.ndarray, window: int) -> np.ndarray:
     if window:
         sums[window:] = sums[window:] - sums[:-window]
     return sums
+
+
+def may_follow(output: list[int]) -> np.ndarray:
+    """The tokens that a form allows behind `output`: each depends on all of it."""
+    tokens = np.arange(VOCABULARY)
+    allowed = np.flatnonzero(mix(*output, 11, tokens) % U64(3) == 0)
+    return allowed if len(allowed) else tokens
+
+
+class Form:
+    """A matcher: it has taken the tokens that were read back, and knows what may follow them."""
+
+    def __init__(self) -> None:
+        self.output: list[int] = []
+
+    def advance(self, token: int) -> None:
+        self.output.append(token)
+
+    @property
+    def mask(self) -> np.ndarray:
+        bits = np.zeros(-(-VOCABULARY // 32) * 32, np.bool_)
+        bits[may_follow(self.output)] = True
+        return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def draw(
@@ -106,6 +133,8 @@ def expected_output(
         allowed = np.arange(VOCABULARY)
         if params.banned_token_ids:
             allowed = np.setdiff1d(allowed, params.banned_token_ids)
+        if params.structured_outputs:
+            allowed = may_follow(output)
         if len(output) < params.min_tokens:
             allowed = np.setdiff1d(allowed, request.stop_ids)
         history = tokens if params.repetition_penalty != 1.0 else None
@@ -151,6 +180,7 @@ class MockWorker:
         self.last_tokens = np.full(max_rows + 1, 10**6)
         self.stops_early = stops_early
         self.halted = False
+        self.unsampled: tuple[StepInput, np.ndarray, np.ndarray] | None = None
 
     def take(self, new: NewPages | None) -> None:
         assert new is not None
@@ -163,12 +193,13 @@ class MockWorker:
         self.tables[rows, columns] = pages
 
     def execute(self, step: StepInput) -> np.ndarray:
+        assert self.unsampled is None, "a step came before the one before it was sampled"
         # also of a loop that does nothing: its pages belong to its requests
         self.take(step.new_pages)
         if step.loop is None:
             return self.one(step)
         assert step.descriptor.kind == "decode"
-        assert step.sampler != "processed"
+        assert step.sampler not in PROCESSING
         assert not step.logprobs
         made = np.zeros((0, step.descriptor.requests), np.int64)
         if self.stops_early and self.halted and step.loop.chained:
@@ -225,19 +256,34 @@ class MockWorker:
                 new = slice(start[index], start[index + 1])
                 after[new] = attend(stored, group.window)[positions[new]]
             hidden = mix(after, layer + 1)
-        sampled = self._sample(step, hidden[step.field("sample_index")])
-        sample_rows = sampling_layout(len(rows)).view(step.sampling, "sample_rows")
-        self.last_tokens[sample_rows] = np.maximum(sampled, 0)
+        sampled = np.zeros(len(rows), np.int64)
+        hidden = hidden[step.field("sample_index")]
+        if step.waiting is None:
+            self.finish(step, hidden, sampled)
+        else:
+            self.unsampled = step, hidden, sampled
         return sampled
+
+    def sample(self, masks: np.ndarray) -> None:
+        assert self.unsampled is not None
+        (step, hidden, sampled), self.unsampled = self.unsampled, None
+        self.finish(replace(step, processors=with_masks(step, masks)), hidden, sampled)
+
+    def finish(self, step: StepInput, hidden: np.ndarray, sampled: np.ndarray) -> None:
+        """The second half of a step, which writes its tokens to `sampled`."""
+        sampled[:] = self._sample(step, hidden)
+        sample_rows = sampling_layout(len(sampled)).view(step.sampling, "sample_rows")
+        self.last_tokens[sample_rows] = np.maximum(sampled, 0)
 
     def _sample(self, step: StepInput, hidden: np.ndarray) -> np.ndarray:
         requests = step.descriptor.requests
         fields = sampling_layout(requests).views(step.sampling)
         fields["scale"] = fields["scale"].view(np.int32)
         processors = None
-        if step.sampler == "processed":
+        if step.sampler in PROCESSING:
             assert step.processors is not None
-            processors = processor_layout(requests, step.shape).views(step.processors)
+            layout = processor_layout(requests, step.shape, step.sampler)
+            processors = layout.views(with_all_masks(layout, step.processors))
         tokens = np.full(requests, 7)
         for index in np.flatnonzero(fields["sample_rows"] < step.shape.max_rows).tolist():
             values = {name: int(column[index]) for name, column in fields.items()}
@@ -247,12 +293,14 @@ class MockWorker:
                 values["greedy"] = 1
             if step.sampler in ("greedy", "random"):
                 values |= FILTERS_OFF
+            if step.sampler == "masked":
+                assert processors is not None
+                assert processors["history"].size == 0
             history, allowed = None, np.arange(VOCABULARY)
             if processors is not None:
-                bits = np.unpackbits(processors["mask"][index].view(np.uint8), bitorder="little")[
-                    :VOCABULARY
-                ]
-                allowed = np.flatnonzero(bits)
+                if processors["mask_row"][index] >= 0:
+                    words = processors["masks"][processors["mask_row"][index]].view(np.uint8)
+                    allowed = np.flatnonzero(np.unpackbits(words, bitorder="little")[:VOCABULARY])
                 if processors["repetition"][index] != 1.0:
                     seen = processors["history"][index]
                     last = self.last_tokens[processors["rows"][index]]
@@ -282,7 +330,9 @@ class Run:
     eager: list[bool]
     """By turn, over and over: whether to read a step back before the pipeline is full."""
     stops_early: bool = False
-    in_flight: deque[tuple[object, np.ndarray]] = field(default_factory=deque)
+    in_flight: deque[tuple[Any, StepInput, np.ndarray]] = field(default_factory=deque)
+    waited: int = 0
+    """Steps whose sampler waited for masks."""
     cancelled: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -357,13 +407,13 @@ class Run:
         )
         packed = pack(step, self.scheduler.table, self.shape, turn)
         frozen = [buffer.copy() for buffer in (packed.batch, packed.sampling)]
-        self.in_flight.append((step, self.worker.execute(packed)))
+        self.in_flight.append((step, packed, self.worker.execute(packed)))
         self.loops += step.loop is not None
         assert all(map(np.array_equal, frozen, (packed.batch, packed.sampling)))
         return True
 
     def read(self) -> None:
-        step, tokens = self.in_flight.popleft()
+        step, _, tokens = self.in_flight.popleft()
         events = self.scheduler.update(step, tokens)
         self.scheduler.check_integrity()
         assert len(events.requests) == len(events.tokens) == len(events.indices)
@@ -374,6 +424,17 @@ class Run:
         for request, new in made.items():
             assert request.output[-len(new) :] == new
             assert (request in events.finished) == (request.state is RequestState.FINISHED)
+            for token in new if request.matcher is not None else []:
+                request.matcher.advance(token)
+        if self.in_flight and self.in_flight[0][1].waiting is not None:
+            self.sample(*self.in_flight[0][:2])
+
+    def sample(self, step: Any, packed: StepInput) -> None:
+        """Bring the masks that a step waits for: of a request that ended, any."""
+        assert packed.waiting is not None
+        self.waited += 1
+        waiting = [step.requests[index] for index in packed.waiting.tolist()]
+        self.worker.sample(np.array([request.matcher.mask for request in waiting]))
 
     def check(self) -> None:
         """Right tokens and reasons, and nothing left behind."""
@@ -403,6 +464,9 @@ SAMPLING = [
     {"temperature": 0.0, "repetition_penalty": 2.0, "top_k": 2},
     {"banned_token_ids": (0, 3, 31, 32, 49)},
     {"prompt_logprobs": 1},
+    {"structured_outputs": {"regex": "."}},
+    {"temperature": 0.0, "structured_outputs": {"regex": "."}},
+    {"structured_outputs": {"regex": "."}, "repetition_penalty": 1.5},
 ]
 PROMPTS = np.random.default_rng(1).integers(0, VOCABULARY, (3, 40))
 
@@ -454,7 +518,8 @@ def plans(draw_: st.DrawFn, model_len: int) -> list[Plan]:
         most = draw_(st.integers(1, 24))
         stop_ids = tuple(draw_(st.sampled_from([(), (1, 2, 3), (5, 6, 7, 8, 9, 10, 11, 12)])))
         params = SamplingParams(max_tokens=most, **draw_(st.sampled_from(SAMPLING)))
-        params = replace(params, min_tokens=draw_(st.sampled_from([0, 0, most // 2])))
+        if params.structured_outputs is None:
+            params = replace(params, min_tokens=draw_(st.sampled_from([0, 0, most // 2])))
         request = Request(
             request_id=f"r{index}",
             prompt=prompt,
@@ -464,6 +529,8 @@ def plans(draw_: st.DrawFn, model_len: int) -> list[Plan]:
             priority=draw_(st.integers(-3, 3)),
             cache_salt=draw_(st.sampled_from(["", "", "tenant"])),
         )
+        if params.structured_outputs is not None:
+            request.matcher = Form()  # type: ignore[assignment]  # all that is used of one
         arrival = draw_(st.integers(0, 20))
         cancel = draw_(
             st.none() | st.integers(0, 30).map(lambda turns, arrival=arrival: arrival + turns)
@@ -509,6 +576,7 @@ def check_random_schedule(run: Run) -> None:
     event(f"groups: {len(run.config.groups)}")
     event(f"windows: {any(group.window for group in run.config.groups)}")
     event(f"errors: {min(metrics.errors, 3)}")
+    event(f"waited for masks: {run.waited > 0}")
 
 
 def dropped(worker: MockWorker, write: Write) -> Write:
@@ -635,3 +703,47 @@ def test_a_fault_in_page_groups_changes_tokens(
         return False
 
     find(runs(), fails, settings=settings(max_examples=600, phases=[Phase.generate], database=None))
+
+
+def stale(run: Run) -> None:
+    """Masks are made before the token that was just read is taken."""
+    for plan in run.plans:
+        matcher: Any = plan.request.matcher
+        if matcher is not None:
+            matcher.advance = lambda token, form=matcher: _advance_late(form, token)
+
+
+def _advance_late(form: Any, token: int) -> None:
+    form.output = [*form.output, *getattr(form, "held", [])]
+    form.held = [token]
+
+
+def of_another(run: Run) -> None:
+    """Masks come in the wrong order."""
+    sample = run.worker.sample
+    run.worker.sample = lambda masks: sample(masks[::-1])  # type: ignore[method-assign]
+
+
+def not_awaited(run: Run) -> None:
+    """No step waits: each takes the masks that were there when it was packed."""
+    execute = run.worker.execute
+    run.worker.execute = lambda step: execute(replace(step, waiting=None))  # type: ignore[method-assign]
+    run.sample = lambda step, packed: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("fault", [stale, of_another, not_awaited])
+def test_a_mask_that_is_late_or_of_another_request_changes_tokens(
+    fault: Callable[[Run], None],
+) -> None:
+    """The third twin."""
+
+    def fails(run: Run) -> bool:
+        fault(run)
+        try:
+            run.go()
+            run.check()
+        except (AssertionError, InternalError):
+            return True
+        return False
+
+    find(runs(), fails, settings=settings(max_examples=200, phases=[Phase.generate], database=None))
