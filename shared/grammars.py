@@ -7,6 +7,7 @@ a preempted request needs nothing more.
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -73,6 +74,7 @@ class Grammars:
         self._tokenizer: Any = None
         self._threads: Any = None
         self._kept: OrderedDict[StructuredOutputs, Any] = OrderedDict()
+        self._lock = threading.Lock()
 
     def prepare(self) -> None:
         """Read the tokenizer, which takes a second for a large one. Raises RequestError if there
@@ -99,19 +101,35 @@ class Grammars:
         """A matcher before its first token. `base` [W] int32 has the tokens that are allowed
         anyway. Raises RequestError for what cannot be compiled.
         """
-        self.prepare()
-        if wanted not in self._kept:
-            self._kept[wanted] = self._compile(wanted)
-            if len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(wanted)
-        matcher = Matcher(self._kept[wanted].deep_copy(), base)
+        matcher = Matcher(self.compile(wanted).deep_copy(), base)
         self.look([matcher])
         if matcher.error:
             raise RequestError(FIELD, f"{wanted.kind}: {_line(matcher.error)}")
         if matcher.stuck or matcher.finished:
             raise RequestError(FIELD, f"{wanted.kind}: no token may begin the text")
         return matcher
+
+    def is_compiled(self, wanted: StructuredOutputs) -> bool:
+        """Whether `start` has nothing to compile."""
+        with self._lock:
+            return wanted in self._kept
+
+    def compile(self, wanted: StructuredOutputs) -> Any:
+        """The library's matcher before its first token, kept for later. Any thread may call it.
+        Raises RequestError.
+        """
+        with self._lock:
+            self.prepare()
+            if wanted in self._kept:
+                self._kept.move_to_end(wanted)
+                return self._kept[wanted]
+        # Seconds for a large one. Who else needs it meanwhile compiles it too.
+        made = self._compile(wanted)
+        with self._lock:
+            self._kept[wanted] = made
+            if len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        return made
 
     def look(self, matchers: Sequence[Matcher]) -> None:
         """Find what may follow in each text, all at once on the cores that there are. A text that

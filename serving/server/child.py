@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -48,6 +49,8 @@ from .messages import (
 
 IDLE_MS = 1000
 """How long it waits for a message before it says that it is alive."""
+COMPILING_MS = 2
+"""The same while a grammar is compiled for a request."""
 GAUGES_S = 0.1
 """Between two readings of the gauges."""
 EXIT_FAILED, EXIT_ENGINE, EXIT_MEMORY = 1, 70, 71
@@ -71,13 +74,20 @@ class Loop:
         self._receive = receive
         self._send = send
         self._measured = 0.0
+        self._compilers = ThreadPoolExecutor(2)
+        self._compiling: dict[int, tuple[Add, Future[Any]]] = {}
+        """Requests whose grammars are not compiled yet, by id: no step waits for those."""
 
     def turn(self) -> None:
         """Take all messages that are there, then run one step if there is work."""
         engine = self._engine
-        self._take(self._messages(0 if engine.has_work else IDLE_MS))
+        patience = COMPILING_MS if self._compiling else IDLE_MS
+        self._take(self._messages(0 if engine.has_work else patience))
+        self._add_compiled()
         if not engine.has_work:
-            self._send(Beat(self._gauges()))
+            if not self._compiling or time.monotonic() - self._measured >= IDLE_MS / 1000:
+                self._measured = time.monotonic()
+                self._send(Beat(self._gauges()))
             return
         updates = engine.step()
         now = time.monotonic()
@@ -102,17 +112,36 @@ class Loop:
         unwanted = {i for message in messages if isinstance(message, Abort) for i in message.ids}
         for number in unwanted:
             self._engine.abort(str(number))
+            self._compiling.pop(number, None)
         for message in messages:
             if isinstance(message, Add) and message.id not in unwanted:
-                self._add(message)
+                self._compile_or_add(message)
             elif isinstance(message, Finish):
                 for number in message.ids:
+                    self._compiling.pop(number, None)
                     self._engine.finish(str(number), FinishReason.STOP)
             elif isinstance(message, Reset):
+                self._compiling.clear()
                 self._engine.abort_all()
 
-    def _add(self, message: Add) -> None:
+    def _compile_or_add(self, message: Add) -> None:
+        form = message.params.structured_outputs
+        if form is None or self._engine.grammars.is_compiled(form):
+            self._add(message)
+        else:
+            compiled = self._compilers.submit(self._engine.grammars.compile, form)
+            self._compiling[message.id] = message, compiled
+
+    def _add_compiled(self) -> None:
+        for number, (message, compiled) in list(self._compiling.items()):
+            if compiled.done():
+                del self._compiling[number]
+                self._add(message, compiled)
+
+    def _add(self, message: Add, compiled: Future[Any] | None = None) -> None:
         try:
+            if compiled is not None:
+                compiled.result()
             if len(message.prompt) % 4:
                 raise RequestError("prompt", "is no list of token ids")
             self._engine.add(

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -143,6 +145,62 @@ def test_a_bug_that_one_request_meets_ends_no_other(capsys):
     assert "a bug" not in sent[0].message
     assert "a bug" in capsys.readouterr().err
     assert [number for number, _ in messages.updates_of(sent[1])] == [2]
+
+
+class SlowGrammars:
+    """Compiles once `go` is set; the expression "bad" cannot be."""
+
+    def __init__(self):
+        self.go, self.known = threading.Event(), set()
+
+    def is_compiled(self, form):
+        return form in self.known
+
+    def compile(self, form):
+        assert self.go.wait(20)
+        if form.text == "bad":
+            raise RequestError("structured_outputs", "is bad")
+        self.known.add(form)
+
+
+def formed(number, expression):
+    params = SamplingParams(structured_outputs={"regex": expression})
+    return messages.encode(messages.Add(number, b"\1\0\0\0", params))
+
+
+def test_steps_go_on_while_a_grammar_is_compiled():
+    """The request waits for it alone; one that nobody wants any more never starts; what cannot be
+    compiled is refused.
+    """
+    engine, sent = FakeEngine(), []
+    engine.grammars = SlowGrammars()
+    inbox = [formed(1, "a"), formed(2, "bad"), formed(3, "c"), formed(4, "d"), add(5)]
+
+    def receive(wait_ms):
+        time.sleep(0 if inbox else wait_ms / 1000)
+        return inbox.pop(0) if inbox else None
+
+    loop = Loop(engine, receive, sent.append)
+    loop.turn()
+    assert [number for number, _ in messages.updates_of(sent[0])] == [5]
+    inbox += [messages.encode(messages.Abort([3])), messages.encode(messages.Finish([4])), add(6)]
+    loop.turn()
+    assert engine.calls[-1] == ("add", "6")
+    engine.grammars.go.set()
+    end = time.monotonic() + 20
+    while loop._compiling and time.monotonic() < end:
+        loop.turn()
+    assert [call for call in engine.calls if call[0] == "add"] == [
+        ("add", "5"),
+        ("add", "6"),
+        ("add", "1"),
+    ]
+    refused = [message for message in sent if isinstance(message, messages.Refused)]
+    assert refused == [messages.Refused(2, "structured_outputs", "structured_outputs: is bad")]
+    # The next one with the same form waits for nothing.
+    inbox.append(formed(7, "a"))
+    loop.turn()
+    assert engine.calls[-1] == ("add", "7")
 
 
 def test_an_idle_loop_beats():
