@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
@@ -22,8 +23,10 @@ from ...shared.chat import render_chat
 from ...shared.errors import ModelNotFound, RequestError
 from ...shared.models.fields import show
 from ...shared.sampling_params import SamplingParams
+from ...shared.structured_outputs import StructuredOutputs
 from ...shared.tokenizer import LONG, Tokenizer
 from ..batch import need_tokenizer
+from ..formats.grammar import AnswerGrammar
 from ..formats.parser import OutputParser, hides_marks
 from ..formats.table import Format
 from ..responses import ResponseEvents, Usage
@@ -231,6 +234,8 @@ class Server:
         self._engine.admit(0, 0)
         text, ids = await asyncio.to_thread(self._render, chat)
         params = self._params(chat, len(ids), whole_context=True)
+        if (bound := self._bound(chat, params, text[-TAIL:])) is not None:
+            params = replace(params, structured_outputs=bound)
         tokenizer, form = self._settings.tokenizer, self._settings.format
         if tokenizer is not None and hides_marks(form, tokenizer):
             # The parser finds marks in the text, and takes them out of it.
@@ -238,6 +243,27 @@ class Server:
         live = self._add(request, chat, ids, params)
         tail, names = text[-TAIL:], chat.tool_names
         return live, lambda: OutputParser(form, None, tail, names)
+
+    def _bound(
+        self, chat: ChatRequest, params: SamplingParams, tail: str
+    ) -> StructuredOutputs | None:
+        """The form of the whole answer, where marks of reasoning or of calls are part of it."""
+        tokenizer, form = self._settings.tokenizer, params.structured_outputs
+        if tokenizer is None:
+            return None
+        grammar = AnswerGrammar(self._settings.format, tokenizer.token_id, tail)
+        if chat.must_call:
+            several = chat.parallel_tool_calls is not False and chat.named_tool is None
+            text = grammar.calls(chat.offered, several=several)
+        elif form is None and chat.offered and chat.parallel_tool_calls is False:
+            text = grammar.at_most_one_call(chat.offered)
+        elif form is not None and grammar.may_reason and form.kind in ("json", "json_object"):
+            text = grammar.json(json.loads(form.text) if form.text else {"type": "object"})
+        elif form is not None and grammar.may_reason and form.kind == "choice":
+            text = grammar.choice(json.loads(form.text))
+        else:
+            return None
+        return StructuredOutputs("grammar", text)
 
     async def responses(self, request: Request) -> Response:
         """/v1/responses, without a store: each call brings all that was said."""

@@ -210,10 +210,25 @@ class ChatRequest(Generation):
                 raise RequestError(
                     f"tools[{place}]", f"got {show(tool)}, must be a function with a name"
                 )
-        if self.tools and self.tool_choice not in (None, "none", "auto"):
+        self._check_choice()
+
+    def _check_choice(self) -> None:
+        choice = self.tool_choice
+        if isinstance(choice, dict):
+            if not self.tools or self.named_tool not in self.every_tool_name:
+                raise RequestError(
+                    "tool_choice", f"got {show(choice)}, must name one of the functions in tools"
+                )
+        elif choice not in (None, "none", "auto", "required"):
             raise RequestError(
-                "tool_choice", f"got {show(self.tool_choice)}, allowed are none and auto"
+                "tool_choice",
+                f"got {show(choice)}, allowed are none, auto, required and a function",
             )
+        elif choice == "required" and not self.tools:
+            raise RequestError("tool_choice", "got 'required', which needs tools")
+        bound = self.response_format is not None or self.structured_outputs is not None
+        if bound and self.must_call:
+            raise RequestError("tool_choice", "got a call that must come, and a form of the text")
 
     def params(self, defaults: SamplingParams, most_tokens: int | None) -> SamplingParams:
         """As `Generation.params`; `max_completion_tokens` goes before `max_tokens`."""
@@ -246,11 +261,35 @@ class ChatRequest(Generation):
     @property
     def offered(self) -> list[dict[str, Any]]:
         """The tools that the model may call."""
-        return self.tools if self.tools and self.tool_choice != "none" else []
+        if not self.tools or self.tool_choice == "none":
+            return []
+        named = self.named_tool
+        if named is None:
+            return self.tools
+        return [tool for tool in self.tools if tool["function"]["name"] == named]
+
+    @property
+    def named_tool(self) -> str | None:
+        """The function that `tool_choice` names."""
+        if not isinstance(self.tool_choice, dict):
+            return None
+        function = self.tool_choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        return name if isinstance(name, str) else None
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, dict)
+
+    @property
+    def every_tool_name(self) -> list[str]:
+        """The names of all functions, called or not."""
+        return [tool["function"]["name"] for tool in self.tools or ()]
 
     @property
     def tool_names(self) -> list[str]:
-        """Their names."""
+        """The names of those that may be called."""
         return [tool["function"]["name"] for tool in self.offered]
 
     def template_variables(self) -> dict[str, Any]:

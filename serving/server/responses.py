@@ -59,14 +59,16 @@ class ResponsesRequest(BaseModel):
     def chat(self) -> ChatRequest:
         """The chat that it asks for. Raises RequestError."""
         extra = self.model_extra or {}
-        given = {name: getattr(self, name, None) or extra.get(name) for name in SAME}
-        body: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if self.temperature is not None:
-            body["temperature"] = self.temperature
+        given = extra | {name: getattr(self, name) for name in type(self).model_fields}
+        body: dict[str, Any] = {name: given[name] for name in SAME if given.get(name) is not None}
         messages = _messages(self.input)
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
-        body |= {"messages": messages, "tools": self._tools(), "tool_choice": self.tool_choice}
+        choice: Any = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        body |= {"messages": messages, "tools": self._tools(), "tool_choice": choice}
+        body["parallel_tool_calls"] = self.parallel_tool_calls
         if self.max_output_tokens is not None:
             body["max_completion_tokens"] = self.max_output_tokens
         if form := (self.text or {}).get("format"):

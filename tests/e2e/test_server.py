@@ -31,7 +31,8 @@ def backend(request):
 
 @pytest.fixture(scope="module")
 def server(backend):
-    with served("--backend", backend, "--device", "cpu", *FLAGS) as running:
+    flags = ["--backend", backend, "--device", "cpu", "--tool-call-parser", "hermes"]
+    with served(*flags, *FLAGS) as running:
         yield running
 
 
@@ -325,6 +326,81 @@ def test_what_a_stream_cannot_tell_is_named(server):
         answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "stream_options.continuous_usage_stats"
+
+
+LIGHT = {
+    "name": "set_light",
+    "parameters": {
+        "type": "object",
+        "properties": {"level": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["level"],
+        "additionalProperties": False,
+    },
+}
+BELL = {
+    "name": "ring",
+    "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+TOOLS = [{"type": "function", "function": function} for function in (LIGHT, BELL)]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"set_light", "ring"}),
+        ({"type": "function", "function": {"name": "set_light"}}, {"set_light"}),
+    ],
+)
+def test_calls_that_are_asked_for_come(choice, names, client):
+    """Streamed and whole the same, with arguments that keep to the schema."""
+    for seed in range(4):
+        call = dict(
+            model="demo", messages=MESSAGES, tools=TOOLS, tool_choice=choice, seed=seed,
+            temperature=1.0, parallel_tool_calls=False, max_tokens=200,
+        )  # fmt: skip
+        (whole,) = client.chat.completions.create(**call).choices
+        assert whole.finish_reason == "tool_calls"
+        assert not whole.message.content
+        (called,) = whole.message.tool_calls
+        assert called.function.name in names
+        arguments = json.loads(called.function.arguments)
+        if called.function.name == "set_light":
+            assert set(arguments) == {"level"}
+            assert 0 <= arguments["level"] <= 99
+        pieces = [
+            delta.function
+            for event in client.chat.completions.create(**call, stream=True)
+            for delta in event.choices[0].delta.tool_calls or ()
+        ]
+        assert pieces[0].name == called.function.name
+        assert "".join(piece.arguments for piece in pieces) == called.function.arguments
+    if isinstance(choice, dict):
+        choice = {"type": "function", "name": "set_light"}
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    answer = client.responses.create(
+        model="demo", input="x", tools=flat, tool_choice=choice, parallel_tool_calls=False
+    )
+    assert {item.type for item in answer.output} == {"function_call"}
+    assert {item.name for item in answer.output} <= names
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tool_choice": "required", "tools": None}, "tool_choice"),
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ],
+)
+def test_calls_that_cannot_be_had_are_refused(more, param, server):
+    body = {"messages": MESSAGES, "tools": TOOLS} | more
+    with server.client() as client:
+        answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
 
 
 def test_error_types_of_the_client(client):

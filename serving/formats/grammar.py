@@ -1,0 +1,127 @@
+"""Grammars of whole answers: what must be called, or a form that stands behind reasoning.
+
+They are Lark as llguidance reads it. A mark that is a token of its own is named by its id, as no
+text stands for it; another is written out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ...shared.errors import RequestError
+from ...shared.grammars import WHITESPACE
+from .table import Calls, Format
+
+TokenId = Callable[[str], int | None]
+"""The id of the token that a text is as a whole, if there is one."""
+SPACE = "SPACE: /[ \\n]{0,4}/\n"
+ANYTHING = "TEXT: /(?s:.*)/\n"
+
+
+class AnswerGrammar:
+    """Grammars of answers in one format, for a model whose tokens `token_id` knows. `prompt_tail`
+    is the end of the prompt, which may have opened reasoning.
+    """
+
+    def __init__(self, form: Format, token_id: TokenId, prompt_tail: str) -> None:
+        self._form, self._token_id = form, token_id
+        self._tail = prompt_tail.rstrip()
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether reasoning may come before the answer itself."""
+        think = self._form.think
+        if think is None or self._tail.endswith(think[1]):
+            return False
+        return self._tail.endswith(think[0]) or self._token_id(think[0]) is not None
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """A value of `schema`, behind reasoning."""
+        return self._whole("answer", f"answer: {_json(schema)}\n")
+
+    def choice(self, texts: Sequence[str]) -> str:
+        """One of some texts, behind reasoning."""
+        return self._whole("answer", f"answer: {' | '.join(map(_literal, texts))}\n")
+
+    def calls(self, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
+        """One call of one of `tools`, or `several`, behind reasoning. Raises RequestError if the
+        format marks no calls.
+        """
+        calls = self._form.calls
+        if calls is None:
+            raise RequestError(
+                "tool_choice",
+                f"calls cannot be asked for: the model's output format is {self._form.name!r}",
+            )
+        return self._whole(self._marked(calls, several), self._call_rules(calls, tools))
+
+    def at_most_one_call(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Any text, and behind it perhaps one call. Raises RequestError if text cannot be told
+        from a call.
+        """
+        calls = self._form.calls
+        if calls is None or calls.bare or self._token_id(calls.open) is None:
+            raise RequestError(
+                "parallel_tool_calls",
+                "got false, which the marks of calls of this model do not allow",
+            )
+        body = f"TEXT ({self._marked(calls, False)})?"
+        return self._whole(body, self._call_rules(calls, tools))
+
+    def _whole(self, body: str, rules: str) -> str:
+        think = self._form.think
+        rules += SPACE + ANYTHING
+        if think is None or not self.may_reason:
+            return f"start: {body}\n{rules}"
+        opened, end = self._tail.endswith(think[0]), self._token_id(think[1])
+        begin = "" if opened else f"{self._mark(think[0])} "
+        if end is not None:
+            rules += f"think: {begin}TEXT <[{end}]> SPACE\n"
+        else:
+            rules += f"think: {begin}thought SPACE\nthought[suffix={_literal(think[1])}]: TEXT\n"
+        return f"start: think{'' if opened else '?'} {body}\n{rules}"
+
+    def _marked(self, calls: Calls, several: bool) -> str:
+        """A `call` between its marks, or several."""
+        if calls.bare:
+            return f"call ({_literal(calls.separator)} SPACE call)*" if several else "call"
+        opened = self._mark(calls.open)
+        if calls.listed and not self._is_named(calls):
+            more = ' ("," SPACE call)*' if several else ""
+            return f'{opened} SPACE "[" call{more} "]"'
+        closed = f" SPACE {self._mark(calls.close)}" if calls.close else ""
+        one = f"{opened} SPACE call{closed}"
+        return f"{one} (SPACE {one})*" if several else one
+
+    def _mark(self, text: str) -> str:
+        number = self._token_id(text)
+        return _literal(text) if number is None else f"<[{number}]>"
+
+    def _is_named(self, calls: Calls) -> bool:
+        return calls.named and self._token_id("[ARGS]") is not None
+
+    def _call_rules(self, calls: Calls, tools: Sequence[Mapping[str, Any]]) -> str:
+        rules = "call: " + " | ".join(f"call_{i}" for i in range(len(tools))) + "\n"
+        for i, tool in enumerate(tools):
+            function = tool["function"]
+            if self._is_named(calls):
+                head, tail = f"{_literal(function['name'])} {self._mark('[ARGS]')}", ""
+            else:
+                key = calls.argument_keys[0]
+                text = f'{{"name": {json.dumps(function["name"])}, "{key}": '
+                head, tail = _literal(text), ' "}"'
+            schema = function.get("parameters") or {"type": "object"}
+            rules += f"call_{i}: {head} arguments_{i}{tail}\narguments_{i}: {_json(schema)}\n"
+        return rules
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(schema: Any) -> str:
+    if isinstance(schema, Mapping):
+        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return f"%json {json.dumps(schema)}"
