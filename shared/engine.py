@@ -235,6 +235,10 @@ class Engine:
             raise RequestError(
                 "priority", f"got {show(priority)}, must be an integer within {MAX_PRIORITY} of 0"
             )
+        if priority and self.config.scheduling_policy != "priority":
+            raise RequestError(
+                "priority", f"got {priority}, needs an engine with scheduling_policy='priority'"
+            )
         if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT_LENGTH:
             raise RequestError(
                 "cache_salt", f"must be a string of at most {MAX_SALT_LENGTH} characters"

@@ -117,6 +117,7 @@ def test_prefix_cache_and_salts(engine):
     [
         ({"priority": "high"}, "priority"),
         ({"priority": True}, "priority"),
+        ({"priority": 1}, "needs an engine with scheduling_policy='priority'"),
         ({"cache_salt": 5}, "cache_salt"),
     ],
 )

@@ -279,6 +279,7 @@ BAD = [
     (dict(best_of=3), "best_of"),
     (dict(stream_options={"include_usage": True}), "stream_options"),
     (dict(priority=10**6), "priority"),
+    (dict(priority=1), "priority"),
 ]
 
 
