@@ -21,6 +21,7 @@ CALLS = (
     "allocate_kv",
     "warm_up",
     "execute",
+    "sample",
     "logits",
     "read_pages",
     "read_weights",
