@@ -1,4 +1,6 @@
-"""The command line: `twinfer generate | serve | demo | plan | bench | aot | numerics`."""
+"""The command line: `twinfer generate | serve | demo | plan | bench | aot | doctor | collect-env |
+numerics`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from .bench_cli import add_parsers as add_bench_parsers
 from .flags import add_engine, add_output, add_prompts, add_sampling
 from .flags import engine_options as _engine_options
 from .parser import OneLineParser, join_values, size
-from .serve_flags import add_serve
+from .serve_flags import PORT, add_serve, port_number
 
 USAGE = "%(prog)s MODEL [options]"
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -37,9 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A terminal that cannot show a character gets its escape, not an error after all the work.
         sys.stdout.reconfigure(errors="backslashreplace")
     parser, _ = _parser()
-    arguments, unknown = parser.parse_known_args(
-        join_values(sys.argv[1:] if argv is None else argv)
-    )
+    words = sys.argv[1:] if argv is None else argv
+    if (code := parser.find_help(words)) is not None:
+        return code
+    arguments, unknown = parser.parse_known_args(join_values(words))
     if flags := [word for word in unknown if word.startswith("-")]:
         parser.leaf(arguments).refuse(flags[0])
     try:
@@ -165,6 +168,23 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     add_model(aot)
     add_aot_flags(aot)
     add_engine(aot, without=["torch"])
+    doctor = commands.add_parser("doctor", help="what this machine can run, and what is in the way")
+    doctor.set_defaults(run=run_doctor)
+    doctor.add_argument(
+        "model", nargs="?", metavar="MODEL", help="whether it can be read and fits (default: none)"
+    )
+    doctor.add_argument(
+        "--port",
+        type=port_number,
+        default=PORT,
+        metavar="P",
+        help="that a server would take, 1 to 65535 (default: %(default)s)",
+    )
+    doctor.add_argument("--json", action="store_true", help="a JSON list")
+    collect = commands.add_parser(
+        "collect-env", help="versions, devices and variables, for a report"
+    )
+    collect.set_defaults(run=run_collect_env)
     numerics = commands.add_parser(
         "numerics", help="compare backends numerically: which op, in which layer, and why"
     )
@@ -211,6 +231,20 @@ def run_bench(arguments: argparse.Namespace) -> int:
     from .bench_cli import run
 
     return run(arguments, _engine_options(arguments))
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """`twinfer doctor`."""
+    from .doctor import run_doctor as run
+
+    return run(arguments)
+
+
+def run_collect_env(arguments: argparse.Namespace) -> int:
+    """`twinfer collect-env`."""
+    from .doctor import run_collect_env as run
+
+    return run(arguments)
 
 
 def run_numerics(arguments: argparse.Namespace) -> int:

@@ -75,6 +75,36 @@ class OneLineParser(argparse.ArgumentParser):
         near = nearest(unknown.split("=")[0], self.flags)
         self.error(f"unknown argument {unknown}" + (f"; did you mean {near}?" if near else ""))
 
+    def find_help(self, words: Sequence[str]) -> int | None:
+        """Print the flags that `--help=WORD` among `words` asks for, of the command that they name:
+        those whose name, group or help has it. Exit code, or None if nobody asks. Exits with 2
+        where there is none.
+        """
+        asked = [word.partition("=")[2] for word in words if word.startswith("--help=")]
+        if not asked:
+            return None
+        parser = self._named(words)
+        formatter, found = parser._get_formatter(), 0
+        for group in parser._action_groups:
+            title = group.title or ""
+            listed = [a for a in group._group_actions if _speaks_of(a, title, asked[0].lower())]
+            formatter.start_section(title)
+            formatter.add_arguments(listed)
+            formatter.end_section()
+            found += len(listed)
+        if not found:
+            parser.error(f"no flag speaks of {asked[0]}; --help lists all")
+        print(formatter.format_help(), end="")
+        return 0
+
+    def _named(self, words: Sequence[str]) -> OneLineParser:
+        parser = self
+        for word in words:
+            for action in parser._actions:
+                if isinstance(action, argparse._SubParsersAction) and word in action.choices:
+                    parser = action.choices[word]
+        return parser
+
     def leaf(self, arguments: argparse.Namespace) -> OneLineParser:
         """The parser of the command that `arguments` name: of `bench offline`, that of
         `offline`.
@@ -85,6 +115,11 @@ class OneLineParser(argparse.ArgumentParser):
                 if isinstance(command, OneLineParser):
                     return command.leaf(arguments)
         return self
+
+
+def _speaks_of(action: argparse.Action, title: str, word: str) -> bool:
+    texts = (*action.option_strings, action.dest, title, action.help or "")
+    return bool(word) and any(word in text.lower() for text in texts)
 
 
 def nearest(unknown: str, flags: Sequence[str]) -> str | None:

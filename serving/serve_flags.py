@@ -17,7 +17,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     g = parser.add_argument_group("server")
     g.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
     g.add_argument(
-        "--port", type=_port, default=PORT, help="0 takes any free one (default: %(default)s)"
+        "--port", type=port_number, default=PORT, help="0 takes any free one (default: %(default)s)"
     )
     g.add_argument(
         "--uds", metavar="PATH", help="a Unix socket instead of host and port (default: none)"
@@ -109,7 +109,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _port(text: str) -> int:
+def port_number(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"got {text}, allowed is 0 to 65535")
     return int(text)

@@ -126,7 +126,7 @@ def test_at_most_one_call(tokens):
     token_id, accepts, are_tokens = tokens
     grammar = AnswerGrammar(FORMATS["qwen"], token_id, "")
     if not are_tokens:
-        with pytest.raises(RequestError, match="^parallel_tool_calls: got false"):
+        with pytest.raises(RequestError, match=r"^parallel_tool_calls: got false"):
             grammar.at_most_one_call(TOOLS)
         return
     bound, call = grammar.at_most_one_call(TOOLS), f"<tool_call>{F}</tool_call>"
@@ -141,5 +141,5 @@ def test_formats_without_calls():
         with pytest.raises(RequestError, match=f"^tool_choice: .*'{form}'"):
             AnswerGrammar(FORMATS[form], lambda text: None, "").calls(TOOLS, several=True)
     llama = AnswerGrammar(FORMATS["llama3_json"], lambda text: 7, "")
-    with pytest.raises(RequestError, match="^parallel_tool_calls"):
+    with pytest.raises(RequestError, match=r"^parallel_tool_calls"):
         llama.at_most_one_call(TOOLS)
