@@ -12,6 +12,7 @@ checkouts take turns, so that both see the same machine.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import importlib.util
 import json
@@ -57,7 +58,14 @@ def make_fill(worker: str, table: Any, shape: Any) -> Callable[[Any], Any]:
         from twinfer.gpu.inputs import StepInputs
 
         torch.set_num_threads(1)
-        return StepInputs(table, shape, one_group(), torch.device("cpu")).fill
+        inputs = StepInputs(table, shape, one_group(), torch.device("cpu"))
+
+        def fill(step: Any) -> None:
+            inputs.fill(step)
+            if step.processors is not None:
+                inputs.fill_processors(step.processors)
+
+        return fill
     from twinfer.tpu import state
 
     # Before steps were differences, a mirror of the tables made them.
@@ -83,10 +91,16 @@ def summary(samples: list[tuple[float, ...]]) -> dict[str, float]:
 
 
 def measure(
-    worker: str, requests: int, context: int, steps: int, clock: Callable[[], float]
+    worker: str,
+    requests: int,
+    context: int,
+    steps: int,
+    masked: int,
+    clock: Callable[[], float],
 ) -> dict[str, float]:
     """Microseconds of a step by phase: the medians, and of their sum the median and the 5th
-    percentile, which tells most on a machine that others use.
+    percentile, which tells most on a machine that others use. Of `masked` requests a token is
+    banned.
     """
     from twinfer.bucketing import Table, decode_ladder, mixed_ladder
     from twinfer.shared.packer import pack
@@ -114,11 +128,13 @@ def measure(
     )
     fill, random = make_fill(worker, table, shape), np.random.default_rng(0)
     params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=length)
+    banning = dataclasses.replace(params, banned_token_ids=(5,))
     for index in range(requests):
         # Lengths that differ, so that a sixteenth of the requests needs a page in each step, not
         # all in one.
         ids = random.integers(1000, VOCABULARY, prompt - index % PAGE).astype(np.int32)
-        scheduler.add(Request(f"r{index}", ids, params, seed=index, stop_ids=(2,)))
+        own = banning if index < masked else params
+        scheduler.add(Request(f"r{index}", ids, own, seed=index, stop_ids=(2,)))
     tokens = random.integers(1000, VOCABULARY, requests).astype(np.int32)
     in_flight: deque[Any] = deque()
     samples: list[tuple[float, ...]] = []
@@ -170,6 +186,7 @@ def run_child(folder: str, worker: str, context: int, args: argparse.Namespace) 
         "--steps",
         str(args.steps),
     ]
+    command += ["--masked", str(args.masked)]
     command += ["--cpu-time"] if args.cpu_time else []
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
     out = subprocess.run(
@@ -188,6 +205,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--contexts", type=int, nargs="+", default=[256, 3000, 32000], help="tokens of each request"
     )
+    parser.add_argument("--masked", type=int, default=0, help="of these, with a banned token")
     parser.add_argument("--workers", nargs="+", choices=("torch", "jax"), default=["torch", "jax"])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument(
@@ -227,7 +245,16 @@ def main() -> None:
         use_checkout(args.child)
         clock = time.thread_time if args.cpu_time else time.perf_counter
         print(
-            json.dumps(measure(args.workers[0], args.requests, args.contexts[0], args.steps, clock))
+            json.dumps(
+                measure(
+                    args.workers[0],
+                    args.requests,
+                    args.contexts[0],
+                    args.steps,
+                    args.masked,
+                    clock,
+                )
+            )
         )
         return
     checkouts = dict(entry.split("=", 1) for entry in args.against) | {"here": str(HERE)}
