@@ -23,6 +23,7 @@ def llm(request, device):
         "max_model_len": 256,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
+        "scheduling_policy": "priority",
     }
     with LLM("demo", backend=request.param, device=device, progress=False, **options) as made:
         yield made
