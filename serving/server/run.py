@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -141,7 +142,11 @@ def _bind(arguments: argparse.Namespace) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """A socket that a server left behind which was killed. One that answers stays."""
+    """A socket that a server left behind which was killed. One that answers stays, and what is no
+    socket, which refuses connections too.
+    """
+    if not Path(path).is_socket():
+        return
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)

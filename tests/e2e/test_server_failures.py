@@ -259,6 +259,14 @@ def test_a_unix_socket_is_taken_over_from_a_killed_server_and_removed(tmp_path):
             assert path.exists() == (number == signal.SIGKILL)
 
 
+def test_a_file_in_the_place_of_a_socket_is_not_removed(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    with served(*FLAGS, "--uds", str(path), ready=False) as server:
+        assert server.wait_exit() == 2
+    assert path.read_text() == "mine"
+
+
 def test_keys_are_asked_of_everybody():
     flags = ["--api-key", "one", "--api-key", "two", "--served-model-name", "m"]
     with served(*FLAGS, *flags) as server:
