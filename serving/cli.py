@@ -178,7 +178,7 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
         type=port_number,
         default=PORT,
         metavar="P",
-        help="that a server would take, 1 to 65535 (default: %(default)s)",
+        help="that a server would take, 0 to 65535 (default: %(default)s)",
     )
     doctor.add_argument("--json", action="store_true", help="a JSON list")
     collect = commands.add_parser(

@@ -122,10 +122,10 @@ def _device(backend: str) -> tuple[bool, str]:
 
 def _checks(model: str | None, port: int) -> Iterator[Check]:
     yield Check("python", "ok", f"{platform.python_version()} on {platform.machine()}")
-    for name in BACKENDS:
-        runs, text = _device(name)
+    found = {name: _device(name) for name in BACKENDS}
+    for name, (runs, text) in found.items():
         yield Check(f"backend {name}", "ok" if runs else "note", text)
-    yield from _accelerators()
+    yield from _accelerators([text for runs, text in found.values() if runs])
     memory = None
     try:
         backend, device, changes = find_backend("auto", "auto")
@@ -144,11 +144,10 @@ def _checks(model: str | None, port: int) -> Iterator[Check]:
         yield _check_model(model, memory)
 
 
-def _accelerators() -> Iterator[Check]:
-    """Devices that are there, and that no backend runs."""
-    running = " ".join(_device(name)[1] for name in BACKENDS)
+def _accelerators(running: list[str]) -> Iterator[Check]:
+    """Devices that are there, and that none of the `running` ones, as `_device` has them, is."""
     for kind, there, extra in (("tpu", has_tpu(), "tpu"), ("cuda", has_nvidia(), "torch")):
-        if there and f"{kind} (" not in running:
+        if there and not any(text.startswith(f"{kind} (") for text in running):
             text = f"is there, and no backend runs it: pip install 'twinfer[{extra}]'"
             yield Check(f"device {kind}", "bad", text)
 
