@@ -27,6 +27,8 @@ LEVELS = tl.constexpr(6)
 then 15, 11, 7, 3, 0.
 """
 COLUMNS = tl.constexpr(16)
+AT_ONCE = tl.constexpr(8)
+"""Groups whose words are looked at together."""
 TOTAL = tl.constexpr(15)
 """The column behind those of the thresholds: the sum over all words that were kept, in the first
 launch only.
@@ -152,24 +154,30 @@ def _best(bests, parts, BLOCK_PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["parts", "size"])
 def best_kernel(
-    scores,
-    bests,
-    row_stride,
-    parts,
-    size,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, scores, bests, groups, broken, logits_stride, row_stride, parts, size,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, FILTERED: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
-    """Grid (row, part of the words): the largest score of each part."""
+):  # fmt: skip
+    """Grid (row, part of the words): the largest score of each part. FILTERED: also of each of
+    LANES groups of the part, whose words lie LANES apart, and how many logits are not finite.
+    """
     wait(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     best = tl.full([BLOCK], LEAST, tl.int32)
+    bad = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(part * size, tl.minimum(part * size + size, VOCAB), BLOCK):
         word = start + tl.arange(0, BLOCK)
         best = tl.maximum(
             best, tl.load(scores + row * row_stride + word, mask=word < VOCAB, other=LEAST)
         )
+        if FILTERED:
+            x = tl.load(logits + row * logits_stride + word, mask=word < VOCAB, other=0.0)
+            bad += (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
+    if FILTERED:
+        best = tl.max(tl.reshape(best, [BLOCK // LANES, LANES]), 0)
+        place = (row * parts + part) * LANES + tl.arange(0, LANES)
+        tl.store(groups + place, best)
+        tl.store(broken + row * parts + part, tl.sum(bad, 0))
     tl.store(bests + row * parts + part, tl.max(best, 0))
 
 
@@ -256,8 +264,8 @@ def _limit(sums, found, wanted, wants, row, parts, MASS: tl.constexpr, BLOCK_PAR
     do_not_specialize_on_alignment=["greedy", "scale", "top_k", "top_p", "min_p"],
 )
 def narrow_kernel(
-    scores, bests, k_sums, k_found, p_sums, p_found, greedy, scale, top_k, top_p, min_p, row_stride,
-    parts, size, level,
+    scores, bests, k_sums, k_found, p_sums, p_found, done, greedy, scale, top_k, top_p, min_p,
+    row_stride, parts, size, level,
     MASS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -268,7 +276,7 @@ def narrow_kernel(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k, p = tl.load(top_k + row), tl.load(top_p + row)
     wants = (p < ONE) if MASS else (k > 0)
-    if (wants == 0) | (tl.load(greedy + row) > 0):
+    if (wants == 0) | (tl.load(greedy + row) > 0) | (tl.load(done + row) > 0):
         return
     most = tl.load(min_p + row)
     if MASS:
@@ -338,6 +346,191 @@ def gumbel_log2(bits):
     return tl.where(near, distance - smooth, (16 << 16) - _log2(distance))
 
 
+@triton.jit
+def _may_exceed(bits, least):
+    """False where the noise of 31 random bits surely is not above `least`: it is below (32 - e)
+    2^16 - 34655 for e the whole part of log2 of 2 (2^31 - 1 - bits) + 1, and below 2^16 for bits
+    below 2^30.
+    """
+    whole = (least + 34655) >> 16
+    rest = (2147483647 - bits) >> tl.minimum(tl.maximum(31 - whole, 0), 31)
+    return (whole < 2) | (rest == 0)
+
+
+@triton.jit
+def _seeds(seed_lo, seed_hi, position, row):
+    """What the hash of a row's words begins with."""
+    key = _mix(tl.load(seed_lo + row) ^ _mix(tl.load(position + row) * 0x3C6EF372 + 0x1B873593))
+    return key, _mix(tl.load(seed_hi + row) + key * 0x2C1B3C6D + 0x165667B1)
+
+
+@triton.jit
+def _bits(word, key, other):
+    """31 random bits of words."""
+    return _shifted(_mix(_mix(word * -0x61C8864F + key) ^ other), 1)
+
+
+@triton.jit
+def _ordered(x):
+    """Integers in the order of the float32 `x`, equal for zeros of both signs."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _is_few(k, FEW: tl.constexpr):
+    return (k > 0) & (k <= FEW)
+
+
+@triton.jit(
+    do_not_specialize=["parts", "size"],
+    do_not_specialize_on_alignment=["greedy", "scale", "top_k", "top_p", "min_p"],
+)
+def total_kernel(
+    scores, bests, totals, greedy, scale, top_k, top_p, min_p, row_stride, parts, size,
+    FEW: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (row, part of the words): what all words weigh, for rows with top-p whose top-k does
+    not leave a few words.
+    """
+    wait(OVERLAP)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    alone = (tl.load(top_p + row) < ONE) & (_is_few(tl.load(top_k + row), FEW) == 0)
+    if (alone == 0) | (tl.load(greedy + row) > 0):
+        return
+    best, factor = _best(bests + row * parts, parts, BLOCK_PARTS), tl.load(scale + row)
+    most = tl.load(min_p + row)
+    acc = tl.zeros([BLOCK], tl.int64)
+    for start in tl.range(part * size, tl.minimum(part * size + size, VOCAB), BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        score = tl.load(scores + row * row_stride + word, mask=word < VOCAB, other=MASKED)
+        far = _far(score, best, factor)
+        acc += tl.where((score > MASKED) & (far <= most), _weights(far, VOCAB), 0)
+    tl.store(totals + row * parts + part, tl.sum(acc, 0))
+
+
+@triton.jit
+def _largest(x, count):
+    """The largest number that `count` of x [n] int32 reach; LEAST if there are fewer."""
+    found, step = tl.full((), LEAST, tl.int32), tl.full((), LEAST, tl.int32)
+    for _ in range(32):
+        larger = found + step  # wraps: LEAST + LEAST is 0
+        found = tl.where(tl.sum((x >= larger).to(tl.int32), 0) >= count, larger, found)
+        step = _shifted(step, 1)
+    return found
+
+
+@triton.jit
+def _smallest(far, weight, total, wanted, MASS: tl.constexpr):
+    """The smallest limit within which the weights [n] int64 of words at distances `far` [n] are
+    enough.
+    """
+    limit, step = tl.full((), FAR, tl.int32), tl.full((), FAR, tl.int32)
+    for _ in range(23):
+        lower = limit - step
+        held = tl.sum(tl.where(far <= lower, weight, 0), 0)
+        limit = tl.where((lower >= 0) & _enough(held, total, wanted, MASS), lower, limit)
+        step = step >> 1
+    return limit
+
+
+@triton.jit(
+    do_not_specialize=["parts", "size"],
+    do_not_specialize_on_alignment=[
+        "position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p",
+    ],
+)  # fmt: skip
+def few_kernel(
+    logits, scores, bests, groups, broken, totals, chosen, listed, position, seed_lo, seed_hi,
+    greedy, scale, top_k, top_p, min_p, done, out, logits_stride, row_stride, parts, size,
+    FEW: tl.constexpr, LISTED: tl.constexpr, VOCAB: tl.constexpr, LANES: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (row): the token of rows whose filters leave a few words; `done` [row] says of which.
+
+    The best words of the k best groups are k words. So the k best words of the row are as near as
+    the worst of those, and lie in groups whose best word is: only these groups are read. With a
+    larger top-k or with none, the words that FEW groups vouch for must hold what top-p or min-p
+    leaves; and LISTED words are looked at, no more. Rows of which this is not enough are not done.
+    WORDS: a group has at most as many. `chosen` [row BLOCK_GROUPS] and `listed` [row LISTED] are
+    room to work in.
+    """
+    wait(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, BLOCK_PARTS)
+    bad = tl.load(broken + row * parts + part, mask=part < parts, other=0)
+    if tl.max(bad, 0) > 0:
+        tl.store(out + row, -1)
+        tl.store(done + row, 1)
+        return
+    first_wins, factor = tl.load(greedy + row) > 0, tl.load(scale + row)
+    k, p, most = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    best = _best(bests + row * parts, parts, BLOCK_PARTS)
+    group = tl.arange(0, BLOCK_GROUPS)
+    of_group = tl.load(
+        groups + row * parts * LANES + group, mask=group < parts * LANES, other=LEAST
+    )
+    few = _is_few(k, FEW)
+    bound = _largest(of_group, tl.where(few, k, FEW))
+    # No word beyond `cut` is listed, and each within it.
+    cut = tl.where(bound > MASKED, _far(bound, best, factor), FAR)
+    near = tl.where(first_wins, of_group == best, _far(of_group, best, factor) <= cut)
+    near = (near & (of_group > MASKED)).to(tl.int32)
+    chosen += row * BLOCK_GROUPS
+    tl.store(chosen + tl.cumsum(near, 0) - 1, group, mask=near > 0)
+    tl.debug_barrier()  # all threads have written before one of them reads
+    listed += row * LISTED
+    scores += row * row_stride
+    count = tl.zeros((), tl.int32)
+    each, step = tl.arange(0, AT_ONCE)[:, None], tl.arange(0, WORDS)[None, :] * LANES
+    wanted = tl.sum(near, 0)
+    for start in tl.range(0, wanted, AT_ONCE):
+        one = tl.load(chosen + start + each, mask=start + each < wanted, other=0)
+        word = one // LANES * size + one % LANES + step
+        real = (start + each < wanted) & (step < size) & (word < VOCAB)
+        score = tl.load(scores + word, mask=real, other=MASKED)
+        take = tl.where(first_wins, score == best, _far(score, best, factor) <= cut)
+        take = tl.reshape((take & (score > MASKED)).to(tl.int32), [AT_ONCE * WORDS])
+        place = count + tl.cumsum(take, 0) - 1
+        word = tl.reshape(word, [AT_ONCE * WORDS])
+        tl.store(listed + place, word, mask=(take > 0) & (place < LISTED))
+        count += tl.sum(take, 0)
+    if (count == 0) | (count > LISTED):
+        tl.store(done + row, 0)
+        return
+    tl.debug_barrier()
+    place = tl.arange(0, LISTED)
+    real = place < count
+    word = tl.load(listed + place, mask=real, other=VOCAB)
+    if first_wins:
+        value = _ordered(tl.load(logits + row * logits_stride + word, mask=real, other=0.0))
+        found = tl.full((), 1, tl.int32)
+    else:
+        far = _far(tl.load(scores + word, mask=real, other=MASKED), best, factor)
+        keep, known = real & (far <= most), most <= cut
+        if k > 0:
+            ones = keep.to(tl.int64)
+            limit = _smallest(far, ones, tl.sum(ones, 0), k, False)
+            most = tl.minimum(most, limit)
+            keep, known = keep & (far <= limit), few
+        if p < ONE:
+            weight = tl.where(keep, _weights(far, VOCAB), 0).to(tl.int64)
+            held = tl.sum(weight, 0)
+            total = held
+            if few == 0:
+                total = tl.sum(tl.load(totals + row * parts + part, mask=part < parts, other=0), 0)
+                known = (k <= 0) & _enough(held, total, p, True)
+            keep = keep & (far <= _smallest(far, weight, total, p, True))
+        key, other = _seeds(seed_lo, seed_hi, position, row)
+        value = tl.where(keep, gumbel_log2(_bits(word, key, other)) - far, MASKED)
+        found = known.to(tl.int32)
+    value = tl.where(real, value, LEAST)
+    tl.store(out + row, tl.min(tl.where(value == tl.max(value, 0), word, VOCAB), 0))
+    tl.store(done + row, found)
+
+
 @triton.jit(
     do_not_specialize=["parts", "size"],
     do_not_specialize_on_alignment=[
@@ -352,17 +545,20 @@ def gumbel_log2(bits):
     ],
 )
 def draw_kernel(
-    logits, scores, bests, k_sums, k_found, p_sums, p_found, position, seed_lo, seed_hi, greedy,
-    scale, top_k, top_p,
+    logits, scores, bests, k_sums, k_found, p_sums, p_found, done, position, seed_lo, seed_hi,
+    greedy, scale, top_k, top_p,
     min_p, keys, ids, arrived, out, logits_stride, row_stride, parts, size,
     FILTERED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row, part of the words): the last program of a row to arrive takes the best of all
-    parts.
+    parts. FILTERED: rows that are `done` have their token.
     """
     wait(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if FILTERED:  # noqa: SIM102 (only this one is known to the compiler)
+        if tl.load(done + row) > 0:
+            return
     best, factor = _best(bests + row * parts, parts, BLOCK_PARTS), tl.load(scale + row)
     first_wins = tl.load(greedy + row) > 0
     most = tl.full((), FAR, tl.int32)
@@ -376,10 +572,11 @@ def draw_kernel(
             most = tl.minimum(
                 most, _limit(p_sums, p_found, p, p < ONE, row, parts, True, BLOCK_PARTS)
             )
-    key = _mix(tl.load(seed_lo + row) ^ _mix(tl.load(position + row) * 0x3C6EF372 + 0x1B873593))
-    other = _mix(tl.load(seed_hi + row) + key * 0x2C1B3C6D + 0x165667B1)
+    key, other = _seeds(seed_lo, seed_hi, position, row)
     top = tl.full([BLOCK], LEAST, tl.int32)
     top_word = tl.full([BLOCK], VOCAB, tl.int32)
+    # The largest value so far of any thread: what cannot exceed it needs no noise.
+    reached = tl.full((), LEAST, tl.int32)
     for start in tl.range(part * size, tl.minimum(part * size + size, VOCAB), BLOCK):
         word = start + tl.arange(0, BLOCK)
         real = word < VOCAB
@@ -387,17 +584,22 @@ def draw_kernel(
         x = tl.load(logits + row * logits_stride + word, mask=real, other=0.0)
         finite = tl.abs(x) < float("inf")
         if first_wins:
-            x = tl.where(score == best, x, float("-inf"))
-            bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-            value = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # ordered as the numbers are
+            value = _ordered(tl.where(score == best, x, float("-inf")))
+            value = tl.where(finite, value, NOT_FINITE)
+            value = tl.where(real, value, LEAST)
+            larger = value > top
+            top, top_word = tl.where(larger, value, top), tl.where(larger, word, top_word)
         else:
-            far = _far(score, best, factor)
-            noise = gumbel_log2(_shifted(_mix(_mix(word * -0x61C8864F + key) ^ other), 1))
-            value = tl.where((score > MASKED) & (far <= most), noise - far, MASKED)
-        value = tl.where(finite, value, NOT_FINITE)
-        value = tl.where(real, value, LEAST)
-        larger = value > top
-        top, top_word = tl.where(larger, value, top), tl.where(larger, word, top_word)
+            far, bits = _far(score, best, factor), _bits(word, key, other)
+            keep = (score > MASKED) & (far <= most)
+            may = (keep & _may_exceed(bits, reached + far)) | (finite == 0) | (reached <= MASKED)
+            if tl.max(may.to(tl.int32), 0) > 0:
+                value = tl.where(keep, gumbel_log2(bits) - far, MASKED)
+                value = tl.where(finite, value, NOT_FINITE)
+                value = tl.where(real, value, LEAST)
+                larger = value > top
+                top, top_word = tl.where(larger, value, top), tl.where(larger, word, top_word)
+                reached = tl.maximum(reached, tl.max(value, 0))
     most_of_all = tl.max(top, 0)
     first = tl.min(tl.where(top == most_of_all, top_word, VOCAB), 0)
     if parts == 1:

@@ -17,9 +17,11 @@ from .sample_kernels import (
     bias_kernel,
     count_kernel,
     draw_kernel,
+    few_kernel,
     narrow_kernel,
     penalty_kernel,
     quantize_kernel,
+    total_kernel,
 )
 
 
@@ -132,48 +134,70 @@ def sample(
     min_p: Array,
     filtered: bool,
 ) -> Array:
-    """See the op. Limits are found 4 bits a launch; rows that ask for none do nothing there."""
+    """See the op. Rows whose filters leave a few words are done in three launches. The limits of
+    the others are found 4 bits a launch; rows that ask for none do nothing there.
+    """
     setting, device = config("sample"), logits.device
     logits, scores = _dense(logits), _dense(scores)
-    position, seed_lo, seed_hi, greedy, scale, top_k, top_p, min_p = (
-        x.contiguous() for x in (position, seed_lo, seed_hi, greedy, scale, top_k, top_p, min_p)
-    )
+    draws = position, seed_lo, seed_hi
+    filters = greedy, scale, top_k, top_p, min_p
+    draws, filters = (tuple(x.contiguous() for x in each) for each in (draws, filters))
     rows, vocab = logits.shape
+    block, warps = setting["block"], setting["warps"]
     most = triton.cdiv(vocab, setting["least"])
     parts = max(1, min(setting["programs"] * processors() // rows, most)) if rows <= COUNTERS else 1
-    size = triton.cdiv(triton.cdiv(vocab, parts), setting["block"]) * setting["block"]
+    size = triton.cdiv(triton.cdiv(vocab, parts), block) * block
     parts = triton.cdiv(vocab, size)
-    grid, warps = (rows, parts), setting["warps"]
-    split = {"VOCAB": vocab, "BLOCK_PARTS": power_of_2(most), "num_warps": warps, **overlap()}
+    grid, strides = (rows, parts), (logits.stride(0), scores.stride(0))
+    launch = {"VOCAB": vocab, **overlap()}
+    split = launch | {"BLOCK_PARTS": power_of_2(most), "num_warps": warps}
+
+    def room(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        # of one entry where nothing is written
+        return torch.empty(shape if filtered else (2,), dtype=dtype, device=device)
+
     bests, keys, ids = torch.empty((3, rows, parts), dtype=torch.int32, device=device)
     out = torch.empty(rows, dtype=torch.int32, device=device)
+    lanes = max(1, min(block, setting["groups"] // power_of_2(parts)))
+    groups, broken, done = room(rows, parts * lanes), room(rows, parts), room(rows)
     best_kernel[grid](
-        scores, bests, scores.stride(0), parts, size, VOCAB=vocab, BLOCK=setting["block"],
-        num_warps=warps,
-        **overlap(),
+        logits, scores, bests, groups, broken, *strides, parts, size,
+        BLOCK=block, LANES=lanes, FILTERED=filtered, num_warps=warps, **launch,
     )  # fmt: skip
-    sums = torch.empty(
-        (2, rows, LEVELS.value, parts, COLUMNS.value) if filtered else (2,),
-        dtype=torch.int64,
-        device=device,
-    )
-    found = torch.empty(
-        (2, rows, LEVELS.value) if filtered else (2,), dtype=torch.int32, device=device
-    )
+    sums = room(2, rows, LEVELS.value, parts, COLUMNS.value, dtype=torch.int64)
+    found = room(2, rows, LEVELS.value)
     limits = sums[0], found[0], sums[1], found[1]
     if filtered:
+        totals = room(rows, parts, dtype=torch.int64)
+        total_kernel[grid](
+            scores,
+            bests,
+            totals,
+            *filters,
+            strides[1],
+            parts,
+            size,
+            FEW=setting["few"],
+            BLOCK=block,
+            **split,
+        )
+        width = power_of_2(parts * lanes)
+        few_kernel[(rows,)](
+            logits, scores, bests, groups, broken, totals, room(rows, width),
+            room(rows, setting["listed"]), *draws, *filters, done, out, *strides, parts, size,
+            FEW=setting["few"], LISTED=setting["listed"], LANES=lanes,
+            WORDS=power_of_2(triton.cdiv(size, lanes)), BLOCK_GROUPS=width,
+            **split | {"num_warps": setting["few_warps"]},
+        )  # fmt: skip
         for mass in (False, True):
             for level in range(LEVELS.value):
                 narrow_kernel[grid](
-                    scores, bests, *limits, greedy, scale, top_k, top_p, min_p, scores.stride(0),
-                    parts, size, level,
+                    scores, bests, *limits, done, *filters, strides[1], parts, size, level,
                     MASS=mass, BLOCK=setting["narrow"], **split,
                 )  # fmt: skip
     draw_kernel[grid](
-        logits, scores, bests, *limits, position, seed_lo, seed_hi, greedy, scale, top_k, top_p,
-        min_p, keys, ids,
-        counters(device), out, logits.stride(0), scores.stride(0), parts, size, FILTERED=filtered,
-        BLOCK=setting["block"], **split,
+        logits, scores, bests, *limits, done, *draws, *filters, keys, ids, counters(device), out,
+        *strides, parts, size, FILTERED=filtered, BLOCK=block, **split,
     )  # fmt: skip
     return out
 

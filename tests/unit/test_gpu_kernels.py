@@ -302,14 +302,21 @@ def test_triton_greedy_in_parts(kernels, device):
     assert got.tolist() == [5000, -1, 39999, -1, -1]
 
 
-@pytest.mark.parametrize("filtered", [True, False])
-def test_triton_sampling_in_parts(kernels, device, filtered):
-    """Limits and draws from sums over parts: bit for bit those of the reference."""
+@pytest.mark.parametrize(
+    ("filtered", "few"),
+    [(False, {}), (True, {}), (True, {"few": 2, "listed": 8}), (True, {"few": 1, "listed": 1})],
+    ids=["no filters", "few words", "few words or many", "many words"],
+)
+def test_triton_sampling_in_parts(kernels, device, filtered, few):
+    """Limits and draws from sums over parts, and from lists of few words: bit for bit those of the
+    reference.
+    """
     setting = kernels.config("sample")
     before = dict(setting)
     try:
+        setting.update(few)
         if device == "cpu":
-            setting.update(block=64, least=64, narrow=32)
+            setting.update(block=64, least=64, narrow=32, groups=32)
         rows, vocab = (16, 150) if device == "cpu" else (300, 20000)
         arguments = _sample_arguments(
             generator(f"sampling in parts {filtered}"), rows, vocab, filtered
