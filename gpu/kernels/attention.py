@@ -136,16 +136,14 @@ def _config(kernel: str, q: torch.Tensor, shape: dict[str, int]) -> dict[str, in
     return config(kernel, f"{dtype}/{size}", dtype, size)
 
 
-def splits(requests: int, heads: int, slots: int, reach: int, setting: dict[str, int]) -> int:
-    """Into how many parts the slots of a request may be split, from shapes alone; `reach`: of a
-    window or a chunk.
+def wanted_parts(requests: int, heads: int, slots: int, reach: int, setting: dict[str, int]) -> int:
+    """Into how many parts the slots of all requests are divided, from shapes alone; `reach`: of a
+    window or a chunk. 0: each request is one part.
     """
     longest = min(slots, reach + setting["block_n"]) if reach > 0 else slots
-    wanted = min(
-        setting["programs"] * processors() // (requests * heads), -(-longest // setting["chunk"])
-    )
-    wanted = min(wanted, setting["parts"])  # one program adds them all up
-    return wanted if wanted > 1 and requests * heads <= COUNTERS else 1
+    if longest <= setting["chunk"] or requests * heads > COUNTERS:
+        return 0
+    return max(1, setting["programs"] * processors() // heads)
 
 
 def _decode(
@@ -158,23 +156,22 @@ def _decode(
     shape = _shape(q, kv)
     setting = _config("decode", q, shape)
     tokens = min(q.shape[0], kv_lens.shape[0]) if mixed else q.shape[0]
-    parts = splits(
-        tokens, shape["HEADS"], page_table.shape[1] * shape["PAGE"], window or chunk, setting
-    )
-    block_g = power_of_2(shape["GROUP"], 16)
+    slots = page_table.shape[1] * shape["PAGE"]
+    wanted = wanted_parts(tokens, shape["HEADS"], slots, window or chunk, setting)
     sums = marks = arrived = out
-    if parts > 1:
-        each = tokens * q.shape[1] * parts
+    if wanted:
+        each = (wanted + tokens) * q.shape[1]
         sums = torch.empty(each * shape["BLOCK_D"], dtype=torch.float32, device=q.device)
         marks = torch.empty(each * 2, dtype=torch.float32, device=q.device)
         arrived = counters(q.device)
-    decode_kernel[(tokens, shape["HEADS"], parts)](
+    decode_kernel[(shape["HEADS"], wanted + tokens)](
         q, kv, page_table, kv_lens, counts, out, out if sinks is None else sinks, sums, marks,
         arrived, scale, soft_cap, *(scales or (out, out)),
-        q.stride(0), q.stride(1), page_table.stride(0), parts, kv_lens.shape[0],
+        q.stride(0), q.stride(1), page_table.stride(0), wanted, tokens, kv_lens.shape[0],
         MIXED=mixed, WINDOW=window, CHUNK=chunk, CAPPED=soft_cap > 0, SINKS=sinks is not None,
-        SCALED=scales is not None, LEAST=setting["chunk"], BLOCK_G=block_g,
-        BLOCK_N=setting["block_n"], STAGES=setting["stages"], SPLIT=parts > 1,
+        SCALED=scales is not None, LEAST=setting["chunk"], MOST=setting["parts"],
+        BLOCK_G=power_of_2(shape["GROUP"], 16), BLOCK_N=setting["block_n"],
+        BLOCK_R=power_of_2(kv_lens.shape[0], 2), STAGES=setting["stages"], SPLIT=wanted > 0,
         num_warps=setting["warps"],
         **shape, **overlap(),
     )  # fmt: skip

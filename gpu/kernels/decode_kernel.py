@@ -1,10 +1,11 @@
-"""Paged attention of one query token a request: the slots of a request are split among programs.
+"""Paged attention of one query token a request: the slots of all requests are divided evenly.
 
 All lengths are read on the device, and the grid depends on shapes alone, so a graph can capture a
-launch. A program takes one request, one KV head (all query heads of its group) and one part of the
-slots; short requests have one part, whose program writes the result. Else each leaves its sums
-behind, and the last to arrive adds them up in their order, so results do not depend on who that
-was.
+launch. A program takes one KV head (all query heads of its group) and one part of a request's
+slots. Which part follows from the lengths of all requests: each program works that out for itself,
+so that one long request among short ones is split as finely as the GPU needs it. A request of one
+part is written by its program. Else each leaves its sums behind, and the last to arrive adds them
+up in their order, so results do not depend on who that was.
 """
 
 import triton
@@ -84,25 +85,69 @@ def _merge(
         tl.store(out + g[:, None] * SIZE + d[None, :], mean.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _reach(length, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of requests of `length` slots, the first slot that their last token sees, the first of that
+    block, and the number of blocks.
+    """
+    first = length * 0
+    if WINDOW > 0 or CHUNK > 0:
+        first = oldest_seen(length - 1, WINDOW, CHUNK)
+    begin = first // BLOCK_N * BLOCK_N
+    return first, begin, tl.cdiv(length - begin, BLOCK_N)
+
+
+@triton.jit
+def _part_of(
+    item, lengths, live, requests, wanted, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Which part of which request is number `item`: (request, part, parts, blocks a part, number of
+    the request's first part). Behind those of the requests come the rows of none, from `live` on.
+
+    Parts have LEAST slots or more, as many that all requests have about `wanted` parts; a request
+    has at most MOST.
+    """
+    r = tl.arange(0, BLOCK_R)
+    length = tl.load(lengths + r, mask=r < tl.minimum(live, requests), other=0)
+    _, _, blocks = _reach(length, WINDOW, CHUNK, BLOCK_N)
+    blocks = tl.where(r < live, tl.maximum(blocks, 1), 0)
+    size = tl.maximum(tl.cdiv(tl.sum(blocks, 0), wanted), LEAST // BLOCK_N)
+    size = tl.maximum(size, tl.cdiv(blocks, MOST))
+    parts = tl.cdiv(blocks, size)
+    size = tl.cdiv(blocks, tl.maximum(parts, 1))  # as even as whole blocks are
+    parts = tl.cdiv(blocks, tl.maximum(size, 1))
+    ends = tl.cumsum(parts, 0)
+    t = tl.sum(((ends <= item) & (r < live)).to(tl.int32), 0)
+    mine = r == t
+    count = tl.sum(tl.where(mine, parts, 0), 0)
+    begin = tl.sum(tl.where(mine, ends - parts, 0), 0)
+    beyond = item - tl.sum(parts, 0)  # of no request if this is not negative
+    t = tl.where(beyond >= 0, live + beyond, t)
+    return t, item - begin, count, tl.sum(tl.where(mine, size, 0), 0), begin
+
+
 @triton.jit(
-    do_not_specialize=["splits", "requests"],
+    do_not_specialize=["wanted", "tokens", "requests"],
     do_not_specialize_on_alignment=["page_table", "kv_lens", "counts", "k_scale", "v_scale"],
 )
 def decode_kernel(
     q, kv, page_table, kv_lens, counts, out, sinks, sums, marks, arrived, scale, soft_cap, k_scale,
-    v_scale, q_token_stride, q_head_stride, table_stride, splits, requests,
+    v_scale, q_token_stride, q_head_stride, table_stride, wanted, tokens, requests,
     MIXED: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SINKS: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    STAGES: tl.constexpr, SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token, KV head, split). In a mixed step only the first counts[0] tokens are taken,
-    else counts[1]. A part has LEAST slots or more. SCALED: K and V are multiplied with `k_scale`
-    and `v_scale` [HEADS].
+    """Grid (KV head, part): with SPLIT `wanted` + `tokens` parts, else one of each token. In a
+    mixed step only the first counts[0] tokens are taken, else counts[1]. SCALED: K and V are
+    multiplied with `k_scale` and `v_scale` [HEADS].
+
+    The heads of a slot lie side by side, so those that read them run side by side.
     """
-    t, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    h, item = tl.program_id(0), tl.program_id(1)
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     head = h * GROUP + g
     rows = (g < GROUP)[:, None] & (d < SIZE)[None, :]
@@ -110,45 +155,45 @@ def decode_kernel(
     if SCALED:
         factor *= tl.load(k_scale + h)
         v_factor = tl.load(v_scale + h)
-    result = out + t.to(tl.int64) * (HEADS * GROUP * SIZE) + head[:, None] * SIZE + d[None, :]
     wait(OVERLAP)
-    # All that the first loads need is known at once: none of them waits for another.
     live = tl.load(counts + (0 if MIXED else 1))
+    t, split, parts, begun = item, 0, 1, item
+    if SPLIT:
+        t, split, parts, part, begun = _part_of(
+            item, kv_lens, live, requests, wanted, WINDOW, CHUNK, LEAST, MOST, BLOCK_R, BLOCK_N
+        )  # fmt: skip
+    if t >= tokens:
+        return
     length = tl.load(kv_lens + tl.minimum(t, requests - 1))
     place = t.to(tl.int64) * q_token_stride + head[:, None] * q_head_stride + d[None, :]
     query = tl.load(q + place, mask=rows, other=0.0)
+    result = out + t.to(tl.int64) * (HEADS * GROUP * SIZE) + head[:, None] * SIZE + d[None, :]
     if t >= live:
-        if not MIXED and split == 0:
+        if not MIXED:
             tl.store(result, tl.zeros([BLOCK_G, BLOCK_D], out.dtype.element_ty), mask=rows)
         return
-    first = 0
-    if WINDOW > 0 or CHUNK > 0:
-        first = oldest_seen(length - 1, WINDOW, CHUNK)
-    begin = first // BLOCK_N * BLOCK_N
-    part = tl.cdiv(tl.cdiv(length - begin, splits), BLOCK_N) * BLOCK_N
-    part = tl.maximum(part, LEAST)
-    low = begin + split * part
-    if low >= length:
-        return
-    parts = tl.cdiv(length - begin, part)
-    high = tl.minimum(low + part, length)
+    first, low, _ = _reach(length, WINDOW, CHUNK, BLOCK_N)
+    high = length
+    if SPLIT:
+        low += split * part * BLOCK_N
+        high = tl.minimum(low + part * BLOCK_N, length)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
+    page_table += t.to(tl.int64) * table_stride
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         slot = start + tl.arange(0, BLOCK_N)
         acc, top, total = _attend(
-            acc, top, total, query, kv + h * 2 * SIZE, page_table + t * table_stride, slot, first,
-            high, d,
+            acc, top, total, query, kv + h * 2 * SIZE, page_table, slot, first, high, d,
             factor, soft_cap, HEADS, SIZE, PAGE, CAPPED,
         )  # fmt: skip
     if not SPLIT or parts == 1:
         total = with_sinks(total, top, sinks, head, g < GROUP, SINKS)
         tl.store(result, (acc / total[:, None] * v_factor).to(out.dtype.element_ty), mask=rows)
     else:
-        own = t * HEADS + h
-        sums += own.to(tl.int64) * (splits * GROUP * BLOCK_D)
-        marks += own * (splits * 2 * GROUP)
+        own = h * (wanted + tokens) + begun
+        sums += own.to(tl.int64) * (GROUP * BLOCK_D)
+        marks += own * (2 * GROUP)
         tl.store(
             sums + (split * GROUP + g[:, None]) * BLOCK_D + d[None, :],
             acc,
@@ -157,8 +202,8 @@ def decode_kernel(
         tl.store(marks + split * 2 * GROUP + g, top, mask=g < GROUP)
         tl.store(marks + (split * 2 + 1) * GROUP + g, total, mask=g < GROUP)
         tl.debug_barrier()  # all threads have written before one of them says so
-        if tl.atomic_add(arrived + own, 1, sem="acq_rel") == parts - 1:
-            tl.store(arrived + own, 0)
+        if tl.atomic_add(arrived + t * HEADS + h, 1, sem="acq_rel") == parts - 1:
+            tl.store(arrived + t * HEADS + h, 0)
             out += (t.to(tl.int64) * HEADS + h) * (GROUP * SIZE)
             _merge(
                 sums,
