@@ -1,13 +1,14 @@
-"""Check and time blocks of the Triton attention kernels for wide heads and windows, on this GPU.
+"""Check and time blocks of the Triton attention kernels on this GPU.
 
     python scripts/tune_attention.py [--shapes "gemma4 full,gemma4 window"] [--only 0,1]
-    [--kernels decode,prefill,prefill_own] [--json out.json]
+    [--kernels decode,prefill,prefill_own] [--contexts 1024,32768] [--batches 1,8,64]
+    [--json out.json]
 
-For every candidate below: is it within the op's bound, how long does each call take, what share is
-that of the bytes that must be read (decode, against a copy on the same GPU), or how many TFLOP/s
-are they (prompts)? The first candidate is what `gpu/kernels/configs.json` has. The best of a kernel
-and a size of heads belongs there under the chip, as `decode/512`, `prefill/256` or
-`prefill_own/256`, which is for prompts whose slots the copy engine brings. Candidates that need
+For every candidate below: how long does each call take, what share is that of the bytes that must
+be read (decode, against a copy on the same GPU), or how many TFLOP/s are they (prompts)? The first
+candidate is what `gpu/kernels/configs.json` has; the best one must be within the op's bound. It
+belongs there under the chip, as `decode/512`, `prefill/256` or `prefill_own/256`, which is for
+prompts whose slots the copy engine brings. Candidates that need
 more shared memory than there is are said so and passed over.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,21 +62,41 @@ class Shape:
 
 
 SHAPES = {
+    "llama3-8b": Shape(32, 8, 128),
+    "qwen3-0.6b": Shape(16, 8, 128),
+    "llama3.2-1b": Shape(32, 8, 64),
     "gemma4 full": Shape(32, 4, 512),
     "gemma4 window": Shape(32, 16, 256, window=1024),
     "gemma4 E2B full": Shape(8, 1, 512),
     "gemma3 full": Shape(8, 4, 256),
     "gemma3 window": Shape(8, 4, 256, window=1024),
 }
-DECODE = [(batch, length) for length in (1024, 32768) for batch in (1, 8, 64)]
-"""Requests and slots of each."""
+PROMPTS = (0, 24576)
+"""Slots of a prompt before the step in which its next PROMPT tokens are taken."""
 PROMPT = 8192
+SKEWED = [102_400] + [1024] * 63
+"""Slots of requests, one of them long."""
 NAMES = {
-    "decode": ("block_n", "warps", "stages", "chunk", "programs"),
+    "decode": ("block_n", "warps", "stages", "chunk", "programs", "parts"),
     "prefill": ("block_m", "block_n", "warps", "stages"),
     "prefill_own": ("block_m", "block_n", "warps", "stages"),
 }
+_NARROW_PREFILL = [
+    (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
+    (64, 64, 4, 2), (64, 128, 4, 2), (128, 64, 4, 3), (128, 32, 4, 3),
+]  # fmt: skip
+_NARROW_DECODE = [
+    (64, 4, 3, 64, 4), (64, 4, 2, 64, 4), (64, 2, 3, 64, 4), (64, 2, 2, 64, 8), (32, 1, 3, 32, 8),
+    (32, 2, 4, 32, 4), (32, 2, 2, 32, 8), (32, 2, 3, 32, 8), (64, 4, 3, 64, 8), (128, 4, 2, 128, 4),
+    (32, 4, 3, 32, 8), (16, 1, 4, 32, 8), (32, 2, 3, 32, 4, 64), (64, 4, 3, 64, 4, 64),
+]  # fmt: skip
 CANDIDATES: dict[tuple[str, int], list[tuple[int, ...]]] = {
+    ("decode", 128): _NARROW_DECODE,
+    ("decode", 64): _NARROW_DECODE,
+    ("prefill", 128): _NARROW_PREFILL,
+    ("prefill", 64): _NARROW_PREFILL,
+    ("prefill_own", 128): _NARROW_PREFILL,
+    ("prefill_own", 64): _NARROW_PREFILL,
     ("decode", 512): [
         (32, 4, 3, 64, 4), (32, 4, 3, 32, 8), (32, 8, 3, 32, 4), (32, 8, 2, 32, 4),
         (16, 4, 3, 32, 4), (16, 4, 2, 32, 4), (16, 2, 3, 32, 4), (64, 8, 2, 64, 4),
@@ -147,23 +168,36 @@ def settings(kernel: str, size: int) -> Iterator[dict[str, int]]:
         current["gather"] = 1 << 30  # or it would be about prefill_own
     yield current
     for values in CANDIDATES[kernel, size]:
-        chosen = dict(zip(NAMES[kernel], values, strict=True))
+        chosen = dict(zip(NAMES[kernel], values, strict=False))
         if kernel != "decode":
             chosen |= {"few_m": chosen["block_m"], "blocks": 0}
         yield current | chosen
 
 
-def measure(ops: Any, shape: Shape, kernel: str, rate: float) -> dict[str, tuple[float, str]]:
+def replaced(kernel: str, setting: dict[str, int]) -> Callable[..., dict[str, int]]:
+    """What looks up configurations, with another one of `kernel`."""
+    real = attention.config
+    return lambda which, *variants: setting if which == kernel else real(which, *variants)
+
+
+def measure(
+    ops: Any, shape: Shape, kernel: str, rate: float, batches: list[int], contexts: list[int]
+) -> dict[str, tuple[float, str]]:
     """By call: seconds, and what that is in words."""
-    if kernel != "decode":
-        time = seconds(call(ops, shape, [PROMPT], [PROMPT]), calls=8, repeats=3)
-        work = 4.0 * shape.heads * shape.size * shape.pairs(PROMPT)
-        return {f"prompt of {PROMPT}": (time, f"{work / time / 1e12:.0f} TFLOP/s")}
     found = {}
-    for batch, length in DECODE:
-        time = seconds(call(ops, shape, [length] * batch, [1] * batch), calls=32, repeats=3)
-        moved = batch * shape.seen(length) * shape.slot
-        found[f"b={batch} of {length}"] = (time, f"{moved / time / rate:.0%}")
+    if kernel != "decode":
+        for past in PROMPTS:
+            time = seconds(call(ops, shape, [past + PROMPT], [PROMPT]), calls=8, repeats=3)
+            pairs = shape.pairs(past + PROMPT) - shape.pairs(past)
+            work = 4.0 * shape.heads * shape.size * pairs
+            found[f"{PROMPT} after {past}"] = (time, f"{work / time / 1e12:.0f} TFLOP/s")
+            torch.cuda.empty_cache()
+        return found
+    many = {f"b={n} of {length}": [length] * n for length in contexts for n in batches}
+    for what, lengths in (many | {"one long": SKEWED}).items():
+        time = seconds(call(ops, shape, lengths, [1] * len(lengths)), calls=16, repeats=3)
+        moved = sum(map(shape.seen, lengths)) * shape.slot
+        found[what] = (time, f"{moved / time / rate:.0%}")
         torch.cuda.empty_cache()
     return found
 
@@ -175,6 +209,8 @@ def main() -> None:
     )
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--kernels", default="decode,prefill,prefill_own")
+    parser.add_argument("--contexts", default="1024,32768", help="slots of a request, decode")
+    parser.add_argument("--batches", default="1,8,64", help="requests, decode")
     parser.add_argument("--only", default="", help="numbers of candidates, 0 is the current one")
     parser.add_argument("--json", help="file for the figures")
     options = parser.parse_args()
@@ -182,24 +218,22 @@ def main() -> None:
     ops, rate = resolve("torch", preferred("torch", "cuda")).bind(), copy_rate()
     print(f"{torch.cuda.get_device_name()}: a copy moves {rate / 1e12:.2f} TB/s")
     real, rows = attention.config, []
+    batches, contexts = (
+        [int(x) for x in text.split(",")] for text in (options.batches, options.contexts)
+    )
     only = set(map(int, options.only.split(","))) if options.only else None
     for name in options.shapes.split(","):
         shape = SHAPES[name.strip()]
         for kernel in options.kernels.split(","):
             if kernel == "prefill_own" and (shape.window or shape.size > attention.WIDEST_COPY):
                 continue
-            best: tuple[float, dict[str, int]] = (math.inf, {})
+            tried: list[tuple[float, dict[str, int]]] = []
             for number, setting in enumerate(settings(kernel, shape.size)):
                 if only is not None and number not in only:
                     continue
-
-                def chosen(which: str, *variants: str, s: Any = setting, k: str = kernel) -> Any:
-                    return s if which == k else real(which, *variants)
-
-                attention.config = chosen
+                attention.config = replaced(kernel, setting)
                 try:
-                    found = measure(ops, shape, kernel, rate)
-                    wrong = is_right(shape, kernel)
+                    found = measure(ops, shape, kernel, rate, batches, contexts)
                 except Exception as error:  # too much shared memory: not a candidate
                     print(f"{name} {kernel} {number} {setting}: {str(error)[:120]}", flush=True)
                     continue
@@ -208,12 +242,17 @@ def main() -> None:
                 figures = "  ".join(
                     f"{what} {time * 1e6:.1f} us {words}" for what, (time, words) in found.items()
                 )
-                print(f"{name} {kernel} {number} {setting}: {figures} {wrong}", flush=True)
+                print(f"{name} {kernel} {number} {setting}: {figures}", flush=True)
                 total = sum(math.log(time) for time, _ in found.values())
                 rows.append({"shape": name, "kernel": kernel, "setting": setting, **found})
-                if not wrong and total < best[0]:
-                    best = (total, setting)
-            print(f"best of {name} {kernel}: {json.dumps(best[1])}", flush=True)
+                tried.append((total, setting))
+            for _, setting in sorted(tried, key=lambda each: each[0]):
+                attention.config = replaced(kernel, setting)
+                wrong = is_right(shape, kernel)
+                attention.config = real
+                print(f"{wrong or 'best'} of {name} {kernel}: {json.dumps(setting)}", flush=True)
+                if not wrong:
+                    break
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump({"copy": rate, "rows": rows}, file, indent=1)

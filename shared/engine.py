@@ -401,12 +401,12 @@ class Engine:
     def _sample(self, step: _InFlight) -> None:
         """Start the sampler of a step whose requests waited for the tokens that were just read."""
         waiting = [] if step.packed.waiting is None else step.packed.waiting.tolist()
-        masks = np.full((len(waiting), mask_words(self.model.vocab_size)), -1, np.int32)
+        masks = np.empty((len(waiting), mask_words(self.model.vocab_size)), np.int32)
         for row, index in enumerate(waiting):
             request = step.scheduled.requests[index]
+            matcher = request.matcher if request.finish_reason is None else None
             # One that ended takes any token, which is dropped.
-            if request.finish_reason is None and request.matcher is not None:
-                masks[row] = request.matcher.mask
+            masks[row] = -1 if matcher is None else matcher.mask
         self.worker.sample(masks)
 
     def _read(self, step: _InFlight, output: StepOutput) -> None:

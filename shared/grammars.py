@@ -53,10 +53,15 @@ class Matcher:
         elif self.library.is_stopped() and not self.library.is_error():
             self.finished = True
 
-    def take(self, words: np.ndarray) -> None:
-        """Have the tokens `words` [W] that may follow here, of those that may anywhere."""
-        self.mask = words if self._base is None else words & self._base
-        self.stuck = self.library.is_error() or not self.mask.any()
+    def take(self, words: np.ndarray, found: bool) -> None:
+        """Have the tokens `words` [W] that may follow here, of those that may anywhere. `found`:
+        there are any.
+        """
+        self.mask = words
+        if self._base is not None:
+            self.mask = words & self._base
+            found = bool(self.mask.any())
+        self.stuck = not found or self.library.is_error()
 
     @property
     def error(self) -> str:
@@ -144,8 +149,9 @@ class Grammars:
         self._threads.unsafe_compute_mask_ptr(
             places, words.ctypes.data, words.strides[0], len(words)
         )
-        for matcher, row in zip(open_texts, words, strict=True):
-            matcher.take(row)
+        found = words.view(np.uint32).max(axis=1) > 0
+        for matcher, row, any_found in zip(open_texts, words, found.tolist(), strict=True):
+            matcher.take(row, any_found)
 
     def _compile(self, wanted: StructuredOutputs) -> Any:
         from llguidance import LLMatcher, LLParserLimits

@@ -63,6 +63,10 @@ def pack(
             "a step was packed too late: a request has left its row since it was scheduled"
         )
     level = _level(step)
+    waiting = processors = None
+    if level >= MASKED:
+        waiting = _waiting(step, table)
+        processors = _processors(step, table, shape, SAMPLERS[level], waiting)
     return StepInput(
         step_id=step_id,
         descriptor=step.descriptor,
@@ -70,7 +74,7 @@ def pack(
         sampler=SAMPLERS[level],
         batch=_batch(step, table, shape),
         sampling=_sampling(step),
-        processors=None if level < MASKED else _processors(step, table, shape, SAMPLERS[level]),
+        processors=processors,
         logprobs=step.group.logprobs,
         prompt_targets=None if step.decode_only else _prompt_targets(step, table),
         loop=None
@@ -80,7 +84,7 @@ def pack(
         page_table=page_table_of(step.rows, step.descriptor.requests, table, shape)
         if with_page_table
         else None,
-        waiting=None if level < MASKED else _waiting(step, table),
+        waiting=waiting,
     )
 
 
@@ -205,16 +209,26 @@ def _sampling(step: ScheduledStep) -> np.ndarray:
 
 
 def _processors(
-    step: ScheduledStep, table: RequestTable, shape: StepShape, sampler: Sampler
+    step: ScheduledStep,
+    table: RequestTable,
+    shape: StepShape,
+    sampler: Sampler,
+    waiting: np.ndarray | None,
 ) -> np.ndarray:
+    """What `processor_layout` says. The masks of `waiting` requests are left open."""
     layout = processor_layout(step.descriptor.requests, shape, sampler)
     rows, padded = step.rows, _padded_rows(step, table)
     bans = step.ends < table.min_total[rows]
     masked = [i for i, row in enumerate(rows.tolist()) if row in table.masks or bans[i]]
     field = layout.fields["masks"]
-    buffer = np.full(field.offset + len(masked) * field.shape[1], -1, np.int32)
+    buffer = np.empty(field.offset + len(masked) * field.shape[1], np.int32)
+    buffer[: field.offset] = -1
     layout.view(buffer, "mask_row")[masked] = np.arange(len(masked))
+    late = () if waiting is None else set(waiting.tolist())
     for index, mask in zip(masked, masks_of(layout, buffer), strict=True):
+        if index in late:
+            continue  # `with_masks` brings it
+        mask[:] = -1
         if rows[index] in table.masks:
             mask[:] = _base_mask(table, int(rows[index]), shape.vocab_size)
         if bans[index]:

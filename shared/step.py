@@ -291,7 +291,8 @@ class StepInput:
 
 
 def with_masks(step: StepInput, masks: np.ndarray) -> np.ndarray:
-    """The processors of a step whose requests wait for `masks` [k, W] int32, in a new buffer.
+    """The processors of a step whose requests wait for `masks` [k, W] int32: its own buffer, filled
+    in, or a copy if that cannot be written.
 
     Raises InternalError if the step waits for none, or for others.
     """
@@ -301,7 +302,7 @@ def with_masks(step: StepInput, masks: np.ndarray) -> np.ndarray:
         raise InternalError(
             f"step {step.step_id} waits for {count} masks of {words} words, got {masks.shape}"
         )
-    processors = step.processors.copy()
+    processors = step.processors if step.processors.flags.writeable else step.processors.copy()
     layout = processor_layout(step.descriptor.requests, step.shape, step.sampler)
     masks_of(layout, processors)[layout.view(processors, "mask_row")[waiting]] = masks
     return processors

@@ -161,9 +161,9 @@ def test_a_mask_that_is_a_step_late_is_seen(llm, monkeypatch):
     """Else the tests above could not fail."""
     take = Matcher.take
 
-    def late(self, words):
+    def late(self, words, found):
         before = getattr(self, "mask", None)
-        take(self, words)
+        take(self, words, found)
         if before is not None:
             self.mask = before
 
