@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from tempfile import TemporaryDirectory
@@ -31,6 +31,9 @@ from ..shared.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from .llm import LLM
 
+SAMPLINGS = ("greedy", "model")
+USUAL = SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
+"""Settings of the sampling `model` where the model brings none: those of Qwen3."""
 PARTS = ("start", "decode", "prefill", "ttft", "mixed")
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 MARGIN = 100
@@ -49,6 +52,9 @@ class Workload:
     (`output_len` - 1). prefill: `prefill_prompts` prompts of `prefill_len`, 1 out. ttft: one such
     prompt. mixed: `mixed_requests` with lengths in and out from `random.Random(1)` within [low,
     high). Medians of `repeats`; ttft of `ttft_repeats`.
+
+    `contexts`: decode with each of these numbers of tokens in, instead of `input_len`. `sampling`:
+    greedy, or with what the model's generation_config.json says (`USUAL` where it says nothing).
     """
 
     only: tuple[str, ...] = PARTS
@@ -62,6 +68,8 @@ class Workload:
     mixed_output: tuple[int, ...] = (32, 256)
     repeats: int = 3
     ttft_repeats: int = 5
+    contexts: tuple[int, ...] = ()
+    sampling: str = "greedy"
 
     def __post_init__(self) -> None:
         unknown = [part for part in self.only if part not in PARTS]
@@ -71,6 +79,12 @@ class Workload:
             )
         if not self.batch_sizes or any(size < 1 for size in self.batch_sizes):
             raise ConfigError(f"batch_sizes: got {self.batch_sizes}, must be positive integers")
+        if self.sampling not in SAMPLINGS:
+            raise ConfigError(
+                f"sampling: got {self.sampling!r}, allowed are {', '.join(SAMPLINGS)}"
+            )
+        if any(length < 1 for length in self.contexts):
+            raise ConfigError(f"contexts: got {self.contexts}, must be positive integers")
         for name in (
             "input_len",
             "prefill_prompts",
@@ -102,10 +116,15 @@ class Workload:
             if f.name not in ("only", "batch_sizes")
         )
 
+    @property
+    def decode_lengths(self) -> tuple[int, ...]:
+        """Tokens in of the batches that decode."""
+        return self.contexts or (self.input_len,)
+
     def check(self, max_model_len: int, max_num_seqs: int) -> None:
         """Raise ConfigError for what an engine of these limits cannot run as one batch."""
         needs = {
-            "decode": self.input_len + self.output_len,
+            "decode": max(self.decode_lengths) + self.output_len,
             "prefill": self.prefill_len + 1,
             "ttft": self.prefill_len + 1,
             "mixed": self.mixed_input[1] + self.mixed_output[1] - 2,
@@ -124,9 +143,13 @@ class Workload:
 class Runner:
     """Completes random prompts on one engine and takes the time."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, sampling: str = "greedy") -> None:
         llm.tokenizer = None  # token ids only, also for a folder that has a tokenizer
         self.llm = llm
+        self._params = SamplingParams(temperature=0.0)
+        if sampling == "model":
+            own = llm.default_params
+            self._params = USUAL if own == SamplingParams() else own
         self.model = llm.engine.model
         self._rng = random.Random(0)
 
@@ -146,7 +169,10 @@ class Runner:
     def seconds(self, lengths: Sequence[int], outputs: Sequence[int]) -> float:
         """Time to complete a prompt of each length with as many tokens as `outputs` says."""
         prompts: Any = self.prompts(lengths)
-        params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in outputs]
+        params = [
+            replace(self._params, max_tokens=n, ignore_eos=True, seed=i)
+            for i, n in enumerate(outputs)
+        ]
         start = time.perf_counter()
         done = self.llm.generate(prompts, params, progress=False)
         elapsed = time.perf_counter() - start
@@ -160,13 +186,18 @@ def run_workload(llm: LLM, workload: Workload, limits: Limits) -> dict[str, Any]
     """The figures of every part but start, by part."""
     config = llm.engine.config
     workload.check(config.max_model_len, config.max_num_seqs)
-    runner = Runner(llm)
+    runner = Runner(llm, workload.sampling)
     warm = min(8, config.max_num_seqs)
     runner.seconds([min(128, workload.input_len)] * warm, [min(16, workload.output_len)] * warm)
     figures: dict[str, Any] = {}
     if "decode" in workload.only:
-        sizes = workload.batch_sizes
-        figures["decode"] = {str(size): decode(runner, workload, size, limits) for size in sizes}
+        figures["decode"] = {
+            str(size) if not workload.contexts else f"{size} of {length}": decode(
+                runner, replace(workload, input_len=length), size, limits
+            )
+            for length in workload.decode_lengths
+            for size in workload.batch_sizes
+        }
     if "prefill" in workload.only:
         figures["prefill"] = prefill(runner, workload, limits)
     if "ttft" in workload.only:

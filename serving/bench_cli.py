@@ -18,8 +18,17 @@ from ..shared.models.arguments import add_model
 from ..shared.models.config import load_config
 from ..shared.models.locate import model_folder
 from ..shared.models.shapes import check_weights
+from ..shared.option_text import sizes as read_sizes
 from ..shared.worker import backend_module
-from .bench import PARTS, Workload, describe, measure_start, run_latency, run_workload
+from .bench import (
+    PARTS,
+    SAMPLINGS,
+    Workload,
+    describe,
+    measure_start,
+    run_latency,
+    run_workload,
+)
 from .bench_serve_flags import add_serve
 from .flags import add_engine
 
@@ -85,6 +94,17 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"{text}, from {2 if name == 'output-len' else 1} (default: %(default)s)",
         )
+    w.add_argument(
+        "--contexts", type=_sizes, default=(), metavar="1K,8K,...",
+        help="decode: tokens in, one after the other, instead of input-len (default: none)",
+    )  # fmt: skip
+    w.add_argument(
+        "--sampling",
+        choices=SAMPLINGS,
+        default=default.sampling,
+        help="model: what generation_config.json says, else temperature 0.6, top-p 0.95, top-k 20 "
+        "(default: %(default)s)",
+    )
     for name in ("mixed-input", "mixed-output"):
         value = getattr(default, name.replace("-", "_"))
         what = f"tokens, from 1, HIGH excluded (default: {value[0]},{value[1]})"
@@ -115,6 +135,13 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a list of integers such as 1,8,64"
         ) from None
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return read_sizes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:

@@ -7,6 +7,7 @@ a preempted request needs nothing more.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,6 +23,10 @@ from .structured_outputs import StructuredOutputs
 FIELD = "structured_outputs"
 MOST_KEPT = 64
 """Compiled grammars that are kept for later requests."""
+MOST_THREADS = 4
+"""That make masks: of more, each waits for the others. 64 masks took 1.1 ms with 1, 1.3 with 4, 2.3
+with 16.
+"""
 WHITESPACE = r"[ \n\t]{0,20}"
 """Between parts of JSON. Without a bound a model may go on with blanks for ever."""
 
@@ -96,7 +101,7 @@ class Grammars:
         text = self._path.read_text(encoding="utf-8")
         try:
             self._tokenizer = LLTokenizer(text, self._vocab_size, self._eos or None)
-            self._threads = LLExecutor()
+            self._threads = LLExecutor(num_threads=min(MOST_THREADS, os.cpu_count() or 1))
         except ValueError as error:
             raise RequestError(
                 FIELD, f"the model's tokenizer cannot be used for it: {_line(str(error))}"

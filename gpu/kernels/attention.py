@@ -26,13 +26,15 @@ from .launch import (
     shared_memory,
     triton_kernel,
 )
-from .prefill_kernel import gather_kernel, prefill_kernel
+from .prefill_kernel import gather_kernel, gather_past_kernel, prefill_kernel
 
 MAX_HEAD_SIZE = 512
 MAX_GROUP = 32
 CACHES = ("int8", "float8_e4m3fn")
 WIDEST_COPY = 256
 """Heads of this size at most are gathered for the copy engine."""
+GATHERED = 1 << 29
+"""Bytes at most for what earlier steps left of the requests, gathered for the copy engine."""
 
 
 def least_shared(size: int, prompts: bool) -> int:
@@ -195,11 +197,13 @@ def _prefill(
         and WIDEST_COPY >= shape["SIZE"] == shape["BLOCK_D"] >= 64
     )
     gathers = gathers and tokens >= setting["gather"] and copy_engine()
-    own = own_blocks = kv
+    own, own_blocks, room = kv, kv, 0
     if gathers:
         setting = config("prefill_own", str(shape["SIZE"]))
         width = kv.shape[2] * kv.shape[3]
-        own = torch.empty((tokens, width), dtype=kv.dtype, device=kv.device)
+        if tokens >= setting["past"]:  # they read it often enough
+            room = min(page_table.shape[1] * shape["PAGE"], GATHERED // (width * kv.itemsize))
+        own = torch.empty((tokens + room, width), dtype=kv.dtype, device=kv.device)
         own_blocks = TensorDescriptor.from_tensor(own, [setting["block_n"], shape["SIZE"]])
         gather_kernel[(triton.cdiv(tokens, setting["gather_t"]),
             triton.cdiv(width, setting["gather_w"]))](
@@ -208,16 +212,24 @@ def _prefill(
             PAGE=shape["PAGE"], BLOCK_T=setting["gather_t"], BLOCK_R=block_r,
             BLOCK_W=setting["gather_w"], **overlap(),
         )  # fmt: skip
+    if room:
+        block_t, block_w = setting["past_t"], setting["gather_w"]
+        gather_past_kernel[(triton.cdiv(room, block_t), triton.cdiv(width, block_w))](
+            kv, page_table, query_start, kv_lens, counts, own, tokens, requests, room,
+            page_table.stride(0), WIDTH=width, PAGE=shape["PAGE"], BLOCK_T=block_t,
+            BLOCK_R=block_r, BLOCK_W=block_w, **overlap(),
+        )  # fmt: skip
     # Small blocks where large ones would not fill the GPU.
     many = tokens * q.shape[1] // setting["block_m"] >= setting["blocks"]
     block_m = max(setting["block_m" if many else "few_m"], power_of_2(shape["GROUP"]))
     blocks = triton.cdiv(tokens, block_m // shape["GROUP"]) + requests
     prefill_kernel[(shape["HEADS"], blocks)](
         q, kv, own, own_blocks, page_table, query_start, kv_lens, counts, out,
-        out if sinks is None else sinks, scale, soft_cap, *(scales or (out, out)), tokens, requests,
+        out if sinks is None else sinks, scale, soft_cap, *(scales or (out, out)), tokens,
+        requests, room,
         q.stride(0), q.stride(1), page_table.stride(0),
         WINDOW=window, CHUNK=chunk, SINKS=sinks is not None, CAPPED=soft_cap > 0,
-        SCALED=scales is not None, OWN=gathers,
+        SCALED=scales is not None, OWN=gathers, PAST=room > 0,
         BLOCK_M=block_m, BLOCK_N=setting["block_n"], BLOCK_R=block_r,
         STAGES=setting["stages"], num_warps=setting["warps"], **shape, **overlap(),
     )  # fmt: skip

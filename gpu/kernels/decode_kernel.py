@@ -98,6 +98,21 @@ def _reach(length, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.conste
 
 
 @triton.jit
+def _sum_and_max(a, most, b, other):
+    return a + b, tl.maximum(most, other)
+
+
+@triton.jit
+def _evenly(blocks, size, MOST: tl.constexpr):
+    """(number of parts, blocks of each but the last) of requests of `blocks`: parts of `size` at
+    most, but no more than MOST, and as even as whole blocks are.
+    """
+    size = tl.maximum(size, tl.cdiv(blocks, MOST))
+    size = tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, size), 1))
+    return tl.cdiv(blocks, tl.maximum(size, 1)), size
+
+
+@triton.jit
 def _part_of(
     item, lengths, live, requests, wanted, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -105,26 +120,33 @@ def _part_of(
     """Which part of which request is number `item`: (request, part, parts, blocks a part, number of
     the request's first part). Behind those of the requests come the rows of none, from `live` on.
 
-    Parts have LEAST slots or more, as many that all requests have about `wanted` parts; a request
+    Parts have LEAST slots or more, as many that all requests have about `wanted` of them. A request
     has at most MOST.
     """
     r = tl.arange(0, BLOCK_R)
-    length = tl.load(lengths + r, mask=r < tl.minimum(live, requests), other=0)
-    _, _, blocks = _reach(length, WINDOW, CHUNK, BLOCK_N)
-    blocks = tl.where(r < live, tl.maximum(blocks, 1), 0)
-    size = tl.maximum(tl.cdiv(tl.sum(blocks, 0), wanted), LEAST // BLOCK_N)
-    size = tl.maximum(size, tl.cdiv(blocks, MOST))
-    parts = tl.cdiv(blocks, size)
-    size = tl.cdiv(blocks, tl.maximum(parts, 1))  # as even as whole blocks are
-    parts = tl.cdiv(blocks, tl.maximum(size, 1))
-    ends = tl.cumsum(parts, 0)
-    t = tl.sum(((ends <= item) & (r < live)).to(tl.int32), 0)
-    mine = r == t
-    count = tl.sum(tl.where(mine, parts, 0), 0)
-    begin = tl.sum(tl.where(mine, ends - parts, 0), 0)
-    beyond = item - tl.sum(parts, 0)  # of no request if this is not negative
-    t = tl.where(beyond >= 0, live + beyond, t)
-    return t, item - begin, count, tl.sum(tl.where(mine, size, 0), 0), begin
+    real = r < tl.minimum(live, requests)
+    _, _, blocks = _reach(tl.load(lengths + r, mask=real, other=0), WINDOW, CHUNK, BLOCK_N)
+    blocks = tl.where(real, tl.maximum(blocks, 1), 0)
+    total, longest = tl.reduce((blocks, blocks), 0, _sum_and_max)
+    size = tl.maximum(tl.cdiv(total, wanted), LEAST // BLOCK_N)
+    t, split, begin = item, item * 0, item
+    parts, part = split + 1, longest
+    if longest > size:  # else each request is one part, and its number is known without the others
+        # Last parts that are not full make more than are wanted, and what does not run at once
+        # has to wait for the longest.
+        all_parts, _ = _evenly(blocks, size, MOST)
+        size = tl.maximum(size, tl.cdiv(size * tl.sum(all_parts, 0), wanted))
+        all_parts, _ = _evenly(blocks, size, MOST)
+        ends = tl.cumsum(all_parts, 0)
+        before = real & (ends <= item)
+        t, begin = tl.reduce((before.to(tl.int32), tl.where(before, ends, 0)), 0, _sum_and_max)
+        split = item - begin
+        if t >= live:
+            t = live + split
+        else:
+            _, _, own = _reach(tl.load(lengths + t), WINDOW, CHUNK, BLOCK_N)
+            parts, part = _evenly(tl.maximum(own, 1), size, MOST)
+    return t, split, parts, part, begin
 
 
 @triton.jit(

@@ -7,8 +7,9 @@ overlaps and needs at most tokens / B + requests blocks. A block holds the query
 head side by side, so its K and V are read once for them all.
 
 K and V lie in pages, which cost an address for each slot. Those of this step's own tokens can be
-gathered first, in the order of the tokens (`gather_kernel`): then the copy engine brings a block at
-a time.
+gathered first, in the order of the tokens (`gather_kernel`), and where there is room for them all
+slots of requests with a past, in the order of the requests (`gather_past_kernel`): then the copy
+engine brings a block at a time.
 """
 
 import triton
@@ -101,8 +102,59 @@ def gather_kernel(
     tl.store(own + t.to(tl.int64)[:, None] * WIDTH + w[None, :], row, mask=mask)
 
 
+@triton.jit
+def _ends(query_start, kv_lens, counts, requests, BLOCK_R: tl.constexpr):
+    """Where the slots of each request with a past end, in the order of the requests, and how many
+    they are, 0 of others: ([BLOCK_R], [BLOCK_R]).
+    """
+    i = tl.arange(0, BLOCK_R)
+    real = (i >= tl.load(counts)) & (i < tl.load(counts + 1)) & (i < requests)
+    length = tl.load(kv_lens + i, mask=real, other=0)
+    start = tl.load(query_start + i, mask=real, other=0)
+    queries = tl.load(query_start + i + 1, mask=real, other=0) - start
+    slots = tl.where(length > queries, length, 0)
+    return tl.cumsum(slots, 0), slots
+
+
 @triton.jit(
-    do_not_specialize=["tokens", "requests"],
+    do_not_specialize=["requests", "tokens", "room"],
+    do_not_specialize_on_alignment=["page_table", "query_start", "kv_lens", "counts"],
+)
+def gather_past_kernel(
+    kv, page_table, query_start, kv_lens, counts, own, tokens, requests, room, table_stride,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (block of slots, block of a slot's WIDTH entries): behind the `tokens` rows of `own`
+    come `room` rows for the slots of requests with a past. Those that do not fit stay away.
+    """
+    wait(OVERLAP)
+    ends, slots = _ends(query_start, kv_lens, counts, requests, BLOCK_R)
+    ends = tl.where(ends <= room, ends, 0)
+    used = tl.max(ends, 0)
+    if tl.program_id(0) * BLOCK_T >= used:
+        return
+    c, i = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
+    # The one request whose slots are around this row.
+    mine = (ends > c[:, None]) & ((ends - slots) <= c[:, None]) & (slots > 0)
+    request = tl.sum(tl.where(mine, i[None, :], 0), 1)
+    slot = c - tl.sum(tl.where(mine, ends - slots, 0), 1)
+    real = c < used
+    page = tl.load(
+        page_table + request.to(tl.int64) * table_stride + slot // PAGE, mask=real, other=0
+    )
+    w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    mask = real[:, None] & (w < WIDTH)[None, :]
+    row = tl.load(
+        kv + ((page.to(tl.int64) * PAGE + slot % PAGE) * WIDTH)[:, None] + w[None, :], mask=mask
+    )
+    place = (tokens + c).to(tl.int64)
+    tl.store(own + place[:, None] * WIDTH + w[None, :], row, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "requests", "room"],
     do_not_specialize_on_alignment=[
         "page_table",
         "query_start",
@@ -114,11 +166,11 @@ def gather_kernel(
 )
 def prefill_kernel(
     q, kv, own, own_blocks, page_table, query_start, kv_lens, counts, out, sinks, scale, soft_cap,
-    k_scale, v_scale, tokens, requests,
+    k_scale, v_scale, tokens, requests, room,
     q_token_stride, q_head_stride, table_stride,
     GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
-    CAPPED: tl.constexpr, SCALED: tl.constexpr, OWN: tl.constexpr,
+    CAPPED: tl.constexpr, SCALED: tl.constexpr, OWN: tl.constexpr, PAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +178,8 @@ def prefill_kernel(
     request become 0.
 
     OWN: the step's own K and V are read from `own`, by its descriptor `own_blocks` where a block is
-    one request's. SCALED: K and V are multiplied with `k_scale` and `v_scale` [HEADS].
+    one request's. PAST: all slots of requests for which there is room are. SCALED: K and V are
+    multiplied with `k_scale` and `v_scale` [HEADS].
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     h = tl.program_id(0)
@@ -186,7 +239,13 @@ def prefill_kernel(
                 acc, top, total, query, k, v, seen, factor, soft_cap, CAPPED, True
             )
     elif OWN:
-        end = past + begin
+        end, place = past + begin, begin
+        if PAST:
+            ends, _ = _ends(query_start, kv_lens, counts, requests, BLOCK_R)
+            stops = tl.sum(tl.where(i == request, ends, 0), 0)
+            gathered = (end > 0) & (stops <= room)
+            place = tl.where(gathered, tokens + stops - length, place)
+            end = tl.where(gathered, 0, end)
         edge = end // BLOCK_N * BLOCK_N
     for start in tl.range(whole, edge, BLOCK_N, num_stages=STAGES):
         k, v = _paged(kv, page_table, start + n, True, d, query.dtype, HEADS, SIZE, PAGE, False)
@@ -204,10 +263,13 @@ def prefill_kernel(
             acc, top, total, query, k, v, seen, factor, soft_cap, CAPPED, True
         )
     if OWN:
-        edge = begin + (token - begin + 1) // BLOCK_N * BLOCK_N
+        # Slot s of the request, from `end` on, is row s + shift.
+        shift = place - end
+        last += past + shift
+        edge = place + (past + token + 1 - end) // BLOCK_N * BLOCK_N
         # up to here blocks hold nothing of the next request
-        whole = begin + (stop - begin) // BLOCK_N * BLOCK_N
-        for start in tl.range(begin, edge, BLOCK_N, num_stages=STAGES):
+        whole = place + (length - end) // BLOCK_N * BLOCK_N
+        for start in tl.range(place, edge, BLOCK_N, num_stages=STAGES):
             k, v = (
                 own_blocks.load([start, h * 2 * SIZE]),
                 own_blocks.load([start, h * 2 * SIZE + SIZE]),
@@ -220,17 +282,18 @@ def prefill_kernel(
                 own_blocks.load([start, h * 2 * SIZE]),
                 own_blocks.load([start, h * 2 * SIZE + SIZE]),
             )
-            seen = (start + n)[None, :] <= mine[:, None]
+            seen = (start + n)[None, :] <= (position + shift)[:, None]
             acc, top, total = _attend(
                 acc, top, total, query, k, v, seen, factor, soft_cap, CAPPED, True
             )
         own += h * 2 * SIZE
         for start in tl.range(tl.maximum(edge, whole), last, BLOCK_N, num_stages=1):
             other = start + n
-            place = own + other.to(tl.int64)[:, None] * (2 * HEADS * SIZE) + d[None, :]
+            rows_of = own + other.to(tl.int64)[:, None] * (2 * HEADS * SIZE) + d[None, :]
             used = (other < last)[:, None]
-            k, v = tl.load(place, mask=used, other=0.0), tl.load(place + SIZE, mask=used, other=0.0)
-            seen = other[None, :] <= mine[:, None]
+            k = tl.load(rows_of, mask=used, other=0.0)
+            v = tl.load(rows_of + SIZE, mask=used, other=0.0)
+            seen = other[None, :] <= (position + shift)[:, None]
             acc, top, total = _attend(
                 acc, top, total, query, k, v, seen, factor, soft_cap, CAPPED, True
             )

@@ -173,14 +173,15 @@ def filters(requests, count, position):
 
 def processors(requests, shape, sampler):
     """Fields of the sampler: a history with repeated tokens, penalties, a bias, and half of all
-    words. `masked` has the words alone.
+    words. `masked` has words alone, the other half.
     """
     layout = processor_layout(requests, shape, sampler)
     buffer = layout.allocate()
     f = layout.views(buffer)
     f["prompt_len"][:], f["rows"][:] = 4, np.arange(requests) % SMALL["max_num_seqs"]
     f["repetition"][:], f["repetition_inverse"][:] = 1.0, 1.0
-    f["mask_row"][:], f["masks"][:] = np.arange(requests), 0x55555555
+    words = 0x55555555 if sampler == "processed" else ~0x55555555
+    f["mask_row"][:], f["masks"][:] = np.arange(requests), words
     if sampler == "processed":
         f["history"][:] = -1
         f["history"][:, :12] = np.arange(12) % 5

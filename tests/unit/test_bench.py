@@ -3,6 +3,7 @@ limit is held against.
 """
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from twinfer.shared.limits import Limits, decode_bytes, prefill_flops
 from twinfer.shared.models.config import load_config, parse_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.sampling_params import SamplingParams
 
 NO_LIMITS = Limits(None, None, "")
 
@@ -86,6 +88,41 @@ def test_the_other_figures():
     assert row["out_tok_s"] / row["requests_s"] == pytest.approx(sum(outputs) / 512)
 
 
+def test_contexts_and_sampling():
+    """Each context with each batch; requests sample by what the model says, else as Qwen3 does."""
+    asked = []
+
+    class Llm:
+        tokenizer = None
+        default_params = SamplingParams()
+
+        class engine:
+            model = parse_config(SHAPES["qwen3-0.6b"])
+
+            class config:
+                dtype = kv_cache_dtype = "bfloat16"
+                max_model_len, max_num_seqs = 4096, 8
+
+        def generate(self, prompts, params, progress):
+            asked.append((len(prompts), len(prompts[0]), params[0]))
+            done = [SimpleNamespace(token_ids=[0] * p.max_tokens) for p in params]
+            return [SimpleNamespace(outputs=[one]) for one in done]
+
+    work = Workload(
+        only=("decode",), batch_sizes=(1, 2), contexts=(100, 3000), sampling="model", repeats=1
+    )
+    figures = bench.run_workload(Llm(), work, NO_LIMITS)
+    assert list(figures["decode"]) == ["1 of 100", "2 of 100", "1 of 3000", "2 of 3000"]
+    assert [call[:2] for call in asked[1::2]] == [(1, 100), (2, 100), (1, 3000), (2, 3000)]
+    assert {(p.temperature, p.top_p, p.top_k) for _, _, p in asked} == {(0.6, 0.95, 20)}
+    own = Llm()
+    own.default_params = SamplingParams(temperature=0.9)
+    bench.run_workload(own, replace(work, contexts=()), NO_LIMITS)
+    assert {(p.temperature, p.top_k) for _, _, p in asked[9:]} == {(0.9, 0)}
+    with pytest.raises(ConfigError, match="decode needs 4097"):
+        replace(work, contexts=(8, 4096 - 128)).check(4096, 8)
+
+
 def test_a_changed_size_is_not_the_standard_workload():
     assert Workload(only=("decode",), batch_sizes=(1,)).standard
     assert not Workload(output_len=65).standard
@@ -99,6 +136,8 @@ def test_a_changed_size_is_not_the_standard_workload():
         ({"batch_sizes": (1, 0)}, "batch_sizes"),
         ({"output_len": 1}, "at least 2"),
         ({"prefill_len": 0}, "prefill_len"),
+        ({"sampling": "own"}, "greedy, model"),
+        ({"contexts": (8, 0)}, "contexts"),
         ({"mixed_input": (64, 64)}, "mixed_input"),
         ({"mixed_output": (64,)}, "mixed_output"),
     ],

@@ -78,19 +78,22 @@ def judge(op, arguments, device):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "reach", "chunk", "parts"),
+    ("dtype", "reach", "programs", "chunk", "parts"),
     [
-        ("bfloat16", {}, 128, 8),
-        ("bfloat16", {"window": 300, "sinks": SINKS}, 128, 8),
-        ("float16", {"chunk": 500, "sinks": SINKS}, 128, 8),
-        ("bfloat16", {}, 32, 32),
-        ("bfloat16", SCALES, 128, 8),
+        ("bfloat16", {}, 64, 128, 8),
+        ("bfloat16", {"window": 300, "sinks": SINKS}, 64, 128, 8),
+        ("float16", {"chunk": 500, "sinks": SINKS}, 64, 128, 8),
+        ("bfloat16", {}, 64, 32, 32),
+        ("bfloat16", SCALES, 64, 128, 8),
+        ("bfloat16", {}, 1, 32, 32),
+        ("bfloat16", {}, 8, 32, 4),
     ],
 )
-def test_triton_decode_in_parts(kernels, device, dtype, reach, chunk, parts):
+def test_triton_decode_in_parts(kernels, device, dtype, reach, programs, chunk, parts):
     """Long requests beside short ones: parts are added up, by whichever program is the last.
 
-    It adds up 16 parts at a time. With chunks of 32 slots the longest request has 18.
+    It adds up 16 parts at a time. With chunks of 32 slots the longest request has more. With few
+    programs each has several parts, or all requests are one part each.
     """
     arguments = paged(
         generator("parts"), dtype, [700, 3, 1100], [1, 1, 1], (4, 2), 64, 16, requests=4, tokens=4
@@ -98,7 +101,7 @@ def test_triton_decode_in_parts(kernels, device, dtype, reach, chunk, parts):
     setting = kernels.config("decode", dtype)
     before = dict(setting)
     try:
-        setting.update(programs=64, chunk=chunk, parts=parts)
+        setting.update(programs=programs, chunk=chunk, parts=parts)
         judge("paged_attention", arguments | reach, device)
         first, second = (
             run("paged_attention", "torch", "triton", arguments, device)[0] for _ in range(2)
@@ -113,13 +116,13 @@ def test_triton_decode_in_parts(kernels, device, dtype, reach, chunk, parts):
     assert not counters(torch.zeros(1, device=device).device).any()
 
 
-@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("gathered", ["", "own", "past", "past of one"])
 @pytest.mark.parametrize(
     ("heads", "size", "page"), [((7, 1), 128, 32), ((8, 2), 80, 16), ((4, 4), 256, 64)]
 )
-def test_triton_mixed_steps(kernels, device, heads, size, page, gathered):
+def test_triton_mixed_steps(kernels, device, monkeypatch, heads, size, page, gathered):
     """Groups and head sizes of real models: decodes, chunks with a past, and whole prompts in
-    one step.
+    one step. Of two requests with a past, there may be room for the slots of one.
     """
     if gathered and (size == 80 or (size == 256 and device == "cpu")):
         pytest.skip(
@@ -129,10 +132,14 @@ def test_triton_mixed_steps(kernels, device, heads, size, page, gathered):
     arguments = paged(
         generator("mixed"), "bfloat16", lengths, queries, heads, size, page, requests=8, tokens=128
     )
-    setting = kernels.config("prefill", "bfloat16")
-    before = dict(setting)
+    settings = kernels.config("prefill", "bfloat16"), kernels.config("prefill_own", str(size))
+    before = [dict(setting) for setting in settings]
+    if gathered == "past of one":
+        slot = 2 * heads[1] * size * 2
+        monkeypatch.setattr("twinfer.gpu.kernels.attention.GATHERED", 170 * slot)
     try:
-        setting.update(gather=1 if gathered else 1 << 30)
+        settings[0].update(gather=1 if gathered else 1 << 30)
+        settings[1].update(past=1 if gathered.startswith("past") else 1 << 30)
         judge("paged_attention", arguments, device)
         if gathered:
             # What one request holds does not reach the others.
@@ -148,7 +155,8 @@ def test_triton_mixed_steps(kernels, device, heads, size, page, gathered):
         else:
             judge("paged_attention", arguments | {"window": 37, "soft_cap": 20.0}, device)
     finally:
-        setting.update(before)
+        for setting, old in zip(settings, before, strict=True):
+            setting.update(old)
 
 
 @pytest.mark.parametrize(
@@ -340,11 +348,14 @@ FILTER_FAULTS = (
 )
 
 
-def test_triton_filters_of_rows_that_tell(kernels, device):
+@pytest.mark.parametrize("groups", [2048, 32, 8])
+def test_triton_filters_of_rows_that_tell(kernels, device, monkeypatch, groups):
     """The op's own case, cut to rows that the interpreter has time for: those whose token a
-    wrong filter changes.
+    wrong filter changes. With a group for each word no more than top-k are listed; with few groups
+    all words are.
     """
     testing = TESTING["sample"]
+    monkeypatch.setitem(kernels.config("sample"), "groups", groups)
     case = next(case for case in ci_cases(testing, "float32") if case.name == "384 rows, filters")
     (want,) = oracle("sample", case.arguments)
     chosen = []
