@@ -125,7 +125,7 @@ def _part_of(
     """
     r = tl.arange(0, BLOCK_R)
     real = r < tl.minimum(live, requests)
-    _, _, blocks = _reach(tl.load(lengths + r, mask=real, other=0), WINDOW, CHUNK, BLOCK_N)
+    _first, _begin, blocks = _reach(tl.load(lengths + r, mask=real, other=0), WINDOW, CHUNK, BLOCK_N)
     blocks = tl.where(real, tl.maximum(blocks, 1), 0)
     total, longest = tl.reduce((blocks, blocks), 0, _sum_and_max)
     size = tl.maximum(tl.cdiv(total, wanted), LEAST // BLOCK_N)
@@ -134,18 +134,17 @@ def _part_of(
     if longest > size:  # else each request is one part, and its number is known without the others
         # Last parts that are not full make more than are wanted, and what does not run at once
         # has to wait for the longest.
-        all_parts, _ = _evenly(blocks, size, MOST)
+        all_parts, _size = _evenly(blocks, size, MOST)
         size = tl.maximum(size, tl.cdiv(size * tl.sum(all_parts, 0), wanted))
-        all_parts, _ = _evenly(blocks, size, MOST)
+        all_parts, _size = _evenly(blocks, size, MOST)
         ends = tl.cumsum(all_parts, 0)
         before = real & (ends <= item)
         t, begin = tl.reduce((before.to(tl.int32), tl.where(before, ends, 0)), 0, _sum_and_max)
         split = item - begin
-        if t >= live:
-            t = live + split
-        else:
-            _, _, own = _reach(tl.load(lengths + t), WINDOW, CHUNK, BLOCK_N)
-            parts, part = _evenly(tl.maximum(own, 1), size, MOST)
+        own = tl.load(lengths + t, mask=t < tl.minimum(live, requests), other=1)
+        _own_first, _own_begin, own_blocks = _reach(own, WINDOW, CHUNK, BLOCK_N)
+        parts, part = _evenly(tl.maximum(own_blocks, 1), size, MOST)
+        t = tl.where(t >= live, live + split, t)
     return t, split, parts, part, begin
 
 

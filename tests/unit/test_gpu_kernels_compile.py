@@ -1,0 +1,106 @@
+"""The Triton kernels compile for NVIDIA chips, on a machine without one. The interpreter, which
+shows what they compute, takes programs that the compiler refuses.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from twinfer.ops import REGISTRY
+from twinfer.ops.cases.attention import paged
+from twinfer.ops.cases.generators import generator
+from twinfer.ops.cases.sampling import _sample_arguments
+from twinfer.ops.namespaces.torch_ import from_numpy
+
+triton = pytest.importorskip("triton")
+
+DTYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8",
+    torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+
+
+def signature(value):
+    """What the compiler calls the type of an argument."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{DTYPES[value.base.dtype]}{value.block_shape}>"
+    if isinstance(value, torch.Tensor):
+        return "*" + DTYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Kernels are compiled for a chip instead of being launched: their names, in order."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import JITFunction
+
+    from twinfer.gpu.kernels import counters, launch
+
+    if launch.INTERPRETED:
+        pytest.skip("the interpreter has taken the compiler's place")
+    names, done = [], set()
+
+    def run(kernel, *args, grid, warmup, **named):
+        options = {name: named.pop(name) for name in OPTIONS if name in named}
+        bound = dict(zip(kernel.arg_names, args, strict=False)) | named
+        constants = {p.name for p in kernel.params if p.is_constexpr}
+        source = ASTSource(
+            kernel,
+            {n: "constexpr" if n in constants else signature(bound[n]) for n in kernel.arg_names},
+            {(i,): bound[n] for i, n in enumerate(kernel.arg_names) if n in constants},
+        )
+        if source.hash() not in done:
+            triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            done.add(source.hash())
+        names.append(kernel.fn.__name__)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(launch, "capability", lambda: (9, 0))
+    for module in ("attention", "sampling"):
+        monkeypatch.setattr(f"twinfer.gpu.kernels.{module}.processors", lambda: 132)
+        monkeypatch.setattr(
+            f"twinfer.gpu.kernels.{module}.counters",
+            lambda device: torch.zeros(counters.COUNTERS, dtype=torch.int32),
+        )
+    monkeypatch.setattr("twinfer.gpu.kernels.attention.copy_engine", lambda: True)
+    launch.overlap.cache_clear()
+    yield names
+    launch.overlap.cache_clear()
+
+
+def arguments_of(op, arguments):
+    """The arguments of an op, arrays as tensors."""
+    given = {
+        name: arguments[name] for name in REGISTRY[op].signature.parameters if name in arguments
+    }
+    return {name: from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+
+
+@pytest.mark.parametrize("reach", [{}, {"window": 64}], ids=["all", "window"])
+def test_attention_compiles(compiled, reach, monkeypatch):
+    from twinfer.gpu.kernels import attention
+
+    setting = attention.config("prefill_own", "128")
+    monkeypatch.setitem(setting, "past", 1)
+    monkeypatch.setitem(attention.config("prefill", "bfloat16", "128"), "gather", 1)
+    arguments = paged(
+        generator("compile"), "bfloat16", [90, 150], [1, 40], (8, 2), 128, 16, tokens=64
+    )
+    attention.paged_attention(**arguments_of("paged_attention", arguments | reach))
+    own = [] if reach else ["gather_kernel", "gather_past_kernel"]
+    assert compiled == ["decode_kernel", *own, "prefill_kernel"]
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_sampling_compiles(compiled, filtered):
+    from twinfer.gpu.kernels import sampling
+
+    arguments = _sample_arguments(generator("compile"), 16, 50_000, filtered)
+    sampling.sample(**arguments_of("sample", arguments))
+    few = ["total_kernel", "few_kernel", *["narrow_kernel"] * 12] if filtered else []
+    assert compiled == ["best_kernel", *few, "draw_kernel"]
