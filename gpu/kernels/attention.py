@@ -12,7 +12,7 @@ from ...ops.declare import Array, OpError
 from ...ops.implement import Refusal
 from ...ops.reference.paged import check_reach
 from .counters import COUNTERS, counters
-from .decode_kernel import decode_kernel
+from .decode_kernel import ALL, EACH, WHOLE, decode_kernel
 from .launch import (
     FLOATS,
     config,
@@ -138,14 +138,23 @@ def _config(kernel: str, q: torch.Tensor, shape: dict[str, int]) -> dict[str, in
     return config(kernel, f"{dtype}/{size}", dtype, size)
 
 
-def wanted_parts(requests: int, heads: int, slots: int, reach: int, setting: dict[str, int]) -> int:
-    """Into how many parts the slots of all requests are divided, from shapes alone; `reach`: of a
-    window or a chunk. 0: each request is one part.
+def splitting(
+    requests: int, heads: int, slots: int, reach: int, setting: dict[str, int]
+) -> tuple[int, int, int]:
+    """How requests are split, how many parts are wanted, and how many there are at most, from
+    shapes alone; `reach`: of a window or a chunk.
+
+    Few requests have all the parts that pay, each by itself: one of many might be much longer than
+    the others.
     """
     longest = min(slots, reach + setting["block_n"]) if reach > 0 else slots
     if longest <= setting["chunk"] or requests * heads > COUNTERS:
-        return 0
-    return max(1, setting["programs"] * processors() // heads)
+        return WHOLE.value, 1, requests
+    resident = max(1, setting["programs"] * processors() // heads)
+    parts = min(setting["parts"], -(-longest // setting["chunk"]))
+    if requests * parts <= 2 * resident:
+        return EACH.value, parts, requests * parts
+    return ALL.value, resident, requests + resident
 
 
 def _decode(
@@ -159,21 +168,21 @@ def _decode(
     setting = _config("decode", q, shape)
     tokens = min(q.shape[0], kv_lens.shape[0]) if mixed else q.shape[0]
     slots = page_table.shape[1] * shape["PAGE"]
-    wanted = wanted_parts(tokens, shape["HEADS"], slots, window or chunk, setting)
+    split, wanted, parts = splitting(tokens, shape["HEADS"], slots, window or chunk, setting)
     sums = marks = arrived = out
-    if wanted:
-        each = (wanted + tokens) * q.shape[1]
+    if split != WHOLE.value:
+        each = parts * q.shape[1]
         sums = torch.empty(each * shape["BLOCK_D"], dtype=torch.float32, device=q.device)
         marks = torch.empty(each * 2, dtype=torch.float32, device=q.device)
         arrived = counters(q.device)
-    decode_kernel[(shape["HEADS"], wanted + tokens)](
+    decode_kernel[(shape["HEADS"], parts)](
         q, kv, page_table, kv_lens, counts, out, out if sinks is None else sinks, sums, marks,
         arrived, scale, soft_cap, *(scales or (out, out)),
         q.stride(0), q.stride(1), page_table.stride(0), wanted, tokens, kv_lens.shape[0],
         MIXED=mixed, WINDOW=window, CHUNK=chunk, CAPPED=soft_cap > 0, SINKS=sinks is not None,
         SCALED=scales is not None, LEAST=setting["chunk"], MOST=setting["parts"],
         BLOCK_G=power_of_2(shape["GROUP"], 16), BLOCK_N=setting["block_n"],
-        BLOCK_R=power_of_2(kv_lens.shape[0], 2), STAGES=setting["stages"], SPLIT=wanted > 0,
+        BLOCK_R=power_of_2(kv_lens.shape[0], 2), STAGES=setting["stages"], SPLIT=split,
         num_warps=setting["warps"],
         **shape, **overlap(),
     )  # fmt: skip

@@ -14,6 +14,13 @@ import triton.language as tl
 from .arithmetic import LOG2_E, dot, oldest_seen, squash, with_sinks
 from .overlap import wait
 
+WHOLE = tl.constexpr(0)
+"""Each request is one part."""
+EACH = tl.constexpr(1)
+"""Each request may have as many parts, whatever the others have."""
+ALL = tl.constexpr(2)
+"""The slots of all requests are divided evenly."""
+
 
 @triton.jit
 def _slots_of(page_table, slot, seen, PAGE: tl.constexpr):
@@ -103,11 +110,11 @@ def _sum_and_max(a, most, b, other):
 
 
 @triton.jit
-def _evenly(blocks, size, MOST: tl.constexpr):
-    """(number of parts, blocks of each but the last) of requests of `blocks`: parts of `size` at
-    most, but no more than MOST, and as even as whole blocks are.
+def _evenly(blocks, size, most):
+    """(number of parts, blocks of each but the last) of requests of `blocks`: parts of `size` or
+    more, no more than `most`, and as even as whole blocks are.
     """
-    size = tl.maximum(size, tl.cdiv(blocks, MOST))
+    size = tl.maximum(size, tl.cdiv(blocks, most))
     size = tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, size), 1))
     return tl.cdiv(blocks, tl.maximum(size, 1)), size
 
@@ -125,7 +132,9 @@ def _part_of(
     """
     r = tl.arange(0, BLOCK_R)
     real = r < tl.minimum(live, requests)
-    _first, _begin, blocks = _reach(tl.load(lengths + r, mask=real, other=0), WINDOW, CHUNK, BLOCK_N)
+    _first, _begin, blocks = _reach(
+        tl.load(lengths + r, mask=real, other=0), WINDOW, CHUNK, BLOCK_N
+    )
     blocks = tl.where(real, tl.maximum(blocks, 1), 0)
     total, longest = tl.reduce((blocks, blocks), 0, _sum_and_max)
     size = tl.maximum(tl.cdiv(total, wanted), LEAST // BLOCK_N)
@@ -162,9 +171,9 @@ def decode_kernel(
     STAGES: tl.constexpr, SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KV head, part): with SPLIT `wanted` + `tokens` parts, else one of each token. In a
-    mixed step only the first counts[0] tokens are taken, else counts[1]. SCALED: K and V are
-    multiplied with `k_scale` and `v_scale` [HEADS].
+    """Grid (KV head, part). With SPLIT of ALL there are `wanted` + `tokens` parts, of EACH `wanted`
+    of each token, else one of each. In a mixed step only the first counts[0] tokens are taken, else
+    counts[1]. SCALED: K and V are multiplied with `k_scale` and `v_scale` [HEADS].
 
     The heads of a slot lie side by side, so those that read them run side by side.
     """
@@ -178,24 +187,37 @@ def decode_kernel(
         v_factor = tl.load(v_scale + h)
     wait(OVERLAP)
     live = tl.load(counts + (0 if MIXED else 1))
-    t, split, parts, begun = item, 0, 1, item
-    if SPLIT:
-        t, split, parts, part, begun = _part_of(
-            item, kv_lens, live, requests, wanted, WINDOW, CHUNK, LEAST, MOST, BLOCK_R, BLOCK_N
-        )  # fmt: skip
-    if t >= tokens:
-        return
+    t = tl.minimum(item, tokens - 1)
+    if SPLIT == EACH:
+        t = item % tokens
+    # All that the first loads need is known at once, unless requests are split.
     length = tl.load(kv_lens + tl.minimum(t, requests - 1))
     place = t.to(tl.int64) * q_token_stride + head[:, None] * q_head_stride + d[None, :]
     query = tl.load(q + place, mask=rows, other=0.0)
+    split, parts, part, begun = item // tokens, item * 0 + 1, item, item
+    if SPLIT == ALL:
+        t, split, parts, part, begun = _part_of(
+            item, kv_lens, live, requests, wanted, WINDOW, CHUNK, LEAST, MOST, BLOCK_R, BLOCK_N
+        )  # fmt: skip
+        if t >= tokens:
+            return
+        if t != item:
+            length = tl.load(kv_lens + tl.minimum(t, requests - 1))
+            place = t.to(tl.int64) * q_token_stride + head[:, None] * q_head_stride + d[None, :]
+            query = tl.load(q + place, mask=rows, other=0.0)
     result = out + t.to(tl.int64) * (HEADS * GROUP * SIZE) + head[:, None] * SIZE + d[None, :]
     if t >= live:
-        if not MIXED:
+        if not MIXED and split == 0:
             tl.store(result, tl.zeros([BLOCK_G, BLOCK_D], out.dtype.element_ty), mask=rows)
         return
-    first, low, _ = _reach(length, WINDOW, CHUNK, BLOCK_N)
+    first, low, blocks = _reach(length, WINDOW, CHUNK, BLOCK_N)
     high = length
-    if SPLIT:
+    if SPLIT == EACH:
+        parts, part = _evenly(tl.maximum(blocks, 1), LEAST // BLOCK_N, wanted)
+        begun = t * wanted
+        if split >= parts:
+            return
+    if SPLIT != WHOLE:
         low += split * part * BLOCK_N
         high = tl.minimum(low + part * BLOCK_N, length)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -208,11 +230,11 @@ def decode_kernel(
             acc, top, total, query, kv + h * 2 * SIZE, page_table, slot, first, high, d,
             factor, soft_cap, HEADS, SIZE, PAGE, CAPPED,
         )  # fmt: skip
-    if not SPLIT or parts == 1:
+    if SPLIT == WHOLE or parts == 1:
         total = with_sinks(total, top, sinks, head, g < GROUP, SINKS)
         tl.store(result, (acc / total[:, None] * v_factor).to(out.dtype.element_ty), mask=rows)
     else:
-        own = h * (wanted + tokens) + begun
+        own = h * tl.num_programs(1) + begun
         sums += own.to(tl.int64) * (GROUP * BLOCK_D)
         marks += own * (2 * GROUP)
         tl.store(

@@ -87,13 +87,14 @@ def judge(op, arguments, device):
         ("bfloat16", SCALES, 64, 128, 8),
         ("bfloat16", {}, 1, 32, 32),
         ("bfloat16", {}, 8, 32, 4),
+        ("bfloat16", {"window": 300} | SCALES, 1, 128, 8),
     ],
 )
 def test_triton_decode_in_parts(kernels, device, dtype, reach, programs, chunk, parts):
     """Long requests beside short ones: parts are added up, by whichever program is the last.
 
-    It adds up 16 parts at a time. With chunks of 32 slots the longest request has more. With few
-    programs each has several parts, or all requests are one part each.
+    It adds up 16 parts at a time. With chunks of 32 slots the longest request has more. With one
+    program for each processor the slots of all requests are divided among them.
     """
     arguments = paged(
         generator("parts"), dtype, [700, 3, 1100], [1, 1, 1], (4, 2), 64, 16, requests=4, tokens=4
@@ -114,6 +115,22 @@ def test_triton_decode_in_parts(kernels, device, dtype, reach, programs, chunk, 
     from twinfer.gpu.kernels.counters import counters
 
     assert not counters(torch.zeros(1, device=device).device).any()
+
+
+def test_when_requests_are_split_together(kernels):
+    """Few have all the parts that pay each; many share what runs at once; none is split where the
+    longest is one part.
+    """
+    from twinfer.gpu.kernels.attention import splitting
+
+    setting = {"block_n": 64, "chunk": 64, "parts": 32, "programs": 4 * 132 // kernels.processors()}
+    resident = setting["programs"] * kernels.processors() // 8
+    assert splitting(1, 8, 8192, 0, setting) == (1, 32, 32)
+    assert splitting(4, 8, 8192, 0, setting) == (1, 32, 128)
+    assert splitting(8, 8, 8192, 0, setting) == (2, resident, 8 + resident)
+    assert splitting(8, 8, 8192, 60, setting) == (1, 2, 16)
+    assert splitting(8, 8, 64, 0, setting) == (0, 1, 8)
+    assert splitting(4096, 8, 8192, 0, setting) == (0, 1, 4096)
 
 
 @pytest.mark.parametrize("gathered", ["", "own", "past", "past of one"])
