@@ -26,6 +26,7 @@ from ..shared.step import (
     batch_layout,
     processor_layout,
     sampling_layout,
+    tables_of,
 )
 
 ALIGNMENT = 16
@@ -159,9 +160,20 @@ class StepInputs:
         layout = processor_layout(requests, self._shape, sampler)
         return layout.unpack(self._processors, lambda bits: bits.view(torch.float32))
 
-    def fill_processors(self, fields: np.ndarray) -> None:
-        """Bring what samplers with processors read to the device without waiting for it."""
-        self._processors[: fields.size].copy_(self._pinned(fields), non_blocking=True)
+    def fill_processors(self, requests: int, sampler: Sampler, processors: np.ndarray) -> None:
+        """Bring what samplers with processors read to the device without waiting for it: of the
+        tables, the entries that there are.
+        """
+        layout = processor_layout(requests, self._shape, sampler)
+        given = self._pinned(processors)
+        at = layout.fields["histories"].offset
+        self._processors[:at].copy_(given[:at], non_blocking=True)
+        for name, entries in tables_of(layout, processors).items():
+            place = layout.fields[name].offset
+            part = given[at : at + entries.size]
+            if entries.size:
+                self._processors[place : place + entries.size].copy_(part, non_blocking=True)
+            at += entries.size
 
     def _cut(self, buffer: torch.Tensor, descriptor: Descriptor) -> dict[str, torch.Tensor]:
         views = {}

@@ -494,7 +494,7 @@ class TorchWorker:
         requests = step.descriptor.requests
         self._download.wait_for_last()
         if processors is not None:
-            self._inputs.fill_processors(processors)
+            self._inputs.fill_processors(requests, step.sampler, processors)
         programs.sample(requests, step.sampler)
         tokens = programs.tokens[:requests]
         if step.logprobs:

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import gc
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
@@ -63,7 +64,7 @@ def make_fill(worker: str, table: Any, shape: Any) -> Callable[[Any], Any]:
         def fill(step: Any) -> None:
             inputs.fill(step)
             if step.processors is not None:
-                inputs.fill_processors(step.processors)
+                fill_processors(inputs, step)
 
         return fill
     from twinfer.tpu import state
@@ -71,6 +72,14 @@ def make_fill(worker: str, table: Any, shape: Any) -> Callable[[Any], Any]:
     # Before steps were differences, a mirror of the tables made them.
     make = state.StepBuffers if hasattr(state, "StepBuffers") else state.Mirror
     return make(shape).pack
+
+
+def fill_processors(inputs: Any, step: Any) -> None:
+    """Also as it was when a buffer said all by itself."""
+    if len(inspect.signature(inputs.fill_processors).parameters) == 1:
+        inputs.fill_processors(step.processors)
+    else:
+        inputs.fill_processors(step.descriptor.requests, step.sampler, step.processors)
 
 
 def one_group() -> Any:
@@ -96,11 +105,12 @@ def measure(
     context: int,
     steps: int,
     masked: int,
+    penalised: int,
     clock: Callable[[], float],
 ) -> dict[str, float]:
     """Microseconds of a step by phase: the medians, and of their sum the median and the 5th
     percentile, which tells most on a machine that others use. Of `masked` requests a token is
-    banned.
+    banned, `penalised` ones have a penalty.
     """
     from twinfer.bucketing import Table, decode_ladder, mixed_ladder
     from twinfer.shared.packer import pack
@@ -134,6 +144,8 @@ def measure(
         # all in one.
         ids = random.integers(1000, VOCABULARY, prompt - index % PAGE).astype(np.int32)
         own = banning if index < masked else params
+        if index < penalised:
+            own = dataclasses.replace(own, presence_penalty=0.5)
         scheduler.add(Request(f"r{index}", ids, own, seed=index, stop_ids=(2,)))
     tokens = random.integers(1000, VOCABULARY, requests).astype(np.int32)
     in_flight: deque[Any] = deque()
@@ -186,7 +198,7 @@ def run_child(folder: str, worker: str, context: int, args: argparse.Namespace) 
         "--steps",
         str(args.steps),
     ]
-    command += ["--masked", str(args.masked)]
+    command += ["--masked", str(args.masked), "--penalised", str(args.penalised)]
     command += ["--cpu-time"] if args.cpu_time else []
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
     out = subprocess.run(
@@ -206,6 +218,7 @@ def parse_arguments() -> argparse.Namespace:
         "--contexts", type=int, nargs="+", default=[256, 3000, 32000], help="tokens of each request"
     )
     parser.add_argument("--masked", type=int, default=0, help="of these, with a banned token")
+    parser.add_argument("--penalised", type=int, default=0, help="of these, with a penalty")
     parser.add_argument("--workers", nargs="+", choices=("torch", "jax"), default=["torch", "jax"])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument(
@@ -252,6 +265,7 @@ def main() -> None:
                     args.contexts[0],
                     args.steps,
                     args.masked,
+                    args.penalised,
                     clock,
                 )
             )

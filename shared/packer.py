@@ -21,16 +21,17 @@ from .request_table import (
 )
 from .sampling_encoding import encode_mask
 from .step import (
-    PENDING,
     SAMPLERS,
     STOP_SLOTS,
+    TABLES,
     DecodeLoop,
     Sampler,
     StepInput,
     StepShape,
     batch_layout,
-    masks_of,
     processor_layout,
+    processors_for,
+    tables_of,
 )
 
 
@@ -218,52 +219,45 @@ def _processors(
     """What `processor_layout` says. The masks of `waiting` requests are left open."""
     layout = processor_layout(step.descriptor.requests, shape, sampler)
     rows, padded = step.rows, _padded_rows(step, table)
+    listed = rows.tolist()
+    numbers = table.processors.take(padded, axis=1)
     bans = step.ends < table.min_total[rows]
-    masked = [i for i, row in enumerate(rows.tolist()) if row in table.masks or bans[i]]
-    field = layout.fields["masks"]
-    buffer = np.empty(field.offset + len(masked) * field.shape[1], np.int32)
-    buffer[: field.offset] = -1
-    layout.view(buffer, "mask_row")[masked] = np.arange(len(masked))
+    masked = [i for i, row in enumerate(listed) if row in table.masks or bans[i]]
+    biased, remembered = [], []
+    if sampler == "processed":
+        biased = [i for i, row in enumerate(listed) if row in table.biases]
+        neutral = table.processors[:, -1:]
+        remembered = np.flatnonzero((numbers != neutral).any(axis=0)).tolist()
+    needed = {"history_row": remembered, "bias_row": biased, "mask_row": masked}
+    counts = {name: len(needed[row]) for name, row in TABLES.items()}
+    buffer = processors_for(layout, counts)
+    for row, which in needed.items():
+        layout.view(buffer, row)[which] = np.arange(len(which))
+    prompt_len, pending = layout.view(buffer, "prompt_len"), layout.view(buffer, "pending")
+    prompt_len[:], pending[:] = 0, 0
+    prompt_len[: len(rows)] = table.prompt_len[rows]
+    pending[: len(rows)] = table.known[rows] == step.starts
+    layout.view(buffer, "rows")[:] = padded
+    for name, values in zip(PROCESSOR_FIELDS, numbers, strict=True):
+        layout.view(buffer, name).view(np.int32)[:] = values
+    entries = tables_of(layout, buffer)
     late = () if waiting is None else set(waiting.tolist())
-    for index, mask in zip(masked, masks_of(layout, buffer), strict=True):
+    for index, mask in zip(masked, entries["masks"], strict=True):
         if index in late:
             continue  # `with_masks` brings it
         mask[:] = -1
-        if rows[index] in table.masks:
-            mask[:] = _base_mask(table, int(rows[index]), shape.vocab_size)
+        if listed[index] in table.masks:
+            mask[:] = _base_mask(table, listed[index], shape.vocab_size)
         if bans[index]:
             _ban(mask, table.stop_ids[rows[index]], shape.vocab_size)
-    layout.view(buffer, "prompt_len")[:] = 0
-    layout.view(buffer, "prompt_len")[: len(rows)] = table.prompt_len[rows]
-    layout.view(buffer, "rows")[:] = padded
-    numbers = table.processors.take(padded, axis=1)
-    for name, values in zip(PROCESSOR_FIELDS, numbers, strict=True):
-        layout.view(buffer, name).view(np.int32)[:] = values
-    if sampler == "processed":
-        _fill_history(layout.view(buffer, "history"), step, table)
-        _fill_bias(layout.view(buffer, "bias_ids"), layout.view(buffer, "bias"), step, table)
+    for index, history in zip(remembered, entries["histories"], strict=True):
+        known = int(table.known[rows[index]])
+        history[:known], history[known:] = table.tokens[rows[index], :known], -1
+    for index, ids, bias in zip(biased, entries["bias_ids"], entries["bias"], strict=True):
+        own, values = table.biases[listed[index]]
+        ids[: len(own)], ids[len(own) :] = own, -1
+        bias[: len(own)], bias[len(own) :] = values, 0
     return buffer
-
-
-def _fill_history(history: np.ndarray, step: ScheduledStep, table: RequestTable) -> None:
-    """Tokens of the rows [R, H], in a buffer of -1."""
-    known = table.known[step.rows]
-    width = int(known.max())
-    history[: len(step.rows), :width] = table.tokens[step.rows, :width]
-    pending = np.flatnonzero(known == step.starts)
-    history[pending, known[pending]] = PENDING
-
-
-def _fill_bias(
-    bias_ids: np.ndarray, bias: np.ndarray, step: ScheduledStep, table: RequestTable
-) -> None:
-    """Biases of the rows [R, B], in buffers of -1."""
-    bias[:] = 0
-    for index, row in enumerate(step.rows.tolist()):
-        if row in table.biases:
-            ids, values = table.biases[row]
-            bias_ids[index, : len(ids)] = ids
-            bias[index, : len(ids)] = values
 
 
 def _waiting(step: ScheduledStep, table: RequestTable) -> np.ndarray | None:

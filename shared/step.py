@@ -8,7 +8,7 @@ scratch for padding).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -29,7 +29,6 @@ PROCESSING: tuple[Sampler, ...] = ("masked", "processed")
 """Those that read a buffer of processors."""
 BIAS_SLOTS = 304
 """Logit-bias entries per request: the limit of 300, rounded up to a multiple of 8."""
-PENDING = -2
 """Stands in the history for the token that the device has and the host has not."""
 HOST_LENGTHS = ("query_start", "kv_lens", "counts")
 """Fields of the batch that implementations with `host_metadata` read on the host."""
@@ -156,48 +155,91 @@ def sampling_layout(requests: int) -> Layout:
 def processor_layout(requests: int, shape: StepShape, sampler: Sampler = "processed") -> Layout:
     """What only the samplers `masked` and `processed` read. For `masked` H and B are 0.
 
-    A buffer may end behind the last mask that it has.
+    The last fields, TABLES, have entries only for requests that need one; a buffer on its way is
+    as short as that (`tables_of`).
 
-    history      [R, H]  tokens so far, H = max_model_len; unused entries -1, a token not read back
-                         yet is PENDING (the sampler puts the row's last token there)
     prompt_len   [R]     tokens of the prompt at the start of the history
     rows         [R]     as in the batch
+    pending      [R]     1: a token that was not read back yet ends the history: the row's last one
     presence     [R]     Q16 presence penalty
     frequency    [R]     Q16 frequency penalty
     repetition   [R]     float32 repetition penalty, and its float32 reciprocal in
                          `repetition_inverse`
+    history_row  [R]     which of the histories is the request's; -1: it has no penalties
+    bias_row     [R]     which of the biases; -1: none
+    mask_row     [R]     which of the masks; -1: it may have any token
+    histories    [R, H]  tokens that were read back, H = max_model_len; unused entries -1
     bias_ids     [R, B]  token ids of the logit bias; -1 unused
     bias         [R, B]  Q16 bias
-    mask_row     [R]     which of the masks is the request's; -1: it may have any token
     masks        [R, W]  bit b of word w is 1 if token 32 w + b may be sampled, W = ceil(vocab / 32)
     """
     whole = sampler == "processed"
     length, slots = (shape.max_model_len, BIAS_SLOTS) if whole else (0, 0)
     return Layout(
-        ("history", (requests, length), int),
         ("prompt_len", (requests,), int),
         ("rows", (requests,), int),
+        ("pending", (requests,), int),
         ("presence", (requests,), int),
         ("frequency", (requests,), int),
         ("repetition", (requests,), float),
         ("repetition_inverse", (requests,), float),
+        ("history_row", (requests,), int),
+        ("bias_row", (requests,), int),
+        ("mask_row", (requests,), int),
+        ("histories", (requests, length), int),
         ("bias_ids", (requests, slots), int),
         ("bias", (requests, slots), int),
-        ("mask_row", (requests,), int),
         ("masks", (requests, mask_words(shape.vocab_size)), int),
     )
 
 
-def masks_of(layout: Layout, processors: np.ndarray) -> np.ndarray:
-    """The masks [m, W] that a buffer of a `processor_layout` has."""
-    field = layout.fields["masks"]
-    return processors[field.offset :].reshape(-1, field.shape[1])
+TABLES = {
+    "histories": "history_row",
+    "bias_ids": "bias_row",
+    "bias": "bias_row",
+    "masks": "mask_row",
+}
+"""The fields of `processor_layout` with an entry for each request that needs one, and the field
+that says which.
+"""
 
 
-def with_all_masks(layout: Layout, processors: np.ndarray) -> np.ndarray:
-    """A buffer of a `processor_layout` with room for all masks."""
-    missing = layout.size - processors.size
-    return np.concatenate((processors, np.full(missing, -1, np.int32))) if missing else processors
+def tables_of(layout: Layout, processors: np.ndarray) -> dict[str, np.ndarray]:
+    """The entries that a buffer of a `processor_layout` has of each of TABLES, one behind another;
+    all of them in a buffer of the layout's whole size.
+    """
+    whole = processors.size == layout.size
+    found, at = {}, layout.fields["histories"].offset
+    for name, row in TABLES.items():
+        most, width = layout.fields[name].shape
+        # an entry of no size is everybody's, and nobody's
+        count = most if whole and width else int(layout.view(processors, row).max()) + 1
+        found[name] = processors[at : at + count * width].reshape(count, width)
+        at += count * width
+    return found
+
+
+def processors_for(layout: Layout, counts: Mapping[str, int]) -> np.ndarray:
+    """A buffer with room for so many entries of each of TABLES, which are left open; -1 before
+    them.
+    """
+    head = layout.fields["histories"].offset
+    size = sum(counts[name] * layout.fields[name].shape[1] for name in TABLES)
+    buffer = np.empty(head + size, np.int32)
+    buffer[:head] = -1
+    return buffer
+
+
+def with_all_entries(layout: Layout, processors: np.ndarray) -> np.ndarray:
+    """A buffer of the layout's whole size, with -1 where nobody needs an entry."""
+    if processors.size == layout.size:
+        return processors
+    whole = np.full(layout.size, -1, np.int32)
+    head = layout.fields["histories"].offset
+    whole[:head] = processors[:head]
+    for name, entries in tables_of(layout, processors).items():
+        layout.view(whole, name)[: len(entries)] = entries
+    return whole
 
 
 def mask_words(vocab_size: int) -> int:
@@ -304,7 +346,8 @@ def with_masks(step: StepInput, masks: np.ndarray) -> np.ndarray:
         )
     processors = step.processors if step.processors.flags.writeable else step.processors.copy()
     layout = processor_layout(step.descriptor.requests, step.shape, step.sampler)
-    masks_of(layout, processors)[layout.view(processors, "mask_row")[waiting]] = masks
+    entries = tables_of(layout, processors)["masks"]
+    entries[layout.view(processors, "mask_row")[waiting]] = masks
     return processors
 
 

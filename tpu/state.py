@@ -18,6 +18,7 @@ from ..bucketing import Descriptor
 from ..shared.request_table import padding_column
 from ..shared.step import (
     STOP_SLOTS,
+    TABLES,
     Layout,
     PageEntries,
     Sampler,
@@ -26,7 +27,7 @@ from ..shared.step import (
     batch_layout,
     processor_layout,
     sampling_layout,
-    with_all_masks,
+    with_all_entries,
 )
 
 MOVING = ("sample_rows", "position")
@@ -220,17 +221,17 @@ def _fill(
 def wider_processors(
     buffer: np.ndarray, requests: int, size: int, shape: StepShape, sampler: Sampler
 ) -> np.ndarray:
-    """What a sampler with processors reads, with all masks, and for `size` rows instead of
-    `requests`; those behind have no processors.
+    """What a sampler with processors reads, with all entries of the tables, and for `size` rows
+    instead of `requests`; those behind have no processors.
     """
     given = processor_layout(requests, shape, sampler)
-    buffer = with_all_masks(given, buffer)
+    buffer = with_all_entries(given, buffer)
     if size == requests:
         return buffer
     layout = processor_layout(size, shape, sampler)
     wider = layout.allocate()
     fields = layout.views(wider)
-    for name in ("history", "bias_ids", "mask_row", "masks"):
+    for name in ("histories", "bias_ids", "masks", *TABLES.values()):
         fields[name][requests:] = -1
     fields["rows"][requests:] = shape.max_rows
     for name, values in given.views(buffer).items():

@@ -62,27 +62,52 @@ def quantize_kernel(
     tl.store(scores + row * VOCAB + word, quantized(x, 65536.0), mask=word < VOCAB)
 
 
-@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["history", "prompt_len"])
-def count_kernel(
-    history,
-    prompt_len,
-    counts,
-    length,
-    history_stride,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+@triton.jit
+def _remembers(history_row, last, row):
+    """Whether a row has a history."""
+    return (tl.load(history_row + row) >= 0) | (tl.load(last + row) >= 0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["history_row", "last"])
+def clear_kernel(
+    history_row, last, counts, VOCAB: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    """Grid (row, block of the history): how often each word occurs in the output, and whether in
-    the history at all.
+    """Grid (row, block of words): counts of 0 for rows with a history; those of others are never
+    read.
     """
     wait(OVERLAP)
-    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(history + row * history_stride + place, mask=place < length, other=-1)
-    counts += row * VOCAB + tl.maximum(word, 0)
-    tl.atomic_or(counts, SEEN, mask=word >= 0, sem="relaxed")
-    output = place >= tl.load(prompt_len + row)
-    tl.atomic_add(counts, 1, mask=(word >= 0) & output, sem="relaxed")
+    row, word = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if _remembers(history_row, last, row):
+        tl.store(counts + row * VOCAB + word, tl.zeros([BLOCK], tl.int32), mask=word < VOCAB)
+
+
+@triton.jit(
+    do_not_specialize=["length"],
+    do_not_specialize_on_alignment=["history", "history_row", "last", "prompt_len"],
+)
+def count_kernel(
+    history, history_row, last, prompt_len, counts, length, history_stride,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (row, block of the history): how often each word occurs in the output, and whether in
+    the history at all. The last word is one of the output.
+    """
+    wait(OVERLAP)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    of_row = counts + row * VOCAB
+    end = tl.load(last + row)
+    if (block == 0) & (end >= 0):
+        tl.atomic_or(of_row + end, SEEN, sem="relaxed")
+        tl.atomic_add(of_row + end, 1, sem="relaxed")
+    kept = tl.load(history_row + row)
+    if kept >= 0:
+        place = block * BLOCK + tl.arange(0, BLOCK)
+        own = history + kept.to(tl.int64) * history_stride
+        word = tl.load(own + place, mask=place < length, other=-1)
+        of_word = of_row + tl.maximum(word, 0)
+        tl.atomic_or(of_word, SEEN, mask=word >= 0, sem="relaxed")
+        output = place >= tl.load(prompt_len + row)
+        tl.atomic_add(of_word, 1, mask=(word >= 0) & output, sem="relaxed")
 
 
 @triton.jit
@@ -92,6 +117,8 @@ def _allowed(mask, word, real):
 
 @triton.jit(
     do_not_specialize_on_alignment=[
+        "history_row",
+        "last",
         "presence",
         "frequency",
         "repetition",
@@ -100,8 +127,8 @@ def _allowed(mask, word, real):
     ]
 )
 def penalty_kernel(
-    logits, counts, presence, frequency, repetition, repetition_inverse, mask, scores,
-    logits_stride, mask_stride,
+    logits, counts, history_row, last, presence, frequency, repetition, repetition_inverse, mask,
+    scores, logits_stride, mask_stride,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row, block of words): all but the bias."""
@@ -109,7 +136,8 @@ def penalty_kernel(
     row, word = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = word < VOCAB
     x = tl.load(logits + row * logits_stride + word, mask=real, other=0.0)
-    count = tl.load(counts + row * VOCAB + word, mask=real, other=0)
+    counted = real & _remembers(history_row, last, row)
+    count = tl.load(counts + row * VOCAB + word, mask=counted, other=0)
     seen, count = count != 0, tl.minimum(count & (SEEN - 1), MAX_COUNT)
     factor = tl.where(x > 0, tl.load(repetition_inverse + row), tl.load(repetition + row)) * 65536.0
     score = quantized(x, tl.where(seen, factor, 65536.0))

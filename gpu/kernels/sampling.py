@@ -15,6 +15,7 @@ from .sample_kernels import (
     LEVELS,
     best_kernel,
     bias_kernel,
+    clear_kernel,
     count_kernel,
     draw_kernel,
     few_kernel,
@@ -50,6 +51,8 @@ def quantize_logits(logits: Array) -> Array:
 def _takes_penalties(
     logits: Array,
     history: Array,
+    history_row: Array,
+    last: Array,
     prompt_len: Array,
     presence: Array,
     frequency: Array,
@@ -66,6 +69,8 @@ def _takes_penalties(
 def penalties(
     logits: Array,
     history: Array,
+    history_row: Array,
+    last: Array,
     prompt_len: Array,
     presence: Array,
     frequency: Array,
@@ -80,21 +85,21 @@ def penalties(
     logits, history, bias_ids, bias, mask = (
         _dense(x) for x in (logits, history, bias_ids, bias, mask)
     )
+    kept = history_row.contiguous(), last.contiguous()
     per_row = presence, frequency, repetition, repetition_inverse
     per_row = tuple(x.contiguous() for x in per_row)
     (rows, vocab), block, warps = logits.shape, setting["block"], setting["warps"]
-    counts = torch.zeros((rows, vocab), dtype=torch.int32, device=logits.device)
+    counts = torch.empty((rows, vocab), dtype=torch.int32, device=logits.device)
     scores = torch.empty((rows, vocab), dtype=torch.int32, device=logits.device)
-    length = history.shape[1]
+    words, length = (rows, triton.cdiv(vocab, block)), history.shape[1]
+    launch = {"VOCAB": vocab, "BLOCK": block, "num_warps": warps, **overlap()}
+    clear_kernel[words](*kept, counts, **launch)
     count_kernel[(rows, max(1, triton.cdiv(length, block)))](
-        history, prompt_len.contiguous(), counts, length, history.stride(0), VOCAB=vocab,
-        BLOCK=block, num_warps=warps,
-        **overlap(),
-    )  # fmt: skip
-    penalty_kernel[(rows, triton.cdiv(vocab, block))](
-        logits, counts, *per_row, mask, scores, logits.stride(0), mask.stride(0),
-        VOCAB=vocab, BLOCK=block, num_warps=warps, **overlap(),
-    )  # fmt: skip
+        history, *kept, prompt_len.contiguous(), counts, length, history.stride(0), **launch
+    )
+    penalty_kernel[words](
+        logits, counts, *kept, *per_row, mask, scores, logits.stride(0), mask.stride(0), **launch
+    )
     length = bias_ids.shape[1]
     bias_kernel[(rows, max(1, triton.cdiv(length, block)))](
         logits, bias_ids, bias, mask, scores, length, logits.stride(0), bias_ids.stride(0),

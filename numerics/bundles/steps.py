@@ -17,7 +17,7 @@ from ...shared.step import (
     batch_layout,
     processor_layout,
     sampling_layout,
-    with_all_masks,
+    with_all_entries,
 )
 from ..errors import NotComparable
 from ..sides.subject import Subject
@@ -60,7 +60,7 @@ def to_json(recorded: Recorded) -> dict[str, Any]:
 
 def _processors(step: StepInput, buffer: np.ndarray) -> dict[str, Any]:
     layout = processor_layout(step.descriptor.requests, step.shape, step.sampler)
-    return _lists(layout, with_all_masks(layout, buffer))
+    return _lists(layout, with_all_entries(layout, buffer))
 
 
 def _lists(layout: Layout, buffer: np.ndarray) -> dict[str, Any]:

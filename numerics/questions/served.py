@@ -238,7 +238,7 @@ def chooser(answer: Answer, index: int, vocab: int) -> Choose:
             numbers = encode_processors(params)
             ids, bias = (np.asarray([x], np.int32) for x in encode_bias(params))
             scores = REGISTRY["penalties"].reference(
-                xp, logits, np.tile(history[None], (count, 1)), each(len(prompt)),
+                xp, logits, history[None], each(0), each(-1), each(len(prompt)),
                 each(numbers["presence"]), each(numbers["frequency"]),
                 each(numbers["repetition"], np.float32),
                 each(numbers["repetition_inverse"], np.float32),

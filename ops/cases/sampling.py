@@ -164,6 +164,11 @@ def _penalty_arguments(
     history[:, length // 2 :] = rng.integers(0, max(2, vocab // 4), (rows, length - length // 2))
     history[1::2, -5:] = -1
     history[-1] = -1  # no history at all
+    last = rng.integers(0, vocab, rows).astype(np.int32)
+    last[np.arange(rows) % 3 != 1] = -1
+    turned = np.roll(np.arange(rows), 3)  # entries in another order than the rows
+    history_row = np.argsort(turned).astype(np.int32)
+    history_row[-1 if rows < 6 else 5] = -1
     repetition = rng.uniform(0.5, 2.0, rows).astype(np.float32)
     presence, frequency = (
         np.rint(rng.uniform(-2, 2, rows) * ONE).astype(np.int32) for _ in range(2)
@@ -176,7 +181,8 @@ def _penalty_arguments(
     logits = (rng.normal(size=(rows, vocab)) * 5).astype(np.float32)
     logits[0, :4] = np.nan, np.inf, -np.inf, -0.0
     return {
-        "logits": logits, "history": history,
+        "logits": logits, "history": history[turned], "history_row": history_row,
+        "last": last,
         "prompt_len": rng.integers(0, length // 2, rows).astype(np.int32),
         "presence": presence, "frequency": frequency, "repetition": repetition,
         "repetition_inverse": (1 / repetition.astype(np.float64)).astype(np.float32),
@@ -190,7 +196,7 @@ def _penalty_cases(dtype: str) -> Iterator[Case]:
     rng = generator("penalties")
     yield Case("odd vocabulary", _penalty_arguments(rng, 8, 203, 50, 7))
     many = _penalty_arguments(rng, 4, 40, 9000, 3)  # counts past their limit
-    many["history"][0] = np.where(np.arange(9000) < 8000, 5, 6)
+    many["history"][many["history_row"][0]] = np.where(np.arange(9000) < 8000, 5, 6)
     many["prompt_len"][:], many["frequency"][:] = 0, 7
     many["mask"][:] = -1
     yield Case("one token 8000 times", many)
@@ -219,12 +225,21 @@ class _Penalties:
             },
             "repetition multiplies positives": lambda: {"repetition_inverse": a["repetition"]},
             "repetition divides negatives": lambda: {"repetition": a["repetition_inverse"]},
-            "repetition of the output only": lambda: {"history": _output(a)},
+            "repetition of the output only": lambda: {
+                "history": _output(a),
+                "history_row": _each(a["last"]),
+                "last": a["last"] * 0 - 1,
+            },
             "mask bits reversed": lambda: {"mask": _reversed_bits(a["mask"])},
             "mask words of the row before": lambda: {"mask": np.roll(a["mask"], 1, axis=0)},
             "mask ignored": lambda: {"mask": a["mask"] * 0 - 1},
             "bias ignored": lambda: {"bias": a["bias"] * 0},
             "unused history is token 0": lambda: {"history": np.maximum(a["history"], 0)},
+            "history of another row": lambda: {
+                "history_row": np.where(a["history_row"] < 0, -1, _each(a["history_row"]))
+            },
+            "history of a row without": lambda: {"history_row": np.maximum(a["history_row"], 0)},
+            "last token ignored": lambda: {"last": a["last"] * 0 - 1},
             "unused bias is token 0": lambda: {"bias_ids": np.maximum(a["bias_ids"], 0)},
         }
         if self.fault in change:
@@ -238,7 +253,7 @@ class _Penalties:
             return np.where(open_, scores - a["frequency"][:, None] * over, scores)
         if self.fault != "bias penalised too":
             return scores
-        seen = xp.count_tokens(a["history"], scores.shape[1]) > 0
+        seen = xp.count_tokens(_history(a), scores.shape[1]) > 0
         bias = xp.add_at(np.zeros_like(scores), a["bias_ids"], a["bias"])
         return np.where(open_ & seen, scores + (bias * 0.1).astype(np.int32), scores)
 
@@ -247,7 +262,9 @@ def _plain_penalties(xp: Any, **a: Any) -> np.ndarray:
     """penalties token by token, from its description."""
     scores = np.empty(a["logits"].shape, np.int32)
     for row, logits in enumerate(a["logits"]):
-        prompt, history = int(a["prompt_len"][row]), a["history"][row].tolist()
+        prompt, kept = int(a["prompt_len"][row]), int(a["history_row"][row])
+        history = [] if kept < 0 else a["history"][kept].tolist()
+        history += [-1] * (prompt - len(history)) + [int(a["last"][row])]
         counts = Counter(token for token in history[prompt:] if token >= 0)
         seen = {token for token in history if token >= 0}
         bias = Counter[int]()
@@ -270,9 +287,21 @@ def _plain_penalties(xp: Any, **a: Any) -> np.ndarray:
     return scores
 
 
+def _each(like: np.ndarray) -> np.ndarray:
+    return np.arange(len(like), dtype=np.int32)
+
+
+def _history(a: Arguments) -> np.ndarray:
+    """The history of each row, with the last token."""
+    row = a["history_row"][:, None]
+    own = np.where(row < 0, -1, a["history"][a["history_row"]])
+    return np.concatenate([own, a["last"][:, None]], axis=1)
+
+
 def _output(a: Arguments) -> np.ndarray:
-    place = np.arange(a["history"].shape[1])[None, :]
-    return np.where(place >= a["prompt_len"][:, None], a["history"], -1)
+    history = _history(a)
+    place = np.arange(history.shape[1])[None, :]
+    return np.where(place >= a["prompt_len"][:, None], history, -1)
 
 
 def _reversed_bits(mask: np.ndarray) -> np.ndarray:
@@ -297,6 +326,9 @@ PENALTY_FAULTS = (
     *("mask bits reversed", "mask words of the row before", "mask ignored", "bias ignored"),
     *(
         "unused history is token 0",
+        "history of another row",
+        "history of a row without",
+        "last token ignored",
         "unused bias is token 0",
         "presence of unseen tokens",
         "counts without limit",
@@ -313,7 +345,8 @@ judged_by(
         rows=(
             *(
                 "logits",
-                "history",
+                "history_row",
+                "last",
                 "prompt_len",
                 "presence",
                 "frequency",

@@ -75,9 +75,9 @@ def quantize_logits(xp: Any, logits: Array) -> Array:
 
 
 @define(
-    shapes="logits [row vocab], history [row len], prompt_len [row], presence [row], frequency "
-    "[row], "
-    "repetition [row], repetition_inverse [row], bias_ids [row n], bias [row n], mask [row words] "
+    shapes="logits [row vocab], history [kept len], history_row [row], last [row], "
+    "prompt_len [row], presence [row], frequency [row], repetition [row], "
+    "repetition_inverse [row], bias_ids [row n], bias [row n], mask [row words] "
     "-> [row vocab] int32",
     shards=(),
     contract=INTEGER,
@@ -86,6 +86,8 @@ def penalties(
     xp: Any,
     logits: Array,
     history: Array,
+    history_row: Array,
+    last: Array,
     prompt_len: Array,
     presence: Array,
     frequency: Array,
@@ -97,16 +99,20 @@ def penalties(
 ) -> Array:
     """Scores [row vocab] int32 in Q16 after penalties, bias and mask, in this order.
 
-    The repetition penalty divides positive and multiplies negative logits of tokens in `history`
-    [row len] (-1 unused); frequency times the count in the output (history from `prompt_len` on)
-    and presence are taken off; `bias` [row n] is added at `bias_ids` (-1 unused); tokens whose bit
-    in `mask` [row words] is 0 are masked. Counts stop at 4096.
+    The history of a row is entry `history_row` of `history` [kept len] (-1 unused; a row of -1 has
+    none) and the token `last` behind it (-1: none). The repetition penalty divides positive and
+    multiplies negative logits of its tokens; frequency times the count in the output (from
+    `prompt_len` on) and presence are taken off; `bias` [row n] is added at `bias_ids` (-1 unused);
+    tokens whose bit in `mask` [row words] is 0 are masked. Counts stop at 4096.
     """
     vocab = logits.shape[1]
+    own = xp.take(history, xp.maximum(history_row, _int(xp, 0, history_row)), axis=0)
+    history = xp.where(history_row[:, None] < 0, -1, own)
     place = xp.arange(history.shape[1], dtype=xp.int32, device=device_of(history))[None, :]
     output = xp.where(place >= prompt_len[:, None], history, -1)
-    count = xp.minimum(xp.count_tokens(output, vocab), _int(xp, MAX_COUNT, history))
-    seen = xp.count_tokens(history, vocab) > 0
+    ended = xp.count_tokens(last[:, None], vocab)
+    count = xp.minimum(xp.count_tokens(output, vocab) + ended, _int(xp, MAX_COUNT, history))
+    seen = xp.count_tokens(history, vocab) + ended > 0
     factor = xp.where(logits > 0, repetition_inverse[:, None], repetition[:, None]) * float(ONE)
     scores = _quantize(xp, logits, logits * xp.where(seen, factor, float(ONE)))
     taken = frequency[:, None] * count + xp.where(count > 0, presence[:, None], 0)

@@ -28,7 +28,7 @@ from . import decoder
 from .blocks import Block
 from .caches import CacheLayout, layout_of_shard
 from .config import ModelConfig
-from .sampler import NOT_OF_THE_OP, sample
+from .sampler import OF_THE_OP, sample
 from .spec import Layer, Model
 from .table import Parameter
 
@@ -225,9 +225,11 @@ def record_samplers(
         of_rows = logits(requests)
         settings = _fields(sampling_layout(requests))
         for variant in SAMPLERS:
-            processors = _fields(processor_layout(requests, step, variant))
-            processors["mask"] = processors["masks"]
-            known = {name: x for name, x in processors.items() if name not in NOT_OF_THE_OP}
+            fields = _fields(processor_layout(requests, step, variant))
+            names = (*OF_THE_OP, "bias_ids", "bias")
+            known = {name: fields[name] for name in names} | {
+                "history": fields["histories"], "last": fields["rows"], "mask": fields["masks"]
+            }  # fmt: skip
             tokens = sample(ops, variant, of_rows, settings, known)
         ops.top_logprobs(of_rows, tokens)
     for rows in sorted({*prompt_rows} - {*numbers}, reverse=True):

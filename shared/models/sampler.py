@@ -8,13 +8,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import InternalError
-from ..step import PENDING, PROCESSING, Sampler
+from ..step import PROCESSING, Sampler
 
 Array = Any
 SETTINGS = ("position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p")
 """Fields of `sampling_layout` that the op `sample` takes, in its order."""
-NOT_OF_THE_OP = ("rows", "mask_row", "masks")
-"""Fields of `processor_layout` that the op `penalties` does not take as they are."""
+OF_THE_OP = (
+    "history_row", "prompt_len", "presence", "frequency", "repetition", "repetition_inverse",
+)  # fmt: skip
+"""Fields of `processor_layout` that the op `penalties` takes as they are."""
 
 
 def sample(
@@ -48,10 +50,11 @@ def known_processors(
     A token of the history that only the device has is the last one of its row in `last_tokens`
     [rows + 1]. `where` is that of the framework.
     """
-    history, last = fields["history"], last_tokens[fields["rows"]][:, None]
-    known = {name: value for name, value in fields.items() if name not in NOT_OF_THE_OP}
-    row = fields["mask_row"]
-    return known | {
-        "history": where(history == PENDING, last, history),
-        "mask": where(row[:, None] < 0, -1, fields["masks"][where(row < 0, 0, row)]),
-    }
+    known = {name: fields[name] for name in OF_THE_OP}
+    entries = {"bias_ids": "bias_row", "bias": "bias_row", "mask": "mask_row"}
+    for name, of in entries.items():
+        row, table = fields[of], fields["masks" if name == "mask" else name]
+        known[name] = where(row[:, None] < 0, -1, table[where(row < 0, 0, row)])
+    pending = (fields["pending"] > 0) & (fields["history_row"] >= 0)
+    last = where(pending, last_tokens[fields["rows"]], -1)
+    return known | {"history": fields["histories"], "last": last}

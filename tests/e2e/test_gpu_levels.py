@@ -182,9 +182,10 @@ def processors(requests, shape, sampler):
     f["repetition"][:], f["repetition_inverse"][:] = 1.0, 1.0
     words = 0x55555555 if sampler == "processed" else ~0x55555555
     f["mask_row"][:], f["masks"][:] = np.arange(requests), words
+    f["history_row"][:] = f["bias_row"][:] = np.arange(requests)
     if sampler == "processed":
-        f["history"][:] = -1
-        f["history"][:, :12] = np.arange(12) % 5
+        f["histories"][:] = -1
+        f["histories"][:, :12] = np.arange(12) % 5
         f["presence"][:], f["frequency"][:] = 30000, 9000
         f["repetition"][:], f["repetition_inverse"][:] = 1.5, 1 / 1.5
         f["bias_ids"][:] = -1
@@ -250,7 +251,7 @@ def test_interleaved_graphs_equal_eager_bit_for_bit(cuda, mode, tmp_path):
                 for sampler in (*SAMPLERS, TOP):
                     if sampler in PROCESSING:
                         given = processors(d.requests, worker._shape, sampler)
-                        worker._inputs.fill_processors(given)
+                        worker._inputs.fill_processors(d.requests, sampler, given)
                     results = poisoned(sample, d.requests, sampler)
                     found[sampler] = [x[:count].clone() for x in (programs.tokens, *results)]
             return found

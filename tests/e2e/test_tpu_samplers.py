@@ -119,12 +119,16 @@ def test_rows_behind_have_no_processors(sampler):
         np.testing.assert_array_equal(fields[name][:3].view(np.int32), values.view(np.int32))
     last = {name: values[3] for name, values in fields.items()}
     assert last["rows"] == 9
-    assert (last["history"] == -1).all()
+    assert (last["histories"] == -1).all()
     assert (last["bias_ids"] == -1).all()
-    assert last["mask_row"] == -1
+    assert [last[row] for row in ("history_row", "bias_row", "mask_row")] == [-1] * 3
     assert state.wider_processors(given, 3, 3, shape, sampler) is given
-    # A buffer may end behind its masks; the program takes them all.
-    short = given[: layout.fields["masks"].offset + 3]
+    # A buffer brings the entries that are needed; the program takes them all.
+    short = given[: layout.fields["histories"].offset + 3].copy()
+    for row in ("history_row", "bias_row", "mask_row"):
+        layout.view(short, row)[:] = -1
+    layout.view(short, "mask_row")[1] = 0
     whole = layout.views(state.wider_processors(short, 3, 3, shape, sampler))
     assert (whole["masks"][0] == short[-3:]).all()
     assert (whole["masks"][1:] == -1).all()
+    assert (whole["histories"] == -1).all()

@@ -9,7 +9,7 @@ import torch
 from twinfer.ops import REGISTRY
 from twinfer.ops.cases.attention import paged
 from twinfer.ops.cases.generators import generator
-from twinfer.ops.cases.sampling import _sample_arguments
+from twinfer.ops.cases.sampling import _penalty_arguments, _sample_arguments
 from twinfer.ops.namespaces.torch_ import from_numpy
 
 triton = pytest.importorskip("triton")
@@ -104,3 +104,11 @@ def test_sampling_compiles(compiled, filtered):
     sampling.sample(**arguments_of("sample", arguments))
     few = ["total_kernel", "few_kernel", *["narrow_kernel"] * 12] if filtered else []
     assert compiled == ["best_kernel", *few, "draw_kernel"]
+
+
+def test_penalties_compile(compiled):
+    from twinfer.gpu.kernels import sampling
+
+    arguments = _penalty_arguments(generator("compile"), 16, 5_000, 300, 7)
+    sampling.penalties(**arguments_of("penalties", arguments))
+    assert compiled == ["clear_kernel", "count_kernel", "penalty_kernel", "bias_kernel"]

@@ -133,6 +133,8 @@ def penalty_fields(params, history, prompt_len, vocab):
     lens = np.full(rows, prompt_len, np.int32)
     return fields | {
         "history": history,
+        "history_row": np.arange(rows, dtype=np.int32),
+        "last": np.full(rows, -1, np.int32),
         "prompt_len": lens,
         "bias_ids": bias_ids,
         "bias": bias,

@@ -190,7 +190,9 @@ def test_everything_sized_by_the_vocabulary_takes_262400_words(framework):
     mask[1, -1] = 0  # the last 32 words, and so the best of row 1
     one, none = np.ones(rows, np.float32), np.zeros(rows, np.int32)
     given = {
-        "logits": logits, "history": last[:, None], "prompt_len": none, "presence": none,
+        "logits": logits, "history": last[:, None],
+        "history_row": np.arange(rows, dtype=np.int32), "last": none - 1,
+        "prompt_len": none, "presence": none,
         "frequency": none + 2 * sampling.ONE, "repetition": one, "repetition_inverse": one,
         "bias_ids": bias_ids, "bias": np.where(bias_ids >= 0, 100 * sampling.ONE, 0),
         "mask": mask,

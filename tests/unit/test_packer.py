@@ -31,14 +31,15 @@ from twinfer.shared.scheduler_config import SchedulerConfig
 from twinfer.shared.step import (
     PROCESSING,
     SAMPLERS,
+    TABLES,
     Sampler,
     StepShape,
     batch_layout,
     mask_words,
-    masks_of,
     processor_layout,
     sampling_layout,
-    with_all_masks,
+    tables_of,
+    with_all_entries,
 )
 
 VOCABULARY = 70
@@ -185,21 +186,29 @@ def slow_sampler(step: ScheduledStep) -> str:
 def slow_processors(step: ScheduledStep, sampler: Sampler) -> dict[str, list[Any]]:
     """The processor buffer as lists."""
     processors: dict[str, list[Any]] = {name: [] for name in processor_layout(1, SHAPE).fields}
-    masks = []
+    masks: list[Any] = []
+    histories: list[Any] = []
+    biases: list[Any] = []
     for i in range(step.descriptor.requests):
         request = step.requests[i] if i < len(step.requests) else None
         params = SamplingParams() if request is None else request.params
         known = [] if request is None else known_tokens(request)
-        if request is not None and step.starts[i] == len(known):
-            known = [*known, -2]
+        pending = request is not None and step.starts[i] == len(known)
+        processors["pending"].append(int(pending))
         for name, value in encode_processors(params).items():
             processors[name].append(value)
-        processors["history"].append(known + [-1] * (MODEL_LEN - len(known)))
+        penalised = encode_processors(params) != encode_processors(SamplingParams())
+        remembers = penalised and sampler == "processed"
+        processors["history_row"].append(len(histories) if remembers else -1)
+        if remembers:
+            histories.append(known + [-1] * (MODEL_LEN - len(known)))
         processors["prompt_len"].append(0 if request is None else request.num_prompt_tokens)
         processors["rows"].append(ROWS if request is None else request.row)
         ids, values = encode_bias(params)
-        processors["bias_ids"].append(ids + [-1] * (304 - len(ids)))
-        processors["bias"].append(values + [0] * (304 - len(values)))
+        biased = ids and sampler == "processed"
+        processors["bias_row"].append(len(biases) if biased else -1)
+        if biased:
+            biases.append((ids + [-1] * (304 - len(ids)), values + [0] * (304 - len(values))))
         words = encode_mask(params, VOCABULARY)
         mask = [-1] * mask_words(VOCABULARY) if words is None else words.tolist()
         if (
@@ -219,11 +228,14 @@ def slow_processors(step: ScheduledStep, sampler: Sampler) -> dict[str, list[Any
         processors["mask_row"].append(len(masks) if changed else -1)
         if changed:
             masks.append(mask)
-    unused = [[-1] * mask_words(VOCABULARY)] * (step.descriptor.requests - len(masks))
-    processors["masks"] = masks + unused
-    if sampler == "masked":
-        for name in ("history", "bias_ids", "bias"):
-            processors[name] = [[] for _ in range(step.descriptor.requests)]
+    length, slots = (MODEL_LEN, 304) if sampler == "processed" else (0, 0)
+    for name, entries, width in (
+        ("histories", histories, length),
+        ("bias_ids", [ids for ids, _ in biases], slots),
+        ("bias", [values for _, values in biases], slots),
+        ("masks", masks, mask_words(VOCABULARY)),
+    ):
+        processors[name] = entries + [[-1] * width] * (step.descriptor.requests - len(entries))
     return processors
 
 
@@ -272,10 +284,11 @@ def check(
     assert (packed.processors is not None) == (packed.sampler in PROCESSING)
     if packed.processors is not None:
         layout = processor_layout(requests, SHAPE, packed.sampler)
-        given = layout.views(with_all_masks(layout, packed.processors))
+        given = layout.views(with_all_entries(layout, packed.processors))
         compare(given, slow_processors(step, packed.sampler))
-        masks = masks_of(layout, packed.processors)
-        assert len(masks) == (given["mask_row"] >= 0).sum(), "masks that nobody needs travel"
+        for name, entries in tables_of(layout, packed.processors).items():
+            needed = (given[TABLES[name]] >= 0).sum()
+            assert len(entries) == needed, f"{name} that nobody needs travel"
     assert packed.logprobs == any(
         request.params.logprobs is not None and sampled
         for request, sampled in zip(step.requests, step.samples.tolist(), strict=True)
@@ -353,8 +366,10 @@ def test_a_token_that_is_not_read_yet_is_left_to_the_device() -> None:
     assert packed.field("token_ids").tolist() == [-1, 0]
     assert packed.field("slots").tolist()[1] == -1
     assert packed.processors is not None
-    history = processor_layout(2, SHAPE).view(packed.processors, "history")
-    assert history[0, 5:8].tolist() == [scheduler.requests["a"].prompt[5], -2, -1]
+    layout = processor_layout(2, SHAPE)
+    (history,) = tables_of(layout, packed.processors)["histories"]
+    assert history[5:8].tolist() == [scheduler.requests["a"].prompt[5], -1, -1]
+    assert layout.view(packed.processors, "pending").tolist() == [1, 0]
     scheduler.update(first, np.array([33], np.int32))
     scheduler.update(second, np.array([34], np.int32))
     third = scheduler.schedule()

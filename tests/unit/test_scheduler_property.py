@@ -41,7 +41,7 @@ from twinfer.shared.step import (
     batch_layout,
     processor_layout,
     sampling_layout,
-    with_all_masks,
+    with_all_entries,
     with_masks,
 )
 
@@ -283,7 +283,7 @@ class MockWorker:
         if step.sampler in PROCESSING:
             assert step.processors is not None
             layout = processor_layout(requests, step.shape, step.sampler)
-            processors = layout.views(with_all_masks(layout, step.processors))
+            processors = layout.views(with_all_entries(layout, step.processors))
         tokens = np.full(requests, 7)
         for index in np.flatnonzero(fields["sample_rows"] < step.shape.max_rows).tolist():
             values = {name: int(column[index]) for name, column in fields.items()}
@@ -295,18 +295,17 @@ class MockWorker:
                 values |= FILTERS_OFF
             if step.sampler == "masked":
                 assert processors is not None
-                assert processors["history"].size == 0
+                assert processors["histories"].size == 0
             history, allowed = None, np.arange(VOCABULARY)
             if processors is not None:
                 if processors["mask_row"][index] >= 0:
                     words = processors["masks"][processors["mask_row"][index]].view(np.uint8)
                     allowed = np.flatnonzero(np.unpackbits(words, bitorder="little")[:VOCABULARY])
                 if processors["repetition"][index] != 1.0:
-                    seen = processors["history"][index]
-                    last = self.last_tokens[processors["rows"][index]]
-                    history = [
-                        int(last) if token == -2 else token for token in seen[seen != -1].tolist()
-                    ]
+                    seen = processors["histories"][processors["history_row"][index]]
+                    history = seen[seen != -1].tolist()
+                    if processors["pending"][index]:
+                        history.append(int(self.last_tokens[processors["rows"][index]]))
             tokens[index] = draw(int(hidden[index]), values["position"], values, history, allowed)
         return tokens
 

@@ -65,7 +65,8 @@ def arguments(name):
         "greedy_sample": lambda: (r(3, 40),),
         "quantize_logits": lambda: (r(3, 40),),
         "penalties": lambda: (
-            *(r(3, 40), table(-1, 40, 3, 8), ints(2, 2, 2), ints(9, 9, 9), ints(9, 9, 9)),
+            *(r(3, 40), table(-1, 40, 3, 8), ints(1, -1, 0), ints(-1, -1, 5)),
+            *(ints(2, 2, 2), ints(9, 9, 9), ints(9, 9, 9)),
             *(
                 torch.full((3,), 1.5),
                 torch.full((3,), 1 / 1.5),
