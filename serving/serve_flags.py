@@ -50,6 +50,17 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
     g.add_argument("--access-log", action="store_true", help="a line for each call (default: off)")
     g.add_argument(
+        "--log-requests",
+        action="store_true",
+        help="a line at the end of each: id, status, token counts, times; no texts (default: off)",
+    )
+    g.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="json: an object a line (default: %(default)s)",
+    )
+    g.add_argument(
         "--generation-config",
         choices=SOURCES,
         default="auto",

@@ -86,6 +86,7 @@ class Settings:
     max_body: int = 32 << 20
     draw_seeds: bool = True
     page: bool = True
+    log_requests: bool = False
 
 
 class Server:
@@ -385,10 +386,14 @@ class Server:
         self._engine.admit(count, sum(map(len, prompts)) * settings[0].n)
         salt = request.scope["twinfer.salt"] + (body.cache_salt or "")
         changed = asyncio.Event()
-        return [
+        lives = [
             self._engine.add(ids, params, priority=body.priority or 0, salt=salt, changed=changed)
             for ids, params in zip(prompts, settings, strict=True)
         ]
+        for live in lives:
+            live.name = request.scope["twinfer.name"]
+        request.scope["twinfer.lives"] += lives
+        return lives
 
     async def _whole(self, request: Request, lives: Sequence[Live]) -> None:
         try:
@@ -484,7 +489,13 @@ def build_app(settings: Settings, engine: EngineProcess, metrics: Metrics) -> An
     ):
         app.add_route(path, _guarded(route, settings), methods=[method])
     pages = (PAGE,) if settings.page else ()
-    return Doors(app, keys=settings.keys, max_body=settings.max_body, open_paths=pages)
+    return Doors(
+        app,
+        keys=settings.keys,
+        max_body=settings.max_body,
+        open_paths=pages,
+        log_requests=settings.log_requests,
+    )
 
 
 async def _response_stream(

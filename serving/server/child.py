@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import logging
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -30,6 +30,7 @@ from ...shared.errors import EngineClosed, EngineDead, RequestError, TwinferErro
 from ...shared.models.config import load_config
 from ...shared.models.locate import model_folder
 from ...shared.request import FinishReason
+from .logs import configure_logging
 from .messages import (
     Abort,
     Add,
@@ -47,6 +48,7 @@ from .messages import (
     step_message,
 )
 
+LOG = logging.getLogger("twinfer.engine")
 IDLE_MS = 1000
 """How long it waits for a message before it says that it is alive."""
 COMPILING_MS = 2
@@ -104,7 +106,7 @@ class Loop:
                 found.append(decode_inbox(data))
             except (msgspec.DecodeError, TwinferError, ValueError, TypeError) as error:
                 # The front sends only what it has checked: what cannot be read is nobody's.
-                print(f"engine: a message was passed over: {error}", file=sys.stderr, flush=True)
+                LOG.error("engine: a message was passed over: %s", error)
         return found
 
     def _take(self, messages: list[Any]) -> None:
@@ -158,7 +160,7 @@ class Loop:
         except Exception:
             # A bug of ours that this request met. If it has left the engine in doubt, the next
             # step says so.
-            traceback.print_exc()
+            LOG.exception("engine: a request met an error inside")
             self._send(Refused(message.id, "request", "request: it met an error inside"))
 
     def _gauges(self) -> Gauges:
@@ -175,6 +177,7 @@ def main() -> int:
     # The front asks a hung engine where it hangs.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
+    configure_logging(job.log_format, verbose=False)
     threading.Thread(target=_leave_with_the_front, daemon=True).start()
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -254,7 +257,7 @@ def _fatal(error: Exception, *, starting: bool) -> Fatal:
     words = " ".join(str(error).split()) or "no message"
     chain = f"{type(error).__name__} {words} {error.__cause__!r} {error.__context__!r}"
     if not isinstance(error, TwinferError):
-        traceback.print_exc()
+        LOG.error("engine: an error inside", exc_info=error)
         words = f"{type(error).__name__}: {words}"
     if any(name in chain for name in OUT_OF_MEMORY):
         return Fatal(EXIT_MEMORY, words)

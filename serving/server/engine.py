@@ -93,6 +93,7 @@ class EngineProcess:
         progress: Progress = silent,
         on_tokens: Callable[[Live, int, float], None] = lambda live, count, now: None,
         on_end: Callable[[Live], None] = lambda live: None,
+        log_format: str = "text",
     ) -> None:
         self.ready: Ready | None = None
         self.gauges = Gauges()
@@ -109,6 +110,7 @@ class EngineProcess:
         self._progress = progress
         self._on_tokens = on_tokens
         self._on_end = on_end
+        self._log_format = log_format
         self._numbers = itertools.count(1)
         self._live: dict[int, tuple[Live, int]] = {}
         self._waiting: dict[int, int] = {}
@@ -137,7 +139,7 @@ class EngineProcess:
             stdout=sys.stderr,
             start_new_session=True,
         )
-        job = msgspec.json.encode(Job(self._folder, self._options))
+        job = msgspec.json.encode(Job(self._folder, self._options, self._log_format))
         with suppress(BrokenPipeError):  # it has ended already; `_watch` will say so
             _stdin(self._process).write(job + b"\n")
             _stdin(self._process).flush()

@@ -54,6 +54,8 @@ class Live:
         ]
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.error: TwinferError | None = None
+        self.name = ""
+        """What its client calls it, or this server."""
         self.created = time.monotonic()
         self.first_token: float | None = None
         self.last_token: float | None = None

@@ -20,10 +20,12 @@ class Job(msgspec.Struct, forbid_unknown_fields=True):
     """What the engine's process is to run; the first line of its standard input, as JSON.
 
     `sockets` is the folder with the two sockets. `options` are those of `EngineConfig`.
+    `log_format` is one of `logs.FORMATS`.
     """
 
     sockets: str
     options: dict[str, Any]
+    log_format: str = "text"
 
 
 class Add(msgspec.Struct, tag="add", array_like=True):

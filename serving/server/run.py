@@ -14,7 +14,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -36,6 +35,7 @@ from ..progress import StartBar
 from .app import Settings, build_app
 from .engine import EngineProcess, Limits
 from .http import BoundedHttp
+from .logs import configure_logging
 from .metrics import Metrics
 
 LOG = logging.getLogger("twinfer.server")
@@ -62,12 +62,7 @@ def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     folder = model_folder(config.model)
     load_config(folder)  # what cannot be served is said before a process is started
     defaults, changes = default_params(folder, arguments.generation_config)
-    logging.basicConfig(
-        level=logging.DEBUG if arguments.verbose else logging.INFO,
-        format="%(asctime)s %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    configure_logging(arguments.log_format, verbose=arguments.verbose)
     for change in changes if arguments.verbose else ():
         LOG.info("%s", change)
     names = arguments.served_model_name or [arguments.model]
@@ -86,6 +81,7 @@ def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
         arguments.max_body_size,
         draw_seeds=not arguments.fixed_seed,
         page=arguments.page,
+        log_requests=arguments.log_requests,
     )
     door = _bind(arguments)
     try:
@@ -173,6 +169,7 @@ async def _serve(
             progress=bar.update,
             on_tokens=metrics.tokens,
             on_end=metrics.end,
+            log_format=arguments.log_format,
         )
         metrics.engine = engine
         signals = _Signals()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -265,6 +266,35 @@ def test_a_file_in_the_place_of_a_socket_is_not_removed(tmp_path):
     with served(*FLAGS, "--uds", str(path), ready=False) as server:
         assert server.wait_exit() == 2
     assert path.read_text() == "mine"
+
+
+def test_the_end_of_a_request_is_logged_without_its_texts():
+    with served(*FLAGS, "--log-requests", "--log-format", "json") as server:
+        with server.client() as client:
+            headers = {"x-request-id": "mine"}
+            body = BODY | {"prompt": "a secret", "max_tokens": 5}
+            told = client.post("/v1/completions", json=body, headers=headers)
+            assert told.headers["x-request-id"] == "mine"
+            text = told.json()["choices"][0]["text"]
+        stream = Stream(server)
+        assert stream.begun.wait(20)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        stream.join(10)
+        assert server.wait_exit() == 70
+    # The bar of the start is for people, and no record.
+    lines = [json.loads(line) for line in server.log.splitlines() if line.startswith("{")]
+    first, second = (line for line in lines if line["logger"] == "twinfer.requests")
+    assert (first["request_id"], first["path"], first["status"]) == ("mine", "/v1/completions", 200)
+    assert (first["prompt_tokens"], first["output_tokens"]) == (
+        told.json()["usage"]["prompt_tokens"],
+        5,
+    )
+    assert first["reason"] == "length"
+    assert 0 < first["first_token_ms"] <= first["total_ms"]
+    assert second["reason"] == "error"
+    assert "a secret" not in server.log
+    assert text not in server.log
+    assert {"time", "level", "message"} <= set(first)
 
 
 def test_keys_are_asked_of_everybody():
