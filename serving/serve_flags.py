@@ -23,6 +23,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--uds", metavar="PATH", help="a Unix socket instead of host and port (default: none)"
     )
     g.add_argument(
+        "--admin-uds",
+        metavar="PATH",
+        help="a second Unix socket, for this user alone: requests, config, drain, "
+        "reset_prefix_cache (default: none)",
+    )
+    g.add_argument(
         "--served-model-name",
         action="append",
         metavar="NAME",

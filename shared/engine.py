@@ -310,6 +310,15 @@ class Engine:
         for request_id in list(self.scheduler.requests):
             self._finish(request_id, FinishReason.ABORT)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing happens, while there are requests or
+        steps in flight, and once the engine has ended.
+        """
+        if self.has_work or self._dead is not None or self._closed:
+            return False
+        with self._changing_books():
+            return self.scheduler.reset_prefix_cache()
+
     @property
     def has_work(self) -> bool:
         """Whether `step()` has anything to do."""

@@ -39,9 +39,11 @@ from .messages import (
     Finish,
     Gauges,
     Job,
+    PrefixesReset,
     Ready,
     Refused,
     Reset,
+    ResetPrefixes,
     Starting,
     decode_inbox,
     encode,
@@ -125,6 +127,9 @@ class Loop:
             elif isinstance(message, Reset):
                 self._compiling.clear()
                 self._engine.abort_all()
+            elif isinstance(message, ResetPrefixes):
+                done = not self._compiling and self._engine.reset_prefix_cache()
+                self._send(PrefixesReset(done))
 
     def _compile_or_add(self, message: Add) -> None:
         form = message.params.structured_outputs
@@ -248,6 +253,7 @@ def start(job: Job, send: Callable[[Any], None]) -> Engine:
             report.seconds,
             len(report.programs),
             HANG_S.get(engine.device.platform, HANG_ELSEWHERE_S),
+            msgspec.to_builtins(dataclasses.asdict(resolved), enc_hook=str),
         )
     )
     return engine

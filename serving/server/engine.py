@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -38,9 +39,11 @@ from .messages import (
     Finish,
     Gauges,
     Job,
+    PrefixesReset,
     Ready,
     Refused,
     Reset,
+    ResetPrefixes,
     Starting,
     Step,
     decode_outbox,
@@ -115,6 +118,7 @@ class EngineProcess:
         self._live: dict[int, tuple[Live, int]] = {}
         self._waiting: dict[int, int] = {}
         self._waiting_tokens = 0
+        self._resets: deque[asyncio.Future[bool]] = deque()
         self._heard = time.monotonic()
         self._folder = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -182,6 +186,10 @@ class EngineProcess:
         self._live.clear()
         self._waiting.clear()
         self._waiting_tokens = 0
+        for reset in self._resets:
+            if not reset.done():
+                reset.set_exception(error)
+        self._resets.clear()
         self.ended.set()
 
     # -- health
@@ -233,6 +241,10 @@ class EngineProcess:
             self.gauges = message.gauges
         elif isinstance(message, Refused):
             self._take_refusal(message)
+        elif isinstance(message, PrefixesReset):
+            reset = self._resets.popleft()
+            if not reset.done():  # else nobody waits for it any more
+                reset.set_result(message.done)
         elif isinstance(message, Starting):
             self._progress(message.what, message.done, message.total)
         elif isinstance(message, Ready):
@@ -347,6 +359,33 @@ class EngineProcess:
         self._waiting.clear()
         self._waiting_tokens = 0
         self._send(Reset())
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing happens, while there are requests.
+        Raises Overloaded, EngineDead.
+        """
+        self.admit(0, 0)
+        reset = asyncio.get_running_loop().create_future()
+        self._resets.append(reset)
+        self._send(ResetPrefixes())
+        return bool(await reset)
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Each completion that has not ended, the oldest first: its id, age and sizes. It waits
+        until it has a token.
+        """
+        now = time.monotonic()
+        return [
+            {
+                "id": live.name,
+                "completion": index,
+                "state": "waiting" if number in self._waiting else "running",
+                "age_s": round(now - live.created, 3),
+                "prompt_tokens": len(live.prompt_ids),
+                "output_tokens": len(live.completions[index].output.token_ids),
+            }
+            for number, (live, index) in self._live.items()
+        ]
 
     def _leave_queue(self, number: int) -> None:
         self._waiting_tokens -= self._waiting.pop(number, 0)

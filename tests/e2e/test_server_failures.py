@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import threading
 import time
 from pathlib import Path
@@ -295,6 +296,44 @@ def test_the_end_of_a_request_is_logged_without_its_texts():
     assert "a secret" not in server.log
     assert text not in server.log
     assert {"time", "level", "message"} <= set(first)
+
+
+def test_who_runs_it_has_a_socket_of_their_own(tmp_path):
+    path = tmp_path / "admin.sock"
+    flags = ["--admin-uds", str(path), "--api-key", "one", "--max-num-seqs", "1"]
+    key = {"authorization": "Bearer one"}
+    with served(*FLAGS, *flags) as server:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        transport = httpx.HTTPTransport(uds=str(path))
+        with (
+            httpx.Client(transport=transport, base_url="http://x") as admin,
+            server.client(headers=key) as client,
+        ):
+            for _ in range(2):
+                client.post("/v1/completions", json=BODY | {"prompt": "y" * 200, "max_tokens": 1})
+            found = client.get("/metrics").text.partition("\ntwinfer:prefix_cache_hits_total ")[2]
+            assert float(found.split()[0]) > 0
+            options = admin.get("/config").json()["options"]
+            assert (options["max_num_seqs"], options["backend"]) == (1, "torch")
+            assert admin.post("/reset_prefix_cache").json() == {"reset": True}
+            body = BODY | {"prompt": "y" * 200, "max_tokens": 1}
+            usage = client.post("/v1/completions", json=body).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+            assert client.get("/requests").status_code == 404
+            body = BODY | {"max_tokens": 450, "stream": True, "n": 2}
+            headers = {"x-request-id": "mine"}
+            with client.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
+                lines = stream.iter_lines()  # closes the stream when nothing refers to it
+                assert '"text"' in next(lines)
+                listed = admin.get("/requests").json()["requests"]
+                assert [entry["state"] for entry in listed] == ["running", "waiting"]
+                assert {entry["id"] for entry in listed} == {"mine"}
+                assert listed[0]["output_tokens"] > listed[1]["output_tokens"] == 0
+                assert admin.post("/reset_prefix_cache").status_code == 409
+                assert admin.post("/drain").json() == {"draining": True, "requests": 2}
+                assert server.process.poll() is None
+        assert server.wait_exit() == 0
+    assert not path.exists()
 
 
 def test_keys_are_asked_of_everybody():
