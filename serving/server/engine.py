@@ -30,6 +30,7 @@ from ...shared.sampling_params import SamplingParams
 from ...shared.tokenizer import Tokenizer
 from ..batch import settings_of
 from .child import EXIT_ENGINE
+from .fields import FORM, renamed
 from .live import Live
 from .messages import (
     Abort,
@@ -277,9 +278,10 @@ class EngineProcess:
     def _take_refusal(self, refused: Refused) -> None:
         entry = self._live.get(refused.id)
         if entry is not None:
-            message = refused.message.removeprefix(f"{refused.field}: ")
-            entry[0].fail(RequestError(refused.field, message))
-            self.abort(entry[0])
+            live, message = entry[0], refused.message.removeprefix(f"{refused.field}: ")
+            error = RequestError(refused.field, message)
+            live.fail(renamed(error, {FORM: live.form_field}))
+            self.abort(live)
 
     # -- requests
 

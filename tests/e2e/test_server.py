@@ -177,7 +177,7 @@ def test_answers_keep_to_a_schema(client):
     [
         ({"type": "xml"}, "response_format.type"),
         ({"type": "json_schema"}, "response_format.json_schema.schema"),
-        ({"type": "json_schema", "json_schema": {"schema": {"not": {}}}}, "structured_outputs"),
+        ({"type": "json_schema", "json_schema": {"schema": {"not": {}}}}, "response_format"),
     ],
 )
 def test_a_form_that_cannot_be_had_is_named(form, field, server):
@@ -187,6 +187,30 @@ def test_a_form_that_cannot_be_had_is_named(form, field, server):
             answer = client.post("/v1/chat/completions", json=body | {"stream": stream})
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    "schema", [{"not": {}}, {"description": "x" * (1 << 18)}], ids=["engine", "parameters"]
+)
+def test_what_refuses_a_form_names_the_field_that_asked(schema, server):
+    function = {"name": "f", "parameters": schema}
+    must = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    form = {"type": "json_schema", "name": "x", "schema": schema}
+    ours = {"structured_outputs": {"json": schema}}
+    with server.client() as client:
+        for path, body, field in (
+            ("chat/completions", {"messages": MESSAGES} | must, "tools"),
+            ("chat/completions", {"messages": MESSAGES} | ours, "structured_outputs"),
+            ("responses", {"input": "x", "text": {"format": form}}, "text.format"),
+            ("completions", {"prompt": "x"} | ours, "structured_outputs"),
+        ):
+            for stream in (False, True):
+                answer = client.post(f"/v1/{path}", json=body | {"stream": stream})
+                assert answer.status_code == 400, path
+                error = answer.json()["error"]
+                assert error["param"] == field
+                assert error["message"].startswith(f"{field}: ")
+                assert error["message"].count("structured_outputs") == ("outputs" in field)
 
 
 def test_without_a_maximum_a_chat_may_fill_the_context(client):
