@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import math
 import re
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from twinfer.serving.cli import main
 from twinfer.serving.llm import LLM
 from twinfer.shared.sampling_params import SamplingParams
 
@@ -211,6 +213,25 @@ def test_what_refuses_a_form_names_the_field_that_asked(schema, server):
                 assert error["param"] == field
                 assert error["message"].startswith(f"{field}: ")
                 assert error["message"].count("structured_outputs") == ("outputs" in field)
+
+
+def test_a_chat_in_the_terminal_is_what_the_server_says(server, client, capsys, monkeypatch):
+    flags = ["--url", f"{server.url}/v1", "--temperature", "0", "--max-tokens", "12"]
+    call = dict(model="demo", temperature=0, max_completion_tokens=12)
+    answer = client.chat.completions.create(**call, messages=MESSAGES).choices[0].message.content
+    assert main(["chat", *flags, "--quick", MESSAGES[0]["content"]]) == 0
+    assert capsys.readouterr().out == answer + "\n"
+    turns = [*MESSAGES, {"role": "assistant", "content": answer}, {"role": "user", "content": "b"}]
+    more = client.chat.completions.create(**call, messages=turns).choices[0].message.content
+    first = MESSAGES[0]["content"]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{first}\n\nb\n/reset\n{first}\n"))
+    assert main(["chat", *flags]) == 0
+    assert capsys.readouterr().out == f"{answer}\n{more}\n{answer}\n"
+    assert more != answer
+    assert main(["chat", *flags, "--model", "other", "--quick", "x"]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "says 404: model: got other" in told.err
 
 
 def test_without_a_maximum_a_chat_may_fill_the_context(client):
