@@ -122,7 +122,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         metavar="S",
         help="an engine that is silent for so long is killed, and the server leaves with exit code "
-        "70 (default: 60, on CPUs 600)",
+        "70 (default: 20 times its slowest step at the start, at least 10)",
     )
 
 

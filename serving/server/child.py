@@ -60,9 +60,10 @@ GAUGES_S = 0.1
 EXIT_FAILED, EXIT_ENGINE, EXIT_MEMORY = 1, 70, 71
 """The start failed; a step failed; the device has no memory left."""
 OUT_OF_MEMORY = ("OutOfMemoryError", "RESOURCE_EXHAUSTED", "MemoryError")
-HANG_S = {"cpu": 600.0}
-"""Seconds without a message after which the engine counts as hung; a CPU's steps are long."""
-HANG_ELSEWHERE_S = 60.0
+HANG_STEPS, LEAST_HANG_S = 20, 10.0
+"""An engine counts as hung when it was silent for so many times its slowest step, but not sooner
+than after so many seconds.
+"""
 
 
 class Loop:
@@ -246,17 +247,29 @@ def start(job: Job, send: Callable[[Any], None]) -> Engine:
         "num_pages": report.num_pages,
         "cached_tokens": report.cached_tokens,
     }
+    slowest = engine.slowest_step()
+    limit = hang_limit(slowest)
     send(
         Ready(
             model,
-            [str(change) for change in report.changes],
+            [
+                *map(str, report.changes),
+                f"hang-timeout: {limit:.0f} s; the slowest step takes {slowest:.3f} s",
+            ],
             report.seconds,
             len(report.programs),
-            HANG_S.get(engine.device.platform, HANG_ELSEWHERE_S),
+            limit,
             msgspec.to_builtins(dataclasses.asdict(resolved), enc_hook=str),
         )
     )
     return engine
+
+
+def hang_limit(slowest: float) -> float:
+    """Seconds without a message after which an engine counts as hung whose slowest step takes
+    `slowest` seconds.
+    """
+    return max(LEAST_HANG_S, HANG_STEPS * slowest)
 
 
 def _fatal(error: Exception, *, starting: bool) -> Fatal:

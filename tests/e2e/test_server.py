@@ -234,6 +234,30 @@ def test_a_chat_in_the_terminal_is_what_the_server_says(server, client, capsys, 
     assert "says 404: model: got other" in told.err
 
 
+def test_the_slowest_step_is_measured_and_changes_nothing(llm):
+    params = SamplingParams(max_tokens=8, temperature=0)
+    before = llm.generate(["x"], params, progress=False)[0].outputs[0].token_ids
+    step = llm.engine.worker.execute
+    took = []
+
+    def slow(given):
+        took.append(given.descriptor)
+        time.sleep(0.2)
+        return step(given)
+
+    llm.engine.worker.execute = slow
+    try:
+        assert 0.2 < llm.engine.slowest_step() < 10
+    finally:
+        llm.engine.worker.execute = step
+    assert max(llm.engine.table, key=lambda d: d.tokens) in took
+    assert {d.kind for d in took} == {d.kind for d in llm.engine.table}
+    assert llm.engine.worker.compilations_after_ready() == 0
+    after = llm.generate(["x"], params, progress=False)[0].outputs[0].token_ids
+    assert after == before
+    llm.engine.scheduler.check_integrity()
+
+
 def test_without_a_maximum_a_chat_may_fill_the_context(client):
     answer = client.chat.completions.create(
         model="demo", messages=MESSAGES, temperature=0, extra_body={"ignore_eos": True}

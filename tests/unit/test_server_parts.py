@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from twinfer.serving.server import messages
 from twinfer.serving.server.answers import Words, error_of
-from twinfer.serving.server.child import IDLE_MS, Loop, _fatal
+from twinfer.serving.server.child import IDLE_MS, Loop, _fatal, hang_limit
 from twinfer.serving.server.doors import Doors
 from twinfer.serving.server.fields import ChatRequest, CompletionRequest, check_depth, read_fields
 from twinfer.serving.server.live import Live
@@ -342,6 +342,11 @@ def test_doors_ask_before_anything_is_read():
     scope = {"type": "http", "path": "/v1/models", "headers": [(b"authorization", b"Bearer \xff")]}
     asyncio.run(Doors(app, keys=["one"], max_body=10)(scope, never, send))
     assert sent[0]["status"] == 401
+
+
+def test_slow_engines_may_be_silent_for_longer():
+    assert hang_limit(0.01) == hang_limit(0.5) == 10
+    assert hang_limit(3.0) == 60
 
 
 @pytest.mark.parametrize(
