@@ -1,5 +1,5 @@
-"""The command line: `twinfer generate | serve | demo | plan | bench | aot | doctor | collect-env |
-numerics`.
+"""The command line: `twinfer generate | serve | chat | demo | plan | bench | aot | doctor |
+collect-env | numerics`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..shared.errors import BackendUnavailable, ConfigError, TwinferError
 from ..shared.models.arguments import WORD, add_model, settle_model
 from .aot import add_flags as add_aot_flags
 from .bench_cli import add_parsers as add_bench_parsers
+from .chat_flags import add_chat
 from .flags import add_engine, add_output, add_prompts, add_sampling
 from .flags import engine_options as _engine_options
 from .parser import OneLineParser, join_values, size
@@ -137,6 +138,9 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     serve.set_defaults(run=run_serve)
     for add in (add_model, add_serve, add_engine):
         add(serve)
+    chat = commands.add_parser("chat", help="talk with a running server in the terminal")
+    chat.set_defaults(run=run_chat)
+    add_chat(chat)
     demo = commands.add_parser("demo", help="the bundled model on both workers, tokens compared")
     demo.set_defaults(run=run_demo)
     demo.add_argument("--dtype", choices=DTYPES[1:], default="float32", help="default: %(default)s")
@@ -205,6 +209,11 @@ def run_serve(arguments: argparse.Namespace) -> int:
     if arguments.coordinator is not None:
         raise ConfigError("coordinator: a server runs on one host")
     return int(_needing_extra("server.run").run(arguments, _engine_options(arguments)))
+
+
+def run_chat(arguments: argparse.Namespace) -> int:
+    """`twinfer chat`."""
+    return int(_needing_extra("chat").run(arguments))
 
 
 def _needing_extra(module: str) -> Any:

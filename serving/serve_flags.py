@@ -23,6 +23,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--uds", metavar="PATH", help="a Unix socket instead of host and port (default: none)"
     )
     g.add_argument(
+        "--admin-uds",
+        metavar="PATH",
+        help="a second Unix socket, for this user alone: requests, config, drain, "
+        "reset_prefix_cache (default: none)",
+    )
+    g.add_argument(
         "--served-model-name",
         action="append",
         metavar="NAME",
@@ -49,6 +55,17 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="a page at / with throughput, cache and a prompt box",
     )
     g.add_argument("--access-log", action="store_true", help="a line for each call (default: off)")
+    g.add_argument(
+        "--log-requests",
+        action="store_true",
+        help="a line at the end of each: id, status, token counts, times; no texts (default: off)",
+    )
+    g.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="json: an object a line (default: %(default)s)",
+    )
     g.add_argument(
         "--generation-config",
         choices=SOURCES,
@@ -105,7 +122,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         metavar="S",
         help="an engine that is silent for so long is killed, and the server leaves with exit code "
-        "70 (default: 60, on CPUs 600)",
+        "70 (default: 20 times its slowest step at the start, at least 10)",
     )
 
 

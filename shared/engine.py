@@ -28,7 +28,7 @@ from .kv_scales import with_scales
 from .models.caches import cached_tokens, layout_of, request_pages, step_shape
 from .models.config import ModelConfig
 from .models.fields import show
-from .packer import pack
+from .packer import pack, padding
 from .page_groups import PageGroup
 from .progress import Progress, silent
 from .request import FinishReason, Request
@@ -309,6 +309,31 @@ class Engine:
     def _abort_all(self) -> None:
         for request_id in list(self.scheduler.requests):
             self._finish(request_id, FinishReason.ABORT)
+
+    def slowest_step(self) -> float:
+        """Seconds that the slowest program takes now, on padding alone. Before the first request.
+
+        Each kind's largest is run twice: what a first run still loads does not count.
+        """
+        slowest = 0.0
+        for kind in {descriptor.kind for descriptor in self.table}:
+            largest = max((d for d in self.table if d.kind == kind), key=lambda d: d.tokens)
+            for _ in range(2):
+                start = time.perf_counter()
+                self.worker.execute(padding(largest, self.shape)).result()
+                seconds = time.perf_counter() - start
+            steps = self.config.decode_steps if kind == "decode" else 1
+            slowest = max(slowest, seconds * steps)
+        return slowest
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing happens, while there are requests or
+        steps in flight, and once the engine has ended.
+        """
+        if self.has_work or self._dead is not None or self._closed:
+            return False
+        with self._changing_books():
+            return self.scheduler.reset_prefix_cache()
 
     @property
     def has_work(self) -> bool:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .json_depth import MAX_DEPTH, nests_too_deep
 from .models.fields import show
 from .option_kinds import Kind, Refusal
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 MAX_TEXT = 1 << 18
 """Characters of a schema, an expression or a grammar."""
-MAX_DEPTH = 64
 MAX_CHOICES = 4096
 
 
@@ -97,24 +97,11 @@ def _choices(item: Any) -> str:
 def _schema(item: Any) -> str:
     try:
         schema = json.loads(item) if isinstance(item, str) else item
-        _check_depth(schema)
+        if nests_too_deep(schema):
+            raise ValueError(f"it nests more than {MAX_DEPTH} deep")
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise Refusal(f"got json {show(item)}, allowed is a JSON schema: {error}") from None
     if not isinstance(schema, (Mapping, bool)):
         raise Refusal(f"got json {show(item)}, allowed is a JSON schema: an object")
     return text
-
-
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for item in level
-            if isinstance(item, (Mapping, list))
-            for child in (item.values() if isinstance(item, Mapping) else item)
-        ]
-        if not level:
-            return
-    raise ValueError(f"it nests more than {MAX_DEPTH} deep")

@@ -46,10 +46,18 @@ from .answers import (
 )
 from .doors import Doors, TooLarge, too_large
 from .engine import EngineProcess
-from .fields import ChatRequest, CompletionRequest, Generation, check_depth, read_fields
+from .fields import (
+    FORM,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    check_depth,
+    read_fields,
+    renamed,
+)
 from .live import Live, wait_for_all, wait_for_news
 from .metrics import Metrics
-from .responses import ResponsesRequest, renamed
+from .responses import NAMES, ResponsesRequest, named_here
 from .streams import ClientGone, EventStream, Recurring, while_there
 
 LOG = logging.getLogger("twinfer.server")
@@ -86,6 +94,7 @@ class Settings:
     max_body: int = 32 << 20
     draw_seeds: bool = True
     page: bool = True
+    log_requests: bool = False
 
 
 class Server:
@@ -235,7 +244,10 @@ class Server:
         text, ids = await asyncio.to_thread(self._render, chat)
         params = self._params(chat, len(ids), whole_context=True)
         if (bound := self._bound(chat, params, text[-TAIL:])) is not None:
-            params = replace(params, structured_outputs=bound)
+            try:
+                params = replace(params, structured_outputs=bound)
+            except RequestError as error:
+                raise renamed(error, {FORM: chat.form_field}) from None
         tokenizer, form = self._settings.tokenizer, self._settings.format
         if tokenizer is not None and hides_marks(form, tokenizer):
             # The parser finds marks in the text, and takes them out of it.
@@ -273,7 +285,8 @@ class Server:
         try:
             live, new_parser = await self._begin_chat(request, chat)
         except RequestError as error:
-            raise renamed(error) from None
+            raise named_here(error) from None
+        live.form_field = NAMES.get(live.form_field, live.form_field)
         events = ResponseEvents(
             f"resp_{request.scope['twinfer.id']}",
             chat.model or self._settings.names[0],
@@ -385,10 +398,15 @@ class Server:
         self._engine.admit(count, sum(map(len, prompts)) * settings[0].n)
         salt = request.scope["twinfer.salt"] + (body.cache_salt or "")
         changed = asyncio.Event()
-        return [
+        lives = [
             self._engine.add(ids, params, priority=body.priority or 0, salt=salt, changed=changed)
             for ids, params in zip(prompts, settings, strict=True)
         ]
+        for live in lives:
+            live.name = request.scope["twinfer.name"]
+            live.form_field = body.form_field
+        request.scope["twinfer.lives"] += lives
+        return lives
 
     async def _whole(self, request: Request, lives: Sequence[Live]) -> None:
         try:
@@ -484,7 +502,13 @@ def build_app(settings: Settings, engine: EngineProcess, metrics: Metrics) -> An
     ):
         app.add_route(path, _guarded(route, settings), methods=[method])
     pages = (PAGE,) if settings.page else ()
-    return Doors(app, keys=settings.keys, max_body=settings.max_body, open_paths=pages)
+    return Doors(
+        app,
+        keys=settings.keys,
+        max_body=settings.max_body,
+        open_paths=pages,
+        log_requests=settings.log_requests,
+    )
 
 
 async def _response_stream(

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import logging
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -30,6 +30,7 @@ from ...shared.errors import EngineClosed, EngineDead, RequestError, TwinferErro
 from ...shared.models.config import load_config
 from ...shared.models.locate import model_folder
 from ...shared.request import FinishReason
+from .logs import configure_logging
 from .messages import (
     Abort,
     Add,
@@ -38,15 +39,18 @@ from .messages import (
     Finish,
     Gauges,
     Job,
+    PrefixesReset,
     Ready,
     Refused,
     Reset,
+    ResetPrefixes,
     Starting,
     decode_inbox,
     encode,
     step_message,
 )
 
+LOG = logging.getLogger("twinfer.engine")
 IDLE_MS = 1000
 """How long it waits for a message before it says that it is alive."""
 COMPILING_MS = 2
@@ -56,9 +60,10 @@ GAUGES_S = 0.1
 EXIT_FAILED, EXIT_ENGINE, EXIT_MEMORY = 1, 70, 71
 """The start failed; a step failed; the device has no memory left."""
 OUT_OF_MEMORY = ("OutOfMemoryError", "RESOURCE_EXHAUSTED", "MemoryError")
-HANG_S = {"cpu": 600.0}
-"""Seconds without a message after which the engine counts as hung; a CPU's steps are long."""
-HANG_ELSEWHERE_S = 60.0
+HANG_STEPS, LEAST_HANG_S = 20, 10.0
+"""An engine counts as hung when it was silent for so many times its slowest step, but not sooner
+than after so many seconds.
+"""
 
 
 class Loop:
@@ -104,7 +109,7 @@ class Loop:
                 found.append(decode_inbox(data))
             except (msgspec.DecodeError, TwinferError, ValueError, TypeError) as error:
                 # The front sends only what it has checked: what cannot be read is nobody's.
-                print(f"engine: a message was passed over: {error}", file=sys.stderr, flush=True)
+                LOG.error("engine: a message was passed over: %s", error)
         return found
 
     def _take(self, messages: list[Any]) -> None:
@@ -123,6 +128,9 @@ class Loop:
             elif isinstance(message, Reset):
                 self._compiling.clear()
                 self._engine.abort_all()
+            elif isinstance(message, ResetPrefixes):
+                done = not self._compiling and self._engine.reset_prefix_cache()
+                self._send(PrefixesReset(done))
 
     def _compile_or_add(self, message: Add) -> None:
         form = message.params.structured_outputs
@@ -158,7 +166,7 @@ class Loop:
         except Exception:
             # A bug of ours that this request met. If it has left the engine in doubt, the next
             # step says so.
-            traceback.print_exc()
+            LOG.exception("engine: a request met an error inside")
             self._send(Refused(message.id, "request", "request: it met an error inside"))
 
     def _gauges(self) -> Gauges:
@@ -175,6 +183,7 @@ def main() -> int:
     # The front asks a hung engine where it hangs.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
+    configure_logging(job.log_format, verbose=False)
     threading.Thread(target=_leave_with_the_front, daemon=True).start()
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -238,23 +247,36 @@ def start(job: Job, send: Callable[[Any], None]) -> Engine:
         "num_pages": report.num_pages,
         "cached_tokens": report.cached_tokens,
     }
+    slowest = engine.slowest_step()
+    limit = hang_limit(slowest)
     send(
         Ready(
             model,
-            [str(change) for change in report.changes],
+            [
+                *map(str, report.changes),
+                f"hang-timeout: {limit:.0f} s; the slowest step takes {slowest:.3f} s",
+            ],
             report.seconds,
             len(report.programs),
-            HANG_S.get(engine.device.platform, HANG_ELSEWHERE_S),
+            limit,
+            msgspec.to_builtins(dataclasses.asdict(resolved), enc_hook=str),
         )
     )
     return engine
+
+
+def hang_limit(slowest: float) -> float:
+    """Seconds without a message after which an engine counts as hung whose slowest step takes
+    `slowest` seconds.
+    """
+    return max(LEAST_HANG_S, HANG_STEPS * slowest)
 
 
 def _fatal(error: Exception, *, starting: bool) -> Fatal:
     words = " ".join(str(error).split()) or "no message"
     chain = f"{type(error).__name__} {words} {error.__cause__!r} {error.__context__!r}"
     if not isinstance(error, TwinferError):
-        traceback.print_exc()
+        LOG.error("engine: an error inside", exc_info=error)
         words = f"{type(error).__name__}: {words}"
     if any(name in chain for name in OUT_OF_MEMORY):
         return Fatal(EXIT_MEMORY, words)

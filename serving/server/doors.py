@@ -6,11 +6,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
+import re
 import secrets
+import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from .answers import encode, error_body
+from .logs import log_request
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -19,36 +23,60 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = ("/health", "/ready")
 """Paths that need no key: what watches a server has none."""
+_NAME = re.compile(rb"[\x20-\x7e]{1,128}")
+"""What a client may call its request."""
 
 
 class Doors:
     """Lets in who has a key (if there are keys), with a body of at most `max_body` bytes.
 
-    Each request gets an id, which goes back as x-request-id and stands in the log. A client's own
-    is not used for anything. `scope["twinfer.salt"]` tells tenants apart in the prefix cache.
+    Each request has a name, which goes back as x-request-id and stands in the log: the client's own
+    (printable ASCII, at most 128 characters), else `scope["twinfer.id"]`, which is made here and
+    which no other request has. `scope["twinfer.salt"]` tells tenants apart in the prefix cache.
+    Routes put what they ask of the engine into `scope["twinfer.lives"]`. The end of each POST is
+    logged: at level INFO with `log_requests`, else DEBUG.
     """
 
     def __init__(
-        self, app: App, *, keys: Sequence[str], max_body: int, open_paths: Sequence[str] = ()
+        self,
+        app: App,
+        *,
+        keys: Sequence[str],
+        max_body: int,
+        open_paths: Sequence[str] = (),
+        log_requests: bool = False,
     ) -> None:
         self._app = app
         self._digests = [_digest(key) for key in keys]
         self._max_body = max_body
         self._open = (*OPEN, *open_paths)
+        self._level = logging.INFO if log_requests else logging.DEBUG
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
         if scope["type"] != "http":
             return
-        name = secrets.token_hex(8)
-        scope["twinfer.id"] = name
+        scope["twinfer.id"] = secrets.token_hex(8)
+        scope["twinfer.lives"] = []
+        name, status, start = _name(scope), 499, time.monotonic()
+        scope["twinfer.name"] = name.decode()
 
         async def named(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 headers = list(message.get("headers", []))
-                message["headers"] = [*headers, (b"x-request-id", name.encode())]
+                message["headers"] = [*headers, (b"x-request-id", name)]
             await send(message)
 
+        try:
+            await self._enter(scope, receive, named)
+        finally:
+            if scope.get("method") == "POST":
+                lives = scope["twinfer.lives"]
+                log_request(name.decode(), scope["path"], status, lives, start, level=self._level)
+
+    async def _enter(self, scope: Scope, receive: Receive, named: Send) -> None:
         salt = self._salt(scope)
         if salt is None and scope["path"] not in self._open:
             body = error_body(
@@ -101,6 +129,11 @@ def too_large(limit: int) -> dict[str, Any]:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _name(scope: Scope) -> bytes:
+    given = _header(scope, b"x-request-id")
+    return given if _NAME.fullmatch(given) else str(scope["twinfer.id"]).encode()
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

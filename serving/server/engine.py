@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from ...shared.sampling_params import SamplingParams
 from ...shared.tokenizer import Tokenizer
 from ..batch import settings_of
 from .child import EXIT_ENGINE
+from .fields import FORM, renamed
 from .live import Live
 from .messages import (
     Abort,
@@ -38,9 +40,11 @@ from .messages import (
     Finish,
     Gauges,
     Job,
+    PrefixesReset,
     Ready,
     Refused,
     Reset,
+    ResetPrefixes,
     Starting,
     Step,
     decode_outbox,
@@ -93,6 +97,7 @@ class EngineProcess:
         progress: Progress = silent,
         on_tokens: Callable[[Live, int, float], None] = lambda live, count, now: None,
         on_end: Callable[[Live], None] = lambda live: None,
+        log_format: str = "text",
     ) -> None:
         self.ready: Ready | None = None
         self.gauges = Gauges()
@@ -109,10 +114,12 @@ class EngineProcess:
         self._progress = progress
         self._on_tokens = on_tokens
         self._on_end = on_end
+        self._log_format = log_format
         self._numbers = itertools.count(1)
         self._live: dict[int, tuple[Live, int]] = {}
         self._waiting: dict[int, int] = {}
         self._waiting_tokens = 0
+        self._resets: deque[asyncio.Future[bool]] = deque()
         self._heard = time.monotonic()
         self._folder = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -137,7 +144,7 @@ class EngineProcess:
             stdout=sys.stderr,
             start_new_session=True,
         )
-        job = msgspec.json.encode(Job(self._folder, self._options))
+        job = msgspec.json.encode(Job(self._folder, self._options, self._log_format))
         with suppress(BrokenPipeError):  # it has ended already; `_watch` will say so
             _stdin(self._process).write(job + b"\n")
             _stdin(self._process).flush()
@@ -180,6 +187,10 @@ class EngineProcess:
         self._live.clear()
         self._waiting.clear()
         self._waiting_tokens = 0
+        for reset in self._resets:
+            if not reset.done():
+                reset.set_exception(error)
+        self._resets.clear()
         self.ended.set()
 
     # -- health
@@ -231,6 +242,10 @@ class EngineProcess:
             self.gauges = message.gauges
         elif isinstance(message, Refused):
             self._take_refusal(message)
+        elif isinstance(message, PrefixesReset):
+            reset = self._resets.popleft()
+            if not reset.done():  # else nobody waits for it any more
+                reset.set_result(message.done)
         elif isinstance(message, Starting):
             self._progress(message.what, message.done, message.total)
         elif isinstance(message, Ready):
@@ -263,9 +278,10 @@ class EngineProcess:
     def _take_refusal(self, refused: Refused) -> None:
         entry = self._live.get(refused.id)
         if entry is not None:
-            message = refused.message.removeprefix(f"{refused.field}: ")
-            entry[0].fail(RequestError(refused.field, message))
-            self.abort(entry[0])
+            live, message = entry[0], refused.message.removeprefix(f"{refused.field}: ")
+            error = RequestError(refused.field, message)
+            live.fail(renamed(error, {FORM: live.form_field}))
+            self.abort(live)
 
     # -- requests
 
@@ -345,6 +361,33 @@ class EngineProcess:
         self._waiting.clear()
         self._waiting_tokens = 0
         self._send(Reset())
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing happens, while there are requests.
+        Raises Overloaded, EngineDead.
+        """
+        self.admit(0, 0)
+        reset = asyncio.get_running_loop().create_future()
+        self._resets.append(reset)
+        self._send(ResetPrefixes())
+        return bool(await reset)
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Each completion that has not ended, the oldest first: its id, age and sizes. It waits
+        until it has a token.
+        """
+        now = time.monotonic()
+        return [
+            {
+                "id": live.name,
+                "completion": index,
+                "state": "waiting" if number in self._waiting else "running",
+                "age_s": round(now - live.created, 3),
+                "prompt_tokens": len(live.prompt_ids),
+                "output_tokens": len(live.completions[index].output.token_ids),
+            }
+            for number, (live, index) in self._live.items()
+        ]
 
     def _leave_queue(self, number: int) -> None:
         self._waiting_tokens -= self._waiting.pop(number, 0)

@@ -14,12 +14,11 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...shared.errors import RequestError
+from ...shared.json_depth import MAX_DEPTH, nests_too_deep
 from ...shared.models.fields import show
 from ...shared.sampling_params import SamplingParams
 
 MAX_PROMPTS = 1024
-MAX_DEPTH = 64
-"""How deeply a body may nest."""
 
 SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
@@ -33,6 +32,8 @@ IGNORED = (
     "verbosity", "prompt_cache_retention",
 )  # fmt: skip
 """Known fields that change no token."""
+FORM = "structured_outputs"
+"""What the engine calls the form of a text, whoever has asked for it."""
 
 
 class StreamOptions(BaseModel):
@@ -81,6 +82,11 @@ class Generation(BaseModel):
     def unknown(self) -> list[str]:
         """Names of fields that nobody knows."""
         return [name for name in self.model_extra or {} if name not in IGNORED]
+
+    @property
+    def form_field(self) -> str:
+        """The field that asks for a form of the text: what refuses the form names it."""
+        return FORM
 
     def check(self) -> None:
         """Raise RequestError for a field that cannot be had, and for options without a stream."""
@@ -242,12 +248,10 @@ class ChatRequest(Generation):
 
     def _renamed(self, error: RequestError) -> RequestError:
         """The error by the name that the field has here."""
-        named = {"logprobs": "top_logprobs"}
+        named = {"logprobs": "top_logprobs", FORM: self.form_field}
         if self.max_completion_tokens is not None:
             named["max_tokens"] = "max_completion_tokens"
-        if error.field not in named:
-            return error
-        return RequestError(named[error.field], str(error).removeprefix(f"{error.field}: "))
+        return renamed(error, named)
 
     def scores(self) -> dict[str, Any]:
         """Of each token, and of the `top_logprobs` best; and the form of the answer."""
@@ -257,6 +261,13 @@ class ChatRequest(Generation):
                 raise RequestError("response_format", "or structured_outputs, not both")
             values["structured_outputs"] = form
         return values
+
+    @property
+    def form_field(self) -> str:
+        """See `Generation`."""
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            return "response_format"
+        return "tools" if self.structured_outputs is None and self.tools else FORM
 
     @property
     def offered(self) -> list[dict[str, Any]]:
@@ -307,6 +318,14 @@ class ChatRequest(Generation):
         are the objects that templates write. Raises RequestError.
         """
         return [_message(f"messages[{i}]", message) for i, message in enumerate(self.messages)]
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """An error by the name that a client has given; `names` by our own."""
+    name = names.get(error.field, error.field)
+    if name == error.field:
+        return error
+    return RequestError(name, str(error).removeprefix(f"{error.field}: "))
 
 
 def answer_form(form: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -394,16 +413,6 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
 
 
 def check_depth(value: Any) -> None:
-    """Raise RequestError for JSON that nests too deep: what reads it later may recurse."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            item
-            for parent in level
-            if isinstance(parent, (dict, list))
-            for item in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(item, (dict, list))
-        ]
-        if not level:
-            return
-    raise RequestError("body", f"is nested more than {MAX_DEPTH} deep")
+    """Raise RequestError for JSON that nests too deep."""
+    if nests_too_deep(value):
+        raise RequestError("body", f"is nested more than {MAX_DEPTH} deep")

@@ -54,6 +54,10 @@ class Live:
         ]
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.error: TwinferError | None = None
+        self.name = ""
+        """What its client calls it, or this server."""
+        self.form_field = "structured_outputs"
+        """What its client calls the form of its text."""
         self.created = time.monotonic()
         self.first_token: float | None = None
         self.last_token: float | None = None

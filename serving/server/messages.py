@@ -20,10 +20,12 @@ class Job(msgspec.Struct, forbid_unknown_fields=True):
     """What the engine's process is to run; the first line of its standard input, as JSON.
 
     `sockets` is the folder with the two sockets. `options` are those of `EngineConfig`.
+    `log_format` is one of `logs.FORMATS`.
     """
 
     sockets: str
     options: dict[str, Any]
+    log_format: str = "text"
 
 
 class Add(msgspec.Struct, tag="add", array_like=True):
@@ -52,7 +54,11 @@ class Reset(msgspec.Struct, tag="reset", array_like=True):
     """End all requests."""
 
 
-Inbox = Add | Abort | Finish | Reset
+class ResetPrefixes(msgspec.Struct, tag="reset_prefixes", array_like=True):
+    """Forget all cached prefixes. Each is answered, in their order, with `PrefixesReset`."""
+
+
+Inbox = Add | Abort | Finish | Reset | ResetPrefixes
 
 
 class Starting(msgspec.Struct, tag="starting", array_like=True):
@@ -74,6 +80,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     programs: int
     hang_limit: float
     """Seconds without a message after which the engine counts as hung."""
+    options: dict[str, Any] = {}
+    """Those of `EngineConfig`, as they were resolved."""
 
 
 class Gauges(msgspec.Struct, array_like=True):
@@ -135,6 +143,12 @@ class Refused(msgspec.Struct, tag="refused", array_like=True):
     message: str
 
 
+class PrefixesReset(msgspec.Struct, tag="prefixes_reset", array_like=True):
+    """Whether the prefixes were forgotten: not while there are requests."""
+
+    done: bool
+
+
 class Fatal(msgspec.Struct, tag="fatal", array_like=True):
     """The engine has ended. `exit_code` is the whole server's."""
 
@@ -142,7 +156,7 @@ class Fatal(msgspec.Struct, tag="fatal", array_like=True):
     message: str
 
 
-Outbox = Starting | Ready | Step | Beat | Refused | Fatal
+Outbox = Starting | Ready | Step | Beat | Refused | PrefixesReset | Fatal
 
 REASONS: tuple[FinishReason | None, ...] = (None, *FinishReason)
 _PLACE = {reason: place for place, reason in enumerate(REASONS)}

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ...shared.errors import RequestError
 from ...shared.models.fields import show
-from .fields import ChatRequest, read_fields
+from .fields import ChatRequest, read_fields, renamed
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 SAME = ("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "priority",
@@ -78,7 +78,7 @@ class ResponsesRequest(BaseModel):
         try:
             chat: ChatRequest = read_fields(ChatRequest, body)
         except RequestError as error:
-            raise renamed(error) from None
+            raise named_here(error) from None
         return chat
 
     def _tools(self) -> list[dict[str, Any]] | None:
@@ -124,14 +124,14 @@ NAMES = {
 """Fields of a chat, and what a response calls them."""
 
 
-def renamed(error: RequestError) -> RequestError:
+def named_here(error: RequestError) -> RequestError:
     """An error about a chat's field by the name that it has here."""
     first = re.split(r"[.\[]", error.field, maxsplit=1)[0]
     if first not in NAMES:
         return error
     field = error.field
     name = NAMES[first] if first == "messages" else NAMES[first] + field[len(first) :]
-    return RequestError(name, str(error).removeprefix(f"{field}: "))
+    return renamed(error, {field: name})
 
 
 def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

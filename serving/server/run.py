@@ -14,7 +14,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -33,9 +32,11 @@ from ...shared.tokenizer import Tokenizer
 from ..formats.detect import detect_format
 from ..formats.table import FORMATS, Format, find_format
 from ..progress import StartBar
+from .admin import build_admin
 from .app import Settings, build_app
 from .engine import EngineProcess, Limits
 from .http import BoundedHttp
+from .logs import configure_logging
 from .metrics import Metrics
 
 LOG = logging.getLogger("twinfer.server")
@@ -62,12 +63,7 @@ def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     folder = model_folder(config.model)
     load_config(folder)  # what cannot be served is said before a process is started
     defaults, changes = default_params(folder, arguments.generation_config)
-    logging.basicConfig(
-        level=logging.DEBUG if arguments.verbose else logging.INFO,
-        format="%(asctime)s %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    configure_logging(arguments.log_format, verbose=arguments.verbose)
     for change in changes if arguments.verbose else ():
         LOG.info("%s", change)
     names = arguments.served_model_name or [arguments.model]
@@ -86,15 +82,18 @@ def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
         arguments.max_body_size,
         draw_seeds=not arguments.fixed_seed,
         page=arguments.page,
+        log_requests=arguments.log_requests,
     )
-    door = _bind(arguments)
-    try:
-        with door, asyncio.Runner(loop_factory=_new_loop()) as runner:
-            return runner.run(_serve(arguments, config.model, options, settings, door))
-    finally:
+    with contextlib.ExitStack() as held:
+        door = held.enter_context(_bind(arguments))
+        admin = None
         if arguments.uds:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(arguments.uds)
+            held.callback(Path(arguments.uds).unlink, missing_ok=True)
+        if arguments.admin_uds:
+            admin = held.enter_context(_bind_admin(arguments.admin_uds))
+            held.callback(Path(arguments.admin_uds).unlink, missing_ok=True)
+        runner = held.enter_context(asyncio.Runner(loop_factory=_new_loop()))
+        return runner.run(_serve(arguments, config.model, options, settings, door, admin))
 
 
 def _allow_connections() -> None:
@@ -131,14 +130,32 @@ def _bind(arguments: argparse.Namespace) -> socket.socket:
         door = socket.socket(family)
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         address = (arguments.host, arguments.port)
+    _listen(door, address, "uds" if arguments.uds else "host, port")
+    return door
+
+
+def _bind_admin(path: str) -> socket.socket:
+    """The socket of the admin's routes, which only this user may connect to."""
+    _remove_stale(path)
+    door = socket.socket(socket.AF_UNIX)
+    before = os.umask(0o177)  # from its first moment on
+    try:
+        _listen(door, path, "admin-uds")
+    finally:
+        os.umask(before)
+    return door
+
+
+def _listen(door: socket.socket, address: Any, field: str) -> None:
     try:
         door.bind(address)
         door.listen(2048)
     except OSError as error:
         door.close()
-        raise ConfigError(f"host, port: cannot listen on {address}: {error.strerror}") from None
+        raise ConfigError(
+            f"{field}: cannot listen on {address}: {error.strerror or error}"
+        ) from None
     door.setblocking(False)
-    return door
 
 
 def _remove_stale(path: str) -> None:
@@ -162,6 +179,7 @@ async def _serve(
     options: dict[str, Any],
     settings: Settings,
     door: socket.socket,
+    admin: socket.socket | None,
 ) -> int:
     metrics = Metrics()
     with StartBar("starting", shown=True) as bar:
@@ -173,12 +191,17 @@ async def _serve(
             progress=bar.update,
             on_tokens=metrics.tokens,
             on_end=metrics.end,
+            log_format=arguments.log_format,
         )
         metrics.engine = engine
         signals = _Signals()
         http = _Uvicorn(_http_config(arguments, build_app(settings, engine, metrics)))
+        doors = [(http, door)]
+        if admin is not None:
+            routes = build_admin(engine, signals.first.set)
+            doors.append((_Uvicorn(_http_config(arguments, routes, public=False)), admin))
         engine.start()
-        serving = asyncio.create_task(http.serve([door]))
+        serving, *others = [asyncio.create_task(one.serve([at])) for one, at in doors]
         try:
             await _first(engine.started, engine.ended, signals.first, serving)
         except BaseException:
@@ -198,13 +221,15 @@ async def _serve(
             LOG.error("%s", why)
             await asyncio.sleep(0.2)  # streams get their error event
         await engine.close()
-        http.should_exit = True
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
+        for one, _ in doors:
+            one.should_exit = True
+        for task in (serving, *others):
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
     return code or 0
 
 
-def _http_config(arguments: argparse.Namespace, app: Any) -> uvicorn.Config:
+def _http_config(arguments: argparse.Namespace, app: Any, *, public: bool = True) -> uvicorn.Config:
     """Raises ConfigError for a certificate that cannot be read."""
     config = uvicorn.Config(
         app,
@@ -213,9 +238,9 @@ def _http_config(arguments: argparse.Namespace, app: Any) -> uvicorn.Config:
         lifespan="off",
         log_config=None,
         access_log=arguments.access_log,
-        ssl_keyfile=arguments.ssl_keyfile,
-        ssl_certfile=arguments.ssl_certfile,
-        root_path=arguments.root_path,
+        ssl_keyfile=arguments.ssl_keyfile if public else None,
+        ssl_certfile=arguments.ssl_certfile if public else None,
+        root_path=arguments.root_path if public else "",
         timeout_keep_alive=60,
         timeout_graceful_shutdown=5,
         server_header=False,

@@ -51,7 +51,7 @@ class Server:
         """Its address."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if found := re.search(r"ready: (https?://\S+)", self.log):
+            if found := re.search(r'ready: (https?://[^\s"]+)', self.log):
                 self.url = found[1]
                 return self
             if self.process.poll() is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import math
 import re
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from twinfer.serving.cli import main
 from twinfer.serving.llm import LLM
 from twinfer.shared.sampling_params import SamplingParams
 
@@ -177,7 +179,7 @@ def test_answers_keep_to_a_schema(client):
     [
         ({"type": "xml"}, "response_format.type"),
         ({"type": "json_schema"}, "response_format.json_schema.schema"),
-        ({"type": "json_schema", "json_schema": {"schema": {"not": {}}}}, "structured_outputs"),
+        ({"type": "json_schema", "json_schema": {"schema": {"not": {}}}}, "response_format"),
     ],
 )
 def test_a_form_that_cannot_be_had_is_named(form, field, server):
@@ -187,6 +189,73 @@ def test_a_form_that_cannot_be_had_is_named(form, field, server):
             answer = client.post("/v1/chat/completions", json=body | {"stream": stream})
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    "schema", [{"not": {}}, {"description": "x" * (1 << 18)}], ids=["engine", "parameters"]
+)
+def test_what_refuses_a_form_names_the_field_that_asked(schema, server):
+    function = {"name": "f", "parameters": schema}
+    must = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    form = {"type": "json_schema", "name": "x", "schema": schema}
+    ours = {"structured_outputs": {"json": schema}}
+    with server.client() as client:
+        for path, body, field in (
+            ("chat/completions", {"messages": MESSAGES} | must, "tools"),
+            ("chat/completions", {"messages": MESSAGES} | ours, "structured_outputs"),
+            ("responses", {"input": "x", "text": {"format": form}}, "text.format"),
+            ("completions", {"prompt": "x"} | ours, "structured_outputs"),
+        ):
+            for stream in (False, True):
+                answer = client.post(f"/v1/{path}", json=body | {"stream": stream})
+                assert answer.status_code == 400, path
+                error = answer.json()["error"]
+                assert error["param"] == field
+                assert error["message"].startswith(f"{field}: ")
+                assert error["message"].count("structured_outputs") == ("outputs" in field)
+
+
+def test_a_chat_in_the_terminal_is_what_the_server_says(server, client, capsys, monkeypatch):
+    flags = ["--url", f"{server.url}/v1", "--temperature", "0", "--max-tokens", "12"]
+    call = dict(model="demo", temperature=0, max_completion_tokens=12)
+    answer = client.chat.completions.create(**call, messages=MESSAGES).choices[0].message.content
+    assert main(["chat", *flags, "--quick", MESSAGES[0]["content"]]) == 0
+    assert capsys.readouterr().out == answer + "\n"
+    turns = [*MESSAGES, {"role": "assistant", "content": answer}, {"role": "user", "content": "b"}]
+    more = client.chat.completions.create(**call, messages=turns).choices[0].message.content
+    first = MESSAGES[0]["content"]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{first}\n\nb\n/reset\n{first}\n"))
+    assert main(["chat", *flags]) == 0
+    assert capsys.readouterr().out == f"{answer}\n{more}\n{answer}\n"
+    assert more != answer
+    assert main(["chat", *flags, "--model", "other", "--quick", "x"]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "says 404: model: got other" in told.err
+
+
+def test_the_slowest_step_is_measured_and_changes_nothing(llm):
+    params = SamplingParams(max_tokens=8, temperature=0)
+    before = llm.generate(["x"], params, progress=False)[0].outputs[0].token_ids
+    step = llm.engine.worker.execute
+    took = []
+
+    def slow(given):
+        took.append(given.descriptor)
+        time.sleep(0.2)
+        return step(given)
+
+    llm.engine.worker.execute = slow
+    try:
+        assert 0.2 < llm.engine.slowest_step() < 10
+    finally:
+        llm.engine.worker.execute = step
+    assert max(llm.engine.table, key=lambda d: d.tokens) in took
+    assert {d.kind for d in took} == {d.kind for d in llm.engine.table}
+    assert llm.engine.worker.compilations_after_ready() == 0
+    after = llm.generate(["x"], params, progress=False)[0].outputs[0].token_ids
+    assert after == before
+    llm.engine.scheduler.check_integrity()
 
 
 def test_without_a_maximum_a_chat_may_fill_the_context(client):

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
+import stat
 import threading
 import time
 from pathlib import Path
@@ -265,6 +267,73 @@ def test_a_file_in_the_place_of_a_socket_is_not_removed(tmp_path):
     with served(*FLAGS, "--uds", str(path), ready=False) as server:
         assert server.wait_exit() == 2
     assert path.read_text() == "mine"
+
+
+def test_the_end_of_a_request_is_logged_without_its_texts():
+    with served(*FLAGS, "--log-requests", "--log-format", "json") as server:
+        with server.client() as client:
+            headers = {"x-request-id": "mine"}
+            body = BODY | {"prompt": "a secret", "max_tokens": 5}
+            told = client.post("/v1/completions", json=body, headers=headers)
+            assert told.headers["x-request-id"] == "mine"
+            text = told.json()["choices"][0]["text"]
+        stream = Stream(server)
+        assert stream.begun.wait(20)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        stream.join(10)
+        assert server.wait_exit() == 70
+    # The bar of the start is for people, and no record.
+    lines = [json.loads(line) for line in server.log.splitlines() if line.startswith("{")]
+    first, second = (line for line in lines if line["logger"] == "twinfer.requests")
+    assert (first["request_id"], first["path"], first["status"]) == ("mine", "/v1/completions", 200)
+    assert (first["prompt_tokens"], first["output_tokens"]) == (
+        told.json()["usage"]["prompt_tokens"],
+        5,
+    )
+    assert first["reason"] == "length"
+    assert 0 < first["first_token_ms"] <= first["total_ms"]
+    assert second["reason"] == "error"
+    assert "a secret" not in server.log
+    assert text not in server.log
+    assert {"time", "level", "message"} <= set(first)
+
+
+def test_who_runs_it_has_a_socket_of_their_own(tmp_path):
+    path = tmp_path / "admin.sock"
+    flags = ["--admin-uds", str(path), "--api-key", "one", "--max-num-seqs", "1"]
+    key = {"authorization": "Bearer one"}
+    with served(*FLAGS, *flags) as server:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        transport = httpx.HTTPTransport(uds=str(path))
+        with (
+            httpx.Client(transport=transport, base_url="http://x") as admin,
+            server.client(headers=key) as client,
+        ):
+            for _ in range(2):
+                client.post("/v1/completions", json=BODY | {"prompt": "y" * 200, "max_tokens": 1})
+            found = client.get("/metrics").text.partition("\ntwinfer:prefix_cache_hits_total ")[2]
+            assert float(found.split()[0]) > 0
+            options = admin.get("/config").json()["options"]
+            assert (options["max_num_seqs"], options["backend"]) == (1, "torch")
+            assert admin.post("/reset_prefix_cache").json() == {"reset": True}
+            body = BODY | {"prompt": "y" * 200, "max_tokens": 1}
+            usage = client.post("/v1/completions", json=body).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+            assert client.get("/requests").status_code == 404
+            body = BODY | {"max_tokens": 450, "stream": True, "n": 2}
+            headers = {"x-request-id": "mine"}
+            with client.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
+                lines = stream.iter_lines()  # closes the stream when nothing refers to it
+                assert '"text"' in next(lines)
+                listed = admin.get("/requests").json()["requests"]
+                assert [entry["state"] for entry in listed] == ["running", "waiting"]
+                assert {entry["id"] for entry in listed} == {"mine"}
+                assert listed[0]["output_tokens"] > listed[1]["output_tokens"] == 0
+                assert admin.post("/reset_prefix_cache").status_code == 409
+                assert admin.post("/drain").json() == {"draining": True, "requests": 2}
+                assert server.process.poll() is None
+        assert server.wait_exit() == 0
+    assert not path.exists()
 
 
 def test_keys_are_asked_of_everybody():

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import logging
+import sys
 import threading
 import time
 
@@ -12,10 +14,11 @@ from hypothesis import strategies as st
 
 from twinfer.serving.server import messages
 from twinfer.serving.server.answers import Words, error_of
-from twinfer.serving.server.child import IDLE_MS, Loop, _fatal
+from twinfer.serving.server.child import IDLE_MS, Loop, _fatal, hang_limit
 from twinfer.serving.server.doors import Doors
 from twinfer.serving.server.fields import ChatRequest, CompletionRequest, check_depth, read_fields
 from twinfer.serving.server.live import Live
+from twinfer.serving.server.logs import JsonFormatter
 from twinfer.serving.server.streams import EventStream
 from twinfer.shared.engine import Logprob, Update
 from twinfer.shared.errors import EngineDead, InternalError, Overloaded, RequestError
@@ -139,11 +142,11 @@ def test_a_refused_request_alone_is_refused():
     assert [number for number, _ in messages.updates_of(sent[1])] == [2]
 
 
-def test_a_bug_that_one_request_meets_ends_no_other(capsys):
+def test_a_bug_that_one_request_meets_ends_no_other(caplog):
     sent, _, _ = turned([add(1, range(7)), add(2)])
     assert sent[0].id == 1
     assert "a bug" not in sent[0].message
-    assert "a bug" in capsys.readouterr().err
+    assert "a bug" in caplog.text
     assert [number for number, _ in messages.updates_of(sent[1])] == [2]
 
 
@@ -339,6 +342,52 @@ def test_doors_ask_before_anything_is_read():
     scope = {"type": "http", "path": "/v1/models", "headers": [(b"authorization", b"Bearer \xff")]}
     asyncio.run(Doors(app, keys=["one"], max_body=10)(scope, never, send))
     assert sent[0]["status"] == 401
+
+
+def test_slow_engines_may_be_silent_for_longer():
+    assert hang_limit(0.01) == hang_limit(0.5) == 10
+    assert hang_limit(3.0) == 60
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (b"a name: 7", True), (b"~" * 128, True), (b"", False), (b"~" * 129, False),
+        (b"a\tb", False), (b"a\n", False), (b"\xe4", False),
+    ],
+)  # fmt: skip
+def test_a_client_names_its_request(given, kept, caplog):
+    sent = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "path": "/x", "method": "POST", "headers": [(b"x-request-id", given)]}
+    caplog.set_level("INFO")
+    asyncio.run(Doors(app, keys=[], max_body=10, log_requests=True)(scope, never, send))
+    ((_, name),) = sent[0]["headers"]
+    assert (name == given) == kept
+    assert name
+    fields = caplog.records[0].fields
+    assert (fields["request_id"], fields["status"]) == (name.decode(), 204)
+    assert (fields["reason"], fields["first_token_ms"]) == (None, None)
+
+
+def test_a_line_of_json_has_what_went_wrong():
+    try:
+        raise ValueError("a\nb")
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, "", 0, "got %s", ("é",), sys.exc_info())
+    record.fields = {"count": 3}
+    line = JsonFormatter().format(record)
+    assert "\n" not in line
+    read = json.loads(line)
+    assert (read["level"], read["logger"], read["message"]) == ("ERROR", "x", "got é")
+    assert read["count"] == 3
+    assert "ValueError" in read["exception"]
 
 
 JSON = st.recursive(
