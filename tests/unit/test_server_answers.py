@@ -11,7 +11,7 @@ from twinfer.serving.formats.table import FORMATS
 from twinfer.serving.server.answers import ChatAnswer, Words
 from twinfer.serving.server.fields import ChatRequest, read_fields
 from twinfer.serving.server.live import Live
-from twinfer.serving.server.responses import ResponsesRequest, renamed
+from twinfer.serving.server.responses import ResponsesRequest, named_here
 from twinfer.shared.engine import Logprob, Update
 from twinfer.shared.errors import RequestError
 from twinfer.shared.models.locate import model_folder
@@ -161,7 +161,7 @@ def test_what_a_response_cannot_have_is_named(change, field):
             chat.check()
             chat.scores()
         except RequestError as error:
-            raise renamed(error) from None
+            raise named_here(error) from None
 
     with pytest.raises(RequestError) as error:
         read()
