@@ -353,6 +353,6 @@ def _refuse(why: str, *_: Any, **__: Any) -> Any:
 def _load(framework: Framework) -> None:
     """Import the native implementations of a framework, and only of that one."""
     if framework == "jax":
-        from .native import jax_attention, jax_rows  # noqa: F401
+        from .native import jax_attention, jax_moe, jax_rows  # noqa: F401
     elif framework == "torch":
-        from .native import torch_attention, torch_rows  # noqa: F401
+        from .native import torch_attention, torch_moe, torch_rows  # noqa: F401

@@ -217,6 +217,11 @@ def _check_shards(config: EngineConfig, model: ModelConfig) -> None:
             f"tensor_parallel_size: got {config.tensor_parallel_size}, {model.architecture} allows "
             "1: its norms of q and k are over all heads, which shards deal out among them"
         )
+    if model.num_experts and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size: got {config.tensor_parallel_size}, {model.architecture} allows "
+            "1: experts are not dealt out to shards"
+        )
 
 
 def resolve(

@@ -398,13 +398,15 @@ def _unpermute(rng: np.random.Generator, a: Arguments) -> Probes:
     yield "integers", {"rows": integers(rng, a["rows"]), "weights": _powers(rng, a["weights"])}
 
 
-def _moe_block(rng: np.random.Generator, a: Arguments) -> Probes:
-    if _can_decide(a["logits"]) and _holds_mlp(a["x"]):
+def _moe_experts(rng: np.random.Generator, a: Arguments) -> Probes:
+    if _holds_mlp(a["x"]):
+        # One expert of each token has all weight: its sums have one term.
+        weights = np.zeros_like(a["weights"])
+        weights[:, 0] = 1.0
         x = _signs(rng, a["x"].shape).astype(a["x"].dtype)
         yield (
             "decided rows",
-            {"x": x, "logits": _decided(rng, a["logits"])}
-            | _mlp_weights(rng, a["gate_up"], a["down"]),
+            {"x": x, "weights": weights} | _mlp_weights(rng, a["gate_up"], a["down"]),
         )
 
 
@@ -434,5 +436,5 @@ PROBES: dict[str, Callable[[np.random.Generator, Arguments], Probes]] = {
     "paged_attention": _attention,
     "moe_route": _route,
     "moe_unpermute": _unpermute,
-    "moe_block": _moe_block,
+    "moe_experts": _moe_experts,
 }

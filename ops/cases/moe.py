@@ -41,29 +41,38 @@ def _route_cases(dtype: str) -> Iterator[Case]:
     for top_k in (1, 2, 8, 33):
         for renormalize in (False, True):
             name = f"{top_k} of 33, {renormalize=}"
-            yield Case(name, {"logits": x, "top_k": top_k, "renormalize": renormalize})
-    yield Case("strided", {"logits": strided(x), "top_k": 4, "renormalize": True})
+            yield Case(name, _routing(x, top_k, renormalize))
+    yield Case("strided", _routing(strided(x), 4, True))
+    padded = x.copy()
+    padded[5:] = x[:7]
+    yield Case("5 of 12 rows are tokens", _routing(padded, 3, True, 5))
+    yield Case("no row is a token", _routing(padded, 3, False, 0))
     if dtype == "bfloat16":
         for name, tokens, experts, k in (
             ("Qwen3-30B-A3B", 2048, 128, 8),
             ("Mixtral-8x7B", 2048, 8, 2),
         ):
             logits = normal(generator("bench moe_route"), dtype, tokens, experts)
-            yield Case(
-                f"{name}, {tokens} tokens",
-                {"logits": logits, "top_k": k, "renormalize": True},
-                ("bench",),
-            )
+            yield Case(f"{name}, {tokens} tokens", _routing(logits, k, True), ("bench",))
+
+
+def _routing(
+    logits: np.ndarray, top_k: int, renormalize: bool, count: int | None = None
+) -> Arguments:
+    """Arguments of `moe_route`, of whose rows all are tokens, or `count`."""
+    real = np.array([len(logits) if count is None else count], np.int32)
+    return {"logits": logits, "count": real, "top_k": top_k, "renormalize": renormalize}
 
 
 def _route_magnitude(a: Arguments) -> Any:
     """An error e of a distance to the best logit is a factor exp(e) of the weight."""
     weights, experts = _route(None, **a)
-    gap = np.max(a["logits"], axis=-1, keepdims=True) - np.take_along_axis(a["logits"], experts, -1)
+    chosen = np.take_along_axis(a["logits"], np.maximum(experts, 0), -1)
+    gap = np.max(a["logits"], axis=-1, keepdims=True) - chosen
     return weights * (1.0 + np.where(np.isfinite(gap), gap, 0.0)) + FLUSHED, None
 
 
-def _route(xp: Any, logits: Any, top_k: int, renormalize: bool, fault: str = "") -> Any:
+def _route(xp: Any, logits: Any, count: Any, top_k: int, renormalize: bool, fault: str = "") -> Any:
     keys = np.where(np.isnan(logits), -np.inf, logits)
     if fault == "chosen by rounded logits":
         keys = to_bfloat16(keys)
@@ -88,7 +97,10 @@ def _route(xp: Any, logits: Any, top_k: int, renormalize: bool, fault: str = "")
         weights = np.roll(weights, 1, axis=-1)
     elif fault == "scaled by 1.005":
         weights = weights * 1.005
-    return weights, ids.astype(np.int32)
+    real = np.arange(len(logits))[:, None] < count[0] + (fault == "one row too many")
+    if fault == "padding chooses expert 0":
+        return np.where(real, weights, 0.0), np.where(real, ids, 0).astype(np.int32)
+    return np.where(real, weights, 0.0), np.where(real, ids, -1).astype(np.int32)
 
 
 ROUTE_FAULTS = (
@@ -105,7 +117,7 @@ ROUTE_FAULTS = (
         "never renormalised",
         "rounded to bfloat16",
     ),
-    *("weights shifted", "scaled by 1.005"),
+    *("weights shifted", "scaled by 1.005", "one row too many", "padding chooses expert 0"),
 )
 
 judged_by(
@@ -379,61 +391,59 @@ judged_by(
 )
 
 
-# --- moe_block
+# --- moe_experts
 # --------------------------------------------------------------------------------------------------
 
 
-def _block_cases(dtype: str) -> Iterator[Case]:
-    rng = generator("moe_block")
-    x, logits = hostile_rows(rng, dtype, 7, 67, ROWS), normal(rng, dtype, 7, 5)
+def _expert_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("moe_experts")
+    x, logits = hostile_rows(rng, dtype, 7, 67, ROWS), rng.normal(size=(7, 5))
     logits[:, 1] = -9.0
     gate_up, down = _experts(rng, dtype, 5, 2 * 45, 67), _experts(rng, dtype, 5, 67, 45)
     gate_up[1], down[1] = np.nan, np.nan  # nobody chooses it
-    arguments: Arguments = {"x": x, "logits": logits, "gate_up": gate_up, "down": down}
+    arguments: Arguments = {"x": x, "gate_up": gate_up, "down": down}
     for top_k, renormalize in ((2, True), (2, False), (4, True)):
         name = f"{top_k} of 5, {renormalize=}"
-        yield Case(name, arguments | {"top_k": top_k, "renormalize": renormalize})
-    one = logits.copy()
-    one[:, 3] = 7.0
-    yield Case("one takes all", arguments | {"logits": one, "top_k": 1, "renormalize": False})
-    tied = np.where(np.arange(5) == 1, -9.0, np.zeros((7, 1))).astype(logits.dtype)
-    yield Case(
-        "ties, strided",
-        arguments | {"x": strided(x), "logits": tied, "top_k": 2, "renormalize": True},
-    )
+        yield Case(name, arguments | _chosen(logits, top_k, renormalize))
+    one = np.where(np.arange(5) == 3, 7.0, logits)
+    yield Case("one takes all", arguments | _chosen(one, 1, False))
+    some = _chosen(logits, 3, True)
+    some["experts"][::2, 1] = -1
+    some["experts"][3], some["weights"][3] = 5, 0.0
+    some["experts"][5:], some["weights"][5:] = -1, 0.0
+    yield Case("choices of no expert, strided", arguments | {"x": strided(x)} | some)
     if dtype == "bfloat16":
-        yield Case("Qwen3-30B-A3B, 64 tokens", partial(_big_block, 128, 8, 2048, 768), ("bench",))
+        yield Case("Qwen3-30B-A3B, 64 tokens", partial(_big_experts, 128, 8, 2048, 768), ("bench",))
         yield Case(
             "Mixtral-8x7B, 1 of 8 shards, 64 tokens",
-            partial(_big_block, 8, 2, 4096, 1792),
+            partial(_big_experts, 8, 2, 4096, 1792),
             ("bench",),
         )
 
 
-def _big_block(experts: int, k: int, dim: int, inter: int, tokens: int = 64) -> Arguments:
-    rng = generator("bench moe_block")
-    x, logits = normal(rng, "bfloat16", tokens, dim), normal(rng, "bfloat16", tokens, experts)
+def _chosen(logits: np.ndarray, top_k: int, renormalize: bool) -> Arguments:
+    """Weights and experts by router logits."""
+    weights, experts = _route(None, **_routing(logits, top_k, renormalize))
+    return {"weights": weights.astype(np.float32), "experts": experts}
+
+
+def _big_experts(experts: int, k: int, dim: int, inter: int, tokens: int = 64) -> Arguments:
+    rng = generator("bench moe_experts")
     gate_up, down = (
         _experts(rng, "bfloat16", experts, *s) for s in ((2 * inter, dim), (dim, inter))
     )
-    return {
-        "x": x,
-        "logits": logits,
-        "gate_up": gate_up,
-        "down": down,
-        "top_k": k,
-        "renormalize": True,
-    }
+    x = normal(rng, "bfloat16", tokens, dim)
+    return {"x": x, "gate_up": gate_up, "down": down} | _chosen(
+        rng.normal(size=(tokens, experts)), k, True
+    )
 
 
-def _block_sizes(a: Arguments, accumulated: bool) -> Any:
-    """What relative errors of 1 in each expert's MLP, its result and its weight do to the
-    output.
-    """
-    weights, experts = _route(None, a["logits"], a["top_k"], a["renormalize"])
-    gap = a["logits"].max(-1, keepdims=True) - np.take_along_axis(a["logits"], experts, -1)
+def _expert_sizes(a: Arguments, accumulated: bool) -> Any:
+    """What relative errors of 1 in each expert's MLP and its result do to the output."""
     total = np.zeros_like(a["x"])
-    for e in np.unique(experts):
+    for e in range(len(a["gate_up"])):
+        if not (a["experts"] == e).any():
+            continue
         mlp = {
             "x": a["x"],
             "gate_up": a["gate_up"][e],
@@ -442,11 +452,8 @@ def _block_sizes(a: Arguments, accumulated: bool) -> Any:
             "down_bias": None,
         }
         result = np.abs(_mlp(a["x"], a["gate_up"][e], a["down"][e]))
-        weight = np.where(experts == e, weights, 0.0).sum(-1, keepdims=True)
-        error = (
-            np.where(experts == e, gap, 0.0).sum(-1, keepdims=True) + 2.0 if accumulated else 1.0
-        )
-        total += weight * (mlp_sizes(mlp, accumulated) + error * result)
+        weight = np.where(a["experts"] == e, a["weights"], 0.0).sum(-1, keepdims=True)
+        total += weight * (mlp_sizes(mlp, accumulated) + (2.0 if accumulated else 1.0) * result)
     return total
 
 
@@ -455,21 +462,10 @@ def _mlp(x: Any, gate_up: Any, down: Any, rounded: Any = lambda x: x) -> Any:
     return rounded(rounded(gate / (1.0 + np.exp(-gate)) * up) @ down.T)
 
 
-def _wrong_block(
-    ops: Any,
-    x: Any,
-    logits: Any,
-    gate_up: Any,
-    down: Any,
-    top_k: int,
-    renormalize: bool,
-    fault: str,
+def _wrong_experts(
+    ops: Any, x: Any, weights: Any, experts: Any, gate_up: Any, down: Any, fault: str
 ) -> Any:
-    routed = {
-        "never renormalised": "never renormalised",
-        "ties to the higher id": "ties to the higher id",
-    }
-    weights, experts = _route(None, logits, top_k, renormalize, routed.get(fault, ""))
+    weights, top_k = weights.copy(), weights.shape[1]
     if fault == "weights shifted":
         weights = np.roll(weights, 1, axis=1 if top_k > 1 else 0)
     elif fault == "weights rounded to bfloat16":
@@ -481,8 +477,10 @@ def _wrong_block(
     elif fault == "at most two rows an expert":
         for e in np.unique(experts):
             weights[tuple(np.argwhere(experts == e)[2:].T)] = 0.0
+    elif fault == "no expert is expert 0":
+        experts = np.where(experts < 0, 0, experts)
     out = np.zeros_like(x)
-    for e in np.unique(experts):
+    for e in np.unique(experts[(experts >= 0) & (experts < len(gate_up))]):
         weight = np.where(experts == e, weights, 0.0).sum(-1, keepdims=True)
         halves = (
             np.roll(gate_up[e], len(gate_up[e]) // 2, axis=0)
@@ -496,26 +494,21 @@ def _wrong_block(
     return out + x if fault == "residual added" else out
 
 
-BLOCK_FAULTS = (
-    *(
-        "never renormalised",
-        "ties to the higher id",
-        "weights shifted",
-        "weights rounded to bfloat16",
-    ),
-    *("all weights equal", "last choice lost", "at most two rows an expert", "gate and up swapped"),
+EXPERT_FAULTS = (
+    *("weights shifted", "weights rounded to bfloat16", "all weights equal", "last choice lost"),
+    *("at most two rows an expert", "no expert is expert 0", "gate and up swapped"),
     *("down of another expert", "scaled by 1.005", "residual added"),
 )
 
 judged_by(
-    "moe_block",
+    "moe_experts",
     Testing(
-        _block_cases,
+        _expert_cases,
         COARSE,
-        magnitude=partial(_block_sizes, accumulated=True),
-        rounded=partial(_block_sizes, accumulated=False),
-        rows=("x",),
-        mutants={fault: partial(_wrong_block, fault=fault) for fault in BLOCK_FAULTS},
-        truth=partial(_wrong_block, fault=""),
+        magnitude=partial(_expert_sizes, accumulated=True),
+        rounded=partial(_expert_sizes, accumulated=False),
+        rows=("x", "weights", "experts"),
+        mutants={fault: partial(_wrong_experts, fault=fault) for fault in EXPERT_FAULTS},
+        truth=partial(_wrong_experts, fault=""),
     ),
 )

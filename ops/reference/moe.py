@@ -20,6 +20,7 @@ ROUTED = Contract(
     accumulate="float32 (float64 for float64 inputs), any order; experts are chosen by the "
     "logits, "
     "without arithmetic",
+    masked="rows from the count on choose no expert (-1, weight 0)",
     nan="an expert whose logit is NaN is chosen last; the weights of its row are NaN",
 )
 MOVED = Contract(
@@ -28,34 +29,40 @@ MOVED = Contract(
 GROUPED = Contract(
     dot=DOT, masked="a row depends on itself and its own expert; rows past the last group are 0"
 )
-BLOCK = Contract(
+EXPERTS = Contract(
     rounds="where its finer ops do: gate and up, their product, each expert's result, and the "
     "sum; "
     "an implementation "
     "may skip all but the last",
     dot=DOT,
-    masked="a token depends on itself and its own experts only",
+    masked="a token depends on itself and its own experts only; one that has none is 0",
 )
 
 
 @define(
-    shapes="logits [tok expert] -> [tok top_k] float32, [tok top_k] int32",
+    shapes="logits [tok expert], count [1] -> [tok top_k] float32, [tok top_k] int32",
     contract=ROUTED,
     sums=True,
 )
-def moe_route(xp: Any, logits: Array, top_k: int, renormalize: bool) -> tuple[Array, Array]:
+def moe_route(
+    xp: Any, logits: Array, count: Array, top_k: int, renormalize: bool
+) -> tuple[Array, Array]:
     """(weights [tok k] float32, experts [tok k] int32) of the k largest of logits [tok expert],
     ties to the lower id.
 
     Weights are the softmax over all experts (Qwen3-MoE with `norm_topk_prob` off), or over the
-    chosen ones if `renormalize` (Mixtral, arXiv:2401.04088, equation 3). Best first.
+    chosen ones if `renormalize` (Mixtral, arXiv:2401.04088, equation 3). Best first. Only the
+    first `count` [1] int32 rows are tokens: the others choose nothing, so that no expert is read
+    for them.
     """
     y = xp.accumulate(logits)
     best = xp.max(y, axis=-1, keepdims=True)  # NaN if the row has one, so that all its weights are
     values, experts = xp.top(xp.where(xp.isnan(y), -float("inf"), y), top_k)
     chosen = xp.exp(values - best)
     total = xp.sum(chosen if renormalize else xp.exp(y - best), axis=-1, keepdims=True)
-    return chosen / total, experts
+    row = xp.arange(logits.shape[0], dtype=xp.int32, device=device_of(logits))[:, None]
+    real = row < count[0]
+    return xp.where(real, chosen / total, 0.0), xp.where(real, experts, -1)
 
 
 @define(
@@ -78,15 +85,17 @@ def moe_permute(xp: Any, x: Array, experts: Array, num_experts: int) -> tuple[Ar
 
 
 @define(
-    shapes="x [row k], weight [expert n k], group_sizes [expert] -> [row n] x", contract=GROUPED
+    shapes="x [row k], weight [expert n k], group_sizes [expert] -> [row n] x",
+    contract=GROUPED,
+    native="per framework",
 )
 def grouped_matmul(xp: Any, x: Array, weight: Array, group_sizes: Array) -> Array:
     """x [row k] times weight[e] [n k] transposed, e the row's expert -> [row n], rounded once.
 
     Rows are sorted by expert, `group_sizes` [expert] int32 of them for each. The reference makes
     one dense product per expert and selects: what lies in other experts or past the last group
-    (even NaN) cannot reach a row, and its work grows with the number of experts, which is what
-    kernels are for.
+    (even NaN) cannot reach a row, and its work grows with the number of experts. Implementations
+    take blocks of rows that are one expert's.
     """
     ends = xp.cumsum(group_sizes, 0, dtype=xp.int32)
     row = xp.arange(x.shape[0], dtype=xp.int32, device=device_of(group_sizes))
@@ -117,27 +126,26 @@ def moe_unpermute(xp: Any, rows: Array, place: Array, weights: Array) -> Array:
 
 
 @define(
-    shapes="x [tok dim], logits [tok expert], gate_up [expert 2*inter dim], down [expert dim "
-    "inter] -> [tok dim] x",
+    shapes="x [tok dim], weights [tok k], experts [tok k], gate_up [expert 2*inter dim], "
+    "down [expert dim inter] -> [tok dim] x",
     level="coarse",
     composition=(
-        "moe_route",
         "moe_permute",
         "grouped_matmul",
         "silu_and_mul",
         "grouped_matmul",
         "moe_unpermute",
     ),
-    contract=BLOCK,
+    contract=EXPERTS,
 )
-def moe_block(
-    ops: Any, x: Array, logits: Array, gate_up: Array, down: Array, top_k: int, renormalize: bool
+def moe_experts(
+    ops: Any, x: Array, weights: Array, experts: Array, gate_up: Array, down: Array
 ) -> Array:
-    """The sum of each token's gated MLPs by the weights of its router's logits -> [tok dim].
+    """The sum of each token's gated MLPs of its experts [tok k] int32, by weights [tok k] float32
+    -> [tok dim].
 
-    x [tok dim], logits [tok expert], gate_up [expert 2inter dim], down [expert dim inter].
+    x [tok dim], gate_up [expert 2inter dim], down [expert dim inter].
     """
-    weights, experts = ops.moe_route(logits, top_k, renormalize)
     rows, place, sizes = ops.moe_permute(x, experts, gate_up.shape[0])
     hidden = ops.silu_and_mul(ops.grouped_matmul(rows, gate_up, sizes))
     return ops.moe_unpermute(ops.grouped_matmul(hidden, down, sizes), place, weights)

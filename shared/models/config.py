@@ -48,6 +48,10 @@ class ModelConfig:
     read the cache of the last layer before them that has the same window, and their MLP has
     `reading_intermediate_size`. `layer_input_size`: entries of a small embedding that each layer
     has of its own; `layer_factor`: the stream is multiplied by a weight behind each layer.
+    `num_experts` of `expert_size` entries stand in place of the MLP, of which a token goes through
+    `experts_per_token`, in all layers but `dense_layers`; their weights add up to 1 if
+    `renormalizes_experts`. `shared_expert_size` are the entries of the one that all tokens go
+    through.
     `text_architecture` is that of the
     part that runs, where it is one of several. `left_out` names parts of the
     checkpoint that do not run, since they are not text; `image_token_ids` are those that stand for
@@ -98,12 +102,22 @@ class ModelConfig:
     reading_intermediate_size: int = 0
     layer_input_size: int = 0
     layer_factor: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    renormalizes_experts: bool = False
+    shared_expert_size: int = 0
+    dense_layers: tuple[int, ...] = ()
 
     def heads(self, window: int) -> Heads:
         """The heads of layers with this window."""
         if window or self.full_heads is None:
             return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
         return self.full_heads
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in place of an MLP."""
+        return self.num_experts > 0 and layer not in self.dense_layers
 
     def source_of(self, layer: int) -> int:
         """The layer whose cache a layer reads."""

@@ -131,9 +131,7 @@ def layer(
         stage = stage_of(sub.mixer)
         hidden, cache = stage(ops, sub.mixer, weights, x, cache, batch._replace(rows=rows))
         if rows is not None:
-            residual = residual[rows]
-            if batch.layer_input is not None:
-                batch = batch._replace(layer_input=batch.layer_input[rows])
+            residual, batch = residual[rows], batch.narrowed(rows)
         if sub.post is not None:
             hidden = ops.rms_norm(hidden, weights[sub.post.weight], sub.post.eps)
         hidden = scaled(ops, hidden, sub.scale)

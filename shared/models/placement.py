@@ -27,6 +27,7 @@ SHARDED = {
     "embed": False,
     "head_dim": False,
     "layer_input": False,
+    "expert": False,
     "one": False,
 }
 """Whether a logical axis is dealt out to the shards; else every shard holds all of it."""

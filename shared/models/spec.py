@@ -61,6 +61,24 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of gated MLPs: each token goes through the `top_k` of `num_experts` that its router
+    likes best.
+
+    Weights are a softmax over all experts, or with `renormalize` over the chosen ones. `shared`:
+    every token goes through one more MLP, and its result is added, times a sigmoid of the token's
+    gate.
+    """
+
+    mixes_tokens: ClassVar[bool] = False
+
+    num_experts: int
+    top_k: int
+    renormalize: bool
+    shared: bool = False
+
+
+@dataclass(frozen=True)
 class LayerInput:
     """A small embedding of each token, of this layer's own (`Batch.layer_input`), gated by the
     stream: `up(act(gate) * input)`.
@@ -71,7 +89,7 @@ class LayerInput:
     act: Activation = "gelu_tanh"
 
 
-Mixer = Attention | Mlp | LayerInput
+Mixer = Attention | Mlp | Experts | LayerInput
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-from .spec import Activation, Attention, Layer, LayerInput, Mixer, Mlp, Model
+from .spec import Activation, Attention, Experts, Layer, LayerInput, Mixer, Mlp, Model
 
 Array = Any
 Weights = Mapping[str, Array]
@@ -29,7 +29,8 @@ class Batch(NamedTuple):
     `max_query_len` is a Python integer. A program that gets its batch as an argument sets it inside
     (`within`). `rows` [row]: the only tokens that anything behind the layers wants, in the last
     layer that mixes tokens. `layer_input` are the small embeddings of the tokens: [layer tok size],
-    of which a layer reads its own (`of_layer`) [tok size].
+    of which a layer reads its own (`of_layer`) [tok size]. `real` [1] int32: how many of the rows
+    that are left are not padding (`narrowed`); before that `query_start` says it.
     """
 
     cos: Array
@@ -42,6 +43,7 @@ class Batch(NamedTuple):
     max_query_len: int = 0
     rows: Array | None = None
     layer_input: Array | None = None
+    real: Array | None = None
 
     def arrays(self) -> dict[str, Array]:
         """What a step brings to the device, by name."""
@@ -68,8 +70,18 @@ class Batch(NamedTuple):
         """The same inside of a program."""
         return self._replace(max_query_len=max_query_len, rows=rows)
 
+    @property
+    def count(self) -> Array:
+        """How many of the rows that a stage sees are not padding: [1] int32."""
+        return self.query_start[-1:] if self.real is None else self.real
 
-ARRAYS = Batch._fields[:-3]
+    def narrowed(self, rows: Array) -> Batch:
+        """What stages read that see the tokens `rows` only, one of each request."""
+        own = None if self.layer_input is None else self.layer_input[rows]
+        return self._replace(layer_input=own, real=self.counts[1:])
+
+
+ARRAYS = Batch._fields[:-4]
 Stage = Callable[[Any, Any, Weights, Array, Cache, Batch], tuple[Array, Cache]]
 """(ops, mixer, weights, x [tok dim], cache, batch) -> (y [tok dim], cache).
 
@@ -155,6 +167,22 @@ def mlp_stage(
     return gated_mlp(ops, weights, "gate_up", "down", x, batch, spec.act), cache
 
 
+def experts_stage(
+    ops: Any, spec: Experts, weights: Weights, x: Array, cache: Cache, batch: Batch
+) -> tuple[Array, Cache]:
+    """Each token for itself; padding goes through no expert, and the cache stays as it is."""
+    logits = ops.logits(x, weights["router"])
+    chosen, experts = ops.moe_route(logits, batch.count, spec.top_k, spec.renormalize)
+    width = x.shape[1]
+    gate_up = weights["experts_gate_up"].reshape(spec.num_experts, -1, width)
+    down = weights["experts_down"].reshape(spec.num_experts, width, -1)
+    y = ops.moe_experts(x, chosen, experts, gate_up, down)
+    if spec.shared:
+        every = gated_mlp(ops, weights, "shared_gate_up", "shared_down", x, batch)
+        y = ops.add_gated(y, every, ops.logits(x, weights["shared_gate"]))
+    return y, cache
+
+
 def layer_input_stage(
     ops: Any, spec: LayerInput, weights: Weights, x: Array, cache: Cache, batch: Batch
 ) -> tuple[Array, Cache]:
@@ -167,6 +195,7 @@ def layer_input_stage(
 STAGES: Mapping[type[Mixer], Stage] = {
     Attention: attention_stage,
     Mlp: mlp_stage,
+    Experts: experts_stage,
     LayerInput: layer_input_stage,
 }
 _replaced: dict[type[Mixer], Stage] = {}

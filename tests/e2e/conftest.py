@@ -89,6 +89,8 @@ MINISTRAL3 = dict(
     ),
 )  # fmt: skip
 
+EXPERTS = dict(num_experts_per_tok=3, moe_intermediate_size=20)
+
 MODELS = {
     "llama-mha": ("Llama", dict(num_key_value_heads=4)),
     "llama3-scaled-tied": (
@@ -139,6 +141,19 @@ MODELS = {
     "olmo3": ("Olmo3", OLMO3),
     "ministral3": ("Ministral3", MINISTRAL3),
     "ministral3-images": ("Ministral3Images", MINISTRAL3),
+    "mixtral": ("Mixtral", dict(num_local_experts=6, num_experts_per_tok=2, intermediate_size=40)),
+    "mixtral-window": (
+        "Mixtral",
+        dict(num_local_experts=3, num_experts_per_tok=3, intermediate_size=24, sliding_window=8),
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        EXPERTS | dict(num_experts=16, head_dim=32, norm_topk_prob=True, mlp_only_layers=[0]),
+    ),
+    "qwen3-moe-biases": (
+        "Qwen3Moe",
+        EXPERTS | dict(num_experts=5, head_dim=16, attention_bias=True, tie_word_embeddings=True),
+    ),
 }
 CONFIGS = {
     "Gemma3": "Gemma3TextConfig",

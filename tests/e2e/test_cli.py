@@ -233,7 +233,7 @@ def test_the_plan_shows_what_the_model_calls_and_the_rest_when_asked(capsys):
     (called, plan_hash), (everything, same_hash) = ops(), ops("--all")
     names = {op for op, _ in called}
     assert {"rms_norm", "gated_mlp", "silu_and_mul", "sample"} <= names
-    assert not names & {"lora_shrink", "moe_block", "layer_norm", "column_linear"}
+    assert not names & {"lora_shrink", "moe_experts", "layer_norm", "column_linear"}
     assert ("sample", "decode") not in called
     assert ("paged_attention", "sample") not in called
     assert called < everything

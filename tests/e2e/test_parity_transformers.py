@@ -28,6 +28,7 @@ NAMES = [
     "gemma2", "gemma3", "gemma3-images", "glm4", "glm4-head24", "olmo2", "olmo3", "ministral3",
     "ministral3-images",
     "gemma4", "gemma4-small", "gemma4-images", "gemma4-unified",
+    "mixtral", "mixtral-window", "qwen3-moe", "qwen3-moe-biases",
 ]  # fmt: skip
 LENGTHS = (1, 15, 16, 17, 100, 500)
 NEW_TOKENS = 64
@@ -88,7 +89,16 @@ def logits_of(engine, tokens, chunk=128):
 
 # The JAX worker, whose programs take half a minute of compiling for each, is given all of them in
 # `make test-slow`.
-ON_JAX = ["mistral-window", "qwen3", "phi4-mini-long", "granite", "mistral3", "gemma3", "glm4"]
+ON_JAX = [
+    "mistral-window",
+    "qwen3",
+    "phi4-mini-long",
+    "granite",
+    "mistral3",
+    "gemma3",
+    "glm4",
+    "qwen3-moe",
+]
 ON_A_GPU = [
     "llama-biases-head96",
     "mistral-mqa",
@@ -103,6 +113,8 @@ ON_A_GPU = [
     "glm4",
     "olmo3",
     "ministral3",
+    "mixtral",
+    "qwen3-moe",
 ]
 CASES = [
     *(

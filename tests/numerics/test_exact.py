@@ -55,7 +55,7 @@ def test_torch_gives_the_bits_of_all_probes():
 
 @pytest.mark.parametrize("op", ["linear", "norm_rope_write_kv",
     pytest.param("paged_attention", marks=pytest.mark.slow),
-                                pytest.param("moe_block", marks=pytest.mark.slow)])  # fmt: skip
+                                pytest.param("moe_experts", marks=pytest.mark.slow)])  # fmt: skip
 def test_jax_gives_the_bits_of_probes(op):
     report = check_ops([parse_target("jax:cpu")], [op], modes=("X",))
     assert report.exit_code == 0, [r.complaints for r in report.failures] + report.missing

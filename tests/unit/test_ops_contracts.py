@@ -353,7 +353,7 @@ UNSEEN_IN_HALF = {
     "linear": frozenset({"tf32 product"}),  # which has as many bits
     "logits": frozenset({"tf32 product"}),
     # less than its other roundings may be off by
-    "moe_block": frozenset({"weights rounded to bfloat16"}),
+    "moe_experts": frozenset({"weights rounded to bfloat16"}),
 }
 
 

@@ -31,11 +31,13 @@ FAMILIES = {
     "Ministral3ForCausalLM": "ministral3",
     "Mistral3ForConditionalGeneration": "mistral3",
     "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """Architecture -> module, which has the name of the model type."""
 

@@ -15,7 +15,7 @@ from ..fields import Fields, nearest, quoted, show
 from ..kv_scales import ignored_scales, scale_parameters
 from ..rope import PER_LAYER as LAYER_TYPES
 from ..rope import USUAL, RopeConfig, RopeRules, read_rope
-from ..spec import Attention, Layer, Mlp, Model, Norm, Sublayer
+from ..spec import Attention, Experts, Layer, Mlp, Model, Norm, Sublayer
 from ..table import PairsToHalves, Parameter, ParameterTable, Part, is_power_of_two
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -285,10 +285,13 @@ def model(config: ModelConfig, norms: Norms = PRE_NORMS) -> Model:
     """Every layer is attention, then an MLP; layers differ in their windows and what goes with
     them.
     """
+    kinds = [
+        (window, config.has_experts(layer)) for layer, window in enumerate(config.layer_windows)
+    ]
     # Equal layers are one object: comparing them is then quick.
-    kinds = {window: _layer(config, window, norms) for window in config.layer_windows}
+    layers = {kind: _layer(config, *kind, norms) for kind in kinds}
     return Model(
-        layers=tuple(kinds[window] for window in config.layer_windows),
+        layers=tuple(layers[kind] for kind in kinds),
         norm=Norm("norm", config.rms_norm_eps),
         embedding_scale=config.embedding_scale,
         rounds_embedding_scale=config.rounds_embedding_scale,
@@ -298,7 +301,7 @@ def model(config: ModelConfig, norms: Norms = PRE_NORMS) -> Model:
     )
 
 
-def _layer(config: ModelConfig, window: int, norms: Norms) -> Layer:
+def _layer(config: ModelConfig, window: int, has_experts: bool, norms: Norms) -> Layer:
     eps, scale = config.rms_norm_eps, config.residual_scale
     norm = {name: Norm(name, eps) if key else None for name, key in norms.by_name.items()}
     angles, temper = _columns(config, window)
@@ -317,9 +320,20 @@ def _layer(config: ModelConfig, window: int, norms: Norms) -> Layer:
         angles=angles,
         temper=temper,
     )
+    mlp = mixture(config) if has_experts else Mlp(config.act)
     return (
         Sublayer(attention, norm["input_norm"], norm["attention_out_norm"], scale),
-        Sublayer(Mlp(config.act), norm["post_norm"], norm["mlp_out_norm"], scale),
+        Sublayer(mlp, norm["post_norm"], norm["mlp_out_norm"], scale),
+    )
+
+
+def mixture(config: ModelConfig) -> Experts:
+    """What stands in place of the MLP."""
+    return Experts(
+        num_experts=config.num_experts,
+        top_k=config.experts_per_token,
+        renormalize=config.renormalizes_experts,
+        shared=config.shared_expert_size > 0,
     )
 
 
@@ -347,6 +361,10 @@ class Names:
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared_expert: str = "mlp.shared_expert"
 
 
 SEPARATE = Names()
@@ -393,6 +411,8 @@ def _every_model(config: ModelConfig, names: Names, norms: Norms) -> Iterator[Pa
         rows = (inner, "mlp"), (inner, "mlp")
         yield _stacked("gate_up", names.gate_up, "weight", rows, "mlp", (width, "embed"), some)
         yield _one("down", (width, inner), ("embed", "mlp"), LAYER + "mlp.down_proj.weight", some)
+    if config.num_experts:
+        yield from _experts(config, names)
     # A power of two that logits are multiplied by is multiplied into the norm that the head reads.
     factor = config.logits_scale if is_power_of_two(config.logits_scale) else 1.0
     last = replace(_norm("norm", width, "embed", "model.norm.weight"), factor=factor)
@@ -464,7 +484,34 @@ def _mlps(config: ModelConfig) -> Iterator[tuple[int, Sequence[int]]]:
     if config.reading_intermediate_size:
         own -= config.num_reading_layers
         yield config.reading_intermediate_size, range(own, config.num_layers)
-    yield config.intermediate_size, range(own)
+    some = [layer for layer in range(own) if not config.has_experts(layer)]
+    if some:
+        yield config.intermediate_size, some if config.num_experts else range(own)
+
+
+def _experts(config: ModelConfig, names: Names) -> Iterator[Parameter]:
+    """The router, and the weights of all experts, one below the other."""
+    width, size, count = config.hidden_size, config.expert_size, config.num_experts
+    some = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
+    gate, up, down = names.expert
+    modules = [f"{names.experts}.{expert}" for expert in range(count)]
+    router = LAYER + names.router + ".weight"
+    yield _one("router", (count, width), ("expert", "embed"), router, some)
+    both = tuple(f"{module}.{part}" for module in modules for part in (gate, up))
+    rows, columns = [(size, "expert")] * (2 * count), (width, "embed")
+    yield _stacked("experts_gate_up", both, "weight", rows, "expert", columns, some)
+    downs = tuple(f"{module}.{down}" for module in modules)
+    rows, columns = [(width, "embed")] * count, (size, "expert")
+    yield _stacked("experts_down", downs, "weight", rows, "embed", columns, some)
+    if config.shared_expert_size:
+        inner, module = config.shared_expert_size, names.shared_expert
+        pair = (f"{module}.gate_proj", f"{module}.up_proj")
+        halves = (inner, "expert"), (inner, "expert")
+        yield _stacked("shared_gate_up", pair, "weight", halves, "expert", (width, "embed"), some)
+        key = f"{LAYER}{module}.down_proj.weight"
+        yield _one("shared_down", (width, inner), ("embed", "expert"), key, some)
+        key = f"{LAYER}{module}_gate.weight"
+        yield _one("shared_gate", (1, width), ("one", "embed"), key, some)
 
 
 def _projections(config: ModelConfig, names: Names, sort: _Sort) -> Iterator[Parameter]:
