@@ -427,15 +427,18 @@ def _chosen(logits: np.ndarray, top_k: int, renormalize: bool) -> Arguments:
     return {"weights": weights.astype(np.float32), "experts": experts}
 
 
+def mixture(
+    rng: np.random.Generator, dtype: str, tokens: int, experts: int, k: int, dim: int, inter: int
+) -> Arguments:
+    """Arguments of `moe_experts` whose tokens choose evenly."""
+    gate_up, down = (_experts(rng, dtype, experts, *s) for s in ((2 * inter, dim), (dim, inter)))
+    x = normal(rng, dtype, tokens, dim)
+    chosen = _chosen(rng.normal(size=(tokens, experts)), k, True)
+    return {"x": x, "gate_up": gate_up, "down": down} | chosen
+
+
 def _big_experts(experts: int, k: int, dim: int, inter: int, tokens: int = 64) -> Arguments:
-    rng = generator("bench moe_experts")
-    gate_up, down = (
-        _experts(rng, "bfloat16", experts, *s) for s in ((2 * inter, dim), (dim, inter))
-    )
-    x = normal(rng, "bfloat16", tokens, dim)
-    return {"x": x, "gate_up": gate_up, "down": down} | _chosen(
-        rng.normal(size=(tokens, experts)), k, True
-    )
+    return mixture(generator("bench moe_experts"), "bfloat16", tokens, experts, k, dim, inter)
 
 
 def _expert_sizes(a: Arguments, accumulated: bool) -> Any:

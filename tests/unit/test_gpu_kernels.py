@@ -18,6 +18,7 @@ from twinfer.ops.cases import load_all
 from twinfer.ops.cases.attention import by_head, paged, released
 from twinfer.ops.cases.dense import _product
 from twinfer.ops.cases.generators import generator, normal
+from twinfer.ops.cases.moe import mixture
 from twinfer.ops.cases.sampling import _sample_arguments
 from twinfer.ops.testing import DTYPES, TESTING, Judge, ci_cases, oracle, run
 
@@ -239,6 +240,44 @@ def test_triton_gated_products_of_few_rows(kernels, device, rows, bias, op):
         **{"down": down["weight"], "down_bias": down["bias"] if bias else None},
     }
     judge(op, arguments, device)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "experts", "k", "dim", "inter"),
+    [
+        ("bfloat16", 1, 5, 3, 70, 35),
+        ("bfloat16", 4, 33, 8, 130, 66),
+        ("float32", 3, 5, 2, 70, 35),
+        ("bfloat16", 5, 40, 8, 130, 66),  # blocks of 16 rows, most experts without any
+        ("float16", 90, 6, 2, 96, 64),  # of 64
+        ("bfloat16", 150, 3, 2, 64, 160),  # of 128
+        ("float32", 40, 3, 3, 70, 35),
+    ],
+)
+def test_triton_experts(kernels, device, dtype, tokens, experts, k, dim, inter):
+    """By choice and by blocks of rows; some choices are of no expert, of which no weight is read."""
+    rng = generator("triton experts")
+    arguments = mixture(rng, dtype, tokens, experts, k, dim, inter)
+    arguments["experts"][-1, -1] = -1
+    arguments["experts"][0, 0] = experts
+    unused = np.setdiff1d(np.arange(experts), arguments["experts"])
+    arguments["gate_up"][unused], arguments["down"][unused] = np.nan, np.nan
+    judge("moe_experts", arguments, device)
+    first, second = (run("moe_experts", "torch", "triton", arguments, device)[0] for _ in range(2))
+    assert first.tobytes() == second.tobytes()
+
+
+def test_triton_sorts_many_choices(kernels, device):
+    """More than one block of choices, by far the most of one expert."""
+    setting = kernels.config("moe_sort")
+    before = dict(setting)
+    try:
+        setting["block"] = 64
+        arguments = mixture(generator("many choices"), "bfloat16", 150, 4, 2, 64, 32)
+        arguments["experts"][10:140, 0], arguments["experts"][10:140, 1] = 2, -1
+        judge("moe_experts", arguments, device)
+    finally:
+        setting.update(before)
 
 
 def test_triton_launches_overlap_without_a_trace(kernels, device, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from twinfer.ops import REGISTRY
 from twinfer.ops.cases.attention import paged
 from twinfer.ops.cases.generators import generator
+from twinfer.ops.cases.moe import mixture
 from twinfer.ops.cases.sampling import _penalty_arguments, _sample_arguments
 from twinfer.ops.namespaces.torch_ import from_numpy
 
@@ -61,8 +62,9 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(launch, "capability", lambda: (9, 0))
-    for module in ("attention", "sampling"):
+    for module in ("attention", "sampling", "moe"):
         monkeypatch.setattr(f"twinfer.gpu.kernels.{module}.processors", lambda: 132)
+    for module in ("attention", "sampling"):
         monkeypatch.setattr(
             f"twinfer.gpu.kernels.{module}.counters",
             lambda device: torch.zeros(counters.COUNTERS, dtype=torch.int32),
@@ -112,3 +114,26 @@ def test_penalties_compile(compiled):
     arguments = _penalty_arguments(generator("compile"), 16, 5_000, 300, 7)
     sampling.penalties(**arguments_of("penalties", arguments))
     assert compiled == ["clear_kernel", "count_kernel", "penalty_kernel", "bias_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "rest"),
+    [
+        ("bfloat16", 2, ["few_gated_kernel", "few_down_kernel"]),
+        ("bfloat16", 20, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
+        ("bfloat16", 300, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
+        ("bfloat16", 900, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
+        ("float32", 20, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
+    ],
+)
+def test_experts_compile(compiled, dtype, tokens, rest):
+    from twinfer.gpu.kernels import moe
+
+    arguments = mixture(generator("compile"), dtype, tokens, 16, 2, 256, 384)
+    routing = {
+        "logits": torch.zeros(tokens, 16),
+        "count": torch.tensor([tokens], dtype=torch.int32),
+    }
+    moe.moe_route(**routing, top_k=2, renormalize=True)
+    moe.moe_experts(**arguments_of("moe_experts", arguments))
+    assert compiled == ["route_kernel", *rest]

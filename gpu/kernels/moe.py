@@ -1,0 +1,150 @@
+"""moe_route and moe_experts: few tokens read their experts' weights choice by choice, more are
+sorted by expert first, so that each expert's weight is read once a block of rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from ...ops.declare import Array
+from .gemv import block_columns, block_rows
+from .launch import FLOATS, config, dtype_name, overlap, power_of_2, processors, triton_kernel
+from .moe_kernels import (
+    combine_kernel,
+    few_down_kernel,
+    few_gated_kernel,
+    product_kernel,
+    route_kernel,
+    sort_kernel,
+)
+
+MAX_EXPERTS = 1024
+MAX_CHOSEN = 64
+
+
+def _takes_route(logits: Array, count: Array, top_k: int, renormalize: bool) -> bool:
+    return dtype_name(logits) in FLOATS and logits.shape[1] <= MAX_EXPERTS and top_k <= MAX_CHOSEN
+
+
+@triton_kernel("moe_route", supports_args=_takes_route, row_invariant=True)
+def moe_route(logits: Array, count: Array, top_k: int, renormalize: bool) -> tuple[Array, Array]:
+    """See the op: a row is one program's, or one of a few."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    rows, experts = logits.shape
+    weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
+    setting, width = config("moe_route"), power_of_2(experts)
+    several = max(1, min(setting["entries"] // width, power_of_2(max(1, rows // processors()))))
+    route_kernel[(triton.cdiv(rows, several),)](
+        logits, count, weights, ids, rows, logits.stride(0),
+        EXPERTS=experts, TOP_K=top_k, RENORMALIZE=renormalize, ROWS=several, BLOCK_E=width,
+        BLOCK_K=power_of_2(top_k), num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip
+    return weights, ids
+
+
+def _takes_experts(x: Array, weights: Array, experts: Array, gate_up: Array, down: Array) -> bool:
+    same = dtype_name(x) == dtype_name(gate_up) == dtype_name(down)
+    small = gate_up.shape[0] <= MAX_EXPERTS and experts.shape[1] <= MAX_CHOSEN
+    return same and dtype_name(x) in FLOATS and x.ndim == 2 and small
+
+
+@triton_kernel("moe_experts", supports_args=_takes_experts)
+def moe_experts(x: Array, weights: Array, experts: Array, gate_up: Array, down: Array) -> Array:
+    """See the op. Gate and up are not rounded; for few tokens no result of an expert is."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    gate_up, down, weights, experts = (y.contiguous() for y in (gate_up, down, weights, experts))
+    if x.shape[0] <= config("moe", dtype_name(x))["few"]:
+        return _few(x, weights, experts, gate_up, down)
+    return _many(x, weights, experts, gate_up, down)
+
+
+def _few(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    (tokens, top_k), (count, dim, inter) = experts.shape, down.shape
+    setting = config("moe_few")
+    hidden = torch.empty((tokens * top_k, inter), dtype=x.dtype, device=x.device)
+    block_k = block_columns(dim, setting["block_k"])
+    block_n = block_rows(
+        inter, setting["entries"] // (2 * block_k),
+        setting["programs"] * processors() // (tokens * top_k),
+    )  # fmt: skip
+    few_gated_kernel[(triton.cdiv(inter, block_n), tokens * top_k)](
+        x, gate_up, hidden, experts, x.stride(0),
+        N=inter, K=dim, EXPERTS=count, TOP_K=top_k, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip
+    out = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
+    block_k = block_columns(inter, setting["block_k"])
+    block_n = block_rows(
+        dim, setting["entries"] // block_k, setting["programs"] * processors() // tokens
+    )
+    few_down_kernel[(triton.cdiv(dim, block_n), tokens)](
+        hidden, down, weights, experts, out,
+        N=dim, K=inter, EXPERTS=count, TOP_K=top_k, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip
+    return out
+
+
+def _many(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    (tokens, top_k), (count, dim, inter) = experts.shape, down.shape
+    choices = tokens * top_k
+    order = torch.empty(choices, dtype=torch.int32, device=x.device)
+    starts = torch.empty(count + 1, dtype=torch.int32, device=x.device)
+    setting = config("moe_sort")
+    sort_kernel[(count,)](
+        experts, order, starts, choices,
+        EXPERTS=count, BLOCK=min(setting["block"], power_of_2(choices)),
+        num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip
+    hidden = torch.empty((choices, inter), dtype=x.dtype, device=x.device)
+    rows = torch.empty((choices, dim), dtype=x.dtype, device=x.device)
+    _product(x, gate_up, hidden, order, starts, top_k, gated=True)
+    _product(hidden, down, rows, order, starts, top_k, gated=False)
+    out = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
+    setting = config("moe_combine")
+    combine_kernel[(tokens, triton.cdiv(dim, setting["block"]))](
+        rows, weights, experts, out,
+        N=dim, EXPERTS=count, TOP_K=top_k, BLOCK=setting["block"], num_warps=setting["warps"],
+        **overlap(early=True),
+    )  # fmt: skip
+    return out
+
+
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    top_k: int,
+    *,
+    gated: bool,
+) -> None:
+    """Rows by the weights of their experts; which blocks they are cut into follows from shapes."""
+    choices, (count, n, k) = order.shape[0], weight.shape
+    n = n // 2 if gated else n
+    mean = max(1, choices // count)
+    size = "small" if mean <= 16 else "medium" if mean <= 64 else "large"
+    setting = config("moe_product", f"{dtype_name(x)}/{size}", dtype_name(x), size)
+    block_m = setting["block_m"]
+    blocks = choices // block_m + min(count, choices)
+    product_kernel[(triton.cdiv(n, setting["block_n"]), blocks)](
+        x, weight, out, order, starts, x.stride(0),
+        N=n, K=k, EXPERTS=count, TOP_K=top_k, GATED=gated, BLOCK_M=block_m,
+        BLOCK_N=setting["block_n"], BLOCK_K=setting["block_k"], BLOCK_E=power_of_2(count),
+        STAGES=setting["stages"], num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip

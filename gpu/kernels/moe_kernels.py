@@ -1,0 +1,216 @@
+"""A mixture of experts: routing, the rows of each expert, and their products.
+
+All sizes are read on the device and the grids depend on shapes alone, so a graph can capture the
+launches. With blocks of M rows, the choices of T tokens take at most choices // M + min(experts,
+choices) blocks: a program finds the expert of its block in `starts`, and leaves if there is none.
+"""
+
+import triton
+import triton.language as tl
+
+from .arithmetic import dot, exp, gated
+from .overlap import wait
+
+
+@triton.jit(do_not_specialize=["rows"])
+def route_kernel(
+    logits, count, weights, experts, rows, row_stride, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (block of ROWS rows): the best experts one after the other."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    inside = (n < EXPERTS)[None, :] & (row < rows)[:, None]
+    wait(OVERLAP)
+    place = logits + row.to(tl.int64)[:, None] * row_stride + n[None, :]
+    x = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
+    spoiled = tl.max((x != x).to(tl.int32), 1) > 0
+    y = tl.where(x == x, x, float("-inf"))
+    top = tl.max(y, 1)
+    free = n[None, :] < EXPERTS + tl.zeros([ROWS, 1], tl.int32)
+    values, ids = tl.zeros([ROWS, BLOCK_K], tl.float32), tl.zeros([ROWS, BLOCK_K], tl.int32)
+    for choice in tl.static_range(TOP_K):
+        best = tl.max(tl.where(free, y, float("-inf")), 1)
+        equal = free & (y == best[:, None])
+        found = tl.min(tl.where(equal, n[None, :], EXPERTS), 1)
+        here = k[None, :] == choice
+        values = tl.where(here, best[:, None], values)
+        ids = tl.where(here, found[:, None], ids)
+        free = free & (n[None, :] != found[:, None])
+    chosen = tl.where(k[None, :] < TOP_K, exp(values - top[:, None]), 0.0)
+    if RENORMALIZE:
+        total = tl.sum(chosen, 1)
+    else:
+        total = tl.sum(tl.where(inside, exp(y - top[:, None]), 0.0), 1)
+    # An infinite logit has no finite distance to itself: its row is NaN, as one with a NaN.
+    lost = spoiled | (tl.abs(top) == float("inf"))
+    share = tl.where(lost[:, None], float("nan"), chosen / total[:, None])
+    real = (row < tl.load(count))[:, None]
+    out = row[:, None] * TOP_K + k[None, :]
+    mask = (row < rows)[:, None] & (k < TOP_K)[None, :]
+    tl.store(weights + out, tl.where(real, share, 0.0), mask=mask)
+    tl.store(experts + out, tl.where(real, ids, -1), mask=mask)
+
+
+@triton.jit(do_not_specialize=["choices"])
+def sort_kernel(
+    experts, order, starts, choices, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (expert): its choices in order, from `starts[expert]` on."""
+    e = tl.program_id(0)
+    n = tl.arange(0, BLOCK)
+    wait(OVERLAP)
+    before, mine = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for first in tl.range(0, choices, BLOCK):
+        expert = tl.load(experts + first + n, mask=first + n < choices, other=-1)
+        before += ((expert >= 0) & (expert < e)).to(tl.int32)
+        mine += (expert == e).to(tl.int32)
+    start = tl.sum(before, 0)
+    tl.store(starts + e, start)
+    if e == EXPERTS - 1:
+        tl.store(starts + EXPERTS, start + tl.sum(mine, 0))
+    for first in tl.range(0, choices, BLOCK):
+        expert = tl.load(experts + first + n, mask=first + n < choices, other=-1)
+        own = (expert == e).to(tl.int32)
+        tl.store(order + start + tl.cumsum(own, 0) - 1, first + n, mask=own > 0)
+        start += tl.sum(own, 0)
+
+
+@triton.jit
+def product_kernel(
+    x, weight, out, order, starts, x_stride, N: tl.constexpr, K: tl.constexpr,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (block of results, block of rows). GATED: rows are the tokens of choices, the weight has
+    2N rows an expert, gate and up, and results stand in the order of experts. Else rows stand in
+    that order, and results in that of the choices.
+    """
+    wait(OVERLAP)
+    block = tl.program_id(1)
+    e = tl.arange(0, BLOCK_E)
+    begin = tl.load(starts + e, mask=e < EXPERTS, other=0)
+    end = tl.load(starts + 1 + e, mask=e < EXPERTS, other=0)
+    blocks = (end - begin + BLOCK_M - 1) // BLOCK_M
+    last = tl.cumsum(tl.where(e < EXPERTS, blocks, 0), 0)
+    expert = tl.sum(((last <= block) & (e < EXPERTS)).to(tl.int32), 0)
+    if expert < EXPERTS:
+        own = e == expert
+        first = tl.sum(tl.where(own, begin + (block - last + blocks) * BLOCK_M, 0), 0)
+        stop = tl.sum(tl.where(own, end, 0), 0)
+        m = first + tl.arange(0, BLOCK_M)
+        n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        real = m < stop
+        choice = tl.load(order + m, mask=real, other=0)
+        row = (choice // TOP_K if GATED else m).to(tl.int64)
+        rows = x + row[:, None] * x_stride
+        own_rows = weight + tl.cast(expert, tl.int64) * (N * K * (2 if GATED else 1))
+        columns = own_rows + n[None, :] * K
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        even: tl.constexpr = (K % BLOCK_K == 0) & (N % BLOCK_N == 0)
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            at = start + k
+            if K % BLOCK_K == 0:
+                a = tl.load(rows + at[None, :], mask=real[:, None], other=0.0)
+            else:
+                a = tl.load(rows + at[None, :], mask=real[:, None] & (at < K)[None, :], other=0.0)
+            if even:
+                w = tl.load(columns + at[:, None])
+            else:
+                inside = (at < K)[:, None] & (n < N)[None, :]
+                w = tl.load(columns + at[:, None], mask=inside, other=0.0)
+            acc = dot(a, w, acc)
+            if GATED:
+                if even:
+                    u = tl.load(columns + N * K + at[:, None])
+                else:
+                    inside = (at < K)[:, None] & (n < N)[None, :]
+                    u = tl.load(columns + N * K + at[:, None], mask=inside, other=0.0)
+                up = dot(a, u, up)
+        if GATED:
+            acc = gated(acc, up)
+        target = (m if GATED else choice).to(tl.int64)
+        place = out + target[:, None] * N + n[None, :]
+        mask = real[:, None] & (n < N)[None, :]
+        tl.store(place, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def combine_kernel(
+    rows, weights, experts, out, N: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (token, block of entries): the results of a token's choices [choice N] by weight, added
+    in the order of the choices.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait(OVERLAP)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        expert = tl.load(experts + t * TOP_K + j)
+        valid = (expert >= 0) & (expert < EXPERTS)
+        weight = tl.load(weights + t * TOP_K + j)
+        y = tl.load(rows + (t * TOP_K + j) * N + n, mask=(n < N) & valid, other=0.0)
+        total += tl.where(valid, weight * y.to(tl.float32), 0.0)
+    tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def few_gated_kernel(
+    x, weight, out, experts, x_stride, N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (block of results, choice): silu(gate) * up of one token by one expert, summed in
+    float32.
+    """
+    wait(OVERLAP)
+    choice = tl.program_id(1)
+    expert = tl.load(experts + choice)
+    if (expert >= 0) & (expert < EXPERTS):
+        n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        row = x + tl.cast(choice // TOP_K, tl.int64) * x_stride
+        gate_rows = weight + tl.cast(expert, tl.int64) * (2 * N * K) + n[:, None] * K
+        a = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        b = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for start in tl.static_range(0, K, BLOCK_K):
+            at = start + k
+            inside = (n < N)[:, None] & (at < K)[None, :]
+            y = tl.load(row + at, mask=at < K, other=0.0).to(tl.float32)[None, :]
+            g = tl.load(gate_rows + at[None, :], mask=inside, other=0.0)
+            u = tl.load(gate_rows + N * K + at[None, :], mask=inside, other=0.0)
+            a += g.to(tl.float32) * y
+            b += u.to(tl.float32) * y
+        y = gated(tl.sum(a, 1), tl.sum(b, 1))
+        tl.store(out + choice.to(tl.int64) * N + n, y.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def few_down_kernel(
+    hidden, weight, weights, experts, out, N: tl.constexpr, K: tl.constexpr,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (block of results, token): the results of its choices by weight, in their order."""
+    wait(OVERLAP)
+    t = tl.program_id(1).to(tl.int64)
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for j in range(TOP_K):
+        expert = tl.load(experts + t * TOP_K + j)
+        valid = (expert >= 0) & (expert < EXPERTS)
+        share = tl.load(weights + t * TOP_K + j)
+        rows = weight + tl.cast(expert, tl.int64) * (N * K) + n[:, None] * K
+        a = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for start in tl.static_range(0, K, BLOCK_K):
+            at = start + k
+            inside = (n < N)[:, None] & (at < K)[None, :] & valid
+            y = tl.load(hidden + (t * TOP_K + j) * K + at, mask=(at < K) & valid, other=0.0)
+            w = tl.load(rows + at[None, :], mask=inside, other=0.0)
+            a += w.to(tl.float32) * y.to(tl.float32)[None, :]
+        total += tl.where(valid, share * tl.sum(a, 1), 0.0)
+    tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)
