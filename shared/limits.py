@@ -10,7 +10,7 @@ from math import prod
 
 from .models import decoder
 from .models.config import ModelConfig
-from .models.table import parameter_count
+from .models.table import ParameterTable, parameter_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,14 @@ def decode_bytes(
     `length` tokens each.
 
     Entries of weights and of the cache have `itemsize` and `cache_itemsize` bytes. Of embedding
-    tables that are not the head too, only the rows of the batch are read.
+    tables that are not the head too, only the rows of the batch are read; of experts, as many as
+    the batch chooses where all are as likely.
     """
     table = decoder.parameters_of(model)
-    weights = parameter_count(table)
+    weights: float = parameter_count(table)
+    if model.num_experts:
+        idle = (1 - model.experts_per_token / model.num_experts) ** batch
+        weights -= idle * _entries_of_experts(table)
     tables = ("embed", "input_embed")[model.tie_embeddings :]
     for shape in (table.top[name].shape for name in tables if name in table.top):
         weights += batch * shape[1] - prod(shape)
@@ -46,15 +50,28 @@ def decode_bytes(
     return itemsize * weights + cache_itemsize * batch * seen
 
 
+EXPERTS = ("experts_gate_up", "experts_down")
+
+
+def _entries_of_experts(table: ParameterTable) -> int:
+    """Entries of all experts of all layers."""
+    return sum(prod(p.shape) * len(p.layers or ()) for p in table if p.name in EXPERTS)
+
+
 def prefill_flops(model: ModelConfig, lengths: Sequence[int]) -> float:
     """Floating-point operations to compute whole prompts and the logits of each one's last token.
 
     Two per weight of a matrix and token, and four per head entry and (query, key) pair of causal
     attention. In the last layer only K and V are wanted of every token, all else of the last one.
+    Of experts, those that a token goes through.
     """
     table = decoder.parameters_of(model)
+    share = model.experts_per_token / model.num_experts if model.num_experts else 1.0
     layers = [table.layer(i).values() for i in range(model.num_layers)]
-    *before, behind = [sum(prod(p.shape) for p in layer if len(p.shape) > 1) for layer in layers]
+    *before, behind = [
+        sum(prod(p.shape) * (share if p.name in EXPERTS else 1) for p in layer if len(p.shape) > 1)
+        for layer in layers
+    ]
     tokens, prompts = sum(lengths), len(lengths)
     *windows, last = model.layer_windows
     of_last = model.heads(last)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .arithmetic import activated
+from .arithmetic import activated, exp
 from .overlap import wait
 
 
@@ -99,6 +99,24 @@ def gelu_gate_kernel(
     a = tl.load(gate + row * gate_stride + n, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(x + row * x_stride + n, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * N + n, activated(a, b, True).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_gated_kernel(
+    x, y, gate, out, x_stride, y_stride, gate_stride, N: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (row, block of entries): out = x + sigmoid(gate of the row) y."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = n < N
+    wait(OVERLAP)
+    g = tl.load(gate + row * gate_stride).to(tl.float32)
+    e = exp(-tl.abs(g))
+    share = tl.where(g < 0, e, 1.0) / (1.0 + e)
+    a = tl.load(x + row * x_stride + n, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(y + row * y_stride + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * N + n, (a + share * b).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

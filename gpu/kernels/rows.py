@@ -10,6 +10,7 @@ from .counters import COUNTERS, counters
 from .launch import FLOATS, config, dtype_name, overlap, power_of_2, processors, triton_kernel
 from .row_kernels import (
     act_and_mul_kernel,
+    add_gated_kernel,
     add_kernel,
     add_rms_norm_kernel,
     gelu_gate_kernel,
@@ -167,6 +168,23 @@ def gelu_gate(gate: Array, x: Array) -> Array:
     gate, x = (y if y.stride(1) == 1 else y.contiguous() for y in (gate, x))
     gelu_gate_kernel[(gate.shape[0], triton.cdiv(n, setting["block"]))](
         gate, x, out, gate.stride(0), x.stride(0), N=n, BLOCK=setting["block"],
+        num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip
+    return out
+
+
+def _takes_add_gated(x: Array, y: Array, gate: Array) -> bool:
+    return dtype_name(x) in FLOATS and dtype_name(y) == dtype_name(x) and dtype_name(gate) in FLOATS
+
+
+@triton_kernel("add_gated", supports_args=_takes_add_gated, row_invariant=True)
+def add_gated(x: Array, y: Array, gate: Array) -> Array:
+    """See the op."""
+    x, y = (z if z.stride(1) == 1 else z.contiguous() for z in (x, y))
+    n, setting = x.shape[1], config("silu_and_mul")
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    add_gated_kernel[(x.shape[0], triton.cdiv(n, setting["block"]))](
+        x, y, gate, out, x.stride(0), y.stride(0), gate.stride(0), N=n, BLOCK=setting["block"],
         num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
     return out

@@ -227,6 +227,31 @@ judged(
     magnitude=lambda a: np.abs(a["gate"] * a["x"]),
     rows=("gate", "x"),
 )
+
+
+def _gated_sums(dtype: str) -> Mapping[str, Arguments]:
+    gate = np.array([0.0, 1.0, -1.0, 9.0, -9.0, 90.0, -90.0], np.float32)[:, None]
+    x, y = rows(13, dtype, 7, 53), rows(14, dtype, 7, 53)[::-1].copy()
+    return {
+        "rows": {"x": x, "y": y, "gate": gate},
+        "strided": {"x": strided(x), "y": strided(y), "gate": gate[::-1].copy()},
+    }
+
+
+judged(
+    "add_gated",
+    _gated_sums,
+    {
+        "scale 1.005": scaled(act.add_gated, 1.005),
+        "not gated": lambda xp, x, y, gate: x + y,
+        "gate negated": altered(act.add_gated, gate=lambda gate: -gate),
+        "gate of the next token": altered(act.add_gated, gate=lambda x: np.roll(x, 1, axis=0)),
+        "x left out": altered(act.add_gated, x=lambda x: x * 0.0),
+        "tanh": lambda xp, x, y, gate: x + np.tanh(gate) * y,
+    },
+    magnitude=lambda a: np.abs(a["x"]) + np.abs(a["y"]),
+    rows=("x", "y", "gate"),
+)
 _activation(
     "swigluoai_and_mul",
     _swigluoai,

@@ -108,6 +108,21 @@ def gelu_gate(xp: Any, gate: Array, x: Array) -> Array:
     return xp.astype(_gelu_tanh(xp, xp.accumulate(gate)) * xp.accumulate(x), gate.dtype)
 
 
+@define(
+    shapes="x [tok n], y [tok n], gate [tok 1] -> [tok n] x",
+    activations=("x", "y"),
+    contract=ELEMENTWISE,
+)
+def add_gated(xp: Any, x: Array, y: Array, gate: Array) -> Array:
+    """x + sigmoid(gate) y, a gate for each token: what all tokens go through beside their experts
+    (`Qwen2MoeSparseMoeBlock` of transformers).
+    """
+    g = xp.accumulate(gate)
+    e = xp.exp(-xp.abs(g))
+    share = xp.where(g < 0, e, xp.ones_like(e)) / (1.0 + e)
+    return xp.astype(xp.accumulate(x) + share * xp.accumulate(y), x.dtype)
+
+
 @define(shapes="x [... 2*inter] -> [... inter] x", activations=("x",), contract=ELEMENTWISE)
 def swigluoai_and_mul(xp: Any, x: Array, alpha: float, limit: float) -> Array:
     """(up + 1) gate sigmoid(alpha gate) for x [... 2 inter], gate at even and up at odd places ->

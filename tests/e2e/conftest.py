@@ -146,6 +146,12 @@ MODELS = {
         "Mixtral",
         dict(num_local_experts=3, num_experts_per_tok=3, intermediate_size=24, sliding_window=8),
     ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        EXPERTS
+        | dict(num_experts=6, shared_expert_intermediate_size=24, decoder_sparse_step=2)
+        | dict(num_hidden_layers=4, rope_theta=1e6),
+    ),
     "qwen3-moe": (
         "Qwen3Moe",
         EXPERTS | dict(num_experts=16, head_dim=32, norm_topk_prob=True, mlp_only_layers=[0]),

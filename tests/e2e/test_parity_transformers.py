@@ -28,7 +28,7 @@ NAMES = [
     "gemma2", "gemma3", "gemma3-images", "glm4", "glm4-head24", "olmo2", "olmo3", "ministral3",
     "ministral3-images",
     "gemma4", "gemma4-small", "gemma4-images", "gemma4-unified",
-    "mixtral", "mixtral-window", "qwen3-moe", "qwen3-moe-biases",
+    "mixtral", "mixtral-window", "qwen2-moe", "qwen3-moe", "qwen3-moe-biases",
 ]  # fmt: skip
 LENGTHS = (1, 15, 16, 17, 100, 500)
 NEW_TOKENS = 64
@@ -114,6 +114,7 @@ ON_A_GPU = [
     "olmo3",
     "ministral3",
     "mixtral",
+    "qwen2-moe",
     "qwen3-moe",
 ]
 CASES = [

@@ -169,6 +169,26 @@ def test_bytes_of_a_decode_step(shape, weights):
     assert decode_bytes(model, 8, 192, 2, 1) == 2 * (weights + rows) + cache
 
 
+def test_experts_that_nobody_chooses_are_not_read_nor_computed():
+    model = parse_config(SHAPES["qwen3-30b-a3b"])
+    expert, attention = 3 * 768 * 2048, 2048 * (32 + 8) * 128 + 32 * 128 * 2048
+    norms = 48 * (2 * 2048 + 2 * 128) + 2048
+    rest = 48 * (attention + 128 * 2048) + norms + 151936 * 2048
+    rows, cache = 2048, 9 * 48 * 2 * 4 * 128
+    assert decode_bytes(model, 1, 9, 2, 2) == pytest.approx(
+        2 * (rest + 48 * 8 * expert + rows + cache), rel=1e-9
+    )
+    assert decode_bytes(model, 10_000, 0, 2, 2) == pytest.approx(
+        2 * (rest + 48 * 128 * expert + 10_000 * rows), rel=1e-9
+    )
+    keys = 2048 * 8 * 128
+    others = attention - keys + 128 * 2048 + 8 * expert
+    pairs = 47 * 32 * 128 * 45 + 32 * 128 * 9
+    assert prefill_flops(model, [9]) == pytest.approx(
+        2 * (47 * 9 * (keys + others) + 9 * keys + others + 151936 * 2048) + 4 * pairs, rel=1e-9
+    )
+
+
 def test_a_window_limits_what_is_read_and_computed():
     raw = dict(SHAPES["llama3-8b"]) | {
         "architectures": ["MistralForCausalLM"],
