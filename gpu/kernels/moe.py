@@ -23,12 +23,12 @@ MAX_EXPERTS = 1024
 MAX_CHOSEN = 64
 
 
-def _takes_route(logits: Array, count: Array, top_k: int, renormalize: bool) -> bool:
+def _takes_route(logits: Array, slots: Array, top_k: int, renormalize: bool) -> bool:
     return dtype_name(logits) in FLOATS and logits.shape[1] <= MAX_EXPERTS and top_k <= MAX_CHOSEN
 
 
 @triton_kernel("moe_route", supports_args=_takes_route, row_invariant=True)
-def moe_route(logits: Array, count: Array, top_k: int, renormalize: bool) -> tuple[Array, Array]:
+def moe_route(logits: Array, slots: Array, top_k: int, renormalize: bool) -> tuple[Array, Array]:
     """See the op: a row is one program's, or one of a few."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, experts = logits.shape
@@ -37,7 +37,7 @@ def moe_route(logits: Array, count: Array, top_k: int, renormalize: bool) -> tup
     setting, width = config("moe_route"), power_of_2(experts)
     several = max(1, min(setting["entries"] // width, power_of_2(max(1, rows // processors()))))
     route_kernel[(triton.cdiv(rows, several),)](
-        logits, count, weights, ids, rows, logits.stride(0),
+        logits, slots.contiguous(), weights, ids, rows, logits.stride(0),
         EXPERTS=experts, TOP_K=top_k, RENORMALIZE=renormalize, ROWS=several, BLOCK_E=width,
         BLOCK_K=power_of_2(top_k), num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip

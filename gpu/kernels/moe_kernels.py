@@ -14,7 +14,7 @@ from .overlap import wait
 
 @triton.jit(do_not_specialize=["rows"])
 def route_kernel(
-    logits, count, weights, experts, rows, row_stride, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    logits, slots, weights, experts, rows, row_stride, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     RENORMALIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -46,7 +46,7 @@ def route_kernel(
     # An infinite logit has no finite distance to itself: its row is NaN, as one with a NaN.
     lost = spoiled | (tl.abs(top) == float("inf"))
     share = tl.where(lost[:, None], float("nan"), chosen / total[:, None])
-    real = (row < tl.load(count))[:, None]
+    real = (tl.load(slots + row, mask=row < rows, other=-1) >= 0)[:, None]
     out = row[:, None] * TOP_K + k[None, :]
     mask = (row < rows)[:, None] & (k < TOP_K)[None, :]
     tl.store(weights + out, tl.where(real, share, 0.0), mask=mask)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...ops import REGISTRY
 from ...ops.cases import load_all
 from ...ops.testing import TESTING, Judge
 from ..sides.jitter import evaluate_jittered
@@ -88,7 +89,7 @@ class OpJudge:
             name = declared.key if len(outputs) == 1 else f"{declared.key}#{index}"
             if got.shape != right.shape:
                 raise ValueError(f"{name}: shape {got.shape}, the reference has {right.shape}")
-            got, right, noisy = (self._rows(x, call) for x in (got, right, noisy))
+            got, right, noisy = (self._rows(x, call, index) for x in (got, right, noisy))
             metrics = measure(got, right, noisy)
             gate = self._gate(metrics, got)
             wide = self.mode == "S" or got.dtype.itemsize == 4
@@ -107,11 +108,13 @@ class OpJudge:
             )
         return found
 
-    def _rows(self, x: np.ndarray, call: Call) -> np.ndarray:
-        """Rows of real tokens; of a cache, the slots but for the scratch one."""
+    def _rows(self, x: np.ndarray, call: Call, index: int) -> np.ndarray:
+        """Rows of real tokens, all of an output whose rows are no tokens; of a cache, the slots but
+        for the scratch one.
+        """
         if x.ndim == 4:
             return x.reshape(-1, *x.shape[2:])[:-1]
-        return x[: self._real]
+        return x if _sorted_by_expert(call.op, index) else x[: self._real]
 
     def _amplified(
         self, call: Call, arguments: Mapping[str, Any], exact: Sequence[np.ndarray]
@@ -120,13 +123,13 @@ class OpJudge:
 
         def run(rng: np.random.Generator) -> list[np.ndarray]:
             outputs = evaluate_jittered(call.op, arguments, rng)
-            return [self._rows(x, call) for x in outputs]
+            return [self._rows(x, call, index) for index, x in enumerate(outputs)]
 
-        return amplification(run, [self._rows(x, call) for x in exact])
+        return amplification(run, [self._rows(x, call, i) for i, x in enumerate(exact)])
 
     def _gate(self, m: Metrics, got: np.ndarray, amplified: Amplified | None = None) -> Gate | None:
-        """None where nothing is rounded: what comes out was put in."""
-        if not m.rel_noise:
+        """None where nothing is rounded: what comes out was put in, or counted."""
+        if not m.rel_noise or got.dtype.kind in "iub":
             return None
         if self.mode == "P" and got.dtype.itemsize == 4:
             return accumulated(self._reduction, amplified)
@@ -147,3 +150,13 @@ class OpJudge:
         if op not in TESTING:
             return None
         return Judge(op, dict(arguments))(outputs)
+
+
+def _sorted_by_expert(op: str, index: int) -> bool:
+    """Whether the rows of an op's output are those of experts, or the experts."""
+    shapes = REGISTRY[op].shapes
+    if shapes is None or not shapes.results[index].axes.dimensions:
+        return False
+    return not {"choice", "k", "num_experts"}.isdisjoint(
+        shapes.results[index].axes.dimensions[0].names
+    )

@@ -45,8 +45,8 @@ def _route_cases(dtype: str) -> Iterator[Case]:
     yield Case("strided", _routing(strided(x), 4, True))
     padded = x.copy()
     padded[5:] = x[:7]
-    yield Case("5 of 12 rows are tokens", _routing(padded, 3, True, 5))
-    yield Case("no row is a token", _routing(padded, 3, False, 0))
+    yield Case("rows of padding", _routing(padded, 3, True, np.arange(12) % 5 - 1))
+    yield Case("all rows are padding", _routing(padded, 3, False, np.full(12, -1)))
     if dtype == "bfloat16":
         for name, tokens, experts, k in (
             ("Qwen3-30B-A3B", 2048, 128, 8),
@@ -57,11 +57,12 @@ def _route_cases(dtype: str) -> Iterator[Case]:
 
 
 def _routing(
-    logits: np.ndarray, top_k: int, renormalize: bool, count: int | None = None
+    logits: np.ndarray, top_k: int, renormalize: bool, slots: np.ndarray | None = None
 ) -> Arguments:
-    """Arguments of `moe_route`, of whose rows all are tokens, or `count`."""
-    real = np.array([len(logits) if count is None else count], np.int32)
-    return {"logits": logits, "count": real, "top_k": top_k, "renormalize": renormalize}
+    """Arguments of `moe_route`, no row of which is padding unless `slots` says it."""
+    slots = np.arange(len(logits)) if slots is None else slots
+    given = {"logits": logits, "slots": slots.astype(np.int32)}
+    return given | {"top_k": top_k, "renormalize": renormalize}
 
 
 def _route_magnitude(a: Arguments) -> Any:
@@ -72,7 +73,7 @@ def _route_magnitude(a: Arguments) -> Any:
     return weights * (1.0 + np.where(np.isfinite(gap), gap, 0.0)) + FLUSHED, None
 
 
-def _route(xp: Any, logits: Any, count: Any, top_k: int, renormalize: bool, fault: str = "") -> Any:
+def _route(xp: Any, logits: Any, slots: Any, top_k: int, renormalize: bool, fault: str = "") -> Any:
     keys = np.where(np.isnan(logits), -np.inf, logits)
     if fault == "chosen by rounded logits":
         keys = to_bfloat16(keys)
@@ -97,7 +98,7 @@ def _route(xp: Any, logits: Any, count: Any, top_k: int, renormalize: bool, faul
         weights = np.roll(weights, 1, axis=-1)
     elif fault == "scaled by 1.005":
         weights = weights * 1.005
-    real = np.arange(len(logits))[:, None] < count[0] + (fault == "one row too many")
+    real = (slots > 0 if fault == "slot 0 is padding" else slots >= 0)[:, None]
     if fault == "padding chooses expert 0":
         return np.where(real, weights, 0.0), np.where(real, ids, 0).astype(np.int32)
     return np.where(real, weights, 0.0), np.where(real, ids, -1).astype(np.int32)
@@ -117,7 +118,7 @@ ROUTE_FAULTS = (
         "never renormalised",
         "rounded to bfloat16",
     ),
-    *("weights shifted", "scaled by 1.005", "one row too many", "padding chooses expert 0"),
+    *("weights shifted", "scaled by 1.005", "slot 0 is padding", "padding chooses expert 0"),
 )
 
 judged_by(

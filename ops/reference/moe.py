@@ -2,9 +2,9 @@
 their weights.
 
 Shapes: `tok` tokens, `expert` experts of this process, `dim` model width, `inter` MLP width of an
-expert, `row` the tok * k choices of tokens, sorted by expert. Shapes are static: only how many rows
-each expert has depends on the data, and that is an array (`group_sizes`). A choice outside [0,
-expert) (-1: none, or an expert of another process) goes to the end, where rows are 0 and add
+expert, `choice` the tok * k choices of tokens, sorted by expert. Shapes are static: only how many
+rows each expert has depends on the data, and that is an array (`group_sizes`). A choice outside
+[0, expert) (-1: none, or an expert of another process) goes to the end, where rows are 0 and add
 nothing.
 """
 
@@ -20,7 +20,7 @@ ROUTED = Contract(
     accumulate="float32 (float64 for float64 inputs), any order; experts are chosen by the "
     "logits, "
     "without arithmetic",
-    masked="rows from the count on choose no expert (-1, weight 0)",
+    masked="rows whose slot is negative choose no expert (-1, weight 0)",
     nan="an expert whose logit is NaN is chosen last; the weights of its row are NaN",
 )
 MOVED = Contract(
@@ -40,28 +40,27 @@ EXPERTS = Contract(
 
 
 @define(
-    shapes="logits [tok expert], count [1] -> [tok top_k] float32, [tok top_k] int32",
+    shapes="logits [tok expert], slots [tok] -> [tok top_k] float32, [tok top_k] int32",
     contract=ROUTED,
     sums=True,
 )
 def moe_route(
-    xp: Any, logits: Array, count: Array, top_k: int, renormalize: bool
+    xp: Any, logits: Array, slots: Array, top_k: int, renormalize: bool
 ) -> tuple[Array, Array]:
     """(weights [tok k] float32, experts [tok k] int32) of the k largest of logits [tok expert],
     ties to the lower id.
 
     Weights are the softmax over all experts (Qwen3-MoE with `norm_topk_prob` off), or over the
-    chosen ones if `renormalize` (Mixtral, arXiv:2401.04088, equation 3). Best first. Only the
-    first `count` [1] int32 rows are tokens: the others choose nothing, so that no expert is read
-    for them.
+    chosen ones if `renormalize` (Mixtral, arXiv:2401.04088, equation 3). Best first. A token whose
+    slot in the cache [tok] int32 is negative is padding: it chooses nothing, so that no expert is
+    read for it.
     """
     y = xp.accumulate(logits)
     best = xp.max(y, axis=-1, keepdims=True)  # NaN if the row has one, so that all its weights are
     values, experts = xp.top(xp.where(xp.isnan(y), -float("inf"), y), top_k)
     chosen = xp.exp(values - best)
     total = xp.sum(chosen if renormalize else xp.exp(y - best), axis=-1, keepdims=True)
-    row = xp.arange(logits.shape[0], dtype=xp.int32, device=device_of(logits))[:, None]
-    real = row < count[0]
+    real = (slots >= 0)[:, None]
     return xp.where(real, chosen / total, 0.0), xp.where(real, experts, -1)
 
 
@@ -70,7 +69,7 @@ def moe_route(
     contract=MOVED,
 )
 def moe_permute(xp: Any, x: Array, experts: Array, num_experts: int) -> tuple[Array, Array, Array]:
-    """x [tok dim] sorted by experts [tok k] -> (rows [row dim], place [tok k], group_sizes
+    """x [tok dim] sorted by experts [tok k] -> (rows [choice dim], place [tok k], group_sizes
     [expert]), int32.
 
     `place` is the row of each choice; rows of one expert keep the order of tokens.
@@ -85,12 +84,12 @@ def moe_permute(xp: Any, x: Array, experts: Array, num_experts: int) -> tuple[Ar
 
 
 @define(
-    shapes="x [row k], weight [expert n k], group_sizes [expert] -> [row n] x",
+    shapes="x [choice k], weight [expert n k], group_sizes [expert] -> [choice n] x",
     contract=GROUPED,
     native="per framework",
 )
 def grouped_matmul(xp: Any, x: Array, weight: Array, group_sizes: Array) -> Array:
-    """x [row k] times weight[e] [n k] transposed, e the row's expert -> [row n], rounded once.
+    """x [choice k] times weight[e] [n k] transposed, rounded once, e the row's expert: [choice n].
 
     Rows are sorted by expert, `group_sizes` [expert] int32 of them for each. The reference makes
     one dense product per expert and selects: what lies in other experts or past the last group
@@ -108,12 +107,12 @@ def grouped_matmul(xp: Any, x: Array, weight: Array, group_sizes: Array) -> Arra
 
 
 @define(
-    shapes="rows [row dim], place [tok k], weights [tok k] -> [tok dim] rows",
+    shapes="rows [choice dim], place [tok k], weights [tok k] -> [tok dim] rows",
     contract=Contract(masked="a token depends on its own rows only"),
     sums=True,
 )
 def moe_unpermute(xp: Any, rows: Array, place: Array, weights: Array) -> Array:
-    """sum over k of weights[t, k] * rows[place[t, k]]: rows [row dim], place and weights [tok k]
+    """sum over k of weights[t, k] * rows[place[t, k]]: rows [choice dim], place and weights [tok k]
     -> [tok dim].
     """
     tokens, k = place.shape

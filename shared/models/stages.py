@@ -29,8 +29,7 @@ class Batch(NamedTuple):
     `max_query_len` is a Python integer. A program that gets its batch as an argument sets it inside
     (`within`). `rows` [row]: the only tokens that anything behind the layers wants, in the last
     layer that mixes tokens. `layer_input` are the small embeddings of the tokens: [layer tok size],
-    of which a layer reads its own (`of_layer`) [tok size]. `real` [1] int32: how many of the rows
-    that are left are not padding (`narrowed`); before that `query_start` says it.
+    of which a layer reads its own (`of_layer`) [tok size].
     """
 
     cos: Array
@@ -43,7 +42,6 @@ class Batch(NamedTuple):
     max_query_len: int = 0
     rows: Array | None = None
     layer_input: Array | None = None
-    real: Array | None = None
 
     def arrays(self) -> dict[str, Array]:
         """What a step brings to the device, by name."""
@@ -70,18 +68,13 @@ class Batch(NamedTuple):
         """The same inside of a program."""
         return self._replace(max_query_len=max_query_len, rows=rows)
 
-    @property
-    def count(self) -> Array:
-        """How many of the rows that a stage sees are not padding: [1] int32."""
-        return self.query_start[-1:] if self.real is None else self.real
-
     def narrowed(self, rows: Array) -> Batch:
-        """What stages read that see the tokens `rows` only, one of each request."""
+        """What stages read that see the tokens `rows` only and nothing of the cache."""
         own = None if self.layer_input is None else self.layer_input[rows]
-        return self._replace(layer_input=own, real=self.counts[1:])
+        return self._replace(layer_input=own, slots=self.slots[rows])
 
 
-ARRAYS = Batch._fields[:-4]
+ARRAYS = Batch._fields[:-3]
 Stage = Callable[[Any, Any, Weights, Array, Cache, Batch], tuple[Array, Cache]]
 """(ops, mixer, weights, x [tok dim], cache, batch) -> (y [tok dim], cache).
 
@@ -172,7 +165,7 @@ def experts_stage(
 ) -> tuple[Array, Cache]:
     """Each token for itself; padding goes through no expert, and the cache stays as it is."""
     logits = ops.logits(x, weights["router"])
-    chosen, experts = ops.moe_route(logits, batch.count, spec.top_k, spec.renormalize)
+    chosen, experts = ops.moe_route(logits, batch.slots, spec.top_k, spec.renormalize)
     width = x.shape[1]
     gate_up = weights["experts_gate_up"].reshape(spec.num_experts, -1, width)
     down = weights["experts_down"].reshape(spec.num_experts, width, -1)

@@ -228,3 +228,22 @@ def test_another_engine_that_starts_is_not_counted(checkpoints, backend, device)
     assert first.worker.compilations_after_ready() == second.worker.compilations_after_ready() == 0
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("torch", marks=pytest.mark.gpu), pytest.param("jax", marks=pytest.mark.slow)],
+)
+def test_company_changes_nothing_where_there_are_experts(checkpoints, backend, device):
+    """Which rows share a block of an expert depends on the company, and padding chooses nobody."""
+    folder, _ = checkpoints("qwen3-moe")
+    subject = engine(folder, backend, device, async_scheduling=False, enable_prefix_caching=False)
+    requests = workload(subject.model.vocab_size)
+    want = run_alone(subject, requests)
+    subject.close()
+    subject = engine(folder, backend, device, num_pages=24)
+    got = run_together(subject, requests)
+    assert subject.metrics().preemptions > 0
+    subject.close()
+    differ = [i for i in range(COUNT) if got[i] != want[i]]
+    assert not differ, f"requests {differ} of {COUNT}"

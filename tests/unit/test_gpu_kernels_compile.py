@@ -132,7 +132,7 @@ def test_experts_compile(compiled, dtype, tokens, rest):
     arguments = mixture(generator("compile"), dtype, tokens, 16, 2, 256, 384)
     routing = {
         "logits": torch.zeros(tokens, 16),
-        "count": torch.tensor([tokens], dtype=torch.int32),
+        "slots": torch.zeros(tokens, dtype=torch.int32),
     }
     moe.moe_route(**routing, top_k=2, renormalize=True)
     moe.moe_experts(**arguments_of("moe_experts", arguments))

@@ -73,7 +73,7 @@ def test_the_block_is_that_of_transformers(road, renormalize):
             p.float().numpy()
             for p in (block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj)
         )
-    routed = run(road, "moe_route", x @ router.T, np.array([9], np.int32), 2, renormalize)
+    routed = run(road, "moe_route", x @ router.T, np.arange(9, dtype=np.int32), 2, renormalize)
     (got,) = run(road, "moe_experts", x, *routed, gate_up, down)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
@@ -94,14 +94,14 @@ def test_experts_are_chosen_by_comparisons_alone(road):
         ],
         np.float32,
     )
-    weights, experts = run(road, "moe_route", logits, np.array([5], np.int32), 3, True)
+    weights, experts = run(road, "moe_route", logits, np.arange(5, dtype=np.int32), 3, True)
     assert experts.tolist() == [[1, 0, 2], [2, 3, 0], [1, 3, 2], [3, 0, 1], [0, 1, 2]]
     assert weights.dtype == np.float32
     assert experts.dtype == np.int32
     assert np.isnan(weights[2]).all()
     np.testing.assert_allclose(weights[[0, 1, 3, 4]].sum(-1), 1.0, rtol=1e-6)
     np.testing.assert_allclose(
-        run(road, "moe_route", logits[:1], np.array([1], np.int32), 3, False)[0].sum(),
+        run(road, "moe_route", logits[:1], np.arange(1, dtype=np.int32), 3, False)[0].sum(),
         1 - 0.1682,
         atol=1e-4,
     )
@@ -128,7 +128,7 @@ def test_processes_with_a_part_of_the_experts_add_up_to_the_block(road):
         rng.normal(size=(7, 6)).astype(np.float32),
     )
     gate_up, down = (rng.normal(size=s).astype(np.float32) for s in ((6, 16, 12), (6, 12, 8)))
-    weights, experts = run(road, "moe_route", logits, np.array([7], np.int32), 3, True)
+    weights, experts = run(road, "moe_route", logits, np.arange(7, dtype=np.int32), 3, True)
     (whole,) = run(road, "moe_experts", x, weights, experts, gate_up, down)
     parts = []
     for start in (0, 2, 4):

@@ -1,0 +1,124 @@
+"""Mixtures of experts: what their configs say, what is refused, and how their weights lie."""
+
+import json
+
+import numpy as np
+import pytest
+
+from twinfer.shared.checkpoint import Checkpoint
+from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
+from twinfer.shared.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
+from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.decoder import model_of, parameters_of
+from twinfer.shared.models.shapes import SHAPES
+from twinfer.shared.models.spec import Experts, Mlp
+from twinfer.shared.models.table import parameter_count
+from twinfer.shared.weights import check_checkpoint, read_parameter
+
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+QWEN = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
+
+
+def qwen3(**fields):
+    return parse_config({"architectures": ["Qwen3MoeForCausalLM"]} | SMALL | QWEN | fields)
+
+
+def mixtral(**fields):
+    return parse_config(
+        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3} | SMALL | fields
+    )
+
+
+def mixers(config):
+    return [layer[1].mixer for layer in model_of(config).layers]
+
+
+@pytest.mark.parametrize(
+    ("name", "published"), [("qwen3-30b-a3b", 30_532_122_624), ("mixtral-8x7b", 46_702_792_704)]
+)
+def test_published_sizes(name, published):
+    assert parameter_count(parameters_of(parse_config(SHAPES[name]))) == published
+
+
+def test_which_layers_have_experts():
+    routed, plain = Experts(3, 2, renormalize=False), Mlp()
+    assert mixers(qwen3()) == [routed] * 4
+    assert mixers(qwen3(mlp_only_layers=[0, 3])) == [plain, routed, routed, plain]
+    assert mixers(qwen3(decoder_sparse_step=2)) == [plain, routed, plain, routed]
+    assert mixers(qwen3(norm_topk_prob=True))[0].renormalize
+    # transformers 5 writes the number under another name.
+    assert mixers(qwen3(num_experts=None, num_local_experts=5))[0].num_experts == 5
+    assert mixers(mixtral()) == [Experts(3, 2, renormalize=True)] * 4
+    shared = qwen3(architectures=["Qwen2MoeForCausalLM"], shared_expert_intermediate_size=6)
+    assert mixers(shared) == [Experts(3, 2, renormalize=False, shared=True)] * 4
+    assert shared.qkv_bias
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "fields"),
+    [
+        (ModelError, "num_experts_per_tok is 4, must be an integer from 1 to 3", {"num_experts_per_tok": 4}),
+        (ModelError, "moe_intermediate_size is missing", {"moe_intermediate_size": None}),
+        (ModelError, "num_local_experts is missing", {"num_experts": None}),
+        (ModelError, "mlp_only_layers is", {"mlp_only_layers": [0.5]}),
+        (ModelError, "mlp_only_layers is", {"mlp_only_layers": 3}),
+        (UnsupportedModel, "leaves layers with experts", {"decoder_sparse_step": 9}),
+        (UnsupportedModel, "n_shared_experts", {"n_shared_experts": 1}),
+    ],
+)  # fmt: skip
+def test_what_is_refused(error, words, fields):
+    with pytest.raises(error, match=words):
+        qwen3(**fields)
+
+
+def test_shards_are_refused():
+    device = DeviceInfo("cpu", "cpu", 4, None)
+    config = EngineConfig(model="m", backend="jax", tensor_parallel_size=2)
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size: got 2, Mixtral\w+ allows 1: experts"
+    ):
+        resolve(config, mixtral(), device)
+
+
+def tensors(rng, config):
+    """A checkpoint of Qwen3-MoE in its names on disk: each expert's tensors apart."""
+    from twinfer.shared.weights import expected_tensors
+
+    shapes = expected_tensors(parameters_of(config))
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def test_experts_lie_one_below_the_other_and_each_tensor_is_needed(tmp_path):
+    from safetensors.numpy import save_file
+
+    config, table = qwen3(mlp_only_layers=[1]), parameters_of(qwen3(mlp_only_layers=[1]))
+    held = tensors(np.random.default_rng(0), config)
+    assert "model.layers.1.mlp.gate_proj.weight" in held
+    assert "model.layers.1.mlp.gate.weight" not in held
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    save_file(held, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(str(tmp_path))
+    check_checkpoint(checkpoint, table)
+    found = read_parameter(checkpoint, table.layer(2)["experts_gate_up"], 2).reshape(3, 2, 4, 8)
+    down = read_parameter(checkpoint, table.layer(2)["experts_down"], 2).reshape(3, 8, 4)
+    for expert in range(3):
+        prefix = f"model.layers.2.mlp.experts.{expert}."
+        np.testing.assert_array_equal(found[expert, 0], held[f"{prefix}gate_proj.weight"])
+        np.testing.assert_array_equal(found[expert, 1], held[f"{prefix}up_proj.weight"])
+        np.testing.assert_array_equal(down[expert], held[f"{prefix}down_proj.weight"])
+    missing = "model.layers.2.mlp.experts.1.up_proj.weight"
+    save_file({k: v for k, v in held.items() if k != missing}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=missing):
+        check_checkpoint(Checkpoint(str(tmp_path)), table)
+    more = held | {"model.layers.2.mlp.experts.3.up_proj.weight": held[missing]}
+    save_file(more, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"experts\.3"):
+        check_checkpoint(Checkpoint(str(tmp_path)), table)
