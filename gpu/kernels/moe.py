@@ -8,6 +8,7 @@ import torch
 import triton
 
 from ...ops.declare import Array
+from ...ops.implement import Refusal
 from .gemv import block_columns, block_rows
 from .launch import FLOATS, config, dtype_name, overlap, power_of_2, processors, triton_kernel
 from .moe_kernels import (
@@ -30,6 +31,48 @@ def _takes_route(logits: Array, slots: Array, top_k: int, renormalize: bool) -> 
 @triton_kernel("moe_route", supports_args=_takes_route, row_invariant=True)
 def moe_route(logits: Array, slots: Array, top_k: int, renormalize: bool) -> tuple[Array, Array]:
     """See the op: a row is one program's, or one of a few."""
+    return _route(logits, None, slots, top_k, renormalize, 1.0)
+
+
+def _takes_sigmoid(
+    logits: Array,
+    bias: Array,
+    slots: Array,
+    top_k: int,
+    renormalize: bool,
+    groups: int,
+    groups_kept: int,
+    scale: float,
+) -> bool | Refusal:
+    if groups_kept < groups:
+        return Refusal(f"experts in groups, of which {groups_kept} of {groups} are kept")
+    return _takes_route(logits, slots, top_k, renormalize)
+
+
+@triton_kernel("moe_route_sigmoid", supports_args=_takes_sigmoid, row_invariant=True)
+def moe_route_sigmoid(
+    logits: Array,
+    bias: Array,
+    slots: Array,
+    top_k: int,
+    renormalize: bool,
+    groups: int,
+    groups_kept: int,
+    scale: float,
+) -> tuple[Array, Array]:
+    """See the op."""
+    return _route(logits, bias.contiguous(), slots, top_k, renormalize, scale)
+
+
+def _route(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    slots: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and experts; with a bias by sigmoids."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, experts = logits.shape
     weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
@@ -37,9 +80,11 @@ def moe_route(logits: Array, slots: Array, top_k: int, renormalize: bool) -> tup
     setting, width = config("moe_route"), power_of_2(experts)
     several = max(1, min(setting["entries"] // width, power_of_2(max(1, rows // processors()))))
     route_kernel[(triton.cdiv(rows, several),)](
-        logits, slots.contiguous(), weights, ids, rows, logits.stride(0),
-        EXPERTS=experts, TOP_K=top_k, RENORMALIZE=renormalize, ROWS=several, BLOCK_E=width,
-        BLOCK_K=power_of_2(top_k), num_warps=setting["warps"], **overlap(early=True),
+        logits, logits if bias is None else bias, slots.contiguous(), weights, ids, rows, scale,
+        logits.stride(0),
+        EXPERTS=experts, TOP_K=top_k, SIGMOID=bias is not None, RENORMALIZE=renormalize,
+        ROWS=several, BLOCK_E=width, BLOCK_K=power_of_2(top_k), num_warps=setting["warps"],
+        **overlap(early=True),
     )  # fmt: skip
     return weights, ids
 

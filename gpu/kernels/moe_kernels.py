@@ -14,11 +14,13 @@ from .overlap import wait
 
 @triton.jit(do_not_specialize=["rows"])
 def route_kernel(
-    logits, slots, weights, experts, rows, row_stride, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    RENORMALIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    logits, bias, slots, weights, experts, rows, scale, row_stride, EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (block of ROWS rows): the best experts one after the other."""
+    """Grid (block of ROWS rows): the best experts one after the other. SIGMOID: by sigmoids plus
+    bias, else by the logits.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     inside = (n < EXPERTS)[None, :] & (row < rows)[:, None]
@@ -26,7 +28,15 @@ def route_kernel(
     place = logits + row.to(tl.int64)[:, None] * row_stride + n[None, :]
     x = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
     spoiled = tl.max((x != x).to(tl.int32), 1) > 0
-    y = tl.where(x == x, x, float("-inf"))
+    if SIGMOID:
+        e = exp(-tl.abs(x))
+        scores = tl.where(x < 0, e, 1.0) / (1.0 + e)
+        b = tl.load(bias + n, mask=n < EXPERTS, other=0.0).to(tl.float32)
+        y = scores + b[None, :]
+    else:
+        scores = x
+        y = x
+    y = tl.where(x == x, y, float("-inf"))
     top = tl.max(y, 1)
     free = n[None, :] < EXPERTS + tl.zeros([ROWS, 1], tl.int32)
     values, ids = tl.zeros([ROWS, BLOCK_K], tl.float32), tl.zeros([ROWS, BLOCK_K], tl.int32)
@@ -35,17 +45,27 @@ def route_kernel(
         equal = free & (y == best[:, None])
         found = tl.min(tl.where(equal, n[None, :], EXPERTS), 1)
         here = k[None, :] == choice
+        if SIGMOID:
+            best = tl.sum(tl.where(n[None, :] == found[:, None], scores, 0.0), 1)
         values = tl.where(here, best[:, None], values)
         ids = tl.where(here, found[:, None], ids)
         free = free & (n[None, :] != found[:, None])
-    chosen = tl.where(k[None, :] < TOP_K, exp(values - top[:, None]), 0.0)
-    if RENORMALIZE:
-        total = tl.sum(chosen, 1)
+    if SIGMOID:
+        chosen = tl.where(k[None, :] < TOP_K, values, 0.0)
+        lost = spoiled
+        if RENORMALIZE:
+            chosen = chosen / (tl.sum(chosen, 1) + 1e-20)[:, None]
+        share = chosen * scale
     else:
-        total = tl.sum(tl.where(inside, exp(y - top[:, None]), 0.0), 1)
-    # An infinite logit has no finite distance to itself: its row is NaN, as one with a NaN.
-    lost = spoiled | (tl.abs(top) == float("inf"))
-    share = tl.where(lost[:, None], float("nan"), chosen / total[:, None])
+        chosen = tl.where(k[None, :] < TOP_K, exp(values - top[:, None]), 0.0)
+        if RENORMALIZE:
+            total = tl.sum(chosen, 1)
+        else:
+            total = tl.sum(tl.where(inside, exp(y - top[:, None]), 0.0), 1)
+        # An infinite logit has no finite distance to itself: its row is NaN, as one with a NaN.
+        lost = spoiled | (tl.abs(top) == float("inf"))
+        share = chosen / total[:, None]
+    share = tl.where(lost[:, None], float("nan"), share)
     real = (tl.load(slots + row, mask=row < rows, other=-1) >= 0)[:, None]
     out = row[:, None] * TOP_K + k[None, :]
     mask = (row < rows)[:, None] & (k < TOP_K)[None, :]

@@ -133,6 +133,89 @@ judged_by(
 )
 
 
+# --- moe_route_sigmoid
+# --------------------------------------------------------------------------------------------------
+
+
+def _sigmoid_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("moe_route_sigmoid")
+    x = normal(rng, dtype, 12, 24)
+    x[3] *= 8.0
+    x[4] = 0.0  # the biases alone decide
+    x[5] -= x.dtype.type(9.0)
+    x[10, 7] = np.nan
+    bias = (rng.permutation(24) / 40.0).astype(np.float32)
+    for top_k, renormalize, groups, kept, scale in (
+        (1, True, 1, 1, 1.0),
+        (4, True, 1, 1, 2.5),
+        (4, False, 1, 1, 1.0),
+        (6, True, 4, 2, 1.7),
+        (3, False, 8, 1, 1.0),
+    ):
+        given: Arguments = {"top_k": top_k, "renormalize": renormalize, "groups": groups}
+        given |= {"groups_kept": kept, "scale": scale, "slots": np.arange(12, dtype=np.int32)}
+        name = f"{top_k} of 24, {kept} of {groups} groups, {renormalize=}"
+        yield Case(name, {"logits": x, "bias": bias} | given)
+    padding = (np.arange(12) % 4 - 1).astype(np.int32)
+    yield Case("strided", {"logits": strided(x), "bias": bias} | given | {"slots": padding})
+
+
+def _route_sigmoid(
+    xp: Any,
+    logits: Any,
+    bias: Any,
+    slots: Any,
+    top_k: int,
+    renormalize: bool,
+    groups: int,
+    groups_kept: int,
+    scale: float,
+    fault: str = "",
+) -> Any:
+    scores = 1.0 / (1.0 + np.exp(-logits))
+    if fault == "softmax":
+        scores = np.exp(logits - logits.max(-1, keepdims=True))
+    choice = scores + (0.0 if fault == "no bias" else bias)
+    choice = np.where(np.isnan(choice), -np.inf, choice)
+    apart = choice.reshape(len(logits), groups, -1)
+    best = np.sort(apart, -1)[:, :, -1 if fault == "groups by their best" else -2 :].sum(-1)
+    keep = np.argsort(-best, axis=-1, kind="stable")[:, :groups_kept]
+    kept = (keep[:, :, None] == np.arange(groups)).any(1)
+    if fault == "all groups":
+        kept[:] = True
+    choice = np.where(kept[:, :, None], apart, -np.inf).reshape(choice.shape)
+    ids = np.argsort(-choice, axis=-1, kind="stable")[:, :top_k]
+    weights = np.take_along_axis(scores + (bias if fault == "biased weights" else 0.0), ids, -1)
+    weights = np.where(np.isnan(logits).any(-1, keepdims=True), np.nan, weights)
+    if {"always renormalised": True, "never renormalised": False}.get(fault, renormalize):
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    weights = weights * (1.0 if fault == "no scale" else scale)
+    if fault == "scaled by 1.005":
+        weights = weights * 1.005
+    elif fault == "rounded to bfloat16":
+        weights = to_bfloat16(weights)
+    real = (slots >= 0)[:, None] | (fault == "padding chooses")
+    return np.where(real, weights, 0.0), np.where(real, ids, -1).astype(np.int32)
+
+
+SIGMOID_FAULTS = (
+    *("softmax", "no bias", "groups by their best", "all groups", "biased weights", "no scale"),
+    *("always renormalised", "never renormalised", "scaled by 1.005", "rounded to bfloat16"),
+    "padding chooses",
+)
+
+judged_by(
+    "moe_route_sigmoid",
+    Testing(
+        _sigmoid_cases,
+        magnitude=lambda a: (4.0 * _route_sigmoid(None, **a)[0], None),
+        rows=("logits", "slots"),
+        mutants={fault: partial(_route_sigmoid, fault=fault) for fault in SIGMOID_FAULTS},
+        truth=_route_sigmoid,
+    ),
+)
+
+
 # --- moe_permute and moe_unpermute
 # -----------------------------------------------------------------------------------
 

@@ -23,6 +23,13 @@ ROUTED = Contract(
     masked="rows whose slot is negative choose no expert (-1, weight 0)",
     nan="an expert whose logit is NaN is chosen last; the weights of its row are NaN",
 )
+SCORED = Contract(
+    rounds="nowhere: weights stay in the accumulation dtype",
+    accumulate="float32 (float64 for float64 inputs), any order; experts are chosen by sigmoid "
+    "plus bias in that dtype, so that either of two may be chosen that differ by its rounding",
+    masked="rows whose slot is negative choose no expert (-1, weight 0)",
+    nan="an expert whose logit is NaN is chosen last; the weights of its row are NaN",
+)
 MOVED = Contract(
     rounds="nowhere", accumulate="none", masked="each row is a copy of its token", nan="copied"
 )
@@ -62,6 +69,54 @@ def moe_route(
     total = xp.sum(chosen if renormalize else xp.exp(y - best), axis=-1, keepdims=True)
     real = (slots >= 0)[:, None]
     return xp.where(real, chosen / total, 0.0), xp.where(real, experts, -1)
+
+
+@define(
+    shapes="logits [tok expert], bias [expert], slots [tok] -> [tok top_k] float32, "
+    "[tok top_k] int32",
+    contract=SCORED,
+    sums=True,
+)
+def moe_route_sigmoid(
+    xp: Any,
+    logits: Array,
+    bias: Array,
+    slots: Array,
+    top_k: int,
+    renormalize: bool,
+    groups: int,
+    groups_kept: int,
+    scale: float,
+) -> tuple[Array, Array]:
+    """As `moe_route`, by sigmoids of the logits: the k experts whose sigmoid plus bias [expert]
+    float32 is largest; weights are the sigmoids without it, times `scale`.
+
+    The experts stand in `groups` equal groups, of which the `groups_kept` whose two best add up to
+    most are chosen from. DeepSeek-V3 (arXiv:2412.19437, section 2.1.2), as `Glm4MoeTopkRouter` of
+    transformers has it: weights that add up to 1 are divided by their sum plus 1e-20.
+    """
+    y = xp.accumulate(logits)
+    tokens, experts = y.shape
+    e = xp.exp(-xp.abs(y))
+    scores = xp.where(y < 0, e, xp.ones_like(e)) / (1.0 + e)
+    lost = xp.isnan(xp.max(y, axis=-1, keepdims=True))
+    choice = scores + xp.accumulate(bias)[None, :]
+    choice = xp.where(xp.isnan(choice), -float("inf"), choice)
+    if groups_kept < groups:
+        size = experts // groups
+        best, _ = xp.top(xp.reshape(choice, (tokens * groups, size)), 2)
+        _, kept = xp.top(xp.reshape(xp.sum(best, axis=-1), (tokens, groups)), groups_kept)
+        of = xp.arange(experts, dtype=xp.int32, device=device_of(logits)) // size
+        inside = xp.astype(kept[:, :, None] == of[None, None, :], xp.int32)
+        choice = xp.where(xp.sum(inside, axis=1, dtype=xp.int32) > 0, choice, -float("inf"))
+    _, found = xp.top(choice, top_k)
+    here = xp.arange(experts, dtype=xp.int32, device=device_of(logits))[None, None, :]
+    chosen = xp.sum(xp.where(found[:, :, None] == here, scores[:, None, :], 0.0), axis=-1)
+    if renormalize:
+        chosen = chosen / (xp.sum(chosen, axis=-1, keepdims=True) + 1e-20)
+    weights = xp.where(lost, float("nan"), chosen * scale)
+    real = (slots >= 0)[:, None]
+    return xp.where(real, weights, 0.0), xp.where(real, found, -1)
 
 
 @define(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from .families import FAMILIES, family_of
 from .fields import Fields, nearest, need_folder, read_json, show
 from .rope import RopeConfig
-from .spec import Activation
+from .spec import Activation, Score
 
 KvScales = tuple[float, float] | Literal["checkpoint"] | None
 
@@ -51,7 +51,8 @@ class ModelConfig:
     `num_experts` of `expert_size` entries stand in place of the MLP, of which a token goes through
     `experts_per_token`, in all layers but `dense_layers`; their weights add up to 1 if
     `renormalizes_experts`. `shared_expert_size` are the entries of the one that all tokens go
-    through.
+    through, whose result is gated if `gates_shared_expert`. `expert_score` says what they are
+    chosen by; `expert_groups` (all, kept) and `expert_scale` belong to sigmoids.
     `text_architecture` is that of the
     part that runs, where it is one of several. `left_out` names parts of the
     checkpoint that do not run, since they are not text; `image_token_ids` are those that stand for
@@ -107,6 +108,10 @@ class ModelConfig:
     expert_size: int = 0
     renormalizes_experts: bool = False
     shared_expert_size: int = 0
+    gates_shared_expert: bool = False
+    expert_score: Score = "softmax"
+    expert_groups: tuple[int, int] = (1, 1)
+    expert_scale: float = 1.0
     dense_layers: tuple[int, ...] = ()
 
     def heads(self, window: int) -> Heads:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 Activation = Literal["silu", "gelu_tanh"]
+Score = Literal["softmax", "sigmoid"]
+Shared = Literal["plain", "gated"]
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ class Experts:
     """A mixture of gated MLPs: each token goes through the `top_k` of `num_experts` that its router
     likes best.
 
-    Weights are a softmax over all experts, or with `renormalize` over the chosen ones. `shared`:
-    every token goes through one more MLP, and its result is added, times a sigmoid of the token's
-    gate.
+    Weights are a softmax over all experts, or with `renormalize` over the chosen ones. With `score`
+    sigmoid see the op `moe_route_sigmoid`. `shared`: every token goes through one more MLP, and its
+    result is added: as it is, or times a sigmoid of the token's gate.
     """
 
     mixes_tokens: ClassVar[bool] = False
@@ -75,7 +77,11 @@ class Experts:
     num_experts: int
     top_k: int
     renormalize: bool
-    shared: bool = False
+    shared: Shared | None = None
+    score: Score = "softmax"
+    groups: int = 1
+    groups_kept: int = 1
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)

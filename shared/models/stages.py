@@ -164,16 +164,30 @@ def experts_stage(
     ops: Any, spec: Experts, weights: Weights, x: Array, cache: Cache, batch: Batch
 ) -> tuple[Array, Cache]:
     """Each token for itself; padding goes through no expert, and the cache stays as it is."""
-    logits = ops.logits(x, weights["router"])
-    chosen, experts = ops.moe_route(logits, batch.slots, spec.top_k, spec.renormalize)
+    chosen, experts = route(ops, spec, weights, x, batch)
     width = x.shape[1]
     gate_up = weights["experts_gate_up"].reshape(spec.num_experts, -1, width)
     down = weights["experts_down"].reshape(spec.num_experts, width, -1)
     y = ops.moe_experts(x, chosen, experts, gate_up, down)
-    if spec.shared:
+    if spec.shared is not None:
         every = gated_mlp(ops, weights, "shared_gate_up", "shared_down", x, batch)
+        if spec.shared == "plain":
+            return ops.add(y, every), cache
         y = ops.add_gated(y, every, ops.logits(x, weights["shared_gate"]))
     return y, cache
+
+
+def route(ops: Any, spec: Experts, weights: Weights, x: Array, batch: Batch) -> tuple[Array, Array]:
+    """The weights [tok k] float32 and numbers [tok k] int32 of each token's experts."""
+    logits, slots = ops.logits(x, weights["router"]), batch.slots
+    if spec.score == "softmax":
+        found: tuple[Array, Array] = ops.moe_route(logits, slots, spec.top_k, spec.renormalize)
+        return found
+    scored: tuple[Array, Array] = ops.moe_route_sigmoid(
+        logits, weights["router_bias"], slots, spec.top_k, spec.renormalize, spec.groups,
+        spec.groups_kept, spec.scale,
+    )  # fmt: skip
+    return scored
 
 
 def layer_input_stage(

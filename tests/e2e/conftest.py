@@ -156,6 +156,16 @@ MODELS = {
         "Qwen3Moe",
         EXPERTS | dict(num_experts=16, head_dim=32, norm_topk_prob=True, mlp_only_layers=[0]),
     ),
+    "glm4-moe": (
+        "Glm4Moe",
+        EXPERTS
+        | dict(n_routed_experts=8, n_group=4, topk_group=2, routed_scaling_factor=1.7)
+        | dict(head_dim=16, use_qk_norm=True, first_k_dense_replace=1, num_hidden_layers=3),
+    ),
+    "glm4-moe-biases": (
+        "Glm4Moe",
+        EXPERTS | dict(n_routed_experts=6, head_dim=24, attention_bias=True, n_shared_experts=2),
+    ),
     "qwen3-moe-biases": (
         "Qwen3Moe",
         EXPERTS | dict(num_experts=5, head_dim=16, attention_bias=True, tie_word_embeddings=True),
@@ -286,6 +296,8 @@ def build(name: str, folder: str, **overrides):
             # transformers would take a sampled token that stands for images for one of those.
             model.model.language_model.embed_tokens.weight[-1] = 0.0
         for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
             if key.endswith("layer_scalar"):
                 buffer.copy_(0.6 + 0.3 * torch.rand(1, generator=generator))
     model.save_pretrained(folder, max_shard_size=shard_size)

@@ -58,7 +58,7 @@ def test_which_layers_have_experts():
     assert mixers(qwen3(num_experts=None, num_local_experts=5))[0].num_experts == 5
     assert mixers(mixtral()) == [Experts(3, 2, renormalize=True)] * 4
     shared = qwen3(architectures=["Qwen2MoeForCausalLM"], shared_expert_intermediate_size=6)
-    assert mixers(shared) == [Experts(3, 2, renormalize=False, shared=True)] * 4
+    assert mixers(shared) == [Experts(3, 2, renormalize=False, shared="gated")] * 4
     assert shared.qkv_bias
 
 

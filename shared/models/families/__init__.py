@@ -26,6 +26,7 @@ FAMILIES = {
     "Gemma4UnifiedForCausalLM": "gemma4_unified_text",
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
     "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "ministral3",

@@ -15,7 +15,7 @@ from ..fields import Fields, nearest, quoted, show
 from ..kv_scales import ignored_scales, scale_parameters
 from ..rope import PER_LAYER as LAYER_TYPES
 from ..rope import USUAL, RopeConfig, RopeRules, read_rope
-from ..spec import Attention, Experts, Layer, Mlp, Model, Norm, Sublayer
+from ..spec import Attention, Experts, Layer, Mlp, Model, Norm, Shared, Sublayer
 from ..table import PairsToHalves, Parameter, ParameterTable, Part, is_power_of_two
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -329,11 +329,19 @@ def _layer(config: ModelConfig, window: int, has_experts: bool, norms: Norms) ->
 
 def mixture(config: ModelConfig) -> Experts:
     """What stands in place of the MLP."""
+    shared: Shared | None = None
+    if config.shared_expert_size:
+        shared = "gated" if config.gates_shared_expert else "plain"
+    groups, kept = config.expert_groups
     return Experts(
         num_experts=config.num_experts,
         top_k=config.experts_per_token,
         renormalize=config.renormalizes_experts,
-        shared=config.shared_expert_size > 0,
+        shared=shared,
+        score=config.expert_score,
+        groups=groups,
+        groups_kept=kept,
+        scale=config.expert_scale,
     )
 
 
@@ -497,6 +505,10 @@ def _experts(config: ModelConfig, names: Names) -> Iterator[Parameter]:
     modules = [f"{names.experts}.{expert}" for expert in range(count)]
     router = LAYER + names.router + ".weight"
     yield _one("router", (count, width), ("expert", "embed"), router, some)
+    if config.expert_score == "sigmoid":
+        key = f"{LAYER}{names.router}.e_score_correction_bias"
+        bias = _one("router_bias", (count,), ("expert",), key, some)
+        yield replace(bias, dtype="float32", init="zeros")
     both = tuple(f"{module}.{part}" for module in modules for part in (gate, up))
     rows, columns = [(size, "expert")] * (2 * count), (width, "embed")
     yield _stacked("experts_gate_up", both, "weight", rows, "expert", columns, some)
@@ -510,8 +522,9 @@ def _experts(config: ModelConfig, names: Names) -> Iterator[Parameter]:
         yield _stacked("shared_gate_up", pair, "weight", halves, "expert", (width, "embed"), some)
         key = f"{LAYER}{module}.down_proj.weight"
         yield _one("shared_down", (width, inner), ("embed", "expert"), key, some)
-        key = f"{LAYER}{module}_gate.weight"
-        yield _one("shared_gate", (1, width), ("one", "embed"), key, some)
+        if config.gates_shared_expert:
+            key = f"{LAYER}{module}_gate.weight"
+            yield _one("shared_gate", (1, width), ("one", "embed"), key, some)
 
 
 def _projections(config: ModelConfig, names: Names, sort: _Sort) -> Iterator[Parameter]:

@@ -24,7 +24,11 @@ def read(fields: Fields) -> ModelConfig:
         qkv_bias=fields.boolean("qkv_bias", True),
         **qwen3_moe.sparse(fields, qwen3_moe.number_of_experts(fields), 4),
     )
-    return replace(config, shared_expert_size=fields.size("shared_expert_intermediate_size"))
+    return replace(
+        config,
+        shared_expert_size=fields.size("shared_expert_intermediate_size"),
+        gates_shared_expert=True,
+    )
 
 
 FAMILY = Family(

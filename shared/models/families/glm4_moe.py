@@ -1,0 +1,88 @@
+"""GLM-4.5: experts that are chosen by sigmoids, one more that all tokens go through, and a few
+layers without any in front. Layers behind the last one, which predict further tokens, do not run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config import ModelConfig
+from ..fields import Fields
+from ..rope import RopeRules
+from ..table import ParameterTable
+from . import dense
+from .family import Family
+from .mixtral import experts
+
+NAMES = dense.Names(shared_expert="mlp.shared_experts")
+ROPE = RopeRules(partial=True, part=0.5)
+PREDICTS = "num_nextn_predict_layers"
+
+
+def read(fields: Fields) -> ModelConfig:
+    """q, k and v may have biases, heads of q and k norms."""
+    layers = fields.size("num_hidden_layers", high=dense.MAX_LAYERS)
+    first = fields.get("first_k_dense_replace")
+    plain = 0 if first == 0 else fields.size("first_k_dense_replace", 1, high=layers - 1)
+    given = experts(
+        fields,
+        "n_routed_experts",
+        "moe_intermediate_size",
+        8,
+        fields.boolean("norm_topk_prob", True),
+        tuple(range(plain)),
+    )
+    config = dense.read(
+        fields,
+        eps=1e-5,
+        rope=ROPE,
+        qkv_bias=fields.boolean("attention_bias", False),
+        qk_norm=fields.boolean("use_qk_norm", False),
+        **given,
+    )
+    return replace(
+        config,
+        shared_expert_size=fields.size("n_shared_experts", 1) * config.expert_size,
+        expert_score="sigmoid",
+        expert_groups=groups(fields, config),
+        expert_scale=fields.number("routed_scaling_factor", 1.0, above=True),
+    )
+
+
+def groups(fields: Fields, config: ModelConfig) -> tuple[int, int]:
+    """How many groups the experts stand in, and how many of them are chosen from."""
+    count = fields.size("n_group", 1, high=config.num_experts)
+    kept = fields.size("topk_group", 1, high=count)
+    size = config.num_experts // count
+    if config.num_experts % count or (count > 1 and size < 2):
+        fields.fail(
+            "n_group",
+            f"is {count}: groups of {config.num_experts} experts must be equal, of 2 or more",
+        )
+    if kept * size < config.experts_per_token:
+        fields.fail(
+            "topk_group",
+            f"is {kept}: {kept * size} experts are left, of which num_experts_per_tok "
+            f"({config.experts_per_token}) are chosen",
+        )
+    return count, kept
+
+
+def parameters(config: ModelConfig) -> ParameterTable:
+    """The usual names. The layers that predict further tokens are ignored by name."""
+    table = dense.parameters(config, NAMES)
+    behind = tuple(f"{start}layers.{config.num_layers}.*" for start in ("model.", ""))
+    return replace(table, ignored=(*table.ignored, *behind))
+
+
+FAMILY = Family(
+    read=read,
+    parameters=parameters,
+    fields=frozenset(
+        """n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size
+        norm_topk_prob first_k_dense_replace n_group topk_group routed_scaling_factor use_qk_norm
+        partial_rotary_factor""".split()
+    ),
+    fixed={PREDICTS: (0, 1)},
+    harmless=frozenset({"output_router_logits"}),
+)
