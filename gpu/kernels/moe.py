@@ -169,6 +169,13 @@ def _many(
     return out
 
 
+def _rows(choices: int, experts: int) -> str:
+    """Rows of a block: where experts have about as many, some have more, which would be a second
+    block that reads the weight again.
+    """
+    return next((str(rows) for rows in (16, 32, 64) if choices < rows * experts), "128")
+
+
 def _product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -182,9 +189,7 @@ def _product(
     """Rows by the weights of their experts; which blocks they are cut into follows from shapes."""
     choices, (count, n, k) = order.shape[0], weight.shape
     n = n // 2 if gated else n
-    mean = max(1, choices // count)
-    size = "small" if mean <= 16 else "medium" if mean <= 64 else "large"
-    setting = config("moe_product", f"{dtype_name(x)}/{size}", dtype_name(x), size)
+    setting = config("moe_product", dtype_name(x), _rows(choices, count))
     block_m = setting["block_m"]
     blocks = choices // block_m + min(count, choices)
     product_kernel[(triton.cdiv(n, setting["block_n"]), blocks)](
