@@ -196,4 +196,5 @@ def _grammar(library: Any, wanted: StructuredOutputs) -> Any:
 
 
 def _line(text: str) -> str:
-    return " ".join(text.split())[:300]
+    """What llguidance says, without the state of its parser that it may add."""
+    return " ".join(text.partition("<state>")[0].split())[:300]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ...shared.engine import TokenLogprobs
-from ...shared.errors import InternalError, Overloaded, TwinferError, UserError
+from ...shared.errors import InternalError, ModelNotFound, Overloaded, TwinferError, UserError
 from ...shared.tokenizer import Tokenizer
 from ..formats.events import (
     ContentText,
@@ -45,6 +45,8 @@ def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, UserError):
         words = " ".join(str(error).split())
         status, param = error.http_status, getattr(error, "field", None)
+        if isinstance(error, ModelNotFound):
+            return status, error_body(words, "invalid_request_error", "model", "model_not_found")
         return status, error_body(words, "invalid_request_error", param)
     if isinstance(error, Overloaded):
         return 503, error_body(str(error), "overloaded_error", code="overloaded")

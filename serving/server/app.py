@@ -186,6 +186,10 @@ class Server:
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise RequestError("tokens", f"got {show(tokens)}, must be a list of token ids")
         tokenizer = need_tokenizer(self._settings.tokenizer, "detokenize")
+        for token in tokens:
+            if not 0 <= token < tokenizer.vocab_size:
+                most = tokenizer.vocab_size - 1
+                raise RequestError("tokens", f"has {show(token)}, allowed is 0 to {most}")
         return _json(200, {"prompt": await asyncio.to_thread(tokenizer.decode, tokens)})
 
     async def _encode(self, text: str, special: bool = True) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ...shared.engine import MAX_PRIORITY
 from ...shared.errors import RequestError
 from ...shared.json_depth import MAX_DEPTH, nests_too_deep
 from ...shared.models.fields import show
@@ -93,6 +94,11 @@ class Generation(BaseModel):
         for name, why in self.refused.items():
             if (self.model_extra or {}).get(name) is not None:
                 raise RequestError(name, why)
+        # Larger ones do not fit into a message to the engine, which checks all else of it.
+        if self.priority is not None and abs(self.priority) > MAX_PRIORITY:
+            raise RequestError(
+                "priority", f"got {show(self.priority)}, must be within {MAX_PRIORITY} of 0"
+            )
         if self.stream_options is not None:
             if not self.stream:
                 raise RequestError("stream_options", "is allowed only with stream: true")

@@ -572,7 +572,40 @@ def test_tokens_and_back(server, llm):
         (prompt,) = llm.chat_prompts(MESSAGES)
         assert chat == prompt["prompt_token_ids"]
         assert client.post("/detokenize", json={"tokens": ["a"]}).status_code == 400
-        assert client.post("/detokenize", json={"tokens": [-1]}).status_code in (200, 400)
+        for odd in (-1, 10**6, 10**30):
+            told = client.post("/detokenize", json={"tokens": [5, odd]})
+            assert (told.status_code, told.json()["error"]["param"]) == (400, "tokens")
+
+
+@pytest.mark.parametrize("priority", [1001, -(10**30), 10**30])
+def test_a_priority_that_no_message_holds_is_refused(server, priority):
+    with server.client() as client:
+        for path, text in (
+            ("completions", {"prompt": "x"}),
+            ("chat/completions", {"messages": MESSAGES}),
+            ("responses", {"input": "x"}),
+        ):
+            told = client.post(f"/v1/{path}", json=text | {"priority": priority})
+            assert (told.status_code, told.json()["error"]["param"]) == (400, "priority")
+
+
+def test_a_model_that_is_not_served_is_named_as_openai_does(server):
+    with server.client() as client:
+        told = client.post("/v1/completions", json={"model": "other", "prompt": "x"})
+        error = told.json()["error"]
+        assert told.status_code == 404
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+
+
+def test_a_form_without_an_end_is_refused_in_a_line(server):
+    loop = {"$ref": "#/$defs/n", "$defs": {"n": {"$ref": "#/$defs/n"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": loop}}
+    with server.client() as client:
+        body = {"messages": MESSAGES, "max_tokens": 4, "response_format": form}
+        told = client.post("/v1/chat/completions", json=body)
+        assert told.status_code == 400
+        assert told.json()["error"]["param"] == "response_format"
+        assert "<state>" not in told.text
 
 
 def test_what_it_says_of_itself(server):
