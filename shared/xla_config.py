@@ -24,6 +24,6 @@ def check_torch_xla(config: Any, cache_dtype: str) -> None:
             )
     if cache_dtype == "float8_e4m3fn":
         raise ConfigError(
-            f"kv_cache_dtype: got {cache_dtype}, the torch-xla backend allows int8 and the floats "
-            "of models: torch-xla cannot move fp8 by its bits"
+            f"kv_cache_dtype: got {config.kv_cache_dtype}, the torch-xla backend allows int8 and "
+            "the floats of models: torch-xla cannot move fp8 by its bits"
         )

@@ -18,6 +18,7 @@ import torch_xla.runtime as xr
 from ..shared.backends import has_tpu
 from ..shared.config import DeviceInfo, host_memory, parse_device
 from ..shared.errors import BackendUnavailable
+from . import GIVEN_DEVICE
 
 RELEASE = "2.9"
 """The release of both torch and torch-xla: what is called here is not all public."""
@@ -73,19 +74,22 @@ def place_of(index: int | None) -> torch.device:
 def start(kind: str) -> None:
     """Start the runtime on a kind of device, if that was not done. Raises BackendUnavailable."""
     wanted = PLATFORMS[kind]
-    if os.environ.setdefault("PJRT_DEVICE", wanted) != wanted:
+    if GIVEN_DEVICE not in (None, wanted):
         raise BackendUnavailable(
-            f"device: got {kind}, and PJRT_DEVICE is {os.environ['PJRT_DEVICE']} in this process, "
-            "which decides where torch-xla runs; leave it out, or start another process"
+            f"device: got {kind}, and PJRT_DEVICE is {GIVEN_DEVICE} in this process, which decides "
+            "where torch-xla runs; leave it out, or start another process"
         )
+    os.environ["PJRT_DEVICE"] = wanted
     flags = os.environ.get("XLA_FLAGS", "")
     if EXCESS not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {EXCESS}=false".strip()
     # bfloat16 passes are what a TPU makes of a float32 product unless it is asked for more.
     torch_xla._XLAC._xla_set_mat_mul_precision("highest")
-    found = xr.device_type()
+    found = xm.xla_device_hw(place_of(None))
     if found != wanted:
-        raise BackendUnavailable(f"device: got {kind}, and torch-xla runs on {found} here")
+        raise BackendUnavailable(
+            f"device: got {kind}, and torch-xla runs on {found} in this process already"
+        )
     check_rounding()
 
 

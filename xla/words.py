@@ -1,8 +1,9 @@
 """Words of torch that torch-xla lowers to something else, said in a way that it lowers right.
 
 Shifts of integers become divisions, which round towards zero and overflow. A view of the same bits
-in another dtype is copied to the host and back, and a sort puts 0.0 before -0.0, which are equal.
-All of that is silent; tests/xla judges every op that is traced with these words by its contract.
+in another dtype is copied to the host and back, a sort puts 0.0 before -0.0, which are equal, and
+the largest of several numbers is never a NaN. All of that is silent; tests/xla judges every op that
+is traced with these words by its contract.
 """
 
 from __future__ import annotations
@@ -91,6 +92,14 @@ def _sort(x: torch.Tensor, *args: Any, **named: Any) -> Any:
     return torch.sort(torch.where(x == 0, torch.zeros_like(x), x), *args, **named)
 
 
+def _amax(x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    found = torch.amax(x, *args, **named)
+    if not x.is_floating_point():
+        return found
+    spoilt = torch.amax(torch.isnan(x).to(torch.int32), *args, **named) > 0
+    return torch.where(spoilt, torch.full_like(found, float("nan")), found)
+
+
 REPLACED: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.__rshift__: _right,
     torch.Tensor.__lshift__: _left,
@@ -98,4 +107,6 @@ REPLACED: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.__rlshift__: lambda x, value: _left(_beside(value, x), x),
     torch.Tensor.view: _view,
     torch.sort: _sort,
+    torch.amax: _amax,
+    torch.Tensor.amax: _amax,
 }

@@ -2,19 +2,16 @@
 and run as programs are.
 """
 
-from functools import partial
-
-import numpy as np
 import pytest
 import torch
 
 from twinfer.ops import REGISTRY, resolve
 from twinfer.ops.cases import load_all
-from twinfer.ops.namespaces.torch_ import from_numpy, to_numpy
 from twinfer.ops.native.torch_static import XLA
 from twinfer.ops.testing import TESTING, Judge, ci_cases
 from twinfer.shared.errors import InternalError
 from twinfer.xla.device import place_of, start
+from twinfer.xla.one_op import run_op
 from twinfer.xla.traced import trace
 from twinfer.xla.words import Words
 
@@ -24,32 +21,22 @@ PLAN = resolve("torch", platform=XLA)
 OPS = sorted(op.name for op in REGISTRY if op.reference.__module__.startswith("twinfer."))
 
 
-def run_traced(op, arguments, function=None):
-    """The outputs of an op as numpy arrays; its arrays are arguments of a program."""
-    function = function or getattr(PLAN.bind(), op)
-    arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
-    others = {name: x for name, x in arguments.items() if name not in arrays}
-
-    def named(held, *given):
-        out = function(**dict(zip(arrays, given, strict=True)), **others)
-        return out if isinstance(out, tuple) else (out,)
-
-    given = [from_numpy(x.copy()).to(place_of(None)) for x in arrays.values()]
-    return tuple(map(to_numpy, trace(op, named, None, given)(*given)))
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_an_op_keeps_its_contract(op):
     failures = []
     for dtype in TESTING[op].dtypes:
         for case in ci_cases(TESTING[op], dtype):
             try:
-                got = run_traced(op, case.arguments)
+                got = run_op(op, getattr(PLAN.bind(), op), case.arguments)
             except InternalError as error:
                 assert "cannot read the bits" in str(error)  # noqa: PT017 - fp8: refused, not wrong
-                assert any(
-                    getattr(x, "dtype", None) == "float8_e4m3fn" for x in case.arguments.values()
-                ) or "fp8" in op
+                assert (
+                    any(
+                        getattr(x, "dtype", None) == "float8_e4m3fn"
+                        for x in case.arguments.values()
+                    )
+                    or "fp8" in op
+                )
                 continue
             verdict = Judge(op, case.arguments)(got)
             if not verdict.passed:
@@ -66,6 +53,7 @@ def test_without_its_words_torch_xla_shifts_wrongly():
         assert (1 << x.clamp(min=3)).cpu().tolist() == [8, 128]
         bits = torch.tensor([1.5]).to(place_of(None)).view(torch.int32)
         assert bits.cpu().tolist() == [0x3FC00000]
+        assert torch.tensor([1.0, float("nan")]).to(place_of(None)).amax(0).cpu().isnan()
 
 
 def test_a_program_that_needs_the_host_is_refused():
