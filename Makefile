@@ -16,7 +16,7 @@ STAMP := .venv/.stamp
 # What must not be in any file: paths of somebody's own machine, and leftovers of a merge.
 FORBIDDEN := (^|[^A-Za-z0-9_.}-])/(home|root|work|Users)/|^(<{7}|>{7}) .
 
-.PHONY: setup check test test-slow test-share test-tpu test-gpu print-gpu-args demo bench numerics docs clean
+.PHONY: setup setup-xla test-xla check test test-slow test-share test-tpu test-gpu print-gpu-args demo bench numerics docs clean
 
 setup: $(STAMP)
 
@@ -28,7 +28,20 @@ $(STAMP): pyproject.toml constraints.txt
 	ln -sfn ../.. .venv/check/twinfer
 	touch $@
 
-ROOMS = bucketing shared ops gpu tpu numerics serving
+# torch-xla needs a torch of its own release, so it has an environment of its own; JAX is there as the other side of comparisons.
+XLA_BIN := .venv-xla/bin
+XLA_STAMP := .venv-xla/.stamp
+XLA_TOOLS = pytest pytest-timeout pytest-xdist hypothesis
+
+setup-xla: $(XLA_STAMP)
+
+$(XLA_STAMP): pyproject.toml constraints.txt constraints-xla.txt
+	test -x $(XLA_BIN)/python || $(PYTHON) -m venv .venv-xla
+	{ grep -vE '^(torch|triton)==' constraints.txt; cat constraints-xla.txt; } > .venv-xla/constraints.txt
+	$(XLA_BIN)/python -m pip install --disable-pip-version-check -q -c .venv-xla/constraints.txt -e '.[torch-xla,jax,transformers]' $(XLA_TOOLS)
+	touch $@
+
+ROOMS = bucketing shared ops gpu tpu xla numerics serving
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -47,6 +60,10 @@ test-slow: $(STAMP)
 SHARE_MINUTES ?= 25
 test-share: $(STAMP)
 	$(BIN)/pytest -m slow -n auto --dist worksteal -rs --share "$$(git rev-parse HEAD):$(SHARE_MINUTES)"
+
+# The worker of torch-xla, on the CPU: what no other target collects.
+test-xla: $(XLA_STAMP)
+	$(XLA_BIN)/python -m pytest tests/xla --durations=10
 
 # What is proven about TPUs without one, by interpreters and by libtpu's compiler: needs no TPU.
 test-tpu: $(STAMP)
@@ -74,4 +91,4 @@ docs: $(STAMP)
 
 clean:
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

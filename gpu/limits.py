@@ -11,7 +11,7 @@ import torch
 
 from ..shared.config import DeviceInfo
 from ..shared.limits import Limits
-from .plans import DTYPES
+from .recording import DTYPES
 
 COPY_BYTES = 1 << 30
 MATRIX = 8192

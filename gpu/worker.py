@@ -41,10 +41,11 @@ from .inputs import StepInputs
 from .module import Decoder
 from .monitor import count_late, watch_triton
 from .one_device import on_device
-from .plans import CACHE_DTYPES, DTYPES, PROMPT_ROWS, make_plans
+from .plans import PROMPT_ROWS, make_plans
 from .precision import pin_precision
 from .precompile import compile_together, hash_compiler, kernels_noted
 from .programs import TOP, Programs
+from .recording import CACHE_DTYPES, DTYPES
 from .reserved import ReservedCache
 from .start_plan import read_start_plan, start_factors, write_start_plan
 from .weights import load_weights

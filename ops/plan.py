@@ -355,4 +355,4 @@ def _load(framework: Framework) -> None:
     if framework == "jax":
         from .native import jax_attention, jax_moe, jax_rows  # noqa: F401
     elif framework == "torch":
-        from .native import torch_attention, torch_moe, torch_rows  # noqa: F401
+        from .native import torch_attention, torch_moe, torch_rows, torch_static  # noqa: F401

@@ -3,8 +3,8 @@ context. No device.
 
 N requests of one prompt length decode side by side, two steps in flight, as in the engine's loop.
 `fill` is what a worker does on the host before it starts the step: gpu/inputs.py on CPU tensors,
-tpu/state.py as numpy. One process and one core for each checkout and worker; with `--against` the
-checkouts take turns, so that both see the same machine.
+shared/step_difference.py as numpy. One process and one core for each checkout and worker; with
+`--against` the checkouts take turns, so that both see the same machine.
 
     scripts/bench_host.py --against before=/path/to/another/checkout
 """
@@ -67,7 +67,10 @@ def make_fill(worker: str, table: Any, shape: Any) -> Callable[[Any], Any]:
                 fill_processors(inputs, step)
 
         return fill
-    from twinfer.tpu import state
+    try:
+        from twinfer.shared import step_difference as state
+    except ImportError:  # where that stood before workers shared it
+        from twinfer.tpu import state
 
     # Before steps were differences, a mirror of the tables made them.
     make = state.StepBuffers if hasattr(state, "StepBuffers") else state.Mirror

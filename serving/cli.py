@@ -141,7 +141,7 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     chat = commands.add_parser("chat", help="talk with a running server in the terminal")
     chat.set_defaults(run=run_chat)
     add_chat(chat)
-    demo = commands.add_parser("demo", help="the bundled model on both workers, tokens compared")
+    demo = commands.add_parser("demo", help="the bundled model on several workers, tokens compared")
     demo.set_defaults(run=run_demo)
     demo.add_argument("--dtype", choices=DTYPES[1:], default="float32", help="default: %(default)s")
     demo.add_argument(
@@ -150,6 +150,12 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
         default=48,
         metavar="N",
         help="of each text, from 1 (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--backends",
+        default="jax,torch",
+        metavar="B,B,...",
+        help="two or more of jax, torch, torch-xla (default: %(default)s)",
     )
     plan = commands.add_parser(
         "plan", help="which implementation of each op a backend runs, and why", usage=USAGE
@@ -230,7 +236,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     """`twinfer demo`."""
     from .demo import run
 
-    return run(arguments.dtype, arguments.max_tokens)
+    return run(arguments.dtype, arguments.max_tokens, arguments.backends)
 
 
 def run_bench(arguments: argparse.Namespace) -> int:

@@ -1,5 +1,5 @@
-"""`twinfer demo`: the bundled model completes the same prompts on both workers, and the tokens are
-compared.
+"""`twinfer demo`: the bundled model completes the same prompts on several workers, and the tokens
+are compared with those of the first.
 
 Each worker runs in a process of its own, so that neither framework is ever loaded beside the other.
 """
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..shared.config import BACKENDS
-from ..shared.errors import TwinferError
+from ..shared.errors import ConfigError, TwinferError
 from ..shared.sampling_params import SamplingParams
 from ..shared.worker import check_installed
 
@@ -34,6 +34,8 @@ PROMPTS = (
     "def __repr__(self):\n    return ",
     "# This module ",
 )
+BOTH = "jax,torch"
+"""The workers that run unless others are asked for."""
 TIE_FACTOR = 4.0
 """Two tokens are a tie if both sides see a margin below this many times the difference between
 the sides.
@@ -69,15 +71,27 @@ class WorkerRun:
         return sum(len(result.token_ids) for result in self.results) / self.seconds
 
 
-def run(dtype: str, max_tokens: int) -> int:
+def parse_backends(text: str) -> list[str]:
+    """The backends of a list with commas, two or more. Raises ConfigError."""
+    names = text.split(",")
+    if len(names) < 2 or len(set(names)) < len(names) or not set(names) <= set(BACKENDS):
+        raise ConfigError(
+            f"backends: got {text!r}, allowed are two or more of {', '.join(BACKENDS)}, each once, "
+            f"such as {BOTH}"
+        )
+    return names
+
+
+def run(dtype: str, max_tokens: int, backends: str = BOTH) -> int:
     """Run the demo and print it. 0 if all tokens are equal (or differ at proven ties only), else
     1.
     """
     SamplingParams(max_tokens=max_tokens)  # raises before any worker starts
-    for backend in BACKENDS:
+    names = parse_backends(backends)
+    for backend in names:
         check_installed(backend)
     console = Console()
-    runs = [_start(backend, dtype, max_tokens) for backend in BACKENDS]
+    runs = [_start(backend, dtype, max_tokens) for backend in names]
     table = Table(title=f"demo model, {dtype}, greedy", show_lines=True)
     table.add_column("prompt", overflow="fold")
     for side in runs:
@@ -87,17 +101,22 @@ def run(dtype: str, max_tokens: int) -> int:
             *(_literal(text) for text in (prompt, *(side.results[index].text for side in runs)))
         )
     console.print(table)
+    width = max(5, *(len(side.backend) for side in runs))
     for side in runs:
         console.print(
-            f"{side.backend:>5} on {side.device}: ready in {side.start_seconds:.1f} s, "
+            f"{side.backend:>{width}} on {side.device}: ready in {side.start_seconds:.1f} s, "
             f"{side.rate:.0f} tokens/s",
             highlight=False,
         )
-    verdict = compare(runs[0].results, runs[1].results)
-    for line in verdict.notes:
-        console.print(line, highlight=False)
-    console.print(f"tokens equal: {verdict.equal}/{verdict.total}", highlight=False)
-    return 1 if verdict.real else 0
+    first, *others = runs
+    verdicts = [compare(first.results, other.results) for other in others]
+    for other, verdict in zip(others, verdicts, strict=True):
+        # Of two workers nobody has to be told which.
+        which = f"{first.backend} and {other.backend}, " if len(others) > 1 else ""
+        for line in verdict.notes:
+            console.print(f"{which}{line}", highlight=False)
+        console.print(f"{which}tokens equal: {verdict.equal}/{verdict.total}", highlight=False)
+    return 1 if any(verdict.real for verdict in verdicts) else 0
 
 
 @dataclass(slots=True)

@@ -39,6 +39,7 @@ from .jax_config import check_ladders
 from .models.config import ModelConfig
 from .options import options_of
 from .page_table import default_page_size
+from .xla_config import check_torch_xla
 
 __all__ = [
     "BACKENDS",
@@ -254,6 +255,8 @@ def resolve(
     tokens = defaults.max_num_batched_tokens(sequences, length)
     dtype = defaults.fill("dtype", model.dtype, "the checkpoint's dtype")
     cache, scales = kv_config.resolve_cache(config, dtype)
+    if config.backend == "torch-xla":
+        check_torch_xla(config, cache)
     if config.capture is not None:
         for name, value, kept in (
             ("decode_steps", config.decode_steps, 1),
@@ -277,7 +280,7 @@ def resolve(
         "page_size": page,
         "page_groups": defaults.page_groups(compilation),
         "compilation": compilation,
-        "scan_layers": False if is_torch else defaults.scan_layers(),
+        "scan_layers": defaults.scan_layers() if config.backend == "jax" else False,
         "demand": defaults.demand,
     }
     resolved = ResolvedConfig(**values)

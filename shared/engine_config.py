@@ -41,8 +41,8 @@ from .options import (
     show,
 )
 
-Backend = Literal["jax", "torch"]
-BACKENDS: tuple[Backend, ...] = ("jax", "torch")
+Backend = Literal["jax", "torch", "torch-xla"]
+BACKENDS: tuple[Backend, ...] = ("jax", "torch", "torch-xla")
 BACKEND_CHOICES = ("auto", *BACKENDS)
 DEVICES = ("auto", "cpu", "cuda", "tpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -167,12 +167,17 @@ class Worker(Protocol):
         ...
 
 
-ROOMS = {"jax": "tpu", "torch": "gpu"}
-FRAMEWORKS = {"jax": ("jax", "jaxlib"), "torch": ("torch",)}
+ROOMS = {"jax": "tpu", "torch": "gpu", "torch-xla": "xla"}
+FRAMEWORKS = {
+    "jax": ("jax", "jaxlib"),
+    "torch": ("torch",),
+    "torch-xla": ("torch", "torch_xla"),
+}
 """What a backend needs beyond what the package installs by itself."""
 INSTALL = {
     "jax": "pip install 'twinfer[jax]' (on TPUs 'twinfer[tpu]', on NVIDIA GPUs 'twinfer[cuda]')",
     "torch": "pip install 'twinfer[torch]'",
+    "torch-xla": "pip install 'twinfer[torch-xla]', in an environment of its own",
 }
 """What brings it: extras of pyproject.toml."""
 

@@ -28,10 +28,11 @@ from ..shared.models.placement import physical_config, place
 from ..shared.models.stages import any_replaced
 from ..shared.models.table import Parameter
 from ..shared.step import PROCESSING, SAMPLERS, processor_layout
+from ..shared.step_difference import PICKED, diff_layout, sampler_size, update_layout
 from . import kv_buffer, programs
 from .binding import bind_on
 from .sharding import REPLICATED, on, partition
-from .state import State, diff_layout, state_shapes, update, update_layout
+from .state import State, state_shapes, update
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,7 @@ def jobs(
     found["update"] = Job(
         "update", partial(update, model.shape), (0,), arguments, State(replicated, replicated)
     )
-    for requests in sorted({programs.sampler_size(d.requests, table.max_requests) for d in table}):
+    for requests in sorted({sampler_size(d.requests, table.max_requests) for d in table}):
         found |= _sampler_jobs(model, requests, shapes, dtype, mesh)
     return found
 
@@ -221,7 +222,7 @@ def _backbone_jobs(
         State(replicated, replicated),
         replicated,
         replicated,
-        {name: replicated for name in programs.PICKED},
+        {name: replicated for name in PICKED},
         replicated if demand.streams else None,
     )
     function = partial(programs.backbone, model, d)
@@ -264,7 +265,7 @@ def _sampler_jobs(
     """What samples for `requests` requests, and what computes their log-probabilities."""
     replicated, demand = on(mesh), model.demand
     rows = _array(mesh, requests, model.config.hidden_size, kind=dtype)
-    picked = {name: _array(mesh, requests) for name in programs.PICKED}
+    picked = {name: _array(mesh, requests) for name in PICKED}
     found: dict[Any, Job] = {}
     for variant in demand.samplers:
         arguments: tuple[Any, ...] = (

@@ -21,12 +21,11 @@ from ..shared.models.caches import CacheLayout
 from ..shared.models.config import ModelConfig
 from ..shared.models.sampler import known_processors, sample
 from ..shared.step import PROCESSING, Sampler, StepShape, processor_layout
+from ..shared.step_difference import PICKED, diff_layout, sampler_size
 from .layers import ScannedPass, blocks_of
-from .state import State, diff_layout, sampling_fields, updated
+from .state import State, sampling_fields, updated
 
 Weights = Mapping[str, Any]
-PICKED = ("rows", "sample_rows", "position")
-"""Fields of a step's difference that a sampler reads, each [S]."""
 LOOP_SAMPLERS: tuple[Sampler, ...] = ("greedy", "filtered")
 """The samplers that loops are built with. `filtered` does what `random` does."""
 
@@ -72,14 +71,6 @@ def loop_samplers(demand: Demand) -> tuple[Sampler, ...]:
     """
     needed = {loop_sampler(sampler) for sampler in demand.samplers if sampler not in PROCESSING}
     return tuple(sampler for sampler in LOOP_SAMPLERS if sampler in needed)
-
-
-def sampler_size(requests: int, max_requests: int) -> int:
-    """Rows S of the sampler that serves `requests` rows: the next power of two, or all rows.
-
-    Samplers take longest to compile, so there are fewer of them than backbones.
-    """
-    return min(1 << (requests - 1).bit_length(), max_requests)
 
 
 def bits_to_float(x: jax.Array) -> jax.Array:

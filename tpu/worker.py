@@ -33,6 +33,7 @@ from ..shared.step import (
     TopLogprobs,
     with_masks,
 )
+from ..shared.step_difference import StepBuffers, sampler_size, wider_processors
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Worker, step_temporaries
 from . import compilation, executables, footprint
 from .compilation_cache import use_cache
@@ -41,9 +42,9 @@ from .kv_buffer import page_bytes
 from .ladder import describe, jobs, program_model
 from .plans import make_plans
 from .platforms import devices_of, find_device, memory_of
-from .programs import loop_sampler, loop_samplers, sampler_size
+from .programs import loop_sampler, loop_samplers
 from .sharding import make_mesh, on
-from .state import State, StepBuffers, initial_state, wider_processors
+from .state import State, initial_state
 from .weights import load_weights
 
 __all__ = ["JaxWorker", "find_device", "make_plans", "make_worker"]

@@ -671,7 +671,7 @@ def _commands(
 ) -> Iterator[str]:
     """Commands that show what was found."""
     first = report.culprits[0]
-    other = "jax:cpu" if target.backend == "torch" else "torch:cpu"
+    other = "torch:cpu" if target.backend == "jax" else "jax:cpu"
     words = [
         "twinfer numerics model --model",
         subject.name,

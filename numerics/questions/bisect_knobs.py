@@ -72,6 +72,8 @@ class _Engines:
         options: dict[str, Any] = {"enable_ops": ("all", *(f"-{op}" for op in off))}
         if self.target.backend == "jax":
             return options | {"scan_layers": SCAN in on}
+        if self.target.backend != "torch":
+            return options
         level = min(self.level, 2) if COMPILED in on else 0
         if GRAPHS in on and level:
             level = 3

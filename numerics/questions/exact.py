@@ -28,6 +28,7 @@ from ..judging.diff import Diff, Finding
 from ..judging.metrics import measure
 from ..judging.weights import check_weights
 from ..sides.environment import describe
+from ..sides.one_op import FRAMEWORKS, run_op
 from ..sides.reference import Reference, cache_shapes, step_batch
 from ..sides.runners import Fault, Program, Runner, plan_of
 from ..sides.steps import pages_of, real_tokens
@@ -253,7 +254,8 @@ class ExactComparison:
         """The plan as the framework's binding calls it, with the fault in it."""
         key = runner.target.backend, plan.hash, fault and fault.name
         if key not in self._bound:
-            binding = import_module(f"...ops.bindings.{runner.target.backend}", __package__)
+            framework = FRAMEWORKS[runner.target.backend]
+            binding = import_module(f"...ops.bindings.{framework}", __package__)
             chosen = (
                 plan if fault is None else FaultyPlan(plan.framework, plan.choices, fault=fault)
             )
@@ -266,9 +268,9 @@ class ExactComparison:
     ) -> Iterator[Finding]:  # fmt: skip
         provider = plan[op].provider
         known = None if provider in (NATIVE, COMPOSITION) else provider
-        outputs = run(
+        outputs = run_op(
+            runner.target.backend,
             op,
-            plan.framework,
             known,
             arguments,
             runner.device.platform,

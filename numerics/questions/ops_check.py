@@ -33,7 +33,7 @@ from ...ops.testing import (
     run,
     run_mutant,
 )
-from ...shared.errors import ConfigError
+from ...shared.errors import ConfigError, InternalError
 from ...shared.worker import backend_module
 from ..errors import EQUAL, FAILED, NOT_COMPARED
 from ..faults.planting import faulty
@@ -42,6 +42,7 @@ from ..judging.metrics import jsonable
 from ..judging.record import dumps
 from ..showing.terminal import LINES, WORDS
 from ..sides.environment import versions
+from ..sides.one_op import FRAMEWORKS, PLATFORMS, run_op
 from ..sides.runners import Fault
 from ..sides.subject import Target
 from .exact import ExactJudge
@@ -189,7 +190,10 @@ def check_ops(
                 continue
             for provider, implementation in _runnable(name, target, side, report):
                 where = Where(target.backend, device.platform, (faults or {}).get(side[0]))
-                _check(report, side, where, provider, implementation, cases)
+                try:
+                    _check(report, side, where, provider, implementation, cases)
+                except InternalError as error:
+                    report.missing.append(f"{side}: {name}={provider} did not run: {error}")
     report.seconds = time.perf_counter() - started
     return report
 
@@ -206,9 +210,9 @@ class Where:
         """The outputs of one provider of an op; None: the fallback."""
         fault = self.fault
         if fault is None or op not in fault.ops:
-            return run(op, self.backend, provider, arguments, self.device)  # type: ignore[arg-type]
-        wrap = partial(faulty, fault, self.backend, op)
-        return run(op, self.backend, provider, arguments, self.device, wrap)  # type: ignore[arg-type]
+            return run_op(self.backend, op, provider, arguments, self.device)
+        wrap = partial(faulty, fault, FRAMEWORKS[self.backend], op)
+        return run_op(self.backend, op, provider, arguments, self.device, wrap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,13 +270,17 @@ def _runnable(
     """The implementations to judge: those that the target names, or all. Raises ConfigError for
     an unknown one.
     """
-    available = providers(op, target.backend)  # type: ignore[arg-type]
+    framework = FRAMEWORKS[target.backend]
+    available = providers(op, framework)
     wanted = target.providers.get(op, ())
-    why = resolve(target.backend).unavailable.get(op)  # type: ignore[arg-type]
+    plan = resolve(framework, platform=PLATFORMS.get(target.backend, ""))
+    why = plan.unavailable.get(op)
     if why is not None and not wanted:
         report.absent.append(f"{side}: {why}")
         return
-    for provider in wanted or available:
+    # Of those that are not for XLA's programs some would fail there, or read the host.
+    runs = available if target.backend != "torch-xla" else (plan[op].provider,)
+    for provider in wanted or runs:
         if provider not in available:
             raise ConfigError(
                 f"target {target}: {op} has no provider {provider!r}, known are "

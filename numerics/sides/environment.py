@@ -15,7 +15,17 @@ from ...shared.step import StepInput
 from .runners import Runner
 from .subject import Subject
 
-PACKAGES = "jax", "jaxlib", "libtpu", "torch", "triton", "numpy", "ml_dtypes", "transformers"
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "libtpu",
+    "torch",
+    "torch_xla",
+    "triton",
+    "numpy",
+    "ml_dtypes",
+    "transformers",
+)
 
 
 def versions() -> dict[str, str]:

@@ -232,7 +232,11 @@ class Runner(ABC):
         self._layers, self._true_layers, self._top = [], [], {}
 
 
-RUNNERS = {"jax": ("jax_runner", "JaxRunner"), "torch": ("torch_runner", "TorchRunner")}
+RUNNERS = {
+    "jax": ("jax_runner", "JaxRunner"),
+    "torch": ("torch_runner", "TorchRunner"),
+    "torch-xla": ("xla_runner", "XlaRunner"),
+}
 
 
 def create_runner(subject: Subject, target: Target, fault: Fault | None = None) -> Runner:

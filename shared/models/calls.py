@@ -3,7 +3,7 @@ asked.
 
 The decoder runs on numpy arrays that hold no data. That takes less than a millisecond a program, so
 every program of the table is recorded, and a plan is made for what an engine really calls. A stage
-from outside may do anything; backends trace it in their own framework (`gpu/plans.py`,
+from outside may do anything; backends trace it in their own framework (`gpu/recording.py`,
 `tpu/plans.py`).
 """
 

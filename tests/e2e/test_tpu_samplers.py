@@ -10,9 +10,9 @@ from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.step import PROCESSING, SAMPLERS, StepShape, processor_layout
+from twinfer.shared.step_difference import sampler_size
 from twinfer.tpu import ladder, state
 from twinfer.tpu.plans import make_plans
-from twinfer.tpu.programs import sampler_size
 from twinfer.tpu.sharding import make_mesh
 
 LIMITS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 16}

@@ -91,7 +91,8 @@ def test_what_is_said_to_be_installed_exists():
 def test_every_requirement_is_pinned_for_ci():
     pins = {
         line.partition("==")[0]
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        for name in ("constraints.txt", "constraints-xla.txt")
+        for line in (ROOT / name).read_text().splitlines()
         if "==" in line
     }
     wanted = {distribution(line) for line in PROJECT["dependencies"]} | required(

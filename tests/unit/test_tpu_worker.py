@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from twinfer.bucketing import Descriptor
+from twinfer.shared import step_difference
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError, InternalError
 from twinfer.shared.models import decoder, placement
@@ -187,7 +188,7 @@ class Tables:
         self.rng, self.start = np.random.default_rng(seed), 0
         self.pages = np.zeros((SHAPE.max_rows, 32), np.int32)
         self.num_pages = np.zeros(SHAPE.max_rows, int)
-        self.parameters = np.zeros((len(state.PARAMETERS), SHAPE.max_rows), np.int32)
+        self.parameters = np.zeros((len(step_difference.PARAMETERS), SHAPE.max_rows), np.int32)
 
     def step(self, size, loop, whole):
         """A step of some rows, each new with 30 % of chances, or with some pages more; `whole`:
@@ -200,7 +201,7 @@ class Tables:
             if self.num_pages[row] in (0, 32) or rng.random() < 0.3:
                 self.num_pages[row] = 0
                 tenants.append(row)
-                self.parameters[:, row] = rng.integers(0, 999, len(state.PARAMETERS))
+                self.parameters[:, row] = rng.integers(0, 999, len(step_difference.PARAMETERS))
             first = self.num_pages[row]
             self.num_pages[row] = last = int(rng.integers(first + 1, 33))
             self.pages[row, first:last] = rng.integers(1, 999, last - first)
@@ -216,8 +217,10 @@ class Tables:
         f["kv_lens"][:count] = self.num_pages[rows] * PAGE - (loop.steps if loop else 0)
         settings = sampling.reshape(-1, size)
         settings[:] = padding_column(SHAPE.max_rows)[:, None]
-        settings[: len(state.MOVING)] = rng.integers(0, 9, (len(state.MOVING), size))
-        settings[len(state.MOVING) :, :count] = self.parameters[:, rows]
+        settings[: len(step_difference.MOVING)] = rng.integers(
+            0, 9, (len(step_difference.MOVING), size)
+        )
+        settings[len(step_difference.MOVING) :, :count] = self.parameters[:, rows]
         step = StepInput(1, descriptor, SHAPE, "greedy", batch, sampling, loop=loop)
         if whole:
             pages = np.zeros((size, 32), np.int32)
@@ -234,7 +237,7 @@ def test_the_tables_on_the_devices_hold_what_a_step_says(seed, whole):
     """Also when it is too much for the buffer of a step: each row that is new brings up to 32
     pages.
     """
-    tables, buffers, spills = Tables(seed), state.StepBuffers(SHAPE), 0
+    tables, buffers, spills = Tables(seed), step_difference.StepBuffers(SHAPE), 0
     on_device = state.State(*map(jnp.asarray, state.initial_state(SHAPE)))
     for _ in range(6):
         size = int(tables.rng.choice([4, 12]))
@@ -248,20 +251,22 @@ def test_the_tables_on_the_devices_hold_what_a_step_says(seed, whole):
         spills += len(spilled)
         for part in spilled:
             on_device = state.update(SHAPE, on_device, jnp.asarray(part))
-        layout = state.diff_layout(step.descriptor, SHAPE, loop is not None)
+        layout = step_difference.diff_layout(step.descriptor, SHAPE, loop is not None)
         on_device = state.updated(on_device, layout.unpack(jnp.asarray(buffer), lambda x: x))
         for row in step.field("rows")[: int(step.field("counts")[1])].tolist():
             used = tables.num_pages[row]
             assert np.array_equal(on_device.pages[row, :used], tables.pages[row, :used])
         parameters = np.asarray(on_device.parameters)[:, step.field("rows")]
-        assert np.array_equal(parameters, step.sampling.reshape(-1, size)[len(state.MOVING) :])
+        assert np.array_equal(
+            parameters, step.sampling.reshape(-1, size)[len(step_difference.MOVING) :]
+        )
         if loop is not None:
             assert layout.view(buffer, "limits").tolist() == [5, 1]
     assert spills
 
 
 def test_a_step_that_was_lost_or_comes_twice_is_an_error():
-    tables, buffers = Tables(0), state.StepBuffers(SHAPE)
+    tables, buffers = Tables(0), step_difference.StepBuffers(SHAPE)
     first, second, third = (tables.step(4, None, False) for _ in range(3))
     buffers.pack(first)
     with pytest.raises(InternalError, match=f"{len(first.new_pages)} came: a step was lost"):
@@ -280,7 +285,7 @@ def test_a_steady_decode_sends_no_table():
     """
     shape = StepShape(256, 256, 4096, 1000)
     descriptor = Descriptor("decode", 256, 256, 1)
-    assert state.diff_layout(descriptor, shape).size * 20 < 256 * shape.pages_per_request
+    assert step_difference.diff_layout(descriptor, shape).size * 20 < 256 * shape.pages_per_request
 
 
 def test_the_ladder_of_decode_programs_by_platform():
