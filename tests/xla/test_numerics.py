@@ -2,6 +2,9 @@
 it.
 """
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -35,3 +38,22 @@ def test_a_wrong_native_of_torch_is_blamed_on_both_torch_sides(monkeypatch):
     assert to_blame(diff) == {"torch:cpu", "torch-xla:cpu"}
     for side in diff.sides[1:]:
         assert "norm" in diff.first_divergence(side).name
+
+
+EXCESS = """
+import importlib.util, sys
+import twinfer.xla.device as device
+device.check_rounding = lambda: None
+spec = importlib.util.spec_from_file_location("numerics_tests", sys.argv[1])
+tests = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tests)
+print(sorted(tests.to_blame(tests.compared("P"))))
+"""
+
+
+def test_roundings_that_xla_leaves_out_are_blamed_on_its_side_alone(monkeypatch):
+    """The flag is read once in a process; the check that refuses it is switched off there."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_allow_excess_precision=true")
+    command = [sys.executable, "-c", EXCESS, __file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "['torch-xla:cpu']"
