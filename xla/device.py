@@ -95,10 +95,10 @@ def start(kind: str) -> None:
 
 def check_rounding() -> None:
     """Raise BackendUnavailable if XLA leaves out roundings between ops in this process."""
-    x = torch.tensor([1.0, 257.0], dtype=torch.float32).to(place_of(None))
+    x, y = (torch.tensor([number], dtype=torch.bfloat16) for number in (256.0, 1.0))
+    total = x.to(place_of(None)) + y.to(place_of(None))
     # 257 has nine digits, bfloat16 eight.
-    rounded = (x * 1.0).to(torch.bfloat16).to(torch.float32).cpu().tolist()
-    if rounded != [1.0, 256.0]:
+    if total.to(torch.float32).cpu().item() != 256.0:
         raise BackendUnavailable(
             f"XLA_FLAGS: got {os.environ.get('XLA_FLAGS', '')!r}, with which XLA leaves out "
             f"roundings between ops; it must say {EXCESS}=false before torch-xla runs anything"
