@@ -131,7 +131,8 @@ def layer(
         stage = stage_of(sub.mixer)
         hidden, cache = stage(ops, sub.mixer, weights, x, cache, batch._replace(rows=rows))
         if rows is not None:
-            residual, batch = residual[rows], batch.narrowed(rows)
+            residual = residual[rows]
+            batch = batch.narrowed(rows)
         if sub.post is not None:
             hidden = ops.rms_norm(hidden, weights[sub.post.weight], sub.post.eps)
         hidden = scaled(ops, hidden, sub.scale)

@@ -55,8 +55,18 @@ SMALL = {
 NESTED = tuple(name for name in FAMILIES if name.endswith("ForConditionalGeneration"))
 
 
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+MIXTURES = {
+    "MixtralForCausalLM": {"num_local_experts": 3},
+    "Qwen2MoeForCausalLM": EXPERTS | {"num_experts": 3, "shared_expert_intermediate_size": 20},
+    "Qwen3MoeForCausalLM": EXPERTS | {"num_experts": 3, "mlp_only_layers": [1]},
+    "Glm4MoeForCausalLM": EXPERTS | {"n_routed_experts": 3},
+}
+"""What those with experts have besides."""
+
+
 def model_of_family(architecture, **fields):
-    sizes = SMALL | fields
+    sizes = SMALL | MIXTURES.get(architecture, {}) | fields
     return parse_config(
         {"architectures": [architecture]}
         | ({"text_config": sizes} if architecture in NESTED else sizes)

@@ -97,7 +97,19 @@ PIXELS4 = {
     "model_type": "gemma4_unified",
     "text_config": UNIFIED4,
 }
-FAMILIES = ALONE | NEWER
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+QWEN2_MOE = LLAMA | {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"} | EXPERTS
+QWEN3_MOE = LLAMA | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"} | EXPERTS
+GLM4_MOE = LLAMA | {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"} | EXPERTS
+# And of these in test_expert_families.py.
+MIXTURES = {
+    "mixtral": MIXTRAL | {"num_local_experts": 4},
+    "qwen2_moe": QWEN2_MOE | {"num_experts": 4, "shared_expert_intermediate_size": 20},
+    "qwen3_moe": QWEN3_MOE | {"num_experts": 4},
+    "glm4_moe": GLM4_MOE | {"n_routed_experts": 4},
+}
+FAMILIES = ALONE | NEWER | MIXTURES
 FAMILIES |= {"mistral3": MISTRAL3, "gemma3": IMAGES3, "gemma4": IMAGES4, "gemma4_unified": PIXELS4}
 NAMES = [
     "LlamaConfig",
