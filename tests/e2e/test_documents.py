@@ -35,6 +35,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 NOT_RUN = {
     "pip install": "installs",
     "make test": "runs this test",
+    "make setup-xla": "installs an environment of its own",
     "torch:cuda": "needs a GPU",
     "--device cuda": "needs a GPU",
     "scripts/profile_step.py": "needs a GPU",

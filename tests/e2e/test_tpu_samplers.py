@@ -10,8 +10,8 @@ from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.step import PROCESSING, SAMPLERS, StepShape, processor_layout
-from twinfer.shared.step_difference import sampler_size
-from twinfer.tpu import ladder, state
+from twinfer.shared.step_difference import sampler_size, wider_processors
+from twinfer.tpu import ladder
 from twinfer.tpu.plans import make_plans
 from twinfer.tpu.sharding import make_mesh
 
@@ -113,7 +113,7 @@ def test_rows_behind_have_no_processors(sampler):
     shape = StepShape(pages_per_request=4, max_rows=9, max_model_len=12, vocab_size=70)
     layout = processor_layout(3, shape, sampler)
     given = np.random.default_rng(0).integers(0, 60, layout.size).astype(np.int32)
-    wider = state.wider_processors(given, 3, 4, shape, sampler)
+    wider = wider_processors(given, 3, 4, shape, sampler)
     fields = processor_layout(4, shape, sampler).views(wider)
     for name, values in layout.views(given).items():
         np.testing.assert_array_equal(fields[name][:3].view(np.int32), values.view(np.int32))
@@ -122,13 +122,13 @@ def test_rows_behind_have_no_processors(sampler):
     assert (last["histories"] == -1).all()
     assert (last["bias_ids"] == -1).all()
     assert [last[row] for row in ("history_row", "bias_row", "mask_row")] == [-1] * 3
-    assert state.wider_processors(given, 3, 3, shape, sampler) is given
+    assert wider_processors(given, 3, 3, shape, sampler) is given
     # A buffer brings the entries that are needed; the program takes them all.
     short = given[: layout.fields["histories"].offset + 3].copy()
     for row in ("history_row", "bias_row", "mask_row"):
         layout.view(short, row)[:] = -1
     layout.view(short, "mask_row")[1] = 0
-    whole = layout.views(state.wider_processors(short, 3, 3, shape, sampler))
+    whole = layout.views(wider_processors(short, 3, 3, shape, sampler))
     assert (whole["masks"][0] == short[-3:]).all()
     assert (whole["masks"][1:] == -1).all()
     assert (whole["histories"] == -1).all()

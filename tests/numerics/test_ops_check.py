@@ -11,6 +11,7 @@ from twinfer.numerics.questions import ops_check
 from twinfer.numerics.questions.ops_check import check_ops, render
 from twinfer.numerics.showing.junit import suite_xml
 from twinfer.numerics.showing.terminal import LINES
+from twinfer.numerics.sides import one_op
 from twinfer.numerics.sides.subject import parse_target
 from twinfer.ops import REGISTRY
 from twinfer.shared.errors import ConfigError
@@ -22,12 +23,12 @@ JAX = parse_target("jax:cpu")
 def plant(monkeypatch, change):
     """Make torch wrong: `change(outputs)`."""
 
-    def run(op, framework, provider, arguments, device="cpu"):
-        outputs = right(op, framework, provider, arguments, device)
+    def run(op, framework, *rest):
+        outputs = right(op, framework, *rest)
         return change(outputs) if framework == "torch" else outputs
 
-    right = ops_check.run
-    monkeypatch.setattr(ops_check, "run", run)
+    right = one_op.run
+    monkeypatch.setattr(one_op, "run", run)
 
 
 def test_both_frameworks_pass():

@@ -127,14 +127,15 @@ def resident_kib(file):
     not os.path.exists("/proc/self/smaps"), reason="needs Linux to tell what was read"
 )
 def test_a_slice_reads_only_its_part(tmp_path):
-    rows, file = 1 << 13, tmp_path / "model.safetensors"
-    write(tmp_path, {"big": np.zeros((rows, 4096), np.uint8)})  # 32 MiB
+    rows, file = 1 << 14, tmp_path / "model.safetensors"
+    write(tmp_path, {"big": np.zeros((rows, 4096), np.uint8)})  # 64 MiB
     checkpoint = Checkpoint(tmp_path)
     for start in range(0, rows, rows // 8):
         assert checkpoint.read_slice("big", 0, start, start + 16).shape == (16, 4096)
-    assert resident_kib(file) < 4096
+    # Linux maps what it has cached around a touched byte, at most a huge page of 2 MiB.
+    assert resident_kib(file) <= 8 * 2048
     checkpoint.read("big")
-    assert resident_kib(file) > 32_000  # so that the number above means something
+    assert resident_kib(file) > 64_000  # so that the number above means something
 
 
 @pytest.mark.parametrize(
