@@ -86,6 +86,13 @@ def _quantised_product(rng: np.random.Generator, a: Arguments) -> Probes:
     yield "integers, scales of powers of two", values | scales | {"bias": _or_none(rng, a["bias"])}
 
 
+def _grouped_product(rng: np.random.Generator, a: Arguments) -> Probes:
+    values = {"x": integers(rng, a["x"]), "scale": _powers(rng, a["scale"])}
+    if a["weight"].dtype != np.uint8:
+        values["weight"] = integers(rng, a["weight"])
+    yield "integers, scales of powers of two", values | {"bias": _or_none(rng, a["bias"])}
+
+
 def _dequantize(rng: np.random.Generator, a: Arguments) -> Probes:
     yield (
         "scales of powers of two",
@@ -421,7 +428,7 @@ PROBES: dict[str, Callable[[np.random.Generator, Arguments], Probes]] = {
     "lora_expand": _lora_expand,
     "linear_int8": _quantised_product,
     "linear_fp8": _quantised_product,
-    "linear_weight_only": _quantised_product,
+    "linear_grouped": _grouped_product,
     "dequantize": _dequantize,
     "silu_and_mul": _silu_and_mul,
     "gated_mlp": _gated_mlp,

@@ -4,12 +4,13 @@ adapters.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ..namespaces import namespace
-from ..reference import lora, quantization
+from ..reference import lora, narrow, quantization
 from ..testing import Arguments, Bound
 from .families import SUMS, Function, altered, judged, normal, rows, scaled, without_tail
 
@@ -103,6 +104,31 @@ _quantizers(
 )
 
 
+def _halves_swapped(xp: Any, x: Any, block: int) -> Any:
+    packed, scale = quantization.quantize_int4_dynamic(xp, x, block)
+    return (packed >> 4) | (packed << 4), scale
+
+
+def _not_offset(xp: Any, x: Any, block: int) -> Any:
+    packed, scale = quantization.quantize_int4_dynamic(xp, x, block)
+    return packed ^ 0x88, scale
+
+
+judged(
+    "quantize_int4_dynamic",
+    lambda storage: {
+        f"blocks of {block}": {"x": _values(51, storage, 7, 96), "block": block}
+        for block in (32, 96)
+    },
+    {
+        "halves swapped": _halves_swapped,
+        "two's complement": _not_offset,
+        "tail skipped": altered(quantization.quantize_int4_dynamic, x=without_tail),
+    },
+    bitwise=True,
+)
+
+
 # Dequantisation and products
 
 
@@ -147,8 +173,12 @@ def _linear_case(kind: str, dtype: str, bias: bool, x_per: str) -> Arguments:
 
 
 def _products(arguments: Arguments) -> Any:
-    x, weight = (np.abs(arguments[name].astype(np.float64)) for name in ("x", "weight"))
-    size = x @ weight.T * arguments.get("x_scale", 1.0) * arguments["weight_scale"].T
+    numpy = namespace("numpy")
+    x, weight = (
+        np.abs(quantization.dequantize(numpy, arguments[name], scale.astype(np.float64), "float64"))
+        for name, scale in (("x", arguments["x_scale"]), ("weight", arguments["weight_scale"]))
+    )
+    size = x @ weight.T
     return size if arguments["bias"] is None else size + np.abs(arguments["bias"])
 
 
@@ -161,40 +191,118 @@ def _product_mutants(reference: Function) -> dict[str, Function]:
     }
 
 
-def _quantized_linear(reference: Function, kind: str) -> None:
+def _quantized_linear(
+    reference: Function, kind: str, more: Callable[[str], dict[str, Arguments]] = lambda _: {}
+) -> None:
     judged(
         reference.__name__,
-        lambda dtype: {
-            f"bias {bias}, scale per {per}": _linear_case(kind, dtype, bias, per)
-            for bias in (True, False)
-            for per in ("row", "tensor")
-        },
-        _product_mutants(reference),
+        lambda dtype: (
+            {
+                f"bias {bias}, scale per {per}": _linear_case(kind, dtype, bias, per)
+                for bias in (True, False)
+                for per in ("row", "tensor")
+            }
+            | more(dtype)
+        ),
+        {
+            **_product_mutants(reference),
+            "scale of another block": altered(reference, weight_scale=lambda s: np.roll(s, 1, 1)),
+        }
+        if kind == "fp8"
+        else _product_mutants(reference),
         bound=SUMS,
         magnitude=_products,
     )
 
 
-_quantized_linear(quantization.linear_int8, "int8")
-_quantized_linear(quantization.linear_fp8, "fp8")
+_quantized_linear(narrow.linear_int8, "int8")
 
 
-def _weight_only_cases(dtype: str) -> dict[str, Arguments]:
+def _block_cases(dtype: str) -> dict[str, Arguments]:
+    """fp8 by blocks of 32 along k: of the weight, and of both."""
     cases = {}
-    for kind in ("int8", "fp8"):
-        for bias in (True, False):
-            case = _linear_case(kind, dtype, bias, "row")
-            arguments = {name: case[name] for name in ("weight", "weight_scale", "bias")}
-            cases[f"{kind} bias {bias}"] = {"x": rows(56, dtype, 7, 96, scale=1.0), **arguments}
+    weight, of_blocks = quantized("fp8", normal(54, "float32", 33, 96), "block", 32)
+    for per in ("row", "block"):
+        x, x_scale = quantized("fp8", rows(53, "float32", 7, 96, scale=1.0), per, 32)
+        cases[f"x per {per}"] = {
+            "x": x, "weight": weight, "x_scale": x_scale, "weight_scale": of_blocks,
+            "bias": normal(55, dtype, 33), "dtype": dtype,
+        }  # fmt: skip
     return cases
 
 
+_quantized_linear(narrow.linear_fp8, "fp8", _block_cases)
+
+
+def _grouped_case(kind: str, dtype: str, groups: int, zeros: bool) -> Arguments:
+    """Every value of each kind occurs; neighbouring rows and groups have scales that differ."""
+    rng = np.random.default_rng(57)
+    n, k = 33, 96
+    if kind == "fp8":
+        weight = quantized("fp8", normal(54, "float32", n, k), "row")[0]
+    elif kind == "int8":
+        weight = rng.integers(-127, 128, (n, k)).astype(np.int8)
+    else:
+        weight = rng.integers(0, 256, (n, k // 2)).astype(np.uint8)
+    scale = (2.0 ** rng.uniform(-6, -3, (n, groups))).astype(np.float32)
+    zero = rng.integers(0, 17, (n, groups)).astype(np.uint8) if zeros else None
+    return {"weight": weight, "scale": scale, "zero": zero, "kind": kind}
+
+
+def _grouped_cases(dtype: str) -> dict[str, Arguments]:
+    cases = {}
+    sorts = [(kind, zeros) for kind in narrow.KINDS for zeros in (False, True)]
+    for kind, zeros in (sort for sort in sorts if sort[0] == "int4" or not sort[1]):
+        for groups in (1, 3):
+            made = _grouped_case(kind, dtype, groups, zeros)
+            x = rows(56, dtype, 7, 96, scale=1.0)
+            bias = normal(55, dtype, 33) if groups == 3 else None
+            name = f"{kind}, {groups} groups" + ", zeros" * zeros
+            cases[name] = {"x": x, **made, "bias": bias}
+    return cases
+
+
+def _grouped_products(arguments: Arguments) -> Any:
+    wide = narrow.widened_weight(
+        namespace("numpy"), arguments["weight"], arguments["scale"].astype(np.float64),
+        arguments["zero"], arguments["kind"],
+    )  # fmt: skip
+    size = np.abs(arguments["x"].astype(np.float64)) @ np.abs(wide).T
+    return size if arguments["bias"] is None else size + np.abs(arguments["bias"])
+
+
+def _packed_only(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda weight: change(weight) if weight.dtype == np.uint8 else weight
+
+
+def _with_zero(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda zero: None if zero is None else change(zero)
+
+
 judged(
-    "linear_weight_only",
-    _weight_only_cases,
-    _product_mutants(quantization.linear_weight_only),
-    bound=SUMS,
-    magnitude=_products,
+    "linear_grouped",
+    _grouped_cases,
+    {
+        "scale 1.005": scaled(narrow.linear_grouped, 1.005),
+        "tail skipped": altered(narrow.linear_grouped, x=without_tail),
+        "scale of another row": altered(narrow.linear_grouped, scale=lambda s: np.roll(s, 1, 0)),
+        "scale of another group": altered(narrow.linear_grouped, scale=lambda s: np.roll(s, 1, 1)),
+        "divided by the scale": altered(narrow.linear_grouped, scale=lambda s: 1.0 / s),
+        "halves of a byte swapped": altered(
+            narrow.linear_grouped, weight=_packed_only(lambda w: (w >> 4) | (w << 4))
+        ),
+        "zero off by one": altered(narrow.linear_grouped, zero=_with_zero(lambda z: z + 1)),
+        "zero of another group": altered(
+            narrow.linear_grouped, zero=_with_zero(lambda z: np.roll(z, 1, 1))
+        ),
+        "zeros ignored": altered(narrow.linear_grouped, zero=lambda _: None),
+        "int4 for fp4": altered(
+            narrow.linear_grouped, kind=lambda kind: "int4" if kind == "fp4" else kind
+        ),
+        "no bias": altered(narrow.linear_grouped, bias=lambda _: None),
+    },
+    bound=Bound(accumulated=16.0, inner=1.0, reason="the weight may be rounded to the dtype of x"),
+    magnitude=_grouped_products,
     rows=("x",),
 )
 

@@ -1,17 +1,17 @@
-"""Symmetric quantisation to int8 and to fp8 (e4m3fn), and projections of quantised arrays.
+"""Symmetric quantisation to int8, to fp8 (e4m3fn) and to int4.
 
 Values and scales are the same bits in every framework, because nothing in them depends on how a
 compiler divides:
 
 - All arithmetic is float32, whatever the input dtype. NaN does not count towards a scale,
   infinities count as the largest float32.
-- scale = amax * c with c = float32(1/127) or float32(1/448): a product, because XLA turns a
-  division by a constant into one and Triton's division is approximate. An amax below 2^-100 (0
-  among them) gives scale 1: smaller scales would be subnormal, which some processors flush.
+- scale = amax * c with c = float32(1/127), float32(1/448) or float32(1/7): a product, because XLA
+  turns a division by a constant into one and Triton's division is approximate. An amax below 2^-100
+  (0 among them) gives scale 1: smaller scales would be subnormal, which some processors flush.
 - inverse = 1 / scale, correctly rounded: any division that is within 4 units in the last place, put
   right by an exact integer remainder. One a scale, not one an element.
-- value = x * inverse, clipped to +-127 or +-448, then rounded once, ties to even. NaN is 0 in int8
-  and NaN in fp8.
+- value = x * inverse, clipped to +-127, +-448 or +-7, then rounded once, ties to even. NaN is 0 in
+  int8 and int4, and NaN in fp8.
 
 Shapes: x [row k], scale [s t] with s in (1, row) and t dividing k: entry j of row i has scale [i or
 0, j // (k / t)]. That is [1 1] for a tensor, [row 1] for tokens (and for the output channels of a
@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from ..declare import DOT, Array, Contract, OpError, define
+from ..declare import Array, Contract, OpError, define
 
-INT8_MAX, FP8_MAX = 127.0, 448.0
+INT8_MAX, FP8_MAX, INT4_MAX = 127.0, 448.0, 7.0
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = 2.0**-100
 BITWISE = Contract(
@@ -37,7 +37,6 @@ BITWISE = Contract(
     masked="per row: each row depends on its own input row only",
     nan="NaN does not reach a scale; it is 0 in int8 and NaN in fp8",
 )
-SCALED = "product and scales in float32, then bias, then once to the storage dtype"
 
 
 def _scale_shape(per: str, block: int, row: int, k: int, **_: Any) -> dict[str, int]:
@@ -83,6 +82,25 @@ def quantize_fp8_dynamic(xp: Any, x: Array, per: str, block: int) -> tuple[Array
 
 
 @define(
+    shapes="x [row k] -> [row half] uint8, [row t] float32",
+    choose=lambda k, block, **_: {"half": k // 2, "t": k // max(block, 1)},
+    contract=BITWISE,
+)
+def quantize_int4_dynamic(xp: Any, x: Array, block: int) -> tuple[Array, Array]:
+    """(values [row k/2] uint8, scales [row k/block]) of x [row k], by blocks of `block` in k.
+
+    A byte holds two neighbours, the first in its low half, each as its value from -7 to 7 plus 8:
+    the form of `linear_grouped` without zeros.
+    """
+    scale = _scales(xp, x, INT4_MAX, "block", block)
+    y = _scaled(xp, x, scale)
+    y = xp.round(_saturated(xp, xp.where(xp.isnan(y), 0.0, y), INT4_MAX)) + 8.0
+    pairs = xp.reshape(xp.astype(y, xp.int32), (x.shape[0], x.shape[1] // 2, 2))
+    packed = pairs[:, :, 0] + 16 * pairs[:, :, 1]
+    return xp.astype(packed, xp.uint8), _as_wide(xp, scale, x)
+
+
+@define(
     shapes="values [row k], scale [s t] -> [row k] dtype",
     contract=Contract(rounds="value * scale in float32, then once to the storage dtype"),
 )
@@ -91,77 +109,7 @@ def dequantize(xp: Any, values: Array, scale: Array, dtype: str) -> Array:
     float16.
     """
     blocks = _blocks(xp, xp.astype(values, scale.dtype), scale) * scale[..., None]
-    return _rounded(xp, xp.reshape(blocks, values.shape), dtype)
-
-
-@define(
-    shapes="x [tok k], weight [n k], x_scale [s 1], weight_scale [t 1], bias [n] -> [tok n] dtype",
-    contract=Contract(
-        rounds=SCALED, accumulate="int32, exact, then float32", dot="int8 by int8 in int32"
-    ),
-)
-def linear_int8(
-    xp: Any,
-    x: Array,
-    weight: Array,
-    x_scale: Array,
-    weight_scale: Array,
-    bias: Array | None,
-    dtype: str,
-) -> Array:
-    """x [tok k] int8 times weight [n k] int8 transposed, scaled, plus bias [n] or None -> [tok n]
-    of `dtype`.
-
-    x_scale [tok 1] or [1 1], weight_scale [n 1] or [1 1], as quantisation per row or tensor gives
-    them. k < 2^17 keeps the sum within int32. Without a bias the float32 result is the same bits
-    everywhere: (sum * x_scale) * weight_scale.
-    """
-    total = xp.astype(xp.linear_int32(x, weight), x_scale.dtype)
-    return _rounded(xp, _scale_and_add(xp, total, x_scale, weight_scale, bias), dtype)
-
-
-@define(
-    shapes="x [tok k], weight [n k], x_scale [s 1], weight_scale [t 1], bias [n] -> [tok n] dtype",
-    contract=Contract(
-        rounds=SCALED, dot="products of e4m3 (exact in bfloat16) in float32: BF16_BF16_F32"
-    ),
-)
-def linear_fp8(
-    xp: Any,
-    x: Array,
-    weight: Array,
-    x_scale: Array,
-    weight_scale: Array,
-    bias: Array | None,
-    dtype: str,
-) -> Array:
-    """x [tok k] fp8 times weight [n k] fp8 transposed, scaled, plus bias [n] or None -> [tok n] of
-    `dtype`.
-
-    x_scale [tok 1] or [1 1], weight_scale [n 1] or [1 1]. Sums are float32: the 14 bits that some
-    fp8 units keep between their own steps do not meet the contract.
-    """
-    total = xp.linear_accumulated(_rounded(xp, x, "bfloat16"), _rounded(xp, weight, "bfloat16"))
-    return _rounded(xp, _scale_and_add(xp, total, x_scale, weight_scale, bias), dtype)
-
-
-@define(
-    shapes="x [tok k], weight [n k], weight_scale [t 1], bias [n] -> [tok n] x",
-    contract=Contract(rounds=SCALED, dot=DOT),
-)
-def linear_weight_only(
-    xp: Any, x: Array, weight: Array, weight_scale: Array, bias: Array | None
-) -> Array:
-    """x [tok k] times weight [n k] (int8 or fp8) transposed, times weight_scale [n 1] or [1 1],
-    plus bias -> [tok n].
-
-    Weights are exact in x's dtype, so the scale is taken out of the sum and the product has one
-    rounding, as `linear`.
-    """
-    y = xp.linear_accumulated(x, xp.astype(weight, x.dtype)) * _across(xp, weight_scale)
-    if bias is not None:
-        y = y + xp.accumulate(bias)[None, :]
-    return xp.astype(y, x.dtype)
+    return rounded(xp, xp.reshape(blocks, values.shape), dtype)
 
 
 def stored(xp: Any, x: Array, cache: Array, scale: Array | None) -> Array:
@@ -243,18 +191,6 @@ def exact_quotient(mantissa: Array, guess: Array, xp: Any) -> Array:
     return guess + quotient + xp.astype(2 * rest > mantissa, xp.int32)
 
 
-def _scale_and_add(
-    xp: Any, total: Array, x_scale: Array, weight_scale: Array, bias: Array | None
-) -> Array:
-    y = (total * x_scale) * _across(xp, weight_scale)
-    return y if bias is None else y + xp.accumulate(bias)[None, :]
-
-
-def _across(xp: Any, scale: Array) -> Array:
-    """Scales of a weight's rows [n 1] as those of the output's columns [1 n]."""
-    return xp.permute_dims(xp.accumulate(scale), (1, 0))
-
-
-def _rounded(xp: Any, y: Array, dtype: str) -> Array:
+def rounded(xp: Any, y: Array, dtype: str) -> Array:
     """y in `dtype`; float64, which the oracle runs in, stays."""
     return y if y.dtype == xp.float64 else xp.astype(y, xp.float_dtype(dtype))

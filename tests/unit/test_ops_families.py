@@ -11,12 +11,23 @@ import pytest
 from twinfer.ops import REGISTRY, OpError, resolve
 from twinfer.ops.cases import families, load_all, quantized
 from twinfer.ops.namespaces import namespace
-from twinfer.ops.reference import activations, lora, moe, norms, parallel, quantization, rotary
+from twinfer.ops.reference import (
+    activations,
+    lora,
+    moe,
+    narrow,
+    norms,
+    parallel,
+    quantization,
+    rotary,
+)
 from twinfer.ops.testing import TESTING, ci_cases, judge
 
 load_all()
 
-MODULES = [m.__name__ for m in (activations, lora, moe, norms, parallel, quantization, rotary)]
+MODULES = [
+    m.__name__ for m in (activations, lora, moe, narrow, norms, parallel, quantization, rotary)
+]
 OPS = [op.name for op in REGISTRY if op.reference.__module__ in MODULES]
 NUMPY = namespace("numpy")
 ORACLE = resolve("numpy").bind()
