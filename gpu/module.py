@@ -47,6 +47,7 @@ class Decoder(torch.nn.Module):
         super().__init__()
         self.config = config
         self.model = decoder.model_of(config)
+        self.dtype = dtype
         self._ops = ops
         for name, parameter in table.top.items():
             self.register_parameter(name, _empty(parameter, dtype, device))
@@ -113,8 +114,8 @@ class Decoder(torch.nn.Module):
 
 
 def _empty(parameter: Parameter, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
-    if parameter.dtype == "float32":
-        dtype = torch.float32
+    if parameter.dtype != "model":
+        dtype = getattr(torch, parameter.dtype)
     return torch.nn.Parameter(
         torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False
     )

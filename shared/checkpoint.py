@@ -4,6 +4,7 @@ Pickles are refused.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -31,9 +32,13 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "I16": np.dtype(np.int16),
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "BOOL": np.dtype(np.bool_),
 }
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
+UNKNOWN_TO_NUMPY = ("F8_E4M3", "F8_E8M0")
+"""Dtypes that the library does not hand out as numpy arrays."""
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SHOWN = 5
@@ -54,6 +59,9 @@ class Checkpoint:
     is a CheckpointError of one line, when it is first noticed: a missing file here, a corrupt one
     when it is opened.
     """
+
+    holds_pieces = False
+    """Whether quantised weights are read by their pieces (`narrow_checkpoint.py`)."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = need_folder(folder)
@@ -87,12 +95,14 @@ class Checkpoint:
         """The dtype of a tensor (bfloat16 is that of ml_dtypes); reads the file's header only."""
         stored = self._slice(name).get_dtype()
         if stored not in DTYPES:
-            self._fail(f"{self._where(name)} has dtype {stored}, allowed are {', '.join(DTYPES)}")
+            self._fail(f"{self.where(name)} has dtype {stored}, allowed are {', '.join(DTYPES)}")
         return DTYPES[stored]
 
     def read(self, name: str) -> np.ndarray:
         """A whole tensor: a new array, the caller's to keep and to change."""
         dtype = self.dtype(name)
+        if self._slice(name).get_dtype() in UNKNOWN_TO_NUMPY:
+            return np.array(self._mapped(name, dtype))
         return self._checked(
             self._get(name, lambda: self._handle(self._files[name]).get_tensor(name)), name, dtype
         )
@@ -102,13 +112,15 @@ class Checkpoint:
         dtype, shape = self.dtype(name), self.shape(name)
         if not 0 <= axis < len(shape) or not 0 <= start <= stop <= shape[axis]:
             self._fail(
-                f"{self._where(name)} has shape {list(shape)}, which has no {start}:{stop} on "
+                f"{self.where(name)} has shape {list(shape)}, which has no {start}:{stop} on "
                 "axis "
                 f"{axis}"
             )
         if start == stop or 0 in shape:  # the library takes an empty slice for one outside
             return np.empty((*shape[:axis], stop - start, *shape[axis + 1 :]), dtype)
         part = (slice(None),) * axis + (slice(start, stop),)
+        if self._slice(name).get_dtype() in UNKNOWN_TO_NUMPY:
+            return np.array(self._mapped(name, dtype)[part])
         return self._checked(self._get(name, lambda: self._slice(name)[part]), name, dtype)
 
     def has(self, name: str) -> bool:
@@ -120,15 +132,16 @@ class Checkpoint:
         expected: Mapping[str, Sequence[int]],
         ignored: Sequence[str] = (),
         copies: Mapping[str, str] | None = None,
+        dtypes: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """Raise CheckpointError unless the tensors are those of `expected`, with these shapes and a
-        float dtype.
+        float dtype, or one of `dtypes`.
 
         Tensors whose names fit one of the patterns `ignored` may be there too, and so may those
         that `copies` maps to the tensor that they must equal. One message reports everything:
         missing, unexpected and mismatched tensors.
         """
-        copies = copies or {}
+        copies, dtypes = copies or {}, dtypes or {}
         extra = [name for name in self._files if name not in expected]
         unexpected = [
             name for name in extra if not any(fnmatchcase(name, pattern) for pattern in ignored)
@@ -141,11 +154,12 @@ class Checkpoint:
             if name not in self._files:
                 continue
             found, stored = self.shape(name), self._slice(name).get_dtype()
+            allowed = dtypes.get(name, WEIGHT_DTYPES)
             if found != tuple(shape):
-                wrong.append(f"{self._where(name)} has shape {list(found)}, expected {list(shape)}")
-            elif stored not in WEIGHT_DTYPES:
+                wrong.append(f"{self.where(name)} has shape {list(found)}, expected {list(shape)}")
+            elif stored not in allowed:
                 wrong.append(
-                    f"{self._where(name)} has dtype {stored}, expected {' or '.join(WEIGHT_DTYPES)}"
+                    f"{self.where(name)} has dtype {stored}, expected {' or '.join(allowed)}"
                 )
         missing = [name for name in expected if name not in self._files]
         strangers = [name + nearest(name, expected) for name in sorted(unexpected)[:SHOWN]]
@@ -166,13 +180,13 @@ class Checkpoint:
         shape = self.shape(name)
         if shape not in ((), (1,), (size,)):
             self._fail(
-                f"{self._where(name)} has shape {list(shape)}, a scale has [], [1] or [{size}]"
+                f"{self.where(name)} has shape {list(shape)}, a scale has [], [1] or [{size}]"
             )
         values = self.read(name).astype(np.float64).reshape(-1)
         wrong = ~((values >= low) & (values <= high))
         if wrong.any():
             self._fail(
-                f"{self._where(name)} holds {float(values[wrong.argmax()])}, a scale is from "
+                f"{self.where(name)} holds {float(values[wrong.argmax()])}, a scale is from "
                 f"{low:.4g} to {high:.4g}"
             )
 
@@ -188,7 +202,7 @@ class Checkpoint:
             equal = equal and one.tobytes() == other.tobytes()
         if not equal:
             self._fail(
-                f"{self._where(name)} differs from {original}, though config.json ties them: set "
+                f"{self.where(name)} differs from {original}, though config.json ties them: set "
                 "tie_word_embeddings "
                 "to false there to use both"
             )
@@ -244,18 +258,35 @@ class Checkpoint:
             self._fail(f"{self._folder}: no tensor {show(name)}")
         return self._get(name, lambda: self._handle(self._files[name]).get_slice(name))
 
+    def _mapped(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+        """A tensor where it lies in its file: the bytes behind the header that this says."""
+        path, shape = self._folder / self._files[name], self.shape(name)
+        if 0 in shape:
+            return np.empty(shape, dtype)
+
+        def mapped() -> np.ndarray:
+            with open(path, "rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                begin, end = json.loads(file.read(size))[name]["data_offsets"]
+            raw = np.memmap(path, np.uint8, "r", 8 + size + begin, (end - begin,))
+            return raw.view(dtype).reshape(shape)
+
+        found: np.ndarray = self._get(name, mapped)
+        return found
+
     def _get(self, name: str, read: Any) -> Any:
         try:
             return read()
         except (SafetensorError, OSError, ValueError) as why:
-            self._fail(f"{self._where(name)} cannot be read: {show(str(why), 160)}")
+            self._fail(f"{self.where(name)} cannot be read: {show(str(why), 160)}")
 
     def _checked(self, array: np.ndarray, name: str, dtype: np.dtype[Any]) -> np.ndarray:
         if array.dtype != dtype:
-            self._fail(f"{self._where(name)} was read as {array.dtype}, its header says {dtype}")
+            self._fail(f"{self.where(name)} was read as {array.dtype}, its header says {dtype}")
         return array
 
-    def _where(self, name: str) -> str:
+    def where(self, name: str) -> str:
+        """The file and the name of a tensor, for messages."""
         return f"{self._folder / self._files[name]}: {show(name)}"
 
     def _fail(self, message: str) -> NoReturn:

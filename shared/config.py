@@ -37,6 +37,8 @@ from .engine_config import (
 from .errors import ConfigError, UnsupportedModel
 from .jax_config import check_ladders
 from .models.config import ModelConfig
+from .models.decoder import parameters_of
+from .models.placement import check_pieces
 from .options import options_of
 from .page_table import default_page_size
 from .xla_config import check_torch_xla
@@ -218,6 +220,7 @@ def _check_shards(config: EngineConfig, model: ModelConfig) -> None:
             f"tensor_parallel_size: got {config.tensor_parallel_size}, {model.architecture} allows "
             "1: its norms of q and k are over all heads, which shards deal out among them"
         )
+    check_pieces(parameters_of(model), model, config.tensor_parallel_size)
     if model.num_experts and config.tensor_parallel_size > 1:
         raise ConfigError(
             f"tensor_parallel_size: got {config.tensor_parallel_size}, {model.architecture} allows "

@@ -31,6 +31,7 @@ from .models.fields import show
 from .packer import pack, padding
 from .page_groups import PageGroup
 from .progress import Progress, silent
+from .quantized import with_quantization
 from .request import FinishReason, Request
 from .request_table import ScheduledStep
 from .sampling_encoding import encode_mask
@@ -121,11 +122,12 @@ class Engine:
         """
         backend, self.device, chosen = find_backend(config.backend, config.device)
         config = replace(config, backend=backend)
+        model, quantized = with_quantization(model, config.quantization)
         self.config, changes = resolve(config, model, self.device, demand)
         weights = None if self.config.load_format == "dummy" else folder
         self.model, scales = with_scales(model, self.config, weights)
         model = self.model
-        self.report = StartReport([*chosen, *changes, *scales])
+        self.report = StartReport([*chosen, *changes, *quantized, *scales])
         self.table = self.config.table()
         self.shape = step_shape(model, self.config)
         self.worker = create_worker(model, self.config, self.device, folder)

@@ -15,6 +15,7 @@ from .compilation_config import CompilationConfig, CUDAGraphMode
 from .errors import ConfigError
 from .jax_config import MAX_SHARDS
 from .kv_config import KV_DTYPES
+from .models.quantization import WHEN_LOADED
 from .option_kinds import (
     Built,
     Choice,
@@ -116,6 +117,11 @@ class EngineConfig:
     )
     dtype: str = _engine(
         "auto", Choice(DTYPES), help="of weights and activations; auto: the checkpoint's"
+    )
+    quantization: str | None = _engine(
+        None,
+        Choice(tuple(WHEN_LOADED)),
+        help="how weights of projections are held: quantised when they are loaded",
     )
     load_format: str = _engine(
         "auto",

@@ -10,7 +10,7 @@ from math import prod
 
 from .models import decoder
 from .models.config import ModelConfig
-from .models.table import ParameterTable, parameter_count
+from .models.table import Parameter, bytes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +36,28 @@ def decode_bytes(
     the batch chooses where all are as likely.
     """
     table = decoder.parameters_of(model)
-    weights: float = parameter_count(table)
+    sizes = [(p, bytes_of(p, itemsize) * (1 if p.layers is None else len(p.layers))) for p in table]
+    weights: float = sum(size for _, size in sizes)
     if model.num_experts:
         idle = (1 - model.experts_per_token / model.num_experts) ** batch
-        weights -= idle * _entries_of_experts(table)
+        weights -= idle * sum(size for p, size in sizes if is_of_experts(p))
     tables = ("embed", "input_embed")[model.tie_embeddings :]
     for shape in (table.top[name].shape for name in tables if name in table.top):
-        weights += batch * shape[1] - prod(shape)
+        weights += itemsize * (batch * shape[1] - prod(shape))
     seen = 0.0
     for window in model.layer_windows:
         heads = model.heads(window)
         seen += 2 * heads.kv * heads.size * (min(length, window) if window else length)
-    return itemsize * weights + cache_itemsize * batch * seen
+    return weights + cache_itemsize * batch * seen
 
 
 EXPERTS = ("experts_gate_up", "experts_down")
 
 
-def _entries_of_experts(table: ParameterTable) -> int:
-    """Entries of all experts of all layers."""
-    return sum(prod(p.shape) * len(p.layers or ()) for p in table if p.name in EXPERTS)
+def is_of_experts(parameter: Parameter) -> bool:
+    """Whether a parameter holds all experts of a layer."""
+    plain = parameter if parameter.piece_of is None else parameter.piece_of.wide
+    return plain.name in EXPERTS
 
 
 def prefill_flops(model: ModelConfig, lengths: Sequence[int]) -> float:
@@ -69,7 +71,7 @@ def prefill_flops(model: ModelConfig, lengths: Sequence[int]) -> float:
     share = model.experts_per_token / model.num_experts if model.num_experts else 1.0
     layers = [table.layer(i).values() for i in range(model.num_layers)]
     *before, behind = [
-        sum(prod(p.shape) * (share if p.name in EXPERTS else 1) for p in layer if len(p.shape) > 1)
+        sum(p.entries * (share if p.name in EXPERTS else 1) for p in layer if len(p.shape) > 1)
         for layer in layers
     ]
     tokens, prompts = sum(lengths), len(lengths)

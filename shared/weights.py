@@ -12,13 +12,44 @@ from typing import Any
 
 import numpy as np
 
+from ..ops.reference import quantization
 from ..ops.reference.sampling import hash_tokens
 from .checkpoint import Checkpoint
-from .models.table import TOP, Parameter, ParameterTable, Part, keys
+from .models.spec import Narrow
+from .models.table import TOP, Parameter, ParameterTable, Part, Piece, keys
 
 DUMMY_STD = 0.02
 SCALES = (2.0**-126, 2.0**126)
 """What scales may be: neither they nor their reciprocals are subnormal."""
+
+
+def is_made(checkpoint: Checkpoint | None, parameter: Parameter) -> bool:
+    """Whether a parameter is a piece of a weight that is quantised when it is loaded: the
+    checkpoint has the plain one, or nothing is read.
+    """
+    return parameter.piece_of is not None and not (checkpoint and checkpoint.holds_pieces)
+
+
+def pieces(xp: Any, wide: Any, narrow: Narrow) -> dict[Piece, Any]:
+    """What holds a weight [n k] of the run dtype: in every framework of the namespace `xp` the same
+    bits.
+    """
+    group = narrow.group or wide.shape[1]
+    if narrow.kind == "int4":
+        values, scale = quantization.quantize_int4_dynamic(xp, wide, group)
+    elif narrow.kind == "int8":
+        values, scale = quantization.quantize_int8_dynamic(xp, wide, "block", group)
+    elif narrow.kind == "fp8":
+        values, scale = quantization.quantize_fp8_dynamic(xp, wide, "block", group)
+    else:
+        # Nothing is quantised to fp4: these are dummy weights.
+        values, scale = quantization.quantize_int4_dynamic(xp, wide, group)
+    found: dict[Piece, Any] = {"values": values, "scale": scale}
+    if narrow.zeros:
+        found["zero"] = xp.astype(scale * 0.0 + 8.0, xp.uint8)
+    if narrow.static_activations:
+        found["input_scale"] = scale[:1, :1] * 0.0 + 2.0**-4
+    return found
 
 
 def parts_in(
@@ -127,6 +158,8 @@ def check_checkpoint(checkpoint: Checkpoint, table: ParameterTable) -> None:
     expected, spelling = {}, _most_frequent(checkpoint, table)
     scales: dict[str, int] = {}
     for parameter, layer in table.placed():
+        if is_made(checkpoint, parameter) and parameter.piece_of is not None:
+            parameter = parameter.piece_of.wide
         if parameter.value is not None:
             continue
         parts = parts_in(checkpoint, parameter, layer, spelling)

@@ -25,6 +25,7 @@ from ..shared.models import decoder
 from ..shared.models.caches import cached_tokens, layout_of, request_pages
 from ..shared.models.config import ModelConfig
 from ..shared.progress import Progress
+from ..shared.quantized import with_quantization
 from ..shared.worker import cache_pages
 from . import compilation, executables, footprint
 from .aot_report import AotReport, ProgramCost, program_cost
@@ -60,12 +61,12 @@ def build(
     target = topology(where)
     # A compile-only client can write JAX's cache but not read it.
     jax.config.update("jax_enable_compilation_cache", False)
-    config, changes = resolve(
-        EngineConfig(**options, model=name, backend="jax"), model, target.info
-    )
+    asked = EngineConfig(**options, model=name, backend="jax")
+    model, quantized = with_quantization(model, asked.quantization)
+    config, changes = resolve(asked, model, target.info)
     read = config.load_format != "dummy" and has_weights(folder)
     model, scales = with_scales(model, config, folder if read else None)
-    changes += scales
+    changes += [*quantized, *scales]
     start = time.perf_counter()
     mesh = make_mesh(target.devices, config.tensor_parallel_size)
     if target.hosts > 1:

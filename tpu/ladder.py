@@ -90,12 +90,14 @@ def _reads_in_place(model: ModelConfig, plans: Plans, mesh: Mesh) -> bool:
     slice is a copy.
 
     Only our own stages pass matrices on to nothing but ops that know what to do with them; those
-    of experts do not.
+    of experts do not, nor do those of narrow weights.
     """
     if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
         return False
     every = [plan for kind in plans.by_kind for plan in plans.every(kind)]
-    if any("grouped_matmul" in plan or "moe_experts" in plan for plan in every):
+    if model.quantization or any(
+        "grouped_matmul" in plan or "moe_experts" in plan for plan in every
+    ):
         return False
     products = [plan[op] for plan in every for op in ("linear", "gated_mlp") if op in plan]
     native = all(choice.provider in (NATIVE, COMPOSITION) for choice in products)

@@ -19,9 +19,20 @@ from ..shared.checkpoint import Checkpoint
 from ..shared.models.blocks import Block
 from ..shared.models.config import ModelConfig
 from ..shared.models.placement import Placement, place, rows_of
-from ..shared.models.table import Parameter, ParameterTable, keys
+from ..shared.models.quantization import pieces_of
+from ..shared.models.spec import Narrow
+from ..shared.models.table import Parameter, ParameterTable, keys, piece_name
+from ..shared.narrow_checkpoint import open_checkpoint
 from ..shared.progress import Progress
-from ..shared.weights import check_checkpoint, dummy_parameter, parts_in, read_entries, read_rows
+from ..shared.weights import (
+    check_checkpoint,
+    dummy_parameter,
+    is_made,
+    parts_in,
+    pieces,
+    read_entries,
+    read_rows,
+)
 from .sharding import on, partition
 
 
@@ -41,7 +52,7 @@ def load_weights(
     """
     checkpoint = None
     if load_format != "dummy":
-        checkpoint = Checkpoint(folder)
+        checkpoint = open_checkpoint(folder, model)
         check_checkpoint(checkpoint, table)
     shards = mesh.shape["tp"]
 
@@ -55,6 +66,12 @@ def load_weights(
         "blocks": [tuple({} for _ in range(block.period)) for block in blocks]
     }
     for done, parameter in enumerate(table):
+        if is_made(checkpoint, parameter):
+            for layers, of_layers in _stacks(blocks, weights["blocks"]):
+                if layers[0] in (parameter.layers or ()):
+                    of_layers |= _made(parameter, maker, model, mesh, layers)
+            progress("weights", done + 1, len(table.parameters))
+            continue
         make = maker(parameter)
         if parameter.layers is None:
             weights[parameter.name] = make(range(1))
@@ -73,6 +90,36 @@ def _stacks(
     for block, of_block in zip(blocks, stacked, strict=True):
         for position, of_layers in enumerate(of_block):
             yield block.layers_at(position), of_layers
+
+
+def _made(
+    parameter: Parameter,
+    maker: Callable[[Parameter], Callable[[range], jax.Array]],
+    model: ModelConfig,
+    mesh: Mesh,
+    layers: range,
+) -> dict[str, jax.Array]:
+    """The pieces of a weight of some layers, quantised on its devices, a layer at a time; nothing
+    for a parameter that is made together with its values.
+    """
+    of = parameter.piece_of
+    if of is None or of.piece != "values":
+        return {}
+    make = maker(of.wide)
+    each = [_pieces_of(make(range(i, i + 1)), parameter.name, of.narrow) for i in layers]
+    found = {}
+    for piece in pieces_of(of.wide, of.narrow):
+        lies = on(mesh, partition(place(piece, model, mesh.shape["tp"]), True))
+        parts = [layer.pop(piece.name) for layer in each]
+        found[piece.name] = jax.jit(jnp.concatenate, out_shardings=lies)(parts)
+    return found
+
+
+@partial(jax.jit, static_argnames=("name", "narrow"))
+def _pieces_of(wide: jax.Array, name: str, narrow: Narrow) -> dict[str, jax.Array]:
+    """The pieces of one layer's weight [1 n k], each [1 n m], by name."""
+    made = pieces(namespace("jax"), wide[0], narrow)
+    return {piece_name(name, piece): array[None] for piece, array in made.items()}
 
 
 def _read(

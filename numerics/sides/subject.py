@@ -14,16 +14,23 @@ import numpy as np
 from ...ops import REGISTRY
 from ...ops.namespaces import namespace
 from ...ops.plugins import load_plugins
-from ...ops.testing import DTYPES
-from ...shared.checkpoint import Checkpoint
 from ...shared.config import BACKENDS, DEVICES, LOAD_FORMATS, EngineConfig, ResolvedConfig, resolve
 from ...shared.errors import ConfigError
 from ...shared.models import decoder
+from ...shared.models.calls import DTYPES
 from ...shared.models.config import ModelConfig, load_config
 from ...shared.models.locate import model_folder
 from ...shared.models.shapes import check_weights
 from ...shared.models.table import TOP, Parameter, ParameterTable
-from ...shared.weights import check_checkpoint, dummy_parameter, dummy_size, read_parameter
+from ...shared.narrow_checkpoint import open_checkpoint
+from ...shared.weights import (
+    check_checkpoint,
+    dummy_parameter,
+    dummy_size,
+    is_made,
+    pieces,
+    read_parameter,
+)
 from ...shared.worker import backend_module
 
 RUN_DTYPES = ("float32", "bfloat16", "float16")
@@ -230,7 +237,7 @@ class HostWeights:
         self._table = decoder.parameters_of(subject.model)
         self._checkpoint = None
         if subject.load_format != "dummy":
-            self._checkpoint = Checkpoint(subject.folder)
+            self._checkpoint = open_checkpoint(subject.folder, subject.model)
             check_checkpoint(self._checkpoint, self._table)
         self._top = {name: self._read(p, TOP) for name, p in self._table.top.items()}
         self._kept: dict[int, dict[str, np.ndarray]] = {}
@@ -257,6 +264,10 @@ class HostWeights:
         return found
 
     def _read(self, parameter: Parameter, layer: int) -> np.ndarray:
+        if is_made(self._checkpoint, parameter) and parameter.piece_of is not None:
+            wide = self._read(parameter.piece_of.wide, layer)
+            made = pieces(namespace("numpy"), wide, parameter.piece_of.narrow)
+            return np.asarray(made[parameter.piece_of.piece])
         dtype = DTYPES[parameter.dtype_in(self._subject.dtype)]
         if self._checkpoint is not None:
             return read_parameter(self._checkpoint, parameter, layer).astype(dtype)

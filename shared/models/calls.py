@@ -43,6 +43,7 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
     "int8": np.dtype(np.int8),
+    "uint8": np.dtype(np.uint8),
     "int32": np.dtype(np.int32),
 }
 _ITEM = bytearray(8)

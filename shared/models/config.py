@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from .families import FAMILIES, family_of
 from .fields import Fields, nearest, need_folder, read_json, show
+from .quantization import Quantization
+from .quantization_config import read_quantization
 from .rope import RopeConfig
 from .spec import Activation, Score
 
@@ -52,7 +54,8 @@ class ModelConfig:
     `experts_per_token`, in all layers but `dense_layers`; their weights add up to 1 if
     `renormalizes_experts`. `shared_expert_size` are the entries of the one that all tokens go
     through, whose result is gated if `gates_shared_expert`. `expert_score` says what they are
-    chosen by; `expert_groups` (all, kept) and `expert_scale` belong to sigmoids.
+    chosen by; `expert_groups` (all, kept) and `expert_scale` belong to sigmoids. `quantization`:
+    projections are held in 8 or 4 bits an entry.
     `text_architecture` is that of the
     part that runs, where it is one of several. `left_out` names parts of the
     checkpoint that do not run, since they are not text; `image_token_ids` are those that stand for
@@ -113,6 +116,7 @@ class ModelConfig:
     expert_groups: tuple[int, int] = (1, 1)
     expert_scale: float = 1.0
     dense_layers: tuple[int, ...] = ()
+    quantization: Quantization | None = None
 
     def heads(self, window: int) -> Heads:
         """The heads of layers with this window."""
@@ -165,7 +169,8 @@ def parse_config(
     """
     architecture = _architecture(Fields(raw, where))
     model_type, family = FAMILIES[architecture], family_of(architecture)
-    fields = Fields(raw, where, model_type)
+    quantization = read_quantization(Fields(raw, where, model_type))
+    fields = Fields({**raw, "quantization_config": None}, where, model_type)
     family.refuse_unknown(fields)
     config = family.read(fields)
     beside = Fields(generation or {}, str(Path(where).with_name("generation_config.json")))
@@ -174,6 +179,7 @@ def parse_config(
         config,
         architecture=architecture,
         model_type=model_type,
+        quantization=quantization,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         raw_hash=hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest(),
     )

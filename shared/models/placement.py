@@ -13,8 +13,9 @@ from functools import cache
 
 import numpy as np
 
+from ..errors import ConfigError
 from .config import Heads, ModelConfig
-from .table import Parameter, Part
+from .table import Parameter, ParameterTable, Part
 
 SHARDED = {
     "vocab": True,
@@ -144,6 +145,25 @@ def place(parameter: Parameter, model: ModelConfig, shards: int) -> Placement:
         shape = (*parameter.shape[:axis], len(whole), *parameter.shape[axis + 1 :])
         return Placement(shape, axis, whole)
     return Placement(parameter.shape, None, None)
+
+
+def check_pieces(table: ParameterTable, model: ModelConfig, shards: int) -> None:
+    """Raise ConfigError unless each shard holds whole groups of narrow weights, and whole bytes."""
+    for parameter in table:
+        of = parameter.piece_of
+        if of is None or of.piece == "input_scale" or parameter.axes[-1] == "one":
+            continue
+        wide, own = place(of.wide, model, shards), place(parameter, model, shards)
+        if wide.axis != 1 or wide.source is None or own.source is None:
+            continue
+        size = of.wide.shape[1] // parameter.shape[1]
+        entries = own.source[:, None] * size + np.arange(size)
+        spread = np.where(own.source[:, None] < 0, -1, entries).reshape(-1)
+        if not np.array_equal(spread, wide.source):
+            raise ConfigError(
+                f"tensor_parallel_size: got {shards}, which splits groups of {size} entries that "
+                f"share a {of.piece} in {of.wide.name}; allowed are sizes that leave them whole"
+            )
 
 
 def _source(axis: str, size: int, model: ModelConfig, shards: int) -> np.ndarray | None:

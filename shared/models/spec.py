@@ -13,6 +13,9 @@ from typing import ClassVar, Literal
 Activation = Literal["silu", "gelu_tanh"]
 Score = Literal["softmax", "sigmoid"]
 Shared = Literal["plain", "gated"]
+NarrowKind = Literal["int8", "fp8", "int4", "fp4"]
+"""See `ops/reference/narrow.py`."""
+Activations = Literal["int8", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,24 @@ class Norm:
 
     weight: str
     eps: float
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """How the projections of a mixer are held: w = (q - zero) * scale, q of this kind.
+
+    `group` entries along k share a scale, and a zero if they have `zeros`; 0: all of a row. With
+    `activations` the products are of quantised tokens: by blocks of `activation_group` entries, or
+    as a whole if it is 0; with `static_activations` by a scale of the weights, else by each one's
+    own.
+    """
+
+    kind: NarrowKind
+    group: int = 0
+    zeros: bool = False
+    activations: Activations | None = None
+    activation_group: int = 0
+    static_activations: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +72,7 @@ class Attention:
     temper: int | None = None
     v_norm: bool = False
     reads: int | None = None
+    narrow: Narrow | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +82,7 @@ class Mlp:
     mixes_tokens: ClassVar[bool] = False
 
     act: Activation = "silu"
+    narrow: Narrow | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +105,7 @@ class Experts:
     groups: int = 1
     groups_kept: int = 1
     scale: float = 1.0
+    narrow: Narrow | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +117,7 @@ class LayerInput:
     mixes_tokens: ClassVar[bool] = False
 
     act: Activation = "gelu_tanh"
+    narrow: Narrow | None = None
 
 
 Mixer = Attention | Mlp | Experts | LayerInput

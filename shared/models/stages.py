@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-from .spec import Activation, Attention, Experts, Layer, LayerInput, Mixer, Mlp, Model
+from .spec import Activation, Attention, Experts, Layer, LayerInput, Mixer, Mlp, Model, Narrow
 
 Array = Any
 Weights = Mapping[str, Array]
@@ -82,17 +82,58 @@ A stage whose tokens see each other returns the tokens `batch.rows` only, if the
 """
 
 
-def project(ops: Any, weights: Weights, name: str, x: Array, batch: Batch) -> Array:
+def project(
+    ops: Any, weights: Weights, name: str, x: Array, batch: Batch, narrow: Narrow | None
+) -> Array:
     """x [tok in] times the weight of this name, [tok out]: the only place that knows what a
     weight is.
     """
-    return ops.linear(x, weights[name], weights.get(f"{name}_bias"))
+    weight, bias = weights[name], weights.get(f"{name}_bias")
+    if narrow is None:
+        return ops.linear(x, weight, bias)
+    scale = weights[f"{name}_scale"]
+    if narrow.activations is None:
+        zero = weights.get(f"{name}_zero")
+        return ops.linear_grouped(x, weight, scale, zero, bias, narrow.kind)
+    values, own = quantized(ops, weights, name, x, narrow)
+    linear = ops.linear_int8 if narrow.activations == "int8" else ops.linear_fp8
+    return linear(values, weight, own, scale, bias, str(x.dtype).removeprefix("torch."))
+
+
+def quantized(
+    ops: Any, weights: Weights, name: str, x: Array, narrow: Narrow
+) -> tuple[Array, Array]:
+    """(values [tok in], scales) of what goes into a product: each token's own, or those that the
+    weights bring along.
+    """
+    if narrow.static_activations:
+        # All parts of a weight have the same (`quantization.check_input_scales`).
+        scale = weights[f"{name}_input_scale"][:1]
+        fixed = ops.quantize_int8 if narrow.activations == "int8" else ops.quantize_fp8
+        return fixed(x, scale), scale
+    by = ("block", narrow.activation_group) if narrow.activation_group else ("row", 0)
+    own = ops.quantize_int8_dynamic if narrow.activations == "int8" else ops.quantize_fp8_dynamic
+    found: tuple[Array, Array] = own(x, *by)
+    return found
 
 
 def gated_mlp(
-    ops: Any, weights: Weights, up: str, down: str, x: Array, batch: Batch, act: Activation = "silu"
+    ops: Any,
+    weights: Weights,
+    up: str,
+    down: str,
+    x: Array,
+    batch: Batch,
+    act: Activation,
+    narrow: Narrow | None,
 ) -> Array:
-    """Two projections and what is between them, as the one op that covers plain weights."""
+    """Two projections and what is between them: as the one op that covers them, if their weights
+    are plain.
+    """
+    if narrow is not None:
+        both = project(ops, weights, up, x, batch, narrow)
+        hidden = ops.silu_and_mul(both) if act == "silu" else ops.gelu_and_mul(both, "tanh")
+        return project(ops, weights, down, hidden, batch, narrow)
     bias_up, bias_down = weights.get(f"{up}_bias"), weights.get(f"{down}_bias")
     op = ops.gated_mlp if act == "silu" else ops.gelu_gated_mlp
     return op(x, weights[up], bias_up, weights[down], bias_down)
@@ -113,7 +154,7 @@ def attention_stage(
     if spec.reads is not None:
         q = queries(ops, spec, weights, x, batch)
         return attended(ops, spec, weights, q, cache, batch), cache
-    qkv = project(ops, weights, "qkv", x, batch)
+    qkv = project(ops, weights, "qkv", x, batch, spec.narrow)
     if spec.wide_qk_norm:
         qkv = ops.wide_qk_norm(qkv, weights["q_norm"], weights["k_norm"], spec.norm_eps)
     q_norm = weights["q_norm"] if spec.qk_norm else None
@@ -130,7 +171,7 @@ def attention_stage(
 
 def queries(ops: Any, spec: Attention, weights: Weights, x: Array, batch: Batch) -> Array:
     """Normed and rotated queries [tok head hdim] of a layer that has no keys and values."""
-    q = project(ops, weights, "q", x, batch)
+    q = project(ops, weights, "q", x, batch, spec.narrow)
     q = q.reshape(q.shape[0], spec.num_heads, spec.head_dim)
     q_norm = weights["q_norm"] if spec.qk_norm else None
     return ops.norm_rope(q, q_norm, *angles_of(spec, batch), spec.norm_eps)
@@ -150,14 +191,15 @@ def attended(
     if batch.rows is not None:
         y = y[batch.rows]
     heads = y.reshape(y.shape[0], spec.num_heads * spec.head_dim)
-    return project(ops, weights, "o", heads, batch)
+    return project(ops, weights, "o", heads, batch, spec.narrow)
 
 
 def mlp_stage(
     ops: Any, spec: Mlp, weights: Weights, x: Array, cache: Cache, batch: Batch
 ) -> tuple[Array, Cache]:
     """Each token for itself; the cache stays as it is."""
-    return gated_mlp(ops, weights, "gate_up", "down", x, batch, spec.act), cache
+    y = gated_mlp(ops, weights, "gate_up", "down", x, batch, spec.act, spec.narrow)
+    return y, cache
 
 
 def experts_stage(
@@ -170,7 +212,9 @@ def experts_stage(
     down = weights["experts_down"].reshape(spec.num_experts, width, -1)
     y = ops.moe_experts(x, chosen, experts, gate_up, down)
     if spec.shared is not None:
-        every = gated_mlp(ops, weights, "shared_gate_up", "shared_down", x, batch)
+        every = gated_mlp(
+            ops, weights, "shared_gate_up", "shared_down", x, batch, "silu", spec.narrow
+        )
         if spec.shared == "plain":
             return ops.add(y, every), cache
         y = ops.add_gated(y, every, ops.logits(x, weights["shared_gate"]))
@@ -194,9 +238,9 @@ def layer_input_stage(
     ops: Any, spec: LayerInput, weights: Weights, x: Array, cache: Cache, batch: Batch
 ) -> tuple[Array, Cache]:
     """The layer's own embedding of each token, as far as its gate lets it; the cache stays."""
-    gate = project(ops, weights, "input_gate", x, batch)
+    gate = project(ops, weights, "input_gate", x, batch, spec.narrow)
     own = ops.gelu_gate(gate, batch.layer_input)
-    return project(ops, weights, "input_up", own, batch), cache
+    return project(ops, weights, "input_up", own, batch, spec.narrow), cache
 
 
 STAGES: Mapping[type[Mixer], Stage] = {

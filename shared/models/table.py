@@ -13,11 +13,14 @@ from typing import Literal
 import numpy as np
 
 from ..errors import InternalError
+from .spec import Narrow
 
 TOP = -1
 """The layer of what belongs to none."""
 Init = Literal["normal", "ones", "zeros"]
-ParameterDtype = Literal["model", "float32"]
+ParameterDtype = Literal["model", "float32", "int8", "float8_e4m3fn", "uint8"]
+Piece = Literal["values", "scale", "zero", "input_scale"]
+"""What a narrow weight is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,17 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class PieceOf:
+    """Which piece of a narrow weight a parameter is, of the parameter `wide` in how many
+    bits its checkpoint says.
+    """
+
+    piece: Piece
+    wide: Parameter
+    narrow: Narrow
+
+
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """One weight of any rank. It exists once for each of `layers`, and `shape` is that of one
     layer; None: once in all.
@@ -83,7 +97,7 @@ class Parameter:
     float32: in models of any dtype. `offset` is added to what is read, before the factor, in
     float32: norms that multiply with 1 + weight are plain norms then. `is_scale`: positive
     factors, for all of which the tensor may hold one value. `value`: what all entries are, where
-    none is read.
+    none is read. `piece_of`: it is a piece of a narrow weight.
     """
 
     name: str
@@ -98,6 +112,7 @@ class Parameter:
     offset: float = 0.0
     is_scale: bool = False
     value: float | None = None
+    piece_of: PieceOf | None = None
 
     def __post_init__(self) -> None:
         for parts in (self.parts, *self.alternatives):
@@ -124,6 +139,13 @@ class Parameter:
     def dtype_in(self, model_dtype: str) -> str:
         """The dtype that it has in a model of `model_dtype`."""
         return model_dtype if self.dtype == "model" else self.dtype
+
+    @property
+    def entries(self) -> int:
+        """Weights of the model that it holds in one layer."""
+        if self.piece_of is None:
+            return prod(self.shape)
+        return prod(self.piece_of.wide.shape) if self.piece_of.piece == "values" else 0
 
     @property
     def padding(self) -> float:
@@ -193,4 +215,17 @@ def keys(parts: Sequence[Part], layer: int) -> list[str]:
 
 def parameter_count(table: ParameterTable) -> int:
     """Weights of the whole model."""
-    return sum(prod(p.shape) * (1 if p.layers is None else len(p.layers)) for p in table)
+    return sum(p.entries * (1 if p.layers is None else len(p.layers)) for p in table)
+
+
+BYTES_OF = {"model": 0, "float32": 4, "int8": 1, "float8_e4m3fn": 1, "uint8": 1}
+
+
+def bytes_of(parameter: Parameter, itemsize: int) -> int:
+    """Bytes of one layer's parameter in a model whose dtype has `itemsize`."""
+    return prod(parameter.shape) * (BYTES_OF[parameter.dtype] or itemsize)
+
+
+def piece_name(wide: str, piece: Piece) -> str:
+    """What a piece of the narrow weight of this name is called."""
+    return wide if piece == "values" else f"{wide}_{piece}"

@@ -11,6 +11,8 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ..quantization import narrowed_model, narrowed_table
+
 if TYPE_CHECKING:
     from ..config import ModelConfig
     from ..spec import Model
@@ -53,10 +55,18 @@ def family_of(architecture: str) -> Family:
 @cache
 def model_of(config: ModelConfig) -> Model:
     """The layers of the model that a config describes."""
-    return family_of(config.architecture).model(config)
+    model = family_of(config.architecture).model(config)
+    if config.quantization is None:
+        return model
+    return narrowed_model(model, _wide_parameters(config), config.quantization)
 
 
 @cache
 def parameters_of(config: ModelConfig) -> ParameterTable:
     """The parameters of the model that a config describes."""
+    table = _wide_parameters(config)
+    return table if config.quantization is None else narrowed_table(table, config.quantization)
+
+
+def _wide_parameters(config: ModelConfig) -> ParameterTable:
     return family_of(config.architecture).parameters(config)

@@ -28,7 +28,7 @@ READ = frozenset(
     rms_norm_eps tie_word_embeddings attention_bias mlp_bias sliding_window
     use_sliding_window max_window_layers layer_types rope_theta rope_scaling
     rope_parameters original_max_position_embeddings dtype torch_dtype eos_token_id
-    bos_token_id""".split()
+    bos_token_id quantization_config""".split()
 )
 
 # Training, bookkeeping, outputs that nobody asks for here, and defaults of sampling (which a
@@ -63,7 +63,6 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({},),
-    "quantization_config": (),
 }
 
 
