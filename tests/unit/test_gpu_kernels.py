@@ -70,6 +70,7 @@ def test_in_the_interpreter(device, chosen):
 
 
 SINKS = np.linspace(-2.0, 4.0, 4).astype(np.float32)
+SINKS_OF_6 = np.linspace(-2.0, 4.0, 6).astype(np.float32)
 SCALES = {"k_scale": by_head(0.9, 2), "v_scale": by_head(0.6, 2)}
 
 
@@ -134,47 +135,46 @@ def test_when_requests_are_split_together(kernels):
     assert splitting(4096, 8, 8192, 0, setting) == (0, 1, 4096)
 
 
-@pytest.mark.parametrize("gathered", ["", "own", "past", "past of one"])
 @pytest.mark.parametrize(
-    ("heads", "size", "page"), [((7, 1), 128, 32), ((8, 2), 80, 16), ((4, 4), 256, 64)]
+    ("heads", "size", "page"),
+    [((7, 1), 128, 32), ((8, 2), 80, 16), ((4, 4), 256, 64), ((8, 2), 64, 8), ((4, 1), 128, 16)],
 )
-def test_triton_mixed_steps(kernels, device, monkeypatch, heads, size, page, gathered):
+def test_triton_mixed_steps(kernels, device, heads, size, page):
     """Groups and head sizes of real models: decodes, chunks with a past, and whole prompts in
-    one step. Of two requests with a past, there may be room for the slots of one.
+    one step.
     """
-    if gathered and (size == 80 or (size == 256 and device == "cpu")):
-        pytest.skip(
-            "heads of no power of 2 are not gathered, and those of 256 take the interpreter long"
-        )
     lengths, queries = [90, 1, 150, 70, 33], [1, 1, 40, 70, 2]
     arguments = paged(
         generator("mixed"), "bfloat16", lengths, queries, heads, size, page, requests=8, tokens=128
     )
-    settings = kernels.config("prefill", "bfloat16"), kernels.config("prefill_own", str(size))
-    before = [dict(setting) for setting in settings]
-    if gathered == "past of one":
-        slot = 2 * heads[1] * size * 2
-        monkeypatch.setattr("twinfer.gpu.kernels.attention.GATHERED", 170 * slot)
-    try:
-        settings[0].update(gather=1 if gathered else 1 << 30)
-        settings[1].update(past=1 if gathered.startswith("past") else 1 << 30)
-        judge("paged_attention", arguments, device)
-        if gathered:
-            # What one request holds does not reach the others.
-            kv = arguments["kv"].copy()
-            kv[arguments["page_table"][2, : -(-150 // page)], :, 1::2] = np.nan  # V
-            got, want = (
-                run("paged_attention", "torch", "triton", arguments | {"kv": x}, device)[0]
-                for x in (arguments["kv"], kv)
-            )
-            others = np.r_[0:2, 42:114]
-            assert got[others].tobytes() == want[others].tobytes()
-            judge("paged_attention", arguments | {"soft_cap": 20.0}, device)
-        else:
-            judge("paged_attention", arguments | {"window": 37, "soft_cap": 20.0}, device)
-    finally:
-        for setting, old in zip(settings, before, strict=True):
-            setting.update(old)
+    judge("paged_attention", arguments, device)
+    # What one request holds does not reach the others, nor what its last page holds behind it.
+    kv = arguments["kv"].copy()
+    pages = arguments["page_table"][2, : -(-150 // page)]
+    kv[pages, :, 1::2] = np.nan  # V
+    last = arguments["page_table"][3, 69 // page]
+    kv[last, 70 % page :] = np.nan
+    got, want = (
+        run("paged_attention", "torch", "triton", arguments | {"kv": x}, device)[0]
+        for x in (arguments["kv"], kv)
+    )
+    others = np.r_[0:2, 42:114]
+    assert got[others].tobytes() == want[others].tobytes()
+    if size != 256 or device != "cpu":  # which takes the interpreter long
+        judge("paged_attention", arguments | {"window": 37, "soft_cap": 20.0}, device)
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("reach", [{}, {"window": 700}, {"chunk": 512}], ids=str)
+def test_triton_long_prompts(kernels, device, size, reach):
+    """Prompts of many blocks, whole and in chunks with a past, beside short ones."""
+    if device == "cpu":
+        pytest.skip("takes the interpreter minutes; shorter prompts are judged there")
+    arguments = paged(
+        generator("long"), "bfloat16", [900, 2500, 1030, 16], [1, 600, 1030, 16], (6, 2), size, 16,
+        tokens=1700,
+    )  # fmt: skip
+    judge("paged_attention", released(arguments | reach | {"sinks": SINKS_OF_6}), device)
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,15 @@ DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8",
     torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 
 
 def signature(value):
     """What the compiler calls the type of an argument."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{DTYPES[value.base.dtype]}{value.block_shape}>"
+        return f"tensordesc<{DTYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
     if isinstance(value, torch.Tensor):
         return "*" + DTYPES[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
@@ -38,6 +38,7 @@ def compiled(monkeypatch):
     """Kernels are compiled for a chip instead of being launched: their names, in order."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import JITFunction
 
     from twinfer.gpu.kernels import counters, launch
@@ -50,7 +51,7 @@ def compiled(monkeypatch):
         options = {name: named.pop(name) for name in OPTIONS if name in named}
         bound = dict(zip(kernel.arg_names, args, strict=False)) | named
         constants = {p.name for p in kernel.params if p.is_constexpr}
-        source = ASTSource(
+        source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
             kernel,
             {n: "constexpr" if n in constants else signature(bound[n]) for n in kernel.arg_names},
             {(i,): bound[n] for i, n in enumerate(kernel.arg_names) if n in constants},
@@ -69,10 +70,11 @@ def compiled(monkeypatch):
             f"twinfer.gpu.kernels.{module}.counters",
             lambda device: torch.zeros(counters.COUNTERS, dtype=torch.int32),
         )
-    monkeypatch.setattr("twinfer.gpu.kernels.attention.copy_engine", lambda: True)
-    launch.overlap.cache_clear()
+    for cached in (launch.overlap, launch.hopper):
+        cached.cache_clear()
     yield names
-    launch.overlap.cache_clear()
+    for cached in (launch.overlap, launch.hopper):
+        cached.cache_clear()
 
 
 def arguments_of(op, arguments):
@@ -83,19 +85,25 @@ def arguments_of(op, arguments):
     return {name: from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
 
 
-@pytest.mark.parametrize("reach", [{}, {"window": 64}], ids=["all", "window"])
-def test_attention_compiles(compiled, reach, monkeypatch):
+@pytest.mark.parametrize(
+    ("heads", "size", "reach"),
+    [
+        ((8, 2), 128, {}),
+        ((7, 1), 64, {"chunk": 64}),
+        ((4, 2), 256, {"window": 64, "soft_cap": 20.0}),
+        ((8, 1), 80, {"window": 64}),
+    ],
+)
+def test_attention_compiles(compiled, heads, size, reach):
+    """Prompts by the kernel for Hopper where it takes the heads, else by the one for any chip."""
     from twinfer.gpu.kernels import attention
 
-    setting = attention.config("prefill_own", "128")
-    monkeypatch.setitem(setting, "past", 1)
-    monkeypatch.setitem(attention.config("prefill", "bfloat16", "128"), "gather", 1)
     arguments = paged(
-        generator("compile"), "bfloat16", [90, 150], [1, 40], (8, 2), 128, 16, tokens=64
+        generator("compile"), "bfloat16", [90, 150], [1, 40], heads, size, 16, tokens=64
     )
     attention.paged_attention(**arguments_of("paged_attention", arguments | reach))
-    own = [] if reach else ["gather_kernel", "gather_past_kernel"]
-    assert compiled == ["decode_kernel", *own, "prefill_kernel"]
+    prompts = "hopper_kernel" if size in attention.HOPPER_SIZES else "prefill_kernel"
+    assert compiled == ["decode_kernel", prompts]
 
 
 @pytest.mark.parametrize("filtered", [False, True])
