@@ -94,7 +94,7 @@ CANDIDATES: dict[tuple[str, int], list[tuple[int, ...]]] = {
     ("decode", 64): _NARROW_DECODE,
     ("prefill", 128): _NARROW_PREFILL,
     ("prefill", 64): _NARROW_PREFILL,
-    ("hopper", 128): [(128, 2), (64, 4), (64, 3)],
+    ("hopper", 128): [(128, 2), (128, 3), (64, 4)],
     ("hopper", 64): [(128, 2), (128, 3), (128, 4), (64, 4)],
     ("hopper", 256): [(64, 2), (32, 2), (32, 4)],
     ("decode", 512): [

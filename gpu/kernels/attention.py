@@ -204,24 +204,8 @@ def _prefill(
     }
     sinks = out if sinks is None else sinks
     if hopper() and _fits_hopper(q, kv, shape, scale):
-        # Gluon is there from this chip on only, and costs a start on others.
-        from triton.experimental.gluon.language import NVMMASharedLayout
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        from .hopper_kernel import BLOCK_M, REGISTERS, hopper_kernel
-
-        setting = config("hopper", str(shape["SIZE"]))
-        rows = kv.view(kv.shape[0] * shape["PAGE"], -1)
-        box = [shape["PAGE"], shape["SIZE"]]
-        blocks = triton.cdiv(tokens, BLOCK_M.value // shape["GROUP"]) + requests
-        shape.pop("BLOCK_D")
-        hopper_kernel[(shape["HEADS"], blocks)](
-            TensorDescriptor.from_tensor(rows, box, NVMMASharedLayout(128, 16, 2)),
-            q, page_table, query_start, kv_lens, counts, out, sinks, scale, soft_cap, tokens,
-            requests, rows.shape[0], q.stride(0), q.stride(1), page_table.stride(0),
-            BLOCK_N=setting["block_n"], BLOCK_R=block_r, STAGES=setting["stages"], num_warps=4,
-            maxnreg=REGISTERS, **variant, **shape, **overlap(),
-        )  # fmt: skip
+        tensors = q, kv, page_table, query_start, kv_lens, counts, out, sinks
+        _prefill_hopper(*tensors, scale, soft_cap, shape, variant)
         return
     setting = _config("prefill", q, shape)
     # Small blocks where large ones would not fill the GPU.
@@ -235,6 +219,45 @@ def _prefill(
         BLOCK_M=block_m, BLOCK_N=setting["block_n"], BLOCK_R=block_r,
         STAGES=setting["stages"], num_warps=setting["warps"], **variant, **shape, **overlap(),
     )  # fmt: skip
+
+
+def _prefill_hopper(
+    q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor,
+    kv_lens: torch.Tensor, counts: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor,
+    scale: float, soft_cap: float, shape: dict[str, int], variant: dict[str, int | bool],
+) -> None:  # fmt: skip
+    # Gluon is there from this chip on only, and costs a start on others.
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .hopper_kernel import BLOCK_M, REGISTERS, hopper_kernel, merge_kernel
+
+    tokens, requests, heads = q.shape[0], kv_lens.shape[0], shape["HEADS"]
+    setting = config("hopper", str(shape["SIZE"]))
+    rows = kv.view(kv.shape[0] * shape["PAGE"], -1)
+    box = [shape["PAGE"], shape["SIZE"]]
+    blocks = triton.cdiv(tokens, BLOCK_M.value // shape["GROUP"])
+    parts = max(1, min(setting["parts"], processors() // (blocks * heads)))
+    sums = marks = splits = out
+    if parts > 1:
+        sums = torch.empty((parts, *q.shape), dtype=torch.float32, device=q.device)
+        marks = torch.empty((2, parts, *q.shape[:2]), dtype=torch.float32, device=q.device)
+        splits = torch.empty((tokens, heads), dtype=torch.int32, device=q.device)
+    lengths = {name: shape[name] for name in ("GROUP", "HEADS", "SIZE")}
+    hopper_kernel[(heads, blocks + requests, parts)](
+        TensorDescriptor.from_tensor(rows, box, NVMMASharedLayout(128, 16, 2)),
+        q, page_table, query_start, kv_lens, counts, out, sinks, sums, marks, splits, scale,
+        soft_cap, tokens, requests, rows.shape[0], q.stride(0), q.stride(1), page_table.stride(0),
+        PAGE=shape["PAGE"], BLOCK_N=setting["block_n"], BLOCK_R=power_of_2(requests + 1),
+        STAGES=setting["stages"], PARTS=parts, LEAST=setting["least"], num_warps=4,
+        maxnreg=REGISTERS, **lengths, **variant, **overlap(),
+    )  # fmt: skip
+    if parts > 1:
+        merge_kernel[(tokens, heads)](
+            sums, marks, splits, counts, sinks, out, tokens, PARTS=parts,
+            SINKS=variant["SINKS"], BLOCK_G=power_of_2(shape["GROUP"]), num_warps=4, **lengths,
+            **overlap(),
+        )  # fmt: skip
 
 
 def _fits_hopper(q: torch.Tensor, kv: torch.Tensor, shape: dict[str, int], scale: float) -> bool:

@@ -7,8 +7,13 @@ takes the softmax of one block of slots, its tensor cores multiply the weights o
 with V: `_step` has both products in flight.
 
 Slots are taken from the last block to the first: the blocks that not every row sees come first.
+
+Few tokens behind many slots would fill few processors. Their slots are split: each part leaves its
+sums behind, and `merge_kernel` adds them up in their order.
 """
 
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -110,13 +115,14 @@ def _scores(
 
 @gluon.jit
 def _step(
-    i, acc, weight, top, total, position, tile, tiles, bars, last, blocks, factor, soft_cap,
+    i, acc, weight, shrink, top, total, position, tile, tiles, bars, last, blocks, factor, soft_cap,
     S: gl.constexpr, OUT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, CHUNK: gl.constexpr, CAPPED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores and weights of the i-th block, beside the product of the weights before with V.
 
-    The K of the block is there already.
+    The K of the block is there already. What was summed shrinks to the last maximum while the
+    scores are on their way, so that the product has not to wait for that.
     """
     k_tiles, v_tiles = tiles
     k_ready, k_empty, v_ready, v_empty, _clean = bars
@@ -126,6 +132,7 @@ def _step(
     zero = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, S)
     k = k_tiles.index(stage).permute((1, 0))
     s = warpgroup_mma(tile, k, zero, use_acc=False, is_async=True)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
     acc = warpgroup_mma(weight, v_tiles.index(before), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(stage), count=1)
@@ -145,19 +152,20 @@ def _step(
     mbarrier.wait(k_ready.index(coming % STAGES), coming // STAGES & 1, pred=coming < blocks)
     acc, weight, following, total = warpgroup_mma_wait(0, deps=(acc, weight, following, total))
     mbarrier.arrive(v_empty.index(before), count=1)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
-    return acc, following, best, total
+    return acc, following, shrink, best, total
 
 
 @gluon.jit
 def _attend(
-    WHO: gl.constexpr, q, out, sinks, tiles, q_tiles, bars, h, token, stop, length, past, last,
-    blocks, masked, whole, factor, soft_cap, q_token_stride, q_head_stride, GROUP: gl.constexpr,
-    HEADS: gl.constexpr, SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    WINDOW: gl.constexpr, CHUNK: gl.constexpr, CAPPED: gl.constexpr, SINKS: gl.constexpr,
+    WHO: gl.constexpr, q, out, sinks, sums, marks, tiles, q_tiles, bars, h, token, stop, length,
+    past, last, blocks, masked, whole, part, parts, tokens, factor, soft_cap, q_token_stride,
+    q_head_stride, GROUP: gl.constexpr, HEADS: gl.constexpr, SIZE: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
+    CAPPED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """The rows of one group of warps. Of its blocks the first `masked` and those from `whole` on
-    hold slots that not every row sees.
+    hold slots that not every row sees. One of several parts leaves its sums in `sums`
+    [PARTS tok head SIZE] and their maxima and weights in `marks` [2 PARTS tok head].
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
@@ -191,6 +199,7 @@ def _attend(
     base = gl.where(top == float("-inf"), 0.0, top * unit)
     p = gl.exp2(s * unit - base[:, None])
     total = gl.sum(p, 1)
+    shrink = gl.full_like(total, 1.0)
     weight = gl.convert_layout(p.to(tile.dtype), gl.DotOperandLayout(0, OUT, 2))
     acc = gl.zeros([GROUP_ROWS, SIZE], gl.float32, OUT)
 
@@ -198,32 +207,43 @@ def _attend(
     masked = gl.minimum(gl.maximum(masked, 1), blocks)
     whole = gl.maximum(gl.minimum(whole, blocks), masked)
     for i in range(1, masked):
-        acc, weight, top, total = _step(
-            i, acc, weight, top, total, position, tile, tiles, bars, last, blocks, factor,
+        acc, weight, shrink, top, total = _step(
+            i, acc, weight, shrink, top, total, position, tile, tiles, bars, last, blocks, factor,
             soft_cap, S, OUT, BLOCK_N, STAGES, WINDOW, CHUNK, CAPPED, True,
         )  # fmt: skip
     for i in range(masked, whole):
-        acc, weight, top, total = _step(
-            i, acc, weight, top, total, position, tile, tiles, bars, last, blocks, factor,
+        acc, weight, shrink, top, total = _step(
+            i, acc, weight, shrink, top, total, position, tile, tiles, bars, last, blocks, factor,
             soft_cap, S, OUT, BLOCK_N, STAGES, WINDOW, CHUNK, CAPPED, False,
         )  # fmt: skip
     if WINDOW > 0 or CHUNK > 0:
         for i in range(whole, blocks):
-            acc, weight, top, total = _step(
-                i, acc, weight, top, total, position, tile, tiles, bars, last, blocks, factor,
-                soft_cap, S, OUT, BLOCK_N, STAGES, WINDOW, CHUNK, CAPPED, True,
+            acc, weight, shrink, top, total = _step(
+                i, acc, weight, shrink, top, total, position, tile, tiles, bars, last, blocks,
+                factor, soft_cap, S, OUT, BLOCK_N, STAGES, WINDOW, CHUNK, CAPPED, True,
             )  # fmt: skip
 
     before = (blocks - 1) % STAGES
     mbarrier.wait(v_ready.index(before), (blocks - 1) // STAGES & 1)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
     acc = warpgroup_mma(weight, v_tiles.index(before), acc, is_async=True)
     acc, weight = warpgroup_mma_wait(0, deps=(acc, weight))
     real = own < BLOCK_Q * GROUP
-    total = with_sinks(total, top * unit, sinks, h * GROUP + own % GROUP, real, SINKS)
-    total = gl.convert_layout(total, gl.SliceLayout(1, OUT))
-    tile.store((acc / total[:, None]).to(tile.dtype))
-    place = mine.to(gl.int64)[:, None] * (HEADS * GROUP * SIZE) + head[:, None] * SIZE + d[None, :]
-    gl.store(out + place, tile.load(IO), mask=rows)
+    if parts > 1:
+        left = real & (token + own // GROUP < stop)
+        mark = (part * tokens + token + own // GROUP) * (HEADS * GROUP) + h * GROUP + own % GROUP
+        gl.store(marks + mark, top * unit, mask=left)
+        gl.store(marks + PARTS * tokens * (HEADS * GROUP) + mark, total, mask=left)
+        sum_row = gl.convert_layout(mark, gl.SliceLayout(1, OUT)).to(gl.int64) * SIZE
+        sum_left = gl.convert_layout(left, gl.SliceLayout(1, OUT))
+        column = gl.arange(0, SIZE, gl.SliceLayout(0, OUT))
+        gl.store(sums + sum_row[:, None] + column[None, :], acc, mask=sum_left[:, None])
+    else:
+        weights = with_sinks(total, top * unit, sinks, h * GROUP + own % GROUP, real, SINKS)
+        mean = acc / gl.convert_layout(weights, gl.SliceLayout(1, OUT))[:, None]
+        tile.store(mean.to(tile.dtype))
+        row = mine.to(gl.int64) * (HEADS * GROUP * SIZE) + head * SIZE
+        gl.store(out + row[:, None] + d[None, :], tile.load(IO), mask=rows)
 
 
 @gluon.jit(
@@ -231,14 +251,18 @@ def _attend(
     do_not_specialize_on_alignment=["page_table", "query_start", "kv_lens", "counts"],
 )
 def hopper_kernel(
-    kv, q, page_table, query_start, kv_lens, counts, out, sinks, scale, soft_cap, tokens, requests,
-    rows, q_token_stride, q_head_stride, table_stride,
+    kv, q, page_table, query_start, kv_lens, counts, out, sinks, sums, marks, splits, scale,
+    soft_cap, tokens, requests, rows, q_token_stride, q_head_stride, table_stride,
     GROUP: gl.constexpr, HEADS: gl.constexpr, SIZE: gl.constexpr, PAGE: gl.constexpr,
     WINDOW: gl.constexpr, CHUNK: gl.constexpr, SINKS: gl.constexpr, CAPPED: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_R: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_R: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    LEAST: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Grid (KV head, block). `kv` describes the cache as [rows, 2*HEADS*SIZE]. Leaves the first
-    counts[0] tokens to the decode kernel; rows of no request become 0.
+    """Grid (KV head, block, PARTS). `kv` describes the cache as [rows, 2*HEADS*SIZE]. Leaves the
+    first counts[0] tokens to the decode kernel; rows of no request become 0.
+
+    A part has LEAST blocks of slots or more. With several PARTS `splits` [tok HEADS] becomes the
+    number of parts, of which two and more are left to `merge_kernel`.
     """
     BLOCK_Q: gl.constexpr = BLOCK_M // GROUP
     h = gl.program_id(0)
@@ -256,7 +280,10 @@ def hopper_kernel(
     token = begin + (block - begin // BLOCK_Q - request) * BLOCK_Q
     if (request < gl.load(counts)) | (token >= stop):
         return
+    part = gl.program_id(2)
     if request == live:
+        if part > 0:
+            return
         IO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [4, 1], [1, 0])
         r = gl.arange(0, BLOCK_M, gl.SliceLayout(1, IO))
         d = gl.arange(0, SIZE, gl.SliceLayout(0, IO))
@@ -265,6 +292,8 @@ def hopper_kernel(
         zeros = gl.zeros([BLOCK_M, SIZE], out.dtype.element_ty, IO)
         none = (r < BLOCK_Q * GROUP) & (mine < stop)
         gl.store(out + row[:, None] + d[None, :], zeros, mask=none[:, None])
+        if PARTS > 1:
+            gl.store(splits + mine * HEADS + h, gl.full_like(mine, 1), mask=none)
         return
     past = length - stop  # position - token
     final = past + gl.minimum(token + BLOCK_Q, stop)
@@ -275,6 +304,20 @@ def hopper_kernel(
         first = oldest_seen(past + token, WINDOW, CHUNK)
         whole = last + 1 - gl.cdiv(oldest_seen(final - 1, WINDOW, CHUNK), BLOCK_N)
     blocks = last + 1 - first // BLOCK_N
+    parts = gl.num_programs(2)  # a constant would drop what is handed on, which Triton 3.6 fails at
+    if PARTS > 1:
+        each = gl.maximum(gl.cdiv(blocks, PARTS), LEAST)
+        parts = gl.cdiv(blocks, each)
+        if part >= parts:
+            return
+        if part == 0:
+            mine = token + gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
+            own = mine < gl.minimum(token + BLOCK_Q, stop)
+            gl.store(splits + mine * HEADS + h, gl.zeros_like(mine) + parts, mask=own)
+        last -= part * each
+        masked -= part * each
+        whole -= part * each
+        blocks = gl.minimum(each, blocks - part * each)
     page_table += request.to(gl.int64) * table_stride
 
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -299,14 +342,16 @@ def hopper_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                0, q, out, sinks, tiles, q_tiles, bars, h, token, stop, length, past, last,
-                blocks, masked, whole, factor, soft_cap, q_token_stride, q_head_stride, GROUP,
-                HEADS, SIZE, BLOCK_N, STAGES, WINDOW, CHUNK, CAPPED, SINKS,
+                0, q, out, sinks, sums, marks, tiles, q_tiles, bars, h, token, stop, length,
+                past, last, blocks, masked, whole, part, parts, tokens, factor, soft_cap,
+                q_token_stride, q_head_stride, GROUP, HEADS, SIZE, BLOCK_N, STAGES, WINDOW, CHUNK,
+                CAPPED, SINKS, PARTS,
             )),
             (_attend, (
-                1, q, out, sinks, tiles, q_tiles, bars, h, token, stop, length, past, last,
-                blocks, masked, whole, factor, soft_cap, q_token_stride, q_head_stride, GROUP,
-                HEADS, SIZE, BLOCK_N, STAGES, WINDOW, CHUNK, CAPPED, SINKS,
+                1, q, out, sinks, sums, marks, tiles, q_tiles, bars, h, token, stop, length,
+                past, last, blocks, masked, whole, part, parts, tokens, factor, soft_cap,
+                q_token_stride, q_head_stride, GROUP, HEADS, SIZE, BLOCK_N, STAGES, WINDOW, CHUNK,
+                CAPPED, SINKS, PARTS,
             )),
             (_fetch, (
                 kv, tiles, bars, page_table, h, first, last, blocks, length, rows, SIZE, PAGE,
@@ -316,3 +361,39 @@ def hopper_kernel(
         [4, 1],
         [GROUP_REGISTERS, FETCH_REGISTERS],
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["counts"])
+def merge_kernel(
+    sums, marks, splits, counts, sinks, out, tokens, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr, BLOCK_G: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (token, KV head): what `hopper_kernel` left of tokens of several parts."""
+    t, h = tl.program_id(0), tl.program_id(1)
+    wait(OVERLAP)
+    if t < tl.load(counts):
+        return
+    parts = tl.load(splits + t * HEADS + h)
+    if parts < 2:
+        return
+    g, d = tl.arange(0, BLOCK_G), tl.arange(0, SIZE)
+    real = g < GROUP
+    acc = tl.zeros([BLOCK_G, SIZE], tl.float32)
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    for part in range(parts):
+        row = (part * tokens + t) * (HEADS * GROUP) + h * GROUP + g
+        own_top = tl.load(marks + row, mask=real, other=float("-inf"))
+        own_total = tl.load(marks + PARTS * tokens * (HEADS * GROUP) + row, mask=real, other=0.0)
+        place = sums + row.to(tl.int64)[:, None] * SIZE + d[None, :]
+        own = tl.load(place, mask=real[:, None], other=0.0)
+        best = tl.maximum(top, own_top)
+        base = tl.where(best == float("-inf"), 0.0, best)
+        shrink, share = tl.exp2(top - base), tl.exp2(own_top - base)
+        acc = acc * shrink[:, None] + own * share[:, None]
+        total = total * shrink + own_total * share
+        top = best
+    total = with_sinks(total, top, sinks, h * GROUP + g, real, SINKS)
+    place = out + (t.to(tl.int64) * HEADS + h) * (GROUP * SIZE) + g[:, None] * SIZE + d[None, :]
+    tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])

@@ -177,6 +177,53 @@ def test_triton_long_prompts(kernels, device, size, reach):
     judge("paged_attention", released(arguments | reach | {"sinks": SINKS_OF_6}), device)
 
 
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("reach", [{}, {"window": 1900}, {"chunk": 2048}], ids=str)
+def test_triton_few_tokens_behind_many_slots(kernels, device, size, reach):
+    """The slots of a block of tokens are split, of some requests more than of others."""
+    if device == "cpu":
+        pytest.skip("takes the interpreter minutes; no chip but Hopper splits them")
+    arguments = paged(
+        generator("few"), "bfloat16", [1500, 2900, 1800, 40], [1, 60, 5, 40], (6, 2), size, 16,
+        tokens=128, requests=6,
+    )  # fmt: skip
+    judge("paged_attention", released(arguments | reach | {"sinks": SINKS_OF_6}), device)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_triton_merges_parts(kernels, device, sinks):
+    """Sums of parts of a token's slots, of which a head may have seen none."""
+    import torch
+
+    from twinfer.gpu.kernels.hopper_kernel import merge_kernel
+
+    rng = generator("merge")
+    tokens, heads, group, size, most = 5, 2, 3, 16, 4
+    sums = rng.standard_normal((most, tokens, heads * group, size)).astype(np.float32)
+    marks = rng.standard_normal((2, most, tokens, heads * group)).astype(np.float32) ** 2
+    marks[0, 1, :, 0] = -np.inf
+    marks[1, 1, :, 0] = sums[1, :, 0] = 0
+    splits = np.array([[2, 2], [1, 4], [3, 0], [4, 4], [2, 3]], np.int32)
+    sink = np.linspace(-1, 1, heads * group).astype(np.float32)
+    out = np.full((tokens, heads * group, size), 7.0, np.float32)
+    want = out.astype(np.float64)
+    counts = np.array([1, tokens], np.int32)  # token 0 is a decode's
+    for t in range(1, tokens):
+        for head in range(heads * group):
+            parts = splits[t, head // group]
+            if parts > 1:
+                share = np.exp2(marks[0, :parts, t, head].astype(np.float64))
+                total = (share * marks[1, :parts, t, head]).sum()
+                total += np.exp(float(sink[head])) if sinks else 0.0
+                want[t, head] = share @ sums[:parts, t, head].astype(np.float64) / total
+    on = [torch.from_numpy(x).to(device) for x in (sums, marks, splits, counts, sink, out)]
+    merge_kernel[(tokens, heads)](
+        *on, tokens, GROUP=group, HEADS=heads, SIZE=size, PARTS=most, SINKS=sinks, BLOCK_G=4,
+        OVERLAP=0,
+    )  # fmt: skip
+    np.testing.assert_allclose(on[-1].cpu().numpy(), want, rtol=2e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "reach",
     [{"window": 20}, {"window": 150}, {"chunk": 64}, {"chunk": 160, "soft_cap": 20.0}],

@@ -102,8 +102,9 @@ def test_attention_compiles(compiled, heads, size, reach):
         generator("compile"), "bfloat16", [90, 150], [1, 40], heads, size, 16, tokens=64
     )
     attention.paged_attention(**arguments_of("paged_attention", arguments | reach))
-    prompts = "hopper_kernel" if size in attention.HOPPER_SIZES else "prefill_kernel"
-    assert compiled == ["decode_kernel", prompts]
+    hopper = size in attention.HOPPER_SIZES
+    prompts = ["hopper_kernel", "merge_kernel"] if hopper else ["prefill_kernel"]
+    assert compiled == ["decode_kernel", *prompts]
 
 
 @pytest.mark.parametrize("filtered", [False, True])
