@@ -179,7 +179,7 @@ def test_triton_long_prompts(kernels, device, size, reach):
 
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("reach", [{}, {"window": 1900}, {"chunk": 2048}], ids=str)
-def test_triton_few_tokens_behind_many_slots(kernels, device, size, reach):
+def test_triton_few_tokens_behind_many_slots(kernels, device, monkeypatch, size, reach):
     """The slots of a block of tokens are split, of some requests more than of others."""
     if device == "cpu":
         pytest.skip("takes the interpreter minutes; no chip but Hopper splits them")
@@ -187,6 +187,7 @@ def test_triton_few_tokens_behind_many_slots(kernels, device, size, reach):
         generator("few"), "bfloat16", [1500, 2900, 1800, 40], [1, 60, 5, 40], (6, 2), size, 16,
         tokens=128, requests=6,
     )  # fmt: skip
+    monkeypatch.setitem(kernels.config("hopper", str(size)), "parts", 8)
     judge("paged_attention", released(arguments | reach | {"sinks": SINKS_OF_6}), device)
 
 

@@ -94,13 +94,14 @@ def arguments_of(op, arguments):
         ((8, 1), 80, {"window": 64}),
     ],
 )
-def test_attention_compiles(compiled, heads, size, reach):
+def test_attention_compiles(compiled, monkeypatch, heads, size, reach):
     """Prompts by the kernel for Hopper where it takes the heads, else by the one for any chip."""
     from twinfer.gpu.kernels import attention
 
     arguments = paged(
         generator("compile"), "bfloat16", [90, 150], [1, 40], heads, size, 16, tokens=64
     )
+    monkeypatch.setitem(attention.config("hopper", str(size)), "parts", 8)
     attention.paged_attention(**arguments_of("paged_attention", arguments | reach))
     hopper = size in attention.HOPPER_SIZES
     prompts = ["hopper_kernel", "merge_kernel"] if hopper else ["prefill_kernel"]
