@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .backends import find_backend
+from .backends import find_backend, first_installed
 from .config import Change, EngineConfig, ResolvedConfig, resolve
 from .demand import ANYTHING, Demand
 from .errors import ConfigError, EngineClosed, EngineDead, InternalError, RequestError
@@ -39,7 +39,16 @@ from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerMetrics
 from .scheduler_config import SchedulerConfig
 from .step import StepInput, StepOutput, TopLogprobs, mask_words
-from .worker import ProgramReport, StepHandle, attach_camera, cache_pages, create_worker
+from .worker import (
+    ProgramReport,
+    RankProcesses,
+    StepHandle,
+    Worker,
+    attach_camera,
+    cache_pages,
+    create_worker,
+    start_ranks,
+)
 
 MAX_PRIORITY = 1000
 MAX_SALT_LENGTH = 256
@@ -120,8 +129,32 @@ class Engine:
 
         Raises ConfigError, ModelError, BackendUnavailable.
         """
-        backend, self.device, chosen = find_backend(config.backend, config.device)
-        config = replace(config, backend=backend)
+        backend = config.backend
+        if backend == "auto" and config.tensor_parallel_size > 1:
+            backend = first_installed(config.device)
+        ranks = start_ranks(backend, config.device, config.tensor_parallel_size)
+        try:
+            self._start(config, model, folder, progress, demand, ranks)
+        except BaseException:
+            if ranks is not None:
+                ranks.close()
+            raise
+
+    def _start(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        folder: str,
+        progress: Progress,
+        demand: Demand,
+        ranks: RankProcesses | None,
+    ) -> None:
+        chosen: list[Change] = []
+        if ranks is None:
+            backend, self.device, chosen = find_backend(config.backend, config.device)
+            config = replace(config, backend=backend)
+        else:
+            config, self.device = replace(config, backend="torch"), ranks.device
         model, quantized = with_quantization(model, config.quantization)
         self.config, changes = resolve(config, model, self.device, demand)
         weights = None if self.config.load_format == "dummy" else folder
@@ -130,7 +163,11 @@ class Engine:
         self.report = StartReport([*chosen, *changes, *quantized, *scales])
         self.table = self.config.table()
         self.shape = step_shape(model, self.config)
-        self.worker = create_worker(model, self.config, self.device, folder)
+        self.worker: Worker = (
+            create_worker(model, self.config, self.device, folder)
+            if ranks is None
+            else ranks.make_worker(model, self.config, folder)
+        )
         self.config = self.worker.config
         self.report.changes += self.worker.changes
         if self.config.decode_steps > 1 and not self.worker.multi_step:

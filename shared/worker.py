@@ -220,6 +220,42 @@ def attach_camera(engine: Any, config: Any, folder: str) -> None:
     )
 
 
+class RankProcesses(Protocol):
+    """Processes that run one model together (`executor/`); each has its device already."""
+
+    @property
+    def device(self) -> DeviceInfo:
+        """That of rank 0, with the memory of the one that has least."""
+        ...
+
+    def make_worker(self, model: ModelConfig, config: ResolvedConfig, folder: str) -> Worker:
+        """All of them as one worker."""
+        ...
+
+    def close(self) -> None:
+        """End the processes."""
+        ...
+
+
+def start_ranks(backend: str, device: str, count: int) -> RankProcesses | None:
+    """The processes that `count` shards of a model need; None where one process runs them all.
+
+    Raises BackendUnavailable, ConfigError.
+    """
+    if backend != "torch" or count == 1:
+        return None
+    check_installed(backend)
+    try:
+        ranks: RankProcesses = import_module(f"{__package__}.executor.worker").start(
+            backend, device, count
+        )
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"tensor_parallel_size: got {count}: {error}: pip install 'twinfer[ranks]'"
+        ) from error
+    return ranks
+
+
 def create_worker(
     model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str
 ) -> Worker:
