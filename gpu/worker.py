@@ -273,6 +273,10 @@ class TorchWorker:
         """Read or make the weights."""
         config = self.config
         self._progress = progress
+        if self._ranks is not None and chooses(self._plans, "peers"):
+            from .kernels.reduce import meet_peers  # Triton, which only GPUs need
+
+            meet_peers(self._module.config.hidden_size, self._dtype)
         load_weights(
             self._module,
             self._folder,
@@ -428,6 +432,8 @@ class TorchWorker:
             what: str, order: Sequence[Descriptor], build: Callable[[Descriptor], None]
         ) -> None:
             for done, d in enumerate(order):
+                if self._ranks is not None:
+                    least(1)  # no rank's kernels wait for what another one still compiles
                 start = time.perf_counter()
                 build(d)
                 seconds[d] += time.perf_counter() - start
@@ -668,6 +674,10 @@ class TorchWorker:
             self._module = self._kv = self._programs = self._inputs = None  # type: ignore[assignment]  # closed for good
             self._recorder = None
             self._release()
+            if self._ranks is not None and chooses(self._plans, "peers"):
+                from .kernels.reduce import leave_peers
+
+                leave_peers()
             if self._where.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -707,6 +717,16 @@ def fit_mode(
             _check_splits(compilation, kind, plans.every(kind))
     check_wrapping(compilation)
     return compilation, changes
+
+
+def chooses(plans: Plans, provider: str) -> bool:
+    """Whether any program runs an op by this provider."""
+    return any(
+        choice.provider == provider
+        for kind in plans.by_kind
+        for plan in plans.every(kind)
+        for choice in plan.choices.values()
+    )
 
 
 def host_readers(plans: Sequence[Plan]) -> list[Choice]:
