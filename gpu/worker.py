@@ -645,6 +645,10 @@ class TorchWorker:
         """The implementation of each op."""
         return self._plans
 
+    def plan_hash(self) -> str:
+        """See `Worker`."""
+        return self._plans.hash
+
     def compilations_after_ready(self) -> int:
         """What was compiled while steps of this worker started: graphs, generated code, kernels."""
         if not self._is_ready:

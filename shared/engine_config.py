@@ -139,7 +139,7 @@ class EngineConfig:
     tensor_parallel_size: int = _engine(
         1,
         Whole(1, MAX_SHARDS),
-        help="devices that share each layer, on the torch backend one",
+        help="devices that share each layer",
         short=("--tp", "-tp"),
     )
     capture: str | None = _engine(

@@ -156,6 +156,10 @@ class Worker(Protocol):
         """The implementation of each op, by kind of program."""
         ...
 
+    def plan_hash(self) -> str:
+        """The hash of `plans`."""
+        ...
+
     def compilations_after_ready(self) -> int:
         """Programs compiled by steps since warm_up returned: 0, or a bug. What others compile
         does not count.

@@ -393,6 +393,10 @@ class JaxWorker:
         """The implementation of each op."""
         return self._plans
 
+    def plan_hash(self) -> str:
+        """See `Worker`."""
+        return self._plans.hash
+
     def compilations_after_ready(self) -> int:
         """XLA compilations while steps of this worker started; another engine's start is not its
         fault.

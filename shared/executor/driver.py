@@ -56,6 +56,7 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 
 
@@ -71,7 +72,7 @@ class Ranks:
         backend: str,
         device: str,
         count: int,
-        command: Sequence[str] = COMMAND,
+        command: Sequence[str] | None = None,
     ) -> None:
         """Starts `count` ranks and waits until each has its device. Raises what they raise."""
         self.count = count
@@ -101,7 +102,9 @@ class Ranks:
             Job(str(self._folder), Shard(rank, count), backend, device) for rank in range(count)
         ]
         # The ranks die with the thread that starts them, so it is the one that watches them.
-        self._watcher = threading.Thread(target=self._watch, args=(command, jobs), daemon=True)
+        self._watcher = threading.Thread(
+            target=self._watch, args=(command or COMMAND, jobs), daemon=True
+        )
         self._watcher.start()
         try:
             self._wait(lambda: len(self._found) == count)

@@ -120,7 +120,7 @@ class Rank:
         self._worker = worker
         digests = {
             "configuration": digest_of(asdict(given.model), asdict(given.config)),
-            "plan": worker.plans().hash,
+            "plan": worker.plan_hash(),
             "checkpoint": checkpoint_digest(given.folder, given.config.load_format),
         }
         return Made(worker.config, list(map(shown, worker.changes)), worker.multi_step, digests)

@@ -74,7 +74,7 @@ class RanksWorker:
                         "all ranks must have the same"
                     )
         self.config, self.changes, self.multi_step = first.config, first.changes, first.multi_step
-        self.digests: Mapping[str, str] = first.digests
+        self._digests: dict[str, str] = first.digests
 
     def load(self, progress: Progress) -> None:
         """See `Worker`."""
@@ -133,6 +133,10 @@ class RanksWorker:
     def plans(self) -> Plans:
         """Not here: what they name is in the ranks' processes."""
         raise BackendUnavailable("plans: they are made in the ranks' processes")
+
+    def plan_hash(self) -> str:
+        """See `Worker`: the same on all ranks."""
+        return self._digests["plan"]
 
     def compilations_after_ready(self) -> int:
         """See `Worker`: on the rank with the most. Raises if a rank was lost."""

@@ -2,16 +2,29 @@
 process.
 """
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from twinfer.shared.config import EngineConfig
+from twinfer.shared.demand import Demand
 from twinfer.shared.engine import Engine
+from twinfer.shared.errors import EngineDead
+from twinfer.shared.executor import driver
 from twinfer.shared.models.config import load_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.sampling_params import SamplingParams
+
+from .server_process import gone, served
+from .test_server_failures import Stream
 
 KINDS = [
     SamplingParams(temperature=0, max_tokens=12),
@@ -92,5 +105,124 @@ def test_the_tokens_of_one_process(name, shards, request, tmp_path):
     alone, metrics = tokens_of(folder, 1, **options)
     together, _ = tokens_of(folder, shards, **options)
     assert together == alone
-    assert metrics.preemptions > 0
-    assert metrics.prefix_hits > 0
+    if name == "demo":
+        assert metrics.preemptions > 0
+        assert metrics.prefix_hits > 0
+
+
+@pytest.mark.slow
+def test_forms_loops_and_streams():
+    """Masks that come behind the backbone, several decode steps at a time, and the residual of all
+    ranks, whose digests are compared in each step.
+    """
+    folder = model_folder("demo")
+    kinds = [
+        SamplingParams(
+            temperature=0.8, seed=3, max_tokens=12, structured_outputs={"regex": "[a-f]{3,9}"}
+        ),
+        *KINDS[:3],
+    ]
+    options = {"max_num_batched_tokens": 16}
+    assert tokens_of(folder, 2, kinds, **options)[0] == tokens_of(folder, 1, kinds, **options)[0]
+    loops = {"decode_steps": 4, "demand": Demand(streams=True)}
+    assert tokens_of(folder, 2, KINDS[:3], **loops)[0] == tokens_of(folder, 1, KINDS[:3])[0]
+
+
+UNORDERED = """
+import os, sys
+from twinfer.ops.native import torch_parallel
+from twinfer.shared.executor import rank
+
+gathered = torch_parallel.gathered
+
+def unordered(x):
+    found = gathered(x)
+    # Sums of hidden states, not words; the other way round, on one rank alone.
+    flip = x.ndim == 2 and x.shape[1] == WIDTH and torch_parallel.dist.get_rank() == 1
+    return found.flip(0) if flip else found
+
+torch_parallel.gathered = unordered
+code = rank.main()
+sys.stdout.flush()
+os._exit(code)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_sums_in_another_order_is_caught(tmp_path, monkeypatch):
+    folder = model_folder("demo")
+    width = load_config(folder).hidden_size
+    script = tmp_path / "rank.py"
+    script.write_text(UNORDERED.replace("WIDTH", str(width)))
+    monkeypatch.setattr(driver, "COMMAND", (sys.executable, str(script)))
+    engine = engine_of(folder, 4, Demand(streams=True))
+    try:
+        with pytest.raises(EngineDead, match="rank 1 has other tokens or another residual"):
+            run_one(engine)
+    finally:
+        engine.close()
+
+
+def run_one(engine):
+    """One request of a prompt in chunks."""
+    engine.add("one", np.arange(5, 45), KINDS[0])
+    while engine.has_work:
+        engine.step()
+
+
+DRIVER = """
+import sys
+from twinfer import LLM, SamplingParams
+with LLM("demo", backend="torch", device="cpu", tensor_parallel_size=2, progress=False,
+         max_model_len=32, num_pages=8) as llm:
+    (out,) = llm.generate(["Once"], SamplingParams(temperature=0, max_tokens=3), progress=False)
+    print(len(out.outputs[0].token_ids), llm.engine.worker.plan_hash())
+print(*{"torch", "jax", "triton"} & set(sys.modules))
+"""
+
+
+@pytest.mark.slow
+def test_the_driver_imports_no_framework():
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, second = done.stdout.splitlines()
+    assert first.startswith("3 ")
+    assert second == ""
+
+
+def children(pid):
+    """The processes that a process has started, in order."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            words = path.read_text().rpartition(")")[2].split()
+            if int(words[1]) == pid:
+                found.append(int(path.parent.name))
+    return sorted(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "number", "words"),
+    [(0, signal.SIGKILL, "rank 0 was ended by SIGKILL"), (1, signal.SIGSTOP, "rank 1 was stopped")],
+)
+def test_a_lost_rank_ends_streams_and_server(rank, number, words):
+    """50 streams get an error, the server leaves with 70 and one line why, and nothing is left."""
+    flags = ["--backend", "torch", "--device", "cpu", "--tp", "2", "--max-num-seqs", "50"]
+    with served(*flags) as server:
+        engine = server.engine_pid()
+        ranks = children(engine)
+        assert len(ranks) == 2
+        streams = [Stream(server, prompt=f"x{i}") for i in range(50)]
+        assert streams[0].begun.wait(60)
+        os.kill(ranks[rank], number)
+        began = time.monotonic()
+        assert server.wait_exit() == 70
+        assert time.monotonic() - began < 10
+        for stream in streams:
+            stream.join(10)
+            assert stream.error is not None or '"error"' in "".join(stream.lines[-2:])
+        assert sum(words in line for line in server.log.splitlines()) == 1
+        assert all(gone(pid) for pid in (engine, *ranks))

@@ -41,9 +41,8 @@ class FakeWorker:
         if FAULT[2] == "hang":
             time.sleep(1000)
 
-    def plans(self):
-        plan = "other" if FAULT[:2] == [str(self.shard.index), "plan"] else "same"
-        return SimpleNamespace(hash=plan)
+    def plan_hash(self):
+        return "other" if FAULT[:2] == [str(self.shard.index), "plan"] else "same"
 
     def load(self, progress):
         progress("weights", 1, 2)
