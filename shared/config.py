@@ -138,6 +138,7 @@ class ResolvedConfig:
     enable_ops: tuple[str, ...]
     row_invariant: bool
     tensor_parallel_size: int
+    restart_on_failure: bool
     decode_sizes: tuple[int, ...] | None
     mixed_sizes: tuple[int, ...] | None
     compilation_cache_dir: str | None
@@ -222,6 +223,12 @@ def _check_shards(config: EngineConfig, model: ModelConfig) -> None:
         )
     if config.backend == "torch" and config.tensor_parallel_size > 1:
         _check_ranks(config, model)
+    elif config.restart_on_failure:
+        raise ConfigError(
+            "restart_on_failure: got True, allowed with the torch backend and a "
+            f"tensor_parallel_size above 1, got {config.tensor_parallel_size}: there are no ranks "
+            "that could be lost"
+        )
     check_pieces(parameters_of(model), model, config.tensor_parallel_size)
     if model.num_experts and config.tensor_parallel_size > 1:
         raise ConfigError(

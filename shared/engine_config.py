@@ -142,6 +142,12 @@ class EngineConfig:
         help="devices that share each layer",
         short=("--tp", "-tp"),
     )
+    restart_on_failure: bool = _engine(
+        False,
+        Switch(),
+        help="start ranks anew when one is lost; requests go on with the same tokens",
+        shapes=False,
+    )
     capture: str | None = _engine(
         None, Text("a folder and what to keep there", "DIR,..."),
         limits="DIR,request=ID,step=N,nan,mismatch=T:D",

@@ -241,7 +241,7 @@ class RankProcesses(Protocol):
         ...
 
 
-def start_ranks(backend: str, device: str, count: int) -> RankProcesses | None:
+def start_ranks(backend: str, device: str, count: int, progress: Progress) -> RankProcesses | None:
     """The processes that `count` shards of a model need; None where one process runs them all.
 
     Raises BackendUnavailable, ConfigError.
@@ -251,7 +251,7 @@ def start_ranks(backend: str, device: str, count: int) -> RankProcesses | None:
     check_installed(backend)
     try:
         ranks: RankProcesses = import_module(f"{__package__}.executor.worker").start(
-            backend, device, count
+            backend, device, count, progress
         )
     except ImportError as error:
         raise BackendUnavailable(

@@ -20,8 +20,10 @@ from .launch import FLOATS, dtype_name, overlap, power_of_2
 from .reduce_kernels import reduce_kernel
 from .rows import MAX_WIDTH, _takes_add_norm, fused_add_rms_norm
 
-MOST_ROWS = 512
-"""Rows that are summed by reading the peers'; with more, the library's ring reads less."""
+MOST_ROWS = 16
+"""Rows that are summed by reading the peers'. Each has flags of its own, so that with more of them
+the library's sum is faster (docs/measurements.md).
+"""
 
 
 def _on_gpus() -> bool:

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,12 @@ compiled, which can keep a process busy.
 """
 STOPPED_S = 2.0
 """How long a rank may be stopped by a signal."""
+BEAT_S = 1.0
+"""Between two signs of life of this end, while it waits for a start."""
 STEP_S = 300.0
 """How long a step may take. Who waits for the engine is less patient."""
+GRACE_S = 0.3
+"""How long the end of a process is waited for that may be the reason of another one's error."""
 PARTING_S = 5.0
 """How long ranks that were told to leave may take."""
 ENVIRONMENT = {
@@ -73,8 +78,11 @@ class Ranks:
         device: str,
         count: int,
         command: Sequence[str] | None = None,
+        progress: Progress = silent,
     ) -> None:
-        """Starts `count` ranks and waits until each has its device. Raises what they raise."""
+        """Starts `count` ranks and waits until each has its device, telling `progress` how many
+        have. Raises what they raise.
+        """
         self.count = count
         self.late = 0
         self._folder = Path(tempfile.mkdtemp(prefix="twinfer-"))  # only its owner may enter it
@@ -107,7 +115,10 @@ class Ranks:
         )
         self._watcher.start()
         try:
-            self._wait(lambda: len(self._found) == count)
+            self._wait(
+                lambda: len(self._found) == count,
+                lambda: progress("ranks", len(self._found), count),
+            )
         except BaseException:
             self.close()
             raise
@@ -129,14 +140,15 @@ class Ranks:
     ) -> list[Any]:
         """Make a call on all ranks, and return what each of them gives, of type `kind`."""
         number = self.start(name, value)
-        ended = False
+        ended, again = False, partial(progress, name, 0, 1)
         while not ended:
             with self._changed:
-                self._wait(lambda: self._has_ended(number) or bool(self._progressed), forever=True)
+                self._wait(lambda: self._has_ended(number) or bool(self._progressed), again)
                 told, self._progressed = self._progressed, []
                 ended = self._has_ended(number)
             for one in told:
-                progress(one.what, one.done, one.total)
+                again = partial(progress, one.what, one.done, one.total)
+                again()
         results = self._results.pop(number)
         return [decode(results[rank], kind) for rank in range(self.count)]
 
@@ -187,14 +199,20 @@ class Ranks:
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _wait(self, ready: Callable[[], bool], forever: bool = False) -> None:
-        """Wait for what the other thread brings. A start may take as long as it does."""
+    def _wait(self, ready: Callable[[], bool], beat: Callable[[], None] | None = None) -> None:
+        """Wait for what the other thread brings. With a `beat`, which is called once a second, it
+        may take as long as it does.
+        """
         deadline = time.monotonic() + STEP_S
         with self._changed:
             while not ready():
                 self.check()
-                self._changed.wait(STEP_S)
-                if not forever and not ready() and time.monotonic() >= deadline:
+                self._changed.wait(STEP_S if beat is None else BEAT_S)
+                if ready():
+                    return
+                if beat is not None:
+                    beat()
+                elif time.monotonic() >= deadline:
                     self._lose(RankLost(f"the ranks gave no answer for {STEP_S:.0f} s"))
 
     # -- the thread that watches
@@ -243,6 +261,7 @@ class Ranks:
         rank = 0 if isinstance(report, Progressed) else report.rank
         self._heard[rank] = time.monotonic()
         if isinstance(report, Failed):
+            self._look_for_the_dead(rank)
             self._lose(error_of(report))
             return
         with self._changed:
@@ -270,6 +289,18 @@ class Ranks:
                 self._lose(RankLost(f"call {report.number}: {differing(digests)}"))
             else:
                 self._agreed.add(report.number)
+
+    def _look_for_the_dead(self, reporter: int) -> None:
+        """Lose the ranks if another one than the `reporter` of an error has ended: an error may
+        say no more than that a peer is gone, and what is left of a process takes a moment to go.
+        """
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline:
+            for rank, process in enumerate(self._processes):
+                if rank != reporter and process.poll() is not None:
+                    self._lose(RankLost(f"rank {rank} {ending(process.returncode)}"))
+                    return
+            time.sleep(GRACE_S / 10)
 
     def _look(self) -> None:
         """Lose the ranks if one of them has ended or gives no sign of life."""

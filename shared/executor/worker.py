@@ -19,9 +19,9 @@ from .driver import Ranks
 from .messages import Made, Make
 
 
-def start(backend: str, device: str, count: int) -> Processes:
+def start(backend: str, device: str, count: int, progress: Progress) -> Processes:
     """Processes that run one model together, as `shared/worker.py` asks for them."""
-    return Processes(Ranks(backend, device, count))
+    return Processes(Ranks(backend, device, count, progress=progress))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,11 @@ class RanksWorker:
                     )
         self.config, self.changes, self.multi_step = first.config, first.changes, first.multi_step
         self._digests: dict[str, str] = first.digests
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The ranks' process ids, in order."""
+        return self._ranks.processes
 
     def load(self, progress: Progress) -> None:
         """See `Worker`."""

@@ -17,7 +17,7 @@ import pytest
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.demand import Demand
 from twinfer.shared.engine import Engine
-from twinfer.shared.errors import EngineDead
+from twinfer.shared.errors import EngineDead, RankLost
 from twinfer.shared.executor import driver
 from twinfer.shared.models.config import load_config
 from twinfer.shared.models.locate import model_folder
@@ -157,15 +157,18 @@ def test_a_rank_that_sums_in_another_order_is_caught(tmp_path, monkeypatch):
     monkeypatch.setattr(driver, "COMMAND", (sys.executable, str(script)))
     engine = engine_of(folder, 4, Demand(streams=True))
     try:
-        with pytest.raises(EngineDead, match="rank 1 has other tokens or another residual"):
+        with pytest.raises(RankLost, match="rank 1 has other tokens or another residual"):
             run_one(engine)
+        with pytest.raises(EngineDead, match="failed with RankLost: call"):
+            engine.step()
     finally:
         engine.close()
 
 
 def run_one(engine):
     """One request of a prompt in chunks."""
-    engine.add("one", np.arange(5, 45), KINDS[0])
+    if not engine.scheduler.requests:
+        engine.add("one", np.arange(5, 45), KINDS[0])
     while engine.has_work:
         engine.step()
 
@@ -226,3 +229,84 @@ def test_a_lost_rank_ends_streams_and_server(rank, number, words):
             assert stream.error is not None or '"error"' in "".join(stream.lines[-2:])
         assert sum(words in line for line in server.log.splitlines()) == 1
         assert all(gone(pid) for pid in (engine, *ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "after"), [(0, 3), (1, 9)])
+def test_requests_go_on_with_their_tokens_where_ranks_are_started_anew(rank, after):
+    """Of all kinds, some running, some waiting, one with a form; then nothing else is lost."""
+    folder = model_folder("demo")
+    form = SamplingParams(
+        temperature=0.8, seed=3, max_tokens=12, structured_outputs={"regex": "[a-f]{3,9}"}
+    )
+
+    def run(shards, lost=None):
+        options = {"restart_on_failure": True} if lost is not None else {}
+        engine = engine_of(folder, shards, **options)
+        try:
+            rng = np.random.default_rng(5)
+            prompts = [rng.integers(5, 900, n) for n in (5, 23, 40, 3, 17, 9, 30)]
+            made = [engine.add(str(i), p, [*KINDS, form][i]) for i, p in enumerate(prompts)]
+            updates, steps = [], 0
+            while engine.has_work:
+                steps += 1
+                if lost is not None and steps == after:
+                    os.kill(engine.worker.processes[rank], signal.SIGKILL)
+                updates += engine.step()
+            engine.scheduler.check_integrity()
+            ended = [u.request_id for u in updates if u.finish_reason is not None]
+            assert sorted(ended) == [str(i) for i in range(len(prompts))]
+            tokens = {str(i): [] for i in range(len(prompts))}
+            for update in updates:
+                tokens[update.request_id] += update.tokens
+            assert tokens == {request.request_id: request.output for request in made}
+            return tokens, engine.late_compilations()
+        finally:
+            engine.close()
+
+    assert run(2, rank) == run(1)
+
+
+@pytest.mark.slow
+def test_what_ends_new_ranks_at_once_ends_the_engine(monkeypatch):
+    """Nobody waits for ever."""
+    engine = engine_of(model_folder("demo"), 2, restart_on_failure=True)
+    try:
+        engine.add("one", np.arange(5, 45), KINDS[0])
+        os.kill(engine.worker.processes[1], signal.SIGKILL)
+        monkeypatch.setattr(driver, "COMMAND", (sys.executable, "-c", "raise SystemExit(9)"))
+        with pytest.raises(RankLost, match="ended with exit code 9"):
+            run_one(engine)
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_streams_go_on_where_a_rank_is_lost():
+    """All of 50 end with the text of an undisturbed run, and the server serves."""
+    flags = ["--backend", "torch", "--device", "cpu", "--dtype", "float32", "--max-num-seqs", "50"]
+    body = {"max_tokens": 60}
+
+    def texts(*more, lost=False):
+        with served(*flags, *more) as server:
+            streams = [Stream(server, prompt=f"x{i}", **body) for i in range(50)]
+            assert streams[0].begun.wait(60)
+            if lost:
+                os.kill(children(server.engine_pid())[1], signal.SIGKILL)
+            for stream in streams:
+                stream.join(120)
+                assert stream.lines[-1] == "data: [DONE]"
+            with server.client() as client:
+                assert client.get("/health").status_code == 200
+            # Lines without an event say that the stream lives.
+            events = [
+                [json.loads(line[6:]) for line in stream.lines if line.startswith("data: {")]
+                for stream in streams
+            ]
+            words = ["".join(e["choices"][0]["text"] for e in each) for each in events]
+            return words, server.log
+
+    undisturbed, _ = texts()
+    lost, log = texts("--tp", "2", "--restart-on-failure", lost=True)
+    assert lost == undisturbed
+    assert "starting again: rank 1 was ended by SIGKILL" in log
