@@ -54,7 +54,7 @@ def make_worker(
     model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str
 ) -> Worker:
     """A worker on `device` for the model in `folder`, on all hosts if there are several."""
-    return on_all_hosts(JaxWorker(model, config, device, folder), config.tensor_parallel_size)
+    return on_all_hosts(JaxWorker(model, config, device, folder), model, config, folder)
 
 
 @dataclass(slots=True)
