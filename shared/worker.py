@@ -18,7 +18,7 @@ from .config import BACKENDS, Change, DeviceInfo, ResolvedConfig
 from .errors import BackendUnavailable, ConfigError
 from .models.caches import CacheLayout
 from .models.config import ModelConfig
-from .progress import Progress
+from .progress import Progress, silent
 from .step import StepInput, StepOutput
 
 HOST_MEMORY_FOR_KV = 1 << 30
@@ -263,6 +263,13 @@ def start_ranks(backend: str, device: str, count: int, progress: Progress) -> Ra
 def create_worker(
     model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str
 ) -> Worker:
-    """A worker in this process."""
+    """A worker in this process, or several ranks as one."""
+    ranks = start_ranks(config.backend, device.platform, config.tensor_parallel_size, silent)
+    if ranks is not None:
+        try:
+            return ranks.make_worker(model, config, folder)
+        except BaseException:
+            ranks.close()
+            raise
     worker: Worker = backend_module(config.backend).make_worker(model, config, device, folder)
     return worker

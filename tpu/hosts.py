@@ -13,6 +13,7 @@ If a host fails or is not heard of any more, the others end within seconds, with
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,8 @@ def join(coordinator: str, hosts: int, index: int) -> None:
         raise ConfigError(f"hosts: got {hosts}, must be at least 2")
     if not 0 <= index < hosts:
         raise ConfigError(f"host_index: got {index}, must be from 0 to {hosts - 1}")
+    # Else JAX aborts a process of which another one is gone, before it can say why.
+    jax.config.update("jax_enable_recoverability", True)
     try:
         jax.distributed.initialize(
             coordinator,
@@ -59,12 +62,23 @@ def join(coordinator: str, hosts: int, index: int) -> None:
             index,
             initialization_timeout=PATIENCE_S,
             heartbeat_timeout_seconds=HEARTBEAT_S,
+            coordinator_bind_address=_bind_address(host, port) if index == 0 else None,
         )
     except Exception as error:  # several kinds, by what the network says
         raise BackendUnavailable(
             f"coordinator: {coordinator}: {str(error).splitlines()[0]}"
         ) from error
     _joined = f"{host}:{int(port) + 1}", hosts, index
+
+
+def _bind_address(host: str, port: str) -> str:
+    """The interface that the coordinator's name stands for: JAX would take all of them. Raises
+    BackendUnavailable.
+    """
+    try:
+        return f"{socket.gethostbyname(host)}:{port}"
+    except OSError as error:
+        raise BackendUnavailable(f"coordinator: {host}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -267,6 +268,15 @@ def test_every_device_must_take_part():
         assert "tensor_parallel_size: got 2; 2 hosts have 4 devices" in error
 
 
+def connections(port):
+    """Connections that are open to a port of this machine."""
+    found = 0
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        found += int(words[1].rpartition(":")[2], 16) == port and words[3] == "01"
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "number"), [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)]
@@ -278,18 +288,20 @@ def test_a_lost_host_ends_the_others_within_seconds(killed, number):
     long += ["--num-pages", "1024"]
     pair = [start(2, *together, "--host-index", str(i), *long, "--tp", "4") for i in (0, 1)]
     try:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port + 2)) == 0:
-                    break
+        deadline = time.monotonic() + 200
+        while connections(port + 1) < 2:
+            assert time.monotonic() < deadline
             time.sleep(0.2)
-        time.sleep(6)  # they have met
+        time.sleep(4)  # each has heard of the other
         pair[killed].send_signal(number)
         began = time.monotonic()
         left = pair[1 - killed]
         _, error = left.communicate(timeout=60)
         assert time.monotonic() - began < 15
+        if killed == 0 and left.returncode == -signal.SIGABRT:
+            # JAX's agent notices the end of the coordinator sooner, and ends its process itself.
+            assert "another task died" in error
+            return
         assert left.returncode == 70, error[-2000:]
         lines = [line for line in error.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1
