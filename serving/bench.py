@@ -440,7 +440,7 @@ def describe(llm: LLM, model: str) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "versions": {name: _version(name) for name in ("twinfer", "numpy", *packages)},
-        "plan_hash": engine.worker.plans().hash,
+        "plan_hash": engine.worker.plan_hash(),
         "config": {f.name: getattr(engine.config, f.name) for f in fields(engine.config)},
         "programs": [{"name": p.name, "seconds": p.seconds} for p in engine.report.programs],
         "num_pages": engine.report.num_pages,

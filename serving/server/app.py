@@ -45,7 +45,6 @@ from .answers import (
     reasoning_tokens,
 )
 from .doors import Doors, TooLarge, too_large
-from .engine import EngineProcess
 from .fields import (
     FORM,
     ChatRequest,
@@ -57,6 +56,7 @@ from .fields import (
 )
 from .live import Live, wait_for_all, wait_for_news
 from .metrics import Metrics
+from .replicas import Engines
 from .responses import NAMES, ResponsesRequest, named_here
 from .streams import ClientGone, EventStream, Recurring, while_there
 
@@ -100,7 +100,7 @@ class Settings:
 class Server:
     """The routes over one engine."""
 
-    def __init__(self, settings: Settings, engine: EngineProcess, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, engine: Engines, metrics: Metrics) -> None:
         self._settings = settings
         self._engine = engine
         self._metrics = metrics
@@ -483,7 +483,7 @@ class Server:
             silence.stop()
 
 
-def build_app(settings: Settings, engine: EngineProcess, metrics: Metrics) -> Any:
+def build_app(settings: Settings, engine: Engines, metrics: Metrics) -> Any:
     """The ASGI application."""
     server = Server(settings, engine, metrics)
     app = FastAPI(

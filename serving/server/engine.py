@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +98,11 @@ class EngineProcess:
         on_tokens: Callable[[Live, int, float], None] = lambda live, count, now: None,
         on_end: Callable[[Live], None] = lambda live: None,
         log_format: str = "text",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        self.rescue: Callable[[Live], bool] = lambda live: False
+        """Asked for each request that an end of the engine leaves: whether another one takes it."""
+        self._environment = environment or {}
         self.ready: Ready | None = None
         self.gauges = Gauges()
         self.counters = Counters()
@@ -143,6 +147,7 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             stdout=sys.stderr,
             start_new_session=True,
+            env=os.environ | self._environment,
         )
         job = msgspec.json.encode(Job(self._folder, self._options, self._log_format))
         with suppress(BrokenPipeError):  # it has ended already; `_watch` will say so
@@ -182,11 +187,13 @@ class EngineProcess:
         if self.exit_code is None:
             self.exit_code, self.why = exit_code, why
         error = EngineDead("the engine has ended; try again once the server is up again")
-        for live, _ in list(self._live.values()):
-            live.fail(error)
+        left = {id(live): live for live, _ in self._live.values()}
         self._live.clear()
         self._waiting.clear()
         self._waiting_tokens = 0
+        for live in left.values():
+            if not self.rescue(live):
+                live.fail(error)
         for reset in self._resets:
             if not reset.done():
                 reset.set_exception(error)
@@ -247,7 +254,8 @@ class EngineProcess:
             if not reset.done():  # else nobody waits for it any more
                 reset.set_result(message.done)
         elif isinstance(message, Starting):
-            self._progress(message.what, message.done, message.total)
+            if self.ready is None:  # one that starts anew is heard of, and has no bar
+                self._progress(message.what, message.done, message.total)
         elif isinstance(message, Ready):
             self.ready = message
             self.started.set()
@@ -331,21 +339,25 @@ class EngineProcess:
         """
         self.admit(params.n, len(prompt) * params.n)
         settings = [settings_of(params, index) for index in range(params.n)]
-        live = Live(list(prompt), settings, self.tokenizer, changed)
-        data = np.array(prompt, np.int32).tobytes()
-        for index, one in enumerate(settings):
-            number = next(self._numbers)
-            self._live[number] = (live, index)
-            live.numbers.append(number)
-            self._waiting[number] = len(prompt)
-            self._waiting_tokens += len(prompt)
-            self._send(Add(number, data, one, priority, salt))
+        live = Live(list(prompt), settings, self.tokenizer, changed, priority=priority, salt=salt)
+        self.send(live)
         self.counters.prompt_tokens += len(prompt)
         return live
 
+    def send(self, live: Live) -> None:
+        """Register a request that has no tokens yet, and send it."""
+        data, size = np.array(live.prompt_ids, np.int32).tobytes(), len(live.prompt_ids)
+        live.numbers = [next(self._numbers) for _ in live.settings]
+        for index, (number, one) in enumerate(zip(live.numbers, live.settings, strict=True)):
+            self._live[number] = (live, index)
+            self._waiting[number] = size
+            self._waiting_tokens += size
+            self._send(Add(number, data, one, live.priority, live.salt))
+
     def abort(self, live: Live) -> None:
         """Nobody wants `live` any more. Ended ones are passed over."""
-        numbers = [number for number in live.numbers if number in self._live]
+        # Another engine may have given the same numbers.
+        numbers = [n for n in live.numbers if n in self._live and self._live[n][0] is live]
         for number in numbers:
             del self._live[number]
             self._leave_queue(number)

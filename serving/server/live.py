@@ -44,7 +44,10 @@ class Live:
         settings: Sequence[SamplingParams],
         tokenizer: Tokenizer | None,
         changed: asyncio.Event | None = None,
+        priority: int = 0,
+        salt: str = "",
     ) -> None:
+        self.settings, self.priority, self.salt = tuple(settings), priority, salt
         self.prompt_ids = prompt_ids
         self.numbers: list[int] = []
         self.changed = changed or asyncio.Event()

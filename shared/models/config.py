@@ -17,7 +17,7 @@ from .fields import Fields, nearest, need_folder, read_json, show
 from .quantization import Quantization
 from .quantization_config import read_quantization
 from .rope import RopeConfig
-from .spec import Activation, Score
+from .spec import Activation, Score, Shard
 
 KvScales = tuple[float, float] | Literal["checkpoint"] | None
 
@@ -55,7 +55,8 @@ class ModelConfig:
     `renormalizes_experts`. `shared_expert_size` are the entries of the one that all tokens go
     through, whose result is gated if `gates_shared_expert`. `expert_score` says what they are
     chosen by; `expert_groups` (all, kept) and `expert_scale` belong to sigmoids. `quantization`:
-    projections are held in 8 or 4 bits an entry.
+    projections are held in 8 or 4 bits an entry. `shard`: these are the numbers of one of several,
+    which sums with the others (`sharding.py`); the vocabulary is the whole one.
     `text_architecture` is that of the
     part that runs, where it is one of several. `left_out` names parts of the
     checkpoint that do not run, since they are not text; `image_token_ids` are those that stand for
@@ -117,6 +118,7 @@ class ModelConfig:
     expert_scale: float = 1.0
     dense_layers: tuple[int, ...] = ()
     quantization: Quantization | None = None
+    shard: Shard | None = None
 
     def heads(self, window: int) -> Heads:
         """The heads of layers with this window."""

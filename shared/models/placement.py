@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from .config import Heads, ModelConfig
+from .spec import Shard
 from .table import Parameter, ParameterTable, Part
 
 SHARDED = {
@@ -122,9 +123,17 @@ class Placement:
     source: np.ndarray | None
 
 
-def place(parameter: Parameter, model: ModelConfig, shards: int) -> Placement:
+def shard_config(model: ModelConfig, shard: Shard) -> ModelConfig:
+    """The model that one shard computes, where it sums with the others by itself."""
+    return replace(local_config(model, shard.count), shard=shard)
+
+
+def place(
+    parameter: Parameter, model: ModelConfig, shards: int, *, pads_words: bool = False
+) -> Placement:
     """The placement of a parameter on `shards` shards. The parts of one dimension are dealt out
-    together.
+    together. `pads_words`: a vocabulary that does not divide is dealt out too, with words that
+    nobody samples behind it; else each shard has all of it.
     """
     for axis, name in enumerate(parameter.axes):
         if not SHARDED[name]:
@@ -136,7 +145,7 @@ def place(parameter: Parameter, model: ModelConfig, shards: int) -> Placement:
         )
         columns, offset = [], 0
         for part, size in parts:
-            source = _source(part, size, model, shards)
+            source = _source(part, size, model, shards, pads_words)
             if source is None:
                 return Placement(parameter.shape, None, None)
             columns.append(np.where(source < 0, -1, source + offset).reshape(shards, -1))
@@ -166,7 +175,9 @@ def check_pieces(table: ParameterTable, model: ModelConfig, shards: int) -> None
             )
 
 
-def _source(axis: str, size: int, model: ModelConfig, shards: int) -> np.ndarray | None:
+def _source(
+    axis: str, size: int, model: ModelConfig, shards: int, pads_words: bool
+) -> np.ndarray | None:
     """The entries of one logical axis of `size` as they lie on the shards, or None if it is not
     dealt out.
     """
@@ -180,9 +191,9 @@ def _source(axis: str, size: int, model: ModelConfig, shards: int) -> np.ndarray
         width = size // (heads.kv if is_kv else heads.query)
         within = np.arange(width)[None, :]
         return np.where(held < 0, -1, held * width + within).reshape(-1)
-    if axis == "vocab":
+    if axis == "vocab" and size % shards and not pads_words:
         # A padded word could be sampled, so a vocabulary that does not divide is held whole.
-        return None if size % shards else np.arange(size)
+        return None
     padded = np.arange(-(-size // shards) * shards)
     return np.where(padded < size, padded, -1)
 

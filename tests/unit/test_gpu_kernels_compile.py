@@ -147,3 +147,17 @@ def test_experts_compile(compiled, dtype, tokens, rest):
     moe.moe_route(**routing, top_k=2, renormalize=True)
     moe.moe_experts(**arguments_of("moe_experts", arguments))
     assert compiled == ["route_kernel", *rest]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("world", [2, 4])
+def test_sums_over_peers_compile(compiled, dtype, world):
+    from twinfer.gpu.kernels import reduce
+
+    words = torch.zeros(world, dtype=torch.int64)
+    turns = torch.zeros(reduce.MOST_ROWS + 1, dtype=torch.int32)
+    peers = reduce.Peers(world - 1, world, 4096, dtype, (), words, words, turns)
+    x, weight = torch.zeros((3, 4096), dtype=dtype), torch.zeros(4096, dtype=dtype)
+    reduce._launch(peers, x, x.clone(), weight, 1e-6)
+    reduce._launch(peers, x, None, None, 0.0)
+    assert compiled == ["reduce_kernel"] * 2
