@@ -175,7 +175,7 @@ TIE_FACTOR = 4.0
 @dataclass(frozen=True, slots=True)
 class Flip:
     """A row whose best token differs. `margin` is the exact reference's distance between the
-    two, `noise` its noise.
+    two, `noise` its noise, and rounding decides what is less than `reach` of that apart.
     """
 
     row: int
@@ -183,18 +183,20 @@ class Flip:
     b: int
     margin: float
     noise: float
+    reach: float = TIE_FACTOR
 
     @property
     def tie(self) -> bool:
         """Whether rounding alone can decide it."""
-        return self.margin < TIE_FACTOR * self.noise
+        return self.margin < self.reach * self.noise
 
 
 def flips(
-    a: np.ndarray, b: np.ndarray, exact: np.ndarray, faithful: np.ndarray, times: float = 1.0
-) -> list[Flip]:
+    a: np.ndarray, b: np.ndarray, exact: np.ndarray, faithful: np.ndarray, times: float = 1.0,
+    reach: float = TIE_FACTOR,
+) -> list[Flip]:  # fmt: skip
     """Rows of logits [row vocab] whose best tokens differ, each with the margin and the noise of
-    a difference: `times` that of the faithful reference.
+    a difference: `times` that of the faithful reference. `reach` as in Flip.
     """
     best_a, best_b = a.argmax(-1), b.argmax(-1)
     found = []
@@ -202,7 +204,7 @@ def flips(
         i, j = int(best_a[row]), int(best_b[row])
         margin = abs(float(exact[row, i] - exact[row, j]))
         noise = float(np.sqrt(((faithful[row].astype(np.float64) - exact[row]) ** 2).mean()))
-        found.append(Flip(row, i, j, margin, times * noise))
+        found.append(Flip(row, i, j, margin, times * noise, reach))
     return found
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .gates import HALF_ULP32, Mode
+from .gates import HALF_ULP32, Family, Mode
 from .metrics import DEVIATIONS
 from .served import OF_ROW, POOLED
 
@@ -94,13 +94,14 @@ def judge_streams(errors: StreamErrors, mode: Mode) -> StreamVerdict:
         limit = POOLED[mode] + DEVIATIONS / effective**0.5
         shares = np.zeros(len(error))
         shares[compared] = np.sqrt(error[compared] / np.maximum(power, power.mean()))
-        wrong = np.flatnonzero(shares > OF_ROW[mode])
+        allowed = OF_ROW[mode] * Family(errors.error.size).deviations
+        wrong = np.flatnonzero(shares > allowed)
         where = "the embedding" if layer == 0 else f"layer.{layer - 1}"
         if len(wrong):
             token = wrong[0]
             first = (
                 f"{where}, in {errors.tokens[token]}: {shares[token]:.3g} of its noise, allowed is "
-                f"{OF_ROW[mode]:.3g}; {len(wrong)} of {len(error)} tokens"
+                f"{allowed:.3g}; {len(wrong)} of {len(error)} tokens"
             )
         elif not sigma <= limit:
             first = f"{where}, over all tokens: sigma {sigma:.3g} > {limit:.3g}"
