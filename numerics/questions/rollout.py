@@ -199,16 +199,16 @@ def _asks(subject: Subject, tokens: int) -> list[Ask]:
     """Requests for so many tokens, each as long as a sequence may be."""
     room = subject.max_model_len - 1 - FIRST
     lengths = [min(room, tokens - start) for start in range(0, tokens, room)]
-    # Texts from another place for each, or random tokens.
-    texts = default_prompts(subject, subject.seed, [FIRST + 3 * i for i in range(len(lengths))])
+    words = np.concatenate(default_prompts(subject, subject.seed))
+    starts = [7 * i % (len(words) - FIRST) for i in range(len(lengths))]
     return [
         Ask(
-            ids[-FIRST:],
+            words[start : start + FIRST],
             SamplingParams(
                 temperature=1.0, seed=1000 + i, max_tokens=length, ignore_eos=True, logprobs=1
             ),
         )
-        for i, (ids, length) in enumerate(zip(texts, lengths, strict=True))
+        for i, (start, length) in enumerate(zip(starts, lengths, strict=True))
     ]
 
 

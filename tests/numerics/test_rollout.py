@@ -85,6 +85,12 @@ def test_a_difference_that_grows_with_the_position_is_seen():
     assert growth > limit
 
 
+def test_every_prompt_is_as_long(subject):
+    asks = rollout._asks(subject, 10_000)
+    assert {len(ask.prompt) for ask in asks} == {rollout.FIRST}
+    assert sum(ask.params.max_tokens for ask in asks) == 10_000
+
+
 def test_wrong_input_is_refused(subject):
     with pytest.raises(ConfigError, match="rollout_tokens: got 0"):
         check_rollout(subject, SIDES, tokens=0)
