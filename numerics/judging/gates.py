@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -142,15 +142,27 @@ class Gate:
 
 
 def precision(
-    scope: Scope, m: Metrics, family: Family, numbers: float = float("inf"), rows: int = 1
-) -> Gate:
+    scope: Scope, m: Metrics, family: Family, numbers: float = float("inf"), rows: int = 1,
+    amplified: Amplified | None = None,
+) -> Gate:  # fmt: skip
     """Mode P. What is left to chance follows from how many independent numbers the noise is made
     of; `numbers` is what is known to be the most, in all `rows`.
 
     An op or a layer with given inputs makes nearly all roundings that the faithful reference makes,
     so the ratio wanders less than that of independent errors: DEVIATIONS / sqrt(n) are enough. In a
     run as a whole roundings have become independent.
+
+    The faithful reference is one draw of the noise. Where it is made of few numbers and small by
+    luck, `amplified` says what other draws give: of roundings to the run dtype, not to float32.
     """
+    if amplified is not None:
+        n, tries = amplified.numbers, amplified.tries
+        drawn = amplified.rel_l2 / max(m.rel_noise, 1e-30)
+        times = max(1.0, drawn * family.spread(n, n * tries))
+        gate = precision(scope, m, family, numbers, rows)
+        wider = {name: getattr(gate, name) for name in ("sigma", "excess", "linf")}
+        wider = {name: limit and limit * times for name, limit in wider.items()}
+        return replace(gate, **wider, overlap=None if times > 1.0 else gate.overlap)
     if scope in ("op", "layer"):
         chance = DEVIATIONS / max(m.effective, 1.0) ** 0.5
         return Gate(

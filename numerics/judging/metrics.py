@@ -32,7 +32,8 @@ class Metrics:
     excess        the same over what is allowed for the row: 1.5, or more where few large errors
                   make up its noise
     linf          largest error over the largest error of the faithful reference
-    bias          mean error over its root mean square
+    bias          mean error over its root mean square; that of the error less the faithful
+                  reference's, if that is less: what roundings of few values share is no bias
     slope         <got - exact, exact> / <exact, exact>: a scale that is off
     overlap       Bhattacharyya coefficient of both error histograms: 1 is the same distribution
     max_abs       largest error, at index `worst`
@@ -97,7 +98,7 @@ def measure(got: np.ndarray, exact: np.ndarray, faithful: np.ndarray) -> Metrics
         worst_token=token,
         excess=excess,
         linf=_ratio(largest, float(np.abs(noise).max(initial=0.0))),
-        bias=_ratio(float(error.sum()) / size, (e2 / size) ** 0.5) if e2 else 0.0,
+        bias=_bias(error, noise, size),
         slope=float((error * right).sum()) / r2 if r2 else 0.0,
         overlap=overlap(error[usable], noise[usable]),
         max_abs=largest,
@@ -115,6 +116,13 @@ def _ratio(a: float, b: float) -> float:
     if b:
         return a / b
     return float("inf") if a else 1.0
+
+
+def _bias(error: np.ndarray, noise: np.ndarray, size: int) -> float:
+    """See Metrics: roundings repeat where a row has few values, or a small number is added."""
+    rms = (float((error * error).sum()) / size) ** 0.5
+    means = float(error.sum()) / size, float((error - noise).sum()) / size
+    return min((_ratio(mean, rms) for mean in means), key=abs) if rms else 0.0
 
 
 TOKEN_LIMIT = 1.5

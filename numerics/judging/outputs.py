@@ -12,8 +12,8 @@ import numpy as np
 
 from ...ops import REGISTRY
 from ...ops.cases import load_all
-from ...ops.testing import TESTING, Judge, Verdict
-from ..sides.jitter import evaluate_jittered
+from ...ops.testing import TESTING, Judge, Verdict, limits
+from ..sides.jitter import HALF_ULP32, evaluate_jittered
 from ..sides.reference import evaluate
 from ..sides.taps import Call, Declared
 from .amplification import HOPELESS, TRIES, amplification, worth_trying
@@ -38,7 +38,7 @@ def gate_for(
     other steps of the run, `numbers` the most independent numbers that one has in all `rows`.
     """
     if mode == "P":
-        return precision(scope, m, family, numbers, rows)
+        return precision(scope, m, family, numbers, rows, amplified)
     return semantics(
         scope,
         reduction,
@@ -48,6 +48,10 @@ def gate_for(
         amplified=amplified,
         family=family,
     )
+
+
+FEW = 64.0
+"""With fewer independent numbers the noise of one op may be small by luck: it is drawn again."""
 
 
 class Judged(NamedTuple):
@@ -122,11 +126,13 @@ class OpJudge:
             for index, three in enumerate(zip(outputs, exact, faithful, strict=True))
         ]
         if self._may_be_amplified(found, verdict):
+            narrow = [x.dtype for x in found if x.gate is not None and not self._is_wide(x.dtype)]
+            half_ulp = limits(narrow[0]).half_ulp if narrow else HALF_ULP32
             for tries in TRIES:
-                of_rows, of_all = self._amplified(call, arguments, exact, tries)
+                of_rows, of_all = self._amplified(call, arguments, exact, tries, half_ulp)
                 for output, amplified in zip(found, of_rows, strict=True):
                     output.gate = self._gate(output.metrics, output.dtype, amplified)
-                if contract is not None:
+                if contract is not None and not narrow:
                     more = [
                         self._more(output, amplified, contract.testing.bitwise)
                         for output, amplified in zip(found, of_all, strict=True)
@@ -149,6 +155,11 @@ class OpJudge:
 
     def _may_be_amplified(self, found: Sequence[_Output], verdict: Verdict | None) -> bool:
         """Whether something fails, and float32 roundings may be why."""
+        few = [x for x in found if x.gate is not None and not self._is_wide(x.dtype)]
+        if any(
+            x.metrics.effective < FEW and worth_trying(x.gate, x.metrics) for x in few if x.gate
+        ):
+            return True
         wide = [x for x in found if x.gate is not None and self._is_wide(x.dtype)]
         if any(x.gate is not None and worth_trying(x.gate, x.metrics) for x in wide):
             return True
@@ -169,7 +180,12 @@ class OpJudge:
         return x if _sorted_by_expert(call.op, index) else x[: self._real]
 
     def _amplified(
-        self, call: Call, arguments: Mapping[str, Any], exact: Sequence[np.ndarray], tries: int
+        self,
+        call: Call,
+        arguments: Mapping[str, Any],
+        exact: Sequence[np.ndarray],
+        tries: int,
+        half_ulp: float,
     ) -> tuple[list[Amplified], list[Amplified]]:
         """What the op makes of errors of its inputs: of the rows of each output that are judged,
         and of all.
@@ -179,7 +195,9 @@ class OpJudge:
             return [*(self._rows(x, call, i) for i, x in enumerate(outputs)), *outputs]
 
         found = amplification(
-            lambda rng: both(evaluate_jittered(call.op, arguments, rng)), both(exact), tries
+            lambda rng: both(evaluate_jittered(call.op, arguments, rng, half_ulp)),
+            both(exact),
+            tries,
         )
         return found[: len(exact)], found[len(exact) :]
 

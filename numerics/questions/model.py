@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ...ops.testing import limits
 from ...shared.models import decoder
 from ...shared.step import StepInput
 from ..errors import NotComparable
@@ -25,11 +26,11 @@ from ..judging.diff import Diff, Finding, pooled_problems
 from ..judging.gates import Amplified, Family, Gate, Mode
 from ..judging.logits_metrics import compare_logits
 from ..judging.metrics import Metrics, measure
-from ..judging.outputs import OpJudge, gate_for
+from ..judging.outputs import FEW, OpJudge, gate_for
 from ..judging.power import power
 from ..judging.weights import check_weights
 from ..sides.environment import describe
-from ..sides.jitter import Jitter
+from ..sides.jitter import HALF_ULP32, Jitter
 from ..sides.jittered_run import run_whole
 from ..sides.passes import run_stepwise
 from ..sides.reference import Reference, State, cache_shapes, sources_of, storage_dtype, total
@@ -94,6 +95,7 @@ class Comparison:
         # is no rounding that both make, and mode P is mode S.
         self.gates: Mode = "S" if subject.dtype == "float32" else mode
         self.family = Family()
+        self._half_ulp = HALF_ULP32 if self.gates == "S" else limits(self.dtype).half_ulp
         self._run_amplified: tuple[tuple[int, int], list[Amplified]] = (-1, 0), []
         self._numbers = float("inf")
         self._made: dict[int, float] = {}
@@ -247,7 +249,8 @@ class Comparison:
         """What a layer makes of errors of its ops' inputs."""
 
         def run(rng: np.random.Generator) -> list[np.ndarray]:
-            reference = Reference(self.model, self._tables, exact=True, tracer=Jitter(rng))
+            jitter = Jitter(rng, self._half_ulp)
+            reference = Reference(self.model, self._tables, exact=True, tracer=jitter)
             reference.begin(self.step)
             reference.embed(self.weights.top())  # for layers that have inputs of their own
             return [total(reference.layer(index, weights, inputs))[: self.real]]
@@ -264,7 +267,7 @@ class Comparison:
             def run(tracer: Tracer | None) -> list[np.ndarray]:
                 return [x[: self.real] for x in run_whole(*given, steps, tracer)]
 
-            found = amplification(lambda rng: run(Jitter(rng)), run(None), tries)
+            found = amplification(lambda rng: run(Jitter(rng, self._half_ulp)), run(None), tries)
             self._run_amplified = key, found
         return self._run_amplified[1][layer]
 
@@ -356,7 +359,9 @@ class Comparison:
         gate = self.gate(scope, layer, metrics)
         if amplified is None and not self._is_wrong_before(side.name):
             amplified = partial(self._carried, layer)
-        if self.gates == "S" and amplified is not None and worth_trying(gate, metrics):
+        few = scope != "layer" or metrics.effective < FEW
+        tried = self.gates == "S" or few
+        if tried and amplified is not None and worth_trying(gate, metrics):
             for tries in TRIES:
                 gate = self.gate(scope, layer, metrics, amplified(tries))
                 if list(gate.complaints(metrics)):

@@ -14,7 +14,7 @@ from twinfer.numerics.errors import EQUAL, FAILED
 from twinfer.numerics.faults.planting import plant
 from twinfer.numerics.judging.amplification import amplification
 from twinfer.numerics.judging.chance import ratio_limit
-from twinfer.numerics.judging.gates import FOREIGN, Family, semantics
+from twinfer.numerics.judging.gates import FOREIGN, Family, precision, semantics
 from twinfer.numerics.judging.logits_metrics import KL_LIMIT, compare_logits
 from twinfer.numerics.judging.metrics import measure
 from twinfer.numerics.judging.outputs import OpJudge
@@ -180,3 +180,30 @@ def test_a_run_that_amplifies_its_roundings_is_no_fault(tmp_path, monkeypatch):
     # By the one faithful run alone, whose roundings cancel by luck, it is.
     monkeypatch.setattr(Comparison, "_is_wrong_before", lambda self, side: True)
     assert compare().exit_code == FAILED
+
+
+def test_roundings_that_repeat_are_no_bias():
+    rng = np.random.default_rng(0)
+    exact = rng.normal(size=(8, 64))
+    faithful = exact + 0.01 * rng.uniform(0.0, 1.0, exact.shape)  # a value of few: all one way
+    assert measure(faithful, exact, faithful).bias == 0.0
+    assert abs(measure(faithful + 0.005, exact, faithful).bias) > 0.4
+    balanced = exact + 0.01 * rng.uniform(-1.0, 1.0, exact.shape)
+    assert abs(measure(balanced + 0.005, exact, balanced).bias) > 0.4
+
+
+def test_noise_that_is_small_by_luck_is_drawn_again():
+    exact = np.full((1, 16), 1e-3)
+    exact[0, 0] = 100.0  # one number is all of the noise
+    lucky, got = exact.copy(), exact.copy()
+    lucky[0, 0] += 0.01
+    got[0, 0] += 0.15
+    metrics = measure(got, exact, lucky)
+    assert list(precision("op", metrics, Family()).complaints(metrics))
+    drawn = amplification(
+        lambda rng: [exact * (1.0 + 2.0**-9 * rng.uniform(-1, 1, exact.shape))], [exact], 8
+    )[0]
+    assert not list(precision("op", metrics, Family(), amplified=drawn).complaints(metrics))
+    got[0, 0] += 10.0
+    metrics = measure(got, exact, lucky)
+    assert list(precision("op", metrics, Family(), amplified=drawn).complaints(metrics))
