@@ -188,7 +188,7 @@ def _triage(record: Record) -> str:
 
 def _facts(record: Record, findings: Sequence[Record]) -> list[tuple[str, str]]:
     e = record.get("environment", {})
-    count = len(findings) or record.get("compared", 0)
+    count = len(findings) or record.get("compared")
     facts = [
         ("model", e.get("model")),
         ("architecture", e.get("architecture")),

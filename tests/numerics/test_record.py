@@ -109,6 +109,8 @@ def test_compare_takes_comparisons_only(tmp_path, capsys):
         ["ops", "--a", "jax:cpu", "--b", "torch:cpu", "--mode", "S,P", "--op", "rms_norm"],
         ["invariants", "--model", "demo", "--on", "torch:cpu", "--break", "batch"],
         ["replay", "folder", "--on", "torch:cpu"],
+        ["rollout", "--model", "demo", "--rollout-tokens", "9", "--text", "README.md"],
+        ["logits", "--model", "demo", "--b", "http://host:1", "--server-logits", "float32"],
     ],
 )
 def test_the_command_asks_for_the_same_again(words):
