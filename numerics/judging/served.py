@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from .diff import ServedFinding
-from .gates import HALF_ULP32, Family, Mode
-from .metrics import DEVIATIONS, TIE_FACTOR, Flip, log_softmax
+from .gates import FEWEST, HALF_ULP32, Family, Mode
+from .metrics import TIE_FACTOR, Flip, log_softmax
 
 Choose = Callable[[np.ndarray], np.ndarray]
 """The tokens [row] that the sampler takes for one position, given logits [row vocab] float32."""
@@ -84,9 +84,11 @@ def _reach(
 
 
 POOLED = {"S": 3.0, "P": 1.15}
-"""Allowed error of all log-probabilities together over their noise, besides what is left to chance:
+"""Allowed error of all log-probabilities together over their noise, times what is left to chance:
 in float32 the order of sums is open, and the faithful reference has only one order.
 """
+RUNS = 8
+"""Limits of this kind in a run of two sides, two modes and two ways to serve."""
 OF_ROW = {"S": 2.0, "P": 1.0}
 """The same of one position, in units of what chance leaves to one number among so many: the
 log-probabilities of a position share their errors.
@@ -111,7 +113,7 @@ def judge_rows(
     if measured:
         effective = float(power.sum() ** 2 / (power**2).sum()) if power.any() else 1.0
         sigma = float(np.sqrt(error.sum() / power.sum())) if power.any() else 0.0
-        limit = POOLED[mode] + DEVIATIONS / effective**0.5
+        limit = POOLED[mode] * Family(RUNS).spread(max(effective, FEWEST))
         allowed = OF_ROW[mode] * Family(len(measured)).deviations
         shares = np.sqrt(error / np.maximum(power, power.mean())) / allowed
         worst, place = float(np.nan_to_num(shares, nan=np.inf).max()), ""
