@@ -325,7 +325,9 @@ def _growth(positions: np.ndarray, delta: np.ndarray, noise: np.ndarray) -> tupl
     is allowed), by regression over parts of equally many tokens. (0, 0) if all bits are equal, or
     the positions span too little to say.
 
-    The noise of a token depends on how likely it is, and so on the position.
+    The noise of a token depends on how likely it is, and so on the position. Near the start two
+    sides share most of their roundings, and part from there on: only what is more than two
+    independent roundings counts.
     """
     x = np.log2(positions.astype(np.float64))
     parts = np.array_split(np.argsort(x, kind="stable"), min(40, len(x) // 25))
@@ -337,7 +339,8 @@ def _growth(positions: np.ndarray, delta: np.ndarray, noise: np.ndarray) -> tupl
     if not (of_delta > 0).all():
         return 0.0, 0.0
     centre = np.asarray([x[part].mean() for part in parts])
-    centre, y = centre - centre.mean(), np.log(of_delta / of_noise) / 2.0
+    centre = centre - centre.mean()
+    y = np.log(np.maximum(of_delta / (2.0 * of_noise), 1.0)) / 2.0
     slope = float((centre * y).sum() / (centre**2).sum())
     rest = y - y.mean() - slope * centre
     free = len(parts) - 2

@@ -83,6 +83,9 @@ def test_a_difference_that_grows_with_the_position_is_seen():
     assert growth <= limit
     growth, limit = rollout._growth(positions, delta * positions / 16.0, noise)
     assert growth > limit
+    # Two sides that share roundings near the start are right.
+    growth, limit = rollout._growth(positions, delta * positions / 300.0, noise)
+    assert growth <= limit
 
 
 def test_every_prompt_is_as_long(subject):
