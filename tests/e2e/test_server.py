@@ -344,6 +344,11 @@ BAD = [
     (dict(prompt=[[1], []]), "prompt"),
     (dict(prompt=[1] * 600), "prompt"),
     (dict(prompt={"a": 1}), "prompt"),
+    (dict(prompt=["a", 1]), "prompt"),
+    (dict(prompt=[True]), "prompt"),
+    (dict(prompt=[[1], [1.0]]), "prompt"),
+    (dict(prompt="def f(x):\n" * 10_000), "prompt"),
+    (dict(prompt=["x"] * 9, n=128), "n"),
     (dict(suffix="x"), "suffix"),
     (dict(best_of=3), "best_of"),
     (dict(stream_options={"include_usage": True}), "stream_options"),
@@ -387,6 +392,54 @@ def test_a_bad_field_of_a_chat_is_named(change, field, server):
     assert answer.status_code == 400, answer.text
     param = answer.json()["error"]["param"]
     assert param.split("[")[0] == field
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "field"),
+    [
+        ("/tokenize", dict(tools=[{}], tool_choice={"function": {"name": "x"}}), "tools[0]"),
+        ("/tokenize", dict(model="other"), "model"),
+        ("/v1/responses", dict(text={"format": "x"}), "text.format"),
+        ("/v1/responses", dict(text={"format": {"type": "json_schema"}}), "text.format.schema"),
+        ("/v1/responses", dict(reasoning={"effort": []}), "reasoning.effort"),
+        ("/v1/responses", dict(n=2), "n"),
+        ("/v1/responses", dict(stop=["a"] * 17), "stop"),
+        ("/v1/responses", dict(input="def f(x):\n" * 10_000), "input"),
+        ("/v1/chat/completions", dict(tools=[{}] * 2000), "tools"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_bad_field_of_another_path_is_named(path, change, field, server):
+    said = {"input": "x"} if path == "/v1/responses" else {"messages": MESSAGES}
+    with server.client() as client:
+        answer = client.post(path, json=said | change)
+    assert answer.status_code in (400, 404), answer.text
+    assert answer.json()["error"]["param"] == field
+
+
+def test_a_response_takes_every_setting_of_a_chat(server):
+    with server.client() as client:
+        body = {"input": "x", "max_output_tokens": 8, "structured_outputs": {"regex": "[ab]{3}"}}
+        answer = client.post("/v1/responses", json=body).json()
+        assert re.fullmatch("[ab]{3}", answer["output"][0]["content"][0]["text"])
+        before = server.metric("unknown_fields_total")
+        client.post("/v1/responses", json=body | {"what": 1, "store": True, "include": []})
+    assert server.metric("unknown_fields_total") == before + 1
+
+
+def test_a_call_is_admitted_as_a_whole_or_not_at_all(server):
+    """More prompts than may wait, of which some would find a place."""
+    body = _long(prompt=["x"] * 1000, max_tokens=2)
+    with server.client() as client:
+        busy = [contextlib.ExitStack() for _ in range(2)]
+        for stack in busy:
+            stack.enter_context(client.stream("POST", "/v1/completions", json=_long(stream=True)))
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 200
+        assert len(answer.json()["choices"]) == 1000
+        for stack in busy:
+            stack.close()
+    assert server.idle()
 
 
 def test_what_a_stream_cannot_tell_is_named(server):

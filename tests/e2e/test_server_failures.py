@@ -121,6 +121,19 @@ def test_an_idle_engine_is_heard_of():
 
 
 @pytest.mark.slow
+def test_a_front_that_was_stopped_does_not_blame_its_engine():
+    """Whatever it looks at first when it goes on."""
+    with served(*FLAGS, "--hang-timeout", "2") as server, server.client() as client:
+        for _ in range(3):
+            server.process.send_signal(signal.SIGSTOP)
+            time.sleep(4)
+            server.process.send_signal(signal.SIGCONT)
+            assert client.get("/health").status_code == 200
+            assert client.post("/v1/completions", json=BODY).status_code == 200
+        assert "hung" not in server.log
+
+
+@pytest.mark.slow
 def test_health_is_503_while_a_silent_engine_is_not_ended_yet(tmp_path):
     """From the limit on, not a moment later, and no sooner."""
     with served(*FLAGS, "--hang-timeout", "3") as server, server.client() as client:
