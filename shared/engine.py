@@ -493,7 +493,7 @@ class Engine:
             if matcher.finished:
                 self._finish(request_id, FinishReason.STOP)
             elif matcher.stuck:
-                self._finish(request_id, FinishReason.ERROR)
+                self._finish(request_id, FinishReason.STUCK)
 
     def _keep_prompt_logprobs(self, step: _InFlight, top: TopLogprobs) -> None:
         """Row p of a prompt tells the log-probability of its token p + 1."""

@@ -83,7 +83,7 @@ class Grammars:
         self._eos = list(eos_token_ids)
         self._tokenizer: Any = None
         self._threads: Any = None
-        self._kept: OrderedDict[StructuredOutputs, Any] = OrderedDict()
+        self._kept: OrderedDict[StructuredOutputs, tuple[Any, np.ndarray]] = OrderedDict()
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -111,10 +111,9 @@ class Grammars:
         """A matcher before its first token. `base` [W] int32 has the tokens that are allowed
         anyway. Raises RequestError for what cannot be compiled.
         """
-        matcher = Matcher(self.compile(wanted).deep_copy(), base)
-        self.look([matcher])
-        if matcher.error:
-            raise RequestError(FIELD, f"{wanted.kind}: {_line(matcher.error)}")
+        made, words = self.compile(wanted)
+        matcher = Matcher(made.deep_copy(), base)
+        matcher.take(words, bool(words.any()))
         if matcher.stuck or matcher.finished:
             raise RequestError(FIELD, f"{wanted.kind}: no token may begin the text")
         return matcher
@@ -124,9 +123,9 @@ class Grammars:
         with self._lock:
             return wanted in self._kept
 
-    def compile(self, wanted: StructuredOutputs) -> Any:
-        """The library's matcher before its first token, kept for later. Any thread may call it.
-        Raises RequestError.
+    def compile(self, wanted: StructuredOutputs) -> tuple[Any, np.ndarray]:
+        """The library's matcher before its first token, and the tokens [W] that may be it; kept
+        for later. Any thread may call it. Raises RequestError.
         """
         with self._lock:
             self.prepare()
@@ -134,7 +133,13 @@ class Grammars:
                 self._kept.move_to_end(wanted)
                 return self._kept[wanted]
         # Seconds for a large one. Who else needs it meanwhile compiles it too.
-        made = self._compile(wanted)
+        matcher = self._compile(wanted)
+        # Here and not in the engine's loop: a first look makes most of what later ones need.
+        words = np.zeros(-(-self._vocab_size // 32), np.int32)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():
+            raise RequestError(FIELD, f"{wanted.kind}: {_line(matcher.get_error())}")
+        made = matcher, words
         with self._lock:
             self._kept[wanted] = made
             if len(self._kept) > MOST_KEPT:

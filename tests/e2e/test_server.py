@@ -215,6 +215,18 @@ def test_what_refuses_a_form_names_the_field_that_asked(schema, server):
                 assert error["message"].count("structured_outputs") == ("outputs" in field)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_that_takes_too_much_work_is_that_requests_error(stream, server):
+    form = {"grammar": "start: " + " | ".join(f'"w{i}"' for i in range(15_000))}
+    body = {"prompt": "x", "max_tokens": 9, "structured_outputs": form, "stream": stream}
+    with server.client() as client:
+        answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "structured_outputs"
+    assert "too much work" in error["message"]
+
+
 def test_a_chat_in_the_terminal_is_what_the_server_says(server, client, capsys, monkeypatch):
     flags = ["--url", f"{server.url}/v1", "--temperature", "0", "--max-tokens", "12"]
     call = dict(model="demo", temperature=0, max_completion_tokens=12)

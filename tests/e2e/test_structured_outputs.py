@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from twinfer.serving.llm import LLM
 from twinfer.shared.errors import RequestError
 from twinfer.shared.grammars import Matcher
+from twinfer.shared.request import NO_TOKEN
 from twinfer.shared.sampling_params import SamplingParams
 
 SIZES = {"max_model_len": 512, "max_num_seqs": 16, "page_size": 16, "dtype": "float32"}
@@ -208,6 +209,15 @@ def test_tokens_that_others_forbid(llm):
     assert good.token_ids == alone.token_ids
     with pytest.raises(RequestError, match="min_tokens: cannot be had"):
         params({"regex": "a"}, min_tokens=1)
+
+
+def test_a_text_that_gets_too_much_work_ends_alone(llm):
+    """Of so many choices the library looks at no more than at the first token's."""
+    form = {"grammar": "start: " + " | ".join(f'"w{i}"' for i in range(15_000))}
+    (alone,) = texts(llm, [SamplingParams(max_tokens=8, seed=3)])
+    bad, good = texts(llm, [params(form), SamplingParams(max_tokens=8, seed=3)])
+    assert (bad.finish_reason, bad.stop_reason) == ("error", NO_TOKEN)
+    assert good.token_ids == alone.token_ids
 
 
 HOSTILE = [
