@@ -468,7 +468,7 @@ class Server:
     ) -> AsyncGenerator[bytes, None]:
         """The events of a stream. An error ends it with an event of its own."""
         counted = body.stream_options is not None and bool(body.stream_options.include_usage)
-        extra = {"usage": None} if counted else {}
+        extra = {"usage": None} if counted else None
         changed, silent = lives[0].changed, False
 
         def break_silence() -> None:
@@ -482,7 +482,7 @@ class Server:
                 await changed.wait()
                 changed.clear()
                 told = [
-                    event(piece | extra)
+                    event(piece | extra if extra else piece)
                     for place, live in enumerate(lives)
                     for news in live.news()
                     for piece in pieces(place, live, news)
