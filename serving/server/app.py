@@ -211,8 +211,15 @@ class Server:
         model = ready.model
         return int(min(model["max_model_len"], model["page_size"] * model["num_pages"]))
 
+    @property
+    def _longest(self) -> int | None:
+        """Tokens of the longest prompt: one more has to fit."""
+        return None if self._room is None else self._room - 1
+
     def _render(self, chat: ChatRequest, most: int | None) -> tuple[str, list[int]]:
-        """The prompt of a conversation, as text and as tokens. Raises RequestError."""
+        """The prompt of a conversation, as text and as tokens. Raises RequestError; for more than
+        `most` tokens before there is a list of them.
+        """
         tokenizer = need_tokenizer(self._settings.tokenizer, "chat")
         continues = bool(chat.continue_final_message)
         generates = chat.add_generation_prompt
@@ -261,7 +268,7 @@ class Server:
         """Sends a chat to the engine; with what makes a parser for each of its completions."""
         self._accept(chat)
         self._engine.admit(0, 0)
-        text, ids = await asyncio.to_thread(self._render, chat, self._room)
+        text, ids = await asyncio.to_thread(self._render, chat, self._longest)
         params = self._params(chat, len(ids), whole_context=True)
         if (bound := self._bound(chat, params, text[-TAIL:])) is not None:
             try:
@@ -338,7 +345,9 @@ class Server:
         self._engine.admit(0, 0)
         special = body.add_special_tokens is not False
         ids = [
-            await self._encode(prompt, special, self._room) if isinstance(prompt, str) else prompt
+            await self._encode(prompt, special, self._longest)
+            if isinstance(prompt, str)
+            else prompt
             for prompt in prompts
         ]
         settings = [self._params(body, len(one), whole_context=False) for one in ids]

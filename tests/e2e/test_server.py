@@ -728,6 +728,38 @@ def test_a_client_that_leaves_frees_its_pages(server):
     assert server.metric("requests_aborted_total") >= 3
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("phase", ["queue", "prompt", "decode", "last"])
+def test_a_client_may_leave_in_every_phase(phase, stream, path, server):
+    """What it asked for would take far longer than what is waited for here."""
+    said = "x = 1\n" * (80 if phase == "prompt" else 1)
+    inputs = {"/v1/completions": {"prompt": said}, "/v1/responses": {"input": said}}
+    body = inputs.get(path, {"messages": [{"role": "user", "content": said}]})
+    most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body |= {most: 2 if phase == "last" else 400, "ignore_eos": phase != "last", "stream": stream}
+    if path != "/v1/responses" and phase != "last":
+        body["n"] = 16
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 if phase == "queue" else 0):  # all places are taken
+            busy = stack.enter_context(server.client())
+            stack.enter_context(
+                busy.stream("POST", "/v1/completions", json=_long(n=16, stream=True))
+            )
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(head + data)
+            if phase == "decode" and stream:
+                assert connection.recv(1)
+            else:
+                time.sleep({"last": 0.08, "decode": 0.3}.get(phase, 0.03))
+    assert server.idle()
+    with server.client() as client:
+        assert client.get("/health").status_code == 200
+
+
 def test_values_are_finite_json(server):
     with server.client() as client:
         text = client.post(
@@ -761,22 +793,65 @@ LIKELY = {
 }  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.fixed_dictionaries({}, optional=LIKELY))
-def _ask_anything(client, body):
-    body = {"prompt": "x", "max_tokens": 2} | body
-    answer = client.post("/v1/completions", json=body)
+ANY = st.recursive(
+    st.none() | st.booleans() | NUMBER | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=5,
+)  # fmt: skip
+ROLE = st.sampled_from(["user", "assistant", "system", "developer", "tool", "x", 5])
+TOOL = st.sampled_from(
+    [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}, {}, "f"]
+)
+CHOICE = st.sampled_from(["none", "auto", "required", "x", {"function": {"name": "f"}}, {}])
+MESSAGE = st.fixed_dictionaries(
+    {},
+    optional={"role": ROLE, "content": st.text(max_size=5) | ANY, "tool_calls": ANY, "type": ANY},
+)
+COMMON = {
+    name: one for name, one in LIKELY.items()
+    if name not in ("prompt", "n", "max_tokens", "logprobs", "echo", "prompt_logprobs")
+}  # fmt: skip
+IN_CHATS = COMMON | {
+    "messages": st.lists(MESSAGE, max_size=3) | ANY, "tools": st.lists(TOOL, max_size=2) | ANY,
+    "tool_choice": CHOICE | ANY, "response_format": ANY, "logprobs": st.booleans(),
+    "top_logprobs": NUMBER, "n": st.integers(-1, 4), "max_tokens": st.integers(-1, 3),
+    "chat_template_kwargs": ANY, "parallel_tool_calls": st.booleans() | ANY,
+    "reasoning_effort": ANY, "modalities": ANY, "structured_outputs": ANY,
+    "continue_final_message": st.booleans(), "add_generation_prompt": st.booleans(),
+}  # fmt: skip
+IN_RESPONSES = COMMON | {
+    "input": st.text(max_size=5) | st.lists(MESSAGE, max_size=3) | ANY, "instructions": ANY,
+    "tools": st.lists(TOOL, max_size=2) | ANY, "tool_choice": CHOICE | ANY, "text": ANY,
+    "reasoning": ANY, "truncation": ANY, "n": NUMBER, "what": ANY, "structured_outputs": ANY,
+}  # fmt: skip
+FUZZ = {
+    "/v1/completions": ({"prompt": "x", "max_tokens": 2}, LIKELY),
+    "/v1/chat/completions": ({"messages": MESSAGES, "max_tokens": 2}, IN_CHATS),
+    "/v1/responses": ({"input": "x", "max_output_tokens": 2}, IN_RESPONSES),
+    "/tokenize": ({"messages": MESSAGES}, IN_CHATS),
+}
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def _ask_anything(client, path, data):
+    usual, likely = FUZZ[path]
+    change = data.draw(st.dictionaries(st.sampled_from(sorted(likely)), st.none(), max_size=5))
+    body = usual | {name: data.draw(likely[name]) for name in change}
+    answer = client.post(path, json=body)
     assert answer.status_code in (200, 400), (answer.status_code, answer.text)
     if answer.status_code == 400:
         error = answer.json()["error"]
         names = [part.strip() for part in error["param"].split(",")]
-        assert any(name.split("[")[0].split(".")[0] in body for name in names), error
-    assert '"error"' not in answer.text or answer.status_code == 400
+        assert any(name.split("[")[0].split(".")[0] in body for name in names), (body, error)
+    told = answer.text.replace('"error":null', "")
+    assert '"error"' not in told or answer.status_code == 400
 
 
-def test_nothing_that_a_body_may_hold_ends_the_server(server):
+@pytest.mark.parametrize("path", FUZZ)
+def test_nothing_that_a_body_may_hold_ends_the_server(path, server):
     with server.client() as client:
-        _ask_anything(client)
+        _ask_anything(client, path)
         assert client.get("/health").status_code == 200
     assert server.idle()
     assert server.metric("recompiles_after_ready_total") == 0
