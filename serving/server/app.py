@@ -56,7 +56,7 @@ from .fields import (
     read_json,
     renamed,
 )
-from .live import Live, wait_for_all, wait_for_news
+from .live import Live, News, wait_for_all, wait_for_news
 from .metrics import Metrics
 from .responses import NAMES, ResponsesRequest, named_here
 from .streams import ClientGone, EventStream, Recurring, while_there
@@ -323,7 +323,11 @@ class Server:
         parser = new_parser()
 
         def take() -> list[dict[str, Any]]:
-            return [out for news in live.news() for out in events.take(read_news(parser, news))]
+            return [
+                out
+                for news in live.news()
+                for out in events.take(read_news(parser, news), self._scores(chat, news))
+            ]
 
         def used() -> Usage:
             output = live.outputs[0]
@@ -336,6 +340,21 @@ class Server:
         await self._whole(request, [live])
         take()
         return _json(200, events.response(used()))
+
+    def _scores(self, chat: ChatRequest, news: News) -> list[dict[str, Any]]:
+        """Log-probabilities of new tokens, if they were asked for; not of those that end reasoning
+        or stand before that end.
+        """
+        if not chat.logprobs or news.logprobs is None:
+            return []
+        tokens, scores = news.token_ids, news.logprobs
+        if self._think_end in tokens:
+            first = tokens.index(self._think_end) + 1
+            tokens, scores = tokens[first:], scores[first:]
+        told: list[dict[str, Any]] = self._words.chat(tokens, scores, chat.top_logprobs or 0)[
+            "content"
+        ]
+        return told
 
     async def completions(self, request: Request) -> Response:
         """/v1/completions."""

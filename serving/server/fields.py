@@ -41,7 +41,7 @@ SAMPLING = (
 """Fields that go to `SamplingParams` under the same name."""
 IGNORED = (
     "store", "metadata", "user", "safety_identifier", "prompt_cache_key", "service_tier",
-    "verbosity", "prompt_cache_retention", "include",
+    "verbosity", "prompt_cache_retention",
 )  # fmt: skip
 """Known fields that change no token."""
 FORM = "structured_outputs"

@@ -12,6 +12,8 @@ from ...shared.errors import RequestError
 from ...shared.models.fields import show
 from .fields import ChatRequest, read_fields, renamed
 
+SCORES = "message.output_text.logprobs"
+"""What `include` names to have log-probabilities."""
 TEXT_PARTS = ("input_text", "output_text", "text")
 SAME = ("model", "stream", "temperature", "top_p")
 """Fields that a chat has under the same name, as it has all those that are not named here."""
@@ -32,7 +34,7 @@ class ResponsesRequest(BaseModel):
         "max_tokens": "is max_output_tokens here",
         "max_completion_tokens": "is max_output_tokens here",
         "response_format": "is text.format here",
-        "logprobs": "is not supported here; chats have them",
+        "logprobs": "is top_logprobs here",
     }
 
     input: str | list[dict[str, Any]]
@@ -50,6 +52,7 @@ class ResponsesRequest(BaseModel):
     metadata: dict[str, Any] | None = None
     truncation: str | None = None
     top_logprobs: int | None = None
+    include: list[str] | None = None
 
     def check(self) -> None:
         """Raise RequestError for a field that cannot be had."""
@@ -61,8 +64,6 @@ class ResponsesRequest(BaseModel):
             raise RequestError("text.format", f"got {show(form)}, must be an object")
         if self.truncation not in (None, "disabled"):
             raise RequestError("truncation", f"got {show(self.truncation)}, allowed is disabled")
-        if self.top_logprobs:
-            raise RequestError("top_logprobs", "is not supported here; chats have them")
 
     def chat(self) -> ChatRequest:
         """The chat that it asks for. Raises RequestError."""
@@ -80,6 +81,8 @@ class ResponsesRequest(BaseModel):
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         body |= {"messages": messages, "tools": self._tools(), "tool_choice": choice}
         body["parallel_tool_calls"] = self.parallel_tool_calls
+        if self.top_logprobs is not None or SCORES in (self.include or ()):
+            body |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         if self.max_output_tokens is not None:
             body["max_completion_tokens"] = self.max_output_tokens
         if form := (self.text or {}).get("format"):

@@ -439,6 +439,29 @@ def test_a_response_takes_every_setting_of_a_chat(server):
     assert server.metric("unknown_fields_total") == before + 1
 
 
+def test_log_probabilities_of_a_response_are_those_of_a_chat(client):
+    asked = dict(model="demo", temperature=0, top_logprobs=3)
+    chat = client.chat.completions.create(
+        messages=MESSAGES, max_tokens=12, logprobs=True, **asked
+    ).choices[0]
+    whole = client.responses.create(input=MESSAGES, max_output_tokens=12, **asked)
+    (part,) = whole.output[0].content
+    told = [one.model_dump() for one in part.logprobs]
+    assert told == [one.model_dump() for one in chat.logprobs.content]
+    assert len(told) == 12
+    assert {len(one["top_logprobs"]) for one in told} == {3}
+    with client.responses.stream(input=MESSAGES, max_output_tokens=12, **asked) as stream:
+        pieces = [one for one in stream if one.type == "response.output_text.delta"]
+    streamed = [entry for one in pieces for entry in one.logprobs]
+    assert [(one.token, one.logprob) for one in streamed] == [
+        (one["token"], one["logprob"]) for one in told
+    ]
+    named = client.responses.create(
+        model="demo", input="x", max_output_tokens=3, include=["message.output_text.logprobs"]
+    )
+    assert len(named.output[0].content[0].logprobs) == 3
+
+
 def test_a_call_is_admitted_as_a_whole_or_not_at_all(server):
     """More prompts than may wait, of which some would find a place."""
     body = _long(prompt=["x"] * 1000, max_tokens=2)
