@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from .errors import (
     RankLost,
     RequestError,
 )
-from .grammars import Grammars, Matcher
+from .grammars import Grammars, Look, Matcher
 from .interrupts import DeferredInterrupts
 from .kv_scales import with_scales
 from .models.caches import cached_tokens, layout_of, request_pages, step_shape
@@ -215,6 +215,10 @@ class Engine:
         self._updates: list[Update] = []
         self.grammars = Grammars(folder, model.vocab_size, model.eos_token_ids)
         self._matched: dict[str, Request] = {}
+        self._look: Look | None = None
+        """The look at what may follow the tokens that were read last, until it is done."""
+        self._unsampled = False
+        """Whether the step in flight waits for that look."""
         self._has_camera = config.capture is not None
         if config.capture is not None:
             attach_camera(self, config, folder)
@@ -488,6 +492,10 @@ class Engine:
         """From now on the engine only says why it has ended."""
         words = " ".join(str(error).split()) or "no message"
         self._dead = f"step {self._step_id} failed with {type(error).__name__}: {words}"
+        look, self._look = self._look, None
+        if look is not None:
+            with suppress(Exception):
+                look.done()
         self._in_flight.clear()
         self._prompt_logprobs.clear()
         self._updates.clear()
@@ -503,6 +511,7 @@ class Engine:
                 break
             self._step_id += 1
             packed = pack(scheduled, self.scheduler.table, self.shape, self._step_id)
+            self._sample()
             self._in_flight.append(_InFlight(scheduled, packed, self.worker.execute(packed)))
             if packed.waiting is not None and len(self._in_flight) == 1:
                 raise InternalError(f"step {self._step_id} waits, and no step is before it")
@@ -512,23 +521,49 @@ class Engine:
                     "requests wait, nothing is in flight, and nothing can be scheduled"
                 )
         else:
+            self._sample()
             oldest = self._in_flight.popleft()
             self._read(oldest, oldest.handle.result())
-            if self._in_flight and self._in_flight[0].packed.waiting is not None:
-                self._sample(self._in_flight[0])
+            self._unsampled = bool(self._in_flight) and (
+                self._in_flight[0].packed.waiting is not None
+            )
+            # While a thread looks, the next step is packed, and what came is told.
+            if self._look is None or not (self._unsampled and self._look.runs):
+                self._sample()
         updates, self._updates = self._updates, []
         return updates
 
-    def _sample(self, step: _InFlight) -> None:
-        """Start the sampler of a step whose requests waited for the tokens that were just read."""
+    def _sample(self) -> None:
+        """Start the sampler of the step whose requests waited for the tokens that were read last,
+        if there is one: before another step is started, and after all that the host can do
+        meanwhile.
+        """
+        look = self._finish_look()
+        if not self._unsampled:
+            return
+        self._unsampled, step = False, self._in_flight[0]
         waiting = [] if step.packed.waiting is None else step.packed.waiting.tolist()
-        masks = np.empty((len(waiting), mask_words(self.model.vocab_size)), np.int32)
-        for row, index in enumerate(waiting):
-            request = step.scheduled.requests[index]
-            matcher = request.matcher if request.finish_reason is None else None
-            # One that ended takes any token, which is dropped.
-            masks[row] = -1 if matcher is None else matcher.mask
+        requests = [step.scheduled.requests[index] for index in waiting]
+        # One that ended takes any token, which is dropped.
+        matchers = [r.matcher if r.finish_reason is None else None for r in requests]
+        if look is not None and look.is_all_of(matchers):
+            masks = look.words
+        else:
+            masks = np.empty((len(waiting), mask_words(self.model.vocab_size)), np.int32)
+            for row, matcher in zip(masks, matchers, strict=True):
+                row[:] = -1 if matcher is None else matcher.mask
         self.worker.sample(masks)
+
+    def _finish_look(self) -> Look | None:
+        """Wait for the last look, and end the requests that cannot go on."""
+        look, self._look = self._look, None
+        if look is None:
+            return None
+        look.done()
+        for request_id, request in list(self._matched.items()):
+            if request.matcher is not None and request.matcher.stuck:
+                self._finish(request_id, FinishReason.STUCK)
+        return look
 
     def _read(self, step: _InFlight, output: StepOutput) -> None:
         """Take what a step brought; `_updates` say what that was."""
@@ -583,12 +618,12 @@ class Engine:
                 continue
             request.matcher.advance(token)
             moved[request.request_id] = request.matcher
-        self.grammars.look(list(moved.values()))
+        self._look = self.grammars.look(list(moved.values()))
         for request_id, matcher in moved.items():
             if matcher.finished:
                 self._finish(request_id, FinishReason.STOP)
             elif matcher.stuck:
-                self._finish(request_id, FinishReason.ERROR)
+                self._finish(request_id, FinishReason.STUCK)
 
     def _keep_prompt_logprobs(self, step: _InFlight, top: TopLogprobs) -> None:
         """Row p of a prompt tells the log-probability of its token p + 1."""

@@ -53,6 +53,10 @@ from .messages import (
 )
 
 CHILD = f"{__package__}.child"
+WATCH_S = 0.2
+"""How often it is looked after."""
+STOPPED_S = 1.0
+"""This process was stopped, or held up, if it did not look for so long."""
 STACKS_S = 0.5
 """How long a hung engine has to say where it hangs."""
 PARTING_S = 10.0
@@ -124,7 +128,7 @@ class EngineProcess:
         self._waiting: dict[int, int] = {}
         self._waiting_tokens = 0
         self._resets: deque[asyncio.Future[bool]] = deque()
-        self._heard = time.monotonic()
+        self._heard = self._looked = time.monotonic()
         self._folder = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -210,13 +214,23 @@ class EngineProcess:
     @property
     def alive(self) -> bool:
         """Whether it has not ended, and was heard of lately. A start may take its time."""
-        silence = time.monotonic() - self._heard
-        return self.exit_code is None and (self.ready is None or silence < self.hang_limit)
+        hangs = self.ready is not None and self._silence() >= self.hang_limit
+        return self.exit_code is None and not hangs
+
+    def _silence(self) -> float:
+        """Seconds in which this process could have heard the engine, and did not. While it is
+        stopped itself, the engine's messages wait for it.
+        """
+        now = time.monotonic()
+        return now - self._heard - max(0.0, now - self._looked - STOPPED_S)
 
     async def _watch(self) -> None:
         process = _started(self._process)
         while self.exit_code is None:
-            await asyncio.sleep(0.2)
+            self._looked = time.monotonic()
+            await asyncio.sleep(WATCH_S)
+            now = time.monotonic()
+            self._heard = min(now, self._heard + max(0.0, now - self._looked - STOPPED_S))
             code = process.poll()
             if code is not None:
                 await asyncio.sleep(0.2)  # what it said last is on its way
@@ -225,8 +239,8 @@ class EngineProcess:
                     self._finish(EXIT_ENGINE if self.ready else 1, f"the engine ended {how}")
             elif not self.alive:
                 process.send_signal(signal.SIGUSR1)  # its stacks, on standard error
+                silence = self._silence()
                 await asyncio.sleep(STACKS_S)
-                silence = time.monotonic() - self._heard
                 self._finish(EXIT_ENGINE, f"the engine has hung for {silence:.0f} s; killed")
                 self._kill()
 
@@ -334,10 +348,10 @@ class EngineProcess:
         salt: str = "",
         changed: asyncio.Event | None = None,
     ) -> Live:
-        """Send a prompt with `params.n` completions. Registers and sends in one go, so that a
-        cancelled client leaves nothing behind. Raises Overloaded, EngineDead.
+        """Send a prompt with `params.n` completions, which `admit` has let in together with the
+        other prompts of the call. Registers and sends in one go, so that a cancelled client leaves
+        nothing behind.
         """
-        self.admit(params.n, len(prompt) * params.n)
         settings = [settings_of(params, index) for index in range(params.n)]
         live = Live(list(prompt), settings, self.tokenizer, changed, priority=priority, salt=salt)
         self.send(live)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...shared.engine import TokenLogprobs, Update
-from ...shared.errors import TwinferError
+from ...shared.errors import RequestError, TwinferError
+from ...shared.request import NO_TOKEN, FinishReason
 from ...shared.sampling_params import SamplingParams
 from ...shared.tokenizer import Tokenizer
 from ..completion import Completion
@@ -86,6 +87,8 @@ class Live:
         if update.prompt_logprobs is not None:
             self.prompt_logprobs = update.prompt_logprobs
         stopped = self.completions[index].take(update)
+        if update.finish_reason is FinishReason.STUCK:
+            self.error = RequestError(self.form_field, NO_TOKEN)
         self.changed.set()
         return stopped
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -219,6 +220,9 @@ async def _serve(
         except BaseException:
             await engine.close()
             raise
+    # What is here now stays: no search for garbage has to go through it again.
+    gc.collect()
+    gc.freeze()
     status = asyncio.create_task(_tell_status(engine))
     try:
         if engine.ready is not None and not signals.first.is_set():
