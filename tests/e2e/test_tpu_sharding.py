@@ -152,3 +152,16 @@ def test_dense_families_of_2026_on_two_shards(checkpoints, name):
     one, two = run(folder, [1, 2])
     assert one["outputs"] == two["outputs"]
     assert two["weights"] < one["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe"])
+def test_experts_on_shards(checkpoints, name):
+    """Each shard has some of the experts whole, and a part of the one that all tokens go
+    through.
+    """
+    folder, _ = checkpoints(name)
+    one, two, four = run(folder, [1, 2, 4])
+    assert one["outputs"] == two["outputs"] == four["outputs"]
+    assert four["weights"] < two["weights"] < one["weights"]
+    assert one["compilations"] == two["compilations"] == four["compilations"] == 0
