@@ -230,10 +230,10 @@ def _check_shards(config: EngineConfig, model: ModelConfig) -> None:
             "that could be lost"
         )
     check_pieces(parameters_of(model), model, config.tensor_parallel_size)
-    if model.num_experts and config.tensor_parallel_size > 1:
+    if model.num_experts % config.tensor_parallel_size:
         raise ConfigError(
-            f"tensor_parallel_size: got {config.tensor_parallel_size}, {model.architecture} allows "
-            "1: experts are not dealt out to shards"
+            f"tensor_parallel_size: got {config.tensor_parallel_size}, allowed are sizes that "
+            f"divide the {model.num_experts} experts of {model.architecture}"
         )
 
 

@@ -29,10 +29,15 @@ SHARDED = {
     "embed": False,
     "head_dim": False,
     "layer_input": False,
+    "experts": True,
     "expert": False,
     "one": False,
 }
 """Whether a logical axis is dealt out to the shards; else every shard holds all of it."""
+WHOLE_EXPERTS = "experts"
+"""The axis of all experts, one below the other: a shard has some of them, whole. Parts of each
+would be too narrow for a TPU's registers of 128 lanes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ def physical_config(model: ModelConfig, shards: int) -> ModelConfig:
         full_heads=None if full is None else _on_shards(full, shards),
         intermediate_size=_multiple(model.intermediate_size, shards),
         reading_intermediate_size=_multiple(model.reading_intermediate_size, shards),
+        shared_expert_size=_multiple(model.shared_expert_size, shards),
     )
 
 
@@ -106,6 +112,7 @@ def local_config(model: ModelConfig, shards: int) -> ModelConfig:
         else Heads(full.query // shards, full.kv // shards, full.size),
         intermediate_size=whole.intermediate_size // shards,
         reading_intermediate_size=whole.reading_intermediate_size // shards,
+        shared_expert_size=whole.shared_expert_size // shards,
     )
 
 
@@ -140,7 +147,7 @@ def place(
             continue
         parts = (
             [(p.axis, p.rows) for p in parameter.parts]
-            if axis == 0
+            if axis == 0 and name != WHOLE_EXPERTS
             else [(name, parameter.shape[axis])]
         )
         columns, offset = [], 0
