@@ -52,9 +52,9 @@ class Workload:
 
     decode: a batch with `input_len` tokens in, (time for `output_len` out - time for 1 out) /
     (`output_len` - 1); where the prompts need several steps, decodes run beside them in that
-    difference, and a step in which all decode is measured too. prefill: `prefill_prompts` prompts of `prefill_len`, 1 out. ttft: one such
-    prompt. mixed: `mixed_requests` with lengths in and out from `random.Random(1)` within [low,
-    high). Medians of `repeats`; ttft of `ttft_repeats`.
+    difference, and a step in which all decode is measured too. prefill: `prefill_prompts` prompts
+    of `prefill_len`, 1 out. ttft: one such prompt. mixed: `mixed_requests` with lengths in and out
+    from `random.Random(1)` within [low, high). Medians of `repeats`; ttft of `ttft_repeats`.
 
     `contexts`: decode with each of these numbers of tokens in, instead of `input_len`. `sampling`:
     greedy, or with what the model's generation_config.json says (`USUAL` where it says nothing).
@@ -149,10 +149,10 @@ class Runner:
     def __init__(self, llm: LLM, sampling: str = "greedy") -> None:
         llm.tokenizer = None  # token ids only, also for a folder that has a tokenizer
         self.llm = llm
-        self._params = SamplingParams(temperature=0.0)
+        self.params = SamplingParams(temperature=0.0)
         if sampling == "model":
             own = llm.default_params
-            self._params = USUAL if own == SamplingParams() else own
+            self.params = USUAL if own == SamplingParams() else own
         self.model = llm.engine.model
         self._rng = random.Random(0)
 
@@ -173,7 +173,7 @@ class Runner:
         """Time to complete a prompt of each length with as many tokens as `outputs` says."""
         prompts: Any = self.prompts(lengths)
         params = [
-            replace(self._params, max_tokens=n, ignore_eos=True, seed=i)
+            replace(self.params, max_tokens=n, ignore_eos=True, seed=i)
             for i, n in enumerate(outputs)
         ]
         start = time.perf_counter()
@@ -361,12 +361,12 @@ def _arrivals(
 ) -> list[list[float]]:
     """Seconds from the start to each token, by request."""
     engine = runner.llm.engine
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     prompts = runner.prompts(lengths)
     start = time.perf_counter()
     arrivals: dict[str, list[float]] = {}
     for index, prompt in enumerate(prompts):
         request_id = f"bench-{iteration}-{index}"
+        params = replace(runner.params, max_tokens=output_len, ignore_eos=True, seed=index)
         engine.add(request_id, prompt, params)
         arrivals[request_id] = []
     while engine.has_work:

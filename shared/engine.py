@@ -438,6 +438,8 @@ class Engine:
             raise lost
         self._restarted_at = self._num_read
         LOG.warning("engine: starting again: %s", lost)
+        self._finish_look()
+        self._unsampled = False
         self._in_flight.clear()
         self.worker.close()
         config = self._asked

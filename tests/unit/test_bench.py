@@ -128,6 +128,7 @@ def test_contexts_and_sampling():
             class config:
                 dtype = kv_cache_dtype = "bfloat16"
                 max_model_len, max_num_seqs = 4096, 8
+                max_num_batched_tokens = 8192
 
         def generate(self, prompts, params, progress):
             asked.append((len(prompts), len(prompts[0]), params[0]))
