@@ -816,10 +816,10 @@ LIKELY = {
 }  # fmt: skip
 
 
-ANY = st.recursive(
-    st.none() | st.booleans() | NUMBER | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
-    max_leaves=5,
+LEAF = st.none() | st.booleans() | NUMBER | st.text(max_size=5)
+BRANCH = st.lists(LEAF, max_size=3) | st.dictionaries(st.text(max_size=4), LEAF, max_size=3)
+ANY = LEAF | BRANCH | st.lists(BRANCH, max_size=2) | st.dictionaries(
+    st.sampled_from(["type", "format", "effort", "function", "x"]), LEAF | BRANCH, max_size=2
 )  # fmt: skip
 ROLE = st.sampled_from(["user", "assistant", "system", "developer", "tool", "x", 5])
 TOOL = st.sampled_from(
