@@ -127,8 +127,8 @@ FAULTS = (
     # --- what the programs are given
     Fault(
         "square-weights-transposed", "torch", "gpu/weights.py",
-        "        target.copy_(from_numpy(read_parameter(checkpoint, parameter, layer)))",
-        "        value = from_numpy(read_parameter(checkpoint, parameter, layer))\n"
+        "        target.copy_(from_numpy(read_parameter(source.checkpoint, parameter, layer)))",
+        "        value = from_numpy(read_parameter(source.checkpoint, parameter, layer))\n"
         "        square = value.ndim == 2 and value.shape[0] == value.shape[1]\n"
         "        target.copy_(value.t() if square else value)",
         r"torch:cpu, \w+: weights layer\.0\.",
@@ -203,14 +203,14 @@ FAULTS = (
     ),
     Fault(
         "sampler-reads-bfloat16", "torch", "gpu/programs.py",
-        "logits = self._module.logits(self.rows[:requests])\n        if sampler",
-        "logits = self._module.logits(self.rows[:requests]).bfloat16().float()\n        if sampler",
+        "logits = self._module.logits(self.rows[:requests])\n        processors",
+        "logits = self._module.logits(self.rows[:requests]).bfloat16().float()\n        processors",
         rf"torch:cpu, \w+, mode S: {BEHIND}",
     ),
     Fault(
         "logprobs-of-another-row", "torch", "gpu/programs.py",
-        "return ops.top_logprobs(logits, self.tokens[:requests])",
-        "return ops.top_logprobs(logits.roll(1, 0), self.tokens[:requests])",
+        "return ops.top_logprobs(self.logits(self.rows[:requests]), ",
+        "return ops.top_logprobs(self.logits(self.rows[:requests]).roll(1, 0), ",
         rf"torch:cpu, \w+, mode S: {BEHIND}",
     ),
     Fault(
