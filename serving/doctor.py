@@ -38,6 +38,7 @@ PACKAGES = (
 EXTRAS = {
     "serve": ("fastapi", "uvicorn", "httptools", "msgspec", "zmq", "prometheus_client", "aiohttp"),
     "grammars": ("llguidance",),
+    "ranks": ("msgspec", "zmq"),
     "hosts": ("msgspec", "zmq"),
     "flax": ("flax",),
     "transformers": ("transformers",),

@@ -97,6 +97,15 @@ class KeyValueStore:
         return found
 
 
+def _link() -> Any:
+    """The module `host_link`, whose needs come with an extra. Raises BackendUnavailable."""
+    try:
+        from . import host_link
+    except ImportError as error:
+        raise BackendUnavailable(f"hosts: {error}: pip install 'twinfer[hosts]'") from error
+    return host_link
+
+
 def on_all_hosts(worker: Worker, model: ModelConfig, config: ResolvedConfig, folder: str) -> Worker:
     """`worker`, or on the first of several hosts one that makes its calls on all. On the others it
     does not return.
@@ -108,10 +117,7 @@ def on_all_hosts(worker: Worker, model: ModelConfig, config: ResolvedConfig, fol
         return worker
     address, hosts, index = _joined
     check_all_take_part(config.tensor_parallel_size, f"{hosts} hosts", jax.device_count())
-    try:
-        from . import host_link  # what it needs comes with an extra
-    except ImportError as error:
-        raise BackendUnavailable(f"hosts: {error}: pip install 'twinfer[hosts]'") from error
+    host_link = _link()
     from jax._src import distributed  # the store has no public name
 
     board = KeyValueStore(distributed.global_state.client)

@@ -327,13 +327,21 @@ class EngineProcess:
             raise self._overloaded("starting", "the engine is starting")
         if self.draining:
             raise self._overloaded("draining", "the server is going down")
+        if too_much := self.has_too_much(prompts, tokens):
+            raise self._overloaded(*too_much)
+
+    def has_too_much(self, prompts: int, tokens: int) -> tuple[str, str] | None:
+        """What of so many more requests and tokens cannot wait, and what waits; None if all can."""
+        if self.ready is None:
+            return None
         # What fits into an idle server is never refused: nothing would change by waiting.
         waiting = len(self._waiting)
         places = max(0, self.ready.model["max_num_seqs"] - (len(self._live) - waiting))
         if waiting and waiting + prompts > self.limits.requests + places:
-            raise self._overloaded("requests", f"{waiting} requests are waiting")
+            return "requests", f"{waiting} requests are waiting"
         if waiting and self._waiting_tokens + tokens > self.limits.tokens:
-            raise self._overloaded("tokens", f"{self._waiting_tokens} tokens are waiting")
+            return "tokens", f"{self._waiting_tokens} tokens are waiting"
+        return None
 
     def _overloaded(self, reason: str, message: str) -> Overloaded:
         self.counters.rejected[reason] = self.counters.rejected.get(reason, 0) + 1

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ...shared.config import parse_device
-from ...shared.errors import ConfigError, EngineDead, Overloaded
+from ...shared.errors import ConfigError, EngineDead
 from ...shared.kv_manager import extend_digests
 from ...shared.sampling_params import SamplingParams
 from .engine import Counters, EngineProcess
@@ -268,13 +268,9 @@ class Replicas:
     ) -> Live:
         """As `EngineProcess`."""
         engine = self._choose(prompt, salt)
-        try:
-            return engine.add(prompt, params, priority=priority, salt=salt, changed=changed)
-        except Overloaded:
-            other = self._least()
-            if other is engine:
-                raise
-            return other.add(prompt, params, priority=priority, salt=salt, changed=changed)
+        if engine.has_too_much(params.n, len(prompt) * params.n):
+            engine = self._least()
+        return engine.add(prompt, params, priority=priority, salt=salt, changed=changed)
 
     def _rescue(self, live: Live) -> bool:
         """Send what waited in an engine that has ended to another one; False if there is none."""

@@ -40,6 +40,7 @@ from .messages import (
 )
 
 COMMAND = (sys.executable, "-P", "-m", f"{__package__}.rank")
+STANDARD_ERROR = 2
 LOOK_S = 0.2
 """Between two looks at the ranks' processes."""
 SILENT_S, SILENT_AT_START_S = 8.0, 120.0
@@ -248,7 +249,7 @@ class Ranks:
             process = subprocess.Popen(
                 [*command],
                 stdin=subprocess.PIPE,
-                stdout=sys.stderr,
+                stdout=STANDARD_ERROR,  # their output would mix with what a command prints
                 env=os.environ | {n: os.environ.get(n, v) for n, v in ENVIRONMENT.items()},
             )
             self._processes.append(process)

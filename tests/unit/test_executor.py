@@ -129,6 +129,7 @@ def test_calls_reach_all_ranks_and_the_least_counts(monkeypatch):
     assert not ranks._folder.exists()
 
 
+@pytest.mark.slow
 def test_only_their_owner_may_enter_the_folder_of_the_sockets(monkeypatch):
     ranks = start(monkeypatch)
     try:
@@ -142,14 +143,20 @@ def test_only_their_owner_may_enter_the_folder_of_the_sockets(monkeypatch):
 @pytest.mark.parametrize(
     ("place", "what", "kind", "words"),
     [
-        ("device", "", BackendUnavailable, "planted: no such device"),
-        ("load", "raise", RankLost, "failed with ValueError: planted in two lines"),
-        ("load", "refuse", BackendUnavailable, "planted: no such device"),
-        ("load", "kill", RankLost, "was ended by SIGKILL"),
-        ("warm_up", "stop", RankLost, "was stopped for"),
-        ("execute", "exit", RankLost, "ended with exit code 3"),
         ("result", "raise", RankLost, "failed with ValueError"),
-        ("result", "stop", RankLost, "was stopped for"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("device", "", BackendUnavailable, "planted: no such device"),
+                ("load", "raise", RankLost, "failed with ValueError: planted in two lines"),
+                ("load", "refuse", BackendUnavailable, "planted: no such device"),
+                ("load", "kill", RankLost, "was ended by SIGKILL"),
+                ("warm_up", "stop", RankLost, "was stopped for"),
+                ("execute", "exit", RankLost, "ended with exit code 3"),
+                ("result", "kill", RankLost, "was ended by SIGKILL"),
+                ("result", "stop", RankLost, "was stopped for"),
+            )
+        ),
     ],
 )
 def test_a_rank_that_fails_ends_all(monkeypatch, rank, place, what, kind, words):
@@ -190,6 +197,7 @@ def test_a_rank_that_samples_another_token_is_caught(monkeypatch):
         ranks.close()
 
 
+@pytest.mark.slow
 def test_tokens_of_padding_may_differ(monkeypatch):
     """The planted one changes the token of request 0: of a step without requests nobody reads
     it.
@@ -203,6 +211,7 @@ def test_tokens_of_padding_may_differ(monkeypatch):
         ranks.close()
 
 
+@pytest.mark.slow
 def test_another_plan_is_named(monkeypatch):
     ranks = start(monkeypatch, "1,plan")
     try:
@@ -212,6 +221,7 @@ def test_another_plan_is_named(monkeypatch):
         ranks.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_noticed_where_it_gives_no_answer(monkeypatch):
     ranks = start(monkeypatch, "1,result,hang")
     try:
@@ -235,7 +245,7 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("stopped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ranks_die_with_the_driver(stopped):
     """Even one that is stopped, which reads nothing."""
     process = subprocess.Popen(

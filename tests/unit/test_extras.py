@@ -160,7 +160,12 @@ def test_auto_takes_what_is_installed(hidden, found):
     ("hidden", "code", "extra"),
     [
         (("flax",), "import twinfer.tpu.module", "flax"),
-        (("zmq",), "import twinfer.tpu.hosts as h; h._zmq()", "hosts"),
+        (("zmq",), "import twinfer.tpu.hosts as h; h._link()", "hosts"),
+        (
+            ("zmq",),
+            "import twinfer.shared.worker as w; w.start_ranks('torch', 'cpu', 2, print)",
+            "ranks",
+        ),
     ],
 )
 def test_what_an_extra_brings_is_missed_by_name(hidden, code, extra):

@@ -135,7 +135,7 @@ def test_a_full_engine_is_not_the_end():
     assert {where(made, live) for live in lives} == {0, 1}
     made._engines[1].limits = Limits(1, 1 << 20)
     with pytest.raises(Overloaded):
-        made.add([1] * 8, PARAMS)
+        made.admit(1, 8)
 
 
 def test_numbers_are_those_of_all():
