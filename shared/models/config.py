@@ -54,7 +54,10 @@ class ModelConfig:
     `experts_per_token`, in all layers but `dense_layers`; their weights add up to 1 if
     `renormalizes_experts`. `shared_expert_size` are the entries of the one that all tokens go
     through, whose result is gated if `gates_shared_expert`. `expert_score` says what they are
-    chosen by; `expert_groups` (all, kept) and `expert_scale` belong to sigmoids. `quantization`:
+    chosen by; `expert_groups` (all, kept) and `expert_scale` belong to sigmoids. `expert_biases`:
+    the router and all experts have some. `expert_clamp` are alpha and limit of
+    `swigluoai_and_mul`, which stands in place of the activation. `attention_sinks`: each head has a
+    score that is that of no token. `quantization`:
     projections are held in 8 or 4 bits an entry.
     `text_architecture` is that of the
     part that runs, where it is one of several. `left_out` names parts of the
@@ -116,6 +119,9 @@ class ModelConfig:
     expert_groups: tuple[int, int] = (1, 1)
     expert_scale: float = 1.0
     dense_layers: tuple[int, ...] = ()
+    attention_sinks: bool = False
+    expert_biases: bool = False
+    expert_clamp: tuple[float, float] | None = None
     quantization: Quantization | None = None
 
     def heads(self, window: int) -> Heads:

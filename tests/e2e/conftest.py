@@ -146,6 +146,11 @@ MODELS = {
         "Mixtral",
         dict(num_local_experts=3, num_experts_per_tok=3, intermediate_size=24, sliding_window=8),
     ),
+    "gpt-oss": (
+        "GptOss",
+        dict(num_local_experts=6, num_experts_per_tok=3, intermediate_size=64, head_dim=32)
+        | dict(sliding_window=8, swiglu_limit=0.5),
+    ),
     "qwen2-moe": (
         "Qwen2Moe",
         EXPERTS

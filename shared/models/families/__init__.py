@@ -29,6 +29,7 @@ FAMILIES = {
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "ministral3",

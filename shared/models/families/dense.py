@@ -318,6 +318,7 @@ def _layer(config: ModelConfig, window: int, has_experts: bool, norms: Norms) ->
         soft_cap=config.attention_cap,
         angles=angles,
         temper=temper,
+        sinks=config.attention_sinks,
     )
     mlp = mixture(config) if has_experts else Mlp(config.act)
     return (
@@ -332,6 +333,7 @@ def mixture(config: ModelConfig) -> Experts:
     if config.shared_expert_size:
         shared = "gated" if config.gates_shared_expert else "plain"
     groups, kept = config.expert_groups
+    alpha, limit = config.expert_clamp or (0.0, 0.0)
     return Experts(
         num_experts=config.num_experts,
         top_k=config.experts_per_token,
@@ -341,6 +343,9 @@ def mixture(config: ModelConfig) -> Experts:
         groups=groups,
         groups_kept=kept,
         scale=config.expert_scale,
+        biases=config.expert_biases,
+        alpha=alpha,
+        limit=limit,
     )
 
 
