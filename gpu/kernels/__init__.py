@@ -13,4 +13,4 @@ if find_spec("triton") is not None:
         from .interpreter import repair
 
         repair()
-    from . import attention, cache, gemv, moe, narrow, rows, sampling, scaling  # noqa: F401
+    from . import attention, cache, gemv, moe, moe_narrow, narrow, rows, sampling, scaling  # noqa: F401
