@@ -40,7 +40,8 @@ class Implementation:
 
     `preferred_on` names platforms (`cpu`, `cuda`, `tpu`) whose plans try it unless somebody says
     otherwise. `required_on` those where it is an error if it refuses a program and nobody has
-    chosen another.
+    chosen another. `dot` names the products of another contract than the op's, which it keeps
+    instead (`Testing.dots`).
     """
 
     op: str
@@ -55,6 +56,7 @@ class Implementation:
     host_metadata: bool = False
     opaque: bool = False
     preferred_on: tuple[str, ...] = ()
+    dot: str = ""
     required_on: tuple[str, ...] = ()
 
 

@@ -9,6 +9,7 @@ import triton
 
 from ...ops.declare import Array
 from ...ops.implement import Refusal, implement
+from ...ops.reference.narrow import FP8_UNITS
 from .counters import COUNTERS, counters
 from .gemv import block_columns, block_rows, linear
 from .launch import (
@@ -151,6 +152,7 @@ def _takes_units(
     supports_args=_takes_units,
     opaque=True,
     preferred_on=("cuda",),
+    dot=FP8_UNITS,
 )
 def linear_fp8_units(
     x: Array,
@@ -239,6 +241,7 @@ def _takes_dynamic_units(
     supports_args=_takes_dynamic_units,
     opaque=True,
     preferred_on=("cuda",),
+    dot=FP8_UNITS,
 )
 def linear_quantized_units(
     x: Array,
