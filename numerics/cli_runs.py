@@ -345,6 +345,7 @@ DEFAULTS = {
 }
 ASKED = (
     "model",
+    "scheme",
     "a",
     "b",
     "on",
