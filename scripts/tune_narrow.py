@@ -120,7 +120,7 @@ def product(kernel: str, setting: dict[str, int], given: tuple[Any, ...], out: A
     """One launch with a configuration."""
     narrow.config = lambda *names: setting  # type: ignore[assignment]
     if kernel == "gemv":
-        function = narrow._int4_gemv if given[6] == "int4" else narrow._gemv
+        function = narrow._gemv
     else:
         function = narrow._blocks
     function(*given, out)

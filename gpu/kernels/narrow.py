@@ -23,7 +23,6 @@ from .launch import (
     triton_kernel,
 )
 from .narrow_kernels import (
-    int4_gemv_kernel,
     narrow_gemv_kernel,
     narrow_kernel,
     quantize_kernel,
@@ -203,85 +202,6 @@ def linear_int8(
     return _product(x, weight, weight_scale, None, x_scale, bias, "int8", getattr(torch, dtype))
 
 
-def _takes_dynamic(
-    x: Array,
-    weight: Array,
-    weight_scale: Array,
-    bias: Array | None,
-    kind: str,
-    block: int,
-) -> bool | Refusal:
-    refusal = refused_groups(x.shape[1], weight_scale.shape[1])
-    if refusal is not None:
-        return refusal
-    taken = _takes_quantized(x, "block" if block else "row", block)
-    return taken and dtype_name(weight_scale) == "float32"
-
-
-def _takes_dynamic_units(
-    x: Array,
-    weight: Array,
-    weight_scale: Array,
-    bias: Array | None,
-    kind: str,
-    block: int,
-) -> bool | Refusal:
-    if kind != "fp8" or block:
-        return Refusal(f"{kind} by blocks of {block}; these are rows of fp8")
-    scale, dtype = x[:, :1], dtype_name(x)
-    taken = _takes_dynamic(x, weight, weight_scale, bias, kind, block)
-    return taken and _takes_units(x, weight, scale, weight_scale, bias, dtype)
-
-
-@implement(
-    "linear_quantized",
-    provider="scaled_mm",
-    framework="torch",
-    supported=lambda: capability() >= UNITS_CAPABILITY,
-    supports_args=_takes_dynamic_units,
-    opaque=True,
-    preferred_on=("cuda",),
-    dot=FP8_UNITS,
-)
-def linear_quantized_units(
-    x: Array,
-    weight: Array,
-    weight_scale: Array,
-    bias: Array | None,
-    kind: str,
-    block: int,
-) -> Array:
-    """See the op, and `scaled_mm` of `linear_fp8`."""
-    if x.shape[0] <= UNITS_FROM:
-        return linear_quantized(x, weight, weight_scale, bias, kind, block)
-    values, scale = _quantized(x, torch.float8_e4m3fn, 0)
-    return linear_fp8_units(values, weight, scale, weight_scale, bias, dtype_name(x))
-
-
-@triton_kernel("linear_quantized", supports_args=_takes_dynamic)
-def linear_quantized(
-    x: Array,
-    weight: Array,
-    weight_scale: Array,
-    bias: Array | None,
-    kind: str,
-    block: int,
-) -> Array:
-    """See the op: one or two rows are quantised by the programs that multiply them."""
-    rows, n = x.shape[0], weight.shape[0]
-    few = min(2, config("narrow", kind)["gemv_rows"])
-    if not 0 < rows <= few or block or weight_scale.shape[1] > 1 or x.stride(1) != 1:
-        dtype = torch.int8 if kind == "int8" else torch.float8_e4m3fn
-        values, scale = _quantized(x, dtype, block)
-        return _product(values, weight, weight_scale, None, scale, bias, kind, x.dtype)
-    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-    _gemv(
-        x, weight.contiguous(), weight_scale.expand(n, 1).contiguous(), None, None,
-        None if bias is None else bias.contiguous(), kind, out, quantizes=True,
-    )  # fmt: skip
-    return out
-
-
 def _product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -305,9 +225,7 @@ def _product(
         return out
     limit = config("narrow", kind)
     if rows <= min(2, limit["gemv_rows"]):
-        words = kind == "int4" and scale.shape[1] > 1 and dtype_name(x) != "float32"
-        product = _int4_gemv if words else _gemv
-        product(x, weight, scale, zero, x_scale, bias, kind, out)
+        _gemv(x, weight, scale, zero, x_scale, bias, kind, out)
     elif x_scale is None and rows > limit["widened_from"] and dtype_name(x) != "float32":
         return linear(x, _widened(weight, scale, zero, kind, x), bias)
     else:
@@ -353,8 +271,6 @@ def _gemv(
     bias: torch.Tensor | None,
     kind: str,
     out: torch.Tensor,
-    *,
-    quantizes: bool = False,
 ) -> None:
     (rows, k), n = x.shape, weight.shape[0]
     setting = config("narrow_gemv", kind)
@@ -367,41 +283,13 @@ def _gemv(
         n, setting["entries"] // (block_k * rows), setting["programs"] * processors()
     )
     scales, x_group, x_stride = _scales_of(x, x_scale)
-    x_group = k if quantizes else x_group
     narrow_gemv_kernel[(triton.cdiv(n, block_n),)](
         x, weight, scale, weight if zero is None else zero, scales, out if bias is None else bias,
         out, x.stride(0), x_stride,
         N=n, K=k, ROWS=rows, KIND=kind, GROUP=group, X_GROUP=x_group, HAS_ZERO=zero is not None,
         HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k,
-        BLOCK_X=power_of_2(k) if quantizes else 0, num_warps=setting["warps"],
+        num_warps=setting["warps"],
         **overlap(early=True),
-    )  # fmt: skip
-
-
-def _int4_gemv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    kind: str,
-    out: torch.Tensor,
-) -> None:
-    (rows, k), (n, groups) = x.shape, scale.shape
-    setting = config("int4_gemv")
-    group = k // groups
-    block_g = max(1, min(setting["block_k"] // group, power_of_2(groups)))
-    while groups % block_g and block_g > 1:
-        block_g //= 2
-    block_n = block_rows(
-        n, setting["entries"] // (block_g * group), setting["programs"] * processors()
-    )
-    int4_gemv_kernel[(triton.cdiv(n, block_n),)](
-        x, weight.view(torch.uint32), scale, weight if zero is None else zero,
-        out if bias is None else bias, out, x.stride(0),
-        N=n, K=k, ROWS=rows, GROUP=group, HAS_ZERO=zero is not None, HAS_BIAS=bias is not None,
-        BLOCK_N=block_n, BLOCK_G=block_g, num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
 
 

@@ -102,11 +102,10 @@ def narrow_gemv_kernel(
     x, weight, scale, zero, x_scale, bias, out, x_stride, x_scale_stride, N: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
     X_GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_X: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of results). ROWS is 1 or 2. X_GROUP: entries of x that share a scale, 0 if it
-    has none. Blocks of k hold whole groups, or all of k. BLOCK_X > 0: x is not quantised yet, and
-    each program quantises its rows, all of whose K entries such a block holds.
+    has none. Blocks of k hold whole groups, or all of k.
     """
     packed: tl.constexpr = 2 if (KIND == "int4") | (KIND == "fp4") else 1
     width: tl.constexpr = K // packed
@@ -121,11 +120,6 @@ def narrow_gemv_kernel(
     groups: tl.constexpr = K // GROUP
     w = _block(weight, n, j, N, width, even)
     wait(OVERLAP)
-    share_0, share_1 = 1.0, 1.0
-    if BLOCK_X > 0:
-        share_0 = _row_scale(x, K, KIND, BLOCK_X)
-        if ROWS > 1:
-            share_1 = _row_scale(x + x_stride, K, KIND, BLOCK_X)
     a, b = tl.zeros([BLOCK_N, BLOCK_K], kind), tl.zeros([BLOCK_N, BLOCK_K], kind)
     for start in tl.static_range(0, K, BLOCK_K):
         at = start + k
@@ -147,151 +141,13 @@ def narrow_gemv_kernel(
                 )
             q = _entries(raw, base, KIND, kind)
             q = q * _spread(tl.load(scale + of, mask=inside, other=0.0), GROUP)
-        a += q * _tokens(x, x_scale, share_0, at, K, X_GROUP, KIND, BLOCK_X, kind)
+        a += q * _tokens(x, x_scale, at, K, X_GROUP, kind)
         if ROWS > 1:
-            b += q * _tokens(
-                x + x_stride, x_scale + x_scale_stride, share_1, at, K, X_GROUP, KIND, BLOCK_X, kind
-            )  # fmt: skip
-    if X_GROUP == K and BLOCK_X == 0:
-        share_0 = tl.load(x_scale)
-        if ROWS > 1:
-            share_1 = tl.load(x_scale + x_scale_stride)
-    _put(out, n, N, tl.sum(a, 1), scale, share_0, added, K, X_GROUP, groups)
+            b += q * _tokens(x + x_stride, x_scale + x_scale_stride, at, K, X_GROUP, kind)
+    _put(out, n, N, tl.sum(a, 1), scale, x_scale, added, K, X_GROUP, groups)
     if ROWS > 1:
-        _put(out + N, n, N, tl.sum(b, 1), scale, share_1, added, K, X_GROUP, groups)
-
-
-@triton.jit
-def _magic(words, SHIFT: tl.constexpr, HIGH: tl.constexpr):
-    """The integers in four bits of each word, shifted to bits 16 to 19 (HIGH) or 12 to 15, as 2^7
-    or 2^11 plus them, exact in float32.
-    """
-    if SHIFT > 0:
-        there = words << SHIFT
-    elif SHIFT < 0:
-        there = words >> -SHIFT
-    else:
-        there = words
-    if HIGH:
-        return ((there & 0x000F0000) | 0x43000000).to(tl.float32, bitcast=True)
-    else:
-        return ((there & 0x0000F000) | 0x45000000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _eight(x, at, K: tl.constexpr, J: tl.constexpr):
-    """Entry J of each eight of a row."""
-    return tl.load(x + 8 * at + J, mask=at < K // 8, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _word_sums(w, x0, x1, x2, x3, x4, x5, x6, x7):
-    """Sums over the eight entries of words [n g w] times theirs of x [1 g w], with the powers of
-    two that `_magic` leaves in.
-    """
-    total = _magic(w, 16, True) * x0
-    total += _magic(w, 8, False) * x1
-    total += _magic(w, 8, True) * x2
-    total += _magic(w, 0, False) * x3
-    total += _magic(w, 0, True) * x4
-    total += _magic(w, -8, False) * x5
-    total += _magic(w, -8, True) * x6
-    total += _magic(w, -16, False) * x7
-    return total
-
-
-@triton.jit
-def int4_gemv_kernel(
-    x, weight, scale, zero, bias, out, x_stride, N: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Grid (block of results): as `narrow_gemv_kernel` for int4 by groups, whose words of eight
-    entries [n k/8] uint32 are not taken apart but masked. ROWS is 1 or 2. A block of k is BLOCK_G
-    groups. 2^7 or 2^11 is added to each entry that way, and taken off again as a multiple of the
-    sum over x, which costs 2^-24 of 2^11 at most.
-    """
-    words: tl.constexpr = GROUP // 8
-    groups: tl.constexpr = K // GROUP
-    even: tl.constexpr = (groups % BLOCK_G == 0) & (N % BLOCK_N == 0)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    g, j = tl.arange(0, BLOCK_G), tl.arange(0, words)
-    own = (n < N)[:, None]
-    added = tl.zeros([BLOCK_N], tl.float32)
-    if HAS_BIAS:
-        added = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-    row = n.to(tl.int64)
-    w = _words(weight, row, g, j, own, groups, words, even)
-    s, z = _group_scales(scale, zero, row, g, own, groups, HAS_ZERO, even)
-    wait(OVERLAP)
-    a = tl.zeros([BLOCK_N, BLOCK_G, words], tl.float32)
-    b = tl.zeros([BLOCK_N, BLOCK_G, words], tl.float32)
-    for start in tl.static_range(0, groups, BLOCK_G):
-        now, share, base = w, s, z
-        if start + BLOCK_G < groups:
-            w = _words(weight, row, start + BLOCK_G + g, j, own, groups, words, even)
-            s, z = _group_scales(scale, zero, row, start + BLOCK_G + g, own, groups, HAS_ZERO, even)
-        at = ((start + g)[:, None] * words + j[None, :])[None, :, :]
-        a += share[:, :, None] * _group_sums(x, at, now, base, K)
-        if ROWS > 1:
-            b += share[:, :, None] * _group_sums(x + x_stride, at, now, base, K)
-    _store(out + n, n < N, tl.sum(tl.sum(a, 2), 1) + added)
-    if ROWS > 1:
-        _store(out + N + n, n < N, tl.sum(tl.sum(b, 2), 1) + added)
-
-
-@triton.jit
-def _store(place, mask, y):
-    tl.store(place, y.to(place.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _words(
-    weight, row, g, j, own, groups: tl.constexpr, words: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
-    """Words [n g w] of rows, of these groups."""
-    at = g[:, None] * words + j[None, :]
-    place = weight + row[:, None, None] * (groups * words) + at[None, :, :]
-    if EVEN:
-        return tl.load(place, eviction_policy="evict_first")
-    else:
-        inside = own[:, :, None] & (g < groups)[None, :, None]
-        return tl.load(place, mask=inside, other=0)
-
-
-@triton.jit
-def _group_scales(
-    scale, zero, row, g, own, groups: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
-    """Scales and zeros [n g] of rows, of these groups, as float32."""
-    at = row[:, None] * groups + g[None, :]
-    inside = own & (g < groups)[None, :]
-    s = tl.load(scale + at, mask=inside, other=0.0)
-    if HAS_ZERO:
-        z = tl.load(zero + at, mask=inside, other=0).to(tl.float32)
-    else:
-        z = tl.full(s.shape, 8.0, tl.float32)
-    return s, z
-
-
-@triton.jit
-def _group_sums(x, at, w, base, K: tl.constexpr):
-    """Sums over the entries of words [n g w] less their zeros [n g], times those of a row of x."""
-    x0, x1, x2, x3 = (
-        _eight(x, at, K, 0),
-        _eight(x, at, K, 1),
-        _eight(x, at, K, 2),
-        _eight(x, at, K, 3),
-    )
-    x4, x5, x6, x7 = (
-        _eight(x, at, K, 4),
-        _eight(x, at, K, 5),
-        _eight(x, at, K, 6),
-        _eight(x, at, K, 7),
-    )
-    in_7, in_11 = x0 + x2 + x4 + x6, x1 + x3 + x5 + x7
-    over = _word_sums(w, x0, x1, x2, x3, x4, x5, x6, x7) - (128.0 * in_7 + 2048.0 * in_11)
-    return over - base[:, :, None] * (in_7 + in_11)
+        second = x_scale + x_scale_stride
+        _put(out + N, n, N, tl.sum(b, 1), scale, second, added, K, X_GROUP, groups)
 
 
 @triton.jit
@@ -319,25 +175,9 @@ def widen_kernel(
 
 
 @triton.jit
-def _row_scale(x, K: tl.constexpr, KIND: tl.constexpr, BLOCK_X: tl.constexpr):
-    """The scale that a row is quantised by."""
-    at = tl.arange(0, BLOCK_X)
-    size = tl.abs(tl.load(x + at, mask=at < K, other=0.0).to(tl.float32))
-    amax = tl.max(tl.where(size == size, tl.minimum(size, LARGEST), 0.0), 0)
-    return tl.where(amax < SMALLEST, 1.0, amax * (FP8_SHARE if KIND == "fp8" else INT8_SHARE))
-
-
-@triton.jit
-def _tokens(
-    x, x_scale, share, at, K: tl.constexpr, X_GROUP: tl.constexpr, KIND: tl.constexpr,
-    BLOCK_X: tl.constexpr, kind: tl.constexpr,
-):  # fmt: skip
-    """A block of one row [1 k], quantised now if it was not, times its scales where these are of
-    blocks.
-    """
+def _tokens(x, x_scale, at, K: tl.constexpr, X_GROUP: tl.constexpr, kind: tl.constexpr):
+    """A block of one row [1 k], times its scales where these are of blocks."""
     y = tl.load(x + at, mask=at < K, other=0.0 if x.dtype.element_ty.is_floating() else 0)
-    if BLOCK_X > 0:
-        y = _narrowed(y.to(tl.float32) * tl.div_rn(1.0, share), KIND == "fp8")
     y = y.to(kind)
     if (X_GROUP > 0) & (X_GROUP < K):
         y = y * tl.load(x_scale + at // X_GROUP, mask=at < K, other=0.0)
@@ -357,12 +197,12 @@ def _narrowed(y, FP8: tl.constexpr):
 
 @triton.jit
 def _put(
-    out, n, N: tl.constexpr, total, scale, share, added, K: tl.constexpr, X_GROUP: tl.constexpr,
+    out, n, N: tl.constexpr, total, scale, x_scale, added, K: tl.constexpr, X_GROUP: tl.constexpr,
     groups: tl.constexpr,
 ):  # fmt: skip
     y = total.to(tl.float32)
     if X_GROUP == K:
-        y = y * share
+        y = y * tl.load(x_scale)
     if groups == 1:
         y = y * tl.load(scale + n, mask=n < N, other=0.0)
     tl.store(out + n, (y + added).to(out.dtype.element_ty), mask=n < N)

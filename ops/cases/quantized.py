@@ -253,59 +253,6 @@ def _block_cases(dtype: str) -> dict[str, Arguments]:
 _quantized_linear(narrow.linear_fp8, "fp8", _block_cases)
 
 
-def _dynamic_cases(dtype: str) -> dict[str, Arguments]:
-    """Weights of rows, and of blocks as the tokens have them."""
-    cases = {}
-    for kind, block in (("int8", 0), ("fp8", 0), ("fp8", 32)):
-        per = "block" if block else "row"
-        weight, scale = quantized(kind, normal(54, "float32", 33, 96), per, block)
-        for bias in (None, normal(55, dtype, 33)):
-            cases[f"{kind}, blocks of {block}, bias {bias is not None}"] = {
-                "x": rows(53, dtype, 7, 96, scale=1.0), "weight": weight, "weight_scale": scale,
-                "bias": bias, "kind": kind, "block": block,
-            }  # fmt: skip
-    return cases
-
-
-def _dynamic_products(a: Arguments) -> Any:
-    per = "block" if a["block"] else "row"
-    x, x_scale = quantized(a["kind"], a["x"].astype(np.float32), per, a["block"])
-    given = {"x": x, "x_scale": x_scale, "weight": a["weight"], "bias": a["bias"]}
-    return _products(given | {"weight_scale": a["weight_scale"]})
-
-
-def _dynamic_cut_sums(a: Arguments) -> Any:
-    x, x_scale = quantized(a["kind"], a["x"].astype(np.float32), "row")
-    return cut_sums({**a, "x": x, "x_scale": x_scale})
-
-
-def _plain_tokens(ops: Any, **a: Any) -> Any:
-    """Tokens as they are."""
-    wide = quantization.dequantize(namespace("numpy"), a["weight"], a["weight_scale"], "float64")
-    y = a["x"] @ wide.T
-    return y if a["bias"] is None else y + a["bias"]
-
-
-judged(
-    "linear_quantized",
-    _dynamic_cases,
-    {
-        "scale 1.005": scaled(narrow.linear_quantized, 1.005),
-        "tail skipped": altered(narrow.linear_quantized, x=without_tail),
-        "scale of another channel": altered(
-            narrow.linear_quantized, weight_scale=lambda s: np.roll(s, 1, 0)
-        ),
-        "no bias": altered(narrow.linear_quantized, bias=lambda _: None),
-        "rows for blocks": altered(narrow.linear_quantized, block=lambda _: 0),
-        "tokens as they are": _plain_tokens,
-    },
-    bound=SUMS,
-    magnitude=_dynamic_products,
-    dots={narrow.FP8_UNITS: _dynamic_cut_sums},
-    rows=("x",),
-)
-
-
 def _grouped_case(kind: str, dtype: str, groups: int, zeros: bool) -> Arguments:
     """Every value of each kind occurs; neighbouring rows and groups have scales that differ."""
     rng = np.random.default_rng(57)

@@ -90,37 +90,6 @@ def linear_fp8(
 
 
 @define(
-    shapes="x [tok k], weight [n k], weight_scale [t v], bias [n] -> [tok n] x",
-    level="coarse",
-    composition=("quantize_fp8_dynamic", "linear_fp8", "quantize_int8_dynamic", "linear_int8"),
-    contract=Contract(
-        rounds="where its finer ops do",
-        dot="that of the finer product",
-        nan="as quantised: 0 in int8, NaN in fp8",
-    ),
-)
-def linear_quantized(
-    ops: Any,
-    x: Array,
-    weight: Array,
-    weight_scale: Array,
-    bias: Array | None,
-    kind: str,
-    block: int,
-) -> Array:
-    """`linear_fp8` or `linear_int8` (`kind`) of x [tok k], quantised by rows, or by blocks of
-    `block` entries if it is not 0 -> [tok n].
-    """
-    if kind not in ("int8", "fp8"):
-        raise OpError(f"kind: got {kind!r}, allowed are int8 and fp8")
-    by = ("block", block) if block else ("row", 0)
-    quantize = ops.quantize_int8_dynamic if kind == "int8" else ops.quantize_fp8_dynamic
-    linear = ops.linear_int8 if kind == "int8" else ops.linear_fp8
-    values, scale = quantize(x, *by)
-    return linear(values, weight, scale, weight_scale, bias, str(x.dtype).removeprefix("torch."))
-
-
-@define(
     shapes="x [tok k], weight [n m], scale [n t], zero [n t], bias [n] -> [tok n] x",
     contract=Contract(
         rounds="the weight once to the storage dtype, or not at all; the product once, after the "

@@ -175,6 +175,7 @@ def parse_config(
     """
     architecture = _architecture(Fields(raw, where))
     model_type, family = FAMILIES[architecture], family_of(architecture)
+    _refuse_quantized_parts(raw, where, model_type)
     quantization = read_quantization(Fields(raw, where, model_type))
     fields = Fields({**raw, "quantization_config": None}, where, model_type)
     family.refuse_unknown(fields)
@@ -189,6 +190,20 @@ def parse_config(
         eos_token_ids=tuple(dict.fromkeys(eos)),
         raw_hash=hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest(),
     )
+
+
+def _refuse_quantized_parts(raw: Mapping[str, Any], where: str, model_type: str) -> None:
+    """Raise UnsupportedModel for a model of several parts that is quantised."""
+    inner = raw.get("text_config")
+    if not isinstance(inner, dict):
+        return
+    for fields in (
+        Fields(raw, where, model_type),
+        Fields(inner, where, model_type, "text_config."),
+    ):
+        value = fields.get("quantization_config")
+        if value is not None:
+            fields.refuse("quantization_config", value, "absent where text is one of several parts")
 
 
 def _architecture(fields: Fields) -> str:

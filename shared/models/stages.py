@@ -95,15 +95,26 @@ def project(
     if narrow.activations is None:
         zero = weights.get(f"{name}_zero")
         return ops.linear_grouped(x, weight, scale, zero, bias, narrow.kind)
-    if not narrow.static_activations:
-        group = narrow.activation_group
-        return ops.linear_quantized(x, weight, scale, bias, narrow.activations, group)
-    # All parts of a weight have the same (`check_checkpoint`).
-    own = weights[f"{name}_input_scale"][:1]
-    is_int8 = narrow.activations == "int8"
-    values = (ops.quantize_int8 if is_int8 else ops.quantize_fp8)(x, own)
-    linear = ops.linear_int8 if is_int8 else ops.linear_fp8
+    values, own = quantized(ops, weights, name, x, narrow)
+    linear = ops.linear_int8 if narrow.activations == "int8" else ops.linear_fp8
     return linear(values, weight, own, scale, bias, str(x.dtype).removeprefix("torch."))
+
+
+def quantized(
+    ops: Any, weights: Weights, name: str, x: Array, narrow: Narrow
+) -> tuple[Array, Array]:
+    """(values [tok in], scales) of what goes into a product: each token's own, or those that the
+    weights bring along.
+    """
+    if narrow.static_activations:
+        # All parts of a weight have the same (`check_checkpoint`).
+        scale = weights[f"{name}_input_scale"][:1]
+        fixed = ops.quantize_int8 if narrow.activations == "int8" else ops.quantize_fp8
+        return fixed(x, scale), scale
+    by = ("block", narrow.activation_group) if narrow.activation_group else ("row", 0)
+    own = ops.quantize_int8_dynamic if narrow.activations == "int8" else ops.quantize_fp8_dynamic
+    found: tuple[Array, Array] = own(x, *by)
+    return found
 
 
 def gated_mlp(

@@ -163,7 +163,7 @@ def test_narrow_weights_compile(compiled, rows, kind, group, zeros):
         None,
         kind,
     )
-    few = "int4_gemv_kernel" if kind == "int4" and group else "narrow_gemv_kernel"
+    few = "narrow_gemv_kernel"
     by_rows = {1: few, 2: few, 16: "narrow_kernel", 300: "widen_kernel"}
     assert compiled == [by_rows[rows]]
 

@@ -32,6 +32,7 @@ FAMILIES = {
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "llama",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ministral3ForCausalLM": "ministral3",
     "Mistral3ForConditionalGeneration": "mistral3",
     "MistralForCausalLM": "mistral",
