@@ -19,15 +19,16 @@ from ..ops import BoundPlans, Plans
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from ..shared.models import decoder
 from ..shared.models.caches import Place
-from ..shared.models.sampler import known_processors, sample
+from ..shared.models.sampler import SETTINGS, known_processors, sample
 from ..shared.models.spec import Model
-from ..shared.step import HOST_LENGTHS, PROCESSING, SAMPLERS
+from ..shared.step import HOST_LENGTHS, PROCESSING, SAMPLERS, Sampler
 from . import plumbing
 from .compilation import LayerCompiler, RegionCompiler, Variant, compile_order, variants
 from .graphs import GraphRecorder
 from .inputs import StepInputs
 from .module import Decoder
 from .plans import drops_rows
+from .ranks import Ranks
 from .regional import RegionalPass
 
 TOP = "top"
@@ -51,7 +52,9 @@ class Programs:
         places: Sequence[Place],
         loops: bool,
         streams: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks
         self._module, self._ops, self._plans = module, ops, plans
         self._compilation, self._table = compilation, table
         self._inputs, self._cos, self._sin = inputs, *rotary
@@ -156,7 +159,8 @@ class Programs:
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits of finished rows."""
-        return self._module.logits(rows)
+        found = self._module.logits(rows)
+        return found if self._ranks is None else self._ranks.all_words(found)
 
     def advance(self, d: Descriptor) -> None:
         """Turn the inputs of a decode step into those of the next one, whose tokens are those
@@ -327,17 +331,44 @@ class Programs:
     def _sample(self, requests: int, sampler: Any) -> Any:
         ops = self._ops["sample"]
         f = self._inputs.fields(self._by_requests[requests])
-        logits = self._module.logits(self.rows[:requests])
         if sampler == TOP:
-            return ops.top_logprobs(logits, self.tokens[:requests])
+            return ops.top_logprobs(self.logits(self.rows[:requests]), self.tokens[:requests])
+        logits = self._module.logits(self.rows[:requests])
         processors = None
         if sampler in PROCESSING:
             processors = known_processors(
                 torch.where, self._inputs.processors(requests, sampler), self.last_tokens
             )
-        tokens = sample(ops, sampler, logits, f, processors)
+        if self._ranks is None:
+            tokens = sample(ops, sampler, logits, f, processors)
+        else:
+            tokens = _sample_dealt_out(self._ranks, ops, sampler, logits, f, processors)
         self._plumbing.keep(tokens, f["sample_rows"], self.last_tokens, self.tokens[:requests])
         return None
+
+
+def _sample_dealt_out(
+    ranks: Ranks,
+    ops: Any,
+    sampler: Sampler,
+    logits: torch.Tensor,
+    settings: Mapping[str, torch.Tensor],
+    processors: Mapping[str, torch.Tensor] | None,
+) -> torch.Tensor:
+    """`sample` where each shard has the logits of its own words: the best of each, or whole rows
+    that each samples a share of.
+    """
+    rows = len(logits)
+    if sampler == "greedy" and ranks.deals_out_evenly:
+        return ranks.best(ops.greedy_sample(logits), logits)
+    mine, part = ranks.share(logits)
+    own = {name: settings[name][part] for name in SETTINGS}
+    if processors is not None:
+        processors = {
+            name: values if name == "history" else values[part]
+            for name, values in processors.items()
+        }
+    return ranks.all_tokens(sample(ops, sampler, mine, own, processors), rows)
 
 
 def start_of(ops: Any, model: Model, select: Callable[..., Any], num_groups: int) -> Any:

@@ -1,15 +1,26 @@
-"""Fills the torch module's weights, one parameter of one layer at a time."""
+"""Fills the torch module's weights, one parameter of one layer at a time: all of it, or what one
+shard has.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
 import torch
 
 from ..ops.namespaces import namespace
 from ..ops.namespaces.torch_ import from_numpy
 from ..shared.checkpoint import Checkpoint
+from ..shared.models.calls import DTYPES
+from ..shared.models.config import ModelConfig
+from ..shared.models.placement import Placement, place
+from ..shared.models.spec import Shard
 from ..shared.models.table import Parameter, ParameterTable, piece_name
 from ..shared.narrow_checkpoint import open_checkpoint
 from ..shared.progress import Progress
+from ..shared.shard_reading import read_shard
 from ..shared.weights import (
     check_checkpoint,
     dummy_parameter,
@@ -21,6 +32,17 @@ from ..shared.weights import (
 from .module import Decoder
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where weights come from: a checkpoint, or seeded numbers; and which shard's they are."""
+
+    model: ModelConfig
+    table: ParameterTable
+    checkpoint: Checkpoint | None
+    seed: int
+    shard: Shard | None
+
+
 def load_weights(
     module: Decoder,
     folder: str,
@@ -28,41 +50,76 @@ def load_weights(
     table: ParameterTable,
     seed: int,
     progress: Progress,
+    whole: ModelConfig | None = None,
 ) -> None:
-    """Copy every weight into `module`. Raises CheckpointError before anything is copied."""
+    """Copy every weight into `module`. `table` is that of the whole model, whose config is `whole`
+    if the module is that of one shard. Raises CheckpointError before anything is copied.
+    """
+    model = module.config if whole is None else whole
     checkpoint = None
     if load_format != "dummy":
-        checkpoint = open_checkpoint(folder, module.config)
+        checkpoint = open_checkpoint(folder, model)
         check_checkpoint(checkpoint, table)
+    source = Source(model, table, checkpoint, seed, module.config.shard)
     todo = list(table.placed())
     with torch.no_grad():
         for done, (parameter, layer) in enumerate(todo):
             owner = module.layers[layer] if parameter.layered else module
             if is_made(checkpoint, parameter):
-                _make(owner, parameter, checkpoint, layer, seed, module.dtype)
+                _make(owner, parameter, source, layer, module.dtype)
             else:
-                _fill(getattr(owner, parameter.name), parameter, checkpoint, layer, seed)
+                _fill(getattr(owner, parameter.name), parameter, source, layer)
             progress("weights", done + 1, len(todo))
     module.freeze()
 
 
-def _fill(
-    target: torch.Tensor, parameter: Parameter, checkpoint: Checkpoint | None, layer: int, seed: int
-) -> None:
+def _fill(target: torch.Tensor, parameter: Parameter, source: Source, layer: int) -> None:
     """Put a parameter of one layer where it belongs."""
-    if checkpoint is None:
-        target.copy_(_dummy(parameter, max(layer, 0), seed, target.device))
+    if source.shard is not None:
+        _fill_shard(target, parameter, source, layer, source.shard)
+    elif source.checkpoint is None:
+        target.copy_(_dummy(parameter, max(layer, 0), source.seed, target.device))
     else:
-        target.copy_(from_numpy(read_parameter(checkpoint, parameter, layer)))
+        target.copy_(from_numpy(read_parameter(source.checkpoint, parameter, layer)))
+
+
+def _fill_shard(
+    target: torch.Tensor, parameter: Parameter, source: Source, layer: int, shard: Shard
+) -> None:
+    """Put a shard's part of a parameter where it belongs; the host never holds more of it."""
+    if shard.index and _is_added_once(parameter, source, layer, shard):
+        target.zero_()
+        return
+    placement = place(parameter, source.model, shard.count, pads_words=True)
+    entries = [slice(0, size) for size in placement.shape]
+    if placement.axis is not None:
+        size = placement.shape[placement.axis] // shard.count
+        entries[placement.axis] = slice(shard.index * size, (shard.index + 1) * size)
+    if source.checkpoint is None:
+        of_shard = None
+        if placement.source is not None and placement.axis is not None:
+            of_shard = placement.source[entries[placement.axis]]
+        made = _dummy_shard(parameter, placement, of_shard, max(layer, 0), source.seed, target)
+        target.copy_(made)
+        return
+    held = np.empty(tuple(target.shape), DTYPES[str(target.dtype).removeprefix("torch.")])
+    read_shard(source.checkpoint, parameter, placement, layer, tuple(entries), held)
+    target.copy_(from_numpy(held))
+
+
+def _is_added_once(parameter: Parameter, source: Source, layer: int, shard: Shard) -> bool:
+    """Whether it is the bias of a product whose inputs are dealt out: the first shard's part of the
+    sum has it.
+    """
+    if not parameter.name.endswith("_bias"):
+        return False
+    names = source.table.top if layer < 0 else source.table.layer(layer)
+    weight = names.get(parameter.name.removesuffix("_bias"))
+    return weight is not None and place(weight, source.model, shard.count).axis == 1
 
 
 def _make(
-    owner: torch.nn.Module,
-    parameter: Parameter,
-    checkpoint: Checkpoint | None,
-    layer: int,
-    seed: int,
-    dtype: torch.dtype,
+    owner: torch.nn.Module, parameter: Parameter, source: Source, layer: int, dtype: torch.dtype
 ) -> None:
     """Quantise a weight on its device. All its pieces are filled with its values."""
     if parameter.piece_of is None or parameter.piece_of.piece != "values":
@@ -70,7 +127,7 @@ def _make(
     plain = parameter.piece_of.wide
     device = getattr(owner, parameter.name).device
     wide = torch.empty(plain.shape, dtype=dtype, device=device)
-    _fill(wide, plain, checkpoint, layer, seed)
+    _fill(wide, plain, source, layer)
     for piece, values in pieces(namespace("torch"), wide, parameter.piece_of.narrow).items():
         getattr(owner, piece_name(parameter.name, piece)).copy_(values)
 
@@ -78,3 +135,31 @@ def _make(
 def _dummy(parameter: Parameter, layer: int, seed: int, device: torch.device) -> torch.Tensor:
     index = torch.arange(dummy_size(parameter), dtype=torch.int32, device=device)
     return dummy_parameter(namespace("torch"), parameter, layer, seed, index).view(parameter.shape)
+
+
+def _dummy_shard(
+    parameter: Parameter,
+    placement: Placement,
+    source: np.ndarray | None,
+    layer: int,
+    seed: int,
+    target: torch.Tensor,
+) -> torch.Tensor:
+    """A shard of the numbers that `_dummy` makes; `source` are the entries of the placement's axis
+    that it has, -1 for its padding.
+    """
+    index = torch.zeros((), dtype=torch.int32, device=target.device)
+    real: torch.Tensor | None = None
+    for axis, size in enumerate(parameter.shape):
+        count = size if axis != placement.axis or source is None else len(source)
+        along = torch.arange(count, dtype=torch.int32, device=target.device)
+        if axis == placement.axis and source is not None:
+            along = torch.from_numpy(source.astype(np.int32)).to(target.device)
+            real = (along >= 0).view([-1 if dim == axis else 1 for dim in range(target.ndim)])
+            along = along.clamp(min=0)
+        shape = [-1 if dim == axis else 1 for dim in range(target.ndim)]
+        index = index * size + along.view(shape)
+    xp = namespace("torch")
+    flat = index.expand(target.shape).reshape(prod(target.shape))
+    made = dummy_parameter(xp, parameter, layer, seed, flat).view(target.shape)
+    return made if real is None else torch.where(real, made, parameter.padding)

@@ -26,6 +26,8 @@ from ..shared.errors import BackendUnavailable, ConfigError, InternalError
 from ..shared.models import decoder
 from ..shared.models.caches import layout_of, request_pages, step_shape
 from ..shared.models.config import ModelConfig
+from ..shared.models.placement import shard_config
+from ..shared.models.spec import Shard
 from ..shared.models.table import parameter_count
 from ..shared.packer import padding
 from ..shared.progress import Progress
@@ -45,6 +47,7 @@ from .plans import PROMPT_ROWS, make_plans
 from .precision import pin_precision
 from .precompile import compile_together, hash_compiler, kernels_noted
 from .programs import TOP, Programs
+from .ranks import Ranks, join, least, shard_here
 from .recording import CACHE_DTYPES, DTYPES
 from .reserved import ReservedCache
 from .start_plan import read_start_plan, start_factors, write_start_plan
@@ -79,10 +82,43 @@ def find_device(device: str) -> DeviceInfo:
     return DeviceInfo("cuda", properties.name, properties.total_memory, index)
 
 
+def find_rank_device(device: str, shard: Shard) -> DeviceInfo:
+    """The torch device of one of several ranks on this machine: each GPU has one of them. Raises
+    BackendUnavailable, ConfigError.
+    """
+    found = find_device(device)
+    if found.platform != "cuda":
+        return found
+    count = torch.cuda.device_count()
+    if count < shard.count:
+        raise ConfigError(
+            f"tensor_parallel_size: got {shard.count}, this machine has {count} GPUs: each takes "
+            "one of the ranks"
+        )
+    return find_device(f"cuda:{shard.index}")
+
+
+def join_ranks(shard: Shard, folder: str, device: DeviceInfo) -> None:
+    """Make this process one of the ranks that meet in `folder`."""
+    if device.platform == "cuda":
+        torch.cuda.set_device(device.index)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // shard.count))
+    join(shard, folder, device.platform)
+
+
 def make_worker(
     model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str
 ) -> Worker:
-    """A worker on `device` for the model in `folder`."""
+    """A worker on `device` for the model in `folder`, or for one shard of it on a rank. Raises
+    InternalError if this process is none of the ranks that the model needs.
+    """
+    shard = shard_here()
+    if config.tensor_parallel_size != (1 if shard is None else shard.count):
+        raise InternalError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, and this process is "
+            f"{'no rank' if shard is None else f'one of {shard.count} ranks'}"
+        )
     return on_device(device, lambda: TorchWorker(model, config, device, folder))
 
 
@@ -186,6 +222,9 @@ class TorchWorker:
         self._folder = folder
         self._where = torch.device(device.platform)
         self._table = decoder.parameters_of(model)
+        self._whole_model, shard = model, shard_here()
+        if shard is not None:
+            model = shard_config(model, shard)
         pin_precision()
         if device.platform == "cuda":
             hash_compiler()
@@ -206,11 +245,13 @@ class TorchWorker:
                 "there is nothing between its layers; streams are kept on the road 'regional'"
             )
         self._ops = bind_plans(self._plans, self._compilation, self._compiled)
-        self._shape = step_shape(model, config)
-        self._layout = layout_of(model, config)
+        self._shape = step_shape(self._whole_model, config)
+        self._layout = layout_of(self._whole_model, config)
         self._dtype = DTYPES[config.dtype]
         self._cache_dtype = CACHE_DTYPES[config.kv_cache_dtype]
-        self._module = Decoder(model, self._table, self._ops, self._dtype, self._where)
+        self._ranks = None if shard is None else Ranks(shard, model.vocab_size)
+        held = decoder.parameters_of(model)
+        self._module = Decoder(model, held, self._ops, self._dtype, self._where)
         self._kept_in: Path | None = None
         if self._compilation.level > 1:
             factors = key_factors(
@@ -232,8 +273,18 @@ class TorchWorker:
         """Read or make the weights."""
         config = self.config
         self._progress = progress
+        if self._ranks is not None and chooses(self._plans, "peers"):
+            from .kernels.reduce import meet_peers  # Triton, which only GPUs need
+
+            meet_peers(self._module.config.hidden_size, self._dtype)
         load_weights(
-            self._module, self._folder, config.load_format, self._table, config.seed, progress
+            self._module,
+            self._folder,
+            config.load_format,
+            self._table,
+            config.seed,
+            progress,
+            self._whole_model,
         )
         tables = decoder.rotary_tables(self._module.config, config.max_model_len)
         rotary = tuple(torch.from_numpy(table).to(self._where) for table in tables)
@@ -253,6 +304,7 @@ class TorchWorker:
             self._layout.places,
             loops=config.decode_steps > 1,
             streams=config.demand.streams,
+            ranks=self._ranks,
         )
         steps = config.decode_steps
         self._loop = torch.empty(steps * config.max_num_seqs, dtype=torch.int32, device=self._where)
@@ -276,8 +328,9 @@ class TorchWorker:
             self._module.config, self.config, self._plans.hash, self.device, free
         )
         known = read_start_plan(root, factors, free - kept_free)
-        if known is not None:
-            return known
+        shortest = least(known or 0)
+        if shortest > 0:
+            return shortest
         self._reserved = self._reserve(free)
         if self._reserved is None:
             self.allocate_kv(2)
@@ -316,7 +369,7 @@ class TorchWorker:
         return kv_page_bytes(self._layout, self._cache_dtype.itemsize)
 
     def _request_pages(self) -> int:
-        return request_pages(self._module.config, self.config)
+        return request_pages(self._whole_model, self.config)
 
     def _page_shape(self) -> tuple[int, int, int]:
         """One page in one buffer, as layers of the first group see it."""
@@ -379,6 +432,8 @@ class TorchWorker:
             what: str, order: Sequence[Descriptor], build: Callable[[Descriptor], None]
         ) -> None:
             for done, d in enumerate(order):
+                if self._ranks is not None:
+                    least(1)  # no rank's kernels wait for what another one still compiles
                 start = time.perf_counter()
                 build(d)
                 seconds[d] += time.perf_counter() - start
@@ -389,7 +444,7 @@ class TorchWorker:
         }
 
         with code_kept_in(self._kept_in), recorder.recording() if recorder else nullcontext():
-            if self._kernels_missing():
+            if not least(not self._kernels_missing()):
                 with kernels_noted() as noted:
                     for d in table:
                         self._run_eagerly(d)
@@ -542,7 +597,7 @@ class TorchWorker:
         chosen = self._upload(np.maximum(targets, 0))
         parts = zip(hidden.split(PROMPT_ROWS), chosen.split(PROMPT_ROWS), strict=True)
         return [
-            self._to_host(self._ops["sample"].top_logprobs(self._module.logits(rows), ids))
+            self._to_host(self._ops["sample"].top_logprobs(self._programs.logits(rows), ids))
             for rows, ids in parts
         ]
 
@@ -590,6 +645,10 @@ class TorchWorker:
         """The implementation of each op."""
         return self._plans
 
+    def plan_hash(self) -> str:
+        """See `Worker`."""
+        return self._plans.hash
+
     def compilations_after_ready(self) -> int:
         """What was compiled while steps of this worker started: graphs, generated code, kernels."""
         if not self._is_ready:
@@ -619,6 +678,10 @@ class TorchWorker:
             self._module = self._kv = self._programs = self._inputs = None  # type: ignore[assignment]  # closed for good
             self._recorder = None
             self._release()
+            if self._ranks is not None and chooses(self._plans, "peers"):
+                from .kernels.reduce import leave_peers
+
+                leave_peers()
             if self._where.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -658,6 +721,16 @@ def fit_mode(
             _check_splits(compilation, kind, plans.every(kind))
     check_wrapping(compilation)
     return compilation, changes
+
+
+def chooses(plans: Plans, provider: str) -> bool:
+    """Whether any program runs an op by this provider."""
+    return any(
+        choice.provider == provider
+        for kind in plans.by_kind
+        for plan in plans.every(kind)
+        for choice in plan.choices.values()
+    )
 
 
 def host_readers(plans: Sequence[Plan]) -> list[Choice]:

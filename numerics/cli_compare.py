@@ -57,6 +57,23 @@ def add_parsers(commands: Any) -> None:
     quantization.add_argument(
         "--json", metavar="FILE", help="write everything that was found; - is standard output"
     )
+    rollout = commands.add_parser(
+        "rollout", help="one side draws, the other computes: importance ratios, drift, perplexity"
+    )
+    rollout.set_defaults(run_numerics=run_rollout)
+    model_flags(rollout)
+    rollout.add_argument(
+        "--a",
+        default="torch:cpu",
+        metavar="TARGET",
+        help="who draws: BACKEND:DEVICE[:KEY=VALUE,...]",
+    )
+    rollout.add_argument("--b", default="torch:cpu", metavar="TARGET", help="who computes")
+    rollout.add_argument(
+        "--rollout-tokens", type=int, default=10_000, metavar="N", help="tokens drawn, from 1"
+    )
+    rollout.add_argument("--text", metavar="FILE", help="a text, for the perplexity of both sides")
+    output_flags(rollout)
     logits = commands.add_parser(
         "logits", help="the ends of two runs: against a backend, transformers, or a server"
     )
@@ -134,6 +151,29 @@ def run_check(arguments: argparse.Namespace) -> int:
         prompts=read_prompts(arguments.prompts, subject) if arguments.prompts else None,
         definition=arguments.definition,
         seconds=arguments.seconds,
+        progress=tell,
+    )
+    report.environment["command"] = command(arguments)
+    if arguments.json != "-":
+        print(render(report))
+    write(arguments.json, report.dumps)
+    write(arguments.junit, lambda: suite_xml(report.cases(), report.missing))
+    return report.exit_code
+
+
+def run_rollout(arguments: argparse.Namespace) -> int:
+    """`twinfer numerics rollout`."""
+    from .questions.rollout import check_rollout, render
+    from .showing.junit import suite_xml
+    from .sides.steps import read_text
+    from .sides.subject import parse_target
+
+    subject = subject_of(arguments)
+    report = check_rollout(
+        subject,
+        [parse_target(arguments.a), parse_target(arguments.b)],
+        tokens=arguments.rollout_tokens,
+        text=read_text(arguments.text, subject) if arguments.text else None,
         progress=tell,
     )
     report.environment["command"] = command(arguments)

@@ -342,6 +342,8 @@ DEFAULTS = {
     "definition": "auto",
     "mode": "S,P",
     "seconds": 900.0,
+    "rollout_tokens": 10_000,
+    "server_logits": "auto",
 }
 ASKED = (
     "model",
@@ -360,6 +362,9 @@ ASKED = (
     "max_model_len",
     "definition",
     "seconds",
+    "rollout_tokens",
+    "text",
+    "server_logits",
     "plant",
     "relation",
     "breaks",

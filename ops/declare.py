@@ -52,7 +52,8 @@ class Op:
 
     `shapes` says what goes in and comes out (None: an op from outside that does not say it).
     `shards` names the dimensions that shards of a tensor-parallel layer deal out among them: the op
-    runs on each shard's part, which it computes alone. With none, all of it is whole on each shard.
+    runs on each shard's part, which it computes alone; a result that has none of them is the sum of
+    what the shards have. With none, all of it is whole on each shard.
     None: only a partitioner that sees through the implementation knows. Shards need shapes, which
     have those dimensions. `host` names the arguments that implementations with `host_metadata` read
     on the host. `sums`: the reference adds up entries of a row in floats, in an order that a

@@ -36,7 +36,8 @@ class Implementation:
     not). `host_metadata`: it reads the ragged lengths on the host, so they are passed as CPU
     tensors and no graph can capture it. `opaque`: it launches what no compiler can look into (a raw
     kernel), so that it is an operator of its own in compiled code. `row_invariant`: the bits of a
-    row's result do not depend on how many rows there are, nor on what they hold.
+    row's result do not depend on how many rows there are, nor on what they hold. `stacked`: it
+    takes weights as one of a stack (JAX's `InStack`), which others get taken out of it.
 
     `preferred_on` names platforms (`cpu`, `cuda`, `tpu`) whose plans try it unless somebody says
     otherwise. `required_on` those where it is an error if it refuses a program and nobody has
@@ -55,6 +56,7 @@ class Implementation:
     row_invariant: bool = False
     host_metadata: bool = False
     opaque: bool = False
+    stacked: bool = False
     preferred_on: tuple[str, ...] = ()
     dot: str = ""
     required_on: tuple[str, ...] = ()

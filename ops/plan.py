@@ -353,6 +353,12 @@ def _refuse(why: str, *_: Any, **__: Any) -> Any:
 def _load(framework: Framework) -> None:
     """Import the native implementations of a framework, and only of that one."""
     if framework == "jax":
-        from .native import jax_attention, jax_moe, jax_rows  # noqa: F401
+        from .native import jax_attention, jax_moe, jax_parallel, jax_rows  # noqa: F401
     elif framework == "torch":
-        from .native import torch_attention, torch_moe, torch_rows, torch_static  # noqa: F401
+        from .native import (  # noqa: F401
+            torch_attention,
+            torch_moe,
+            torch_parallel,
+            torch_rows,
+            torch_static,
+        )

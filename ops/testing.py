@@ -273,24 +273,34 @@ class Judge:
             self.magnitudes = self._each(self.testing.magnitude, wide)
             self.rounded = self._each(self.testing.rounded or self.testing.magnitude, wide)
         self.free = self._each(self.testing.free, arguments)
-        self.more = self._each(self.testing.dots[dot] if dot else None, wide)
+        self.by_dot = self._each(self.testing.dots[dot] if dot else None, wide)
 
     def _each(
         self, function: Callable[[Arguments], Any] | None, arguments: Arguments
     ) -> tuple[Any, ...]:
         return _tuple(function(arguments)) if function is not None else (None,) * len(self.wanted)
 
-    def __call__(self, outputs: Iterable[np.ndarray]) -> Verdict:
-        """Compare outputs, numpy arrays in their own dtypes, with the oracle."""
+    def __call__(
+        self, outputs: Iterable[np.ndarray], more: Sequence[np.ndarray | None] = ()
+    ) -> Verdict:
+        """Compare outputs, numpy arrays in their own dtypes, with the oracle.
+
+        `more` [...] is what each element of an output may be off besides, in absolute terms. An
+        output with it is not judged by its bits.
+        """
         worst = Verdict(0.0, 0.0, "nothing compared")
         parts = zip(
-            outputs, self.wanted, self.magnitudes, self.rounded, self.free, self.more, strict=True
-        )
-        for index, (got, want, magnitude, rounded, free, more) in enumerate(parts):
+            outputs, self.wanted, self.magnitudes, self.rounded, self.free, self.by_dot,
+            strict=True,
+        )  # fmt: skip
+        for index, (got, want, magnitude, rounded, free, by_dot) in enumerate(parts):
             got, want = np.asarray(got), np.asarray(want)
             if free is not None and got.shape == want.shape:
                 got = np.where(np.broadcast_to(free, got.shape), want.astype(got.dtype), got)
-            verdict = _judge_one(got, want, magnitude, rounded, self.testing, more)
+            extra = more[index] if more else None
+            if by_dot is not None:
+                extra = by_dot if extra is None else extra + by_dot
+            verdict = _judge_one(got, want, magnitude, rounded, self.testing, extra)
             if not (verdict.error <= worst.error and verdict.gain <= worst.gain):
                 where = f"output {index}, {verdict.where}"
                 worst = Verdict(
@@ -314,16 +324,12 @@ def _judge_equal(got: np.ndarray, want: np.ndarray) -> Verdict:
 
 
 def _judge_one(
-    got: np.ndarray,
-    want: np.ndarray,
-    magnitude: Any,
-    rounded: Any,
-    testing: Testing,
-    more: Any = None,
-) -> Verdict:
+    got: np.ndarray, want: np.ndarray, magnitude: Any, rounded: Any, testing: Testing,
+    more: np.ndarray | None = None,
+) -> Verdict:  # fmt: skip
     if got.shape != want.shape:
         return Verdict(np.inf, np.inf, f"shape {got.shape}, wanted {want.shape}")
-    if testing.bitwise or got.dtype.kind in "iub" or _is_narrow(want):
+    if (testing.bitwise and more is None) or got.dtype.kind in "iub" or _is_narrow(want):
         return _judge_equal(got, want)
     bound, wide = testing.bound, got.astype(np.float64)
     u, tiny, largest = limits(got.dtype)
@@ -334,7 +340,7 @@ def _judge_one(
             for m in (magnitude, rounded)
         )
         before = bound.inner * u * inner + bound.accumulated * 2.0**-24 * size
-        before = before + (0.0 if more is None else more)
+        before = before if more is None else before + more
     special = ~np.isfinite(want)
     same = np.where(np.isnan(want), np.isnan(wide), wide == want)
     # What does not fit the dtype may be infinite or the largest number.

@@ -53,7 +53,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "backend": arguments.backend,
         "device": llm.engine.device.name,
-        "plan_hash": llm.engine.worker.plans().hash,
+        "plan_hash": llm.engine.worker.plan_hash(),
         "start_s": time.perf_counter() - start,
         "decode_ms": {},
         "decode_cpu_ms": {},

@@ -16,7 +16,10 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +64,11 @@ SHAPES = (
     (8, 64, 128, 4, 1, 300),
 )
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
-SERVED_EVERY, INVARIANTS_EVERY, JAX_EVERY = 25, 12, 40
-"""One run in so many is of another question, or of JAX, which compiles each model for a minute."""
+HALVES = "calibration", "held-back"
+SERVED_EVERY, INVARIANTS_EVERY, JAX_EVERY, PAIR_EVERY = 25, 12, 40, 8
+"""One run in so many is of another question, or of two sides. JAX compiles each model for a
+minute.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class Model:
     shape: tuple[int, ...]
     dtype: str
     magnitudes: tuple[tuple[str, float], ...]
+    half: str
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} x{factor:g}" for kind, factor in self.magnitudes) or "ordinary"
@@ -149,7 +156,7 @@ def draw(seed: int, held_back: bool) -> Model:
     family, dtype = str(rng.choice(list(FAMILIES))), str(rng.choice(list(DTYPES)))
     if dtype == "float16" and any(factor >= 300.0 for _, factor in magnitudes):
         dtype = "bfloat16"  # such values are beyond float16, whose models overflow
-    return Model(seed, family, shape, dtype, magnitudes)
+    return Model(seed, family, shape, dtype, magnitudes, HALVES[held_back])
 
 
 # --- writing and running
@@ -201,120 +208,234 @@ def open_model(model: Model, folder: Path, tokens: int = 24) -> Subject:
     )
 
 
-def prompts_of(model: Model, lengths: tuple[int, ...] = (19, 5, 30, 9)) -> list[np.ndarray]:
-    """Random prompts that begin with token 0."""
-    rng = np.random.default_rng([model.seed, 8])
+def prompts_of(
+    model: Model, number: int, lengths: tuple[int, ...] = (19, 5, 30, 9)
+) -> list[np.ndarray]:
+    """Random prompts of run `number` that begin with token 0."""
+    rng = np.random.default_rng([model.seed, 8, number])
     prompts = [rng.integers(0, model.shape[-1], length).astype(np.int32) for length in lengths]
     for ids in prompts:
         ids[0] = 0
     return prompts
 
 
-def compare(model: Model, folder: Path, number: int) -> Diff:
-    """A clean comparison of all layers, of torch and of torch or JAX."""
-    subject = open_model(model, folder)
-    jax = number % JAX_EVERY == JAX_EVERY - 1 and model.dtype != "float16"
-    b = "jax:cpu" if jax else "torch:cpu"
-    targets = [parse_target("torch:cpu"), parse_target(b)]
-    return compare_model(subject, targets, make_steps(subject, prompts_of(model)))
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One clean run: its model, which of the model's runs it is, and its place among all."""
+
+    model: Model
+    number: int
+    index: int
+    targets: tuple[str, ...] = ()
+
+    @property
+    def question(self) -> str:
+        """What is asked; `pair` and `jax` are `model` with a second side. Of `targets` that were
+        named, `model` and `served` in turn.
+        """
+        if self.targets:
+            return ("model", "served")[self.number % 2]
+        if self.index % SERVED_EVERY == SERVED_EVERY - 1:
+            return "served"
+        if self.index % INVARIANTS_EVERY == INVARIANTS_EVERY - 1:
+            return "invariants"
+        jax = self.index % JAX_EVERY == JAX_EVERY - 1 and self.model.dtype != "float16"
+        if jax:
+            return "jax"
+        return "pair" if self.index % PAIR_EVERY == PAIR_EVERY - 1 else "model"
 
 
-def alarms_of(diff: Diff) -> list[str]:
-    """What a comparison complains of, without its figures."""
+Answer = tuple[list[str], Diff | None]
+"""The complaints of a run, in full, and what was compared."""
+
+
+def ask_model(run: Run, subject: Subject) -> Answer:
+    """All layers of torch, and of a second side."""
+    names = run.targets or ("torch:cpu", *SECOND.get(run.question, ()))
+    targets = [parse_target(name) for name in names]
+    steps = make_steps(subject, prompts_of(run.model, run.number))
+    diff = compare_model(subject, targets, steps)
+    return complaints_of(diff), diff
+
+
+def ask_served(run: Run, subject: Subject) -> Answer:
+    """What engines serve."""
+    prompts = prompts_of(run.model, run.number)
+    targets = [parse_target(name) for name in run.targets or ("torch:cpu",)]
+    diff = check_served(subject, targets, prompts=prompts, definition="off")
+    return complaints_of(diff), diff
+
+
+def ask_invariants(run: Run, subject: Subject) -> Answer:
+    """Relations between runs of one worker of torch."""
+    names = ("batch", "chunks", "decode-prefill")
+    prompts = prompts_of(run.model, run.number)
+    report = check_invariants(subject, parse_target("torch:cpu"), prompts, names=names)
+    return [
+        f"{result.mode} invariants: {result.relation}: {text}"
+        for result in report.results
+        for text in result.complaints
+    ], None
+
+
+SECOND = {"jax": ("jax:cpu",), "pair": ("torch:cpu:row_invariant=true",)}
+QUESTIONS: dict[str, Callable[[Run, Subject], Answer]] = {
+    "model": ask_model,
+    "jax": ask_model,
+    "pair": ask_model,
+    "served": ask_served,
+    "invariants": ask_invariants,
+}
+
+
+def complaints_of(diff: Diff) -> list[str]:
+    """What a comparison complains of, with the place and the figures."""
     found = [
-        f"{f.mode} {f.scope}: {word(complaint)}"
+        f"{f.mode} {f.scope}: {complaint} [{f.side} {f.name} {f.implementation}, step {f.step}]"
         for f in diff.findings
         for complaint in f.complaints
     ]
-    found += [f"{x.mode} ends: {word(c)}" for x in diff.logits for c in x.complaints]
-    found += [f"{x.mode} served: {word(c)}" for x in diff.served for c in x.complaints]
-    found += [f"problem: {word(text)}" for text in diff.problems]
-    return found
+    found += [f"{x.mode} ends: {c}" for x in diff.logits for c in x.complaints]
+    found += [f"{x.mode} served: {c}" for x in diff.served for c in x.complaints]
+    return found + [f"problem: {text}" for text in diff.problems]
 
 
 def word(complaint: str) -> str:
-    """The kind of a complaint."""
-    return re.sub(r"[-+]?\d[\d.e+-]*", "#", re.split(r" [\d#]|;| at ", complaint)[0])[:60]
+    """The kind of a complaint, without its figures."""
+    return re.sub(r"[-+]?\d[\d.e+-]*", "#", re.split(r" [\d#]|;| at | \[", complaint)[0])[:60]
 
 
-@dataclass
-class Tally:
-    """What the runs gave: alarms by kind with the number of runs, and shares of gates."""
-
-    runs: int = 0
-    alarming: int = 0
-    comparisons: int = 0
-
-    def __post_init__(self) -> None:
-        self.kinds: Counter[str] = Counter()
-        self.shares: dict[str, list[float]] = defaultdict(list)
-
-    def add(self, found: list[str], diff: Diff | None = None) -> None:
-        """One run."""
-        self.runs += 1
-        self.alarming += bool(found)
-        self.kinds.update(set(found))
-        for f in diff.findings if diff is not None else ():
-            self.comparisons += len(f.shares)
-            for name, share in f.shares.items():
-                self.shares[f"{f.mode} {f.scope:9} {name}"].append(share)
-
-    def print(self) -> None:
-        """The tables."""
-        print(f"{self.runs} clean runs, {self.comparisons} comparisons: {self.alarming} alarm")
-        for kind, count in self.kinds.most_common():
-            print(f"  {count:5} runs  {kind}")
-        print("share of the gate: largest, 99.9 %, median")
-        for name, values in sorted(self.shares.items()):
-            most, high, middle = np.max(values), np.quantile(values, 0.999), np.median(values)
-            print(f"  {name:32} {most:9.3f} {high:9.3f} {middle:9.3f}  of {len(values)}")
+def run_model(runs: list[Run]) -> list[dict[str, Any]]:
+    """All runs of one model, as rows of the table."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="twinfer-gates-") as folder:
+        subject = open_model(runs[0].model, Path(folder))
+        for run in runs:
+            started = time.perf_counter()
+            try:
+                complaints, diff = QUESTIONS[run.question](run, subject)
+            except Exception as error:  # a run that breaks is a row too, and an alarm
+                complaints, diff = [f"broke: {type(error).__name__}: {error}"], None
+            rows.append({
+                "half": run.model.half, "seed": run.model.seed, "number": run.number,
+                "model": str(run.model), "question": run.question, "complaints": complaints,
+                **shares_of(diff), "seconds": time.perf_counter() - started,
+            })  # fmt: skip
+    return rows
 
 
-def run(model: Model, number: int, folder: Path, tally: Tally) -> list[str]:
-    """One clean run; its alarms."""
-    diff = None
-    if number % SERVED_EVERY == SERVED_EVERY - 1:
-        subject = open_model(model, folder)
-        served = check_served(
-            subject, [parse_target("torch:cpu")], prompts=prompts_of(model), definition="off"
-        )
-        found = alarms_of(served)
-    elif number % INVARIANTS_EVERY == INVARIANTS_EVERY - 1:
-        subject, target = open_model(model, folder), parse_target("torch:cpu")
-        names = ("batch", "chunks", "decode-prefill")
-        report = check_invariants(subject, target, prompts_of(model), names=names)
-        found = [
-            f"{result.mode} invariants: {result.relation}"
-            for result in report.results
-            if result.complaints
-        ]
-    else:
-        diff = compare(model, folder, number)
-        found = alarms_of(diff)
-    tally.add(found, diff)
-    return found
+def shares_of(diff: Diff | None) -> dict[str, Any]:
+    """How many limits a comparison had, and the largest share of each kind of limit."""
+    count, largest = 0, dict[str, float]()
+    for f in diff.findings if diff is not None else ():
+        count += len(f.shares)
+        for name, share in f.shares.items():
+            key = f"{f.mode} {f.scope:9} {name}"
+            largest[key] = max(largest.get(key, 0.0), float(share))
+        if f.contract is not None:
+            key = f"{f.mode} {f.scope:9} contract"
+            largest[key] = max(largest.get(key, 0.0), float(f.contract))
+    return {"comparisons": count, "shares": largest}
+
+
+# --- the table
+# --------------------------------------------------------------------------------------------------
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The alarms, and how near the gates were."""
+    alarming = [row for row in rows if row["complaints"]]
+    models = len({(row["half"], row["seed"]) for row in rows})
+    limits = sum(row["comparisons"] for row in rows)
+    seconds = sum(row["seconds"] for row in rows)
+    print(
+        f"{len(rows)} clean runs of {models} models, {limits} limits: {len(alarming)} alarm; "
+        f"{seconds:.0f} s of one process"
+    )
+    asked = Counter(row["question"] for row in rows)
+    print("  " + ", ".join(f"{count} {question}" for question, count in asked.most_common()))
+    kinds = Counter(kind for row in alarming for kind in {word(c) for c in row["complaints"]})
+    for kind, count in kinds.most_common():
+        print(f"  {count:5} runs  {kind}")
+    shares: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, share in row["shares"].items():
+            shares[name].append(share)
+    print("largest share of a gate in a run: largest of all runs, 99 %, median")
+    for name, values in sorted(shares.items()):
+        most, high, middle = np.max(values), np.quantile(values, 0.99), np.median(values)
+        print(f"  {name:32} {most:9.3f} {high:9.3f} {middle:9.3f}  of {len(values)}")
+
+
+def known(path: Path | None) -> list[dict[str, Any]]:
+    """The rows of a table, none if there is no such file. A line that was cut off is left out."""
+    if path is None or not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def planned(arguments: argparse.Namespace, done: set[tuple[int, int]]) -> list[list[Run]]:
+    """The runs that are not done, by model."""
+    per = arguments.runs_per_model
+    found = []
+    for number in range(arguments.models):
+        model = draw(arguments.seed0 + number, arguments.held_back)
+        if arguments.on:
+            model = replace(model, shape=SHAPES[number % len(SHAPES)])
+        runs = [Run(model, i, number * per + i, tuple(arguments.on)) for i in range(per)]
+        found.append([run for run in runs if (model.seed, run.number) not in done])
+    return [runs for runs in found if runs]
 
 
 def main() -> None:
-    """Run, and print the alarms and how near the gates were."""
+    """Run what is not in the table yet, and print it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=100, metavar="N")
+    parser.add_argument("--models", type=int, default=100, metavar="N")
+    parser.add_argument("--runs-per-model", type=int, default=1, metavar="N")
     parser.add_argument("--seed0", type=int, default=0, metavar="S")
     parser.add_argument("--held-back", action="store_true", help="the other half of the population")
+    parser.add_argument(
+        "--on", action="append", default=[], metavar="T", help="targets, on each shape in turn"
+    )
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes")
+    parser.add_argument("--seconds", type=float, metavar="S", help="begin no model after so many")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="a table that goes on")
     arguments = parser.parse_args()
-    tally, started = Tally(), time.perf_counter()
-    for number in range(arguments.runs):
-        model = draw(arguments.seed0 + number, arguments.held_back)
-        with tempfile.TemporaryDirectory(prefix="twinfer-gates-") as folder:
-            found = run(model, number, Path(folder), tally)
-        if found:
-            kinds = "; ".join(f"{count} {kind}" for kind, count in Counter(found).most_common(3))
-            print(f"ALARM {model}: {kinds}", flush=True)
-    half = "held-back" if arguments.held_back else "calibration"
-    print(f"{half} half, {time.perf_counter() - started:.0f} s")
-    tally.print()
+    half = HALVES[arguments.held_back]
+    rows = [row for row in known(arguments.out) if row["half"] == half]
+    todo = planned(arguments, {(row["seed"], row["number"]) for row in rows})
+    started = time.perf_counter()
+    with ProcessPoolExecutor(arguments.workers, get_context("spawn")) as pool:
+        waiting = iter(todo)
+        # A few ahead of the workers, so that no model begins when the time is over.
+        running = {pool.submit(run_model, runs) for runs in islice(waiting, arguments.workers)}
+        while running:
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in ended:
+                rows += note(future.result(), arguments.out)
+                over = arguments.seconds is not None
+                over = over and time.perf_counter() - started > arguments.seconds
+                if not over:
+                    running |= {pool.submit(run_model, runs) for runs in islice(waiting, 1)}
+    print(f"{half} half")
+    show(rows)
+
+
+def note(rows: list[dict[str, Any]], out: Path | None) -> list[dict[str, Any]]:
+    """Say the alarms of some runs, and add them to the table."""
+    for row in rows:
+        if row["complaints"]:
+            kinds = Counter(word(c) for c in row["complaints"]).most_common(3)
+            what = "; ".join(f"{count} {kind}" for kind, count in kinds)
+            print(f"ALARM {row['question']} {row['model']}, run {row['number']}: {what}")
+            print(f"  {row['complaints'][0]}", flush=True)
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return rows
 
 
 if __name__ == "__main__":

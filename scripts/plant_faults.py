@@ -1,7 +1,7 @@
 """Plants mistakes in a copy of the source, one at a time, and shows what `twinfer numerics check`
 says of each: whether it sees it, and whether the first cause is the right one.
 
-    python scripts/plant_faults.py [--only NAME ...] [--mode S] [--json FILE]
+    python scripts/plant_faults.py [--only NAME ...] [--mode S] [--jobs N] [--json FILE]
 
 A fault is an edit of one file, at a text that must be there as often as it says. The clean copy is
 checked first. Exit code 1 if a fault is not seen, or the clean copy is not equal.
@@ -17,8 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = (
@@ -125,10 +127,10 @@ FAULTS = (
     # --- what the programs are given
     Fault(
         "square-weights-transposed", "torch", "gpu/weights.py",
-        "                target.copy_(from_numpy(read_parameter(checkpoint, parameter, layer)))",
-        "                value = from_numpy(read_parameter(checkpoint, parameter, layer))\n"
-        "                square = value.ndim == 2 and value.shape[0] == value.shape[1]\n"
-        "                target.copy_(value.t() if square else value)",
+        "        target.copy_(from_numpy(read_parameter(checkpoint, parameter, layer)))",
+        "        value = from_numpy(read_parameter(checkpoint, parameter, layer))\n"
+        "        square = value.ndim == 2 and value.shape[0] == value.shape[1]\n"
+        "        target.copy_(value.t() if square else value)",
         r"torch:cpu, \w+: weights layer\.0\.",
     ),
     Fault(
@@ -354,10 +356,16 @@ class Result:
 
 def copy_sources(folder: Path) -> Path:
     """A copy of the checkout that is importable as `twinfer` from `folder`."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    ).stdout.splitlines()  # fmt: skip
+    done = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    listed = done.stdout.splitlines()
+    if done.returncode:  # a copy of the checkout alone
+        listed = [
+            str(path.relative_to(ROOT))
+            for path in ROOT.rglob("*")
+            if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+        ]
     target = folder / "twinfer"
     for name in listed:
         source = ROOT / name
@@ -399,24 +407,48 @@ def plant(target: Path, fault: Fault) -> str:
     return text
 
 
-def run(faults: list[Fault], words: list[str]) -> list[Result]:
-    """Check a clean copy for each backend, then each fault."""
-    found = []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary).resolve()
-        target = copy_sources(folder)
-        for backend in dict.fromkeys(fault.backend for fault in faults):
-            code, cause, seconds = check(folder, backend, words)
-            found.append(Result("clean", backend, code, cause, not code, seconds))
-            show(found[-1])
-        for fault in faults:
-            before = plant(target, fault)
-            code, cause, seconds = check(folder, fault.backend, words)
-            (target / fault.file).write_text(before)
-            is_right = code == 1 and re.search(fault.cause, cause) is not None
-            found.append(Result(fault.name, fault.backend, code, cause, is_right, seconds))
-            show(found[-1])
-    return found
+def run(faults: list[Fault], words: list[str], jobs: int, seconds: float) -> list[Result]:
+    """Check a clean copy for each backend, then each fault: `jobs` copies at once, none begun when
+    so many seconds are over.
+    """
+    started = time.perf_counter()
+    folders: SimpleQueue[Path] = SimpleQueue()
+
+    def judge(backend: str, fault: Fault | None) -> Result | None:
+        if time.perf_counter() - started > seconds:
+            return None
+        folder = folders.get()
+        try:
+            result = judge_in(folder, backend, fault, words)
+        finally:
+            folders.put(folder)
+        show(result)
+        return result
+
+    backends = dict.fromkeys(fault.backend for fault in faults)
+    clean = [(backend, None) for backend in backends]
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
+        for number in range(jobs):
+            folder = Path(temporary).resolve() / str(number)
+            copy_sources(folder)
+            folders.put(folder)
+        # JAX compiles for minutes: its faults begin first.
+        ordered = sorted(faults, key=lambda fault: fault.backend != "jax")
+        asked = [*clean, *((fault.backend, fault) for fault in ordered)]
+        found = list(pool.map(lambda pair: judge(*pair), asked))
+    return [result for result in found if result is not None]
+
+
+def judge_in(folder: Path, backend: str, fault: Fault | None, words: list[str]) -> Result:
+    """Check the copy in `folder` with one fault, or clean."""
+    if fault is None:
+        code, cause, seconds = check(folder, backend, words)
+        return Result("clean", backend, code, cause, not code, seconds)
+    before = plant(folder / "twinfer", fault)
+    code, cause, seconds = check(folder, backend, words)
+    (folder / "twinfer" / fault.file).write_text(before)
+    is_right = code == 1 and re.search(fault.cause, cause) is not None
+    return Result(fault.name, backend, code, cause, is_right, seconds)
 
 
 def show(result: Result) -> None:
@@ -435,6 +467,10 @@ def main() -> int:
     names = [fault.name for fault in FAULTS]
     parser.add_argument("--only", nargs="+", action="extend", choices=names, metavar="NAME")
     parser.add_argument("--backend", choices=("torch", "jax"), help="faults of one backend only")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at once")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), metavar="S", help="begin none after so many"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the table")
     parser.add_argument("--list", action="store_true", help="name the faults and end")
     parser.add_argument("--mode", default="S,P", metavar="S,P", help="modes of the check")
@@ -448,7 +484,8 @@ def main() -> int:
     if arguments.list:
         print("\n".join(f"{fault.name:40} {fault.backend:5} {fault.file}" for fault in chosen))
         return 0
-    found = run(chosen, ["--mode", arguments.mode])
+    words = ["--mode", arguments.mode]
+    found = run(chosen, words, arguments.jobs, arguments.seconds)
     if arguments.json:
         rows = [{name: getattr(r, name) for name in Result.__dataclass_fields__} for r in found]
         Path(arguments.json).write_text(json.dumps(rows, indent=1))
@@ -456,7 +493,9 @@ def main() -> int:
     seen = sum(result.exit_code == 1 for result in planted)
     print(f"{seen} of {len(planted)} seen, {sum(r.is_right for r in planted)} first causes right")
     clean = all(result.exit_code == 0 for result in found if result.name == "clean")
-    return 0 if clean and seen == len(planted) else 1
+    if len(planted) < len(chosen):
+        print(f"{len(chosen) - len(planted)} were not begun")
+    return 0 if clean and seen == len(chosen) else 1
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """Check and time blocks of the Triton attention kernels on this GPU.
 
     python scripts/tune_attention.py [--shapes "gemma4 full,gemma4 window"] [--only 0,1]
-    [--kernels decode,prefill,prefill_own] [--contexts 1024,32768] [--batches 1,8,64]
+    [--kernels decode,prefill,hopper] [--contexts 1024,32768] [--batches 1,8,64]
     [--json out.json]
 
 For every candidate below: how long does each call take, what share is that of the bytes that must
 be read (decode, against a copy on the same GPU), or how many TFLOP/s are they (prompts)? The first
 candidate is what `gpu/kernels/configs.json` has; the best one must be within the op's bound. It
-belongs there under the chip, as `decode/512`, `prefill/256` or `prefill_own/256`, which is for
-prompts whose slots the copy engine brings. Candidates that need
+belongs there under the chip, as `decode/512`, `prefill/256` or `hopper/256`. Candidates that need
 more shared memory than there is are said so and passed over.
 """
 
@@ -79,7 +78,7 @@ SKEWED = [102_400] + [1024] * 63
 NAMES = {
     "decode": ("block_n", "warps", "stages", "chunk", "programs", "parts"),
     "prefill": ("block_m", "block_n", "warps", "stages"),
-    "prefill_own": ("block_m", "block_n", "warps", "stages"),
+    "hopper": ("block_n", "stages"),
 }
 _NARROW_PREFILL = [
     (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
@@ -95,8 +94,9 @@ CANDIDATES: dict[tuple[str, int], list[tuple[int, ...]]] = {
     ("decode", 64): _NARROW_DECODE,
     ("prefill", 128): _NARROW_PREFILL,
     ("prefill", 64): _NARROW_PREFILL,
-    ("prefill_own", 128): _NARROW_PREFILL,
-    ("prefill_own", 64): _NARROW_PREFILL,
+    ("hopper", 128): [(128, 2), (128, 3), (64, 4)],
+    ("hopper", 64): [(128, 2), (128, 3), (128, 4), (64, 4)],
+    ("hopper", 256): [(64, 2), (32, 2), (32, 4)],
     ("decode", 512): [
         (32, 4, 3, 64, 4), (32, 4, 3, 32, 8), (32, 8, 3, 32, 4), (32, 8, 2, 32, 4),
         (16, 4, 3, 32, 4), (16, 4, 2, 32, 4), (16, 2, 3, 32, 4), (64, 8, 2, 64, 4),
@@ -112,10 +112,6 @@ CANDIDATES: dict[tuple[str, int], list[tuple[int, ...]]] = {
     ("prefill", 256): [
         (128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3),
         (64, 32, 4, 3), (64, 64, 8, 2), (128, 128, 8, 1),
-    ],
-    ("prefill_own", 256): [
-        (128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3),
-        (64, 64, 8, 2),
     ],
 }  # fmt: skip
 
@@ -164,12 +160,10 @@ def is_right(shape: Shape, kernel: str) -> str:
 def settings(kernel: str, size: int) -> Iterator[dict[str, int]]:
     """The configuration as it is, then the candidates."""
     current = dict(attention.config(kernel, f"bfloat16/{size}", "bfloat16", str(size)))
-    if kernel == "prefill":
-        current["gather"] = 1 << 30  # or it would be about prefill_own
     yield current
     for values in CANDIDATES[kernel, size]:
         chosen = dict(zip(NAMES[kernel], values, strict=False))
-        if kernel != "decode":
+        if kernel == "prefill":
             chosen |= {"few_m": chosen["block_m"], "blocks": 0}
         yield current | chosen
 
@@ -208,7 +202,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--kernels", default="decode,prefill,prefill_own")
+    parser.add_argument("--kernels", default="decode,prefill,hopper")
     parser.add_argument("--contexts", default="1024,32768", help="slots of a request, decode")
     parser.add_argument("--batches", default="1,8,64", help="requests, decode")
     parser.add_argument("--only", default="", help="numbers of candidates, 0 is the current one")
@@ -225,7 +219,8 @@ def main() -> None:
     for name in options.shapes.split(","):
         shape = SHAPES[name.strip()]
         for kernel in options.kernels.split(","):
-            if kernel == "prefill_own" and (shape.window or shape.size > attention.WIDEST_COPY):
+            attention.hopper = lambda which=kernel: which == "hopper"
+            if kernel == "hopper" and shape.size not in attention.HOPPER_SIZES:
                 continue
             tried: list[tuple[float, dict[str, int]]] = []
             for number, setting in enumerate(settings(kernel, shape.size)):

@@ -40,7 +40,7 @@ SWEEPS = {
         "warps": (2, 4),
         "stages": (1, 3),
     },
-    "prefill": {"block_m": (64, 128), "block_n": (64, 128), "warps": (4, 8), "stages": (2, 3)},
+    "prefill": {"block_n": (64, 128), "stages": (2, 3)},
     "gemv": {
         "block_k": (2048, 4096),
         "entries": (8192, 16384),
@@ -55,7 +55,7 @@ SWEEPS = {
         "warps": (4,),
     },
 }
-CONFIGS = {"decode": ("decode", "bfloat16"), "prefill": ("prefill_own",)}
+CONFIGS = {"decode": ("decode", "bfloat16"), "prefill": ("hopper", "128")}
 """The configuration that a sweep is about, where it is not that of the kernel's name."""
 Work = tuple[str, float, dict[str, Callable[[int], Any]]]
 """A name, bytes or operations of a call, and by provider a call on the i-th copy of its

@@ -38,6 +38,8 @@ PARTS = ("start", "decode", "prefill", "ttft", "mixed")
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 MARGIN = 100
 """Random token ids keep away from both ends of the vocabulary, where special tokens lie."""
+LEAST_STEPS = 8
+"""Steps with the whole batch in them that make a figure."""
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
 """Where compilers keep what they made. `OPTIONAL_CACHES` are off unless the user names a folder."""
 OPTIONAL_CACHES = ("JAX_COMPILATION_CACHE_DIR",)
@@ -49,9 +51,10 @@ class Workload:
     whether it is that.
 
     decode: a batch with `input_len` tokens in, (time for `output_len` out - time for 1 out) /
-    (`output_len` - 1). prefill: `prefill_prompts` prompts of `prefill_len`, 1 out. ttft: one such
-    prompt. mixed: `mixed_requests` with lengths in and out from `random.Random(1)` within [low,
-    high). Medians of `repeats`; ttft of `ttft_repeats`.
+    (`output_len` - 1); where the prompts need several steps, decodes run beside them in that
+    difference, and a step in which all decode is measured too. prefill: `prefill_prompts` prompts
+    of `prefill_len`, 1 out. ttft: one such prompt. mixed: `mixed_requests` with lengths in and out
+    from `random.Random(1)` within [low, high). Medians of `repeats`; ttft of `ttft_repeats`.
 
     `contexts`: decode with each of these numbers of tokens in, instead of `input_len`. `sampling`:
     greedy, or with what the model's generation_config.json says (`USUAL` where it says nothing).
@@ -146,10 +149,10 @@ class Runner:
     def __init__(self, llm: LLM, sampling: str = "greedy") -> None:
         llm.tokenizer = None  # token ids only, also for a folder that has a tokenizer
         self.llm = llm
-        self._params = SamplingParams(temperature=0.0)
+        self.params = SamplingParams(temperature=0.0)
         if sampling == "model":
             own = llm.default_params
-            self._params = USUAL if own == SamplingParams() else own
+            self.params = USUAL if own == SamplingParams() else own
         self.model = llm.engine.model
         self._rng = random.Random(0)
 
@@ -170,7 +173,7 @@ class Runner:
         """Time to complete a prompt of each length with as many tokens as `outputs` says."""
         prompts: Any = self.prompts(lengths)
         params = [
-            replace(self._params, max_tokens=n, ignore_eos=True, seed=i)
+            replace(self.params, max_tokens=n, ignore_eos=True, seed=i)
             for i, n in enumerate(outputs)
         ]
         start = time.perf_counter()
@@ -222,12 +225,44 @@ def decode(runner: Runner, workload: Workload, batch: int, limits: Limits) -> di
     moved = decode_bytes(
         runner.model, batch, length, ITEMSIZE[config.dtype], ITEMSIZE[config.kv_cache_dtype]
     )
-    return {
+    row = {
         "ms_per_step": step * 1e3,
         "tok_s": batch / step,
         "runs_ms": [run * 1e3 for run in runs],
         "bytes_per_step": moved,
         "share_of_limit": share(moved, step, limits.copy_bytes_per_s),
+    }
+    if batch * workload.input_len > config.max_num_batched_tokens:
+        row |= _full_step(runner, workload, batch, limits)
+    return row
+
+
+def _full_step(runner: Runner, workload: Workload, batch: int, limits: Limits) -> dict[str, Any]:
+    """A decode step of the whole batch, by the times between tokens once all prompts are read.
+
+    Empty where too few such steps fit behind the prompts.
+    """
+    config = runner.llm.engine.config
+    reading = -(-batch * workload.input_len // config.max_num_batched_tokens)
+    # The first to be read has this many tokens more than the last, and steps are not all alike.
+    output_len = min(workload.output_len + reading + 2, config.max_model_len - workload.input_len)
+    arrivals = np.array(_arrivals(runner, [workload.input_len] * batch, output_len, batch))
+    begin = arrivals[:, 0].max()
+    end = arrivals[:, -1].min()
+    inside = (arrivals > begin) & (arrivals <= end)
+    steps = int(inside.sum(axis=1).min())
+    if steps < LEAST_STEPS:
+        return {}
+    step = float(end - begin) / steps
+    # How many slots a request has in the middle of that time.
+    length = workload.input_len + float((arrivals <= (begin + end) / 2).sum(axis=1).mean())
+    moved = decode_bytes(
+        runner.model, batch, length, ITEMSIZE[config.dtype], ITEMSIZE[config.kv_cache_dtype]
+    )
+    return {
+        "ms_per_full_step": step * 1e3,
+        "full_steps": steps,
+        "share_of_limit_full": share(moved, step, limits.copy_bytes_per_s),
     }
 
 
@@ -326,12 +361,12 @@ def _arrivals(
 ) -> list[list[float]]:
     """Seconds from the start to each token, by request."""
     engine = runner.llm.engine
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     prompts = runner.prompts(lengths)
     start = time.perf_counter()
     arrivals: dict[str, list[float]] = {}
     for index, prompt in enumerate(prompts):
         request_id = f"bench-{iteration}-{index}"
+        params = replace(runner.params, max_tokens=output_len, ignore_eos=True, seed=index)
         engine.add(request_id, prompt, params)
         arrivals[request_id] = []
     while engine.has_work:
@@ -405,7 +440,7 @@ def describe(llm: LLM, model: str) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "versions": {name: _version(name) for name in ("twinfer", "numpy", *packages)},
-        "plan_hash": engine.worker.plans().hash,
+        "plan_hash": engine.worker.plan_hash(),
         "config": {f.name: getattr(engine.config, f.name) for f in fields(engine.config)},
         "programs": [{"name": p.name, "seconds": p.seconds} for p in engine.report.programs],
         "num_pages": engine.report.num_pages,

@@ -287,6 +287,10 @@ def _offline_rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]
     for batch, row in figures.get("decode", {}).items():
         step, rate = f"{row['ms_per_step']:.3f} ms a step", f"{row['tok_s']:.0f} tok/s"
         yield f"decode b={batch}", step, rate, _percent(row, "a copy")
+        if "ms_per_full_step" in row:
+            step, share = f"{row['ms_per_full_step']:.3f} ms a step", row["share_of_limit_full"]
+            of = "-" if share is None else f"{share:.1%} of a copy"
+            yield f"decode b={batch}, all prompts read", step, f"{row['full_steps']} steps", of
     if row := figures.get("prefill"):
         what = f"prefill {sizes['prefill_prompts']} x {sizes['prefill_len']}"
         yield what, f"{row['tok_s']:.0f} tok/s", "", _percent(row, "a product")

@@ -88,8 +88,9 @@ class Completion:
         """Nothing more comes."""
         self.output.finish_reason = reason.value
         if reason is FinishReason.ERROR:
-            formed = self._params.structured_outputs is not None
-            self.output.stop_reason = f"{NOT_FINITE}, or {NO_TOKEN}" if formed else NOT_FINITE
+            self.output.stop_reason = NOT_FINITE
+        elif reason is FinishReason.STUCK:
+            self.output.finish_reason, self.output.stop_reason = "error", NO_TOKEN
         if self._text is not None:
             self.output.text += self._text.finish()
             self._look_for_stop()

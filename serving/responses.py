@@ -5,7 +5,7 @@ event is a dict of JSON data, ready to be sent under the name in its `type`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,7 @@ class _Item:
     shell: Json
     index: int
     texts: list[str] = field(default_factory=list)
+    scores: list[Json] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -60,7 +61,8 @@ class _Item:
         item = {**self.shell, "status": status}
         if item["type"] == "function_call":
             return {**item, "arguments": self.text}
-        return {**item, "content": [_part(item["type"], self.text)] if self.texts else []}
+        part = _part(item["type"], self.text, self.scores)
+        return {**item, "content": [part] if self.texts else []}
 
 
 class ResponseEvents:
@@ -98,6 +100,7 @@ class ResponseEvents:
         self._sequence = 0
         self._items: list[Json] = []
         self._open: _Item | None = None
+        self._scores: list[Json] = []
         self._reason: str | None = None
         self._failure = ""
 
@@ -109,8 +112,11 @@ class ResponseEvents:
             self._event("response.in_progress", response=state),
         ]
 
-    def take(self, events: Iterable[Event]) -> list[Json]:
-        """What the parser reported. Its `Finish` closes the last item."""
+    def take(self, events: Iterable[Event], scores: Sequence[Json] = ()) -> list[Json]:
+        """What the parser reported. Its `Finish` closes the last item. `scores` are the
+        log-probabilities of new tokens: those of text go with the next piece of it.
+        """
+        self._scores += scores
         return [out for event in events for out in self._take(event)]
 
     def end(self, usage: Usage) -> list[Json]:
@@ -171,12 +177,18 @@ class ResponseEvents:
             begun = self._begin({"type": kind, **extra})
         item = self._current()
         item.texts.append(text)
-        name, more = f"response.{_part_type(kind)}.delta", _logprobs(kind)
+        scores: list[Json] = []
+        if kind == "message":
+            scores, self._scores = self._scores, []
+            item.scores += scores
+        name, more = f"response.{_part_type(kind)}.delta", _logprobs(kind, _short(scores))
         return [*begun, self._event(name, **_place(item), content_index=0, delta=text, **more)]
 
     def _begin(self, shell: Json) -> list[Json]:
-        closing = self._close("completed")
         kind = shell["type"]
+        if kind == "function_call":
+            self._scores = []  # of its marks
+        closing = self._close("completed")
         prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
         item = self._open = _Item({"id": self._new_id(prefix), **shell}, len(self._items))
         added = self._event(
@@ -185,7 +197,7 @@ class ResponseEvents:
         if kind == "function_call":
             return [*closing, added]
         part = self._event(
-            "response.content_part.added", **_place(item), content_index=0, part=_part(kind, "")
+            "response.content_part.added", **_place(item), content_index=0, part=_part(kind, "", [])
         )
         return [*closing, added, part]
 
@@ -195,6 +207,9 @@ class ResponseEvents:
         if item is None:
             return []
         kind, place, text = item.shell["type"], _place(item), item.text
+        if kind == "message":  # of what ends it, which is no text
+            item.scores += self._scores
+            self._scores = []
         done = item.as_json(status)
         self._items.append(done)
         if kind == "function_call":
@@ -203,9 +218,18 @@ class ResponseEvents:
         else:
             name = f"response.{_part_type(kind)}.done"
             events = [
-                self._event(name, **place, content_index=0, text=text, **_logprobs(kind)),
                 self._event(
-                    "response.content_part.done", **place, content_index=0, part=_part(kind, text)
+                    name,
+                    **place,
+                    content_index=0,
+                    text=text,
+                    **_logprobs(kind, _short(item.scores)),
+                ),
+                self._event(
+                    "response.content_part.done",
+                    **place,
+                    content_index=0,
+                    part=_part(kind, text, item.scores),
                 ),
             ]
         last = self._event("response.output_item.done", output_index=item.index, item=done)
@@ -240,15 +264,29 @@ def _part_type(kind: str) -> str:
     return "reasoning_text" if kind == "reasoning" else "output_text"
 
 
-def _part(kind: str, text: str) -> Json:
+def _part(kind: str, text: str, scores: Sequence[Json]) -> Json:
     """The one content part of a message or of reasoning."""
     part: Json = {"type": _part_type(kind), "text": text}
-    return part if kind == "reasoning" else {**part, "annotations": [], **_logprobs(kind)}
+    return part if kind == "reasoning" else {**part, "annotations": [], **_logprobs(kind, scores)}
 
 
-def _logprobs(kind: str) -> Json:
-    """Text of a message has the field, which must be there; nothing fills it."""
-    return {"logprobs": []} if kind == "message" else {}
+def _logprobs(kind: str, scores: Sequence[Json]) -> Json:
+    """Text of a message has the field, which must be there."""
+    return {"logprobs": list(scores)} if kind == "message" else {}
+
+
+def _short(scores: Sequence[Json]) -> list[Json]:
+    """As events have them: without bytes."""
+    return [
+        {"token": one["token"], "logprob": one["logprob"]}
+        | {
+            "top_logprobs": [
+                {"token": other["token"], "logprob": other["logprob"]}
+                for other in one["top_logprobs"]
+            ]
+        }
+        for one in scores
+    ]
 
 
 def _random_id(prefix: str) -> str:

@@ -29,6 +29,15 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "reset_prefix_cache (default: none)",
     )
     g.add_argument(
+        "--data-parallel-size",
+        "--dp",
+        "-dp",
+        type=_whole(1),
+        default=1,
+        metavar="N",
+        help="engines behind this server, each with devices of its own (default: %(default)s)",
+    )
+    g.add_argument(
         "--served-model-name",
         action="append",
         metavar="NAME",

@@ -46,23 +46,23 @@ MAX_SIZE = 1 << 20
 
 
 class CUDAGraphMode(Enum):
-    """Which steps are replayed as CUDA graphs. A pair holds the modes of decode and of mixed
-    steps.
+    """Which steps are replayed as CUDA graphs. Two of them are pairs of modes, of decode and of
+    mixed steps. Values are numbers, so that they can be sent to another process.
     """
 
     NONE = 0
     PIECEWISE = 1
     FULL = 2
-    FULL_DECODE_ONLY = (FULL, NONE)
-    FULL_AND_PIECEWISE = (FULL, PIECEWISE)
+    FULL_DECODE_ONLY = 3
+    FULL_AND_PIECEWISE = 4
 
     def decode_mode(self) -> CUDAGraphMode:
         """The mode of steps in which every request has one token: NONE, PIECEWISE or FULL."""
-        return CUDAGraphMode(self.value[0]) if isinstance(self.value, tuple) else self
+        return _PAIRS[self][0] if self in _PAIRS else self
 
     def mixed_mode(self) -> CUDAGraphMode:
         """The mode of all other steps: NONE, PIECEWISE or FULL."""
-        return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
+        return _PAIRS[self][1] if self in _PAIRS else self
 
     def step_mode(self, kind: str) -> CUDAGraphMode:
         """The mode of steps of a kind, `decode` or `mixed`."""
@@ -74,12 +74,17 @@ class CUDAGraphMode(Enum):
 
     def separate_routine(self) -> bool:
         """Whether decode and mixed steps are captured differently."""
-        return isinstance(self.value, tuple)
+        return self in _PAIRS
 
     def max_mode(self) -> CUDAGraphMode:
         """The most that any step is captured."""
-        return max(self.decode_mode(), self.mixed_mode(), key=lambda mode: int(mode.value))
+        return max(self.decode_mode(), self.mixed_mode(), key=lambda mode: mode.value)
 
+
+_PAIRS = {
+    CUDAGraphMode.FULL_DECODE_ONLY: (CUDAGraphMode.FULL, CUDAGraphMode.NONE),
+    CUDAGraphMode.FULL_AND_PIECEWISE: (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE),
+}
 
 MODES = tuple(CUDAGraphMode.__members__)
 MODE_STEPS = {

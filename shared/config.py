@@ -138,6 +138,7 @@ class ResolvedConfig:
     enable_ops: tuple[str, ...]
     row_invariant: bool
     tensor_parallel_size: int
+    restart_on_failure: bool
     decode_sizes: tuple[int, ...] | None
     mixed_sizes: tuple[int, ...] | None
     compilation_cache_dir: str | None
@@ -220,11 +221,45 @@ def _check_shards(config: EngineConfig, model: ModelConfig) -> None:
             f"tensor_parallel_size: got {config.tensor_parallel_size}, {model.architecture} allows "
             "1: its norms of q and k are over all heads, which shards deal out among them"
         )
-    check_pieces(parameters_of(model), model, config.tensor_parallel_size)
-    if model.num_experts and config.tensor_parallel_size > 1:
+    if config.backend == "torch" and config.tensor_parallel_size > 1:
+        _check_ranks(config, model)
+    elif config.restart_on_failure:
         raise ConfigError(
-            f"tensor_parallel_size: got {config.tensor_parallel_size}, {model.architecture} allows "
-            "1: experts are not dealt out to shards"
+            "restart_on_failure: got True, allowed with the torch backend and a "
+            f"tensor_parallel_size above 1, got {config.tensor_parallel_size}: there are no ranks "
+            "that could be lost"
+        )
+    _check_experts(config, model)
+    check_pieces(parameters_of(model), model, config.tensor_parallel_size)
+
+
+def _check_experts(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError unless each shard has as many experts as the others, of plain weights."""
+    size = config.tensor_parallel_size
+    if model.num_experts % size:
+        raise ConfigError(
+            f"tensor_parallel_size: got {size}, allowed are sizes that "
+            f"divide the {model.num_experts} experts of {model.architecture}"
+        )
+    if model.num_experts and size > 1 and (model.quantization or model.expert_biases):
+        raise ConfigError(
+            f"tensor_parallel_size: got {size}, allowed is 1 where experts are quantised or have "
+            f"biases ({model.architecture})"
+        )
+
+
+def _check_ranks(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError for what ranks of the torch backend do not do."""
+    size = config.tensor_parallel_size
+    if model.quantization is not None:
+        raise ConfigError(
+            f"tensor_parallel_size: got {size}, the torch backend allows 1 for weights in "
+            f"{model.quantization.title}: scales belong to whole rows"
+        )
+    if config.capture is not None:
+        raise ConfigError(
+            f"capture: got {config.capture}, and tensor_parallel_size {size}: no rank holds whole "
+            "pages to keep"
         )
 
 
@@ -377,11 +412,6 @@ class _Defaults:
     def compilation(self, sequences: int) -> ResolvedCompilation:
         """Of the torch backend."""
         config, platform = self.config, self.device.platform
-        if config.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size: got {config.tensor_parallel_size}, the torch backend "
-                "allows 1"
-            )
         ladder = default_decode_sizes("torch", sequences, platform)
         options = config.compilation()
         if config.row_invariant:

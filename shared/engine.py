@@ -9,20 +9,28 @@ each step is read before the next one is scheduled; the tokens are the same.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .backends import find_backend
+from .backends import find_backend, first_installed
 from .config import Change, EngineConfig, ResolvedConfig, resolve
 from .demand import ANYTHING, Demand
-from .errors import ConfigError, EngineClosed, EngineDead, InternalError, RequestError
-from .grammars import Grammars, Matcher
+from .errors import (
+    ConfigError,
+    EngineClosed,
+    EngineDead,
+    InternalError,
+    RankLost,
+    RequestError,
+)
+from .grammars import Grammars, Look, Matcher
 from .interrupts import DeferredInterrupts
 from .kv_scales import with_scales
 from .models.caches import cached_tokens, layout_of, request_pages, step_shape
@@ -39,8 +47,18 @@ from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerMetrics
 from .scheduler_config import SchedulerConfig
 from .step import StepInput, StepOutput, TopLogprobs, mask_words
-from .worker import ProgramReport, StepHandle, attach_camera, cache_pages, create_worker
+from .worker import (
+    ProgramReport,
+    RankProcesses,
+    StepHandle,
+    Worker,
+    attach_camera,
+    cache_pages,
+    create_worker,
+    start_ranks,
+)
 
+LOG = logging.getLogger("twinfer.engine")
 MAX_PRIORITY = 1000
 MAX_SALT_LENGTH = 256
 LEAST_LOGPROB = -9999.0
@@ -120,17 +138,47 @@ class Engine:
 
         Raises ConfigError, ModelError, BackendUnavailable.
         """
-        backend, self.device, chosen = find_backend(config.backend, config.device)
-        config = replace(config, backend=backend)
+        backend = config.backend
+        if backend == "auto" and config.tensor_parallel_size > 1:
+            backend = first_installed(config.device)
+        ranks = start_ranks(backend, config.device, config.tensor_parallel_size, progress)
+        try:
+            self._start(config, model, folder, progress, demand, ranks)
+        except BaseException:
+            if ranks is not None:
+                ranks.close()
+            raise
+
+    def _start(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        folder: str,
+        progress: Progress,
+        demand: Demand,
+        ranks: RankProcesses | None,
+    ) -> None:
+        self._folder, self._progress = folder, progress
+        chosen: list[Change] = []
+        if ranks is None:
+            backend, self.device, chosen = find_backend(config.backend, config.device)
+            config = replace(config, backend=backend)
+        else:
+            config, self.device = replace(config, backend="torch"), ranks.device
         model, quantized = with_quantization(model, config.quantization)
         self.config, changes = resolve(config, model, self.device, demand)
         weights = None if self.config.load_format == "dummy" else folder
         self.model, scales = with_scales(model, self.config, weights)
         model = self.model
         self.report = StartReport([*chosen, *changes, *quantized, *scales])
+        self._asked = self.config
         self.table = self.config.table()
         self.shape = step_shape(model, self.config)
-        self.worker = create_worker(model, self.config, self.device, folder)
+        self.worker: Worker = (
+            create_worker(model, self.config, self.device, folder)
+            if ranks is None
+            else ranks.make_worker(model, self.config, folder)
+        )
         self.config = self.worker.config
         self.report.changes += self.worker.changes
         if self.config.decode_steps > 1 and not self.worker.multi_step:
@@ -157,6 +205,8 @@ class Engine:
         self._in_flight: deque[_InFlight] = deque()
         self._depth = 2 if self.config.async_scheduling else 1
         self._step_id = 0
+        self._num_read = 0
+        self._restarted_at = -1
         self._num_requests = 0
         self._closed = False
         self._dead: str | None = None
@@ -165,6 +215,10 @@ class Engine:
         self._updates: list[Update] = []
         self.grammars = Grammars(folder, model.vocab_size, model.eos_token_ids)
         self._matched: dict[str, Request] = {}
+        self._look: Look | None = None
+        """The look at what may follow the tokens that were read last, until it is done."""
+        self._unsampled = False
+        """Whether the step in flight waits for that look."""
         self._has_camera = config.capture is not None
         if config.capture is not None:
             attach_camera(self, config, folder)
@@ -352,11 +406,57 @@ class Engine:
 
         Any other exception ends the engine: from then on what the device holds, what the host
         believes that it holds and the books may disagree. All requests end with the reason ERROR,
-        and every later call raises EngineDead.
+        and every later call raises EngineDead. With `restart_on_failure` a lost rank is none: new
+        ranks are started, and all requests resume with the tokens that they had.
         """
         self._check_usable()
         with self._changing_books():
-            return self._step()
+            try:
+                return self._step()
+            except RankLost as lost:
+                self._restart(lost)
+                updates, self._updates = self._updates, []
+                return updates
+
+    def late_compilations(self) -> int:
+        """Programs that steps have compiled since *ready*. A rank that was lost while there was
+        nothing to do is noticed here.
+        """
+        self._check_usable()
+        with self._changing_books():
+            try:
+                return self.worker.compilations_after_ready()
+            except RankLost as lost:
+                self._restart(lost)
+                return self.worker.compilations_after_ready()
+
+    def _restart(self, lost: RankLost) -> None:
+        """Build the worker anew. Raises `lost` if that is not wanted, or if nothing was read since
+        the last time: what ends the ranks at once would do so for ever.
+        """
+        if not self.config.restart_on_failure or self._num_read == self._restarted_at:
+            raise lost
+        self._restarted_at = self._num_read
+        LOG.warning("engine: starting again: %s", lost)
+        self._finish_look()
+        self._unsampled = False
+        self._in_flight.clear()
+        self.worker.close()
+        config = self._asked
+        ranks = start_ranks(
+            config.backend, self.device.platform, config.tensor_parallel_size, self._progress
+        )
+        if ranks is None:
+            raise lost
+        try:
+            self.worker = ranks.make_worker(self.model, config, self._folder)
+            self.worker.load(self._progress)
+            self.worker.allocate_kv(self.report.num_pages)
+            self.worker.warm_up(self.table, self._progress)
+        except BaseException:
+            ranks.close()
+            raise
+        self.scheduler.start_over()
 
     def _check_usable(self) -> None:
         if self._dead is not None:
@@ -394,6 +494,10 @@ class Engine:
         """From now on the engine only says why it has ended."""
         words = " ".join(str(error).split()) or "no message"
         self._dead = f"step {self._step_id} failed with {type(error).__name__}: {words}"
+        look, self._look = self._look, None
+        if look is not None:
+            with suppress(Exception):
+                look.done()
         self._in_flight.clear()
         self._prompt_logprobs.clear()
         self._updates.clear()
@@ -409,6 +513,7 @@ class Engine:
                 break
             self._step_id += 1
             packed = pack(scheduled, self.scheduler.table, self.shape, self._step_id)
+            self._sample()
             self._in_flight.append(_InFlight(scheduled, packed, self.worker.execute(packed)))
             if packed.waiting is not None and len(self._in_flight) == 1:
                 raise InternalError(f"step {self._step_id} waits, and no step is before it")
@@ -418,26 +523,53 @@ class Engine:
                     "requests wait, nothing is in flight, and nothing can be scheduled"
                 )
         else:
+            self._sample()
             oldest = self._in_flight.popleft()
             self._read(oldest, oldest.handle.result())
-            if self._in_flight and self._in_flight[0].packed.waiting is not None:
-                self._sample(self._in_flight[0])
+            self._unsampled = bool(self._in_flight) and (
+                self._in_flight[0].packed.waiting is not None
+            )
+            # While a thread looks, the next step is packed, and what came is told.
+            if self._look is None or not (self._unsampled and self._look.runs):
+                self._sample()
         updates, self._updates = self._updates, []
         return updates
 
-    def _sample(self, step: _InFlight) -> None:
-        """Start the sampler of a step whose requests waited for the tokens that were just read."""
+    def _sample(self) -> None:
+        """Start the sampler of the step whose requests waited for the tokens that were read last,
+        if there is one: before another step is started, and after all that the host can do
+        meanwhile.
+        """
+        look = self._finish_look()
+        if not self._unsampled:
+            return
+        self._unsampled, step = False, self._in_flight[0]
         waiting = [] if step.packed.waiting is None else step.packed.waiting.tolist()
-        masks = np.empty((len(waiting), mask_words(self.model.vocab_size)), np.int32)
-        for row, index in enumerate(waiting):
-            request = step.scheduled.requests[index]
-            matcher = request.matcher if request.finish_reason is None else None
-            # One that ended takes any token, which is dropped.
-            masks[row] = -1 if matcher is None else matcher.mask
+        requests = [step.scheduled.requests[index] for index in waiting]
+        # One that ended takes any token, which is dropped.
+        matchers = [r.matcher if r.finish_reason is None else None for r in requests]
+        if look is not None and look.is_all_of(matchers):
+            masks = look.words
+        else:
+            masks = np.empty((len(waiting), mask_words(self.model.vocab_size)), np.int32)
+            for row, matcher in zip(masks, matchers, strict=True):
+                row[:] = -1 if matcher is None else matcher.mask
         self.worker.sample(masks)
+
+    def _finish_look(self) -> Look | None:
+        """Wait for the last look, and end the requests that cannot go on."""
+        look, self._look = self._look, None
+        if look is None:
+            return None
+        look.done()
+        for request_id, request in list(self._matched.items()):
+            if request.matcher is not None and request.matcher.stuck:
+                self._finish(request_id, FinishReason.STUCK)
+        return look
 
     def _read(self, step: _InFlight, output: StepOutput) -> None:
         """Take what a step brought; `_updates` say what that was."""
+        self._num_read += 1
         if output.prompt_logprobs is not None:
             self._keep_prompt_logprobs(step, output.prompt_logprobs)
         events = self.scheduler.update(step.scheduled, output.tokens)
@@ -488,12 +620,12 @@ class Engine:
                 continue
             request.matcher.advance(token)
             moved[request.request_id] = request.matcher
-        self.grammars.look(list(moved.values()))
+        self._look = self.grammars.look(list(moved.values()))
         for request_id, matcher in moved.items():
             if matcher.finished:
                 self._finish(request_id, FinishReason.STOP)
             elif matcher.stuck:
-                self._finish(request_id, FinishReason.ERROR)
+                self._finish(request_id, FinishReason.STUCK)
 
     def _keep_prompt_logprobs(self, step: _InFlight, top: TopLogprobs) -> None:
         """Row p of a prompt tells the log-probability of its token p + 1."""

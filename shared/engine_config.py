@@ -139,8 +139,14 @@ class EngineConfig:
     tensor_parallel_size: int = _engine(
         1,
         Whole(1, MAX_SHARDS),
-        help="devices that share each layer, on the torch backend one",
+        help="devices that share each layer",
         short=("--tp", "-tp"),
+    )
+    restart_on_failure: bool = _engine(
+        False,
+        Switch(),
+        help="start ranks anew when one is lost; requests go on with the same tokens",
+        shapes=False,
     )
     capture: str | None = _engine(
         None, Text("a folder and what to keep there", "DIR,..."),

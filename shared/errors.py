@@ -14,6 +14,8 @@ TwinferError                     500  exit 1
 ├── BackendUnavailable           500  exit 4   the framework or the device is not there
 ├── EngineDead                   500  exit 1   a step failed, so that nothing that the engine holds
                                                can be trusted
+├── RankLost                 500  exit 1   a process of several that run a model has died, hangs, or
+                                               differs from the others
 ├── EngineClosed                 500  exit 1   the engine was closed before this call
 └── InternalError                500  exit 1   a broken invariant: a bug of ours
     └── OutsideTable             500  exit 1   a shape that was not compiled before *ready*
@@ -81,6 +83,12 @@ class BackendUnavailable(TwinferError):
 class EngineDead(TwinferError):
     """A step failed earlier: cache, tables and books may disagree. The message says what failed;
     make a new engine.
+    """
+
+
+class RankLost(TwinferError):
+    """One of the processes that run a model together is gone, or does something else; all of them
+    were ended.
     """
 
 

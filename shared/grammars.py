@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .errors import RequestError
+from .errors import InternalError, RequestError
 from .structured_outputs import StructuredOutputs
 
 FIELD = "structured_outputs"
@@ -27,6 +29,10 @@ MOST_THREADS = 4
 """That make masks: of more, each waits for the others. 64 masks took 1.1 ms with 1, 1.3 with 4, 2.3
 with 16.
 """
+FEW = 8
+"""Texts that are looked at without a thread."""
+SWITCH_S = 1e-4
+"""How long a thread waits for Python's lock while a look begins: usually it is 5 ms."""
 WHITESPACE = r"[ \n\t]{0,20}"
 """Between parts of JSON. Without a bound a model may go on with blanks for ever."""
 
@@ -37,19 +43,30 @@ def is_available() -> bool:
 
 
 class Matcher:
-    """The state of one request's text. `mask` [W] int32 has the tokens that may follow, bit b of
-    word w for token 32 w + b: `Grammars.look` brings it behind each token. `finished`: the text is
-    complete and nothing can follow. `stuck`: no token may follow, and the text is not complete.
+    """The state of one request's text. `finished`: it is complete and nothing can follow. `stuck`:
+    no token may follow, and it is not complete; known for certain once its look is `done`.
     """
-
-    mask: np.ndarray
 
     def __init__(self, matcher: Any, base: np.ndarray | None) -> None:
         self.library = matcher
         """The library's own."""
-        self._base = base
         self.finished = matcher.is_stopped() and not matcher.is_error()
         self.stuck = False
+        self.look: Look | None = None
+        """The last look at what may follow, if that is not done."""
+        self._base = base
+        self._mask: np.ndarray | None = None
+
+    @property
+    def mask(self) -> np.ndarray:
+        """[W] int32: the tokens that may follow, bit b of word w for token 32 w + b. Waits for the
+        look at them.
+        """
+        if self.look is not None:
+            self.look.done()
+        if self._mask is None:
+            raise InternalError("nobody has looked at what may follow")
+        return self._mask
 
     def advance(self, token: int) -> None:
         """Take the token that followed."""
@@ -58,20 +75,78 @@ class Matcher:
         elif self.library.is_stopped() and not self.library.is_error():
             self.finished = True
 
-    def take(self, words: np.ndarray, found: bool) -> None:
-        """Have the tokens `words` [W] that may follow here, of those that may anywhere. `found`:
-        there are any.
-        """
-        self.mask = words
+    def take(self, words: np.ndarray) -> None:
+        """Have the tokens `words` [W] that may follow here, of those that may anywhere."""
+        self.look, self._mask = None, words
+        # Where none may, the library is in error.
+        self.stuck = self.library.is_error()
         if self._base is not None:
-            self.mask = words & self._base
-            found = bool(self.mask.any())
-        self.stuck = not found or self.library.is_error()
+            self._mask = words & self._base
+            self.stuck |= not self._mask.any()
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but the form says what may follow."""
+        return self._base is None
 
     @property
     def error(self) -> str:
         """What the library complains about; empty for nothing."""
         return str(self.library.get_error() or "")
+
+
+class Look:
+    """Finds what may follow in several texts, in a thread that holds no lock of Python's while it
+    does; until `done`, nobody may touch their matchers. `words` [n, W] int32 are the masks.
+    """
+
+    def __init__(self, matchers: Sequence[Matcher], words: np.ndarray) -> None:
+        self.matchers = matchers
+        self.words = words
+        self._work: Future[None] | None = None
+        self._interval = 0.0
+        for matcher in matchers:
+            matcher.look = self
+
+    def start(self, executor: Any, thread: ThreadPoolExecutor) -> None:
+        """Begin. A few texts take less time than a thread takes to wake: they are done at once."""
+        places = [(matcher.library, row) for row, matcher in enumerate(self.matchers)]
+        words = self.words
+
+        def work() -> None:
+            executor.unsafe_compute_mask_ptr(
+                places, words.ctypes.data, words.strides[0], len(words)
+            )
+
+        if len(places) < FEW:
+            work()
+            return
+        # The thread needs Python's lock for a moment to begin.
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
+        self._work = thread.submit(work)
+
+    @property
+    def runs(self) -> bool:
+        """Whether a thread is at it, for all that is known."""
+        return self._work is not None
+
+    def is_all_of(self, matchers: Sequence[Matcher | None]) -> bool:
+        """Whether `words` are their masks, in their order."""
+        return len(matchers) == len(self.matchers) and all(
+            mine is other and mine.plain
+            for mine, other in zip(self.matchers, matchers, strict=True)
+        )
+
+    def done(self) -> None:
+        """Wait for it, and have each matcher take what is its own."""
+        if self._work is not None:
+            sys.setswitchinterval(self._interval)
+            work, self._work = self._work, None
+            work.result()
+        for matcher, row in zip(self.matchers, self.words, strict=True):
+            if matcher.look is self:
+                matcher.take(row)
 
 
 class Grammars:
@@ -83,7 +158,8 @@ class Grammars:
         self._eos = list(eos_token_ids)
         self._tokenizer: Any = None
         self._threads: Any = None
-        self._kept: OrderedDict[StructuredOutputs, Any] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1)
+        self._kept: OrderedDict[StructuredOutputs, tuple[Any, np.ndarray]] = OrderedDict()
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -111,10 +187,9 @@ class Grammars:
         """A matcher before its first token. `base` [W] int32 has the tokens that are allowed
         anyway. Raises RequestError for what cannot be compiled.
         """
-        matcher = Matcher(self.compile(wanted).deep_copy(), base)
-        self.look([matcher])
-        if matcher.error:
-            raise RequestError(FIELD, f"{wanted.kind}: {_line(matcher.error)}")
+        made, words = self.compile(wanted)
+        matcher = Matcher(made.deep_copy(), base)
+        matcher.take(words)
         if matcher.stuck or matcher.finished:
             raise RequestError(FIELD, f"{wanted.kind}: no token may begin the text")
         return matcher
@@ -124,9 +199,9 @@ class Grammars:
         with self._lock:
             return wanted in self._kept
 
-    def compile(self, wanted: StructuredOutputs) -> Any:
-        """The library's matcher before its first token, kept for later. Any thread may call it.
-        Raises RequestError.
+    def compile(self, wanted: StructuredOutputs) -> tuple[Any, np.ndarray]:
+        """The library's matcher before its first token, and the tokens [W] that may be it; kept
+        for later. Any thread may call it. Raises RequestError.
         """
         with self._lock:
             self.prepare()
@@ -134,29 +209,31 @@ class Grammars:
                 self._kept.move_to_end(wanted)
                 return self._kept[wanted]
         # Seconds for a large one. Who else needs it meanwhile compiles it too.
-        made = self._compile(wanted)
+        matcher = self._compile(wanted)
+        # Here and not in the engine's loop: a first look makes most of what later ones need.
+        words = np.zeros(-(-self._vocab_size // 32), np.int32)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():
+            raise RequestError(FIELD, f"{wanted.kind}: {_line(matcher.get_error())}")
+        made = matcher, words
         with self._lock:
             self._kept[wanted] = made
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         return made
 
-    def look(self, matchers: Sequence[Matcher]) -> None:
-        """Find what may follow in each text, all at once on the cores that there are. A text that
-        is complete has no mask.
+    def look(self, matchers: Sequence[Matcher]) -> Look | None:
+        """Start to find what may follow in each text, all at once on the cores that there are. A
+        text that is complete has no mask; None if there are no others.
         """
         open_texts = [matcher for matcher in matchers if not (matcher.finished or matcher.stuck)]
         if not open_texts:
-            return
+            return None
         # New for each call: a step that was packed keeps its masks.
-        words = np.zeros((len(open_texts), -(-self._vocab_size // 32)), np.int32)
-        places = [(matcher.library, row) for row, matcher in enumerate(open_texts)]
-        self._threads.unsafe_compute_mask_ptr(
-            places, words.ctypes.data, words.strides[0], len(words)
-        )
-        found = words.view(np.uint32).max(axis=1) > 0
-        for matcher, row, any_found in zip(open_texts, words, found.tolist(), strict=True):
-            matcher.take(row, any_found)
+        words = np.empty((len(open_texts), -(-self._vocab_size // 32)), np.int32)
+        look = Look(open_texts, words)
+        look.start(self._threads, self._thread)
+        return look
 
     def _compile(self, wanted: StructuredOutputs) -> Any:
         from llguidance import LLMatcher, LLParserLimits

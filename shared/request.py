@@ -16,18 +16,22 @@ from .option_kinds import INT32_MAX
 from .sampling_params import SamplingParams
 
 NOT_FINITE = "the model's logits were not finite (NaN or infinity)"
-NO_TOKEN = "no token was left that structured_outputs and the other options allow"
+NO_TOKEN = (
+    "no token was left that structured_outputs and the other options allow, or finding it takes "
+    "too much work"
+)
 
 
 class FinishReason(StrEnum):
     """Why a request ended. `STOP` covers end-of-sequence, stop token ids and stop strings.
-    `ERROR`: see NOT_FINITE.
+    `ERROR`: see NOT_FINITE. `STUCK`: see NO_TOKEN.
     """
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    STUCK = "stuck"
 
 
 class RequestState(StrEnum):

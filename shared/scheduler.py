@@ -96,14 +96,10 @@ class Scheduler:
         self.config = config
         self.programs = programs
         self.groups = config.page_groups
-        self.table = RequestTable(config.max_num_seqs, config.max_model_len, self.groups)
-        self.kv = KVManager(
-            config.num_pages, config.page_size, config.enable_prefix_caching, len(self.groups)
-        )
+        self._begin_books()
         self._windows = [(n, group) for n, group in enumerate(self.groups) if group.window]
         chunk = config.max_num_batched_tokens
         self._longest = longest(self.groups, config.num_pages, chunk, config.max_model_len)
-        self.prefixes = PrefixCache(self.table, self.kv)
         self.padding = PaddingAccount()
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
@@ -125,6 +121,33 @@ class Scheduler:
         self._arrivals = 0
         self._preemptions = 0
         self._errors = 0
+
+    def _begin_books(self) -> None:
+        """Tables and pages of a worker that holds nothing."""
+        config = self.config
+        self.table = RequestTable(config.max_num_seqs, config.max_model_len, self.groups)
+        self.kv = KVManager(
+            config.num_pages, config.page_size, config.enable_prefix_caching, len(self.groups)
+        )
+        self.prefixes = PrefixCache(self.table, self.kv)
+
+    def start_over(self) -> None:
+        """All that the worker held is gone, steps in flight too: every request waits again, at its
+        place and with the tokens that are known, and resumes on a new worker.
+        """
+        for request in (*self._prefilling, *self._decoding.values()):
+            request.saved_output = self.table.output_of(request.row)
+            request.row, request.source = -1, None
+            request.state = RequestState.WAITING
+            request.num_preemptions += 1
+            self._waiting.add(request)
+        self._prefilling, self._decoding = [], {}
+        self._group, self._steps_left = None, 0
+        self._in_flight.clear()
+        self._halted, self._blocked = False, None
+        queries, hits = self.prefixes.num_queries, self.prefixes.num_hits
+        self._begin_books()
+        self.prefixes.num_queries, self.prefixes.num_hits = queries, hits
 
     # Requests
 

@@ -101,8 +101,12 @@ class Tokenizer:
         backend.encode_special_tokens = config.get("split_special_tokens") is True
         return cls(backend, named, _chat_templates(path, config), config.get("response_template"))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text. Raises RequestError if it is no text, or not valid Unicode."""
+    def encode(
+        self, text: str, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
+        """The ids of a text. Raises RequestError if it is no text, or not valid Unicode, or has
+        more than `most` tokens: then no list of them is made.
+        """
         if not isinstance(text, str):
             raise RequestError("prompt", f"got {type(text).__name__}, must be text")
         try:
@@ -112,11 +116,14 @@ class Tokenizer:
                 (encoding,) = self._backend.encode_batch_fast(
                     [text], add_special_tokens=add_special_tokens
                 )
-            ids: list[int] = encoding.ids
+            count = len(encoding)
+            ids: list[int] = [] if most is not None and count > most else encoding.ids
         except TypeError:  # what the library says to a lone surrogate, which UTF-8 cannot hold
             raise RequestError(
                 "prompt", "is not valid Unicode: it has half of a surrogate pair"
             ) from None
+        if not ids and count:
+            raise RequestError("prompt", f"got {count} tokens, allowed is at most {most}")
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -18,7 +18,7 @@ from .config import BACKENDS, Change, DeviceInfo, ResolvedConfig
 from .errors import BackendUnavailable, ConfigError
 from .models.caches import CacheLayout
 from .models.config import ModelConfig
-from .progress import Progress
+from .progress import Progress, silent
 from .step import StepInput, StepOutput
 
 HOST_MEMORY_FOR_KV = 1 << 30
@@ -156,6 +156,10 @@ class Worker(Protocol):
         """The implementation of each op, by kind of program."""
         ...
 
+    def plan_hash(self) -> str:
+        """The hash of `plans`."""
+        ...
+
     def compilations_after_ready(self) -> int:
         """Programs compiled by steps since warm_up returned: 0, or a bug. What others compile
         does not count.
@@ -220,9 +224,52 @@ def attach_camera(engine: Any, config: Any, folder: str) -> None:
     )
 
 
+class RankProcesses(Protocol):
+    """Processes that run one model together (`executor/`); each has its device already."""
+
+    @property
+    def device(self) -> DeviceInfo:
+        """That of rank 0, with the memory of the one that has least."""
+        ...
+
+    def make_worker(self, model: ModelConfig, config: ResolvedConfig, folder: str) -> Worker:
+        """All of them as one worker."""
+        ...
+
+    def close(self) -> None:
+        """End the processes."""
+        ...
+
+
+def start_ranks(backend: str, device: str, count: int, progress: Progress) -> RankProcesses | None:
+    """The processes that `count` shards of a model need; None where one process runs them all.
+
+    Raises BackendUnavailable, ConfigError.
+    """
+    if backend != "torch" or count == 1:
+        return None
+    check_installed(backend)
+    try:
+        ranks: RankProcesses = import_module(f"{__package__}.executor.worker").start(
+            backend, device, count, progress
+        )
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"tensor_parallel_size: got {count}: {error}: pip install 'twinfer[ranks]'"
+        ) from error
+    return ranks
+
+
 def create_worker(
     model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str
 ) -> Worker:
-    """A worker in this process."""
+    """A worker in this process, or several ranks as one."""
+    ranks = start_ranks(config.backend, device.platform, config.tensor_parallel_size, silent)
+    if ranks is not None:
+        try:
+            return ranks.make_worker(model, config, folder)
+        except BaseException:
+            ranks.close()
+            raise
     worker: Worker = backend_module(config.backend).make_worker(model, config, device, folder)
     return worker

@@ -15,9 +15,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ..ops import OpError, Plan
-from ..ops.bindings.jax import bind, named_jit
+from ..ops.bindings.jax import bind, named_jit, taking
 from ..ops.declare import REGISTRY, Op
 from ..ops.dimensions import Axes
+from ..ops.namespaces.jax_ import InStack
 from ..ops.plan import COMPOSITION, NATIVE
 from .sharding import REPLICATED
 
@@ -37,7 +38,7 @@ def bind_on(plan: Plan, mesh: Mesh) -> Any:
             return _sharded(op, getattr(local, op.name), mesh)
         # XLA partitions it; a composition calls the ops of this namespace, each of them as it
         # should be.
-        return named_jit(op, function)
+        return named_jit(op, taking(plan[op.name], function))
 
     return plan.bind(wrap)
 
@@ -46,8 +47,17 @@ def check_partition(plan: Plan) -> None:
     """Raise OpError if a kernel of the plan is for an op that is not known to run shard by
     shard.
     """
+    # What only runs within an op that is put on the shards as a whole needs to say nothing.
+    inside = {
+        finer
+        for name, choice in plan.choices.items()
+        if choice.provider == COMPOSITION and REGISTRY[name].shards
+        for finer in REGISTRY[name].composition
+    }
     for name, choice in plan.choices.items():
-        if choice.provider not in (NATIVE, COMPOSITION) and not _says_its_shards(REGISTRY[name]):
+        if choice.provider in (NATIVE, COMPOSITION) or name in inside:
+            continue
+        if not _says_its_shards(REGISTRY[name]):
             raise OpError(
                 f"op {name!r}: {choice.provider!r} does not run on several shards; disable it "
                 f"(-{name})"
@@ -56,6 +66,28 @@ def check_partition(plan: Plan) -> None:
 
 def _says_its_shards(op: Op) -> bool:
     return op.shapes is not None and op.shards is not None
+
+
+def _spec_of(op: Op, axes: Axes, x: Any) -> Any:
+    """How an argument lies: of a stack all do as one."""
+    spec = _spec(op, axes, x.ndim)
+    return InStack(P(None, *spec), REPLICATED) if isinstance(x, InStack) else spec
+
+
+def _is_sum(op: Op, axes: Axes) -> bool:
+    """Whether a result is the sum of what the shards have: nothing of it is dealt out."""
+    dealt = set(op.shards or ())
+    return bool(dealt) and dealt.isdisjoint(name for d in axes.dimensions for name in d.names)
+
+
+def _with_own_experts(op: Op, arrays: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a shard, which counts experts from its first one: those of others are
+    below 0, or more than it has.
+    """
+    if op.name != "moe_experts":
+        return arrays
+    first = jax.lax.axis_index("tp") * arrays["gate_up"].shape[0]
+    return arrays | {"experts": arrays["experts"] - first}
 
 
 def _spec(op: Op, axes: Axes, rank: int) -> P:
@@ -87,9 +119,19 @@ def _sharded(op: Op, function: Callable[..., Any], mesh: Mesh) -> Callable[..., 
         arrays = {name: x for name, x in bound.arguments.items() if name not in fixed}
 
         def shard(*values: Any) -> Any:
-            return function(**fixed, **dict(zip(arrays, values, strict=True)))
+            own = _with_own_experts(op, dict(zip(arrays, values, strict=True)))
+            found = function(**fixed, **own)
+            if not any(sums):
+                return found
+            parts = (found,) if op.gives_one else found
+            summed = [
+                jax.lax.psum(x, "tp") if is_sum else x
+                for x, is_sum in zip(parts, sums, strict=True)
+            ]
+            return summed[0] if op.gives_one else tuple(summed)
 
-        inputs = tuple(_spec(op, shapes.arrays[name], x.ndim) for name, x in arrays.items())
+        sums = [_is_sum(op, r.axes) for r in shapes.results]
+        inputs = tuple(_spec_of(op, shapes.arrays[name], x) for name, x in arrays.items())
         outputs = shapes.outputs(shapes.check(bound.arguments))
         results = [
             _spec(op, r.axes, len(shape))

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..bucketing import Descriptor
 from ..ops import BoundPlans
-from ..ops.namespaces.jax_ import OneOf
+from ..ops.namespaces.jax_ import InStack, OneOf
 from ..shared.models import decoder
 from ..shared.models.blocks import Block, cover, single_blocks
 from ..shared.models.caches import CacheLayout
@@ -41,11 +41,15 @@ class Repeats(NamedTuple):
     the product.
     """
 
+    whole: Weights
+    """[n, ...]: those of experts and of narrow weights, which kernels read in their stacks."""
+
     def at(self, stacked: Weights, repeat: Any) -> Weights:
         """The weights of one repeat, whose slice of `self.stacked` is given."""
         return {
             **stacked,
             **{name: OneOf(matrices, repeat) for name, matrices in self.matrices.items()},
+            **{name: InStack(stack, repeat) for name, stack in self.whole.items()},
         }
 
 
@@ -68,6 +72,23 @@ class Places(NamedTuple):
         return (self.group if self.groups is None else slices[1]), slices[0]
 
 
+def repeats_in_stacks(stacked: Weights) -> Repeats:
+    """Of weights that are stacked over several repeats."""
+    whole = [name for name in stacked if _read_in_stack(name, stacked)]
+    return Repeats(
+        {name: stack for name, stack in stacked.items() if name not in whole},
+        {},
+        {name: stacked[name] for name in whole},
+    )
+
+
+def _read_in_stack(name: str, weights: Weights) -> bool:
+    """Whether a weight goes into nothing but ops that take an `InStack`: that of all experts, or a
+    narrow one, which has scales of its own.
+    """
+    return name.startswith("experts_") or f"{name}_scale" in weights
+
+
 def repeats_of(layers: Sequence[Weights]) -> Repeats:
     """Of layers whose weights are arrays [1, ...] of their own: vectors are stacked, as copying
     them takes no time.
@@ -78,6 +99,7 @@ def repeats_of(layers: Sequence[Weights]) -> Repeats:
     return Repeats(
         {name: jnp.concatenate([layer[name] for layer in layers]) for name in vectors},
         {name: tuple(layer[name][0] for layer in layers) for name in matrices},
+        {},
     )
 
 
@@ -112,7 +134,11 @@ class ScannedPass:
         self._weights, self._token_ids = weights, token_ids
         if tuple(stored) == self.blocks:
             found = [
-                tuple(Repeats(stacked, {}) for stacked in block) for block in weights["blocks"]
+                tuple(
+                    Repeats(stacked, {}, {}) if blocks.repeats == 1 else repeats_in_stacks(stacked)
+                    for stacked in block
+                )
+                for blocks, block in zip(self.blocks, weights["blocks"], strict=True)
             ]
         else:
             layers = [layer for (layer,) in weights["blocks"]]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -18,21 +17,14 @@ from ..ops.namespaces import namespace
 from ..shared.checkpoint import Checkpoint
 from ..shared.models.blocks import Block
 from ..shared.models.config import ModelConfig
-from ..shared.models.placement import Placement, place, rows_of
+from ..shared.models.placement import Placement, place
 from ..shared.models.quantization import pieces_of
 from ..shared.models.spec import Narrow
-from ..shared.models.table import Parameter, ParameterTable, keys, piece_name
+from ..shared.models.table import Parameter, ParameterTable, piece_name
 from ..shared.narrow_checkpoint import open_checkpoint
 from ..shared.progress import Progress
-from ..shared.weights import (
-    check_checkpoint,
-    dummy_parameter,
-    is_made,
-    parts_in,
-    pieces,
-    read_entries,
-    read_rows,
-)
+from ..shared.shard_reading import read_shard
+from ..shared.weights import check_checkpoint, dummy_parameter, is_made, pieces
 from .sharding import on, partition
 
 
@@ -140,72 +132,9 @@ def _read(
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         part = np.empty((len(layers), *sharding.shard_shape(shape)[len(stacked) :]), dtype)
         for layer, out in zip(layers, part, strict=True):
-            _read_layer(checkpoint, parameter, placement, layer, index[len(stacked) :], out)
+            read_shard(checkpoint, parameter, placement, layer, index[len(stacked) :], out)
         arrays.append(jax.device_put(part if parameter.layered else part[0], device))
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
-
-
-def _read_layer(
-    checkpoint: Checkpoint,
-    parameter: Parameter,
-    placement: Placement,
-    layer: int,
-    index: tuple[slice, ...],
-    out: np.ndarray,
-) -> None:
-    """Fill `out` with one shard of one layer's parameter: `index` says which entries of the
-    placed shape it has.
-    """
-    if parameter.value is not None:
-        out[...] = parameter.value
-        return
-    axis, source = placement.axis, placement.source
-    parts, offset = parts_in(checkpoint, parameter, layer), 0
-    for part, key in zip(parts, keys(parts, layer), strict=True):
-        read = partial(read_entries, checkpoint, parameter, key)
-        if axis is None or source is None:
-            out[offset : offset + part.rows] = read_rows(checkpoint, parameter, part, key)
-        elif axis == 0:
-            # Parts are stacked along this dimension: those of the shard's entries that lie in this
-            # part.
-            # Parts in another order than their tensors have no long runs of rows.
-            gather = _gather if part.order is None else _gather_mixed
-            gather(read, 0, rows_of(part, source[index[0]], offset), out)
-        else:
-            rows = out[offset : offset + part.rows]
-            _gather(partial(read, part=part), axis, source[index[axis]], rows)
-        offset += part.rows
-    if axis is not None and source is not None:
-        out[(slice(None),) * axis + (source[index[axis]] < 0,)] = parameter.padding
-
-
-def _gather(
-    read: Callable[[int, int, int], np.ndarray], axis: int, entries: np.ndarray, out: np.ndarray
-) -> None:
-    """Put the entries of a tensor's axis to their places in `out`; those of -1 stay. `read(axis,
-    start, stop)`.
-    """
-    inside = entries >= 0
-    breaks = np.flatnonzero((np.diff(entries) != 1) | np.diff(inside)) + 1
-    edges = [0, *breaks.tolist(), len(entries)]
-    for start, stop in pairwise(edges):
-        if start < stop and inside[start]:
-            first = int(entries[start])
-            here = (slice(None),) * axis + (slice(start, stop),)
-            out[here] = read(axis, first, first + stop - start)
-
-
-def _gather_mixed(
-    read: Callable[[int, int, int], np.ndarray], axis: int, entries: np.ndarray, out: np.ndarray
-) -> None:
-    """As `_gather`, by one read of all that lies between the first entry and the last one."""
-    inside = entries >= 0
-    if not inside.any():
-        return
-    wanted = entries[inside]
-    first = int(wanted.min())
-    values = read(axis, first, int(wanted.max()) + 1)
-    out[(slice(None),) * axis + (inside,)] = values.take(wanted - first, axis)
 
 
 def _dummy(

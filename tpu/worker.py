@@ -54,7 +54,7 @@ def make_worker(
     model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str
 ) -> Worker:
     """A worker on `device` for the model in `folder`, on all hosts if there are several."""
-    return on_all_hosts(JaxWorker(model, config, device, folder), config.tensor_parallel_size)
+    return on_all_hosts(JaxWorker(model, config, device, folder), model, config, folder)
 
 
 @dataclass(slots=True)
@@ -392,6 +392,10 @@ class JaxWorker:
     def plans(self) -> Plans:
         """The implementation of each op."""
         return self._plans
+
+    def plan_hash(self) -> str:
+        """See `Worker`."""
+        return self._plans.hash
 
     def compilations_after_ready(self) -> int:
         """XLA compilations while steps of this worker started; another engine's start is not its

@@ -306,6 +306,10 @@ class XlaWorker:
         """The implementation of each op."""
         return self._plans
 
+    def plan_hash(self) -> str:
+        """See `Worker`."""
+        return self._plans.hash
+
     def compilations_after_ready(self) -> int:
         """XLA compilations while steps of this worker started."""
         if not self._is_ready:

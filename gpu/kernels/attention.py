@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...ops.declare import Array, OpError
 from ...ops.implement import Refusal
@@ -16,9 +15,9 @@ from .decode_kernel import ALL, EACH, WHOLE, decode_kernel
 from .launch import (
     FLOATS,
     config,
-    copy_engine,
     dtype_name,
     head_scales,
+    hopper,
     overlap,
     power_of_2,
     processors,
@@ -26,15 +25,15 @@ from .launch import (
     shared_memory,
     triton_kernel,
 )
-from .prefill_kernel import gather_kernel, gather_past_kernel, prefill_kernel
+from .prefill_kernel import prefill_kernel
 
 MAX_HEAD_SIZE = 512
 MAX_GROUP = 32
 CACHES = ("int8", "float8_e4m3fn")
-WIDEST_COPY = 256
-"""Heads of this size at most are gathered for the copy engine."""
-GATHERED = 1 << 29
-"""Bytes at most for what earlier steps left of the requests, gathered for the copy engine."""
+HOPPER_SIZES = (64, 128, 256)
+"""Sizes of heads that `hopper_kernel` has registers for."""
+SWIZZLE = 8
+"""Slots after which the layout of shared memory begins anew: pages are multiples of it there."""
 
 
 def least_shared(size: int, prompts: bool) -> int:
@@ -197,48 +196,73 @@ def _prefill(
 ) -> None:  # fmt: skip
     shape, tokens, requests = _shape(q, kv), q.shape[0], kv_lens.shape[0]
     block_r = power_of_2(requests + 1)
+    variant = {
+        "WINDOW": window,
+        "CHUNK": chunk,
+        "SINKS": sinks is not None,
+        "CAPPED": soft_cap > 0,
+    }
+    sinks = out if sinks is None else sinks
+    if hopper() and _fits_hopper(q, kv, shape, scale):
+        tensors = q, kv, page_table, query_start, kv_lens, counts, out, sinks
+        _prefill_hopper(*tensors, scale, soft_cap, shape, variant)
+        return
     setting = _config("prefill", q, shape)
-    # The copy engine takes whole heads, and what is gathered has to pay for a launch.
-    gathers = (
-        kv.dtype == q.dtype
-        and q.itemsize == 2
-        and window == chunk == 0
-        and WIDEST_COPY >= shape["SIZE"] == shape["BLOCK_D"] >= 64
-    )
-    gathers = gathers and tokens >= setting["gather"] and copy_engine()
-    own, own_blocks, room = kv, kv, 0
-    if gathers:
-        setting = config("prefill_own", str(shape["SIZE"]))
-        width = kv.shape[2] * kv.shape[3]
-        if tokens >= setting["past"]:  # they read it often enough
-            room = min(page_table.shape[1] * shape["PAGE"], GATHERED // (width * kv.itemsize))
-        own = torch.empty((tokens + room, width), dtype=kv.dtype, device=kv.device)
-        own_blocks = TensorDescriptor.from_tensor(own, [setting["block_n"], shape["SIZE"]])
-        gather_kernel[(triton.cdiv(tokens, setting["gather_t"]),
-            triton.cdiv(width, setting["gather_w"]))](
-            kv, page_table, query_start, kv_lens, counts, own, requests, page_table.stride(0),
-            WIDTH=width,
-            PAGE=shape["PAGE"], BLOCK_T=setting["gather_t"], BLOCK_R=block_r,
-            BLOCK_W=setting["gather_w"], **overlap(),
-        )  # fmt: skip
-    if room:
-        block_t, block_w = setting["past_t"], setting["gather_w"]
-        gather_past_kernel[(triton.cdiv(room, block_t), triton.cdiv(width, block_w))](
-            kv, page_table, query_start, kv_lens, counts, own, tokens, requests, room,
-            page_table.stride(0), WIDTH=width, PAGE=shape["PAGE"], BLOCK_T=block_t,
-            BLOCK_R=block_r, BLOCK_W=block_w, **overlap(),
-        )  # fmt: skip
     # Small blocks where large ones would not fill the GPU.
     many = tokens * q.shape[1] // setting["block_m"] >= setting["blocks"]
     block_m = max(setting["block_m" if many else "few_m"], power_of_2(shape["GROUP"]))
     blocks = triton.cdiv(tokens, block_m // shape["GROUP"]) + requests
     prefill_kernel[(shape["HEADS"], blocks)](
-        q, kv, own, own_blocks, page_table, query_start, kv_lens, counts, out,
-        out if sinks is None else sinks, scale, soft_cap, *(scales or (out, out)), tokens,
-        requests, room,
-        q.stride(0), q.stride(1), page_table.stride(0),
-        WINDOW=window, CHUNK=chunk, SINKS=sinks is not None, CAPPED=soft_cap > 0,
-        SCALED=scales is not None, OWN=gathers, PAST=room > 0,
+        q, kv, page_table, query_start, kv_lens, counts, out, sinks, scale, soft_cap,
+        *(scales or (out, out)), tokens, requests,
+        q.stride(0), q.stride(1), page_table.stride(0), SCALED=scales is not None,
         BLOCK_M=block_m, BLOCK_N=setting["block_n"], BLOCK_R=block_r,
-        STAGES=setting["stages"], num_warps=setting["warps"], **shape, **overlap(),
+        STAGES=setting["stages"], num_warps=setting["warps"], **variant, **shape, **overlap(),
     )  # fmt: skip
+
+
+def _prefill_hopper(
+    q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor,
+    kv_lens: torch.Tensor, counts: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor,
+    scale: float, soft_cap: float, shape: dict[str, int], variant: dict[str, int | bool],
+) -> None:  # fmt: skip
+    # Gluon is there from this chip on only, and costs a start on others.
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .hopper_kernel import BLOCK_M, REGISTERS, hopper_kernel, merge_kernel
+
+    tokens, requests, heads = q.shape[0], kv_lens.shape[0], shape["HEADS"]
+    setting = config("hopper", str(shape["SIZE"]))
+    rows = kv.view(kv.shape[0] * shape["PAGE"], -1)
+    box = [shape["PAGE"], shape["SIZE"]]
+    blocks = triton.cdiv(tokens, BLOCK_M.value // shape["GROUP"])
+    parts = max(1, min(setting["parts"], processors() // (blocks * heads)))
+    sums = marks = splits = out
+    if parts > 1:
+        sums = torch.empty((parts, *q.shape), dtype=torch.float32, device=q.device)
+        marks = torch.empty((2, parts, *q.shape[:2]), dtype=torch.float32, device=q.device)
+        splits = torch.empty((tokens, heads), dtype=torch.int32, device=q.device)
+    lengths = {name: shape[name] for name in ("GROUP", "HEADS", "SIZE")}
+    hopper_kernel[(heads, blocks + requests, parts)](
+        TensorDescriptor.from_tensor(rows, box, NVMMASharedLayout(128, 16, 2)),
+        q, page_table, query_start, kv_lens, counts, out, sinks, sums, marks, splits, scale,
+        soft_cap, tokens, requests, rows.shape[0], q.stride(0), q.stride(1), page_table.stride(0),
+        PAGE=shape["PAGE"], BLOCK_N=setting["block_n"], BLOCK_R=power_of_2(requests + 1),
+        STAGES=setting["stages"], PARTS=parts, LEAST=setting["least"], num_warps=4,
+        maxnreg=REGISTERS, **lengths, **variant, **overlap(),
+    )  # fmt: skip
+    if parts > 1:
+        merge_kernel[(tokens, heads)](
+            sums, marks, splits, counts, sinks, out, tokens, PARTS=parts,
+            SINKS=variant["SINKS"], BLOCK_G=power_of_2(shape["GROUP"]), num_warps=4, **lengths,
+            **overlap(),
+        )  # fmt: skip
+
+
+def _fits_hopper(q: torch.Tensor, kv: torch.Tensor, shape: dict[str, int], scale: float) -> bool:
+    """Whether `hopper_kernel` takes a call: no scaled cache, pages that its blocks are made of."""
+    if shape["SIZE"] not in HOPPER_SIZES or kv.dtype != q.dtype or q.itemsize != 2 or scale <= 0:
+        return False
+    block_n = config("hopper", str(shape["SIZE"]))["block_n"]
+    return shape["PAGE"] % SWIZZLE == 0 and block_n % shape["PAGE"] == 0

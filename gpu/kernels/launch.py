@@ -111,11 +111,12 @@ def shared_memory() -> int:
 
 
 @cache
-def copy_engine() -> bool:
-    """Whether blocks of a tensor are copied by their descriptor (TMA: from Hopper on; the
-    interpreter plays it).
+def hopper() -> bool:
+    """Whether kernels for Hopper alone run here: its tensor cores' instructions are no other
+    chip's. Triton has the language for them, as they use it, from 3.6 on.
     """
-    return INTERPRETED or capability() >= (9, 0)
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return not INTERPRETED and capability()[0] == 9 and version >= (3, 6)
 
 
 @cache

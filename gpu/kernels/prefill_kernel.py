@@ -5,11 +5,6 @@ All lengths are read on the device and the grid depends on shapes alone, so a gr
 launch: with blocks of B tokens, request i begins at block query_start[i] // B + i, which never
 overlaps and needs at most tokens / B + requests blocks. A block holds the query heads of one KV
 head side by side, so its K and V are read once for them all.
-
-K and V lie in pages, which cost an address for each slot. Those of this step's own tokens can be
-gathered first, in the order of the tokens (`gather_kernel`), and where there is room for them all
-slots of requests with a past, in the order of the requests (`gather_past_kernel`): then the copy
-engine brings a block at a time.
 """
 
 import triton
@@ -71,90 +66,7 @@ def _paged(
 
 
 @triton.jit(
-    do_not_specialize=["requests"],
-    do_not_specialize_on_alignment=["page_table", "query_start", "kv_lens", "counts"],
-)
-def gather_kernel(
-    kv, page_table, query_start, kv_lens, counts, own, requests, table_stride,
-    WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Grid (block of tokens, block of a slot's WIDTH entries): `own` [tok 2*kvhead*hdim] is what
-    the cache holds of the step's tokens. Tokens of no request and the first counts[0] have none.
-    """
-    wait(OVERLAP)
-    t, i = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
-    live = tl.load(counts + 1)
-    starts = tl.load(query_start + i, mask=i <= requests, other=0)
-    request = tl.sum(((starts[None, :] <= t[:, None]) & (i < live)[None, :]).to(tl.int32), 1) - 1
-    stop = tl.load(query_start + request + 1, mask=request >= 0, other=0)
-    real = (t < stop) & (request >= tl.load(counts))
-    slot = tl.load(kv_lens + request, mask=real, other=0) - stop + t
-    page = tl.load(
-        page_table + request.to(tl.int64) * table_stride + slot // PAGE, mask=real, other=0
-    )
-    w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    mask = real[:, None] & (w < WIDTH)[None, :]
-    row = tl.load(
-        kv + ((page.to(tl.int64) * PAGE + slot % PAGE) * WIDTH)[:, None] + w[None, :], mask=mask
-    )
-    tl.store(own + t.to(tl.int64)[:, None] * WIDTH + w[None, :], row, mask=mask)
-
-
-@triton.jit
-def _ends(query_start, kv_lens, counts, requests, BLOCK_R: tl.constexpr):
-    """Where the slots of each request with a past end, in the order of the requests, and how many
-    they are, 0 of others: ([BLOCK_R], [BLOCK_R]).
-    """
-    i = tl.arange(0, BLOCK_R)
-    real = (i >= tl.load(counts)) & (i < tl.load(counts + 1)) & (i < requests)
-    length = tl.load(kv_lens + i, mask=real, other=0)
-    start = tl.load(query_start + i, mask=real, other=0)
-    queries = tl.load(query_start + i + 1, mask=real, other=0) - start
-    slots = tl.where(length > queries, length, 0)
-    return tl.cumsum(slots, 0), slots
-
-
-@triton.jit(
-    do_not_specialize=["requests", "tokens", "room"],
-    do_not_specialize_on_alignment=["page_table", "query_start", "kv_lens", "counts"],
-)
-def gather_past_kernel(
-    kv, page_table, query_start, kv_lens, counts, own, tokens, requests, room, table_stride,
-    WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Grid (block of slots, block of a slot's WIDTH entries): behind the `tokens` rows of `own`
-    come `room` rows for the slots of requests with a past. Those that do not fit stay away.
-    """
-    wait(OVERLAP)
-    ends, slots = _ends(query_start, kv_lens, counts, requests, BLOCK_R)
-    ends = tl.where(ends <= room, ends, 0)
-    used = tl.max(ends, 0)
-    if tl.program_id(0) * BLOCK_T >= used:
-        return
-    c, i = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
-    # The one request whose slots are around this row.
-    mine = (ends > c[:, None]) & ((ends - slots) <= c[:, None]) & (slots > 0)
-    request = tl.sum(tl.where(mine, i[None, :], 0), 1)
-    slot = c - tl.sum(tl.where(mine, ends - slots, 0), 1)
-    real = c < used
-    page = tl.load(
-        page_table + request.to(tl.int64) * table_stride + slot // PAGE, mask=real, other=0
-    )
-    w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    mask = real[:, None] & (w < WIDTH)[None, :]
-    row = tl.load(
-        kv + ((page.to(tl.int64) * PAGE + slot % PAGE) * WIDTH)[:, None] + w[None, :], mask=mask
-    )
-    place = (tokens + c).to(tl.int64)
-    tl.store(own + place[:, None] * WIDTH + w[None, :], row, mask=mask)
-
-
-@triton.jit(
-    do_not_specialize=["tokens", "requests", "room"],
+    do_not_specialize=["tokens", "requests"],
     do_not_specialize_on_alignment=[
         "page_table",
         "query_start",
@@ -165,21 +77,19 @@ def gather_past_kernel(
     ],
 )
 def prefill_kernel(
-    q, kv, own, own_blocks, page_table, query_start, kv_lens, counts, out, sinks, scale, soft_cap,
-    k_scale, v_scale, tokens, requests, room,
+    q, kv, page_table, query_start, kv_lens, counts, out, sinks, scale, soft_cap,
+    k_scale, v_scale, tokens, requests,
     q_token_stride, q_head_stride, table_stride,
     GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
-    CAPPED: tl.constexpr, SCALED: tl.constexpr, OWN: tl.constexpr, PAST: tl.constexpr,
+    CAPPED: tl.constexpr, SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV head, block). Leaves the first counts[0] tokens to the decode kernel; rows of no
     request become 0.
 
-    OWN: the step's own K and V are read from `own`, by its descriptor `own_blocks` where a block is
-    one request's. PAST: all slots of requests for which there is room are. SCALED: K and V are
-    multiplied with `k_scale` and `v_scale` [HEADS].
+    SCALED: K and V are multiplied with `k_scale` and `v_scale` [HEADS].
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     h = tl.program_id(0)
@@ -221,8 +131,7 @@ def prefill_kernel(
     kv += h * 2 * SIZE
     page_table += request.to(tl.int64) * table_stride
     position, last = past + mine, tl.minimum(token + BLOCK_Q, stop)
-    # By pages: all slots that a row sees, or with OWN those before this step. Every row sees all
-    # those from `whole` up to `edge`.
+    # Every row sees all slots from `whole` up to `edge`.
     first, whole, end = 0, 0, past + last
     edge = (past + token + 1) // BLOCK_N * BLOCK_N
     if WINDOW > 0 or CHUNK > 0:
@@ -238,15 +147,6 @@ def prefill_kernel(
             acc, top, total = _attend(
                 acc, top, total, query, k, v, seen, factor, soft_cap, CAPPED, True
             )
-    elif OWN:
-        end, place = past + begin, begin
-        if PAST:
-            ends, _ = _ends(query_start, kv_lens, counts, requests, BLOCK_R)
-            stops = tl.sum(tl.where(i == request, ends, 0), 0)
-            gathered = (end > 0) & (stops <= room)
-            place = tl.where(gathered, tokens + stops - length, place)
-            end = tl.where(gathered, 0, end)
-        edge = end // BLOCK_N * BLOCK_N
     for start in tl.range(whole, edge, BLOCK_N, num_stages=STAGES):
         k, v = _paged(kv, page_table, start + n, True, d, query.dtype, HEADS, SIZE, PAGE, False)
         acc, top, total = _attend(
@@ -262,40 +162,5 @@ def prefill_kernel(
         acc, top, total = _attend(
             acc, top, total, query, k, v, seen, factor, soft_cap, CAPPED, True
         )
-    if OWN:
-        # Slot s of the request, from `end` on, is row s + shift.
-        shift = place - end
-        last += past + shift
-        edge = place + (past + token + 1 - end) // BLOCK_N * BLOCK_N
-        # up to here blocks hold nothing of the next request
-        whole = place + (length - end) // BLOCK_N * BLOCK_N
-        for start in tl.range(place, edge, BLOCK_N, num_stages=STAGES):
-            k, v = (
-                own_blocks.load([start, h * 2 * SIZE]),
-                own_blocks.load([start, h * 2 * SIZE + SIZE]),
-            )
-            acc, top, total = _attend(
-                acc, top, total, query, k, v, True, factor, soft_cap, CAPPED, False
-            )
-        for start in tl.range(edge, tl.minimum(last, whole), BLOCK_N, num_stages=1):
-            k, v = (
-                own_blocks.load([start, h * 2 * SIZE]),
-                own_blocks.load([start, h * 2 * SIZE + SIZE]),
-            )
-            seen = (start + n)[None, :] <= (position + shift)[:, None]
-            acc, top, total = _attend(
-                acc, top, total, query, k, v, seen, factor, soft_cap, CAPPED, True
-            )
-        own += h * 2 * SIZE
-        for start in tl.range(tl.maximum(edge, whole), last, BLOCK_N, num_stages=1):
-            other = start + n
-            rows_of = own + other.to(tl.int64)[:, None] * (2 * HEADS * SIZE) + d[None, :]
-            used = (other < last)[:, None]
-            k = tl.load(rows_of, mask=used, other=0.0)
-            v = tl.load(rows_of + SIZE, mask=used, other=0.0)
-            seen = other[None, :] <= (position + shift)[:, None]
-            acc, top, total = _attend(
-                acc, top, total, query, k, v, seen, factor, soft_cap, CAPPED, True
-            )
     total = with_sinks(total, top, sinks, head, r < BLOCK_Q * GROUP, SINKS)
     tl.store(result, (acc / total[:, None] * v_factor).to(out.dtype.element_ty), mask=rows)

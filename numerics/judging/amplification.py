@@ -9,16 +9,16 @@ so that a run in which nothing does costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from .gates import Amplified, Gate
 from .metrics import Metrics
 
-TRIES = 8
-"""Their root mean square is within 30 % or so of what many would give, where limits have room for
-a multiple.
+TRIES = 8, 32
+"""So many say whether a result is beyond all chance; what is not is judged by more of them, which
+leave less to chance.
 """
 
 
@@ -35,31 +35,44 @@ def worth_trying(gate: Gate, m: Metrics) -> bool:
 
 
 def amplification(
-    run: Callable[[np.random.Generator], Sequence[np.ndarray]], exact: Sequence[np.ndarray]
-) -> list[Amplified]:
+    run: Callable[[np.random.Generator], Sequence[np.ndarray]], exact: Sequence[np.ndarray],
+    tries: int,
+) -> list[Amplified]:  # fmt: skip
     """For each output, what `run` makes of inputs that are off, beside `exact`, what it makes of
-    the inputs themselves.
+    the inputs themselves. Rows are the first axis.
     """
-    tries = [run(np.random.default_rng(number)) for number in range(TRIES)]
-    return [
-        _pooled(right, [outputs[index] for outputs in tries]) for index, right in enumerate(exact)
-    ]
+    sums = [_Sums(right) for right in exact]
+    for number in range(tries):
+        for output, of_output in zip(run(np.random.default_rng(number)), sums, strict=True):
+            of_output.add(output)
+    return [of_output.result(tries) for of_output in sums]
 
 
-def _pooled(exact: np.ndarray, outputs: Sequence[np.ndarray]) -> Amplified:
-    right = np.where(np.isfinite(exact), exact, 0.0).astype(np.float64)
-    power = float((right * right).sum())
-    found = list(_errors(exact, right, outputs))
-    if not power:
-        return Amplified(0.0, 0.0)
-    rel_l2 = np.mean([(error * error).sum() for error in found]) / power
-    slope = np.mean([((error * right).sum() / power) ** 2 for error in found])
-    return Amplified(float(rel_l2) ** 0.5, float(slope) ** 0.5)
+class _Sums:
+    """Sums over the tries of one output."""
 
+    def __init__(self, exact: np.ndarray) -> None:
+        self._finite = np.isfinite(exact)
+        self._right = np.where(self._finite, exact, 0.0).astype(np.float64)
+        self._power = float((self._right * self._right).sum())
+        self._squares = np.zeros(self._right.shape)
+        self._slope = 0.0
 
-def _errors(
-    exact: np.ndarray, right: np.ndarray, outputs: Sequence[np.ndarray]
-) -> Iterator[np.ndarray]:
-    for got in outputs:
-        both = np.isfinite(exact) & np.isfinite(got)
-        yield np.where(both, got, right) - right
+    def add(self, got: np.ndarray) -> None:
+        both = self._finite & np.isfinite(got)
+        error = np.where(both, got, self._right) - self._right
+        self._squares += error * error
+        if self._power:
+            self._slope += (float((error * self._right).sum()) / self._power) ** 2
+
+    def result(self, tries: int) -> Amplified:
+        squares = self._squares / tries
+        # A row moves as one where what all its elements are made of does.
+        rows = squares.reshape(len(squares), -1).sum(1) if squares.ndim else squares[None]
+        return Amplified(
+            rel_l2=float(squares.sum() / self._power) ** 0.5 if self._power else 0.0,
+            slope=(self._slope / tries) ** 0.5,
+            numbers=float(rows.sum() ** 2 / (rows**2).sum()) if rows.any() else 1.0,
+            tries=tries,
+            elements=np.sqrt(squares),
+        )

@@ -7,14 +7,18 @@ Mode X needs none: its probes are exact.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any, Literal
 
+import numpy as np
+
 from ...shared.errors import ConfigError
 from ..sides.jitter import HALF_ULP32 as HALF_ULP32
-from .metrics import DEVIATIONS, Metrics, bins_of
+from .chance import ratio_limit
+from .metrics import DEVIATIONS, TOKEN_LIMIT, Metrics, bins_of
 
 Mode = Literal["S", "X", "P"]
 MODES: tuple[Mode, ...] = ("S", "P")
@@ -43,31 +47,53 @@ class Family:
         """Standard deviations of a normal distribution beyond which that chance is left."""
         return NormalDist().inv_cdf(1.0 - FALSE_ALARMS / max(self.comparisons, 1))
 
-    def spread(self, numbers: float) -> float:
-        """The largest ratio that chance gives of two root mean squares of `numbers` independent
-        errors each.
-
-        The ratio of their squares has the F distribution, whose quantile is that of Paulson's
-        normal approximation (1942). It has a heavy tail: with few numbers the noise that an error
-        is measured by may be small by luck. Where the approximation ends, numbers are too few to
-        say anything, and the ratio is infinite.
+    @property
+    def reach(self) -> float:
+        """So many times its noise two logits may lie apart and still change places: each is off by
+        that noise, their difference by sqrt(2) of it.
         """
-        centre = (1.0 - 2.0 / (9.0 * numbers)) ** 2
-        rest = centre - self.deviations**2 * 2.0 / (9.0 * numbers)
-        if rest <= 0:
-            return float("inf")
-        root: float = (centre + (centre**2 - rest**2) ** 0.5) / rest
-        return root**1.5
+        return 2.0**0.5 * self.deviations
+
+    def spread(self, numbers: float, beside: float | None = None) -> float:
+        """The largest ratio that chance gives of two root mean squares: of `numbers` independent
+        errors, and of `beside` others (None: as many).
+
+        The ratio of their squares has the F distribution. It has a heavy tail: with few numbers the
+        noise that an error is measured by may be small by luck.
+        """
+        tail = FALSE_ALARMS / max(self.comparisons, 1)
+        n, m = (_rounded_down(x) for x in (numbers, numbers if beside is None else beside))
+        return ratio_limit(n, m, tail)
+
+
+def _rounded_down(numbers: float) -> float:
+    """To two digits, so that few quantiles have to be found; fewer numbers allow more."""
+    unit = 10.0 ** (math.floor(math.log10(max(numbers, 1.0))) - 1)
+    return max(math.floor(numbers / unit) * unit, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Amplified:
-    """What an op or a layer makes of errors of its inputs: root mean squares over random ones of a
-    half float32 ulp. `rel_l2` and `slope` as in Metrics.
+    """What an op or a layer makes of errors of its inputs: root mean squares over `tries` random
+    ones of at most a half float32 ulp. `rel_l2` and `slope` as in Metrics, `elements` [...] of each
+    element in absolute terms. `numbers` are independent rows that `rel_l2` is made of.
     """
 
     rel_l2: float
     slope: float
+    numbers: float
+    tries: int
+    elements: np.ndarray
+
+
+def walk(reduction: int) -> float:
+    """How much further `reduction` roundings of a float32 sum may lead than roundings of its terms.
+
+    Terms that are off by up to half an ulp in both factors make an error of 2^-24 sqrt(2/3) times
+    the root of their squares. The worst order of sums adds its largest term first: each of the
+    other additions then rounds a number of that size, by 2^-24 / sqrt(3) of it.
+    """
+    return (reduction / 2.0) ** 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +141,28 @@ class Gate:
         return {name: (value, limit) for name, (value, limit) in pairs.items() if limit is not None}
 
 
-def precision(scope: Scope, m: Metrics, family: Family, numbers: float = float("inf")) -> Gate:
+def precision(
+    scope: Scope, m: Metrics, family: Family, numbers: float = float("inf"), rows: int = 1,
+    amplified: Amplified | None = None,
+) -> Gate:  # fmt: skip
     """Mode P. What is left to chance follows from how many independent numbers the noise is made
-    of; `numbers` is what is known to be the most.
+    of; `numbers` is what is known to be the most, in all `rows`.
 
     An op or a layer with given inputs makes nearly all roundings that the faithful reference makes,
     so the ratio wanders less than that of independent errors: DEVIATIONS / sqrt(n) are enough. In a
     run as a whole roundings have become independent.
+
+    The faithful reference is one draw of the noise. Where it is made of few numbers and small by
+    luck, `amplified` says what other draws give: of roundings to the run dtype, not to float32.
     """
+    if amplified is not None:
+        n, tries = amplified.numbers, amplified.tries
+        drawn = amplified.rel_l2 / max(m.rel_noise, 1e-30)
+        times = max(1.0, drawn * family.spread(n, n * tries))
+        gate = precision(scope, m, family, numbers, rows)
+        wider = {name: getattr(gate, name) for name in ("sigma", "excess", "linf")}
+        wider = {name: limit and limit * times for name, limit in wider.items()}
+        return replace(gate, **wider, overlap=None if times > 1.0 else gate.overlap)
     if scope in ("op", "layer"):
         chance = DEVIATIONS / max(m.effective, 1.0) ** 0.5
         return Gate(
@@ -134,13 +174,14 @@ def precision(scope: Scope, m: Metrics, family: Family, numbers: float = float("
         )
     n = max(min(m.effective, numbers), FEWEST)
     sigma = 1.15 * family.spread(n)
+    of_row = family.spread(max(n / rows, FEWEST)) / TOKEN_LIMIT
     # Normal distributions of this ratio overlap by the root; histograms of n numbers of one
     # distribution by about 1 - bins / (4 n). Errors of one layer are alike in the next: 3 times.
     alike = (2.0 * sigma / (1.0 + sigma**2)) ** 0.5
     overlap = min(0.97, alike) - 3.0 * bins_of(m.count) / (4.0 * n)
     return Gate(
         sigma=sigma,
-        excess=2.0,
+        excess=max(2.0, of_row),
         overlap=max(overlap, 0.0),
         reason="errors carried through the model",
     )
@@ -158,7 +199,9 @@ of two has no tail like that of normal errors.
 """
 
 
-def accumulated(reduction: int, amplified: Amplified | None = None) -> Gate:
+def accumulated(
+    reduction: int, amplified: Amplified | None = None, family: Family = Family()
+) -> Gate:
     """Mode P, for a float32 result of narrower numbers: only the order of a sum is open, and how it
     is carried. More is allowed where a sum cancels, as in mode S.
 
@@ -166,24 +209,25 @@ def accumulated(reduction: int, amplified: Amplified | None = None) -> Gate:
     halves of 2^-24: 0.8e-6 for K = 1024 on an H200. Four times that is allowed.
     """
     allowed = 2.0 * HALF_ULP32 * reduction**0.5
-    return _widened(allowed, max(1e-6, reduction * HALF_ULP32 / 16), amplified)
+    slope = max(1e-6, reduction * HALF_ULP32 / 16)
+    return _widened(allowed, slope, reduction, amplified, family)
 
 
-def _widened(rel_l2: float, slope: float, amplified: Amplified | None) -> Gate:
-    """The gate of float32 sums, times what is above the ordinary in how an op amplifies errors.
-
-    Errors of the inputs are uniform, of a root mean square of 2^-24 / sqrt(3). ORDINARY
-    amplification is in the limits without.
+def _widened(
+    rel_l2: float, slope: float, reduction: int, amplified: Amplified | None, family: Family
+) -> Gate:
+    """The gate of float32 sums, or what chance makes of how an op amplifies errors of its inputs,
+    where that is more.
     """
     if amplified is None:
         return Gate(
             rel_l2=rel_l2, slope=slope, reason="2 * 2^-24 * sqrt(K), K terms in the longest sum"
         )
-    times = rel_l2 / (ORDINARY * HALF_ULP32 / 3**0.5)
+    n, tries, times = amplified.numbers, amplified.tries, walk(reduction)
     return Gate(
-        rel_l2=max(rel_l2, times * amplified.rel_l2),
-        slope=max(slope, times * amplified.slope),
-        reason="2 * 2^-24 * sqrt(K), times how the op amplifies errors of its inputs",
+        rel_l2=max(rel_l2, times * amplified.rel_l2 * family.spread(n, n * tries)),
+        slope=max(slope, times * amplified.slope * family.spread(1, tries)),
+        reason="sqrt(K / 2) times how the op amplifies errors of its inputs, and what chance adds",
     )
 
 
@@ -217,28 +261,25 @@ def semantics(
     """Mode S: float32 sums of `reduction` terms in any order, `depth` layers of them.
 
     These limits hold where errors are not amplified. Where they are (sharp attention, sums that
-    cancel), more is allowed: for an op or a layer, in proportion to what it makes of errors of its
-    inputs, `amplified`; for a run as a whole, what chance makes of `noise`, the relative error of
-    the faithful float32 reference, which is made of so many independent `numbers`. Neither is ever
-    below the limits without.
+    cancel), more is allowed: by chance, and by what an op, a layer or a run makes of errors of its
+    ops' inputs, `amplified`; for a run as a whole, what chance makes of `noise`, the relative error
+    of the faithful float32 reference, which is made of so many independent `numbers`. Neither is
+    ever below the limits without.
     """
     allowed = 2.0 * HALF_ULP32 * reduction**0.5
     if scope in ("op", "layer"):
-        return _widened(allowed, 1e-6, amplified)
+        return _widened(allowed, 1e-6, reduction, amplified, family)
     most = family.spread(FEWEST) * noise
     # Where one channel is nearly all of the stream, an error of it is a slope.
     share = min(max(numbers, 1.0), FEWEST) ** -0.5
+    rel_l2, slope = max(allowed * 2.0 * (1 + depth), most), max(1e-5, most * share)
+    if amplified is not None:
+        return _widened(rel_l2, slope, reduction, amplified, family)
     return Gate(
-        rel_l2=max(allowed * 2.0 * (1 + depth), most),
-        slope=max(1e-5, most * share),
+        rel_l2=rel_l2,
+        slope=slope,
         reason="as a layer, added up over the layers, or what the run's own noise leaves to chance",
     )
-
-
-ORDINARY = 4.0
-"""Amplification that the fixed limits of mode S have room for: on models of ordinary magnitudes
-correct results reach 0.4 of them, with attention and activations that amplify up to 3 times.
-"""
 
 
 def parse_modes(text: str, allowed: Sequence[str] = ALL_MODES) -> tuple[Any, ...]:

@@ -34,13 +34,15 @@ def compare_logits(
         for name, x in (("a", a), ("b", b), ("noise", faithful))
     }
     foreign = mode == "P" and kl_limit_b > KL_LIMIT
-    found = flips(a, b, exact, faithful, kl_limit_b**0.5 if foreign else 1.0)
+    family = family or Family()
+    times = kl_limit_b**0.5 if foreign else 1.0
+    found = flips(a, b, exact, faithful, times, family.reach)
     real = [flip for flip in found if not flip.tie]
     complaints = [f"{len(real)} tokens differ by more than rounding explains"] if real else []
     if mode == "P":
         noise = kl["noise"] + _spread(exact, faithful)
         # A divergence is as the square of an error: few numbers may be off by the F distribution.
-        chance = (family or Family()).spread(max(min(_effective(exact, faithful), numbers), FEWEST))
+        chance = family.spread(max(min(_effective(exact, faithful), numbers), FEWEST))
         for side, limit in (("a", KL_LIMIT), ("b", kl_limit_b)):
             limit = max(limit, limit / KL_LIMIT * chance**2)
             if not kl[side] <= limit * noise + KL_FLOOR:

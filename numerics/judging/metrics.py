@@ -32,7 +32,8 @@ class Metrics:
     excess        the same over what is allowed for the row: 1.5, or more where few large errors
                   make up its noise
     linf          largest error over the largest error of the faithful reference
-    bias          mean error over its root mean square
+    bias          mean error over its root mean square; that of the error less the faithful
+                  reference's, if that is less: what roundings of few values share is no bias
     slope         <got - exact, exact> / <exact, exact>: a scale that is off
     overlap       Bhattacharyya coefficient of both error histograms: 1 is the same distribution
     max_abs       largest error, at index `worst`
@@ -97,7 +98,7 @@ def measure(got: np.ndarray, exact: np.ndarray, faithful: np.ndarray) -> Metrics
         worst_token=token,
         excess=excess,
         linf=_ratio(largest, float(np.abs(noise).max(initial=0.0))),
-        bias=_ratio(float(error.sum()) / size, (e2 / size) ** 0.5) if e2 else 0.0,
+        bias=_bias(error, noise, size),
         slope=float((error * right).sum()) / r2 if r2 else 0.0,
         overlap=overlap(error[usable], noise[usable]),
         max_abs=largest,
@@ -115,6 +116,13 @@ def _ratio(a: float, b: float) -> float:
     if b:
         return a / b
     return float("inf") if a else 1.0
+
+
+def _bias(error: np.ndarray, noise: np.ndarray, size: int) -> float:
+    """See Metrics: roundings repeat where a row has few values, or a small number is added."""
+    rms = (float((error * error).sum()) / size) ** 0.5
+    means = float(error.sum()) / size, float((error - noise).sum()) / size
+    return min((_ratio(mean, rms) for mean in means), key=abs) if rms else 0.0
 
 
 TOKEN_LIMIT = 1.5
@@ -175,7 +183,7 @@ TIE_FACTOR = 4.0
 @dataclass(frozen=True, slots=True)
 class Flip:
     """A row whose best token differs. `margin` is the exact reference's distance between the
-    two, `noise` its noise.
+    two, `noise` its noise, and rounding decides what is less than `reach` of that apart.
     """
 
     row: int
@@ -183,18 +191,20 @@ class Flip:
     b: int
     margin: float
     noise: float
+    reach: float = TIE_FACTOR
 
     @property
     def tie(self) -> bool:
         """Whether rounding alone can decide it."""
-        return self.margin < TIE_FACTOR * self.noise
+        return self.margin < self.reach * self.noise
 
 
 def flips(
-    a: np.ndarray, b: np.ndarray, exact: np.ndarray, faithful: np.ndarray, times: float = 1.0
-) -> list[Flip]:
+    a: np.ndarray, b: np.ndarray, exact: np.ndarray, faithful: np.ndarray, times: float = 1.0,
+    reach: float = TIE_FACTOR,
+) -> list[Flip]:  # fmt: skip
     """Rows of logits [row vocab] whose best tokens differ, each with the margin and the noise of
-    a difference: `times` that of the faithful reference.
+    a difference: `times` that of the faithful reference. `reach` as in Flip.
     """
     best_a, best_b = a.argmax(-1), b.argmax(-1)
     found = []
@@ -202,7 +212,7 @@ def flips(
         i, j = int(best_a[row]), int(best_b[row])
         margin = abs(float(exact[row, i] - exact[row, j]))
         noise = float(np.sqrt(((faithful[row].astype(np.float64) - exact[row]) ** 2).mean()))
-        found.append(Flip(row, i, j, margin, times * noise))
+        found.append(Flip(row, i, j, margin, times * noise, reach))
     return found
 
 

@@ -5,18 +5,19 @@ contract.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...ops import REGISTRY
 from ...ops.cases import load_all
-from ...ops.testing import TESTING, Judge
-from ..sides.jitter import evaluate_jittered
+from ...ops.testing import TESTING, Judge, Verdict, limits
+from ..sides.jitter import HALF_ULP32, evaluate_jittered
 from ..sides.reference import evaluate
 from ..sides.taps import Call, Declared
-from .amplification import amplification, worth_trying
-from .gates import Amplified, Family, Gate, Mode, accumulated, precision, semantics
+from .amplification import HOPELESS, TRIES, amplification, worth_trying
+from .gates import Amplified, Family, Gate, Mode, accumulated, precision, semantics, walk
 from .metrics import Metrics, measure
 
 
@@ -30,13 +31,14 @@ def gate_for(
     family: Family = Family(),  # noqa: B008 - it is frozen
     noise: float = 0.0,
     numbers: float = float("inf"),
+    rows: int = 1,
     amplified: Amplified | None = None,
 ) -> Gate:
     """The gate of a mode and scope. `noise` is the relative error of the faithful reference in
-    other steps of the run, `numbers` the most independent numbers that one has.
+    other steps of the run, `numbers` the most independent numbers that one has in all `rows`.
     """
     if mode == "P":
-        return precision(scope, m, family, numbers)
+        return precision(scope, m, family, numbers, rows, amplified)
     return semantics(
         scope,
         reduction,
@@ -46,6 +48,10 @@ def gate_for(
         amplified=amplified,
         family=family,
     )
+
+
+FEW = 64.0
+"""With fewer independent numbers the noise of one op may be small by luck: it is drawn again."""
 
 
 class Judged(NamedTuple):
@@ -60,16 +66,46 @@ class Judged(NamedTuple):
     shares: Mapping[str, float]
 
 
+@dataclass(slots=True)
+class _Output:
+    """One output while it is judged."""
+
+    name: str
+    dtype: np.dtype[Any]
+    metrics: Metrics
+    gate: Gate | None
+
+    def judged(self, verdict: Verdict | None) -> Judged:
+        """The verdict, with that on the op's contract."""
+        gate, m = self.gate, self.metrics
+        complaints = list(gate.complaints(m)) if gate else _unequal(m)
+        bound = None if verdict is None else max(verdict.error, verdict.gain)
+        if verdict is not None and not verdict.passed:
+            complaints.append(f"contract exceeded {bound:.3g} times at {verdict.where}")
+        shares = gate.shares(m) if gate else {}
+        return Judged(self.name, m, bound, tuple(complaints), shares)
+
+
+def _unequal(m: Metrics) -> list[str]:
+    if not (m.max_abs or m.special):
+        return []
+    return [f"off by {m.max_abs:.3g}, nothing may be rounded here"]
+
+
 class OpJudge:
     """Judges the calls of one program of one side. `calls` are the reference's, by key, on the
     layer's true inputs.
     """
 
-    def __init__(self, mode: Mode, calls: Sequence[Call], real: int, reduction: int) -> None:
+    def __init__(
+        self, mode: Mode, calls: Sequence[Call], real: int, reduction: int,
+        family: Family = Family(),  # noqa: B008 - it is frozen
+    ) -> None:  # fmt: skip
         self.mode = mode
         self._calls = {call.key: call for call in calls}
         self._real = real
         self._reduction = reduction
+        self._family = family
 
     def __call__(
         self, declared: Declared, kept: Mapping[str, np.ndarray], outputs: Sequence[np.ndarray]
@@ -83,30 +119,57 @@ class OpJudge:
         arguments = {**call.arguments, **kept}
         exact = evaluate(call.op, arguments, exact=True)
         faithful = evaluate(call.op, arguments, exact=False)
-        verdict = self._contract(call.op, arguments, outputs)
-        found, amplified = [], list[Amplified]()
-        for index, (got, right, noisy) in enumerate(zip(outputs, exact, faithful, strict=True)):
-            name = declared.key if len(outputs) == 1 else f"{declared.key}#{index}"
-            if got.shape != right.shape:
-                raise ValueError(f"{name}: shape {got.shape}, the reference has {right.shape}")
-            got, right, noisy = (self._rows(x, call, index) for x in (got, right, noisy))
-            metrics = measure(got, right, noisy)
-            gate = self._gate(metrics, got)
-            wide = self.mode == "S" or got.dtype.itemsize == 4
-            if wide and gate is not None and worth_trying(gate, metrics):
-                amplified = amplified or self._amplified(call, arguments, exact)
-                gate = self._gate(metrics, got, amplified[index])
-            complaints = list(gate.complaints(metrics)) if gate else self._equal(metrics)
-            if verdict is not None and not verdict.passed:
-                worst = max(verdict.error, verdict.gain)
-                complaints.append(f"contract exceeded {worst:.3g} times at {verdict.where}")
-            bound = None if verdict is None else max(verdict.error, verdict.gain)
-            found.append(
-                Judged(
-                    name, metrics, bound, tuple(complaints), gate.shares(metrics) if gate else {}
-                )
-            )
-        return found
+        contract = _contract(call.op, arguments)
+        verdict = contract(outputs) if contract is not None else None
+        found = [
+            self._output(declared, call, index, *three)
+            for index, three in enumerate(zip(outputs, exact, faithful, strict=True))
+        ]
+        if self._may_be_amplified(found, verdict):
+            narrow = [x.dtype for x in found if x.gate is not None and not self._is_wide(x.dtype)]
+            half_ulp = limits(narrow[0]).half_ulp if narrow else HALF_ULP32
+            for tries in TRIES:
+                of_rows, of_all = self._amplified(call, arguments, exact, tries, half_ulp)
+                for output, amplified in zip(found, of_rows, strict=True):
+                    output.gate = self._gate(output.metrics, output.dtype, amplified)
+                if contract is not None and not narrow:
+                    more = [
+                        self._more(output, amplified, contract.testing.bitwise)
+                        for output, amplified in zip(found, of_all, strict=True)
+                    ]
+                    verdict = contract(outputs, more)
+                if any(output.judged(verdict).complaints for output in found):
+                    break
+        return [output.judged(verdict) for output in found]
+
+    def _output(
+        self, declared: Declared, call: Call, index: int, got: np.ndarray, right: np.ndarray,
+        noisy: np.ndarray,
+    ) -> _Output:  # fmt: skip
+        one = len(call.outputs) == 1
+        name = declared.key if one else f"{declared.key}#{index}"
+        if got.shape != right.shape:
+            raise ValueError(f"{name}: shape {got.shape}, the reference has {right.shape}")
+        metrics = measure(*(self._rows(x, call, index) for x in (got, right, noisy)))
+        return _Output(name, got.dtype, metrics, self._gate(metrics, got.dtype))
+
+    def _may_be_amplified(self, found: Sequence[_Output], verdict: Verdict | None) -> bool:
+        """Whether something fails, and float32 roundings may be why."""
+        few = [x for x in found if x.gate is not None and not self._is_wide(x.dtype)]
+        if any(
+            x.metrics.effective < FEW and worth_trying(x.gate, x.metrics) for x in few if x.gate
+        ):
+            return True
+        wide = [x for x in found if x.gate is not None and self._is_wide(x.dtype)]
+        if any(x.gate is not None and worth_trying(x.gate, x.metrics) for x in wide):
+            return True
+        # Bits that differ are infinitely off; their gates say how much.
+        over = 0.0 if verdict is None else max(verdict.error, verdict.gain)
+        within = over < HOPELESS or over == np.inf
+        return bool(wide) and over > 1.0 and within and not any(x.metrics.special for x in wide)
+
+    def _is_wide(self, dtype: np.dtype[Any]) -> bool:
+        return self.mode == "S" or dtype.itemsize == 4
 
     def _rows(self, x: np.ndarray, call: Call, index: int) -> np.ndarray:
         """Rows of real tokens, all of an output whose rows are no tokens; of a cache, the slots but
@@ -117,39 +180,56 @@ class OpJudge:
         return x if _sorted_by_expert(call.op, index) else x[: self._real]
 
     def _amplified(
-        self, call: Call, arguments: Mapping[str, Any], exact: Sequence[np.ndarray]
-    ) -> list[Amplified]:
-        """What the op makes of errors of its inputs, by output."""
+        self,
+        call: Call,
+        arguments: Mapping[str, Any],
+        exact: Sequence[np.ndarray],
+        tries: int,
+        half_ulp: float,
+    ) -> tuple[list[Amplified], list[Amplified]]:
+        """What the op makes of errors of its inputs: of the rows of each output that are judged,
+        and of all.
+        """
 
-        def run(rng: np.random.Generator) -> list[np.ndarray]:
-            outputs = evaluate_jittered(call.op, arguments, rng)
-            return [self._rows(x, call, index) for index, x in enumerate(outputs)]
+        def both(outputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+            return [*(self._rows(x, call, i) for i, x in enumerate(outputs)), *outputs]
 
-        return amplification(run, [self._rows(x, call, i) for i, x in enumerate(exact)])
+        found = amplification(
+            lambda rng: both(evaluate_jittered(call.op, arguments, rng, half_ulp)),
+            both(exact),
+            tries,
+        )
+        return found[: len(exact)], found[len(exact) :]
 
-    def _gate(self, m: Metrics, got: np.ndarray, amplified: Amplified | None = None) -> Gate | None:
-        """None where nothing is rounded: what comes out was put in, or counted."""
-        if not m.rel_noise or got.dtype.kind in "iub":
+    def _more(self, output: _Output, amplified: Amplified, bitwise: bool) -> np.ndarray | None:
+        """What each element may be off besides its contract [...]: roundings that the op amplifies.
+
+        A contract of bits holds for inputs as they are rounded. Within a program float32 inputs
+        need not be: a product and the sum that reads it may be one operation.
+        """
+        if output.gate is None or (bitwise and output.dtype.itemsize < 4):
             return None
-        if self.mode == "P" and got.dtype.itemsize == 4:
-            return accumulated(self._reduction, amplified)
-        return gate_for(self.mode, "op", m, self._reduction, amplified=amplified)
+        elements = amplified.elements
+        chance = Family(self._family.comparisons * elements.size).spread(1, amplified.tries)
+        more: np.ndarray = chance * walk(2 if bitwise else self._reduction) * elements
+        return more
 
-    @staticmethod
-    def _equal(m: Metrics) -> list[str]:
-        return (
-            [f"off by {m.max_abs:.3g}, nothing may be rounded here"]
-            if m.max_abs or m.special
-            else []
+    def _gate(
+        self, m: Metrics, dtype: np.dtype[Any], amplified: Amplified | None = None
+    ) -> Gate | None:
+        """None where nothing is rounded: what comes out was put in, or counted."""
+        if not m.rel_noise or dtype.kind in "iub":
+            return None
+        if self.mode == "P" and dtype.itemsize == 4:
+            return accumulated(self._reduction, amplified, self._family)
+        return gate_for(
+            self.mode, "op", m, self._reduction, amplified=amplified, family=self._family
         )
 
-    def _contract(
-        self, op: str, arguments: Mapping[str, Any], outputs: Sequence[np.ndarray]
-    ) -> Any:
-        load_all()  # the bounds: an op that has none is from another package
-        if op not in TESTING:
-            return None
-        return Judge(op, dict(arguments))(outputs)
+
+def _contract(op: str, arguments: Mapping[str, Any]) -> Judge | None:
+    load_all()  # the bounds: an op that has none is from another package
+    return Judge(op, dict(arguments)) if op in TESTING else None
 
 
 def _sorted_by_expert(op: str, index: int) -> bool:

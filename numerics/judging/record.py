@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from ..errors import EQUAL, FAILED, NOT_COMPARED, NotComparable
 
-Kind = Literal["diff", "ops", "invariants", "bisect", "selftest", "check"]
-KINDS = "diff", "ops", "invariants", "bisect", "selftest", "check"
+Kind = Literal["diff", "ops", "invariants", "bisect", "selftest", "check", "rollout"]
+KINDS = "diff", "ops", "invariants", "bisect", "selftest", "check", "rollout"
 SCHEMA, VERSION = "twinfer-numerics", 1
 """The version grows when a field is renamed, removed, or means something else."""
 VERDICTS = {

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from .diff import ServedFinding
-from .gates import HALF_ULP32, Mode
-from .metrics import DEVIATIONS, TIE_FACTOR, Flip, log_softmax
+from .gates import FEWEST, HALF_ULP32, Family, Mode
+from .metrics import TIE_FACTOR, Flip, log_softmax
 
 Choose = Callable[[np.ndarray], np.ndarray]
 """The tokens [row] that the sampler takes for one position, given logits [row vocab] float32."""
@@ -65,7 +65,7 @@ def judge_row(
             margin = abs(float(exact[expected] - exact[token]))
             if not by_logits:
                 margin = _reach(margin, exact, faithful, token, noise, choose)
-            flip = Flip(0, token, expected, margin, noise)
+            flip = Flip(0, token, expected, margin, noise, Family().reach)
     return Row(place, errors, noise, flip, problem)
 
 
@@ -80,15 +80,19 @@ def _reach(
     tries = np.concatenate([faithful[None], 2.0 * exact[None] - faithful[None], noisy])
     if token in choose(tries.astype(np.float32)).tolist():
         return min(margin, noise)
-    return max(margin, 2.0 * TIE_FACTOR * noise)
+    return max(margin, 2.0 * Family().reach * noise)
 
 
 POOLED = {"S": 3.0, "P": 1.15}
-"""Allowed error of all log-probabilities together over their noise, besides what is left to chance:
+"""Allowed error of all log-probabilities together over their noise, times what is left to chance:
 in float32 the order of sums is open, and the faithful reference has only one order.
 """
-OF_ROW = {"S": 8.0, "P": TIE_FACTOR}
-"""The same of one position."""
+RUNS = 8
+"""Limits of this kind in a run of two sides, two modes and two ways to serve."""
+OF_ROW = {"S": 2.0, "P": 1.0}
+"""The same of one position, in units of what chance leaves to one number among so many: the
+log-probabilities of a position share their errors.
+"""
 
 
 BEHIND = "behind the layers: the row that is sampled, the final norm, the head, or the sampler"
@@ -109,8 +113,9 @@ def judge_rows(
     if measured:
         effective = float(power.sum() ** 2 / (power**2).sum()) if power.any() else 1.0
         sigma = float(np.sqrt(error.sum() / power.sum())) if power.any() else 0.0
-        limit = POOLED[mode] + DEVIATIONS / effective**0.5
-        shares = np.sqrt(error / np.maximum(power, power.mean())) / OF_ROW[mode]
+        limit = POOLED[mode] * Family(RUNS).spread(max(effective, FEWEST))
+        allowed = OF_ROW[mode] * Family(len(measured)).deviations
+        shares = np.sqrt(error / np.maximum(power, power.mean())) / allowed
         worst, place = float(np.nan_to_num(shares, nan=np.inf).max()), ""
         place = measured[int(np.nan_to_num(shares, nan=np.inf).argmax())].place
         if not sigma <= limit:

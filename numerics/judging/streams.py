@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .gates import HALF_ULP32, Mode
+from .gates import HALF_ULP32, Family, Mode
 from .metrics import DEVIATIONS
 from .served import OF_ROW, POOLED
 
@@ -47,9 +47,12 @@ class StreamErrors:
         self.error, self.noise = np.full(size, np.nan), np.full(size, np.nan)
 
     def look(
-        self, layer: int, tokens: np.ndarray, got: np.ndarray, exact: np.ndarray, noisy: np.ndarray
-    ) -> None:
-        """Compare streams [tok dim] float64 before layer `layer`, those of `tokens` [tok]."""
+        self, layer: int, tokens: np.ndarray, got: np.ndarray, exact: np.ndarray, noisy: np.ndarray,
+        drawn: np.ndarray | float = 0.0,
+    ) -> None:  # fmt: skip
+        """Compare streams [tok dim] float64 before layer `layer`, those of `tokens` [tok]. `drawn`
+        [tok] is the mean square of other draws of the noise, which counts where it is more.
+        """
         # No number in float32 is nearer than half a unit; the stream is two of them.
         unit = (2.0 * HALF_ULP32) ** 2 * np.mean(exact**2, 1)
         error = np.mean((got - exact) ** 2, 1)
@@ -58,7 +61,14 @@ class StreamErrors:
             # finite gives no token, which is found there.
             error = np.where(np.isnan(got).all(1), 0.0, error)
         self.error[layer, tokens] = np.where(np.isfinite(error), error, np.inf)
-        self.noise[layer, tokens] = np.mean((noisy - exact) ** 2, 1) + unit
+        self.noise[layer, tokens] = np.maximum(np.mean((noisy - exact) ** 2, 1), drawn) + unit
+
+    def over(self, layer: int, tokens: np.ndarray, mode: Mode) -> float:
+        """The largest share that one of `tokens` takes of what it is allowed behind a layer."""
+        allowed = OF_ROW[mode] * Family(self.error.size).deviations
+        noise = self.noise[layer, tokens]
+        shares = np.sqrt(self.error[layer, tokens] / np.maximum(noise, noise.mean()))
+        return float(shares.max(initial=0.0)) / allowed
 
     @property
     def missing(self) -> int:
@@ -94,13 +104,14 @@ def judge_streams(errors: StreamErrors, mode: Mode) -> StreamVerdict:
         limit = POOLED[mode] + DEVIATIONS / effective**0.5
         shares = np.zeros(len(error))
         shares[compared] = np.sqrt(error[compared] / np.maximum(power, power.mean()))
-        wrong = np.flatnonzero(shares > OF_ROW[mode])
+        allowed = OF_ROW[mode] * Family(errors.error.size).deviations
+        wrong = np.flatnonzero(shares > allowed)
         where = "the embedding" if layer == 0 else f"layer.{layer - 1}"
         if len(wrong):
             token = wrong[0]
             first = (
                 f"{where}, in {errors.tokens[token]}: {shares[token]:.3g} of its noise, allowed is "
-                f"{OF_ROW[mode]:.3g}; {len(wrong)} of {len(error)} tokens"
+                f"{allowed:.3g}; {len(wrong)} of {len(error)} tokens"
             )
         elif not sigma <= limit:
             first = f"{where}, over all tokens: sigma {sigma:.3g} > {limit:.3g}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, Literal
 
 import numpy as np
@@ -53,7 +54,8 @@ class Relation:
     reason: str
     run: Callable[[Lab], tuple[Rows, Rows]]
     refuses: Callable[[Lab], str] = lambda lab: ""
-    costly: bool = False
+    costly: tuple[str, ...] = ()
+    """The backends that take it on a CPU only where it is named."""
 
 
 @dataclass(slots=True)
@@ -270,13 +272,15 @@ def _compiles(lab: Lab) -> str:
 
 
 def _shards_here(lab: Lab) -> str:
-    if lab.target.backend != "jax":
-        return _jax_only(lab)
+    if lab.target.backend not in ("jax", "torch"):
+        return "it runs on one device"
     if lab.target.options.get("row_invariant"):
         return "row_invariant runs on one device"
-    import jax
-
-    return "" if jax.device_count() > 1 else "there is one device only"
+    if lab.target.backend == "torch" and lab.bench.worker.device.platform == "cpu":
+        return ""
+    of_framework = {"jax": "jax", "torch": "torch.cuda"}[lab.target.backend]
+    several = import_module(of_framework).device_count() > 1
+    return "" if several else "there is one device only"
 
 
 def _graphs_here(lab: Lab) -> str:
@@ -315,14 +319,14 @@ RELATIONS = {
         Relation("scan", "layers in a loop or unrolled", "rounding", "XLA fuses it otherwise",
         _scan, _jax_only),
         Relation("tensor-parallel", "1 shard or 2", "rounding", "partial sums are added up",
-        _shards, _shards_here),
+        _shards, _shards_here, costly=("torch",)),
         Relation("traced", "eager or traced", "bitwise", "the same kernels", _level("traced"),
         _torch_only),
         Relation(
             "compiled", "eager or compiled by Inductor", "rounding", "fused kernels sum in "
                                                                      "another "
                                                                      "order",
-            _level("compiled"), _compiles, costly=True,
+            _level("compiled"), _compiles, costly=("torch",),
         ),
         Relation(
             "graphs", "eager or compiled and replayed as CUDA graphs", "rounding", "fused kernels "
@@ -563,7 +567,8 @@ def _chosen(names: Sequence[str], lab: Lab, report: InvariantsReport) -> Iterato
         if names and relation.name not in names:
             continue
         why = relation.refuses(lab)
-        if not why and relation.costly and not names and platform == "cpu":
+        costly = lab.target.backend in relation.costly and platform == "cpu"
+        if not why and costly and not names:
             why = "takes minutes on a CPU; name it to have it"
         if not why:
             yield relation

@@ -12,29 +12,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from ...ops.testing import limits
 from ...shared.models import decoder
 from ...shared.step import StepInput
 from ..errors import NotComparable
-from ..judging.amplification import amplification, worth_trying
+from ..judging.amplification import TRIES, amplification, worth_trying
 from ..judging.diff import Diff, Finding, pooled_problems
 from ..judging.gates import Amplified, Family, Gate, Mode
 from ..judging.logits_metrics import compare_logits
 from ..judging.metrics import Metrics, measure
-from ..judging.outputs import OpJudge, gate_for
+from ..judging.outputs import FEW, OpJudge, gate_for
 from ..judging.power import power
 from ..judging.weights import check_weights
 from ..sides.environment import describe
-from ..sides.jitter import Jitter
+from ..sides.jitter import HALF_ULP32, Jitter
+from ..sides.jittered_run import run_whole
 from ..sides.passes import run_stepwise
 from ..sides.reference import Reference, State, cache_shapes, sources_of, storage_dtype, total
 from ..sides.runners import Fault, Program, Runner, create_runner, plan_of
 from ..sides.steps import pages_of, place, real_tokens
 from ..sides.subject import HostWeights, Subject, Target
-from ..sides.taps import Declared
+from ..sides.taps import Declared, Tracer
 from ..sides.tracing import declare_programs, traced
 from .exact import ExactComparison
 
@@ -42,6 +45,10 @@ OUTSIDE = "embed", "finish", "head"
 """Programs that are not layers."""
 LIMITS = 5
 """Of a tensor, on average: mode S has two, mode P four for an op and three for a run."""
+AMPLIFIED = 4.0
+"""So many times the power that layers make of noise by themselves: what is carried through a stream
+adds up to about once.
+"""
 Progress = Callable[[str], None]
 Streams = dict[bool, tuple[np.ndarray, np.ndarray]]
 """hidden and residual of the exact reference (True) and of the faithful one."""
@@ -88,6 +95,10 @@ class Comparison:
         # is no rounding that both make, and mode P is mode S.
         self.gates: Mode = "S" if subject.dtype == "float32" else mode
         self.family = Family()
+        self._half_ulp = HALF_ULP32 if self.gates == "S" else limits(self.dtype).half_ulp
+        self._run_amplified: tuple[tuple[int, int], list[Amplified]] = (-1, 0), []
+        self._numbers = float("inf")
+        self._made: dict[int, float] = {}
         self._noise: dict[tuple[str, int], tuple[float, float]] = {}
 
     # --- weights
@@ -137,6 +148,7 @@ class Comparison:
         # Slots that nobody wrote hold NaN: whoever reads one shows it.
         start = self.start(cache_shapes(self.model, pages, self.subject.page_size))
         self._kv = [{True: x.astype(np.float64), False: x} for x in start]
+        self._steps, self._start = steps, start
         for side in self.sides:
             side.runner.allocate(pages)
             side.kv = [side.runner.upload(x) for x in start]
@@ -162,6 +174,7 @@ class Comparison:
             side.runner.begin(step)
         self._declared = declared
         self.family = Family(self.steps * self._comparisons(declared))
+        self._numbers, self._made = float(self.real * self.model.hidden_size), {}
         _, self._kv = run_stepwise(self._embed, self._layer, self._end, self._kv, self.sources)
 
     def _declare(self) -> dict[str, dict[Program, tuple[Declared, ...]]]:
@@ -218,7 +231,7 @@ class Comparison:
                 output = total(tuple(runner.download(x) for x in out[:2]))
                 self._find(
                     side, "layer", index, "output", output, expected, noisy,
-                    lambda: self._amplified(index, weights, inputs, expected),
+                    lambda tries: self._amplified(index, weights, inputs, expected, tries),
                 )  # fmt: skip
             (side.hidden, side.residual, side.kv[source]), _ = runner.layer(
                 index, side.hidden, side.residual, side.kv[source]
@@ -230,17 +243,40 @@ class Comparison:
         return after, written
 
     def _amplified(
-        self, index: int, weights: Mapping[str, np.ndarray], inputs: State, expected: np.ndarray
-    ) -> Amplified:
+        self, index: int, weights: Mapping[str, np.ndarray], inputs: State, expected: np.ndarray,
+        tries: int,
+    ) -> Amplified:  # fmt: skip
         """What a layer makes of errors of its ops' inputs."""
 
         def run(rng: np.random.Generator) -> list[np.ndarray]:
-            reference = Reference(self.model, self._tables, exact=True, tracer=Jitter(rng))
+            jitter = Jitter(rng, self._half_ulp)
+            reference = Reference(self.model, self._tables, exact=True, tracer=jitter)
             reference.begin(self.step)
             reference.embed(self.weights.top())  # for layers that have inputs of their own
             return [total(reference.layer(index, weights, inputs))[: self.real]]
 
-        return amplification(run, [expected[: self.real]])[0]
+        return amplification(run, [expected[: self.real]], tries)[0]
+
+    def _carried(self, layer: int, tries: int) -> Amplified:
+        """What the run so far makes of errors of its ops' inputs, behind a layer; -1: logits."""
+        key = self.number, tries
+        if self._run_amplified[0] != key:
+            given = self.model, self._tables, self.weights, self._start
+            steps = self._steps[: self.number + 1]
+
+            def run(tracer: Tracer | None) -> list[np.ndarray]:
+                return [x[: self.real] for x in run_whole(*given, steps, tracer)]
+
+            found = amplification(lambda rng: run(Jitter(rng, self._half_ulp)), run(None), tries)
+            self._run_amplified = key, found
+        return self._run_amplified[1][layer]
+
+    def _is_wrong_before(self, side: str) -> bool:
+        """Whether an op or a layer of a side failed, which explains what is carried on."""
+        return any(
+            f.side == side and not f.passed and f.scope in ("op", "layer")
+            for f in self.diff.findings
+        )
 
     def _end(self, streams: Streams) -> None:
         top = self.weights.top()
@@ -283,7 +319,7 @@ class Comparison:
                     self.step,
                     self.mode,
                     family=self.family,
-                    numbers=real * self.model.hidden_size,
+                    numbers=self._numbers,
                 )
             )
 
@@ -291,7 +327,7 @@ class Comparison:
     # ----------------------------------------------------------------------------------------------
 
     def _ops(self, side: _Side, program: Program, layer: int, calls: Any, taps: Any) -> None:
-        judge = OpJudge(self.gates, calls, self.real, self.reduction)
+        judge = OpJudge(self.gates, calls, self.real, self.reduction, self.family)
         plan = plan_of(side.runner.plans, self.step.descriptor.kind, program)
         for declared, tap in zip(self._declared[side.name][program], taps, strict=True):
             if tap is None:
@@ -316,13 +352,20 @@ class Comparison:
 
     def _find(
         self, side: _Side, scope: Any, layer: int, tap: str, got: Any, right: Any, noisy: Any,
-        amplified: Callable[[], Amplified] | None = None,
+        amplified: Callable[[int], Amplified] | None = None,
     ) -> None:  # fmt: skip
         got, right, noisy = (x[: self.real] for x in (got, right, noisy))
         metrics = measure(got, right, noisy)
         gate = self.gate(scope, layer, metrics)
-        if self.gates == "S" and amplified is not None and worth_trying(gate, metrics):
-            gate = self.gate(scope, layer, metrics, amplified())
+        if amplified is None and not self._is_wrong_before(side.name):
+            amplified = partial(self._carried, layer)
+        few = scope != "layer" or metrics.effective < FEW
+        tried = self.gates == "S" or few
+        if tried and amplified is not None and worth_trying(gate, metrics):
+            for tries in TRIES:
+                gate = self.gate(scope, layer, metrics, amplified(tries))
+                if list(gate.complaints(metrics)):
+                    break
         self.diff.findings.append(
             Finding(
                 side.name,
@@ -354,10 +397,22 @@ class Comparison:
             self.model.num_layers,
             family=self.family,
             noise=(noise / right) ** 0.5 if right else 0.0,
-            # Logits are made of a hidden state each.
-            numbers=self.real * self.model.hidden_size,
+            numbers=self._independent(scope, layer, m),
+            rows=self.real,
             amplified=amplified,
         )
+
+    def _independent(self, scope: Any, layer: int, m: Metrics) -> float:
+        """Independent numbers that a run's noise has by now, at most: logits are made of a hidden
+        state each. Noise that is more than what the layers made of it was amplified, as by sharp
+        attention: a row of it moves as one, from there on.
+        """
+        if scope == "layer":
+            self._made[layer] = m.noise_power
+        all_judged = scope == "inherited" and len(self._made) == layer + 1
+        if all_judged and m.noise_power > AMPLIFIED * sum(self._made.values()):
+            self._numbers = min(self._numbers, max(m.effective, 1.0))
+        return self._numbers
 
 
 def compare_model(

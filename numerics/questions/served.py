@@ -29,8 +29,9 @@ from ...shared.models import decoder
 from ...shared.request import FinishReason
 from ...shared.sampling_encoding import encode_bias, encode_processors, encode_sampling
 from ...shared.sampling_params import SamplingParams
+from ..judging.amplification import HOPELESS, TRIES
 from ..judging.diff import Diff
-from ..judging.gates import MODES, Mode, semantics
+from ..judging.gates import MODES, Mode, semantics, walk
 from ..judging.metrics import measure
 from ..judging.served import Choose, Row, judge_row, judge_rows
 from ..judging.streams import StreamErrors, TokenOfPass, judge_streams
@@ -288,11 +289,19 @@ class _Passes:
         pairs = [(row, number) for row, at in enumerate(places) for number in self._at.get(at, ())]
         self._rows, self._numbers = np.asarray(pairs, np.int64).reshape(-1, 2).T
 
-    def look(self, layer: int, exact: np.ndarray, noisy: np.ndarray) -> None:
-        """Compare with the references' streams [row dim] before layer `layer`."""
+    def look(
+        self, layer: int, exact: np.ndarray, noisy: np.ndarray, mode: Mode,
+        drawn: Callable[[], np.ndarray],
+    ) -> None:  # fmt: skip
+        """Compare with the references' streams [row dim] before layer `layer`. `drawn` gives the
+        mean squares [row] of other draws of the noise.
+        """
         if len(self._rows):
             got = self._streams[layer][:, self._numbers].astype(np.float64).sum(0)
-            self.errors.look(layer, self._numbers, got, exact[self._rows], noisy[self._rows])
+            given = layer, self._numbers, got, exact[self._rows], noisy[self._rows]
+            self.errors.look(*given)
+            if layer and 1.0 < self.errors.over(layer, self._numbers, mode) < HOPELESS:
+                self.errors.look(*given, drawn()[self._rows])
 
 
 class _Positions(Comparison):
@@ -361,7 +370,14 @@ class _Positions(Comparison):
     def _look(self, layer: int, streams: Streams) -> None:
         exact, noisy = (total(streams[which]) for which in (True, False))
         for passes in self._passes.values():
-            passes.look(layer, exact, noisy)
+            passes.look(layer, exact, noisy, self.mode, partial(self._drawn, layer))
+
+    def _drawn(self, layer: int) -> np.ndarray:
+        """Mean squares [row] of what roundings of this dtype make of the streams before a layer."""
+        found = self._carried(layer - 1, TRIES[0])
+        times = walk(self.reduction) if self.gates == "S" else 1.0
+        out: np.ndarray = np.mean((times * found.elements) ** 2, 1)
+        return out
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         vocab = self.model.vocab_size

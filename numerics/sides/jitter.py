@@ -1,7 +1,8 @@
 """The exact reference with inputs that are a little off: what shows how much an op amplifies.
 
 Every op that is called, those inside of a composition too, gets floating inputs of which each
-element is off by a uniform relative error of at most half a float32 ulp, 2^-24.
+element is off by a uniform relative error of at most half a unit in the last place, of float32
+(2^-24) if nothing else is said.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ HALF_ULP32 = 2.0**-24
 class Jitter(Tracer):
     """Gives every op such inputs. Give it to a Reference as its tracer."""
 
-    def __init__(self, rng: np.random.Generator) -> None:
+    def __init__(self, rng: np.random.Generator, half_ulp: float = HALF_ULP32) -> None:
         super().__init__()
-        self._rng = rng
+        self._rng, self._half_ulp = rng, half_ulp
 
     def wrap(self, op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
         """The op with such inputs."""
@@ -38,14 +39,14 @@ class Jitter(Tracer):
     def _off(self, x: Any) -> Any:
         if not isinstance(x, np.ndarray) or x.dtype.kind != "f":
             return x
-        return x.astype(np.float64) * (1.0 + HALF_ULP32 * self._rng.uniform(-1.0, 1.0, x.shape))
+        return x.astype(np.float64) * (1.0 + self._half_ulp * self._rng.uniform(-1.0, 1.0, x.shape))
 
 
 def evaluate_jittered(
-    op: str, arguments: Mapping[str, Any], rng: np.random.Generator
+    op: str, arguments: Mapping[str, Any], rng: np.random.Generator, half_ulp: float = HALF_ULP32
 ) -> tuple[np.ndarray, ...]:
     """One op, as `evaluate` does exactly, with such inputs."""
     given = widened(REGISTRY[op], dict(arguments))
     with np.errstate(all="ignore"):
-        out = getattr(bound(True, Jitter(rng)), op)(**given)
+        out = getattr(bound(True, Jitter(rng, half_ulp)), op)(**given)
     return out if isinstance(out, tuple) else (out,)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...ops import REGISTRY, Op, resolve
+from ...ops import REGISTRY, Op, Plan, resolve
 from ...ops.namespaces import namespace
 from ...ops.reference.paged import check_reach, oldest_seen
 from ...ops.testing import widened
@@ -165,7 +165,12 @@ def bound(exact: bool, tracer: Tracer | None = None) -> Any:
             function = faithful_attention
         return tracer.wrap(op, function) if tracer is not None else function
 
-    return resolve("numpy", enable=("none",)).bind(wrap)
+    return _plan().bind(wrap)
+
+
+@cache
+def _plan() -> Plan:
+    return resolve("numpy", enable=("none",))
 
 
 @cache

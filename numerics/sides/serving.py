@@ -138,16 +138,17 @@ class _Noted:
 
 def serve(
     subject: Subject, target: Target, asks: Sequence[Ask], *, tight: bool = False,
-    inspect: Callable[[Engine], None] = lambda engine: None,
+    inspect: Callable[[Engine], None] = lambda engine: None, streams: bool = True,
     progress: Progress = lambda text: None, **options: Any,
 ) -> Served:  # fmt: skip
     """Serve `asks` by an engine of `target`, with the engine options `options`. `inspect` gets the
     engine before it serves.
 
-    `tight`: with a cache that holds about half of the requests that run at once, so that some are
-    preempted. Raises ConfigError, ModelError, BackendUnavailable, RequestError.
+    `streams`: its programs give what they pass from layer to layer. `tight`: with a cache that
+    holds about half of the requests that run at once, so that some are preempted. Raises
+    ConfigError, ModelError, BackendUnavailable, RequestError.
     """
-    with _engine(subject, target, asks, tight, options) as engine:
+    with _engine(subject, target, asks, tight, streams, options) as engine:
         inspect(engine)
         watched: Any = _Watched(engine)
         engine.worker = watched
@@ -174,8 +175,9 @@ def serve(
 
 @contextmanager
 def _engine(
-    subject: Subject, target: Target, asks: Sequence[Ask], tight: bool, options: dict[str, Any]
-) -> Iterator[Engine]:
+    subject: Subject, target: Target, asks: Sequence[Ask], tight: bool, streams: bool,
+    options: dict[str, Any],
+) -> Iterator[Engine]:  # fmt: skip
     most = max(subject.tokens, subject.max_num_seqs)
     sizes: dict[str, Any] = {}
     if target.backend == "jax":
@@ -197,7 +199,7 @@ def _engine(
     room = max(held[0] + 2, sum(held) // 2) if tight else 2 * sum(held)
     engine = Engine(
         EngineConfig(**values | {"num_pages": room}), subject.model, subject.folder, silent,
-        Demand(streams=True),
+        Demand(streams=streams),
     )  # fmt: skip
     try:
         yield engine

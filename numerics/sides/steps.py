@@ -56,6 +56,15 @@ def default_prompts(
     return [rng.integers(0, subject.model.vocab_size, n).astype(np.int32) for n in lengths]
 
 
+def read_text(path: str, subject: Subject) -> np.ndarray:
+    """The tokens [tok] int32 of a text file. Raises ConfigError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"text: cannot read {path}: {error}") from error
+    return np.asarray(encode(text, subject), np.int32)
+
+
 def read_prompts(path: str, subject: Subject) -> list[np.ndarray]:
     """Prompts from a file of JSON lines: {"token_ids": [...]} or {"prompt": "text"}. Raises
     ConfigError.

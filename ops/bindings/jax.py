@@ -12,12 +12,26 @@ from typing import Any
 import jax
 
 from ..declare import REGISTRY, Op
-from ..plan import Plan
+from ..namespaces.jax_ import taken
+from ..plan import COMPOSITION, Choice, Plan
 
 
 def bind(plan: Plan) -> Any:
     """A namespace of the plan's ops for JAX programs."""
-    return plan.bind(named_jit)
+    return plan.bind(lambda op, function: named_jit(op, taking(plan[op.name], function)))
+
+
+def taking(choice: Choice, function: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs a choice, for arguments that may be `InStack`: taken out of their stack unless it
+    reads them there, or hands them on to ops that do.
+    """
+    if choice.provider == COMPOSITION or choice.implementation.stacked:
+        return function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(taken, args), **{name: taken(x) for name, x in kwargs.items()})
+
+    return call
 
 
 def named_jit(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:

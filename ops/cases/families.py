@@ -553,6 +553,17 @@ def _linear_form(reference: Function, names: tuple[str, str, str], *shards: int)
     )
 
 
+judged(
+    "all_reduce",
+    lambda dtype: {"one shard": {"x": rows(45, dtype, 7, 96, scale=1.0)}},
+    {
+        "summed twice": lambda xp, x: x + x,
+        "tail skipped": lambda xp, x: without_tail(x),
+        "row lost": lambda xp, x: np.where(np.arange(len(x))[:, None] == 3, 0 * x, x),
+    },
+    bitwise=True,
+    rows=("x",),
+)
 _linear_form(parallel.column_linear, ("x", "weight_shard", "bias_shard"))
 _linear_form(parallel.row_linear, ("x_shard", "weight_shard", "bias"), 0, 1)
 _linear_form(parallel.replicated_linear, ("x", "weight", "bias"))

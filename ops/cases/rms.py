@@ -253,17 +253,15 @@ FUSED_FAULTS = (
     *("norm returned twice", "residual twice"),
 )
 
-judged_by(
-    "fused_add_rms_norm",
-    Testing(
-        _fused_cases,
-        rows=("x", "residual"),
-        mutants={
-            fault: partial(_wrong_fused, fault=fault) for fault in (*FUSED_FAULTS, *NORM_FAULTS)
-        },
-        truth=partial(_wrong_fused, fault=""),
-    ),
+FUSED = Testing(
+    _fused_cases,
+    rows=("x", "residual"),
+    mutants={fault: partial(_wrong_fused, fault=fault) for fault in (*FUSED_FAULTS, *NORM_FAULTS)},
+    truth=partial(_wrong_fused, fault=""),
 )
+# Over one shard the sum is what it is of.
+for _op in ("fused_add_rms_norm", "reduce_add_rms_norm"):
+    judged_by(_op, FUSED)
 
 
 # --- wide_qk_norm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,6 +49,53 @@ class OneOf(NamedTuple):
 
     matrices: tuple[jax.Array, ...]
     index: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class InStack:
+    """One array of a stack [n, ...] of them, known by its index on the device.
+
+    A loop over layers that hands a slice of stacked weights to a kernel copies it first. A kernel
+    that is `stacked` reads it where it lies.
+    """
+
+    stack: jax.Array
+    index: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the one array."""
+        return self.stack.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        """Of the one array."""
+        return self.stack.ndim - 1
+
+    @property
+    def dtype(self) -> Any:
+        """Of all."""
+        return self.stack.dtype
+
+    def reshape(self, *shape: int) -> InStack:
+        """With all arrays reshaped."""
+        return InStack(self.stack.reshape(self.stack.shape[0], *shape), self.index)
+
+    def taken(self) -> jax.Array:
+        """The array itself."""
+        found: jax.Array = jax.lax.dynamic_index_in_dim(self.stack, self.index, 0, keepdims=False)
+        return found
+
+
+def in_stack(x: jax.Array | InStack) -> tuple[jax.Array, jax.Array | int]:
+    """(stack, index) of an array, which may be alone."""
+    return (x.stack, x.index) if isinstance(x, InStack) else (x[None], 0)
+
+
+def taken(x: Any) -> Any:
+    """An argument that may be one of a stack, by itself."""
+    return x.taken() if isinstance(x, InStack) else x
 
 
 def _product(x: jax.Array, w: jax.Array | OneOf) -> jax.Array:

@@ -223,6 +223,7 @@ def moe_unpermute(xp: Any, rows: Array, place: Array, weights: Array) -> Array:
     shapes="x [tok dim], weights [tok k], experts [tok k], gate_up [expert 2*inter dim], "
     "down [expert dim inter] -> [tok dim] x",
     level="coarse",
+    shards=("expert",),
     composition=(
         "moe_permute",
         "grouped_matmul",

@@ -1,4 +1,5 @@
-"""What one shard of a tensor-parallel layer computes; reductions and gathers belong to the backend.
+"""What one shard of a tensor-parallel layer computes, and the sum over shards. What is gathered
+belongs to the backend.
 
 The shard's place is a static int. Column-parallel and replicated projections are `linear` under
 another name: they are declared as compositions of it, so that they exist in plans and recordings
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..declare import DOT, Array, Contract, define
+from .dense import FUSED_ADD
 
 PARTIAL = Contract(
     rounds="once a shard: the partial sum to the storage dtype, before the backend's reduction",
@@ -35,6 +37,40 @@ def vocab_parallel_embedding(xp: Any, ids: Array, table_shard: Array, start: int
     inside = (ids >= start) & (ids < start + table_shard.shape[0])
     rows = xp.take(table_shard, xp.where(inside, ids - start, 0), axis=0)
     return xp.where(inside[:, None], rows, xp.zeros_like(rows))
+
+
+@define(
+    shapes="x [tok dim] -> [tok dim] x",
+    shards=(),
+    activations=("x",),
+    native="per framework",
+    contract=Contract(
+        rounds="once, at the output; a library's sum may round once a shard",
+        accumulate="float32, in the order of the ranks; the same bits on all of them",
+        nan="copied",
+    ),
+)
+def all_reduce(xp: Any, x: Array) -> Array:
+    """The sum of x [tok dim] over the shards of a layer: here, of one shard."""
+    return x
+
+
+@define(
+    shapes="x [tok dim], residual [tok dim], weight [dim] -> [tok dim] x, [tok dim] x",
+    shards=(),
+    level="coarse",
+    activations=("x", "residual"),
+    composition=("all_reduce", "fused_add_rms_norm"),
+    contract=FUSED_ADD,
+)
+def reduce_add_rms_norm(
+    ops: Any, x: Array, residual: Array, weight: Array, eps: float
+) -> tuple[Array, Array]:
+    """(rms_norm(s), s) with s = residual + the sum of x [tok dim] over the shards, where
+    row-parallel products give parts of sums.
+    """
+    both: tuple[Array, Array] = ops.fused_add_rms_norm(ops.all_reduce(x), residual, weight, eps)
+    return both
 
 
 @define(

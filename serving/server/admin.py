@@ -13,13 +13,13 @@ from starlette.responses import Response
 
 from ... import __version__
 from .answers import encode, error_body, error_of
-from .engine import EngineProcess
+from .replicas import Engines
 
 
 class Admin:
     """The routes over one engine. `drain()` has the server go down as a first signal does."""
 
-    def __init__(self, engine: EngineProcess, drain: Callable[[], None]) -> None:
+    def __init__(self, engine: Engines, drain: Callable[[], None]) -> None:
         self._engine = engine
         self._drain = drain
 
@@ -47,7 +47,7 @@ class Admin:
         return _json(200, {"version": __version__, "options": ready.options, "model": ready.model})
 
 
-def build_admin(engine: EngineProcess, drain: Callable[[], None]) -> FastAPI:
+def build_admin(engine: Engines, drain: Callable[[], None]) -> FastAPI:
     """The ASGI application."""
     admin = Admin(engine, drain)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)

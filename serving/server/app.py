@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ... import __version__
-from ...shared.chat import render_chat
+from ...shared.chat import MAX_OUTPUT, render_chat
 from ...shared.errors import ModelNotFound, RequestError
 from ...shared.models.fields import show
 from ...shared.sampling_params import SamplingParams
@@ -45,18 +44,20 @@ from .answers import (
     reasoning_tokens,
 )
 from .doors import Doors, TooLarge, too_large
-from .engine import EngineProcess
 from .fields import (
     FORM,
+    LONG_BODY,
+    MAX_COMPLETIONS,
     ChatRequest,
     CompletionRequest,
     Generation,
-    check_depth,
     read_fields,
+    read_json,
     renamed,
 )
-from .live import Live, wait_for_all, wait_for_news
+from .live import Live, News, wait_for_all, wait_for_news
 from .metrics import Metrics
+from .replicas import Engines
 from .responses import NAMES, ResponsesRequest, named_here
 from .streams import ClientGone, EventStream, Recurring, while_there
 
@@ -100,7 +101,7 @@ class Settings:
 class Server:
     """The routes over one engine."""
 
-    def __init__(self, settings: Settings, engine: EngineProcess, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, engine: Engines, metrics: Metrics) -> None:
         self._settings = settings
         self._engine = engine
         self._metrics = metrics
@@ -165,8 +166,9 @@ class Server:
         if not isinstance(body, dict):
             raise RequestError("body", "must be a JSON object")
         if "messages" in body:
-            chat = read_fields(ChatRequest, body)
-            _, ids = await asyncio.to_thread(self._render, chat)
+            chat: ChatRequest = read_fields(ChatRequest, body)
+            self._accept(chat)
+            _, ids = await asyncio.to_thread(self._render, chat, None)
         else:
             text = body.get("prompt")
             if not isinstance(text, str):
@@ -174,7 +176,7 @@ class Server:
             special = body.get("add_special_tokens", True)
             if not isinstance(special, bool):
                 raise RequestError("add_special_tokens", f"got {show(special)}, must be a boolean")
-            ids = await self._encode(text, special)
+            ids = await self._encode(text, special, None)
         ready = self._engine.ready
         length = ready.model["max_model_len"] if ready else None
         return _json(200, {"count": len(ids), "max_model_len": length, "tokens": ids})
@@ -192,14 +194,32 @@ class Server:
                 raise RequestError("tokens", f"has {show(token)}, allowed is 0 to {most}")
         return _json(200, {"prompt": await asyncio.to_thread(tokenizer.decode, tokens)})
 
-    async def _encode(self, text: str, special: bool = True) -> list[int]:
+    async def _encode(self, text: str, special: bool, most: int | None) -> list[int]:
         tokenizer = need_tokenizer(self._settings.tokenizer, "text")
         if len(text) < LONG:
             return tokenizer.encode(text, special)
-        return await asyncio.to_thread(tokenizer.encode, text, special)
+        if len(text) > MAX_OUTPUT:
+            raise RequestError("prompt", f"has more than {MAX_OUTPUT} characters")
+        return await asyncio.to_thread(tokenizer.encode, text, special, most)
 
-    def _render(self, chat: ChatRequest) -> tuple[str, list[int]]:
-        """The prompt of a conversation, as text and as tokens. Raises RequestError."""
+    @property
+    def _room(self) -> int | None:
+        """Tokens of a prompt and its completion; None before the engine has said so."""
+        ready = self._engine.ready
+        if ready is None:
+            return None
+        model = ready.model
+        return int(min(model["max_model_len"], model["page_size"] * model["num_pages"]))
+
+    @property
+    def _longest(self) -> int | None:
+        """Tokens of the longest prompt: one more has to fit."""
+        return None if self._room is None else self._room - 1
+
+    def _render(self, chat: ChatRequest, most: int | None) -> tuple[str, list[int]]:
+        """The prompt of a conversation, as text and as tokens. Raises RequestError; for more than
+        `most` tokens before there is a list of them.
+        """
         tokenizer = need_tokenizer(self._settings.tokenizer, "chat")
         continues = bool(chat.continue_final_message)
         generates = chat.add_generation_prompt
@@ -211,7 +231,10 @@ class Server:
             add_generation_prompt=not continues if generates is None else generates,
             continue_final_message=continues,
         )
-        return text, tokenizer.encode(text, add_special_tokens=False)
+        try:
+            return text, tokenizer.encode(text, False, most)
+        except RequestError as error:
+            raise renamed(error, {"prompt": "messages"}) from None
 
     # -- generation
 
@@ -235,7 +258,7 @@ class Server:
                 lambda place, live, news: answer.pieces(news),
                 lambda: answer.usage(live),
             )
-            return await self._stream([live], pieces)
+            return await self._stream(request, [live], pieces)
         await self._whole(request, [live])
         return _json(200, answer.whole(live))
 
@@ -245,7 +268,7 @@ class Server:
         """Sends a chat to the engine; with what makes a parser for each of its completions."""
         self._accept(chat)
         self._engine.admit(0, 0)
-        text, ids = await asyncio.to_thread(self._render, chat)
+        text, ids = await asyncio.to_thread(self._render, chat, self._longest)
         params = self._params(chat, len(ids), whole_context=True)
         if (bound := self._bound(chat, params, text[-TAIL:])) is not None:
             try:
@@ -300,7 +323,11 @@ class Server:
         parser = new_parser()
 
         def take() -> list[dict[str, Any]]:
-            return [out for news in live.news() for out in events.take(read_news(parser, news))]
+            return [
+                out
+                for news in live.news()
+                for out in events.take(read_news(parser, news), self._scores(chat, news))
+            ]
 
         def used() -> Usage:
             output = live.outputs[0]
@@ -309,10 +336,25 @@ class Server:
             return Usage(len(live.prompt_ids), count, live.num_cached_tokens, thought)
 
         if body.stream:
-            return await self._stream([live], _response_stream(live, events, take, used))
+            return await self._stream(request, [live], _response_stream(live, events, take, used))
         await self._whole(request, [live])
         take()
         return _json(200, events.response(used()))
+
+    def _scores(self, chat: ChatRequest, news: News) -> list[dict[str, Any]]:
+        """Log-probabilities of new tokens, if they were asked for; not of those that end reasoning
+        or stand before that end.
+        """
+        if not chat.logprobs or news.logprobs is None:
+            return []
+        tokens, scores = news.token_ids, news.logprobs
+        if self._think_end in tokens:
+            first = tokens.index(self._think_end) + 1
+            tokens, scores = tokens[first:], scores[first:]
+        told: list[dict[str, Any]] = self._words.chat(tokens, scores, chat.top_logprobs or 0)[
+            "content"
+        ]
+        return told
 
     async def completions(self, request: Request) -> Response:
         """/v1/completions."""
@@ -322,7 +364,9 @@ class Server:
         self._engine.admit(0, 0)
         special = body.add_special_tokens is not False
         ids = [
-            await self._encode(prompt, special) if isinstance(prompt, str) else prompt
+            await self._encode(prompt, special, self._longest)
+            if isinstance(prompt, str)
+            else prompt
             for prompt in prompts
         ]
         settings = [self._params(body, len(one), whole_context=False) for one in ids]
@@ -345,7 +389,7 @@ class Server:
             pieces = self._pieces(
                 body, lives, lambda *news: [answer.piece(*news)], lambda: answer.usage(lives)
             )
-            return await self._stream(lives, pieces)
+            return await self._stream(request, lives, pieces)
         await self._whole(request, lives)
         return _json(200, answer.whole(lives))
 
@@ -368,11 +412,9 @@ class Server:
 
     def _params(self, body: Generation, length: int, *, whole_context: bool) -> SamplingParams:
         """The settings for a prompt of `length` tokens. Raises RequestError."""
-        settings, ready = self._settings, self._engine.ready
+        settings, room = self._settings, self._room
         most = None
-        if ready is not None and whole_context:
-            model = ready.model
-            room = min(model["max_model_len"], model["page_size"] * model["num_pages"])
+        if room is not None and whole_context:
             most = max(1, room - length)
         elif settings.defaults.max_tokens == SamplingParams().max_tokens:
             most = COMPLETION_TOKENS
@@ -399,6 +441,10 @@ class Server:
         for ids in prompts:
             _check_ids(ids)
         count = sum(params.n for params in settings)
+        if count > MAX_COMPLETIONS:
+            raise RequestError(
+                "n", f"makes {count} completions of all prompts, at most {MAX_COMPLETIONS}"
+            )
         self._engine.admit(count, sum(map(len, prompts)) * settings[0].n)
         salt = request.scope["twinfer.salt"] + (body.cache_salt or "")
         changed = asyncio.Event()
@@ -425,10 +471,12 @@ class Server:
                 self._metrics.abort()
             self._engine.abort(live)
 
-    async def _stream(self, lives: Sequence[Live], pieces: AsyncGenerator[bytes, None]) -> Response:
+    async def _stream(
+        self, request: Request, lives: Sequence[Live], pieces: AsyncGenerator[bytes, None]
+    ) -> Response:
         """A stream; but an error that comes at once is a status."""
         try:
-            await wait_for_news(lives[0].changed, FIRST_NEWS_S)
+            await while_there(request, wait_for_news(lives[0].changed, FIRST_NEWS_S))
         except BaseException:
             self._let_go(lives)
             raise
@@ -448,7 +496,7 @@ class Server:
     ) -> AsyncGenerator[bytes, None]:
         """The events of a stream. An error ends it with an event of its own."""
         counted = body.stream_options is not None and bool(body.stream_options.include_usage)
-        extra = {"usage": None} if counted else {}
+        extra = {"usage": None} if counted else None
         changed, silent = lives[0].changed, False
 
         def break_silence() -> None:
@@ -462,7 +510,7 @@ class Server:
                 await changed.wait()
                 changed.clear()
                 told = [
-                    event(piece | extra)
+                    event(piece | extra if extra else piece)
                     for place, live in enumerate(lives)
                     for news in live.news()
                     for piece in pieces(place, live, news)
@@ -483,7 +531,7 @@ class Server:
             silence.stop()
 
 
-def build_app(settings: Settings, engine: EngineProcess, metrics: Metrics) -> Any:
+def build_app(settings: Settings, engine: Engines, metrics: Metrics) -> Any:
     """The ASGI application."""
     server = Server(settings, engine, metrics)
     app = FastAPI(
@@ -589,12 +637,9 @@ async def _body(request: Request) -> Any:
             data = await request.body()
     except TimeoutError:
         raise RequestError("body", f"did not arrive within {BODY_S:.0f} s") from None
-    try:
-        value = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError("body", f"is no JSON: {show(str(error))}") from None
-    check_depth(value)
-    return value
+    if len(data) < LONG_BODY:
+        return read_json(data)
+    return await asyncio.to_thread(read_json, data)
 
 
 def _check_ids(ids: Sequence[int]) -> None:

@@ -171,7 +171,7 @@ class Loop:
 
     def _gauges(self) -> Gauges:
         metrics = dataclasses.asdict(self._engine.metrics())
-        late = self._engine.worker.compilations_after_ready()
+        late = self._engine.late_compilations()
         return Gauges(**metrics, late_compilations=late)
 
 
@@ -225,6 +225,7 @@ def start(job: Job, send: Callable[[Any], None]) -> Engine:
     """The engine of a job. Sends how far the start has come, and `Ready`."""
     config = EngineConfig.from_options(job.options)
     folder = model_folder(config.model)
+
     engine = Engine(
         config,
         load_config(folder),

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +53,10 @@ from .messages import (
 )
 
 CHILD = f"{__package__}.child"
+WATCH_S = 0.2
+"""How often it is looked after."""
+STOPPED_S = 1.0
+"""This process was stopped, or held up, if it did not look for so long."""
 STACKS_S = 0.5
 """How long a hung engine has to say where it hangs."""
 PARTING_S = 10.0
@@ -98,7 +102,11 @@ class EngineProcess:
         on_tokens: Callable[[Live, int, float], None] = lambda live, count, now: None,
         on_end: Callable[[Live], None] = lambda live: None,
         log_format: str = "text",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        self.rescue: Callable[[Live], bool] = lambda live: False
+        """Asked for each request that an end of the engine leaves: whether another one takes it."""
+        self._environment = environment or {}
         self.ready: Ready | None = None
         self.gauges = Gauges()
         self.counters = Counters()
@@ -120,7 +128,7 @@ class EngineProcess:
         self._waiting: dict[int, int] = {}
         self._waiting_tokens = 0
         self._resets: deque[asyncio.Future[bool]] = deque()
-        self._heard = time.monotonic()
+        self._heard = self._looked = time.monotonic()
         self._folder = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -143,6 +151,7 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             stdout=sys.stderr,
             start_new_session=True,
+            env=os.environ | self._environment,
         )
         job = msgspec.json.encode(Job(self._folder, self._options, self._log_format))
         with suppress(BrokenPipeError):  # it has ended already; `_watch` will say so
@@ -182,11 +191,13 @@ class EngineProcess:
         if self.exit_code is None:
             self.exit_code, self.why = exit_code, why
         error = EngineDead("the engine has ended; try again once the server is up again")
-        for live, _ in list(self._live.values()):
-            live.fail(error)
+        left = {id(live): live for live, _ in self._live.values()}
         self._live.clear()
         self._waiting.clear()
         self._waiting_tokens = 0
+        for live in left.values():
+            if not self.rescue(live):
+                live.fail(error)
         for reset in self._resets:
             if not reset.done():
                 reset.set_exception(error)
@@ -203,13 +214,23 @@ class EngineProcess:
     @property
     def alive(self) -> bool:
         """Whether it has not ended, and was heard of lately. A start may take its time."""
-        silence = time.monotonic() - self._heard
-        return self.exit_code is None and (self.ready is None or silence < self.hang_limit)
+        hangs = self.ready is not None and self._silence() >= self.hang_limit
+        return self.exit_code is None and not hangs
+
+    def _silence(self) -> float:
+        """Seconds in which this process could have heard the engine, and did not. While it is
+        stopped itself, the engine's messages wait for it.
+        """
+        now = time.monotonic()
+        return now - self._heard - max(0.0, now - self._looked - STOPPED_S)
 
     async def _watch(self) -> None:
         process = _started(self._process)
         while self.exit_code is None:
-            await asyncio.sleep(0.2)
+            self._looked = time.monotonic()
+            await asyncio.sleep(WATCH_S)
+            now = time.monotonic()
+            self._heard = min(now, self._heard + max(0.0, now - self._looked - STOPPED_S))
             code = process.poll()
             if code is not None:
                 await asyncio.sleep(0.2)  # what it said last is on its way
@@ -218,8 +239,8 @@ class EngineProcess:
                     self._finish(EXIT_ENGINE if self.ready else 1, f"the engine ended {how}")
             elif not self.alive:
                 process.send_signal(signal.SIGUSR1)  # its stacks, on standard error
+                silence = self._silence()
                 await asyncio.sleep(STACKS_S)
-                silence = time.monotonic() - self._heard
                 self._finish(EXIT_ENGINE, f"the engine has hung for {silence:.0f} s; killed")
                 self._kill()
 
@@ -247,7 +268,8 @@ class EngineProcess:
             if not reset.done():  # else nobody waits for it any more
                 reset.set_result(message.done)
         elif isinstance(message, Starting):
-            self._progress(message.what, message.done, message.total)
+            if self.ready is None:  # one that starts anew is heard of, and has no bar
+                self._progress(message.what, message.done, message.total)
         elif isinstance(message, Ready):
             self.ready = message
             self.started.set()
@@ -326,26 +348,30 @@ class EngineProcess:
         salt: str = "",
         changed: asyncio.Event | None = None,
     ) -> Live:
-        """Send a prompt with `params.n` completions. Registers and sends in one go, so that a
-        cancelled client leaves nothing behind. Raises Overloaded, EngineDead.
+        """Send a prompt with `params.n` completions, which `admit` has let in together with the
+        other prompts of the call. Registers and sends in one go, so that a cancelled client leaves
+        nothing behind.
         """
-        self.admit(params.n, len(prompt) * params.n)
         settings = [settings_of(params, index) for index in range(params.n)]
-        live = Live(list(prompt), settings, self.tokenizer, changed)
-        data = np.array(prompt, np.int32).tobytes()
-        for index, one in enumerate(settings):
-            number = next(self._numbers)
-            self._live[number] = (live, index)
-            live.numbers.append(number)
-            self._waiting[number] = len(prompt)
-            self._waiting_tokens += len(prompt)
-            self._send(Add(number, data, one, priority, salt))
+        live = Live(list(prompt), settings, self.tokenizer, changed, priority=priority, salt=salt)
+        self.send(live)
         self.counters.prompt_tokens += len(prompt)
         return live
 
+    def send(self, live: Live) -> None:
+        """Register a request that has no tokens yet, and send it."""
+        data, size = np.array(live.prompt_ids, np.int32).tobytes(), len(live.prompt_ids)
+        live.numbers = [next(self._numbers) for _ in live.settings]
+        for index, (number, one) in enumerate(zip(live.numbers, live.settings, strict=True)):
+            self._live[number] = (live, index)
+            self._waiting[number] = size
+            self._waiting_tokens += size
+            self._send(Add(number, data, one, live.priority, live.salt))
+
     def abort(self, live: Live) -> None:
         """Nobody wants `live` any more. Ended ones are passed over."""
-        numbers = [number for number in live.numbers if number in self._live]
+        # Another engine may have given the same numbers.
+        numbers = [n for n in live.numbers if n in self._live and self._live[n][0] is live]
         for number in numbers:
             del self._live[number]
             self._leave_queue(number)

@@ -6,6 +6,7 @@ over; one that is known and cannot be had is refused by its name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -20,6 +21,16 @@ from ...shared.models.fields import show
 from ...shared.sampling_params import SamplingParams
 
 MAX_PROMPTS = 1024
+MAX_COMPLETIONS = 1024
+"""Of all prompts of one call."""
+MAX_TOOLS = 1024
+MAX_VALUES = 1 << 20
+"""Of one body; a text, a list or an object counts as `PART`. Without a bound 32 MiB of brackets are
+a minute in which nobody else is served.
+"""
+PART = 8
+LONG_BODY = 1 << 16
+"""Bytes of a body that takes more than a few milliseconds to read."""
 
 SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
@@ -140,7 +151,8 @@ class CompletionRequest(Generation):
         "use_beam_search": "is not supported",
     }
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Any
+    """A text or token ids, or a list of these; see `prompts`."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool | None = None
@@ -172,14 +184,18 @@ class CompletionRequest(Generation):
 
     def prompts(self) -> list[str | list[int]]:
         """One or several prompts: texts or token ids. Raises RequestError."""
-        prompt: Any = self.prompt
-        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        prompt = self.prompt
+        kinds = _kinds(prompt)
+        if isinstance(prompt, str) or kinds == {int}:
             return [prompt]
-        if not 1 <= len(prompt) <= MAX_PROMPTS:
+        if isinstance(prompt, list) and not 1 <= len(prompt) <= MAX_PROMPTS:
             raise RequestError(
                 "prompt", f"has {len(prompt)} prompts, allowed is 1 to {MAX_PROMPTS}"
             )
-        return list(prompt)
+        if kinds == {str} or (kinds == {list} and all(_kinds(ids) <= {int} for ids in prompt)):
+            return list(prompt)
+        allowed = "a text, a list of token ids, or a list of one of them"
+        raise RequestError("prompt", f"got {show(prompt)}, allowed is {allowed}")
 
 
 class ChatRequest(Generation):
@@ -213,6 +229,8 @@ class ChatRequest(Generation):
         super().check()
         if self.modalities not in (None, ["text"]):
             raise RequestError("modalities", f"got {show(self.modalities)}, allowed is text")
+        if len(self.tools or ()) > MAX_TOOLS:
+            raise RequestError("tools", f"has {len(self.tools or ())}, at most {MAX_TOOLS}")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs", "needs logprobs: true")
         for place, tool in enumerate(self.tools or ()):
@@ -416,6 +434,43 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
                 "logit_bias", f"got the key {show(key)}, must be token ids"
             ) from None
     return biases
+
+
+def _kinds(value: Any) -> set[type]:
+    """The types in a list; none of what is no list."""
+    return set(map(type, value)) if isinstance(value, list) else set()
+
+
+def read_json(data: bytes) -> Any:
+    """The value of a body. Raises RequestError for what is no JSON, has too many values or nests
+    too deep.
+    """
+    if len(data) > MAX_VALUES // PART and _count_values(data) > MAX_VALUES:
+        raise RequestError("body", f"has more than {MAX_VALUES} values")
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError("body", f"is no JSON: {show(str(error))}") from None
+    check_depth(value)
+    return value
+
+
+def _count_values(data: bytes) -> int:
+    """About how many values there are. Texts are left out only if it makes the difference, and
+    there are not so many that this alone would take long.
+    """
+    quotes = data.count(b'"') - data.count(b'\\"')
+    if quotes > MAX_VALUES // PART * 2:
+        return quotes * PART // 2
+    count = _count_marks(data)
+    return count if count <= MAX_VALUES else _count_marks(_TEXT.sub(b"", data))
+
+
+def _count_marks(data: bytes) -> int:
+    return data.count(b",") + PART * sum(map(data.count, (b":", b"[", b"{")))
+
+
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 def check_depth(value: Any) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...shared.engine import TokenLogprobs, Update
-from ...shared.errors import TwinferError
+from ...shared.errors import RequestError, TwinferError
+from ...shared.request import NO_TOKEN, FinishReason
 from ...shared.sampling_params import SamplingParams
 from ...shared.tokenizer import Tokenizer
 from ..completion import Completion
@@ -44,7 +45,10 @@ class Live:
         settings: Sequence[SamplingParams],
         tokenizer: Tokenizer | None,
         changed: asyncio.Event | None = None,
+        priority: int = 0,
+        salt: str = "",
     ) -> None:
+        self.settings, self.priority, self.salt = tuple(settings), priority, salt
         self.prompt_ids = prompt_ids
         self.numbers: list[int] = []
         self.changed = changed or asyncio.Event()
@@ -83,6 +87,8 @@ class Live:
         if update.prompt_logprobs is not None:
             self.prompt_logprobs = update.prompt_logprobs
         stopped = self.completions[index].take(update)
+        if update.finish_reason is FinishReason.STUCK:
+            self.error = RequestError(self.form_field, NO_TOKEN)
         self.changed.set()
         return stopped
 

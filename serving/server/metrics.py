@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
-from .engine import EngineProcess
 from .live import Live
+from .replicas import Engines
 
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
@@ -26,7 +26,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.engine: EngineProcess | None = None
+        self.engine: Engines | None = None
         self.registry.register(_Readings(self))
         self._first = self._seconds(
             "time_to_first_token_seconds", "from a request to its first token"

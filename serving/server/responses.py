@@ -12,10 +12,11 @@ from ...shared.errors import RequestError
 from ...shared.models.fields import show
 from .fields import ChatRequest, read_fields, renamed
 
+SCORES = "message.output_text.logprobs"
+"""What `include` names to have log-probabilities."""
 TEXT_PARTS = ("input_text", "output_text", "text")
-SAME = ("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "priority",
-        "repetition_penalty", "cache_salt", "ignore_eos", "chat_template_kwargs")  # fmt: skip
-"""Fields that a chat has under the same name."""
+SAME = ("model", "stream", "temperature", "top_p")
+"""Fields that a chat has under the same name, as it has all those that are not named here."""
 
 
 class ResponsesRequest(BaseModel):
@@ -28,6 +29,12 @@ class ResponsesRequest(BaseModel):
         "background": "is not supported",
         "prompt": "templates are not stored here",
         "max_tool_calls": "this server calls no tools by itself",
+        "n": "a response is one",
+        "messages": "is input here",
+        "max_tokens": "is max_output_tokens here",
+        "max_completion_tokens": "is max_output_tokens here",
+        "response_format": "is text.format here",
+        "logprobs": "is top_logprobs here",
     }
 
     input: str | list[dict[str, Any]]
@@ -45,22 +52,27 @@ class ResponsesRequest(BaseModel):
     metadata: dict[str, Any] | None = None
     truncation: str | None = None
     top_logprobs: int | None = None
+    include: list[str] | None = None
 
     def check(self) -> None:
         """Raise RequestError for a field that cannot be had."""
         for name, why in self.refused.items():
             if (self.model_extra or {}).get(name):
                 raise RequestError(name, why)
+        form = (self.text or {}).get("format")
+        if form is not None and not isinstance(form, dict):
+            raise RequestError("text.format", f"got {show(form)}, must be an object")
         if self.truncation not in (None, "disabled"):
             raise RequestError("truncation", f"got {show(self.truncation)}, allowed is disabled")
-        if self.top_logprobs:
-            raise RequestError("top_logprobs", "is not supported here; chats have them")
 
     def chat(self) -> ChatRequest:
         """The chat that it asks for. Raises RequestError."""
-        extra = self.model_extra or {}
-        given = extra | {name: getattr(self, name) for name in type(self).model_fields}
-        body: dict[str, Any] = {name: given[name] for name in SAME if given.get(name) is not None}
+        body: dict[str, Any] = {
+            name: value
+            for name, value in (self.model_extra or {}).items()
+            if name not in self.refused
+        }
+        body |= {name: getattr(self, name) for name in SAME}
         messages = _messages(self.input)
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
@@ -69,12 +81,14 @@ class ResponsesRequest(BaseModel):
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         body |= {"messages": messages, "tools": self._tools(), "tool_choice": choice}
         body["parallel_tool_calls"] = self.parallel_tool_calls
+        if self.top_logprobs is not None or SCORES in (self.include or ()):
+            body |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         if self.max_output_tokens is not None:
             body["max_completion_tokens"] = self.max_output_tokens
         if form := (self.text or {}).get("format"):
             body["response_format"] = {"type": form.get("type"), "json_schema": form}
-        if self.reasoning and self.reasoning.get("effort"):
-            body["reasoning_effort"] = self.reasoning["effort"]
+        if self.reasoning is not None:
+            body["reasoning_effort"] = self.reasoning.get("effort")
         try:
             chat: ChatRequest = read_fields(ChatRequest, body)
         except RequestError as error:
@@ -120,18 +134,19 @@ NAMES = {
     "reasoning_effort": "reasoning.effort",
     "messages": "input",
     "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
 }
 """Fields of a chat, and what a response calls them."""
 
 
 def named_here(error: RequestError) -> RequestError:
     """An error about a chat's field by the name that it has here."""
-    first = re.split(r"[.\[]", error.field, maxsplit=1)[0]
+    field = error.field
+    first = re.split(r"[.\[]", field, maxsplit=1)[0]
     if first not in NAMES:
         return error
-    field = error.field
     name = NAMES[first] if first == "messages" else NAMES[first] + field[len(first) :]
-    return renamed(error, {field: name})
+    return renamed(error, {field: NAMES.get(field, name)})
 
 
 def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -28,6 +29,7 @@ from ...shared.generation_config import default_params
 from ...shared.models.config import load_config
 from ...shared.models.locate import model_folder
 from ...shared.models.shapes import check_weights
+from ...shared.progress import silent
 from ...shared.tokenizer import Tokenizer
 from ..formats.detect import detect_format
 from ..formats.table import FORMATS, Format, find_format
@@ -38,6 +40,7 @@ from .engine import EngineProcess, Limits
 from .http import BoundedHttp
 from .logs import configure_logging
 from .metrics import Metrics
+from .replicas import Engines, Replicas, devices_of_replicas
 
 LOG = logging.getLogger("twinfer.server")
 STATUS_S = 10.0
@@ -181,18 +184,28 @@ async def _serve(
     door: socket.socket,
     admin: socket.socket | None,
 ) -> int:
-    metrics = Metrics()
-    with StartBar("starting", shown=True) as bar:
-        engine = EngineProcess(
-            {"model": model, "backend": arguments.backend, **options},
-            settings.tokenizer,
-            limits=Limits(arguments.max_num_queued_reqs, arguments.max_num_queued_tokens),
-            hang_s=arguments.hang_timeout,
-            progress=bar.update,
-            on_tokens=metrics.tokens,
-            on_end=metrics.end,
-            log_format=arguments.log_format,
+    metrics, count = Metrics(), arguments.data_parallel_size
+    environments: list[dict[str, str]] = [{}]
+    if count > 1:
+        environments = devices_of_replicas(
+            count, options.get("tensor_parallel_size", 1), options.get("device", "auto")
         )
+    with StartBar("starting", shown=True) as bar:
+        engines = [
+            EngineProcess(
+                {"model": model, "backend": arguments.backend, **options},
+                settings.tokenizer,
+                limits=Limits(arguments.max_num_queued_reqs, arguments.max_num_queued_tokens),
+                hang_s=arguments.hang_timeout,
+                progress=silent if number else bar.update,
+                on_tokens=metrics.tokens,
+                on_end=metrics.end,
+                log_format=arguments.log_format,
+                environment=environment,
+            )
+            for number, environment in enumerate(environments)
+        ]
+        engine = engines[0] if len(engines) == 1 else Replicas(engines)
         metrics.engine = engine
         signals = _Signals()
         http = _Uvicorn(_http_config(arguments, build_app(settings, engine, metrics)))
@@ -207,6 +220,9 @@ async def _serve(
         except BaseException:
             await engine.close()
             raise
+    # What is here now stays: no search for garbage has to go through it again.
+    gc.collect()
+    gc.freeze()
     status = asyncio.create_task(_tell_status(engine))
     try:
         if engine.ready is not None and not signals.first.is_set():
@@ -277,7 +293,7 @@ async def _first(*what: asyncio.Event | asyncio.Task[Any]) -> None:
                 task.cancel()
 
 
-async def _drain(engine: EngineProcess, signals: _Signals, seconds: float) -> None:
+async def _drain(engine: Engines, signals: _Signals, seconds: float) -> None:
     """Take no more requests and let those that are there end."""
     engine.draining = True
     LOG.info("going down: %d requests have up to %.0f s", engine.num_live, seconds)
@@ -288,7 +304,7 @@ async def _drain(engine: EngineProcess, signals: _Signals, seconds: float) -> No
         await asyncio.sleep(0.05)
 
 
-def _tell_start(engine: EngineProcess, arguments: argparse.Namespace, door: socket.socket) -> None:
+def _tell_start(engine: Engines, arguments: argparse.Namespace, door: socket.socket) -> None:
     ready = engine.ready
     if ready is None:
         return
@@ -309,7 +325,7 @@ def _tell_start(engine: EngineProcess, arguments: argparse.Namespace, door: sock
     LOG.info("ready: %s", where)
 
 
-async def _tell_status(engine: EngineProcess) -> None:
+async def _tell_status(engine: Engines) -> None:
     """A line every ten seconds while there is something to say."""
     generated, prompted, last = 0, 0, time.monotonic()
     while True:

@@ -42,7 +42,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
-        sending = asyncio.create_task(self._send(send))
+        sending = asyncio.create_task(self._send(send, scope.get("twinfer.send", send)))
         leaving = asyncio.create_task(_gone(receive))
         watch = Recurring(self._write_s / 4, lambda: self._watch(sending))
         try:
@@ -62,13 +62,13 @@ class EventStream(Response):
         if self._since is not None and time.monotonic() - self._since > self._write_s:
             sending.cancel()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, shortly: Send) -> None:
         async with aclosing(self._events) as events:
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
             async for data in events:
                 self._since = time.monotonic()
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await shortly({"type": "http.response.body", "body": data, "more_body": True})
                 self._since = None
             await send({"type": "http.response.body", "body": b""})
 

@@ -29,6 +29,7 @@ from .blocks import Block
 from .caches import CacheLayout, layout_of_shard
 from .config import ModelConfig
 from .sampler import OF_THE_OP, sample
+from .sharding import rows_to_sample
 from .spec import Layer, Model
 from .table import Parameter
 
@@ -89,6 +90,10 @@ class ModelShapes:
         """The weights of a layer of each kind."""
         table, whole = decoder.parameters_of(self.model), decoder.model_of(self.model).layers
         return [self._without_data(table.layer(whole.index(kind))) for kind in self.spec.layers]
+
+    def of_all_words(self, logits: np.ndarray) -> np.ndarray:
+        """What samplers get: the logits of all shards, which each has a part of."""
+        return without_data((len(logits), self.model.vocab_size), "float32")
 
     def _without_data(self, parameters: Mapping[str, Parameter]) -> dict[str, np.ndarray]:
         return {
@@ -214,25 +219,28 @@ def record_samplers(
     `prompt_rows` rows.
     """
     ops, step = recording_ops(recorder, _empty), shapes.step()
+    numbers = sorted({d.requests for d in shapes.config.table()}, reverse=True)
 
     def logits(rows: int) -> np.ndarray:
         recorder.program = f"sample[{rows}]"
         hidden = without_data((rows, shapes.model.hidden_size), shapes.config.dtype)
         out: np.ndarray = decoder.head(ops, shapes.spec, shapes.top, hidden)
-        return out
+        if shapes.model.shard is not None and rows in numbers:
+            ops.greedy_sample(out)  # of the words that a shard has
+        return shapes.of_all_words(out)
 
-    numbers = sorted({d.requests for d in shapes.config.table()}, reverse=True)
     for requests in numbers:
         of_rows = logits(requests)
-        settings = _fields(sampling_layout(requests))
+        share = rows_to_sample(requests, shapes.model.shard)
+        settings = _fields(sampling_layout(share))
         for variant in SAMPLERS:
-            fields = _fields(processor_layout(requests, step, variant))
+            fields = _fields(processor_layout(share, step, variant))
             names = (*OF_THE_OP, "bias_ids", "bias")
             known = {name: fields[name] for name in names} | {
                 "history": fields["histories"], "last": fields["rows"], "mask": fields["masks"]
             }  # fmt: skip
-            tokens = sample(ops, variant, of_rows, settings, known)
-        ops.top_logprobs(of_rows, tokens)
+            sample(ops, variant, of_rows[:share], settings, known)
+        ops.top_logprobs(of_rows, without_data((requests,), "int32"))
     for rows in sorted({*prompt_rows} - {*numbers}, reverse=True):
         ops.top_logprobs(logits(rows), without_data((rows,), "int32"))
 

@@ -17,7 +17,7 @@ from .fields import Fields, nearest, need_folder, read_json, show
 from .quantization import Quantization
 from .quantization_config import read_quantization
 from .rope import RopeConfig
-from .spec import Activation, Score
+from .spec import Activation, Score, Shard
 
 KvScales = tuple[float, float] | Literal["checkpoint"] | None
 
@@ -59,6 +59,8 @@ class ModelConfig:
     `swigluoai_and_mul`, which stands in place of the activation. `attention_sinks`: each head has a
     score that is that of no token. `quantization`:
     projections are held in 8 or 4 bits an entry.
+    `shard`: these are the numbers of one of several,
+    which sums with the others (`sharding.py`); the vocabulary is the whole one.
     `text_architecture` is that of the
     part that runs, where it is one of several. `left_out` names parts of the
     checkpoint that do not run, since they are not text; `image_token_ids` are those that stand for
@@ -123,6 +125,7 @@ class ModelConfig:
     expert_biases: bool = False
     expert_clamp: tuple[float, float] | None = None
     quantization: Quantization | None = None
+    shard: Shard | None = None
 
     def heads(self, window: int) -> Heads:
         """The heads of layers with this window."""

@@ -65,7 +65,17 @@ def embed(ops: Any, model: Model, weights: Weights, token_ids: Array) -> Array:
     table, factor = weights["embed"], model.embedding_scale
     if model.rounds_embedding_scale:
         factor = rounded(factor, table.dtype)
-    return scaled(ops, ops.embedding(token_ids, table), factor)
+    hidden = looked_up(ops, model, token_ids, table)
+    if model.reduces_embedding:
+        hidden = ops.all_reduce(hidden)
+    return scaled(ops, hidden, factor)
+
+
+def looked_up(ops: Any, model: Model, token_ids: Array, table: Array) -> Array:
+    """The rows [tok dim] of token ids: of a shard, those of its own words, and zeros."""
+    if model.first_word is None:
+        return ops.embedding(token_ids, table)
+    return ops.vocab_parallel_embedding(token_ids, table, model.first_word)
 
 
 def layer_input(
@@ -84,7 +94,10 @@ def layer_input(
         projected.reshape(tokens, -1, size), weights["input_norm"], model.norm.eps
     )
     table = weights["input_embed"]
-    own = ops.scale(ops.embedding(token_ids, table), rounded(size**0.5, table.dtype))
+    own = looked_up(ops, model, token_ids, table)
+    if model.first_word is not None:
+        own = ops.all_reduce(own)
+    own = ops.scale(own, rounded(size**0.5, table.dtype))
     total = ops.scale(ops.add(normed.reshape(tokens, -1), own), 0.5**0.5)
     return total.reshape(tokens, -1, size).swapaxes(0, 1)
 
@@ -126,13 +139,15 @@ def layer(
     hidden, residual = stream
     narrowing = None if batch.rows is None else last_mixing(spec)
     for number, sub in enumerate(spec):
-        x, residual = pre_norm(ops, sub.pre, weights, hidden, residual)
+        x, residual = pre_norm(ops, sub.pre, weights, hidden, residual, sub.reduces_before)
         rows = batch.rows if number == narrowing else None
         stage = stage_of(sub.mixer)
         hidden, cache = stage(ops, sub.mixer, weights, x, cache, batch._replace(rows=rows))
         if rows is not None:
             residual = residual[rows]
             batch = batch.narrowed(rows)
+        if sub.reduces:
+            hidden = ops.all_reduce(hidden)
         if sub.post is not None:
             hidden = ops.rms_norm(hidden, weights[sub.post.weight], sub.post.eps)
         hidden = scaled(ops, hidden, sub.scale)
@@ -143,15 +158,21 @@ def layer(
 
 
 def pre_norm(
-    ops: Any, norm: Norm | None, weights: Weights, hidden: Array, residual: Array
+    ops: Any,
+    norm: Norm | None,
+    weights: Weights,
+    hidden: Array,
+    residual: Array,
+    reduces: bool = False,
 ) -> tuple[Array, Array]:
     """(what a mixer reads, the stream so far): the last result is added here, where the norm
-    reads the sum anyway.
+    reads the sum anyway. `reduces`: it is a shard's part of a sum, which is made here too.
     """
     if norm is None:
-        total = ops.add(hidden, residual)
+        total = ops.add(ops.all_reduce(hidden) if reduces else hidden, residual)
         return total, total
-    x, residual = ops.fused_add_rms_norm(hidden, residual, weights[norm.weight], norm.eps)
+    add = ops.reduce_add_rms_norm if reduces else ops.fused_add_rms_norm
+    x, residual = add(hidden, residual, weights[norm.weight], norm.eps)
     return x, residual
 
 
@@ -259,7 +280,7 @@ class PlainCalls:
 
 def finish(ops: Any, model: Model, weights: Weights, stream: Stream) -> Array:
     """The final norm: [tok dim]."""
-    return pre_norm(ops, model.norm, weights, *stream)[0]
+    return pre_norm(ops, model.norm, weights, *stream, model.reduces_before)[0]
 
 
 def head(ops: Any, model: Model, weights: Weights, rows: Array) -> Array:

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from .config import Heads, ModelConfig
+from .spec import Shard
 from .table import Parameter, ParameterTable, Part
 
 SHARDED = {
@@ -28,10 +29,15 @@ SHARDED = {
     "embed": False,
     "head_dim": False,
     "layer_input": False,
+    "experts": True,
     "expert": False,
     "one": False,
 }
 """Whether a logical axis is dealt out to the shards; else every shard holds all of it."""
+WHOLE_EXPERTS = "experts"
+"""The axis of all experts, one below the other: a shard has some of them, whole. Parts of each
+would be too narrow for a TPU's registers of 128 lanes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,7 @@ def physical_config(model: ModelConfig, shards: int) -> ModelConfig:
         full_heads=None if full is None else _on_shards(full, shards),
         intermediate_size=_multiple(model.intermediate_size, shards),
         reading_intermediate_size=_multiple(model.reading_intermediate_size, shards),
+        shared_expert_size=_multiple(model.shared_expert_size, shards),
     )
 
 
@@ -105,6 +112,7 @@ def local_config(model: ModelConfig, shards: int) -> ModelConfig:
         else Heads(full.query // shards, full.kv // shards, full.size),
         intermediate_size=whole.intermediate_size // shards,
         reading_intermediate_size=whole.reading_intermediate_size // shards,
+        shared_expert_size=whole.shared_expert_size // shards,
     )
 
 
@@ -122,9 +130,17 @@ class Placement:
     source: np.ndarray | None
 
 
-def place(parameter: Parameter, model: ModelConfig, shards: int) -> Placement:
+def shard_config(model: ModelConfig, shard: Shard) -> ModelConfig:
+    """The model that one shard computes, where it sums with the others by itself."""
+    return replace(local_config(model, shard.count), shard=shard)
+
+
+def place(
+    parameter: Parameter, model: ModelConfig, shards: int, *, pads_words: bool = False
+) -> Placement:
     """The placement of a parameter on `shards` shards. The parts of one dimension are dealt out
-    together.
+    together. `pads_words`: a vocabulary that does not divide is dealt out too, with words that
+    nobody samples behind it; else each shard has all of it.
 
     Pieces of a narrow weight lie where its entries do: those of one group or byte on one shard.
     """
@@ -142,12 +158,12 @@ def place(parameter: Parameter, model: ModelConfig, shards: int) -> Placement:
             continue
         parts = (
             [(p.axis, p.rows) for p in parameter.parts]
-            if axis == 0
+            if axis == 0 and name != WHOLE_EXPERTS
             else [(name, parameter.shape[axis])]
         )
         columns, offset = [], 0
         for part, size in parts:
-            source = _source(part, size, model, shards)
+            source = _source(part, size, model, shards, pads_words)
             if source is None:
                 return Placement(parameter.shape, None, None)
             columns.append(np.where(source < 0, -1, source + offset).reshape(shards, -1))
@@ -178,7 +194,9 @@ def check_pieces(table: ParameterTable, model: ModelConfig, shards: int) -> None
             )
 
 
-def _source(axis: str, size: int, model: ModelConfig, shards: int) -> np.ndarray | None:
+def _source(
+    axis: str, size: int, model: ModelConfig, shards: int, pads_words: bool
+) -> np.ndarray | None:
     """The entries of one logical axis of `size` as they lie on the shards, or None if it is not
     dealt out.
     """
@@ -192,9 +210,9 @@ def _source(axis: str, size: int, model: ModelConfig, shards: int) -> np.ndarray
         width = size // (heads.kv if is_kv else heads.query)
         within = np.arange(width)[None, :]
         return np.where(held < 0, -1, held * width + within).reshape(-1)
-    if axis == "vocab":
+    if axis == "vocab" and size % shards and not pads_words:
         # A padded word could be sampled, so a vocabulary that does not divide is held whole.
-        return None if size % shards else np.arange(size)
+        return None
     padded = np.arange(-(-size // shards) * shards)
     return np.where(padded < size, padded, -1)
 

@@ -130,10 +130,22 @@ class LayerInput:
 Mixer = Attention | Mlp | Experts | LayerInput
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of `count` shards of a model, whose processes add up what each computed."""
+
+    index: int
+    count: int
+
+
 @dataclass(frozen=True)
 class Sublayer:
     """x = pre(stream); y = post(mixer(x)) * scale; stream += y. `factor` names the weight [1] that
     the stream is multiplied by behind that.
+
+    On a shard, `reduces` says that the mixer gives a part of a sum, which is made at once;
+    `reduces_before`, that what is added to the stream before `pre` is such a part, which is summed
+    where it is added.
     """
 
     mixer: Mixer
@@ -141,6 +153,8 @@ class Sublayer:
     post: Norm | None = None
     scale: float = 1.0
     factor: str | None = None
+    reduces: bool = False
+    reduces_before: bool = False
 
 
 Layer = tuple[Sublayer, ...]
@@ -152,6 +166,10 @@ class Model:
     multiplied by their scales; that of embeddings is rounded to their dtype before, if
     `rounds_embedding_scale`. `logits_cap` c > 0 squashes logits to c tanh(logit / c). `input_size`:
     entries of the small embedding that each layer gets of a token, 0 for none.
+
+    On a shard, `first_word` is the first of the words whose rows it has; None: it has all. Then
+    `reduces_embedding` and `reduces_before` say where the parts of embeddings, and of what the last
+    layer gave, are added up: see `Sublayer`.
     """
 
     layers: tuple[Layer, ...]
@@ -161,6 +179,9 @@ class Model:
     rounds_embedding_scale: bool = False
     logits_cap: float = 0.0
     input_size: int = 0
+    first_word: int | None = None
+    reduces_embedding: bool = False
+    reduces_before: bool = False
 
     @property
     def kinds(self) -> tuple[Layer, ...]:

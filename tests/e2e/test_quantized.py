@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from twinfer.shared.config import EngineConfig
+from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.engine import Engine
+from twinfer.shared.errors import ConfigError
 from twinfer.shared.models.config import load_config
 from twinfer.shared.sampling_params import SamplingParams
 
@@ -89,6 +90,13 @@ def test_gpt_oss_in_mxfp4(tmp_path, oracle, prompts, scheme, backend, device):
     folder = str(tmp_path / scheme)
     twin = make_mxfp4(folder)
     same_as_twin(folder, load_config(folder), twin, oracle, prompts, backend, device)
+
+
+def test_experts_in_few_bits_are_not_dealt_out(checkpoints):
+    folder, _ = checkpoints("gpt-oss")
+    config = EngineConfig(model=folder, backend="jax", device="cpu", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: got 2.*biases"):
+        resolve(config, load_config(folder), DeviceInfo("cpu", "cpu", 8 << 30))
 
 
 def same_as_twin(folder, model, twin, oracle, prompts, backend, device):

@@ -215,6 +215,18 @@ def test_what_refuses_a_form_names_the_field_that_asked(schema, server):
                 assert error["message"].count("structured_outputs") == ("outputs" in field)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_that_takes_too_much_work_is_that_requests_error(stream, server):
+    form = {"grammar": "start: " + " | ".join(f'"w{i}"' for i in range(15_000))}
+    body = {"prompt": "x", "max_tokens": 9, "structured_outputs": form, "stream": stream}
+    with server.client() as client:
+        answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "structured_outputs"
+    assert "too much work" in error["message"]
+
+
 def test_a_chat_in_the_terminal_is_what_the_server_says(server, client, capsys, monkeypatch):
     flags = ["--url", f"{server.url}/v1", "--temperature", "0", "--max-tokens", "12"]
     call = dict(model="demo", temperature=0, max_completion_tokens=12)
@@ -344,6 +356,11 @@ BAD = [
     (dict(prompt=[[1], []]), "prompt"),
     (dict(prompt=[1] * 600), "prompt"),
     (dict(prompt={"a": 1}), "prompt"),
+    (dict(prompt=["a", 1]), "prompt"),
+    (dict(prompt=[True]), "prompt"),
+    (dict(prompt=[[1], [1.0]]), "prompt"),
+    (dict(prompt="def f(x):\n" * 10_000), "prompt"),
+    (dict(prompt=["x"] * 9, n=128), "n"),
     (dict(suffix="x"), "suffix"),
     (dict(best_of=3), "best_of"),
     (dict(stream_options={"include_usage": True}), "stream_options"),
@@ -387,6 +404,77 @@ def test_a_bad_field_of_a_chat_is_named(change, field, server):
     assert answer.status_code == 400, answer.text
     param = answer.json()["error"]["param"]
     assert param.split("[")[0] == field
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "field"),
+    [
+        ("/tokenize", dict(tools=[{}], tool_choice={"function": {"name": "x"}}), "tools[0]"),
+        ("/tokenize", dict(model="other"), "model"),
+        ("/v1/responses", dict(text={"format": "x"}), "text.format"),
+        ("/v1/responses", dict(text={"format": {"type": "json_schema"}}), "text.format.schema"),
+        ("/v1/responses", dict(reasoning={"effort": []}), "reasoning.effort"),
+        ("/v1/responses", dict(n=2), "n"),
+        ("/v1/responses", dict(stop=["a"] * 17), "stop"),
+        ("/v1/responses", dict(input="def f(x):\n" * 10_000), "input"),
+        ("/v1/chat/completions", dict(tools=[{}] * 2000), "tools"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_bad_field_of_another_path_is_named(path, change, field, server):
+    said = {"input": "x"} if path == "/v1/responses" else {"messages": MESSAGES}
+    with server.client() as client:
+        answer = client.post(path, json=said | change)
+    assert answer.status_code in (400, 404), answer.text
+    assert answer.json()["error"]["param"] == field
+
+
+def test_a_response_takes_every_setting_of_a_chat(server):
+    with server.client() as client:
+        body = {"input": "x", "max_output_tokens": 8, "structured_outputs": {"regex": "[ab]{3}"}}
+        answer = client.post("/v1/responses", json=body).json()
+        assert re.fullmatch("[ab]{3}", answer["output"][0]["content"][0]["text"])
+        before = server.metric("unknown_fields_total")
+        client.post("/v1/responses", json=body | {"what": 1, "store": True, "include": []})
+    assert server.metric("unknown_fields_total") == before + 1
+
+
+def test_log_probabilities_of_a_response_are_those_of_a_chat(client):
+    asked = dict(model="demo", temperature=0, top_logprobs=3)
+    chat = client.chat.completions.create(
+        messages=MESSAGES, max_tokens=12, logprobs=True, **asked
+    ).choices[0]
+    whole = client.responses.create(input=MESSAGES, max_output_tokens=12, **asked)
+    (part,) = whole.output[0].content
+    told = [one.model_dump() for one in part.logprobs]
+    assert told == [one.model_dump() for one in chat.logprobs.content]
+    assert len(told) == 12
+    assert {len(one["top_logprobs"]) for one in told} == {3}
+    with client.responses.stream(input=MESSAGES, max_output_tokens=12, **asked) as stream:
+        pieces = [one for one in stream if one.type == "response.output_text.delta"]
+    streamed = [entry for one in pieces for entry in one.logprobs]
+    assert [(one.token, one.logprob) for one in streamed] == [
+        (one["token"], one["logprob"]) for one in told
+    ]
+    named = client.responses.create(
+        model="demo", input="x", max_output_tokens=3, include=["message.output_text.logprobs"]
+    )
+    assert len(named.output[0].content[0].logprobs) == 3
+
+
+def test_a_call_is_admitted_as_a_whole_or_not_at_all(server):
+    """More prompts than may wait, of which some would find a place."""
+    body = _long(prompt=["x"] * 1000, max_tokens=2)
+    with server.client() as client:
+        busy = [contextlib.ExitStack() for _ in range(2)]
+        for stack in busy:
+            stack.enter_context(client.stream("POST", "/v1/completions", json=_long(stream=True)))
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 200
+        assert len(answer.json()["choices"]) == 1000
+        for stack in busy:
+            stack.close()
+    assert server.idle()
 
 
 def test_what_a_stream_cannot_tell_is_named(server):
@@ -663,6 +751,38 @@ def test_a_client_that_leaves_frees_its_pages(server):
     assert server.metric("requests_aborted_total") >= 3
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("phase", ["queue", "prompt", "decode", "last"])
+def test_a_client_may_leave_in_every_phase(phase, stream, path, server):
+    """What it asked for would take far longer than what is waited for here."""
+    said = "x = 1\n" * (80 if phase == "prompt" else 1)
+    inputs = {"/v1/completions": {"prompt": said}, "/v1/responses": {"input": said}}
+    body = inputs.get(path, {"messages": [{"role": "user", "content": said}]})
+    most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body |= {most: 2 if phase == "last" else 400, "ignore_eos": phase != "last", "stream": stream}
+    if path != "/v1/responses" and phase != "last":
+        body["n"] = 16
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 if phase == "queue" else 0):  # all places are taken
+            busy = stack.enter_context(server.client())
+            stack.enter_context(
+                busy.stream("POST", "/v1/completions", json=_long(n=16, stream=True))
+            )
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(head + data)
+            if phase == "decode" and stream:
+                assert connection.recv(1)
+            else:
+                time.sleep({"last": 0.08, "decode": 0.3}.get(phase, 0.03))
+    assert server.idle()
+    with server.client() as client:
+        assert client.get("/health").status_code == 200
+
+
 def test_values_are_finite_json(server):
     with server.client() as client:
         text = client.post(
@@ -696,22 +816,65 @@ LIKELY = {
 }  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.fixed_dictionaries({}, optional=LIKELY))
-def _ask_anything(client, body):
-    body = {"prompt": "x", "max_tokens": 2} | body
-    answer = client.post("/v1/completions", json=body)
+ANY = st.recursive(
+    st.none() | st.booleans() | NUMBER | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=5,
+)  # fmt: skip
+ROLE = st.sampled_from(["user", "assistant", "system", "developer", "tool", "x", 5])
+TOOL = st.sampled_from(
+    [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}, {}, "f"]
+)
+CHOICE = st.sampled_from(["none", "auto", "required", "x", {"function": {"name": "f"}}, {}])
+MESSAGE = st.fixed_dictionaries(
+    {},
+    optional={"role": ROLE, "content": st.text(max_size=5) | ANY, "tool_calls": ANY, "type": ANY},
+)
+COMMON = {
+    name: one for name, one in LIKELY.items()
+    if name not in ("prompt", "n", "max_tokens", "logprobs", "echo", "prompt_logprobs")
+}  # fmt: skip
+IN_CHATS = COMMON | {
+    "messages": st.lists(MESSAGE, max_size=3) | ANY, "tools": st.lists(TOOL, max_size=2) | ANY,
+    "tool_choice": CHOICE | ANY, "response_format": ANY, "logprobs": st.booleans(),
+    "top_logprobs": NUMBER, "n": st.integers(-1, 4), "max_tokens": st.integers(-1, 3),
+    "chat_template_kwargs": ANY, "parallel_tool_calls": st.booleans() | ANY,
+    "reasoning_effort": ANY, "modalities": ANY, "structured_outputs": ANY,
+    "continue_final_message": st.booleans(), "add_generation_prompt": st.booleans(),
+}  # fmt: skip
+IN_RESPONSES = COMMON | {
+    "input": st.text(max_size=5) | st.lists(MESSAGE, max_size=3) | ANY, "instructions": ANY,
+    "tools": st.lists(TOOL, max_size=2) | ANY, "tool_choice": CHOICE | ANY, "text": ANY,
+    "reasoning": ANY, "truncation": ANY, "n": NUMBER, "what": ANY, "structured_outputs": ANY,
+}  # fmt: skip
+FUZZ = {
+    "/v1/completions": ({"prompt": "x", "max_tokens": 2}, LIKELY),
+    "/v1/chat/completions": ({"messages": MESSAGES, "max_tokens": 2}, IN_CHATS),
+    "/v1/responses": ({"input": "x", "max_output_tokens": 2}, IN_RESPONSES),
+    "/tokenize": ({"messages": MESSAGES}, IN_CHATS),
+}
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def _ask_anything(client, path, data):
+    usual, likely = FUZZ[path]
+    change = data.draw(st.dictionaries(st.sampled_from(sorted(likely)), st.none(), max_size=5))
+    body = usual | {name: data.draw(likely[name]) for name in change}
+    answer = client.post(path, json=body)
     assert answer.status_code in (200, 400), (answer.status_code, answer.text)
     if answer.status_code == 400:
         error = answer.json()["error"]
         names = [part.strip() for part in error["param"].split(",")]
-        assert any(name.split("[")[0].split(".")[0] in body for name in names), error
-    assert '"error"' not in answer.text or answer.status_code == 400
+        assert any(name.split("[")[0].split(".")[0] in body for name in names), (body, error)
+    told = answer.text.replace('"error":null', "")
+    assert '"error"' not in told or answer.status_code == 400
 
 
-def test_nothing_that_a_body_may_hold_ends_the_server(server):
+@pytest.mark.parametrize("path", FUZZ)
+def test_nothing_that_a_body_may_hold_ends_the_server(path, server):
     with server.client() as client:
-        _ask_anything(client)
+        _ask_anything(client, path)
         assert client.get("/health").status_code == 200
     assert server.idle()
     assert server.metric("recompiles_after_ready_total") == 0

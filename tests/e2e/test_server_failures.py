@@ -70,6 +70,39 @@ def test_memory_that_runs_out_is_another_exit_code(tmp_path):
         assert server.wait_exit() == 71
 
 
+@pytest.mark.slow
+def test_memory_that_is_short_at_the_start(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if any('server.child' in word for word in sys.orig_argv):\n"
+        "    from twinfer.gpu import worker\n"
+        "    def warm_up(self, *arguments): raise MemoryError('no room')\n"
+        "    worker.TorchWorker.warm_up = warm_up\n"
+    )
+    with served(*FLAGS, env={"PYTHONPATH": str(tmp_path)}, ready=False) as server:
+        assert server.wait_exit(120) == 71
+        assert "no room" in server.log
+
+
+@pytest.mark.slow
+def test_a_cache_that_is_too_small_makes_some_give_way_and_changes_nothing():
+    """And a request that it can never hold is refused."""
+    flags = ["--num-pages", "40", "--max-num-seqs", "16", "--dtype", "float32"]
+    with served(*FLAGS, *flags) as server, server.client() as client:
+        alone = client.post("/v1/completions", json=BODY | {"seed": 3}).json()
+        streams = [Stream(server, prompt=f"x{i}", seed=i) for i in range(15)]
+        crowd = client.post("/v1/completions", json=BODY | {"seed": 3}).json()
+        assert crowd["choices"] == alone["choices"]
+        for stream in streams:
+            stream.join(120)
+            assert stream.lines[-1] == "data: [DONE]"
+            assert '"error"' not in stream.lines[-2]
+        assert server.metric("num_preemptions_total") > 0
+        refused = client.post("/v1/completions", json=BODY | {"prompt": [5] * 700})
+        assert refused.status_code == 400
+        assert server.idle()
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)]
 )
@@ -118,6 +151,19 @@ def test_an_idle_engine_is_heard_of():
         for _ in range(10):
             time.sleep(0.4)
             assert client.get("/health").status_code == 200
+
+
+@pytest.mark.slow
+def test_a_front_that_was_stopped_does_not_blame_its_engine():
+    """Whatever it looks at first when it goes on."""
+    with served(*FLAGS, "--hang-timeout", "2") as server, server.client() as client:
+        for _ in range(3):
+            server.process.send_signal(signal.SIGSTOP)
+            time.sleep(4)
+            server.process.send_signal(signal.SIGCONT)
+            assert client.get("/health").status_code == 200
+            assert client.post("/v1/completions", json=BODY).status_code == 200
+        assert "hung" not in server.log
 
 
 @pytest.mark.slow

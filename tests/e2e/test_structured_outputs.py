@@ -9,8 +9,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from twinfer.serving.llm import LLM
+from twinfer.shared import grammars
 from twinfer.shared.errors import RequestError
-from twinfer.shared.grammars import Matcher
+from twinfer.shared.grammars import Grammars
+from twinfer.shared.request import NO_TOKEN
 from twinfer.shared.sampling_params import SamplingParams
 
 SIZES = {"max_model_len": 512, "max_num_seqs": 16, "page_size": 16, "dtype": "float32"}
@@ -136,10 +138,12 @@ def test_texts_keep_to_random_schemas(llm):
     assert ended > 100
 
 
-def test_company_preemption_and_overlap_change_nothing(llm):
+@pytest.mark.parametrize("few", [8, 1])
+def test_company_preemption_and_overlap_change_nothing(few, llm, monkeypatch):
     """The same tokens alone, among free requests, in a cache that makes some give way, read step by
-    step or not.
+    step or not; looked at in a thread if there are `few` or more texts.
     """
+    monkeypatch.setattr(grammars, "FEW", few)
     forms = [params({"json": SCHEMA}, seed=i) for i in range(6)]
     free = [SamplingParams(max_tokens=60, seed=i, ignore_eos=True) for i in range(10)]
     alone = [texts(llm, [one])[0].token_ids for one in forms]
@@ -159,15 +163,18 @@ def test_company_preemption_and_overlap_change_nothing(llm):
 
 def test_a_mask_that_is_a_step_late_is_seen(llm, monkeypatch):
     """Else the tests above could not fail."""
-    take = Matcher.take
+    look, kept = Grammars.look, []
 
-    def late(self, words, found):
-        before = getattr(self, "mask", None)
-        take(self, words, found)
-        if before is not None:
-            self.mask = before
+    def late(self, matchers):
+        found = look(self, matchers)
+        if found is not None:
+            found.done()
+            kept.append(found.words.copy())
+            if len(kept) > 1 and kept[-2].shape == kept[-1].shape:
+                found.words[:] = kept[-2]
+        return found
 
-    monkeypatch.setattr(Matcher, "take", late)
+    monkeypatch.setattr(Grammars, "look", late)
     outputs = texts(llm, [params({"json": SCHEMA}, seed=i) for i in range(4)])
     assert any(output.finish_reason == "error" for output in outputs)
 
@@ -208,6 +215,15 @@ def test_tokens_that_others_forbid(llm):
     assert good.token_ids == alone.token_ids
     with pytest.raises(RequestError, match="min_tokens: cannot be had"):
         params({"regex": "a"}, min_tokens=1)
+
+
+def test_a_text_that_gets_too_much_work_ends_alone(llm):
+    """Of so many choices the library looks at no more than at the first token's."""
+    form = {"grammar": "start: " + " | ".join(f'"w{i}"' for i in range(15_000))}
+    (alone,) = texts(llm, [SamplingParams(max_tokens=8, seed=3)])
+    bad, good = texts(llm, [params(form), SamplingParams(max_tokens=8, seed=3)])
+    assert (bad.finish_reason, bad.stop_reason) == ("error", NO_TOKEN)
+    assert good.token_ids == alone.token_ids
 
 
 HOSTILE = [

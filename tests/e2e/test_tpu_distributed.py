@@ -4,10 +4,13 @@ virtual CPU devices each.
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ import pytest
 from twinfer.bucketing import Descriptor, Table
 from twinfer.shared.errors import BackendUnavailable, ConfigError
 from twinfer.shared.step import NewPages, StepInput, StepShape
-from twinfer.tpu import hosts
+from twinfer.tpu import host_link, hosts
 
 STEP = StepInput(
     7, Descriptor("mixed", 16, 8, 16), StepShape(4, 8, 32, 100), "processed",
@@ -35,69 +38,105 @@ GENERATE = (
 
 
 def free_ports():
-    """A port that is free now, like the one after it."""
+    """A port that is free now, like the two after it."""
     for _ in range(100):
-        with socket.socket() as first, socket.socket() as second:
+        with socket.socket() as first, socket.socket() as second, socket.socket() as third:
             first.bind(("127.0.0.1", 0))
             port = first.getsockname()[1]
             try:
                 second.bind(("127.0.0.1", port + 1))
+                third.bind(("127.0.0.1", port + 2))
             except (OSError, OverflowError):
                 continue
             return port
-    raise OSError("no two free ports side by side")
+    raise OSError("no three free ports side by side")
 
 
 class Recorder:
     """A worker that notes its calls."""
 
-    def __init__(self):
-        self.calls = []
+    def __init__(self, memory):
+        self.calls, self.memory = [], memory
 
     def __getattr__(self, name):
         def call(*arguments):
             self.calls.append((name, *arguments))
-            return name
+            return self.memory if name == "measure" else name
 
         return call
 
 
+class Board:
+    """What hosts put up, in one process."""
+
+    def __init__(self):
+        self.values, self.changed = {}, threading.Condition()
+
+    def put(self, name, value):
+        with self.changed:
+            self.values[name] = value
+            self.changed.notify_all()
+
+    def get(self, name):
+        with self.changed:
+            assert self.changed.wait_for(lambda: name in self.values, 20)
+            return self.values[name]
+
+
+SAME = {"configuration": "a", "plan": "b", "checkpoint": "c"}
+
+
+class Hosts:
+    """The others, in threads; `lost` is what any host said when it lost one."""
+
+    def __init__(self, *others, digests=SAME):
+        self.address, self.board = f"127.0.0.1:{free_ports()}", Board()
+        self.lost, self.errors = [], []
+        self.threads = [
+            threading.Thread(target=self._follow, args=(other, i + 1, digests), daemon=True)
+            for i, other in enumerate(others)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _follow(self, worker, host, digests):
+        try:
+            host_link.follow(worker, self.address, host, self.board, digests, self.lost.append)
+        except Exception as error:
+            self.errors.append(error)
+
+    def first(self, worker):
+        return host_link.FirstHost(
+            worker, self.address, len(self.threads), self.board, SAME, self.lost.append
+        )
+
+    def join(self):
+        for thread in self.threads:
+            thread.join(20)
+            assert not thread.is_alive()
+
+
 def test_what_starts_device_work_is_done_by_every_host_in_the_same_order():
-    address = f"127.0.0.1:{free_ports()}"
-    others = [Recorder(), Recorder()]
-    threads = [threading.Thread(target=hosts.follow, args=(other, address)) for other in others]
-    for thread in threads:
-        thread.start()
-    mine = Recorder()
-    first = hosts.FirstHost(mine, address, len(others))
-    assert first.measure() == "measure"
+    others = [Recorder(5), Recorder(7)]
+    hosts_ = Hosts(*others)
+    mine = Recorder(6)
+    first = hosts_.first(mine)
+    assert first.page_bytes() == "page_bytes"
     first.load(print)
+    assert first.measure() == 5
     first.allocate_kv(12)
     first.warm_up(Table((8,), (16,), 8), print)
     assert first.execute(STEP) == "execute"
     first.close()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
-    assert [call[0] for call in mine.calls] == [
-        "measure",
-        "load",
-        "allocate_kv",
-        "warm_up",
-        "execute",
-        "close",
-    ]
+    hosts_.join()
+    assert hosts_.lost == hosts_.errors == []
+    made = ["load", "measure", "allocate_kv", "warm_up", "execute", "close"]
+    assert [call[0] for call in mine.calls] == ["page_bytes", *made]
     for other in others:
-        assert [call[0] for call in other.calls] == [
-            "load",
-            "allocate_kv",
-            "warm_up",
-            "execute",
-            "close",
-        ]
-        assert other.calls[1] == ("allocate_kv", 12)
-        assert other.calls[2][1] == Table((8,), (16,), 8)
-        step = other.calls[3][1]
+        assert [call[0] for call in other.calls] == made
+        assert other.calls[2] == ("allocate_kv", 12)
+        assert other.calls[3][1] == Table((8,), (16,), 8)
+        step = other.calls[4][1]
         for name in ("step_id", "descriptor", "shape", "sampler", "logprobs", "prompt_targets"):
             assert getattr(step, name) == getattr(STEP, name)
         for name in ("batch", "sampling", "processors"):
@@ -109,10 +148,71 @@ def test_what_starts_device_work_is_done_by_every_host_in_the_same_order():
             )
 
 
-def test_hosts_that_do_not_come_are_not_waited_for_forever(monkeypatch):
-    monkeypatch.setattr(hosts, "PATIENCE", 0.05)
+@pytest.mark.parametrize("what", sorted(SAME))
+def test_hosts_that_run_something_else_are_named(what):
+    hosts_ = Hosts(Recorder(5), digests=SAME | {what: "other"})
+    with pytest.raises(ConfigError, match=f"{what}: host 1 has other, host 0 has {SAME[what]}"):
+        hosts_.first(Recorder(5))
+    hosts_.join()
+
+
+def test_a_host_that_raises_is_told_of_at_once(monkeypatch):
+    monkeypatch.setattr(host_link, "BEAT_S", 0.05)
+
+    class Broken(Recorder):
+        def execute(self, step):
+            raise ValueError("planted\nin two lines")
+
+    hosts_ = Hosts(Broken(5))
+    first = hosts_.first(Recorder(5))
+    began = time.monotonic()
+    first.execute(STEP)
+    while not hosts_.lost and time.monotonic() - began < 5:
+        time.sleep(0.01)
+    assert hosts_.lost[0] == "host 1 failed with ValueError: planted in two lines"
+    first.close()
+    hosts_.join()
+    assert [str(error) for error in hosts_.errors] == ["planted\nin two lines"]
+
+
+def test_a_host_that_is_silent_is_lost(monkeypatch):
+    monkeypatch.setattr(host_link, "BEAT_S", 0.05)
+    monkeypatch.setattr(host_link, "SILENT_S", 0.5)
+    lost = []
+    watch = host_link.Watch(lost.append, lambda: None)
+    watch.heard(3)
+    began = time.monotonic()
+    while not lost and time.monotonic() - began < 5:
+        time.sleep(0.01)
+    watch.stop()
+    assert lost[0].startswith("host 3 gave no sign of life for")
+    assert time.monotonic() - began > 0.4
+
+
+def test_who_has_no_key_of_a_host_hears_nothing(monkeypatch):
+    import zmq
+
+    monkeypatch.setattr(host_link, "PATIENCE_S", 1.0)
+    board, address = Board(), f"127.0.0.1:{free_ports()}"
+    public, _ = zmq.curve_keypair()
+    board.put("hosts/key/1", public.decode())
+
+    def eavesdrop():
+        mine, secret = zmq.curve_keypair()
+        with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+            socket.linger = 0
+            socket.curve_serverkey = board.get("hosts/key").encode()
+            socket.curve_publickey, socket.curve_secretkey = mine, secret
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+            socket.connect(f"tcp://{address}")
+            assert not socket.poll(1500)
+
+    thread = threading.Thread(target=eavesdrop)
+    thread.start()
+    # Its subscriptions do not count as those of the other host either.
     with pytest.raises(BackendUnavailable, match="0 of 1 others"):
-        hosts.FirstHost(Recorder(), f"127.0.0.1:{free_ports()}", 1)
+        host_link.FirstHost(Recorder(5), address, 1, board, SAME)
+    thread.join()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +220,7 @@ def test_hosts_that_do_not_come_are_not_waited_for_forever(monkeypatch):
     [
         ("somewhere", 2, 0, "coordinator"),
         (":8476", 2, 0, "coordinator"),
-        ("first:65535", 2, 0, "coordinator"),
+        ("first:65534", 2, 0, "coordinator"),
         ("first:8476", 1, 0, "hosts: got 1"),
         ("first:8476", 2, 2, "host_index: got 2"),
     ],
@@ -166,3 +266,49 @@ def test_every_device_must_take_part():
         _, error = process.communicate(timeout=200)
         assert process.returncode != 0
         assert "tensor_parallel_size: got 2; 2 hosts have 4 devices" in error
+
+
+def connections(port):
+    """Connections that are open to a port of this machine."""
+    found = 0
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        found += int(words[1].rpartition(":")[2], 16) == port and words[3] == "01"
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("killed", "number"), [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)]
+)
+def test_a_lost_host_ends_the_others_within_seconds(killed, number):
+    port = free_ports()
+    together = ["--coordinator", f"127.0.0.1:{port}", "--hosts", "2"]
+    long = [*GENERATE, "--max-model-len", "1024", "--max-tokens", "1000", "--ignore-eos"]
+    long += ["--num-pages", "1024"]
+    pair = [start(2, *together, "--host-index", str(i), *long, "--tp", "4") for i in (0, 1)]
+    try:
+        deadline = time.monotonic() + 200
+        while connections(port + 1) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        time.sleep(4)  # each has heard of the other
+        pair[killed].send_signal(number)
+        began = time.monotonic()
+        left = pair[1 - killed]
+        _, error = left.communicate(timeout=60)
+        assert time.monotonic() - began < 15
+        if killed == 0 and left.returncode == -signal.SIGABRT:
+            # JAX's agent notices the end of the coordinator sooner, and ends its process itself.
+            assert "another task died" in error
+            return
+        assert left.returncode == 70, error[-2000:]
+        lines = [line for line in error.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1
+        assert f"host {killed} gave no sign of life" in lines[0]
+    finally:
+        for process in pair:
+            process.kill()
+            process.wait()
+            for stream in (process.stdout, process.stderr):
+                stream.close()

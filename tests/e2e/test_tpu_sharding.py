@@ -39,6 +39,7 @@ for shards in sizes:
         model=folder, backend="jax", device="cpu", dtype="float32", load_format=load_format, max_model_len=64,
         max_num_seqs=8, max_num_batched_tokens=32, page_size=8, num_pages=30, tensor_parallel_size=shards,
         decode_sizes=(8,), mixed_sizes=(16, 32), decode_steps=int(sys.argv[4]),
+        quantization=sys.argv[5] or None,
     )
     engine = Engine(config, model, folder)
     made = [engine.add(str(i), p, kinds[i % len(kinds)]) for i, p in enumerate(prompts)]
@@ -63,10 +64,13 @@ for shards in sizes:
 """
 
 
-def run(folder, sizes, load_format="auto", decode_steps=1):
+def run(folder, sizes, load_format="auto", decode_steps=1, quantization=""):
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, folder, load_format, json.dumps(sizes), str(decode_steps)],
+        [
+            *(sys.executable, "-c", SCRIPT, folder, load_format, json.dumps(sizes)),
+            *(str(decode_steps), quantization),
+        ],
         env=environment, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -160,7 +164,7 @@ def test_dense_families_of_2026_on_two_shards(checkpoints, name):
     "scheme",
     ["packed-zeros", *(pytest.param(x, marks=pytest.mark.slow) for x in ("int8", "deepseek"))],
 )
-def test_narrow_weights_on_shards(tmp_path, scheme):
+def test_narrow_checkpoints_on_shards(tmp_path, scheme):
     """Groups along k lie on one shard; where tokens are quantised, a row that is dealt out has one
     scale all the same.
     """
@@ -170,3 +174,26 @@ def test_narrow_weights_on_shards(tmp_path, scheme):
     assert [r["outputs"] for r in runs] == [runs[0]["outputs"]] * 3
     assert all(r["compilations"] == 0 for r in runs)
     assert runs[2]["weights"] < runs[1]["weights"] < runs[0]["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int8", "int8_weights", "fp8_weights"])
+def test_narrow_weights_on_shards(checkpoints, scheme):
+    """Quantised row by row before they are dealt out."""
+    folder, _ = checkpoints("qwen3")
+    one, two, four = run(folder, [1, 2, 4], quantization=scheme)
+    assert one["outputs"] == two["outputs"] == four["outputs"]
+    assert one["compilations"] == two["compilations"] == four["compilations"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe"])
+def test_experts_on_shards(checkpoints, name):
+    """Each shard has some of the experts whole, and a part of the one that all tokens go
+    through.
+    """
+    folder, _ = checkpoints(name)
+    one, two, four = run(folder, [1, 2, 4])
+    assert one["outputs"] == two["outputs"] == four["outputs"]
+    assert four["weights"] < two["weights"] < one["weights"]
+    assert one["compilations"] == two["compilations"] == four["compilations"] == 0

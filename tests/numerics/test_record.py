@@ -15,6 +15,7 @@ from twinfer.numerics.questions.bisect import BisectReport, Culprit
 from twinfer.numerics.questions.check import Cause, CheckReport, Part
 from twinfer.numerics.questions.invariants import InvariantsReport, Result
 from twinfer.numerics.questions.ops_check import OpsReport
+from twinfer.numerics.questions.rollout import Perplexity, Ratios, Reach, RolloutReport
 from twinfer.numerics.questions.selftest import FaultResult, SelfTest
 from twinfer.numerics.showing.report import page, read_record
 from twinfer.serving.cli import main
@@ -31,6 +32,17 @@ REPORTS = {
     "check": CheckReport(
         ("jax:cpu",), [Part("ops", 1, 1.0, "9 cases")], [Cause(1, "rms_norm is wrong", "twinfer")]
     ),
+    "rollout": RolloutReport(
+        ("a", "b"),
+        Ratios(9, 1.0, 0.1, {"0.5": 1.0}, 0.9, 1.1, 0.0, 1.0, 1e-4),
+        [Reach(16, 31, 9, 0.0, 0.1, 0.2)],
+        0.0,
+        0.1,
+        2.0,
+        1.2,
+        Perplexity(9, 5.0, 5.1, 0.0, 0.1),
+        ["ratios are off"],
+    ),
 }
 SAID = {
     "diff": "unequal weights",
@@ -39,6 +51,7 @@ SAID = {
     "bisect": "layer.3.rms_norm",
     "selftest": "not seen on jax:cpu",
     "check": "rms_norm is wrong",
+    "rollout": "ratios are off",
 }
 
 
@@ -96,6 +109,8 @@ def test_compare_takes_comparisons_only(tmp_path, capsys):
         ["ops", "--a", "jax:cpu", "--b", "torch:cpu", "--mode", "S,P", "--op", "rms_norm"],
         ["invariants", "--model", "demo", "--on", "torch:cpu", "--break", "batch"],
         ["replay", "folder", "--on", "torch:cpu"],
+        ["rollout", "--model", "demo", "--rollout-tokens", "9", "--text", "README.md"],
+        ["logits", "--model", "demo", "--b", "http://host:1", "--server-logits", "float32"],
     ],
 )
 def test_the_command_asks_for_the_same_again(words):

@@ -39,6 +39,7 @@ class FakeRunner:
                 class config:
                     dtype = "bfloat16"
                     kv_cache_dtype = "bfloat16"
+                    max_num_batched_tokens = 8192
 
         self.llm = Llm
 
@@ -55,6 +56,31 @@ def test_the_decode_figure_is_a_difference():
     assert runner.calls == 3 * [([128] * 8, [1] * 8), ([128] * 8, [129] * 8)]
     assert row["share_of_limit"] == pytest.approx(row["bytes_per_step"] / 0.25 / 1e9)
     assert bench.decode(runner, Workload(), 8, NO_LIMITS)["share_of_limit"] is None
+
+
+def test_a_step_in_which_all_decode(monkeypatch):
+    """Prompts that need several steps: what happens until the last of them is read is left out."""
+    runner = FakeRunner()
+    runner.llm.engine.config.max_num_batched_tokens = 512
+    runner.llm.engine.config.max_model_len = 1024
+
+    def arrivals(runner, lengths, output_len, iteration):
+        # A prompt a step of 3 s, four to a step; decodes of 0.25 s once all are read.
+        first = [3.0 * (1 + i // 4) for i in range(len(lengths))]
+        read = max(first)
+        return [
+            [t for t in (3.0 * (1 + k) for k in range(10)) if start <= t < read]
+            + [read + 0.25 * k for k in range(output_len - int((read - start) / 3.0))]
+            for start in first
+        ]
+
+    monkeypatch.setattr(bench, "_arrivals", arrivals)
+    row = bench.decode(runner, Workload(), 8, Limits(1e9, None, ""))
+    assert row["ms_per_full_step"] == pytest.approx(250)
+    assert row["full_steps"] > 100
+    assert row["share_of_limit_full"] == pytest.approx(row["share_of_limit"], rel=0.01)
+    monkeypatch.setattr(bench, "LEAST_STEPS", 1000)
+    assert "ms_per_full_step" not in bench.decode(runner, Workload(), 8, NO_LIMITS)
 
 
 @pytest.mark.parametrize("narrow", NARROW.values())
@@ -102,6 +128,7 @@ def test_contexts_and_sampling():
             class config:
                 dtype = kv_cache_dtype = "bfloat16"
                 max_model_len, max_num_seqs = 4096, 8
+                max_num_batched_tokens = 8192
 
         def generate(self, prompts, params, progress):
             asked.append((len(prompts), len(prompts[0]), params[0]))

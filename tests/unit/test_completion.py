@@ -5,7 +5,7 @@ import pytest
 from twinfer.serving.completion import Completion
 from twinfer.shared.engine import Logprob, Update
 from twinfer.shared.models.locate import model_folder
-from twinfer.shared.request import NOT_FINITE, FinishReason
+from twinfer.shared.request import NO_TOKEN, NOT_FINITE, FinishReason
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.tokenizer import Tokenizer
 
@@ -58,14 +58,19 @@ def test_what_comes_behind_a_stop_string_is_dropped_and_the_request_must_end(tok
 
 
 @pytest.mark.parametrize(
-    ("reason", "why"), [(FinishReason.ABORT, None), (FinishReason.ERROR, NOT_FINITE)]
+    ("reason", "told", "why"),
+    [
+        (FinishReason.ABORT, "abort", None),
+        (FinishReason.ERROR, "error", NOT_FINITE),
+        (FinishReason.STUCK, "error", NO_TOKEN),
+    ],
 )
-def test_a_request_that_ends_without_one_more_token_says_why(tokenizer, reason, why):
+def test_a_request_that_ends_without_one_more_token_says_why(tokenizer, reason, told, why):
     ids = tokenizer.encode(TEXT)
     last = [Update("r", tuple(ids)), Update("r", (), reason, num_cached_tokens=16)]
     _, completion = complete(tokenizer, last)
     assert (completion.output.text, completion.output.token_ids) == (TEXT, ids)
-    assert (completion.output.finish_reason, completion.output.stop_reason) == (reason.value, why)
+    assert (completion.output.finish_reason, completion.output.stop_reason) == (told, why)
     assert completion.num_cached_tokens == 16
 
 

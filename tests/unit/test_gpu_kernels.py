@@ -71,6 +71,7 @@ def test_in_the_interpreter(device, chosen):
 
 
 SINKS = np.linspace(-2.0, 4.0, 4).astype(np.float32)
+SINKS_OF_6 = np.linspace(-2.0, 4.0, 6).astype(np.float32)
 SCALES = {"k_scale": by_head(0.9, 2), "v_scale": by_head(0.6, 2)}
 
 
@@ -190,47 +191,94 @@ def test_triton_narrow_experts_of_few_tokens(device, tokens, kind):
         judge("moe_experts_narrow", arguments, device)
 
 
-@pytest.mark.parametrize("gathered", ["", "own", "past", "past of one"])
 @pytest.mark.parametrize(
-    ("heads", "size", "page"), [((7, 1), 128, 32), ((8, 2), 80, 16), ((4, 4), 256, 64)]
+    ("heads", "size", "page"),
+    [((7, 1), 128, 32), ((8, 2), 80, 16), ((4, 4), 256, 64), ((8, 2), 64, 8), ((4, 1), 128, 16)],
 )
-def test_triton_mixed_steps(kernels, device, monkeypatch, heads, size, page, gathered):
+def test_triton_mixed_steps(kernels, device, heads, size, page):
     """Groups and head sizes of real models: decodes, chunks with a past, and whole prompts in
-    one step. Of two requests with a past, there may be room for the slots of one.
+    one step.
     """
-    if gathered and (size == 80 or (size == 256 and device == "cpu")):
-        pytest.skip(
-            "heads of no power of 2 are not gathered, and those of 256 take the interpreter long"
-        )
     lengths, queries = [90, 1, 150, 70, 33], [1, 1, 40, 70, 2]
     arguments = paged(
         generator("mixed"), "bfloat16", lengths, queries, heads, size, page, requests=8, tokens=128
     )
-    settings = kernels.config("prefill", "bfloat16"), kernels.config("prefill_own", str(size))
-    before = [dict(setting) for setting in settings]
-    if gathered == "past of one":
-        slot = 2 * heads[1] * size * 2
-        monkeypatch.setattr("twinfer.gpu.kernels.attention.GATHERED", 170 * slot)
-    try:
-        settings[0].update(gather=1 if gathered else 1 << 30)
-        settings[1].update(past=1 if gathered.startswith("past") else 1 << 30)
-        judge("paged_attention", arguments, device)
-        if gathered:
-            # What one request holds does not reach the others.
-            kv = arguments["kv"].copy()
-            kv[arguments["page_table"][2, : -(-150 // page)], :, 1::2] = np.nan  # V
-            got, want = (
-                run("paged_attention", "torch", "triton", arguments | {"kv": x}, device)[0]
-                for x in (arguments["kv"], kv)
-            )
-            others = np.r_[0:2, 42:114]
-            assert got[others].tobytes() == want[others].tobytes()
-            judge("paged_attention", arguments | {"soft_cap": 20.0}, device)
-        else:
-            judge("paged_attention", arguments | {"window": 37, "soft_cap": 20.0}, device)
-    finally:
-        for setting, old in zip(settings, before, strict=True):
-            setting.update(old)
+    judge("paged_attention", arguments, device)
+    # What one request holds does not reach the others, nor what its last page holds behind it.
+    kv = arguments["kv"].copy()
+    pages = arguments["page_table"][2, : -(-150 // page)]
+    kv[pages, :, 1::2] = np.nan  # V
+    last = arguments["page_table"][3, 69 // page]
+    kv[last, 70 % page :] = np.nan
+    got, want = (
+        run("paged_attention", "torch", "triton", arguments | {"kv": x}, device)[0]
+        for x in (arguments["kv"], kv)
+    )
+    others = np.r_[0:2, 42:114]
+    assert got[others].tobytes() == want[others].tobytes()
+    if size != 256 or device != "cpu":  # which takes the interpreter long
+        judge("paged_attention", arguments | {"window": 37, "soft_cap": 20.0}, device)
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("reach", [{}, {"window": 700}, {"chunk": 512}], ids=str)
+def test_triton_long_prompts(kernels, device, size, reach):
+    """Prompts of many blocks, whole and in chunks with a past, beside short ones."""
+    if device == "cpu":
+        pytest.skip("takes the interpreter minutes; shorter prompts are judged there")
+    arguments = paged(
+        generator("long"), "bfloat16", [900, 2500, 1030, 16], [1, 600, 1030, 16], (6, 2), size, 16,
+        tokens=1700,
+    )  # fmt: skip
+    judge("paged_attention", released(arguments | reach | {"sinks": SINKS_OF_6}), device)
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("reach", [{}, {"window": 1900}, {"chunk": 2048}], ids=str)
+def test_triton_few_tokens_behind_many_slots(kernels, device, monkeypatch, size, reach):
+    """The slots of a block of tokens are split, of some requests more than of others."""
+    if device == "cpu":
+        pytest.skip("takes the interpreter minutes; no chip but Hopper splits them")
+    arguments = paged(
+        generator("few"), "bfloat16", [1500, 2900, 1800, 40], [1, 60, 5, 40], (6, 2), size, 16,
+        tokens=128, requests=6,
+    )  # fmt: skip
+    monkeypatch.setitem(kernels.config("hopper", str(size)), "parts", 8)
+    judge("paged_attention", released(arguments | reach | {"sinks": SINKS_OF_6}), device)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_triton_merges_parts(kernels, device, sinks):
+    """Sums of parts of a token's slots, of which a head may have seen none."""
+    import torch
+
+    from twinfer.gpu.kernels.hopper_kernel import merge_kernel
+
+    rng = generator("merge")
+    tokens, heads, group, size, most = 5, 2, 3, 16, 4
+    sums = rng.standard_normal((most, tokens, heads * group, size)).astype(np.float32)
+    marks = rng.standard_normal((2, most, tokens, heads * group)).astype(np.float32) ** 2
+    marks[0, 1, :, 0] = -np.inf
+    marks[1, 1, :, 0] = sums[1, :, 0] = 0
+    splits = np.array([[2, 2], [1, 4], [3, 0], [4, 4], [2, 3]], np.int32)
+    sink = np.linspace(-1, 1, heads * group).astype(np.float32)
+    out = np.full((tokens, heads * group, size), 7.0, np.float32)
+    want = out.astype(np.float64)
+    counts = np.array([1, tokens], np.int32)  # token 0 is a decode's
+    for t in range(1, tokens):
+        for head in range(heads * group):
+            parts = splits[t, head // group]
+            if parts > 1:
+                share = np.exp2(marks[0, :parts, t, head].astype(np.float64))
+                total = (share * marks[1, :parts, t, head]).sum()
+                total += np.exp(float(sink[head])) if sinks else 0.0
+                want[t, head] = share @ sums[:parts, t, head].astype(np.float64) / total
+    on = [torch.from_numpy(x).to(device) for x in (sums, marks, splits, counts, sink, out)]
+    merge_kernel[(tokens, heads)](
+        *on, tokens, GROUP=group, HEADS=heads, SIZE=size, PARTS=most, SINKS=sinks, BLOCK_G=4,
+        OVERLAP=0,
+    )  # fmt: skip
+    np.testing.assert_allclose(on[-1].cpu().numpy(), want, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,15 @@ DTYPES = {
     torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8",
     torch.uint32: "u32",
 }  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 
 
 def signature(value):
     """What the compiler calls the type of an argument."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{DTYPES[value.base.dtype]}{value.block_shape}>"
+        return f"tensordesc<{DTYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
     if isinstance(value, torch.Tensor):
         return "*" + DTYPES[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
@@ -39,6 +39,7 @@ def compiled(monkeypatch):
     """Kernels are compiled for a chip instead of being launched: their names, in order."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import JITFunction
 
     from twinfer.gpu.kernels import counters, launch
@@ -51,7 +52,7 @@ def compiled(monkeypatch):
         options = {name: named.pop(name) for name in OPTIONS if name in named}
         bound = dict(zip(kernel.arg_names, args, strict=False)) | named
         constants = {p.name for p in kernel.params if p.is_constexpr}
-        source = ASTSource(
+        source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
             kernel,
             {n: "constexpr" if n in constants else signature(bound[n]) for n in kernel.arg_names},
             {(i,): bound[n] for i, n in enumerate(kernel.arg_names) if n in constants},
@@ -70,10 +71,11 @@ def compiled(monkeypatch):
             f"twinfer.gpu.kernels.{module}.counters",
             lambda device: torch.zeros(counters.COUNTERS, dtype=torch.int32),
         )
-    monkeypatch.setattr("twinfer.gpu.kernels.attention.copy_engine", lambda: True)
-    launch.overlap.cache_clear()
+    for cached in (launch.overlap, launch.hopper):
+        cached.cache_clear()
     yield names
-    launch.overlap.cache_clear()
+    for cached in (launch.overlap, launch.hopper):
+        cached.cache_clear()
 
 
 def arguments_of(op, arguments):
@@ -84,19 +86,27 @@ def arguments_of(op, arguments):
     return {name: from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
 
 
-@pytest.mark.parametrize("reach", [{}, {"window": 64}], ids=["all", "window"])
-def test_attention_compiles(compiled, reach, monkeypatch):
+@pytest.mark.parametrize(
+    ("heads", "size", "reach"),
+    [
+        ((8, 2), 128, {}),
+        ((7, 1), 64, {"chunk": 64}),
+        ((4, 2), 256, {"window": 64, "soft_cap": 20.0}),
+        ((8, 1), 80, {"window": 64}),
+    ],
+)
+def test_attention_compiles(compiled, monkeypatch, heads, size, reach):
+    """Prompts by the kernel for Hopper where it takes the heads, else by the one for any chip."""
     from twinfer.gpu.kernels import attention
 
-    setting = attention.config("prefill_own", "128")
-    monkeypatch.setitem(setting, "past", 1)
-    monkeypatch.setitem(attention.config("prefill", "bfloat16", "128"), "gather", 1)
     arguments = paged(
-        generator("compile"), "bfloat16", [90, 150], [1, 40], (8, 2), 128, 16, tokens=64
+        generator("compile"), "bfloat16", [90, 150], [1, 40], heads, size, 16, tokens=64
     )
+    monkeypatch.setitem(attention.config("hopper", str(size)), "parts", 8)
     attention.paged_attention(**arguments_of("paged_attention", arguments | reach))
-    own = [] if reach else ["gather_kernel", "gather_past_kernel"]
-    assert compiled == ["decode_kernel", *own, "prefill_kernel"]
+    hopper = size in attention.HOPPER_SIZES
+    prompts = ["hopper_kernel", "merge_kernel"] if hopper else ["prefill_kernel"]
+    assert compiled == ["decode_kernel", *prompts]
 
 
 @pytest.mark.parametrize("filtered", [False, True])
@@ -215,3 +225,17 @@ def test_narrow_experts_compile(compiled, tokens, kind, group, clamped):
     few = ["narrow_few_gated_kernel", "narrow_few_down_kernel"]
     many = ["sort_kernel", *["narrow_product_kernel"] * 2, "combine_kernel"]
     assert compiled == (few if tokens == 2 else many)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("world", [2, 4])
+def test_sums_over_peers_compile(compiled, dtype, world):
+    from twinfer.gpu.kernels import reduce
+
+    words = torch.zeros(world, dtype=torch.int64)
+    turns = torch.zeros(reduce.MOST_ROWS + 1, dtype=torch.int32)
+    peers = reduce.Peers(world - 1, world, 4096, dtype, (), words, words, turns)
+    x, weight = torch.zeros((3, 4096), dtype=dtype), torch.zeros(4096, dtype=dtype)
+    reduce._launch(peers, x, x.clone(), weight, 1e-6)
+    reduce._launch(peers, x, None, None, 0.0)
+    assert compiled == ["reduce_kernel"] * 2

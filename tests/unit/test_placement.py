@@ -50,3 +50,21 @@ def test_a_vocabulary_that_does_not_divide_is_held_whole():
     odd = replace(LLAMA, vocab_size=997)
     assert place(decoder.parameters_of(odd).top["embed"], odd, 4).axis is None
     assert place(decoder.parameters_of(LLAMA).top["embed"], LLAMA, 4).axis == 0
+
+
+def test_a_shard_has_whole_experts_and_a_part_of_the_shared_one():
+    config = parse_config(SHAPES["qwen3-30b-a3b"])
+    table = decoder.parameters_of(config).layer(0)
+    for name, rows in (("experts_gate_up", 2 * 768), ("experts_down", 2048)):
+        placement = place(table[name], config, 4)
+        assert placement.axis == 0
+        assert placement.source.tolist() == list(range(128 * rows))
+    assert place(table["router"], config, 4).axis is None
+    shared = replace(config, shared_expert_size=6)
+    table = decoder.parameters_of(shared).layer(0)
+    halves = place(table["shared_gate_up"], shared, 4)
+    # Each shard has its gates, then what they gate; the last one has padding alone.
+    assert halves.source.reshape(4, 4).tolist() == [
+        [0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11], [-1, -1, -1, -1],
+    ]  # fmt: skip
+    assert place(table["shared_down"], shared, 4).axis == 1

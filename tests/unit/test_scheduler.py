@@ -900,3 +900,36 @@ class TestLoops:
         scheduler.kv.release(taken)
         read(scheduler, step)
         assert schedule(scheduler).loop == Loop(4, False)
+
+
+@pytest.mark.parametrize("after", range(1, 9))
+def test_starting_over_gives_the_tokens_of_an_undisturbed_run(after: int) -> None:
+    """Tokens are a function of request and position; a worker that was lost after any step, with
+    another one in flight, changes none.
+    """
+
+    def run(lost_after: int | None) -> dict[str, list[int]]:
+        scheduler = make_scheduler(num_pages=14)
+        made = [
+            add(scheduler, name, size, 9)
+            for name, size in zip("abcdef", (3, 9, 17, 5, 2, 8), strict=True)
+        ]
+        number, pending = 0, None
+        while scheduler.has_work:
+            step = scheduler.schedule()
+            if pending is not None:
+                tokens = [
+                    sum(r.request_id.encode()) * 31 + int(end)
+                    for r, end in zip(pending.requests, pending.ends, strict=True)
+                ]
+                scheduler.update(pending, np.array(tokens, np.int32))
+                number += 1
+                if number == lost_after:
+                    scheduler.start_over()
+                    step = None
+                    assert scheduler.table.take_new_pages().start == 0
+                scheduler.check_integrity()
+            pending = step
+        return {request.request_id: request.output for request in made}
+
+    assert run(after) == run(None)

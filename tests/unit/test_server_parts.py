@@ -16,7 +16,13 @@ from twinfer.serving.server import messages
 from twinfer.serving.server.answers import Words, error_of
 from twinfer.serving.server.child import IDLE_MS, Loop, _fatal, hang_limit
 from twinfer.serving.server.doors import Doors
-from twinfer.serving.server.fields import ChatRequest, CompletionRequest, check_depth, read_fields
+from twinfer.serving.server.fields import (
+    ChatRequest,
+    CompletionRequest,
+    check_depth,
+    read_fields,
+    read_json,
+)
 from twinfer.serving.server.live import Live
 from twinfer.serving.server.logs import JsonFormatter
 from twinfer.serving.server.streams import EventStream
@@ -66,7 +72,8 @@ def test_parameters_arrive_as_they_were_sent():
 class FakeEngine:
     """Takes requests, and ends each in the next step."""
 
-    worker = type("W", (), {"compilations_after_ready": lambda self: 0})()
+    def late_compilations(self):
+        return 0
 
     def __init__(self):
         self.waiting, self.calls = [], []
@@ -410,10 +417,43 @@ def test_a_body_is_read_or_refused_by_name(kind, change):
     try:
         read = read_fields(kind, body)
         read.check()
+        if kind is CompletionRequest:
+            read.prompts()
         read.params(SamplingParams(), 100)
     except RequestError as error:
         refused = error.field.split("[")[0].split(".")[0]
     assert refused is None or refused in body, (refused, body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": [' + b"1," * (1 << 20) + b"1]}",
+        b'{"prompt": "x", "z": [' + b"[]," * 200_000 + b"1]}",
+        b'{"messages": [' + b"{}," * 200_000 + b"{}]}",
+        b'{"z": [' + b'"a",' * 140_000 + b'"a"]}',
+        b'{"a": {' + b",".join(b'"%d":1' % i for i in range(200_000)) + b"}}",
+    ],
+    ids=lambda body: str(body[:30]),
+)
+def test_values_of_a_body_are_bounded(body):
+    with pytest.raises(RequestError, match="more than 1048576 values"):
+        read_json(body)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": [1], },' * 200_000, "\\" * 2_000_000, '\\"' * 1_000_000, "," * 3_000_000]
+)
+def test_texts_of_a_body_are_not_counted(text):
+    assert read_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+
+
+def test_half_a_text_is_read_once():
+    """Each of its quotes could begin one."""
+    start = time.monotonic()
+    with pytest.raises(RequestError, match="is no JSON"):
+        read_json(b'[1,"' + b'\\",[' * 2_000_000)
+    assert time.monotonic() - start < 5
 
 
 def test_depth_is_bounded():

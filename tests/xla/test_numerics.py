@@ -44,6 +44,14 @@ EXCESS = """
 import importlib.util, sys
 import twinfer.xla.device as device
 device.check_rounding = lambda: None
+if sys.argv[2] == "both":
+    import jax
+    from twinfer.ops.namespaces.jax_ import JaxNamespace
+    compile = jax.stages.Lowered.compile
+    allowed = {"xla_allow_excess_precision": True}
+    jax.stages.Lowered.compile = lambda self, compiler_options=None: compile(self, allowed)
+    # JAX's programs also say each rounding to the compiler a second time.
+    JaxNamespace.accumulate = staticmethod(lambda x: x.astype("float32"))
 spec = importlib.util.spec_from_file_location("numerics_tests", sys.argv[1])
 tests = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tests)
@@ -51,9 +59,14 @@ print(sorted(tests.to_blame(tests.compared("P"))))
 """
 
 
-def test_roundings_that_xla_leaves_out_are_blamed_on_its_side_alone(monkeypatch):
-    """The flag is read once in a process; the check that refuses it is switched off there."""
+@pytest.mark.parametrize(
+    ("planted", "blamed"), [("one", ["torch-xla:cpu"]), ("both", ["jax:cpu", "torch-xla:cpu"])]
+)
+def test_roundings_that_xla_leaves_out_are_blamed_on_its_sides_alone(monkeypatch, planted, blamed):
+    """The flag is read once in a process, where what refuses it is switched off. JAX's programs
+    have an option of their own.
+    """
     monkeypatch.setenv("XLA_FLAGS", "--xla_allow_excess_precision=true")
-    command = [sys.executable, "-c", EXCESS, __file__]
+    command = [sys.executable, "-c", EXCESS, __file__, planted]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "['torch-xla:cpu']"
+    assert done.stdout.splitlines()[-1] == str(blamed)

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ..quantization import narrowed_model, narrowed_table
+from ..sharding import sharded_model, sharded_table
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -58,16 +59,18 @@ def family_of(architecture: str) -> Family:
 def model_of(config: ModelConfig) -> Model:
     """The layers of the model that a config describes."""
     model = family_of(config.architecture).model(config)
-    if config.quantization is None:
-        return model
-    return narrowed_model(model, _wide_parameters(config), config.quantization)
+    if config.quantization is not None:
+        model = narrowed_model(model, _wide_parameters(config), config.quantization)
+    return model if config.shard is None else sharded_model(model, config.vocab_size, config.shard)
 
 
 @cache
 def parameters_of(config: ModelConfig) -> ParameterTable:
     """The parameters of the model that a config describes."""
     table = _wide_parameters(config)
-    return table if config.quantization is None else narrowed_table(table, config.quantization)
+    if config.quantization is not None:
+        table = narrowed_table(table, config.quantization)
+    return table if config.shard is None else sharded_table(table, config.shard)
 
 
 def _wide_parameters(config: ModelConfig) -> ParameterTable:

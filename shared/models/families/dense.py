@@ -516,17 +516,17 @@ def _experts(config: ModelConfig, names: Names) -> Iterator[Parameter]:
         yield replace(bias, dtype="float32", init="zeros")
     both = tuple(f"{module}.{part}" for module in modules for part in (gate, up))
     rows, columns = [(size, "expert")] * (2 * count), (width, "embed")
-    yield _stacked("experts_gate_up", both, "weight", rows, "expert", columns, some)
+    yield _stacked("experts_gate_up", both, "weight", rows, "experts", columns, some)
     downs = tuple(f"{module}.{down}" for module in modules)
     rows, columns = [(width, "embed")] * count, (size, "expert")
-    yield _stacked("experts_down", downs, "weight", rows, "embed", columns, some)
+    yield _stacked("experts_down", downs, "weight", rows, "experts", columns, some)
     if config.shared_expert_size:
         inner, module = config.shared_expert_size, names.shared_expert
         pair = (f"{module}.gate_proj", f"{module}.up_proj")
-        halves = (inner, "expert"), (inner, "expert")
-        yield _stacked("shared_gate_up", pair, "weight", halves, "expert", (width, "embed"), some)
+        halves = (inner, "mlp"), (inner, "mlp")
+        yield _stacked("shared_gate_up", pair, "weight", halves, "mlp", (width, "embed"), some)
         key = f"{LAYER}{module}.down_proj.weight"
-        yield _one("shared_down", (width, inner), ("embed", "expert"), key, some)
+        yield _one("shared_down", (width, inner), ("embed", "mlp"), key, some)
         if config.gates_shared_expert:
             key = f"{LAYER}{module}_gate.weight"
             yield _one("shared_gate", (1, width), ("one", "embed"), key, some)

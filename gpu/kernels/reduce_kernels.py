@@ -1,0 +1,81 @@
+"""The sum over ranks by reading what the others wrote, with the add and the norm behind it."""
+
+import triton
+import triton.language as tl
+
+from .overlap import wait
+
+SPINS = tl.constexpr(20_000_000)
+"""How often a program looks for a peer that does not come: half a minute or more. Whoever started
+the ranks has ended them by then.
+"""
+
+
+@triton.jit
+def reduce_kernel(
+    x, residual, weight, buffers, flags, turns, eps, x_stride, residual_stride, max_rows,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    NORM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (row). x becomes the sum of x over all ranks; with NORM the residual becomes its sum
+    with that, and x the norm of it.
+
+    `buffers` and `flags` [rank] int64 are addresses on each rank: of [2 max_rows N], which takes
+    what that rank adds, by turns, and of [max_rows rank] int32, which is 1 between a rank's saying
+    that its row is there and this rank's reading that. Two turns are enough: who has begun the sum
+    after the next one has heard from all that they have ended this one. `turns` [max_rows + 1]
+    int32 are this rank's own; the last entry is 1 once a peer did not come, and all sums are NaN.
+    """
+    row = tl.program_id(0)
+    n = tl.arange(0, BLOCK_N)
+    mask = n < N
+    if NORM:
+        w = tl.load(weight + n, mask=mask, other=0.0).to(tl.float32)
+    wait(OVERLAP)
+    turn = tl.load(turns + row)
+    late = tl.load(turns + max_rows)
+    at_x = x + row.to(tl.int64) * x_stride + n
+    own = tl.load(at_x, mask=mask, other=0.0)
+    place = (turn * max_rows + row).to(tl.int64) * N + n
+    mine = tl.load(buffers + RANK).to(tl.pointer_type(x.dtype.element_ty))
+    tl.store(mine + place, own, mask=mask)
+    # All of the row is written before any peer is told so.
+    tl.debug_barrier()
+    for peer in tl.static_range(WORLD):
+        if peer != RANK:
+            theirs = tl.load(flags + peer).to(tl.pointer_type(tl.int32)) + row * WORLD + RANK
+            spins = 0
+            while (spins < SPINS) & (tl.atomic_cas(theirs, 0, 1, sem="release", scope="sys") != 0):
+                spins += 1
+            late = tl.maximum(late, (spins >= SPINS).to(tl.int32))
+    for peer in tl.static_range(WORLD):
+        if peer != RANK:
+            ours = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + row * WORLD + peer
+            spins = 0
+            while (spins < SPINS) & (tl.atomic_cas(ours, 1, 0, sem="acquire", scope="sys") != 1):
+                spins += 1
+            late = tl.maximum(late, (spins >= SPINS).to(tl.int32))
+    tl.debug_barrier()
+    tl.store(turns + row, 1 - turn)
+    if late > 0:
+        tl.store(turns + max_rows, 1)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for peer in tl.static_range(WORLD):
+        if peer == RANK:
+            total += own.to(tl.float32)
+        else:
+            there = tl.load(buffers + peer).to(tl.pointer_type(x.dtype.element_ty))
+            part = tl.load(there + place, mask=mask, other=0.0, cache_modifier=".cg")
+            total += part.to(tl.float32)
+    total = tl.where(late > 0, float("nan"), total)
+    if NORM:
+        at_residual = residual + row.to(tl.int64) * residual_stride + n
+        # As the parts rounded to what a sum of its own would give.
+        total = total.to(x.dtype.element_ty).to(tl.float32)
+        total += tl.load(at_residual, mask=mask, other=0.0).to(tl.float32)
+        rounded = total.to(residual.dtype.element_ty)
+        tl.store(at_residual, rounded, mask=mask)
+        y = tl.where(mask, rounded.to(tl.float32), 0.0)
+        scale = tl.rsqrt(tl.sum(y * y, 0) / N + eps)
+        total = y * scale * w
+    tl.store(at_x, total.to(x.dtype.element_ty), mask=mask)

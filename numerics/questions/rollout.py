@@ -1,0 +1,416 @@
+"""`twinfer numerics rollout`: one side generates, the other computes the same tokens as prompts.
+
+Three questions are asked of the log-probabilities of both. Reinforcement learning draws with one
+program and trains with another: how far are the importance ratios of the drawn tokens from 1, and
+how heavy is their tail? Does the difference grow with the position? And do both give a text the
+same perplexity?
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...shared.errors import ConfigError
+from ...shared.sampling_params import SamplingParams
+from ..errors import EQUAL, FAILED, NOT_COMPARED
+from ..judging.gates import FEWEST, Family
+from ..judging.metrics import log_softmax
+from ..judging.record import dumps
+from ..judging.served import POOLED
+from ..judging.server_metrics import GROWTH
+from ..sides.serving import Answer, Ask, serve
+from ..sides.steps import default_prompts, make_owned_steps, owned_rows
+from ..sides.subject import Subject, Target
+from .model import Comparison
+
+Progress = Callable[[str], None]
+TOKENS = 10_000
+JUDGED, SEQUENCES = 256, 2
+"""Tokens of a sequence, and sequences, whose noise the references say: they run on the host."""
+FIRST = 16
+"""Tokens of a prompt."""
+QUANTILES = (0.0001, 0.001, 0.01, 0.5, 0.99, 0.999, 0.9999)
+CLIPPED = 0.8, 1.2
+"""Importance ratios outside of these are clipped by common policy losses."""
+UNIT = 2.0**-23
+"""Nats that float32 log-probabilities are apart."""
+QUESTIONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """Importance ratios exp(b - a) of `tokens` that side a drew. `mean` has the standard error
+    `mean_error`. `effective` is the share of tokens that weights of these ratios are worth, `kl`
+    the divergence of b from a in nats by the estimator ratio - 1 - log(ratio).
+    """
+
+    tokens: int
+    mean: float
+    mean_error: float
+    quantiles: dict[str, float]
+    smallest: float
+    largest: float
+    clipped: float
+    effective: float
+    kl: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Differences b - a in nats of the tokens at positions from `first` to `last`."""
+
+    first: int
+    last: int
+    tokens: int
+    mean: float
+    rms: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """Of both sides on a text; `difference` of their mean log-probabilities in nats a token, b - a,
+    with its standard error.
+    """
+
+    tokens: int
+    a: float
+    b: float
+    difference: float
+    error: float
+
+
+@dataclass(slots=True)
+class RolloutReport:
+    """The answers. `sigma` is the difference of both sides over what rounding makes of it, at
+    tokens whose noise the references computed; `limit` is what is allowed. `growth` is that of its
+    logarithm with each doubling of the position, at the same tokens.
+    """
+
+    sides: tuple[str, ...]
+    ratios: Ratios
+    drift: list[Reach]
+    growth: float
+    growth_limit: float
+    sigma: float
+    limit: float
+    perplexity: Perplexity | None
+    problems: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """0 equal, 1 a numeric failure, 3 not everything compared."""
+        if self.problems:
+            return FAILED
+        return NOT_COMPARED if self.missing else EQUAL
+
+    def dumps(self) -> str:
+        """JSON text."""
+        body = {
+            name: getattr(self, name)
+            for name in ("growth", "growth_limit", "sigma", "limit", "problems", "missing")
+        }
+        return dumps("rollout", body | {
+            "exit_code": self.exit_code, "sides": list(self.sides), "seconds": self.seconds,
+            "environment": self.environment, "ratios": asdict(self.ratios),
+            "drift": [asdict(reach) for reach in self.drift],
+            "perplexity": None if self.perplexity is None else asdict(self.perplexity),
+        })  # fmt: skip
+
+    def cases(self) -> dict[tuple[str, str], list[str]]:
+        """Complaints by (group, name), for JUnit."""
+        return {("rollout", "log-probabilities"): self.problems}
+
+
+def check_rollout(
+    subject: Subject, targets: Sequence[Target], *, tokens: int = TOKENS,
+    text: np.ndarray | None = None, progress: Progress = lambda text: None,
+) -> RolloutReport:  # fmt: skip
+    """Let the first target draw `tokens` tokens at temperature 1 and the second compute them as
+    prompts, and both a `text` [tok].
+
+    Raises ConfigError, ModelError, BackendUnavailable.
+    """
+    longest = subject.max_model_len - 1
+    if tokens < 1:
+        raise ConfigError(f"rollout_tokens: got {tokens}, allowed is at least 1")
+    if text is not None and len(text) < 2:
+        raise ConfigError(f"text: got {len(text)} tokens, allowed is at least 2")
+    if longest <= FIRST:
+        raise ConfigError(
+            f"max_model_len: got {subject.max_model_len}, allowed is more than {FIRST + 1}"
+        )
+    started = time.perf_counter()
+    names = tuple(f"{'ab'[i]} {target}" for i, target in enumerate(targets))
+    drawn = serve(subject, targets[0], _asks(subject, tokens), progress=progress, streams=False)
+    sequences = [answer.sequence for answer in drawn.answers]
+    windows = [] if text is None else _windows(text, longest)
+    computed = serve(
+        subject, targets[1], [_scored(ids) for ids in (*sequences, *windows)], progress=progress,
+        streams=False,
+    )  # fmt: skip
+    a = [_drawn(answer) for answer in drawn.answers]
+    b = [_of_prompt(answer) for answer in computed.answers]
+    positions = np.concatenate([FIRST + np.arange(len(x)) for x in a])
+    differences = [y[FIRST - 1 :] - x for x, y in zip(a, b, strict=False)]
+    delta = np.concatenate(differences)
+    progress("the noise of the references")
+    noises = _noise(subject, [ids[: JUDGED + 1] for ids in sequences[:SEQUENCES]], progress)
+    known = _known(differences, noises)
+    sigma, limit = _sigma(subject.dtype, *known[1:])
+    growth, growth_limit = _growth(*known)
+    report = RolloutReport(
+        names, _ratios(delta), list(_reaches(positions, delta)), growth, growth_limit, sigma,
+        limit, None,
+    )  # fmt: skip
+    if windows:
+        of_text = serve(
+            subject, targets[0], [_scored(ids) for ids in windows], progress=progress,
+            streams=False,
+        )  # fmt: skip
+        of_a = [_of_prompt(answer) for answer in of_text.answers]
+        of_b = b[len(sequences) :]
+        report.perplexity = _perplexity(np.concatenate(of_a), np.concatenate(of_b))
+    report.problems += _problems(report, float(np.mean(delta**2)))
+    if not np.isfinite(delta).all():
+        report.problems.append("a log-probability is not finite")
+    report.environment = {
+        "model": subject.name, "dtype": subject.dtype, "tokens": len(delta), "seed": subject.seed,
+        "sides": dict(zip(names, (drawn.environment, computed.environment), strict=True)),
+    }  # fmt: skip
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+# --- what is served
+# --------------------------------------------------------------------------------------------------
+
+
+def _asks(subject: Subject, tokens: int) -> list[Ask]:
+    """Requests for so many tokens, each as long as a sequence may be."""
+    room = subject.max_model_len - 1 - FIRST
+    lengths = [min(room, tokens - start) for start in range(0, tokens, room)]
+    words = np.concatenate(default_prompts(subject, subject.seed))
+    starts = [7 * i % (len(words) - FIRST) for i in range(len(lengths))]
+    return [
+        Ask(
+            words[start : start + FIRST],
+            SamplingParams(
+                temperature=1.0, seed=1000 + i, max_tokens=length, ignore_eos=True, logprobs=1
+            ),
+        )
+        for i, (start, length) in enumerate(zip(starts, lengths, strict=True))
+    ]
+
+
+def _scored(ids: np.ndarray) -> Ask:
+    """A request for the log-probabilities of a sequence."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=1)
+    return Ask(ids, params)
+
+
+def _windows(text: np.ndarray, longest: int) -> list[np.ndarray]:
+    """A text in pieces that a request may have; the token before a piece is its first."""
+    starts = range(0, len(text) - 1, longest - 1)
+    return [text[start : start + longest] for start in starts]
+
+
+def _drawn(answer: Answer) -> np.ndarray:
+    """Log-probabilities [tok] of the tokens that were drawn."""
+    pairs = zip(answer.tokens, answer.logprobs, strict=True)
+    return np.asarray([top[token].logprob for token, top in pairs])
+
+
+def _of_prompt(answer: Answer) -> np.ndarray:
+    """Log-probabilities [tok - 1] of the tokens of a prompt behind its first."""
+    tops = answer.prompt_logprobs or []
+    pairs = zip(answer.ask.prompt[1:].tolist(), tops[1:], strict=True)
+    return np.asarray([math.nan if top is None else top[token].logprob for token, top in pairs])
+
+
+class _Noise(Comparison):
+    """What rounding makes of the log-probability of each token of sequences."""
+
+    def __init__(self, subject: Subject, sequences: Sequence[np.ndarray]) -> None:
+        super().__init__(subject, {}, "P", layers=(), taps=())
+        self.found = [np.full(len(ids) - 1, np.nan) for ids in sequences]
+        self._sequences = sequences
+
+    def judge(self, progress: Progress) -> list[np.ndarray]:
+        steps, self._owners = zip(*make_owned_steps(self.subject, self._sequences, 1), strict=True)
+        self.run(steps, progress)
+        return self.found
+
+    def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
+        for row, place in enumerate(owned_rows(self.step, self._owners[self.number])):
+            sequence, position = place
+            if position < len(self.found[sequence]):
+                token = self._sequences[sequence][position + 1]
+                right, noisy = (log_softmax(x[row])[token] for x in (exact, faithful))
+                self.found[sequence][position] = noisy - right
+
+
+def _noise(
+    subject: Subject, sequences: Sequence[np.ndarray], progress: Progress
+) -> list[np.ndarray]:
+    return _Noise(subject, sequences).judge(progress)
+
+
+# --- what they say
+# --------------------------------------------------------------------------------------------------
+
+
+def _known(
+    differences: Sequence[np.ndarray], noises: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(positions, differences, noise) of the tokens that were drawn and whose noise is known."""
+    found = []
+    for delta, noise in zip(differences, noises, strict=False):
+        of_drawn = noise[FIRST - 1 :][: len(delta)]
+        found.append((FIRST + np.arange(len(of_drawn)), delta[: len(of_drawn)], of_drawn))
+    positions, delta, noise = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    # No log-probability in float32 is nearer than about an ulp.
+    return positions, delta, np.sqrt(noise**2 + UNIT**2)
+
+
+def _sigma(dtype: str, delta: np.ndarray, noise: np.ndarray) -> tuple[float, float]:
+    """(the difference over that of two noises, what is allowed)."""
+    power = float((noise**2).sum())
+    effective = power**2 / float((noise**4).sum())
+    pooled = POOLED["S" if dtype == "float32" else "P"]
+    sigma = float(np.sqrt((delta**2).sum() / (2.0 * power)))
+    return sigma, pooled * Family(QUESTIONS).spread(max(effective, FEWEST))
+
+
+def _ratios(delta: np.ndarray) -> Ratios:
+    ratio = np.exp(delta)
+    low, high = CLIPPED
+    return Ratios(
+        tokens=len(ratio),
+        mean=float(ratio.mean()),
+        mean_error=float(ratio.std() / len(ratio) ** 0.5),
+        quantiles={f"{q:g}": float(np.quantile(ratio, q)) for q in QUANTILES},
+        smallest=float(ratio.min()),
+        largest=float(ratio.max()),
+        clipped=float(((ratio < low) | (ratio > high)).mean()),
+        effective=float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
+        kl=float((ratio - 1.0 - delta).mean()),
+    )
+
+
+def _reaches(positions: np.ndarray, delta: np.ndarray) -> Any:
+    """Differences by position: the limits of each part are twice those of the one before."""
+    first = FIRST
+    while first <= positions.max():
+        here = delta[(positions >= first) & (positions < 2 * first)]
+        last = min(2 * first - 1, int(positions.max()))
+        yield Reach(
+            first, last, len(here), float(here.mean()), float(np.sqrt((here**2).mean())),
+            float(np.abs(here).max()),
+        )  # fmt: skip
+        first *= 2
+
+
+def _growth(positions: np.ndarray, delta: np.ndarray, noise: np.ndarray) -> tuple[float, float]:
+    """(growth of the logarithm of difference over noise with each doubling of the position, what
+    is allowed), by regression over parts of equally many tokens. (0, 0) if all bits are equal, or
+    the positions span too little to say.
+
+    The noise of a token depends on how likely it is, and so on the position. Near the start two
+    sides share most of their roundings, and part from there on: only what is more than two
+    independent roundings counts.
+    """
+    x = np.log2(positions.astype(np.float64))
+    parts = np.array_split(np.argsort(x, kind="stable"), min(40, len(x) // 25))
+    if len(parts) < 4 or np.ptp(x) < 1.0:
+        return 0.0, 0.0
+    of_delta, of_noise = (
+        np.asarray([(values[part] ** 2).mean() for part in parts]) for values in (delta, noise)
+    )
+    if not (of_delta > 0).all():
+        return 0.0, 0.0
+    centre = np.asarray([x[part].mean() for part in parts])
+    centre = centre - centre.mean()
+    y = np.log(np.maximum(of_delta / (2.0 * of_noise), 1.0)) / 2.0
+    slope = float((centre * y).sum() / (centre**2).sum())
+    rest = y - y.mean() - slope * centre
+    free = len(parts) - 2
+    error = float(np.sqrt((rest**2).sum() / free / (centre**2).sum()))
+    return slope, GROWTH + Family(QUESTIONS).spread(1, free) * error
+
+
+def _perplexity(a: np.ndarray, b: np.ndarray) -> Perplexity:
+    delta = b - a
+    return Perplexity(
+        len(delta), float(np.exp(-a.mean())), float(np.exp(-b.mean())), float(delta.mean()),
+        float(delta.std() / len(delta) ** 0.5),
+    )  # fmt: skip
+
+
+def _problems(report: RolloutReport, power: float) -> list[str]:
+    """What chance and rounding do not explain. `power`: mean square of the differences."""
+    found, deviations = [], Family(QUESTIONS).deviations
+    a, b = report.sides
+    text = report.perplexity
+    if not report.sigma <= report.limit:
+        found.append(
+            f"{b} beside {a}: log-probabilities differ by {report.sigma:.3g} of what two roundings "
+            f"make, allowed is {report.limit:.3g}"
+        )
+    if not report.growth <= report.growth_limit:
+        found.append(
+            f"{b} beside {a}: the difference grows with the position by {report.growth:.3g} of "
+            f"its noise a doubling, allowed is {report.growth_limit:.3g}"
+        )
+    # Independent errors of this power shift a mean by half of it, on each side.
+    if text is not None and not abs(text.difference) <= power + deviations * text.error:
+        found.append(
+            f"{b} beside {a}: the text is {text.difference:.3g} nats a token more likely, rounding "
+            f"explains {power + deviations * text.error:.2g}"
+        )
+    return found
+
+
+# --- the view
+# --------------------------------------------------------------------------------------------------
+
+
+def render(report: RolloutReport) -> str:
+    """The verdict and the three tables in few lines."""
+    words = {EQUAL: "EQUAL within the gates", FAILED: "DIFFERENT"}
+    e, r = report.environment, report.ratios
+    tail = ", ".join(f"{share} {value:.4f}" for share, value in r.quantiles.items())
+    lines = [
+        f"{words.get(report.exit_code, 'NOT (fully) COMPARED')}: {e['model']} in {e['dtype']}, "
+        f"{report.seconds:.1f} s",
+        f"{report.sides[0]} drew {r.tokens} tokens, {report.sides[1]} computed them",
+        f"difference over that of two roundings: sigma {report.sigma:.3g} (limit "
+        f"{report.limit:.3g})",
+        f"importance ratios: mean {r.mean:.5f} within {r.mean_error:.1g}, {r.smallest:.4f} to "
+        f"{r.largest:.4f}, {100 * r.clipped:.2g} % clipped, worth {100 * r.effective:.2f} % of the "
+        f"tokens, KL {r.kl:.2g} nats",
+        f"  by share of tokens: {tail}",
+        f"drift: {report.growth:+.3f} of the noise a doubling of the position (limit "
+        f"{report.growth_limit:.3f})",
+        *(
+            f"  positions {x.first} to {x.last}: rms {x.rms:.3g} nats, mean {x.mean:+.1g}, "
+            f"largest {x.largest:.3g}, {x.tokens} tokens"
+            for x in report.drift
+        ),
+    ]
+    text = report.perplexity
+    if text is not None:
+        lines.append(
+            f"perplexity of {text.tokens} tokens: a {text.a:.5g}, b {text.b:.5g}; "
+            f"{text.difference:+.2g} nats a token within {text.error:.1g}"
+        )
+    return "\n".join([*lines, *report.problems])

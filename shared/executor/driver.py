@@ -1,0 +1,360 @@
+"""The driver's end of the ranks: starts them, makes calls on all of them, and ends them all when
+one is lost. It imports no framework and touches no device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from .. import errors
+from ..config import DeviceInfo
+from ..errors import RankLost, RequestError, TwinferError
+from ..models.spec import Shard
+from ..progress import Progress, silent
+from ..step import StepOutput
+from .messages import (
+    Call,
+    Done,
+    Failed,
+    Found,
+    Job,
+    Progressed,
+    Report,
+    Stepped,
+    decode,
+    encode,
+)
+
+COMMAND = (sys.executable, "-P", "-m", f"{__package__}.rank")
+LOOK_S = 0.2
+"""Between two looks at the ranks' processes."""
+SILENT_S, SILENT_AT_START_S = 8.0, 120.0
+"""How long a rank may give no sign of life: once steps run, and while code is loaded and
+compiled, which can keep a process busy.
+"""
+STOPPED_S = 2.0
+"""How long a rank may be stopped by a signal."""
+BEAT_S = 1.0
+"""Between two signs of life of this end, while it waits for a start."""
+STEP_S = 300.0
+"""How long a step may take. Who waits for the engine is less patient."""
+GRACE_S = 0.3
+"""How long the end of a process is waited for that may be the reason of another one's error."""
+PARTING_S = 5.0
+"""How long ranks that were told to leave may take."""
+ENVIRONMENT = {
+    # Ranks of one host meet on its own network: no port of theirs is open to another one.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+
+
+class Ranks:
+    """The ranks of one engine. Calls come from one thread; another one listens and watches.
+
+    A call that finds the ranks lost raises what one of them met: an error on purpose as itself,
+    anything else as RankLost.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        device: str,
+        count: int,
+        command: Sequence[str] | None = None,
+        progress: Progress = silent,
+    ) -> None:
+        """Starts `count` ranks and waits until each has its device, telling `progress` how many
+        have. Raises what they raise.
+        """
+        self.count = count
+        self.late = 0
+        self._folder = Path(tempfile.mkdtemp(prefix="twinfer-"))  # only its owner may enter it
+        self._context = zmq.Context()
+        self._inboxes = []
+        for rank in range(count):
+            socket = self._context.socket(zmq.PUSH)
+            socket.set_hwm(0)
+            socket.bind(f"ipc://{self._folder}/in{rank}")
+            self._inboxes.append(socket)
+        self._changed = threading.Condition(threading.RLock())
+        self._error: TwinferError | None = None
+        self._found: dict[int, DeviceInfo] = {}
+        self._results: dict[int, dict[int, msgspec.Raw]] = {}
+        self._outputs: dict[int, StepOutput] = {}
+        self._digests: dict[int, dict[int, int]] = {}
+        self._agreed: set[int] = set()
+        self._progressed: list[Progressed] = []
+        self._numbers = 0
+        self._ready = self._closing = self._closed = False
+        self._heard = [time.monotonic()] * count
+        self._running = [time.monotonic()] * count
+        self._processes: list[subprocess.Popen[bytes]] = []
+        jobs = [
+            Job(str(self._folder), Shard(rank, count), backend, device) for rank in range(count)
+        ]
+        # The ranks die with the thread that starts them, so it is the one that watches them.
+        self._watcher = threading.Thread(
+            target=self._watch, args=(command or COMMAND, jobs), daemon=True
+        )
+        self._watcher.start()
+        try:
+            self._wait(
+                lambda: len(self._found) == count,
+                lambda: progress("ranks", len(self._found), count),
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def device(self) -> DeviceInfo:
+        """The device of rank 0, with the least memory that any has."""
+        first = self._found[0]
+        least = min(device.memory for device in self._found.values())
+        return DeviceInfo(first.platform, first.name, least)
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The ranks' process ids, in order."""
+        return tuple(process.pid for process in self._processes)
+
+    def call(
+        self, name: str, value: Any = None, kind: Any = None, progress: Progress = silent
+    ) -> list[Any]:
+        """Make a call on all ranks, and return what each of them gives, of type `kind`."""
+        number = self.start(name, value)
+        ended, again = False, partial(progress, name, 0, 1)
+        while not ended:
+            with self._changed:
+                self._wait(lambda: self._has_ended(number) or bool(self._progressed), again)
+                told, self._progressed = self._progressed, []
+                ended = self._has_ended(number)
+            for one in told:
+                again = partial(progress, one.what, one.done, one.total)
+                again()
+        results = self._results.pop(number)
+        return [decode(results[rank], kind) for rank in range(self.count)]
+
+    def _has_ended(self, number: int) -> bool:
+        return len(self._results.get(number, ())) == self.count
+
+    def start(self, name: str, value: Any = None) -> int:
+        """Send a call to all ranks without waiting for it; its number."""
+        self.check()
+        self._numbers += 1
+        data = encode(Call(self._numbers, name, msgspec.Raw(encode(value))))
+        for inbox in self._inboxes:
+            inbox.send(data)
+        return self._numbers
+
+    def output(self, number: int) -> StepOutput:
+        """Wait for what the step that was call `number` brought: the same on all ranks."""
+        self._wait(lambda: number in self._agreed)
+        self._agreed.remove(number)
+        return self._outputs.pop(number)
+
+    def check(self) -> None:
+        """Raise if a rank was lost."""
+        if self._error is not None:
+            raise self._error
+
+    def steps_begin(self) -> None:
+        """From now on a rank gives signs of life more often."""
+        self._ready = True
+
+    def close(self) -> None:
+        """End all ranks, politely if they are well."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._error is None:
+            self._closing = True
+            with contextlib.suppress(TwinferError):
+                self.start("close")
+            deadline = time.monotonic() + PARTING_S
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        self._lose(RankLost("the ranks were closed"))
+        self._watcher.join()
+        for inbox in self._inboxes:
+            inbox.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _wait(self, ready: Callable[[], bool], beat: Callable[[], None] | None = None) -> None:
+        """Wait for what the other thread brings. With a `beat`, which is called once a second, it
+        may take as long as it does.
+        """
+        deadline = time.monotonic() + STEP_S
+        with self._changed:
+            while not ready():
+                self.check()
+                self._changed.wait(STEP_S if beat is None else BEAT_S)
+                if ready():
+                    return
+                if beat is not None:
+                    beat()
+                elif time.monotonic() >= deadline:
+                    self._lose(RankLost(f"the ranks gave no answer for {STEP_S:.0f} s"))
+
+    # -- the thread that watches
+
+    def _watch(self, command: Sequence[str], jobs: Sequence[Job]) -> None:
+        outbox = self._context.socket(zmq.PULL)
+        outbox.set_hwm(0)
+        outbox.bind(f"ipc://{self._folder}/out")
+        try:
+            self._begin(command, jobs)
+            looked = time.monotonic()
+            while self._error is None:
+                if outbox.poll(round(1000 * LOOK_S)):
+                    self._take(decode(outbox.recv(), Report))
+                if time.monotonic() - looked >= LOOK_S:
+                    looked = time.monotonic()
+                    while outbox.poll(0):
+                        self._take(decode(outbox.recv(), Report))
+                    self._look()
+        except Exception as error:
+            self._lose(RankLost(f"the driver failed: {type(error).__name__}: {error}"))
+        finally:
+            for process in self._processes:
+                process.kill()
+            for process in self._processes:
+                process.wait()
+                if process.stdin is not None:
+                    process.stdin.close()
+            outbox.close(linger=0)
+
+    def _begin(self, command: Sequence[str], jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            process = subprocess.Popen(
+                [*command],
+                stdin=subprocess.PIPE,
+                stdout=sys.stderr,
+                env=os.environ | {n: os.environ.get(n, v) for n, v in ENVIRONMENT.items()},
+            )
+            self._processes.append(process)
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):  # it has ended; `_look` will say so
+                    process.stdin.write(msgspec.json.encode(job) + b"\n")
+                    process.stdin.flush()
+
+    def _take(self, report: Report) -> None:
+        rank = 0 if isinstance(report, Progressed) else report.rank
+        self._heard[rank] = time.monotonic()
+        if isinstance(report, Failed):
+            self._look_for_the_dead(rank)
+            self._lose(error_of(report))
+            return
+        with self._changed:
+            if isinstance(report, Found):
+                self._found[rank] = report.device
+            elif isinstance(report, Progressed):
+                self._progressed.append(report)
+            elif isinstance(report, Done):
+                self._results.setdefault(report.number, {})[rank] = report.value
+            elif isinstance(report, Stepped):
+                self._take_step(report)
+            else:
+                return
+            self._changed.notify_all()
+
+    def _take_step(self, report: Stepped) -> None:
+        self.late = max(self.late, report.late)
+        if report.output is not None:
+            self._outputs[report.number] = report.output
+        digests = self._digests.setdefault(report.number, {})
+        digests[report.rank] = report.digest
+        if len(digests) == self.count:
+            del self._digests[report.number]
+            if len(set(digests.values())) > 1:
+                self._lose(RankLost(f"call {report.number}: {differing(digests)}"))
+            else:
+                self._agreed.add(report.number)
+
+    def _look_for_the_dead(self, reporter: int) -> None:
+        """Lose the ranks if another one than the `reporter` of an error has ended: an error may
+        say no more than that a peer is gone, and what is left of a process takes a moment to go.
+        """
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline:
+            for rank, process in enumerate(self._processes):
+                if rank != reporter and process.poll() is not None:
+                    self._lose(RankLost(f"rank {rank} {ending(process.returncode)}"))
+                    return
+            time.sleep(GRACE_S / 10)
+
+    def _look(self) -> None:
+        """Lose the ranks if one of them has ended or gives no sign of life."""
+        now, limit = time.monotonic(), SILENT_S if self._ready else SILENT_AT_START_S
+        for rank, process in enumerate(self._processes):
+            code = process.poll()
+            if code is not None:
+                if not self._closing:
+                    self._lose(RankLost(f"rank {rank} {ending(code)}"))
+                continue
+            if not is_stopped(process.pid):
+                self._running[rank] = now
+            for since, most, what in (
+                (self._running, STOPPED_S, "was stopped"),
+                (self._heard, limit, "gave no sign of life"),
+            ):
+                if now - since[rank] > most:
+                    self._lose(RankLost(f"rank {rank} {what} for {now - since[rank]:.0f} s"))
+
+    def _lose(self, error: TwinferError) -> None:
+        """End all ranks, and let whoever waits for them know. The first reason counts."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._changed.notify_all()
+
+
+def error_of(report: Failed) -> TwinferError:
+    """What a rank met, as an error of this process."""
+    kind = getattr(errors, report.kind, None)
+    if isinstance(kind, type) and issubclass(kind, TwinferError) and kind is not RequestError:
+        return kind(report.words)
+    return RankLost(f"rank {report.rank} failed with {report.kind}: {report.words}")
+
+
+def differing(values: Mapping[int, Any]) -> str:
+    """Which rank differs from rank 0."""
+    rank = next(rank for rank in sorted(values) if values[rank] != values[0])
+    return f"rank {rank} has other tokens or another residual than rank 0"
+
+
+def ending(code: int) -> str:
+    """How a process has ended."""
+    if code < 0:
+        from signal import Signals
+
+        return f"was ended by {Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine was stopped by a signal."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")

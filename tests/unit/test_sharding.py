@@ -1,0 +1,143 @@
+"""What one of several shards computes: which sums it states, and which rows it holds."""
+
+import numpy as np
+import pytest
+
+from twinfer.ops.recording import Recorder
+from twinfer.ops.shapes import recording_ops
+from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
+from twinfer.shared.errors import ConfigError
+from twinfer.shared.models import decoder
+from twinfer.shared.models.calls import ModelShapes, _empty, record_samplers
+from twinfer.shared.models.config import load_config
+from twinfer.shared.models.locate import model_folder
+from twinfer.shared.models.placement import place, shard_config
+from twinfer.shared.models.sharding import rows_to_sample, words_of
+from twinfer.shared.models.spec import Shard
+
+CPU = DeviceInfo("cpu", "cpu", 1 << 40)
+
+
+def resolved(name, shards=1):
+    model = load_config(model_folder(name))
+    config = EngineConfig(
+        model=name, backend="torch", device="cpu", max_model_len=64, load_format="dummy",
+        tensor_parallel_size=shards,
+    )  # fmt: skip
+    return model, resolve(config, model, CPU)[0]
+
+
+def calls_of_a_pass(model, config):
+    """The ops that a pass over all layers calls, in order."""
+    shapes, recorder = ModelShapes(model, config), Recorder()
+    whole, table = decoder.model_of(model), decoder.parameters_of(model)
+    d = next(iter(config.table()))
+    weights = [shapes._without_data(table.layer(index)) for index in range(len(whole.layers))]
+    ids = np.zeros(d.tokens, np.int32)
+    pass_ = decoder.PlainCalls(
+        recording_ops(recorder, _empty), whole, shapes.top, weights, ids, shapes.batch(d),
+        lambda hidden: hidden,
+    )  # fmt: skip
+    decoder.forward(pass_, shapes.caches(whole))
+    return [call.op for call in recorder.calls]
+
+
+@pytest.mark.parametrize(
+    "name", ["demo", "llama3-8b", "gemma3-4b", "granite3.3-8b", "qwen2.5-7b", "gemma4-31b"]
+)
+@pytest.mark.parametrize("shards", [2, 4])
+def test_a_model_states_two_sums_a_layer_and_one_of_its_embeddings(name, shards):
+    model, config = resolved(name)
+    local = shard_config(model, Shard(shards - 1, shards))
+    calls = calls_of_a_pass(local, config)
+    assert calls.count("all_reduce") == 2 * model.num_layers + 1
+    assert "embedding" not in calls
+    assert calls_of_a_pass(model, config).count("all_reduce") == 0
+
+
+def test_small_embeddings_of_layers_are_one_more_sum():
+    model, config = resolved("gemma4-e2b")
+    calls = calls_of_a_pass(shard_config(model, Shard(0, 2)), config)
+    assert calls.count("all_reduce") == 2 * model.num_layers + 2
+
+
+def test_sums_stand_where_the_residual_is_added():
+    """The norm of what was summed is one call with the sum; only behind a norm of its own, or a
+    factor, is a result summed at once.
+    """
+    model, config = resolved("llama3-8b")
+    calls = calls_of_a_pass(shard_config(model, Shard(0, 2)), config)
+    assert calls.count("reduce_add_rms_norm") == 2 * model.num_layers + 1
+    model, config = resolved("gemma3-4b")
+    assert "reduce_add_rms_norm" not in calls_of_a_pass(shard_config(model, Shard(0, 2)), config)
+
+
+def test_equal_layers_stay_of_one_kind():
+    for name in ("demo", "llama3-8b", "gemma3-4b", "gemma4-e2b", "qwen3-0.6b"):
+        model = load_config(model_folder(name))
+        kinds = len(decoder.model_of(model).kinds)
+        assert len(decoder.model_of(shard_config(model, Shard(1, 2))).kinds) == kinds
+
+
+@pytest.mark.parametrize("words", [997, 1000, 5])
+@pytest.mark.parametrize("shards", [2, 4])
+def test_every_word_is_one_shards(words, shards):
+    held = [w for i in range(shards) for w in words_of(words, Shard(i, shards))]
+    assert held == list(range(len(held)))
+    assert words <= len(held) < words + shards
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded():
+    model, _ = resolved("demo")
+    table = decoder.parameters_of(model)
+    placed = place(table.top["embed"], model, 3, pads_words=True)
+    assert model.vocab_size % 3
+    assert placed.shape[0] % 3 == 0
+    np.testing.assert_array_equal(
+        placed.source, [*range(model.vocab_size), *[-1] * (placed.shape[0] - model.vocab_size)]
+    )
+    assert place(table.top["embed"], model, 3).axis is None
+
+
+def test_rows_are_dealt_out_where_they_divide():
+    assert rows_to_sample(8, None) == 8
+    assert [rows_to_sample(n, Shard(0, 4)) for n in (1, 2, 4, 6, 256)] == [1, 2, 1, 6, 64]
+
+
+def test_samplers_are_planned_for_what_they_get():
+    """The best of a shard's own words, and whole rows of its share."""
+    model, config = resolved("llama3-8b")
+    recorder = Recorder()
+    local = shard_config(model, Shard(1, 2))
+    record_samplers(recorder, ModelShapes(local, config))
+    shapes = {
+        (call.op, call.arguments["logits"].shape[1])
+        for call in recorder.calls
+        if call.op in ("greedy_sample", "sample")
+    }
+    assert ("greedy_sample", model.vocab_size // 2) in shapes
+    assert ("sample", model.vocab_size) in shapes
+    assert ("sample", model.vocab_size // 2) not in shapes
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"quantization": "int8"}, "tensor_parallel_size: got 2, the torch backend allows 1 for"),
+        ({"capture": "somewhere,nan"}, "capture: got somewhere"),
+        ({"row_invariant": True}, "row_invariant: got tensor_parallel_size 2"),
+    ],
+)
+def test_what_ranks_do_not_do_is_refused(options, words):
+    from dataclasses import replace
+
+    from twinfer.shared.models.quantization import WHEN_LOADED, Quantization
+
+    model = load_config(model_folder("demo"))
+    if "quantization" in options:
+        model = replace(model, quantization=Quantization(WHEN_LOADED["int8"]))
+    config = EngineConfig(
+        model="demo", backend="torch", device="cpu", tensor_parallel_size=2, **options
+    )
+    with pytest.raises(ConfigError, match=words):
+        resolve(config, model, CPU)

@@ -1,0 +1,308 @@
+"""The Pallas kernels of products, tiers 1 and 2: interpreted, against the float64 oracle within the
+ops' bounds, and in TPU interpret mode, where memory that nobody wrote is NaN, addresses outside of
+arrays raise, and races are reported. The planted faults show that each is seen.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from twinfer.ops import resolve
+from twinfer.ops.bindings.jax import bind
+from twinfer.ops.cases import load_all
+from twinfer.ops.namespaces.jax_ import InStack
+from twinfer.ops.testing import TESTING, Judge, ci_cases, run
+from twinfer.tpu.kernels import grouped, narrow
+from twinfer.tpu.kernels.tiles import columns_at_once
+
+load_all()
+OPS = ("grouped_matmul", "linear_grouped")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", OPS)
+def test_every_case(op, dtype):
+    failures = {}
+    for case in ci_cases(TESTING[op], dtype):
+        verdict = Judge(op, case.arguments)(run(op, "jax", "pallas_interpret", case.arguments))
+        failures |= {} if verdict.passed else {case.name: str(verdict)}
+    assert not failures
+
+
+# --- experts
+# --------------------------------------------------------------------------------------------------
+
+SIZES = [5, 0, 1, 9, 0, 4, 0]
+"""Rows of experts: some without, one that is alone in a block of 8, one that is in three."""
+
+
+def choices(dtype="float32", k=24, n=20):
+    """23 rows, the last four of no expert, NaN where no result may come from."""
+    rng = np.random.default_rng(8)
+    x, weight = rng.normal(size=(23, k)), rng.normal(size=(len(SIZES), n, k))
+    x[sum(SIZES) :] = np.nan
+    weight[[size == 0 for size in SIZES]] = np.nan
+    given = {"x": x, "weight": weight}
+    arrays = {name: np.asarray(jnp.asarray(value, dtype)) for name, value in given.items()}
+    return arrays | {"group_sizes": np.array(SIZES, np.int32)}
+
+
+def by_experts(given, interpret=True):
+    """The kernel in blocks of 8 rows, its weight the second of a stack whose first is NaN."""
+    x, weight, sizes = (jnp.asarray(value) for value in given.values())
+    stack = jnp.stack([jnp.full_like(weight, jnp.nan), weight])
+    return grouped.multiply(x, stack, 1, sizes, vmem=None, interpret=interpret, size=8)
+
+
+def right(op, given, out):
+    return Judge(op, given)([np.asarray(out)]).passed
+
+
+def test_the_work_is_what_experts_have_in_blocks_of_rows():
+    items = grouped.items_of(jnp.array(SIZES, jnp.int32), 23, 8)
+    count = int(items.count[0])
+    assert count == 6
+    pairs = list(zip(items.expert.tolist(), items.block.tolist(), strict=True))
+    assert pairs[:count] == [(0, 0), (2, 0), (3, 0), (3, 1), (5, 1), (5, 2)]
+    assert set(pairs[count:]) == {(5, 2)}  # nothing new is brought for what is no work
+    nothing = grouped.items_of(jnp.zeros(7, jnp.int32), 23, 8)
+    assert int(nothing.count[0]) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_that_experts_share(dtype):
+    given = choices(dtype)
+    assert right("grouped_matmul", given, by_experts(given))
+
+
+def test_columns_in_several_blocks(monkeypatch):
+    monkeypatch.setattr(grouped, "columns_at_once", lambda n, size: 128)
+    given = choices(n=300)
+    assert right("grouped_matmul", given, by_experts(given))
+
+
+class Altered:
+    """A module with one function changed."""
+
+    def __init__(self, module, name, function):
+        self._module, self._changed = module, {name: function}
+
+    def __getattr__(self, name):
+        return self._changed.get(name) or getattr(self._module, name)
+
+
+def test_wrong_kernels_of_experts_are_rejected(monkeypatch):
+    given, real = choices(), grouped.items_of
+
+    def judged(items):
+        with monkeypatch.context() as planted:
+            planted.setattr(grouped, "items_of", items)
+            return right("grouped_matmul", given, by_experts(given))
+
+    def one_late(sizes, rows, size):
+        items = real(sizes, rows, size)
+        return items._replace(begins=items.begins + 1)
+
+    def neighbour(sizes, rows, size):
+        items = real(sizes, rows, size)
+        return items._replace(expert=jnp.maximum(items.expert - 1, 0))
+
+    def last_lost(sizes, rows, size):
+        items = real(sizes, rows, size)
+        return items._replace(count=items.count - 1)
+
+    assert judged(real)
+    assert [judged(fault) for fault in (one_late, neighbour, last_lost)] == [False] * 3
+    with monkeypatch.context() as planted:
+        all_kept = Altered(jnp, "where", lambda mask, new, old: new)
+        planted.setattr(grouped, "jnp", all_kept)
+        assert not right("grouped_matmul", given, by_experts(given))
+
+
+# --- narrow weights
+# --------------------------------------------------------------------------------------------------
+
+
+def projection(kind, group, *, k=96, zeros=False, bias=True, tokens=5, dtype="float32"):
+    rng = np.random.default_rng(9)
+    n, half = 40, 2 if kind in narrow.PACKED else 1
+    if kind == "int8":
+        weight = rng.integers(-127, 128, (n, k)).astype(np.int8)
+    elif kind == "fp8":
+        weight = np.asarray(jnp.asarray(rng.normal(size=(n, k)), jnp.float8_e4m3fn))
+    else:
+        weight = rng.integers(0, 256, (n, k // half)).astype(np.uint8)
+    groups = k // group
+    return {
+        "x": np.asarray(jnp.asarray(rng.normal(size=(tokens, k)), dtype)),
+        "weight": weight,
+        "scale": (2.0 ** rng.uniform(-6, -3, (n, groups))).astype(np.float32),
+        "zero": rng.integers(0, 16, (n, groups)).astype(np.uint8) if zeros else None,
+        "bias": np.asarray(jnp.asarray(rng.normal(size=n), dtype)) if bias else None,
+        "kind": kind,
+    }
+
+
+def by_groups(given, interpret=True, rows=8):
+    """The kernel in blocks of 8 rows, its weight the second of a stack."""
+    arrays = [None if x is None else jnp.asarray(x) for x in list(given.values())[:-1]]
+    x, weight, *rest = arrays
+    stack = jnp.stack([jnp.zeros_like(weight), weight])
+    how = {"vmem": None, "interpret": interpret, "rows": rows, "columns": 128}
+    return narrow.multiply(x, stack, 1, *rest, given["kind"], **how)
+
+
+FORMS = {
+    "several groups in a span, of rows in several steps": ("int4", 32, 2048, True),
+    "groups of spans": ("int8", 256, 512, False),
+    "a group of several steps": ("fp8", 8192, 8192, False),
+    "nibbles of two groups": ("fp4", 16, 768, False),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_that_are_cut_in_several_ways(form, monkeypatch):
+    kind, group, k, zeros = FORMS[form]
+    monkeypatch.setattr(narrow, "STEP", 512)
+    given = projection(kind, group, k=k, zeros=zeros, tokens=11)
+    assert right("linear_grouped", given, by_groups(given))
+
+
+def test_how_rows_are_cut():
+    assert narrow.cut_of(4096, 1) == narrow.Cut(4096, 4096, 512, 2048)
+    assert narrow.cut_of(7168, 112) == narrow.Cut(7168, 64, 128, 1792)
+    assert narrow.cut_of(2048, 128) == narrow.Cut(2048, 16, 128, 2048)
+    assert narrow.cut_of(48, 3) == narrow.Cut(48, 16, 48, 48)
+    assert narrow.cut_of(48, 3).groups_of_span == 3
+
+
+def test_columns_of_a_block_are_whole_registers():
+    assert columns_at_once(96, 1 << 20) == 96
+    assert columns_at_once(1536, 4096) == 768
+    assert columns_at_once(4096, 28672) == 128
+
+
+NARROW_FAULTS = {
+    "the second of a byte first": ("_entries", lambda real: lambda *a: real(*a)[::-1]),
+    "int4 without its zero": ("_int4", lambda real: lambda nibble: nibble.astype(jnp.float32)),
+    "all of x for each group": (
+        "_of_groups",
+        lambda real: lambda x, cut: jnp.concatenate([x] * cut.groups_of_span),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", NARROW_FAULTS)
+def test_wrong_kernels_of_narrow_weights_are_rejected(fault, monkeypatch):
+    given = projection("int4", 32)
+    assert right("linear_grouped", given, by_groups(given))
+    name, altered = NARROW_FAULTS[fault]
+    monkeypatch.setattr(narrow, name, altered(getattr(narrow, name)))
+    assert not right("linear_grouped", given, by_groups(given))
+
+
+# --- TPU interpret mode
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_a_tpu(capfd):
+    """on_a_tpu(function) -> (output, what it printed about races). Raises what the interpreter
+    raises.
+    """
+
+    def interpreted(function):
+        np.random.seed(0)
+        params = pltpu.InterpretParams(
+            dma_execution_mode="on_wait", detect_races=True, out_of_bounds_reads="raise",
+            uninitialized_memory="nan", vector_clock_size=64,
+        )  # fmt: skip
+        capfd.readouterr()
+        try:
+            out = jax.block_until_ready(function(params))
+        finally:
+            pltpu.reset_tpu_interpret_mode_state()
+        return out, capfd.readouterr().out
+
+    return interpreted
+
+
+def test_the_kernel_of_experts_is_clean(on_a_tpu):
+    given = choices()
+    out, printed = on_a_tpu(lambda how: by_experts(given, how))
+    assert "RACE" not in printed
+    assert right("grouped_matmul", given, out)
+
+
+def test_an_expert_that_is_not_there_is_seen(on_a_tpu, monkeypatch):
+    real = grouped.items_of
+
+    def beyond(sizes, rows, size):
+        items = real(sizes, rows, size)
+        return items._replace(expert=items.expert + len(SIZES))
+
+    monkeypatch.setattr(grouped, "items_of", beyond)
+    with pytest.raises(Exception, match=r"(?i)out.of.bounds"):
+        on_a_tpu(lambda how: by_experts(choices(), how))
+
+
+def test_results_that_nobody_wrote_are_seen(on_a_tpu, monkeypatch):
+    real = grouped.items_of
+
+    def nothing(sizes, rows, size):
+        items = real(sizes, rows, size)
+        return items._replace(count=items.count * 0)
+
+    monkeypatch.setattr(grouped, "items_of", nothing)
+    out, _ = on_a_tpu(lambda how: by_experts(choices(), how))
+    assert np.isnan(np.asarray(out)[: sum(SIZES)]).any()
+
+
+@pytest.mark.parametrize(("kind", "zeros"), [("int8", False), ("int4", True)])
+def test_the_kernel_of_narrow_weights_is_clean(on_a_tpu, kind, zeros, monkeypatch):
+    monkeypatch.setattr(narrow, "STEP", 128)
+    given = projection(kind, 64, k=512, zeros=zeros)
+    out, printed = on_a_tpu(lambda how: by_groups(given, how))
+    assert "RACE" not in printed
+    assert right("linear_grouped", given, out)
+
+
+def test_sums_that_begin_with_what_was_there_are_seen(on_a_tpu, monkeypatch):
+    monkeypatch.setattr(
+        narrow.jnp, "zeros_like", lambda ref: ref[...] if hasattr(ref, "at") else ref
+    )
+    given = projection("int8", 64)
+    out, _ = on_a_tpu(lambda how: by_groups(given, how))
+    assert np.isnan(np.asarray(out)).any()
+
+
+# --- stacks
+# --------------------------------------------------------------------------------------------------
+
+
+def test_an_array_of_a_stack_is_taken_out_for_what_does_not_read_stacks():
+    """And handed on to what does, which a composition calls."""
+    plan = {
+        name: resolve("jax", {"grouped_matmul": (name,)}) for name in ("native", "pallas_interpret")
+    }
+    rng = np.random.default_rng(4)
+    gate_up, down = rng.normal(size=(3, 5, 12, 8)), rng.normal(size=(3, 5, 8, 6))
+    x, weights = rng.normal(size=(4, 8)), rng.random((4, 2))
+    rest = [jnp.asarray(a, jnp.float32) for a in (x, weights)]
+    experts = jnp.asarray(rng.integers(0, 5, (4, 2)), jnp.int32)
+    alone = [jnp.asarray(a, jnp.float32) for a in (gate_up[2], down[2])]
+    stacked = [
+        InStack(jnp.asarray(a, jnp.float32), jnp.int32(2)).reshape(*a.shape[1:])
+        for a in (gate_up, down)
+    ]
+    want = bind(plan["native"]).moe_experts(*rest, experts, *alone)
+    for provider, chosen in plan.items():
+        ops = bind(chosen)
+        for given in (alone, stacked):
+            got = ops.moe_experts(*rest, experts, *given)
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6, err_msg=provider)
+        text = str(jax.make_jaxpr(ops.moe_experts)(*rest, experts, *stacked))
+        # A slice of a stack of experts is what a kernel would have to wait for.
+        assert ("dynamic_slice" in text) == (provider == "native")

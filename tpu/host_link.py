@@ -1,0 +1,375 @@
+"""What several hosts that run one model tell each other: the calls of the first, and what comes of
+them.
+
+Messages are those of `shared/executor/messages.py`, over tcp on the interface that the
+coordinator's name stands for, with CURVE: each host has a key pair of its own, and who has none of
+the keys that the hosts told each other hears nothing. Each host watches the others: one that
+raises, or of which nothing is heard, ends all, from a thread, since a device that waits for a dead
+peer never returns.
+"""
+
+from __future__ import annotations
+
+import os
+import socket as sockets
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from ..bucketing import Table
+from ..shared.config import ResolvedConfig
+from ..shared.errors import BackendUnavailable, ConfigError, InternalError
+from ..shared.executor.messages import Beat, Call, Done, Failed, Report, decode, encode
+from ..shared.executor.rank import checkpoint_digest, digest_of, failure
+from ..shared.models.config import ModelConfig
+from ..shared.progress import Progress, silent
+from ..shared.step import StepInput
+from ..shared.worker import ProgramReport, StepHandle, Worker
+
+BEAT_S, SILENT_S = 1.0, 8.0
+"""Between two signs of life, and how long there may be none."""
+PATIENCE_S = 300.0
+"""How long the first host waits for the others at start."""
+EXIT_LOST = 70
+"""The exit code of a host that has lost another one; that of a failed engine."""
+ARGUMENTS: dict[str, Any] = {
+    "allocate_kv": int, "warm_up": Table, "execute": StepInput, "sample": np.ndarray,
+}  # fmt: skip
+"""The calls of a worker that all hosts make and that take something, and what."""
+ANSWERED = ("digests", "measure")
+"""The calls whose results the first host waits for."""
+
+
+class Board(Protocol):
+    """Where hosts put up what the others are to know. `get` waits for it."""
+
+    def put(self, name: str, value: str) -> None:
+        """Put a value up, once."""
+        ...
+
+    def get(self, name: str) -> str:
+        """The value of that name."""
+        ...
+
+
+def digests_of(
+    model: ModelConfig, config: ResolvedConfig, plan: str, folder: str
+) -> dict[str, str]:
+    """What must be the same on all hosts, by name."""
+    kept = replace(config, compilation_cache_dir=None, aot_folder=None)
+    return {
+        "configuration": digest_of(model, kept),
+        "plan": plan,
+        "checkpoint": checkpoint_digest(folder, config.load_format),
+    }
+
+
+def end_process(why: str) -> None:
+    """Say why in one line, and end this process whatever its other threads wait for."""
+    print(f"error: {why}", file=sys.stderr, flush=True)
+    os._exit(EXIT_LOST)
+
+
+class Watch:
+    """Gives signs of life, and loses a host that was heard once and then was silent for too
+    long.
+    """
+
+    def __init__(self, lose: Callable[[str], None], beat: Callable[[], None]) -> None:
+        self._heard: dict[int, float] = {}
+        self._lose, self._beat = lose, beat
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def heard(self, host: int) -> None:
+        """A host has given a sign of life."""
+        self._heard[host] = time.monotonic()
+
+    def stop(self) -> None:
+        """Nobody is waited for any more."""
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._done.wait(BEAT_S):
+            self._beat()
+            now = time.monotonic()
+            for host, last in list(self._heard.items()):
+                if now - last > SILENT_S:
+                    self._lose(f"host {host} gave no sign of life for {now - last:.0f} s")
+
+
+def interface(address: str) -> tuple[str, int]:
+    """The numeric address and the port of HOST:PORT. Raises BackendUnavailable."""
+    host, _, port = address.rpartition(":")
+    try:
+        return sockets.gethostbyname(host), int(port)
+    except OSError as error:
+        raise BackendUnavailable(f"coordinator: {host}: {error}") from error
+
+
+class FirstHost:
+    """The worker of the engine: what starts device work is sent to the other hosts, the rest asks
+    this one alone.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        address: str,
+        others: int,
+        board: Board,
+        digests: Mapping[str, str],
+        lose: Callable[[str], None] = end_process,
+    ) -> None:
+        """Waits for the other hosts. Raises BackendUnavailable if they do not come, ConfigError if
+        they run something else.
+        """
+        self._worker, self._others = worker, range(1, others + 1)
+        self._lose, self._number = lose, 0
+        self._context = zmq.Context()
+        self._sending = threading.Lock()
+        public, secret = zmq.curve_keypair()
+        self._keys: set[bytes] = set()
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(credentials_provider=self)
+        ip, port = interface(address)
+        self._calls = self._context.socket(zmq.XPUB)
+        self._reports = self._context.socket(zmq.PULL)
+        for number, socket in enumerate((self._calls, self._reports)):
+            socket.set_hwm(0)
+            socket.linger = 5000
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = public, secret
+            socket.bind(f"tcp://{ip}:{port + number}")
+        self._calls.setsockopt(zmq.XPUB_VERBOSE, 1)  # one message for each host that subscribes
+        self._answers: dict[int, dict[int, Any]] = {}
+        self._met = threading.Event()
+        self._changed = threading.Condition()
+        self._closing = False
+        board.put("hosts/key", public.decode())
+        self._keys |= {board.get(f"hosts/key/{host}").encode() for host in self._others}
+        self._watch = Watch(self._told, self._beat)
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        try:
+            self._meet(digests)
+        except BaseException:
+            self._leave()
+            raise
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a host with this public key may connect."""
+        return key in self._keys
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    def _meet(self, digests: Mapping[str, str]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        # Each subscribes twice; what is sent before would not reach it.
+        for done in range(2 * len(self._others)):
+            if not self._calls.poll(round(1000 * max(0.0, deadline - time.monotonic()))):
+                raise BackendUnavailable(
+                    f"hosts: {done // 2} of {len(self._others)} others came within "
+                    f"{PATIENCE_S:.0f} s"
+                )
+            self._calls.recv()
+        self._met.set()
+        for host, other in self._call("digests", dict[str, str]).items():
+            for name, digest in other.items():
+                if digest != digests[name]:
+                    self._send("close")
+                    raise ConfigError(
+                        f"{name}: host {host} has {digest}, host 0 has {digests[name]}; all hosts "
+                        "must have the same"
+                    )
+
+    def _send(self, name: str, value: Any = None) -> int:
+        with self._sending:
+            if self._closing:
+                return self._number
+            # Signs of life have no number: they come from another thread.
+            self._number += name != "beat"
+            number = 0 if name == "beat" else self._number
+            self._calls.send(encode(Call(number, name, msgspec.Raw(encode(value)))))
+            return number
+
+    def _call(self, name: str, kind: Any) -> dict[int, Any]:
+        """What a call gives on each of the other hosts."""
+        return self._collect(self._send(name), kind)
+
+    def _collect(self, number: int, kind: Any) -> dict[int, Any]:
+        with self._changed:
+            while len(self._answers.get(number, ())) < len(self._others):
+                self._changed.wait(1.0)
+            return {host: decode(x, kind) for host, x in self._answers.pop(number).items()}
+
+    def _listen(self) -> None:
+        while not self._closing:
+            if self._reports.poll(200):
+                self._take(decode(self._reports.recv(), Report))
+        self._reports.close()
+
+    def _take(self, report: Any) -> None:
+        self._watch.heard(report.rank)
+        if isinstance(report, Failed):
+            self._told(f"host {report.rank} failed with {report.kind}: {report.words}")
+        elif isinstance(report, Done):
+            with self._changed:
+                self._answers.setdefault(report.number, {})[report.rank] = report.value
+                self._changed.notify_all()
+
+    def _beat(self) -> None:
+        if self._met.is_set():
+            self._send("beat")
+
+    def _told(self, why: str) -> None:
+        if not self._closing:
+            self._lose(why)
+
+    def load(self, progress: Progress) -> None:
+        """See `Worker`."""
+        self._send("load")
+        self._worker.load(progress)
+
+    def measure(self) -> int:
+        """See `Worker`: what the host with the least has."""
+        number = self._send("measure")
+        own = self._worker.measure()
+        return min(own, *self._collect(number, int).values())
+
+    def allocate_kv(self, num_pages: int) -> None:
+        """See `Worker`."""
+        self._send("allocate_kv", num_pages)
+        self._worker.allocate_kv(num_pages)
+
+    def warm_up(self, table: Table, progress: Progress) -> list[ProgramReport]:
+        """See `Worker`."""
+        self._send("warm_up", table)
+        return self._worker.warm_up(table, progress)
+
+    def execute(self, step: StepInput) -> StepHandle:
+        """See `Worker`."""
+        self._send("execute", step)
+        return self._worker.execute(step)
+
+    def sample(self, masks: np.ndarray) -> None:
+        """See `Worker`."""
+        self._send("sample", masks)
+        self._worker.sample(masks)
+
+    def logits(self, step: StepInput) -> np.ndarray:
+        """Not on several hosts: no host holds all logits."""
+        raise BackendUnavailable("logits: backends are compared on one host")
+
+    def close(self) -> None:
+        """See `Worker`. The other hosts leave."""
+        self._send("close")
+        self._worker.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._watch.stop()
+        with self._sending:
+            self._closing = True
+        self._listener.join()
+        self._calls.close()
+        self._authenticator.stop()
+        self._context.term()
+
+
+def follow(
+    worker: Worker,
+    address: str,
+    host: int,
+    board: Board,
+    digests: Mapping[str, str],
+    lose: Callable[[str], None] = end_process,
+) -> None:
+    """Make the calls that the first host makes, until it closes."""
+    public, secret = zmq.curve_keypair()
+    board.put(f"hosts/key/{host}", public.decode())
+    server = board.get("hosts/key").encode()
+    ip, port = interface(address)
+    context = zmq.Context()
+    sending = threading.Lock()
+
+    def connected(kind: int, number: int) -> Any:
+        socket = context.socket(kind)
+        socket.set_hwm(0)
+        socket.curve_serverkey = server
+        socket.curve_publickey, socket.curve_secretkey = public, secret
+        if kind == zmq.SUB:
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.connect(f"tcp://{ip}:{port + number}")
+        return socket
+
+    calls, beats, reports = connected(zmq.SUB, 0), connected(zmq.SUB, 0), connected(zmq.PUSH, 1)
+
+    def send(report: Report) -> None:
+        with sending:
+            reports.send(encode(report))
+
+    watch = Watch(lose, lambda: send(Beat(host)))
+    stop = threading.Event()
+
+    def hear() -> None:
+        while not stop.is_set():
+            if beats.poll(200):
+                beats.recv()
+                watch.heard(0)
+
+    listener = threading.Thread(target=hear, daemon=True)
+    listener.start()
+    try:
+        _make_calls(worker, calls, host, send, digests)
+    except Exception as error:
+        send(failure(host, error))
+        time.sleep(BEAT_S)  # the first host ends all; what it says is the reason
+        raise
+    finally:
+        stop.set()
+        listener.join()
+        watch.stop()
+        for socket in (calls, beats, reports):
+            socket.close(linger=2000)
+        context.term()
+
+
+def _make_calls(
+    worker: Worker,
+    calls: Any,
+    host: int,
+    send: Callable[[Report], None],
+    digests: Mapping[str, str],
+) -> None:
+    number = 0
+    while True:
+        call = decode(calls.recv(), Call)
+        if call.name == "beat":
+            continue
+        number += 1
+        if call.number != number:
+            raise InternalError(f"call {number} was lost: {call.number} came")
+        given = [decode(call.value, ARGUMENTS[call.name])] if call.name in ARGUMENTS else []
+        if call.name in ("load", "warm_up"):
+            given.append(silent)
+        if call.name == "digests":
+            found: Any = dict(digests)
+        else:
+            found = getattr(worker, call.name)(*given)
+        if call.name in ANSWERED:
+            send(Done(host, number, msgspec.Raw(encode(found))))
+        if call.name == "close":
+            return

@@ -1,0 +1,293 @@
+"""The op `linear_grouped` by a Pallas kernel: `pallas` on a TPU, `pallas_interpret` the same source
+interpreted.
+
+Weights stay in 8 or 4 bits until they are in vector memory. There a span of a row's entries becomes
+numbers of the dtype of x, exactly, and is multiplied; scales come behind the sum of their group. A
+group of few entries shares a span with others: the rows of x stand below each other once for each
+group, with zeros where the other groups are.
+
+Of two entries in a byte, the first are multiplied with every other column of x, the second with
+the rest: so that no byte is taken apart along lanes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ...ops.declare import Array
+from ...ops.implement import Refusal, implement
+from ...ops.namespaces.jax_ import in_stack, taken
+from ...ops.reference.narrow import INT4_ZERO, PACKED
+from .cache import LANES
+from .softmax import dot
+from .target import answer, on_tpu, refused_memory, target_kind
+from .tiles import SPARE, lanes_of
+
+ROWS, COLUMNS = 256, 512
+"""The most rows and columns of a block of results."""
+SPAN, STEP = 512, 2048
+"""The most lanes of a weight's rows that are widened at once, and that are brought at once."""
+DTYPES = (jnp.float32, jnp.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How rows of `lanes` stored numbers are taken: `step` of them at a time, `span` of those at
+    once. A group is `group` of them.
+    """
+
+    lanes: int
+    group: int
+    span: int
+    step: int
+
+    @property
+    def groups_of_span(self) -> int:
+        """How many groups a span has entries of."""
+        return max(self.span // self.group, 1)
+
+    @property
+    def groups_of_step(self) -> int:
+        """How many groups a step has entries of."""
+        return max(self.step // self.group, 1)
+
+
+def cut_of(lanes: int, groups: int) -> Cut:
+    """The cut of rows of `lanes` stored numbers in so many groups."""
+    group = lanes // groups
+    if group < LANES:
+        span = _largest(lanes, group, LANES)
+    else:
+        span = group if group <= SPAN else _largest(group, LANES, SPAN)
+    steps = [s for s in range(span, lanes + 1, span) if lanes % s == 0]
+    whole = [s for s in steps if s % group == 0 or group % s == 0]
+    return Cut(lanes, group, span, max((s for s in whole if s <= STEP), default=whole[0]))
+
+
+def _largest(size: int, unit: int, most: int) -> int:
+    """The largest multiple of `unit` up to `most` that divides `size`; `size` if there is none."""
+    found = [s for s in range(unit, min(most, size) + 1, unit) if size % s == 0]
+    return found[-1] if found else size
+
+
+def multiply(
+    x: jax.Array, weight: jax.Array, layer: jax.Array | int, scale: jax.Array,
+    zero: jax.Array | None, bias: jax.Array | None, kind: str, *, vmem: int | None, interpret: Any,
+    rows: int = ROWS, columns: int = COLUMNS,
+) -> jax.Array:  # fmt: skip
+    """The op, with weight[layer] of a stack [layer n lanes]; blocks of `rows` by `columns`."""
+    tokens, k = x.shape
+    n, lanes = weight.shape[1:]
+    cut = cut_of(lanes, scale.shape[1])
+    halves = k // lanes
+    tile = 32 // x.dtype.itemsize
+    rows = min(rows, -(-tokens // tile) * tile)
+    columns = min(columns, n)
+    padded = jnp.pad(x, ((0, -tokens % rows), (0, 0)))
+    # [half row lane]: what a byte's first and second entries are multiplied with.
+    by_half = padded.reshape(-1, lanes, halves).transpose(2, 0, 1)
+    steps, groups = lanes // cut.step, cut.groups_of_step
+
+    def by_step(values: jax.Array) -> jax.Array:
+        return values.astype(jnp.float32).T.reshape(-1, groups, n)
+
+    of_columns = pl.BlockSpec(
+        (None, groups, columns),
+        lambda j, i, s, *_: (s * cut.step // max(cut.step, cut.group), 0, j),
+    )
+    given: list[jax.Array] = [by_half, weight, by_step(scale)]
+    specs = [
+        pl.BlockSpec((halves, rows, cut.step), lambda j, i, s, *_: (0, i, s)),
+        pl.BlockSpec((None, columns, cut.step), lambda j, i, s, layer: (layer[0], j, s)),
+        of_columns,
+    ]
+    if zero is not None:
+        given.append(by_step(zero))
+        specs.append(of_columns)
+    if bias is not None:
+        given.append(bias[None, :])
+        specs.append(pl.BlockSpec((1, columns), lambda j, i, s, *_: (0, j)))
+    grid = -(-n // columns), padded.shape[0] // rows, steps
+    out = pl.pallas_call(
+        partial(_kernel, kind=kind, cut=cut, zeros=zero is not None, biased=bias is not None),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=grid,
+            in_specs=specs,
+            out_specs=pl.BlockSpec((rows, columns), lambda j, i, s, *_: (i, j)),
+            scratch_shapes=[pltpu.VMEM((rows, columns), jnp.float32)],
+        ),
+        out_shape=jax.ShapeDtypeStruct((padded.shape[0], n), x.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * tokens * n * k,
+            bytes_accessed=grid[1] * n * lanes + tokens * (n + k) * x.dtype.itemsize,
+            transcendentals=0,
+        ),
+        interpret=interpret,
+        name="linear_grouped",
+    )(jnp.asarray(layer, jnp.int32).reshape(1), *given)
+    return out[:tokens]
+
+
+def _kernel(
+    layer: Any, x: Any, weight: Any, scale: Any, *rest: Any, kind: str, cut: Cut, zeros: bool,
+    biased: bool,
+) -> None:  # fmt: skip
+    zero = rest[0] if zeros else None
+    *_, out, acc = rest
+    step = pl.program_id(2)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        acc[...] = jnp.zeros_like(acc)
+
+    def span(number: Any, _: Any) -> None:
+        place = pl.ds(pl.multiple_of(number * cut.span, math.gcd(cut.span, LANES)), cut.span)
+        found, total = _of_span(x, weight[:, place], place, kind, cut, zeros)
+        first = number * cut.span // cut.group if cut.groups_of_step > 1 else 0
+        for n in range(cut.groups_of_span):
+            of_group = slice(n * acc.shape[0], (n + 1) * acc.shape[0])
+            own = pl.ds(first + n, 1)
+            part = found[of_group]
+            if zero is not None:
+                part = part - total[of_group] * (zero[own, :] - INT4_ZERO)
+            acc[...] += part * scale[own, :]
+
+    lax.fori_loop(0, cut.step // cut.span, span, None)
+
+    @pl.when(step == pl.num_programs(2) - 1)
+    def _() -> None:
+        y = acc[...]
+        if biased:
+            y = y + rest[-3][...].astype(jnp.float32)
+        out[...] = y.astype(out.dtype)
+
+
+def _of_span(
+    x: Any, stored: jax.Array, place: Any, kind: str, cut: Cut, zeros: bool
+) -> tuple[jax.Array, Any]:
+    """(products [group*row column] of a span for each of its groups, sums [group*row 1] of x where
+    there are zeros).
+    """
+    found: Any = 0.0
+    total: Any = 0.0
+    for half, values in enumerate(_entries(stored, kind)):
+        rows = _of_groups(x[half, :, place], cut)
+        found = found + dot(rows, values.astype(rows.dtype), (1, 1))
+        if zeros:
+            total = total + jnp.sum(rows.astype(jnp.float32), axis=1, keepdims=True)
+    return found, total
+
+
+def _of_groups(x: jax.Array, cut: Cut) -> jax.Array:
+    """x [row span] once for each group of the span, 0 outside of it: [group*row span]."""
+    if cut.groups_of_span == 1:
+        return x
+    group = lax.broadcasted_iota(jnp.int32, x.shape, 1) // cut.group
+    nothing = jnp.zeros_like(x)
+    return jnp.concatenate([jnp.where(group == n, x, nothing) for n in range(cut.groups_of_span)])
+
+
+def _entries(stored: jax.Array, kind: str) -> list[jax.Array]:
+    """The entries that stored numbers stand for, float32, less the zero that int4 has without
+    zeros: the first of all bytes, then the second.
+    """
+    if kind not in PACKED:
+        return [stored.astype(jnp.float32)]
+    both = stored.astype(jnp.int32)
+    widen = _e2m1 if kind == "fp4" else _int4
+    return [widen(both & 15), widen((both >> 4) & 15)]
+
+
+def _int4(nibble: jax.Array) -> jax.Array:
+    return (nibble - int(INT4_ZERO)).astype(jnp.float32)
+
+
+def _e2m1(nibble: jax.Array) -> jax.Array:
+    size = nibble & 7
+    twice = jnp.where(size < 4, size, jnp.where(size < 6, 2 * size - 4, 4 * size - 16))
+    return jnp.where(nibble > 7, -twice, twice).astype(jnp.float32) * 0.5
+
+
+def vmem_need(x: Any, weight: Any, scale: Any) -> dict[str, int]:
+    """Bytes of vector memory: what comes and goes twice, as the next block is under way. A weight
+    has scales and zeros beside it.
+    """
+    (tokens, k), (n, lanes) = x.shape, weight.shape
+    cut, bytes_each = cut_of(lanes, scale.shape[1]), jnp.dtype(x.dtype).itemsize
+    rows, columns = min(ROWS, tokens + 32), lanes_of(min(COLUMNS, n))
+    return {
+        "two blocks of a weight": 2 * columns * (lanes_of(cut.step) + 2 * 4 * cut.groups_of_step),
+        "rows": (2 * lanes_of(cut.step) + cut.groups_of_span * cut.span) * rows * bytes_each
+        * (k // lanes),
+        "results and sums": rows * columns * (2 * bytes_each + 4 * (1 + cut.groups_of_span)),
+        "a span as numbers": columns * lanes_of(cut.span) * (4 * (k // lanes) + 4 + bytes_each),
+    }  # fmt: skip
+
+
+def takes(
+    x: Array, weight: Array, scale: Array, zero: Array | None, bias: Array | None, kind: str
+) -> bool | Refusal:
+    """What the kernel takes where it is interpreted."""
+    if x.dtype not in DTYPES:
+        return Refusal(f"x is {x.dtype}: float32 or bfloat16 are taken")
+    return True
+
+
+def compiles(
+    x: Array, weight: Array, scale: Array, zero: Array | None, bias: Array | None, kind: str
+) -> bool | Refusal:
+    """What the kernel takes on a TPU."""
+    lanes, groups = weight.shape[1], scale.shape[1]
+    cut = cut_of(lanes, groups)
+    if cut.span % LANES:
+        return Refusal(
+            f"rows of {lanes} stored numbers in {groups} groups: parts of {LANES} lanes must be "
+            "whole groups, or groups whole parts"
+        )
+    need = refused_memory(target_kind(), vmem_need(x, weight, scale))
+    return answer(need, takes(x, weight, scale, zero, bias, kind))
+
+
+def _run(
+    x: jax.Array, weight: Any, scale: Any, zero: Any, bias: Any, kind: str, interpret: Any
+) -> jax.Array:
+    stack, layer = in_stack(weight)
+    need = None if interpret else sum(vmem_need(x, weight, scale).values()) + SPARE
+    # Scales are turned first, which for a whole stack would be done again in every layer.
+    small = taken(scale), taken(zero), taken(bias)
+    return multiply(x, stack, layer, *small, kind, vmem=need, interpret=interpret)
+
+
+@implement(
+    "linear_grouped", provider="pallas", framework="jax", supported=on_tpu, supports_args=compiles,
+    preferred_on=("tpu",), stacked=True,
+)  # fmt: skip
+def linear_grouped(
+    x: Array, weight: Array, scale: Array, zero: Array | None, bias: Array | None, kind: str
+) -> Array:
+    """See the op."""
+    return _run(x, weight, scale, zero, bias, kind, False)
+
+
+@implement(
+    "linear_grouped", provider="pallas_interpret", framework="jax", supports_args=takes,
+    stacked=True,
+)  # fmt: skip
+def interpreted_linear(
+    x: Array, weight: Array, scale: Array, zero: Array | None, bias: Array | None, kind: str
+) -> Array:
+    """See the op."""
+    return _run(x, weight, scale, zero, bias, kind, True)
