@@ -46,6 +46,17 @@ def add_parsers(commands: Any) -> None:
         help="no part is begun later; what was not begun is not compared (exit code 3)",
     )
     output_flags(check)
+    quantization = commands.add_parser(
+        "quantization", help="what a scheme of quantised weights costs, by layer and in logits"
+    )
+    quantization.set_defaults(run_numerics=run_quantization)
+    model_flags(quantization, "of the checkpoint; the comparison is in float32")
+    quantization.add_argument(
+        "--scheme", required=True, metavar="NAME", help="as of --quantization of an engine"
+    )
+    quantization.add_argument(
+        "--json", metavar="FILE", help="write everything that was found; - is standard output"
+    )
     rollout = commands.add_parser(
         "rollout", help="one side draws, the other computes: importance ratios, drift, perplexity"
     )
@@ -272,3 +283,17 @@ def finish(diff: Any, arguments: argparse.Namespace) -> int:
     write(arguments.json, diff.dumps)
     write(arguments.junit, lambda: junit(diff))
     return int(diff.exit_code)
+
+
+def run_quantization(arguments: argparse.Namespace) -> int:
+    """`twinfer numerics quantization`."""
+    from .questions.quantization import quantization_cost, render
+
+    subject = subject_of(arguments)
+    prompts = prompts_of(arguments, subject)
+    report = quantization_cost(subject, arguments.scheme, prompts, tell)
+    report.environment["command"] = command(arguments)
+    if arguments.json != "-":
+        print(render(report))
+    write(arguments.json, report.dumps)
+    return 0

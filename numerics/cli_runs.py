@@ -347,6 +347,7 @@ DEFAULTS = {
 }
 ASKED = (
     "model",
+    "scheme",
     "a",
     "b",
     "on",

@@ -41,7 +41,8 @@ class Implementation:
 
     `preferred_on` names platforms (`cpu`, `cuda`, `tpu`) whose plans try it unless somebody says
     otherwise. `required_on` those where it is an error if it refuses a program and nobody has
-    chosen another.
+    chosen another. `dot` names the products of another contract than the op's, which it keeps
+    instead (`Testing.dots`).
     """
 
     op: str
@@ -57,6 +58,7 @@ class Implementation:
     opaque: bool = False
     stacked: bool = False
     preferred_on: tuple[str, ...] = ()
+    dot: str = ""
     required_on: tuple[str, ...] = ()
 
 

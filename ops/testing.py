@@ -88,8 +88,9 @@ class Testing:
     `bitwise`: the oracle runs in the dtypes of the arguments, and outputs must equal it bit for
     bit. `free(arguments)` marks, for each output, elements that the contract leaves open. `rows`
     names the arguments whose first axis is the row of which the contract says that it depends on no
-    other. `truth` is what the mutants are made of, without a fault: it must pass, or they are
-    rejected for something else.
+    other. `dots`: by the name of other products that an implementation may have (`dot`), how far
+    each output may be off on top, in absolute terms. `truth` is what the mutants are made of,
+    without a fault: it must pass, or they are rejected for something else.
     """
 
     cases: Callable[[str], Iterable[Case]]
@@ -102,6 +103,7 @@ class Testing:
     free: Callable[[Arguments], Any] | None = None
     rows: tuple[str, ...] = ()
     truth: Callable[..., Any] | None = None
+    dots: Mapping[str, Callable[[Arguments], Any]] = field(default_factory=dict)
 
 
 TESTING: dict[str, Testing] = {}
@@ -260,7 +262,10 @@ class Judge:
     the op's own.
     """
 
-    def __init__(self, op: str, arguments: Arguments, testing: Testing | None = None) -> None:
+    def __init__(
+        self, op: str, arguments: Arguments, testing: Testing | None = None, dot: str = ""
+    ) -> None:
+        """`dot`: the products that an implementation has in place of the op's."""
         self.testing = testing or TESTING[op]
         self.wanted = oracle(op, arguments)
         wide = {name: _widen(value) for name, value in arguments.items()}
@@ -268,6 +273,7 @@ class Judge:
             self.magnitudes = self._each(self.testing.magnitude, wide)
             self.rounded = self._each(self.testing.rounded or self.testing.magnitude, wide)
         self.free = self._each(self.testing.free, arguments)
+        self.by_dot = self._each(self.testing.dots[dot] if dot else None, wide)
 
     def _each(
         self, function: Callable[[Arguments], Any] | None, arguments: Arguments
@@ -283,12 +289,17 @@ class Judge:
         output with it is not judged by its bits.
         """
         worst = Verdict(0.0, 0.0, "nothing compared")
-        parts = zip(outputs, self.wanted, self.magnitudes, self.rounded, self.free, strict=True)
-        for index, (got, want, magnitude, rounded, free) in enumerate(parts):
+        parts = zip(
+            outputs, self.wanted, self.magnitudes, self.rounded, self.free, self.by_dot,
+            strict=True,
+        )  # fmt: skip
+        for index, (got, want, magnitude, rounded, free, by_dot) in enumerate(parts):
             got, want = np.asarray(got), np.asarray(want)
             if free is not None and got.shape == want.shape:
                 got = np.where(np.broadcast_to(free, got.shape), want.astype(got.dtype), got)
             extra = more[index] if more else None
+            if by_dot is not None:
+                extra = by_dot if extra is None else extra + by_dot
             verdict = _judge_one(got, want, magnitude, rounded, self.testing, extra)
             if not (verdict.error <= worst.error and verdict.gain <= worst.gain):
                 where = f"output {index}, {verdict.where}"

@@ -40,11 +40,32 @@ WEIGHT_DTYPES = ("F32", "BF16", "F16")
 UNKNOWN_TO_NUMPY = ("F8_E4M3", "F8_E8M0")
 """Dtypes that the library does not hand out as numpy arrays."""
 
+STACKED, TRANSPOSED = ":stacked", ":transposed"
+"""Behind the name of a tensor [expert n ...] or [expert k n]: read as [expert * n, ...], [expert *
+n, k].
+"""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SHOWN = 5
 """Tensors that an error names."""
 ROWS = 4096
 """Rows that are compared at a time."""
+
+
+def view_of(name: str) -> tuple[str, str]:
+    """The tensor, and the view that a name asks for, or "" for the tensor as it is."""
+    for view in (STACKED, TRANSPOSED):
+        if name.endswith(view):
+            return name.removesuffix(view), view
+    return name, ""
+
+
+def matrix_shape(shape: Sequence[int], view: str) -> tuple[int, ...]:
+    """The shape of a view; of a tensor that has too few axes, its own."""
+    if view == TRANSPOSED and len(shape) == 3:
+        return shape[0] * shape[2], shape[1]
+    if view == STACKED and len(shape) > 1:
+        return shape[0] * shape[1], *shape[2:]
+    return tuple(shape)
 
 
 def has_weights(folder: str | Path) -> bool:
@@ -64,6 +85,9 @@ class Checkpoint:
     """Whether quantised weights are read by their pieces (`narrow_checkpoint.py`)."""
 
     def __init__(self, folder: str | Path) -> None:
+        """Tensors of all experts of a layer are read as one matrix below the name with `STACKED` or
+        `TRANSPOSED` behind it.
+        """
         self._folder = need_folder(folder)
         self._open: dict[str, Any] = {}
         if os.path.exists(self._folder / SINGLE):
@@ -89,10 +113,14 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor; reads the file's header only."""
+        tensor, view = view_of(name)
+        if view:
+            return matrix_shape(self.shape(tensor), view)
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """The dtype of a tensor (bfloat16 is that of ml_dtypes); reads the file's header only."""
+        name, _ = view_of(name)
         stored = self._slice(name).get_dtype()
         if stored not in DTYPES:
             self._fail(f"{self.where(name)} has dtype {stored}, allowed are {', '.join(DTYPES)}")
@@ -100,6 +128,8 @@ class Checkpoint:
 
     def read(self, name: str) -> np.ndarray:
         """A whole tensor: a new array, the caller's to keep and to change."""
+        if view_of(name)[1]:
+            return self.read_slice(name, 0, 0, self.shape(name)[0])
         dtype = self.dtype(name)
         if self._slice(name).get_dtype() in UNKNOWN_TO_NUMPY:
             return np.array(self._mapped(name, dtype))
@@ -109,6 +139,9 @@ class Checkpoint:
 
     def read_slice(self, name: str, axis: int, start: int, stop: int) -> np.ndarray:
         """Entries `start` to `stop` (exclusive) of one axis; only these are read from disk."""
+        tensor, view = view_of(name)
+        if view:
+            return self._read_matrix(tensor, view, axis, start, stop)
         dtype, shape = self.dtype(name), self.shape(name)
         if not 0 <= axis < len(shape) or not 0 <= start <= stop <= shape[axis]:
             self._fail(
@@ -125,7 +158,7 @@ class Checkpoint:
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name."""
-        return name in self._files
+        return view_of(name)[0] in self._files
 
     def check(
         self,
@@ -142,6 +175,7 @@ class Checkpoint:
         missing, unexpected and mismatched tensors.
         """
         copies, dtypes = copies or {}, dtypes or {}
+        expected = dict(self._on_disk(name, shape) for name, shape in expected.items())
         extra = [name for name in self._files if name not in expected]
         unexpected = [
             name for name in extra if not any(fnmatchcase(name, pattern) for pattern in ignored)
@@ -172,6 +206,28 @@ class Checkpoint:
         problems = [f"{len(found)} {what}: {_first(found)}" for what, found in lists if found]
         if problems:
             self._fail(f"{self._folder}: tensors do not fit the model: {'; '.join(problems)}")
+
+    def _on_disk(self, name: str, shape: Sequence[int]) -> tuple[str, Sequence[int]]:
+        """The tensor that a matrix is read from, and the shape that it must have."""
+        tensor, view = view_of(name)
+        if not view or tensor not in self._files:
+            return tensor, shape
+        found = self.shape(tensor)
+        return tensor, found if matrix_shape(found, view) == tuple(shape) else shape
+
+    def _read_matrix(self, tensor: str, view: str, axis: int, start: int, stop: int) -> np.ndarray:
+        """Rows or columns of a matrix, of the experts that have them."""
+        experts, *_ = shape = self.shape(tensor)
+        if axis == 1:
+            whole = self._read_matrix(tensor, view, 0, 0, matrix_shape(shape, view)[0])
+            return np.ascontiguousarray(whole[:, start:stop])
+        rows = matrix_shape(shape, view)[0] // experts
+        first, last = start // rows, -(-stop // rows)
+        some = self.read_slice(tensor, 0, first, last)
+        if view == TRANSPOSED:
+            some = some.swapaxes(1, 2)
+        every = some.reshape(len(some) * rows, *some.shape[2:])
+        return np.ascontiguousarray(every[start - first * rows :][: stop - start])
 
     def check_scales(self, name: str, size: int, low: float, high: float) -> None:
         """Raise CheckpointError unless a tensor has one value or `size` of them, each a number from
@@ -287,6 +343,7 @@ class Checkpoint:
 
     def where(self, name: str) -> str:
         """The file and the name of a tensor, for messages."""
+        name, _ = view_of(name)
         return f"{self._folder / self._files[name]}: {show(name)}"
 
     def _fail(self, message: str) -> NoReturn:

@@ -229,11 +229,22 @@ def _check_shards(config: EngineConfig, model: ModelConfig) -> None:
             f"tensor_parallel_size above 1, got {config.tensor_parallel_size}: there are no ranks "
             "that could be lost"
         )
+    _check_experts(config, model)
     check_pieces(parameters_of(model), model, config.tensor_parallel_size)
-    if model.num_experts % config.tensor_parallel_size:
+
+
+def _check_experts(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError unless each shard has as many experts as the others, of plain weights."""
+    size = config.tensor_parallel_size
+    if model.num_experts % size:
         raise ConfigError(
-            f"tensor_parallel_size: got {config.tensor_parallel_size}, allowed are sizes that "
+            f"tensor_parallel_size: got {size}, allowed are sizes that "
             f"divide the {model.num_experts} experts of {model.architecture}"
+        )
+    if model.num_experts and size > 1 and (model.quantization or model.expert_biases):
+        raise ConfigError(
+            f"tensor_parallel_size: got {size}, allowed is 1 where experts are quantised or have "
+            f"biases ({model.architecture})"
         )
 
 

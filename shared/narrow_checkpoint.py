@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from .checkpoint import WEIGHT_DTYPES, Checkpoint
+from .checkpoint import STACKED, WEIGHT_DTYPES, Checkpoint
 from .errors import CheckpointError
 from .models.config import ModelConfig
 from .models.quantization import Quantization
 
+PIECES = ("values", "scale", "zero", "input_scale")
 INTEGERS = ("I32",)
 AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """The nibble of a word that holds each of its eight neighbours."""
@@ -54,24 +55,24 @@ class NarrowCheckpoint(Checkpoint):
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name, or the module whose piece this is."""
-        module, colon, piece = name.partition(":")
-        if not colon:
+        module, piece = piece_in(name)
+        if not piece:
             return super().has(name)
         if piece == "input_scale":
             return super().has(f"{module}.input_scale")
-        return super().has(f"{module}.{self._form.values_name}")
+        return super().has(self._form.tensor(module, self._form.values_name))
 
     def read(self, name: str) -> np.ndarray:
         """A whole tensor, or a piece of all rows of a module."""
-        module, colon, piece = name.partition(":")
-        if not colon:
+        module, piece = piece_in(name)
+        if not piece:
             return super().read(name)
         return self._piece(module, piece, 0, self._form.sizes(module)[0])
 
     def read_slice(self, name: str, axis: int, start: int, stop: int) -> np.ndarray:
         """Entries `start` to `stop` (exclusive) of one axis of a tensor or a piece."""
-        module, colon, piece = name.partition(":")
-        if not colon:
+        module, piece = piece_in(name)
+        if not piece:
             return super().read_slice(name, axis, start, stop)
         if axis == 0:
             return self._piece(module, piece, start, stop)
@@ -90,13 +91,13 @@ class NarrowCheckpoint(Checkpoint):
         found: dict[str, Sequence[int]] = {}
         kinds: dict[str, Sequence[str]] = dict(dtypes or {})
         for key, shape in expected.items():
-            module, colon, piece = key.partition(":")
-            if not colon:
+            module, piece = piece_in(key)
+            if not piece:
                 found[key] = shape
             elif piece == "values":
                 n, k = shape[0], shape[1] * (2 if self._form.packs else 1)
-                for name, tensor in self._form.tensors(n, k).items():
-                    self._expect(f"{module}.{name}", tensor, found, kinds)
+                for name, tensor in self._form.tensors(module, n, k).items():
+                    self._expect(self._form.tensor(module, name), tensor, found, kinds)
             elif piece == "input_scale":
                 self._expect(f"{module}.input_scale", Tensor(((), (1,), (1, 1))), found, kinds)
         super().check(found, ignored, copies, kinds)
@@ -125,9 +126,15 @@ class NarrowCheckpoint(Checkpoint):
             scale = self._form.scale(module, start, stop).astype(np.float32)
         if not (np.isfinite(scale) & (scale >= 0)).all():
             name = "input_scale" if piece == "input_scale" else self._form.scale_name
-            where = self.where(f"{module}.{name}")
+            where = self.where(self._form.tensor(module, name))
             raise CheckpointError(f"{where} holds a scale that is no number from 0 on")
         return scale
+
+
+def piece_in(name: str) -> tuple[str, str]:
+    """The module and the piece that a key asks for, or "" for a tensor."""
+    module, _, piece = name.rpartition(":")
+    return (module, piece) if piece in PIECES else (name, "")
 
 
 class Form:
@@ -140,7 +147,11 @@ class Form:
     def __init__(self, checkpoint: Checkpoint, quantization: Quantization) -> None:
         self.checkpoint, self.quantization = checkpoint, quantization
 
-    def tensors(self, n: int, k: int) -> dict[str, Tensor]:
+    def tensor(self, module: str, name: str) -> str:
+        """What a tensor of a module is called."""
+        return f"{module}.{name}"
+
+    def tensors(self, module: str, n: int, k: int) -> dict[str, Tensor]:
         """What a module with a weight [n k] has, by its name within the module."""
         raise NotImplementedError
 
@@ -184,7 +195,7 @@ class Plain(Form):
         super().__init__(checkpoint, quantization)
         self.scale_name = quantization.scale
 
-    def tensors(self, n: int, k: int) -> dict[str, Tensor]:
+    def tensors(self, module: str, n: int, k: int) -> dict[str, Tensor]:
         """See `Form`."""
         groups, step = self.groups(k), self.quantization.block_rows
         shapes: tuple[tuple[int, ...], ...] = ((-(-n // step), groups),)
@@ -226,7 +237,7 @@ class Packed(Form):
 
     values_name = "weight_packed"
 
-    def tensors(self, n: int, k: int) -> dict[str, Tensor]:
+    def tensors(self, module: str, n: int, k: int) -> dict[str, Tensor]:
         """See `Form`."""
         groups = self.groups(k)
         scales = ((n, groups),) if groups > 1 else ((n, 1), (n,))
@@ -271,7 +282,7 @@ class Gptq(Form):
     values_name = "qweight"
     scale_name = "scales"
 
-    def tensors(self, n: int, k: int) -> dict[str, Tensor]:
+    def tensors(self, module: str, n: int, k: int) -> dict[str, Tensor]:
         """See `Form`."""
         groups = self.groups(k)
         return {
@@ -313,7 +324,7 @@ class Awq(Form):
     values_name = "qweight"
     scale_name = "scales"
 
-    def tensors(self, n: int, k: int) -> dict[str, Tensor]:
+    def tensors(self, module: str, n: int, k: int) -> dict[str, Tensor]:
         """See `Form`."""
         groups = self.groups(k)
         return {
@@ -356,7 +367,7 @@ class Nvfp4(Form):
 
     values_name = "weight_packed"
 
-    def tensors(self, n: int, k: int) -> dict[str, Tensor]:
+    def tensors(self, module: str, n: int, k: int) -> dict[str, Tensor]:
         """See `Form`."""
         return {
             "weight_packed": Tensor(((n, k // 2),), ("U8",)),
@@ -384,12 +395,51 @@ class Nvfp4(Form):
         return found
 
 
+class Mxfp4(Form):
+    """mxfp4 of gpt-oss: e2m1 by groups of 32 with powers of two as scales, of all experts of a
+    layer: [expert n k/32 16] and [expert n k/32].
+    """
+
+    values_name = "blocks"
+    scale_name = "scales"
+
+    def tensor(self, module: str, name: str) -> str:
+        """See `Form`."""
+        return f"{module}_{name}"
+
+    def tensors(self, module: str, n: int, k: int) -> dict[str, Tensor]:
+        """See `Form`."""
+        name = self.tensor(module, "blocks")
+        experts = self.checkpoint.shape(name)[0] if self.checkpoint.has(name) else 1
+        rows = n // max(experts, 1)
+        shape = (experts, rows, k // 32)
+        return {"blocks": Tensor(((*shape, 16),), ("U8",)), "scales": Tensor((shape,), ("U8",))}
+
+    def sizes(self, module: str) -> tuple[int, int]:
+        """See `Form`."""
+        experts, n, groups, _ = self.checkpoint.shape(self.tensor(module, "blocks"))
+        return experts * n, 32 * groups
+
+    def values(self, module: str, start: int, stop: int) -> np.ndarray:
+        """See `Form`."""
+        name = self.tensor(module, "blocks") + STACKED
+        return self.rows(name, start, stop).reshape(stop - start, -1)
+
+    def scale(self, module: str, start: int, stop: int) -> np.ndarray:
+        """See `Form`."""
+        exponents = self.rows(self.tensor(module, "scales") + STACKED, start, stop)
+        if (exponents == 255).any():
+            self.fail(self.tensor(module, "scales"), "holds 255, which stands for no number")
+        return np.ldexp(np.float32(1.0), exponents.astype(np.int32) - 127)
+
+
 FORMS: Mapping[str, type[Form]] = {
     "plain": Plain,
     "packed": Packed,
     "gptq": Gptq,
     "awq": Awq,
     "nvfp4": Nvfp4,
+    "mxfp4": Mxfp4,
 }
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from ..ops.reference import quantization
 from ..ops.reference.sampling import hash_tokens
 from .checkpoint import Checkpoint
+from .errors import CheckpointError
 from .models.spec import Narrow
 from .models.table import TOP, Parameter, ParameterTable, Part, Piece, keys
 
@@ -174,6 +175,25 @@ def check_checkpoint(checkpoint: Checkpoint, table: ParameterTable) -> None:
         checkpoint.check_scales(key, size, *SCALES)
         expected[key] = checkpoint.shape(key)
     checkpoint.check(expected, table.ignored, copies)
+    _check_input_scales(checkpoint, table)
+
+
+def _check_input_scales(checkpoint: Checkpoint, table: ParameterTable) -> None:
+    """Raise CheckpointError where parts of one product quantise their tokens by other scales."""
+    for parameter, layer in table.placed():
+        of = parameter.piece_of
+        if of is None or of.piece != "input_scale" or is_made(checkpoint, parameter):
+            continue
+        first, *others = keys(parts_in(checkpoint, parameter, layer), layer)
+        scale = float(checkpoint.read(first)[0, 0])
+        for other in others:
+            found = float(checkpoint.read(other)[0, 0])
+            if found != scale:
+                raise CheckpointError(
+                    f"{checkpoint.where(other.replace(':', '.'))} holds {found}, and "
+                    f"{first.replace(':', '.')} {scale}: tokens of {of.wide.name}, which is one "
+                    "product here, are quantised once"
+                )
 
 
 def expected_tensors(table: ParameterTable) -> dict[str, tuple[int, ...]]:

@@ -13,4 +13,15 @@ if find_spec("triton") is not None:
         from .interpreter import repair
 
         repair()
-    from . import attention, cache, gemv, moe, reduce, rows, sampling, scaling  # noqa: F401
+    from . import (  # noqa: F401
+        attention,
+        cache,
+        gemv,
+        moe,
+        moe_narrow,
+        narrow,
+        reduce,
+        rows,
+        sampling,
+        scaling,
+    )

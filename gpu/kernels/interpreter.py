@@ -1,8 +1,8 @@
 """Triton's interpreter (TRITON_INTERPRET=1), put right where it does not compute what a GPU does.
 
-In triton 3.5 to 3.7 it cuts instead of rounding when it narrows a float, multiplies the bit
-patterns of bfloat16 in `tl.dot`, and lets numpy warn where IEEE arithmetic gives an infinity or
-NaN. The kernels' tests on a CPU rest on this.
+In triton 3.5 to 3.7 it cuts instead of rounding when it narrows a float, takes bit patterns of
+bfloat16 for numbers in `tl.dot` and in differences, and lets numpy warn where IEEE arithmetic gives
+an infinity or NaN. The kernels' tests on a CPU rest on this.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def repair() -> None:
     interpreter._convert_float = _converting(interpreter._convert_float)
     builder.create_dot = _widening(builder.create_dot)
     builder.cast_impl = _rounding(builder.cast_impl)
+    builder.create_fsub = _subtracting(builder.create_fsub)
     interpreter.GridExecutor.__call__ = _silent(interpreter.GridExecutor.__call__)
 
 
@@ -60,6 +61,18 @@ def _widening(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, _wide(a), _wide(b), *rest)
 
     return dot
+
+
+def _subtracting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Differences of bfloat16, rounded once; numpy would subtract their bits."""
+
+    def subtract(self: Any, a: Any, b: Any) -> Any:
+        if a.dtype.scalar is not tl.bfloat16:
+            return original(self, a, b)
+        values = (_wide(a).data - _wide(b).data).astype(ml_dtypes.bfloat16)
+        return interpreter.TensorHandle(values.view(np.uint16), tl.bfloat16)
+
+    return subtract
 
 
 def _wide(x: Any) -> Any:

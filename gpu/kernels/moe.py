@@ -147,18 +147,33 @@ def _many(
 ) -> torch.Tensor:
     (tokens, top_k), (count, dim, inter) = experts.shape, down.shape
     choices = tokens * top_k
-    order = torch.empty(choices, dtype=torch.int32, device=x.device)
-    starts = torch.empty(count + 1, dtype=torch.int32, device=x.device)
+    order, starts = sorted_by_expert(experts, count)
+    hidden = torch.empty((choices, inter), dtype=x.dtype, device=x.device)
+    rows = torch.empty((choices, dim), dtype=x.dtype, device=x.device)
+    _product(x, gate_up, hidden, order, starts, top_k, gated=True)
+    _product(hidden, down, rows, order, starts, top_k, gated=False)
+    return combined(rows, weights, experts, count, x)
+
+
+def sorted_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(choices sorted by their experts, where those of each begin)."""
+    choices = experts.numel()
+    order = torch.empty(choices, dtype=torch.int32, device=experts.device)
+    starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
     setting = config("moe_sort")
     sort_kernel[(count,)](
         experts, order, starts, choices,
         EXPERTS=count, BLOCK=min(setting["block"], power_of_2(choices)),
         num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
-    hidden = torch.empty((choices, inter), dtype=x.dtype, device=x.device)
-    rows = torch.empty((choices, dim), dtype=x.dtype, device=x.device)
-    _product(x, gate_up, hidden, order, starts, top_k, gated=True)
-    _product(hidden, down, rows, order, starts, top_k, gated=False)
+    return order, starts
+
+
+def combined(
+    rows: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, count: int, x: torch.Tensor
+) -> torch.Tensor:
+    """The results of all choices [choice dim], added up by token in the dtype of x."""
+    (tokens, top_k), dim = experts.shape, rows.shape[1]
     out = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
     setting = config("moe_combine")
     combine_kernel[(tokens, triton.cdiv(dim, setting["block"]))](
@@ -169,7 +184,7 @@ def _many(
     return out
 
 
-def _rows(choices: int, experts: int) -> str:
+def rows_of_block(choices: int, experts: int) -> str:
     """Rows of a block: where experts have about as many, some have more, which would be a second
     block that reads the weight again.
     """
@@ -189,7 +204,7 @@ def _product(
     """Rows by the weights of their experts; which blocks they are cut into follows from shapes."""
     choices, (count, n, k) = order.shape[0], weight.shape
     n = n // 2 if gated else n
-    setting = config("moe_product", dtype_name(x), _rows(choices, count))
+    setting = config("moe_product", dtype_name(x), rows_of_block(choices, count))
     block_m = setting["block_m"]
     blocks = choices // block_m + min(count, choices)
     product_kernel[(triton.cdiv(n, setting["block_n"]), blocks)](

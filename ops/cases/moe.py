@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..testing import DTYPES, Arguments, Case, Testing, judged_by
+from ..namespaces import namespace
+from ..reference.narrow import KINDS, widened_weight
+from ..testing import DTYPES, Arguments, Bound, Case, Testing, judged_by
 from .dense import COARSE, FLUSHED, chain, mlp_sizes
 from .generators import generator, hostile_rows, normal, strided, to_bfloat16
 
@@ -597,5 +599,221 @@ judged_by(
         rows=("x", "weights", "experts"),
         mutants={fault: partial(_wrong_experts, fault=fault) for fault in EXPERT_FAULTS},
         truth=partial(_wrong_experts, fault=""),
+    ),
+)
+
+
+# --- grouped_linear and moe_experts_narrow: the same with narrow weights and biases
+# --------------------------------------------------------------------------------------------------
+
+
+def _narrow(rng: np.random.Generator, kind: str, dtype: str, groups: int, *shape: int) -> Arguments:
+    """(weight, scale, zero) of all experts [expert n k], whose scales differ."""
+    experts, n, k = shape
+    if kind == "plain":
+        return {"weight": _experts(rng, dtype, *shape), "scale": None, "zero": None}
+    if kind == "int8":
+        weight: np.ndarray = rng.integers(-127, 128, shape).astype(np.int8)
+    elif kind == "fp8":
+        weight = (rng.normal(size=shape) * 40.0).astype(DTYPES["float8_e4m3fn"])
+    else:
+        weight = rng.integers(0, 256, (experts, n, k // 2)).astype(np.uint8)
+    size = {"int8": 64.0, "fp8": 40.0}.get(kind, 4.0)
+    scale = 2.0 ** rng.uniform(-1.0, 1.0, (experts, n, groups)) / (size * k**0.5)
+    zeros = kind == "int4" and groups > 1
+    zero = rng.integers(0, 17, (experts, n, groups)).astype(np.uint8) if zeros else None
+    return {"weight": weight, "scale": scale.astype(np.float32), "zero": zero}
+
+
+def _wide(weight: Any, scale: Any, zero: Any, kind: str) -> np.ndarray:
+    """All experts' weights [expert n k] as float64."""
+    if scale is None:
+        return np.asarray(weight, np.float64)
+    every = range(len(weight))
+    zeros = [None] * len(weight) if zero is None else zero
+    return np.stack(
+        [
+            widened_weight(
+                namespace("numpy"), weight[e], scale[e].astype(np.float64), zeros[e], kind
+            )
+            for e in every
+        ]
+    )
+
+
+def _grouped_linear_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("grouped_linear")
+    x = normal(rng, dtype, 13, 96)
+    x[11:] = np.nan
+    sizes = {"group_sizes": np.array([4, 0, 5, 2, 0], np.int32)}
+    for kind in ("plain", *KINDS):
+        for groups in (1, 3):
+            bias = normal(rng, dtype, 5, 35) if groups == 3 else None
+            narrow = _narrow(rng, kind, dtype, groups, 5, 35, 96)
+            given = {"x": x, "bias": bias, "kind": kind} | sizes
+            yield Case(f"{kind}, {groups} groups", given | narrow)
+
+
+def _grouped_linear(
+    xp: Any, x: Any, weight: Any, scale: Any, zero: Any, bias: Any, group_sizes: Any, kind: str,
+    fault: str = "",
+) -> Any:  # fmt: skip
+    if fault == "scale of another row" and scale is not None:
+        scale = np.roll(scale, 1, 1)
+    elif fault == "scale of another expert" and scale is not None:
+        scale = np.roll(scale, 1, 0)
+    elif fault == "scale of another group" and scale is not None:
+        scale = np.roll(scale, 1, 2)
+    elif fault == "zero off by one" and zero is not None:
+        zero = zero + 1
+    elif fault == "halves of a byte swapped" and weight.dtype == np.uint8:
+        weight = (weight >> 4) | (weight << 4)
+    out = _grouped(xp, x, _wide(weight, scale, zero, kind), group_sizes, fault)
+    if bias is not None and fault != "no bias":
+        ends = np.cumsum(group_sizes)
+        for e, (start, end) in enumerate(zip(ends - group_sizes, ends, strict=True)):
+            out[start:end] += bias[e - 1 if fault == "bias of another expert" else e]
+    return out
+
+
+def _grouped_linear_magnitude(a: Arguments) -> Any:
+    wide = np.abs(_wide(a["weight"], a["scale"], a["zero"], a["kind"]))
+    bias = None if a["bias"] is None else np.abs(a["bias"])
+    sizes = a["group_sizes"]
+    return _grouped_linear(None, np.abs(a["x"]), wide, None, None, bias, sizes, "plain")
+
+
+GROUPED_LINEAR_FAULTS = (
+    *("scale of another row", "scale of another expert", "scale of another group"),
+    *("zero off by one", "halves of a byte swapped", "no bias", "bias of another expert"),
+    *("expert before", "rest through the last expert", "scaled by 1.005"),
+)
+WEIGHT_ROUNDED = Bound(
+    accumulated=16.0, inner=1.0, reason="the weight may be rounded to the dtype of x"
+)
+
+judged_by(
+    "grouped_linear",
+    Testing(
+        _grouped_linear_cases,
+        WEIGHT_ROUNDED,
+        magnitude=_grouped_linear_magnitude,
+        rows=("x",),
+        mutants={fault: partial(_grouped_linear, fault=fault) for fault in GROUPED_LINEAR_FAULTS},
+        truth=_grouped_linear,
+    ),
+)
+
+
+def _narrow_expert_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("moe_experts_narrow")
+    dim, inter = 96, 64
+    x, logits = normal(rng, dtype, 7, dim), rng.normal(size=(7, 5))
+    for kind in ("plain", *KINDS):
+        for groups, alpha in ((1, 0.0), (2, 1.702)):
+            up = _narrow(rng, kind, dtype, groups + (groups > 1), 5, 2 * inter, dim)
+            down = _narrow(rng, kind, dtype, groups, 5, dim, inter)
+            biases = [normal(rng, dtype, 5, n) if alpha else None for n in (2 * inter, dim)]
+            given: Arguments = {
+                "x": x,
+                "kind": kind,
+                "alpha": alpha,
+                "limit": 0.9 if alpha else 0.0,
+            }
+            given |= _named("gate_up", up, biases[0]) | _named("down", down, biases[1])
+            name = f"{kind}, {groups} groups, " + ("in turns, biases" if alpha else "silu")
+            yield Case(name, given | _chosen(logits, 2, True))
+    some = _chosen(logits, 3, True)
+    some["experts"][::2, 1] = -1
+    some["experts"][5:], some["weights"][5:] = -1, 0.0
+    yield Case("choices of no expert", given | some)
+
+
+def _named(name: str, narrow: Arguments, bias: Any) -> Arguments:
+    """The pieces of a weight by the names that `moe_experts_narrow` has for them."""
+    pieces = {name: narrow["weight"], f"{name}_bias": bias}
+    return pieces | {f"{name}_{piece}": narrow[piece] for piece in ("scale", "zero")}
+
+
+def _widened(a: Arguments) -> tuple[np.ndarray, np.ndarray]:
+    return (
+        _wide(a["gate_up"], a["gate_up_scale"], a["gate_up_zero"], a["kind"]),
+        _wide(a["down"], a["down_scale"], a["down_zero"], a["kind"]),
+    )
+
+
+def _clamped(both: Any, alpha: float, limit: float, fault: str) -> Any:
+    """What is between gate and up, and down."""
+    if not alpha:
+        gate, up = np.split(both, 2, axis=-1)
+        return gate / (1.0 + np.exp(-gate)) * up
+    gate, up = both[..., 0::2], both[..., 1::2]
+    if fault == "gate and up swapped":
+        gate, up = up, gate
+    if fault != "no limit":
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    share = 0.0 if fault == "up without one" else 1.0
+    return (up + share) * gate / (1.0 + np.exp(-(1.0 if fault == "alpha 1" else alpha) * gate))
+
+
+def _narrow_experts(ops: Any, fault: str = "", **a: Any) -> Any:
+    gate_up, down = _widened(a)
+    weights, experts, out = a["weights"], a["experts"], np.zeros_like(a["x"])
+    if fault == "weights shifted":
+        weights = np.roll(weights, 1, axis=1)
+    for e in np.unique(experts[(experts >= 0) & (experts < len(gate_up))]):
+        weight = np.where(experts == e, weights, 0.0).sum(-1, keepdims=True)
+        both = a["x"] @ gate_up[e].T
+        if a["gate_up_bias"] is not None and fault != "no bias behind gate and up":
+            both = both + a["gate_up_bias"][e]
+        hidden = ops.rounded(_clamped(ops.rounded(both), a["alpha"], a["limit"], fault))
+        result = hidden @ down[(e + 1) % 5 if fault == "down of another expert" else e].T
+        if a["down_bias"] is not None and fault != "no bias behind down":
+            result = result + a["down_bias"][e]
+        out += weight * ops.rounded(result)
+    return out * (1.005 if fault == "scaled by 1.005" else 1.0)
+
+
+def _narrow_sizes(a: Arguments) -> Any:
+    """What relative errors of 1 in products, their halves' product and results do to the output."""
+    gate_up, down = (np.abs(wide) for wide in _widened(a))
+    total = np.zeros_like(a["x"])
+    for e in range(len(gate_up)):
+        both = np.abs(a["x"]) @ gate_up[e].T
+        if a["gate_up_bias"] is not None:
+            both = both + np.abs(a["gate_up_bias"][e])
+        if a["alpha"]:
+            gate, up = both[..., 0::2], both[..., 1::2]
+            # The slope of the gate's part is below 1.1, up is clamped.
+            hidden = 1.1 * gate * (np.minimum(up, a["limit"]) + 1.0) + up * np.minimum(
+                gate, a["limit"]
+            )
+        else:
+            gate, up = np.split(both, 2, axis=-1)
+            hidden = 2.1 * gate * up
+        result = hidden @ down[e].T
+        if a["down_bias"] is not None:
+            result = result + np.abs(a["down_bias"][e])
+        weight = np.where(a["experts"] == e, a["weights"], 0.0).sum(-1, keepdims=True)
+        total += weight * result
+    return total
+
+
+NARROW_EXPERT_FAULTS = (
+    *("weights shifted", "down of another expert", "no bias behind gate and up"),
+    *("no bias behind down", "gate and up swapped", "no limit", "up without one", "alpha 1"),
+)
+
+judged_by(
+    "moe_experts_narrow",
+    Testing(
+        _narrow_expert_cases,
+        Bound(
+            accumulated=16.0, inner=2.0, gain=False, reason="magnitudes add up over both products"
+        ),
+        magnitude=_narrow_sizes,
+        rows=("x", "weights", "experts"),
+        mutants={fault: partial(_narrow_experts, fault=fault) for fault in NARROW_EXPERT_FAULTS},
+        truth=_narrow_experts,
     ),
 )

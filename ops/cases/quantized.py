@@ -191,6 +191,24 @@ def _product_mutants(reference: Function) -> dict[str, Function]:
     }
 
 
+def cut_sums(arguments: Arguments) -> Any:
+    """How far products may be off that keep `narrow.FP8_UNITS` [tok n]: 4 times 2^-13 of the
+    largest sum on the way, for each 128 entries.
+    """
+    x, weight = (
+        quantization.dequantize(
+            namespace("numpy"), arguments[name], arguments[of].astype(np.float64), "float64"
+        )
+        for name, of in (("x", "x_scale"), ("weight", "weight_scale"))
+    )
+    total = np.zeros((len(x), len(weight)))
+    for first in range(0, x.shape[1], 128):
+        products = x[:, None, first : first + 128] * weight[None, :, first : first + 128]
+        sums = np.abs(np.cumsum(products, -1)).max(-1)
+        total += np.maximum(sums, np.abs(products).max(-1))
+    return 4.0 * 2.0**-13 * total
+
+
 def _quantized_linear(
     reference: Function, kind: str, more: Callable[[str], dict[str, Arguments]] = lambda _: {}
 ) -> None:
@@ -212,6 +230,7 @@ def _quantized_linear(
         else _product_mutants(reference),
         bound=SUMS,
         magnitude=_products,
+        dots={narrow.FP8_UNITS: cut_sums} if kind == "fp8" else {},
     )
 
 

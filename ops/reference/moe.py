@@ -14,6 +14,7 @@ from typing import Any
 
 from ..declare import DOT, Array, Contract, define
 from ..namespaces import device_of
+from .narrow import widened_weight
 
 ROUTED = Contract(
     rounds="nowhere: weights stay in the accumulation dtype",
@@ -162,6 +163,45 @@ def grouped_matmul(xp: Any, x: Array, weight: Array, group_sizes: Array) -> Arra
 
 
 @define(
+    shapes="x [choice k], weight [expert n m], scale [expert n t], zero [expert n t], "
+    "bias [expert n], group_sizes [expert] -> [choice n] x",
+    contract=Contract(
+        rounds="the weight once to the storage dtype, or not at all; the product once, after the "
+        "bias",
+        dot=DOT,
+        masked="a row depends on itself and its own expert; rows past the last group are 0",
+    ),
+)
+def grouped_linear(
+    xp: Any,
+    x: Array,
+    weight: Array,
+    scale: Array | None,
+    zero: Array | None,
+    bias: Array | None,
+    group_sizes: Array,
+    kind: str,
+) -> Array:
+    """As `grouped_matmul`, with weights [expert n k] of `kind` plain, or narrow as those of
+    `linear_grouped` (then with their scale [expert n t] float32, and zero), plus bias [expert n].
+    """
+    ends = xp.cumsum(group_sizes, 0, dtype=xp.int32)
+    row = xp.arange(x.shape[0], dtype=xp.int32, device=device_of(group_sizes))
+    expert = xp.sum(xp.astype(row[:, None] >= ends[None, :], xp.int32), axis=-1, dtype=xp.int32)
+
+    def select(i: Any, out: Any) -> Array:
+        wide = weight[i]
+        if scale is not None:
+            own = None if zero is None else zero[i]
+            wide = xp.astype(widened_weight(xp, wide, scale[i], own, kind), x.dtype)
+        y = xp.linear_accumulated(x, wide)
+        y = y if bias is None else y + xp.accumulate(bias[i])[None, :]
+        return xp.where((expert == i)[:, None], y, out)
+
+    return xp.astype(xp.loop(1, weight.shape[0], select, select(0, 0.0)), x.dtype)
+
+
+@define(
     shapes="rows [choice dim], place [tok k], weights [tok k] -> [tok dim] rows",
     contract=Contract(masked="a token depends on its own rows only"),
     sums=True,
@@ -204,3 +244,48 @@ def moe_experts(
     rows, place, sizes = ops.moe_permute(x, experts, gate_up.shape[0])
     hidden = ops.silu_and_mul(ops.grouped_matmul(rows, gate_up, sizes))
     return ops.moe_unpermute(ops.grouped_matmul(hidden, down, sizes), place, weights)
+
+
+@define(
+    shapes="x [tok dim], weights [tok k], experts [tok k], gate_up [expert 2*inter m], "
+    "gate_up_scale [expert 2*inter t], gate_up_zero [expert 2*inter t], "
+    "gate_up_bias [expert 2*inter], down [expert dim i], down_scale [expert dim u], "
+    "down_zero [expert dim u], down_bias [expert dim] -> [tok dim] x",
+    level="coarse",
+    composition=(
+        "moe_permute",
+        "grouped_linear",
+        "silu_and_mul",
+        "swigluoai_and_mul",
+        "grouped_linear",
+        "moe_unpermute",
+    ),
+    contract=EXPERTS,
+)
+def moe_experts_narrow(
+    ops: Any,
+    x: Array,
+    weights: Array,
+    experts: Array,
+    gate_up: Array,
+    gate_up_scale: Array | None,
+    gate_up_zero: Array | None,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_scale: Array | None,
+    down_zero: Array | None,
+    down_bias: Array | None,
+    kind: str,
+    alpha: float,
+    limit: float,
+) -> Array:
+    """As `moe_experts`, with weights of `kind` plain or narrow (`grouped_linear`) and biases.
+
+    `alpha` 0: silu(gate) * up, gate in front of up. Else gate and up lie in turns, as
+    `swigluoai_and_mul` with `alpha` and `limit` takes them.
+    """
+    rows, place, sizes = ops.moe_permute(x, experts, gate_up.shape[0])
+    both = ops.grouped_linear(rows, gate_up, gate_up_scale, gate_up_zero, gate_up_bias, sizes, kind)
+    hidden = ops.swigluoai_and_mul(both, alpha, limit) if alpha else ops.silu_and_mul(both)
+    y = ops.grouped_linear(hidden, down, down_scale, down_zero, down_bias, sizes, kind)
+    return ops.moe_unpermute(y, place, weights)

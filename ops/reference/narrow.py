@@ -19,6 +19,11 @@ from ..declare import DOT, Array, Contract, OpError, define
 from .quantization import rounded
 
 KINDS = ("int8", "fp8", "int4", "fp4")
+FP8_UNITS = "E4M3_F32_13BIT_PER_128"
+"""Products of e4m3 as the fp8 units of NVIDIA's Hopper add them up, if their sums go to float32
+after every 128 entries of k: until then, each addend is cut at 13 bits below the largest. A sum
+that stays in the units ("fast accumulation") does not keep this.
+"""
 PACKED = ("int4", "fp4")
 """Kinds with two entries in a byte."""
 INT4_ZERO = 8.0
@@ -73,7 +78,8 @@ def linear_fp8(
 
     x_scale [tok u] or [1 u], weight_scale [n v] or [1 v]: u and v equal blocks of k have scales of
     their own. Where these are 1, scales come behind the sum, else before it. Sums are float32: the
-    14 bits that some fp8 units keep between their own steps do not meet the contract.
+    14 bits that some fp8 units keep between their own steps do not meet the contract. What uses
+    them keeps another one, `FP8_UNITS`, and says so (`Implementation.dot`).
     """
     if x_scale.shape[1] == weight_scale.shape[1] == 1:
         total = xp.linear_accumulated(rounded(xp, x, "bfloat16"), rounded(xp, weight, "bfloat16"))

@@ -54,8 +54,12 @@ class ModelConfig:
     `experts_per_token`, in all layers but `dense_layers`; their weights add up to 1 if
     `renormalizes_experts`. `shared_expert_size` are the entries of the one that all tokens go
     through, whose result is gated if `gates_shared_expert`. `expert_score` says what they are
-    chosen by; `expert_groups` (all, kept) and `expert_scale` belong to sigmoids. `quantization`:
-    projections are held in 8 or 4 bits an entry. `shard`: these are the numbers of one of several,
+    chosen by; `expert_groups` (all, kept) and `expert_scale` belong to sigmoids. `expert_biases`:
+    the router and all experts have some. `expert_clamp` are alpha and limit of
+    `swigluoai_and_mul`, which stands in place of the activation. `attention_sinks`: each head has a
+    score that is that of no token. `quantization`:
+    projections are held in 8 or 4 bits an entry.
+    `shard`: these are the numbers of one of several,
     which sums with the others (`sharding.py`); the vocabulary is the whole one.
     `text_architecture` is that of the
     part that runs, where it is one of several. `left_out` names parts of the
@@ -117,6 +121,9 @@ class ModelConfig:
     expert_groups: tuple[int, int] = (1, 1)
     expert_scale: float = 1.0
     dense_layers: tuple[int, ...] = ()
+    attention_sinks: bool = False
+    expert_biases: bool = False
+    expert_clamp: tuple[float, float] | None = None
     quantization: Quantization | None = None
     shard: Shard | None = None
 
@@ -171,6 +178,7 @@ def parse_config(
     """
     architecture = _architecture(Fields(raw, where))
     model_type, family = FAMILIES[architecture], family_of(architecture)
+    _refuse_quantized_parts(raw, where, model_type)
     quantization = read_quantization(Fields(raw, where, model_type))
     fields = Fields({**raw, "quantization_config": None}, where, model_type)
     family.refuse_unknown(fields)
@@ -185,6 +193,20 @@ def parse_config(
         eos_token_ids=tuple(dict.fromkeys(eos)),
         raw_hash=hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest(),
     )
+
+
+def _refuse_quantized_parts(raw: Mapping[str, Any], where: str, model_type: str) -> None:
+    """Raise UnsupportedModel for a model of several parts that is quantised."""
+    inner = raw.get("text_config")
+    if not isinstance(inner, dict):
+        return
+    for fields in (
+        Fields(raw, where, model_type),
+        Fields(inner, where, model_type, "text_config."),
+    ):
+        value = fields.get("quantization_config")
+        if value is not None:
+            fields.refuse("quantization_config", value, "absent where text is one of several parts")
 
 
 def _architecture(fields: Fields) -> str:

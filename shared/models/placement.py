@@ -141,7 +141,18 @@ def place(
     """The placement of a parameter on `shards` shards. The parts of one dimension are dealt out
     together. `pads_words`: a vocabulary that does not divide is dealt out too, with words that
     nobody samples behind it; else each shard has all of it.
+
+    Pieces of a narrow weight lie where its entries do: those of one group or byte on one shard.
     """
+    of = parameter.piece_of
+    if of is not None and parameter.shape[1] > 1 and not SHARDED[parameter.axes[0]]:
+        wide = place(of.wide, model, shards)
+        if wide.source is None:
+            return Placement(parameter.shape, None, None)
+        size = of.wide.shape[1] // parameter.shape[1]
+        first = wide.source[::size]
+        pieces = np.where(first < 0, -1, first // size)
+        return Placement((parameter.shape[0], len(pieces)), 1, pieces)
     for axis, name in enumerate(parameter.axes):
         if not SHARDED[name]:
             continue
@@ -173,6 +184,7 @@ def check_pieces(table: ParameterTable, model: ModelConfig, shards: int) -> None
         if wide.axis != 1 or wide.source is None or own.source is None:
             continue
         size = of.wide.shape[1] // parameter.shape[1]
+        # What is behind the last whole group is no entry of the model, if groups are whole.
         entries = own.source[:, None] * size + np.arange(size)
         spread = np.where(own.source[:, None] < 0, -1, entries).reshape(-1)
         if not np.array_equal(spread, wide.source):

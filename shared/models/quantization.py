@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ..checkpoint import view_of
 from ..errors import UnsupportedModel
 from .spec import Attention, Experts, Layer, LayerInput, Mixer, Mlp, Model, Narrow
 from .table import Parameter, ParameterDtype, ParameterTable, Part, Piece, PieceOf, piece_name
 
-FileForm = Literal["wide", "plain", "packed", "gptq", "awq", "nvfp4"]
+FileForm = Literal["wide", "plain", "packed", "gptq", "awq", "nvfp4", "mxfp4"]
 DTYPE_OF: dict[str, ParameterDtype] = {
     "int8": "int8", "fp8": "float8_e4m3fn", "int4": "uint8", "fp4": "uint8"
 }  # fmt: skip
@@ -144,8 +145,8 @@ def _is_narrow(parameter: Parameter, layer: int, quantization: Quantization) -> 
 
 
 def module_of(key: str) -> str:
-    """The module whose weight is called `key`."""
-    return key.removesuffix(".weight")
+    """The module whose weight is called `key`, or the tensor of all experts."""
+    return view_of(key)[0].removesuffix(".weight")
 
 
 def pieces_of(wide: Parameter, narrow: Narrow) -> Iterator[Parameter]:

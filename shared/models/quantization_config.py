@@ -213,6 +213,13 @@ def _read_nvfp4(
     return Quantization(Narrow("fp4", 16), "nvfp4", left)
 
 
+def _read_mxfp4(fields: Fields) -> Quantization:
+    """gpt-oss: of experts alone, whatever else is named as left."""
+    fields.only("dequantize", False)
+    _names(fields, "modules_to_not_convert")
+    return Quantization(Narrow("fp4", 32), "mxfp4", (r"(?!.*\.experts\.).*",))
+
+
 def _names(fields: Fields, name: str) -> list[str]:
     value = fields.get(name) or []
     if not isinstance(value, list) or not all(isinstance(x, str) and x for x in value):
@@ -265,6 +272,7 @@ METHODS: dict[str, tuple[frozenset[str], Callable[[Fields], Quantization]]] = {
         ),
         _read_gptq,
     ),
+    "mxfp4": (frozenset("quant_method modules_to_not_convert dequantize".split()), _read_mxfp4),
     "awq": (
         frozenset(
             """quant_method bits w_bit group_size q_group_size zero_point version

@@ -54,7 +54,8 @@ class Attention:
     `soft_cap` c > 0 squashes scores to c tanh(score / c). `angles` are the columns (first, last +
     1) of the batch's cos and sin that this layer is rotated by; None: all. `temper` is the column
     of cos that q is multiplied with behind them. `reads`: the layer has no k and v of its own, but
-    reads the cache of the layer with this number, whose window and heads are the same.
+    reads the cache of the layer with this number, whose window and heads are the same. `sinks`:
+    each head has one more score, which is that of no token.
     """
 
     mixes_tokens: ClassVar[bool] = True
@@ -72,6 +73,7 @@ class Attention:
     temper: int | None = None
     v_norm: bool = False
     reads: int | None = None
+    sinks: bool = False
     narrow: Narrow | None = None
 
 
@@ -92,7 +94,9 @@ class Experts:
 
     Weights are a softmax over all experts, or with `renormalize` over the chosen ones. With `score`
     sigmoid see the op `moe_route_sigmoid`. `shared`: every token goes through one more MLP, and its
-    result is added: as it is, or times a sigmoid of the token's gate.
+    result is added: as it is, or times a sigmoid of the token's gate. `biases`: the router and all
+    projections have some. `alpha` and `limit` are those of `swigluoai_and_mul`; 0: experts are silu
+    of the gate times up.
     """
 
     mixes_tokens: ClassVar[bool] = False
@@ -105,6 +109,9 @@ class Experts:
     groups: int = 1
     groups_kept: int = 1
     scale: float = 1.0
+    biases: bool = False
+    alpha: float = 0.0
+    limit: float = 0.0
     narrow: Narrow | None = None
 
 

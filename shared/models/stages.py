@@ -107,7 +107,7 @@ def quantized(
     weights bring along.
     """
     if narrow.static_activations:
-        # All parts of a weight have the same (`quantization.check_input_scales`).
+        # All parts of a weight have the same (`check_checkpoint`).
         scale = weights[f"{name}_input_scale"][:1]
         fixed = ops.quantize_int8 if narrow.activations == "int8" else ops.quantize_fp8
         return fixed(x, scale), scale
@@ -184,9 +184,11 @@ def attended(
     scales = weights.get("k_scale"), weights.get("v_scale")
     if spec.temper is not None:
         q = ops.scale_tokens(q, batch.cos[:, spec.temper])
+    # Left out where it is the default, as above.
+    more = {"sinks": weights["sinks"]} if spec.sinks else {}
     y = ops.paged_attention(
         q, cache, batch.page_table, batch.query_start, batch.kv_lens, batch.counts,
-        spec.scale, spec.window, spec.soft_cap, batch.max_query_len, *scales,
+        spec.scale, spec.window, spec.soft_cap, batch.max_query_len, *scales, **more,
     )  # fmt: skip
     if batch.rows is not None:
         y = y[batch.rows]
@@ -207,10 +209,18 @@ def experts_stage(
 ) -> tuple[Array, Cache]:
     """Each token for itself; padding goes through no expert, and the cache stays as it is."""
     chosen, experts = route(ops, spec, weights, x, batch)
-    width = x.shape[1]
-    gate_up = weights["experts_gate_up"].reshape(spec.num_experts, -1, width)
-    down = weights["experts_down"].reshape(spec.num_experts, width, -1)
-    y = ops.moe_experts(x, chosen, experts, gate_up, down)
+    if spec.narrow is None and not spec.biases:
+        gate_up = of_experts(spec, weights, "experts_gate_up")
+        down = of_experts(spec, weights, "experts_down")
+        y = ops.moe_experts(x, chosen, experts, gate_up, down)
+    else:
+        pieces = [
+            of_experts(spec, weights, f"{name}{piece}")
+            for name in ("experts_gate_up", "experts_down")
+            for piece in ("", "_scale", "_zero", "_bias")
+        ]
+        kind = "plain" if spec.narrow is None else spec.narrow.kind
+        y = ops.moe_experts_narrow(x, chosen, experts, *pieces, kind, spec.alpha, spec.limit)
     if spec.shared is not None:
         every = gated_mlp(
             ops, weights, "shared_gate_up", "shared_down", x, batch, "silu", spec.narrow
@@ -221,9 +231,19 @@ def experts_stage(
     return y, cache
 
 
+def of_experts(spec: Experts, weights: Weights, name: str) -> Array | None:
+    """What all experts have of this name, one below the other in the parameter, by expert."""
+    found = weights.get(name)
+    if found is None:
+        return None
+    return found.reshape(spec.num_experts, -1, *found.shape[1:])
+
+
 def route(ops: Any, spec: Experts, weights: Weights, x: Array, batch: Batch) -> tuple[Array, Array]:
     """The weights [tok k] float32 and numbers [tok k] int32 of each token's experts."""
     logits, slots = ops.logits(x, weights["router"]), batch.slots
+    if spec.biases:
+        logits = logits + weights["router_shift"][None, :]
     if spec.score == "softmax":
         found: tuple[Array, Array] = ops.moe_route(logits, slots, spec.top_k, spec.renormalize)
         return found

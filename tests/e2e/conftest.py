@@ -146,6 +146,18 @@ MODELS = {
         "Mixtral",
         dict(num_local_experts=3, num_experts_per_tok=3, intermediate_size=24, sliding_window=8),
     ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        dict(num_local_experts=6, num_experts_per_tok=3, intermediate_size=40, head_dim=32)
+        | dict(
+            rope_parameters=dict(rope_type="default", rope_theta=5e6, partial_rotary_factor=0.5)
+        ),
+    ),
+    "gpt-oss": (
+        "GptOss",
+        dict(num_local_experts=6, num_experts_per_tok=3, intermediate_size=64, head_dim=32)
+        | dict(sliding_window=8, swiglu_limit=0.5),
+    ),
     "qwen2-moe": (
         "Qwen2Moe",
         EXPERTS

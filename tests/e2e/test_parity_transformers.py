@@ -29,7 +29,8 @@ NAMES = [
     "ministral3-images",
     "gemma4", "gemma4-small", "gemma4-images", "gemma4-unified",
     "mixtral", "mixtral-window", "qwen2-moe", "qwen3-moe", "qwen3-moe-biases",
-    "glm4-moe", "glm4-moe-biases",
+    "glm4-moe", "glm4-moe-biases", "gpt-oss",
+    "minimax-m2",
 ]  # fmt: skip
 LENGTHS = (1, 15, 16, 17, 100, 500)
 NEW_TOKENS = 64

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from .quantized_checkpoints import make
+
 ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
@@ -156,6 +158,22 @@ def test_dense_families_of_2026_on_two_shards(checkpoints, name):
     one, two = run(folder, [1, 2])
     assert one["outputs"] == two["outputs"]
     assert two["weights"] < one["weights"]
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    ["packed-zeros", *(pytest.param(x, marks=pytest.mark.slow) for x in ("int8", "deepseek"))],
+)
+def test_narrow_checkpoints_on_shards(tmp_path, scheme):
+    """Groups along k lie on one shard; where tokens are quantised, a row that is dealt out has one
+    scale all the same.
+    """
+    folder = str(tmp_path / scheme)
+    make(folder, scheme)
+    runs = run(folder, [1, 2, 4])
+    assert [r["outputs"] for r in runs] == [runs[0]["outputs"]] * 3
+    assert all(r["compilations"] == 0 for r in runs)
+    assert runs[2]["weights"] < runs[1]["weights"] < runs[0]["weights"]
 
 
 @pytest.mark.slow

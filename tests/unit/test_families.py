@@ -58,6 +58,8 @@ NESTED = tuple(name for name in FAMILIES if name.endswith("ForConditionalGenerat
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
 MIXTURES = {
     "MixtralForCausalLM": {"num_local_experts": 3},
+    "GptOssForCausalLM": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "MiniMaxM2ForCausalLM": {"num_local_experts": 3, "num_experts_per_tok": 2},
     "Qwen2MoeForCausalLM": EXPERTS | {"num_experts": 3, "shared_expert_intermediate_size": 20},
     "Qwen3MoeForCausalLM": EXPERTS | {"num_experts": 3, "mlp_only_layers": [1]},
     "Glm4MoeForCausalLM": EXPERTS | {"n_routed_experts": 3},

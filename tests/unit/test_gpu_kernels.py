@@ -19,6 +19,7 @@ from twinfer.ops.cases.attention import by_head, paged, released
 from twinfer.ops.cases.dense import _product
 from twinfer.ops.cases.generators import generator, normal
 from twinfer.ops.cases.moe import mixture
+from twinfer.ops.cases.quantized import quantized
 from twinfer.ops.cases.sampling import _sample_arguments
 from twinfer.ops.testing import DTYPES, TESTING, Judge, ci_cases, oracle, run
 
@@ -133,6 +134,61 @@ def test_when_requests_are_split_together(kernels):
     assert splitting(8, 8, 8192, 60, setting) == (1, 2, 16)
     assert splitting(8, 8, 64, 0, setting) == (0, 1, 8)
     assert splitting(4096, 8, 8192, 0, setting) == (0, 1, 4096)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 40, 70])
+@pytest.mark.parametrize(
+    ("kind", "groups", "zeros"),
+    [
+        ("int8", 1, False), ("fp8", 1, False), ("fp8", 3, False), ("int4", 3, False),
+        ("int4", 3, True), ("int4", 12, True), ("int4", 1, True), ("fp4", 12, False),
+    ],
+)  # fmt: skip
+def test_triton_products_of_narrow_weights(device, rows, kind, groups, zeros):
+    """Few rows, more than a block, and so many that the weight is widened; k is no power of 2."""
+    n, k = 70, 384
+    rng = np.random.default_rng(rows)
+    if kind == "fp8":
+        weight = (rng.normal(size=(n, k)) * 40).astype(DTYPES["float8_e4m3fn"])
+    elif kind == "int8":
+        weight = rng.integers(-127, 128, (n, k)).astype(np.int8)
+    else:
+        weight = rng.integers(0, 256, (n, k // 2)).astype(np.uint8)
+    arguments = {
+        "x": normal(rng, "bfloat16", rows, k),
+        "weight": weight,
+        "scale": (2.0 ** rng.uniform(-6, -3, (n, groups))).astype(np.float32),
+        "zero": rng.integers(0, 17, (n, groups)).astype(np.uint8) if zeros else None,
+        "bias": normal(rng, "bfloat16", n) if groups > 1 else None,
+        "kind": kind,
+    }
+    judge("linear_grouped", arguments, device)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 40])
+@pytest.mark.parametrize(
+    ("op", "block"), [("linear_int8", 0), ("linear_fp8", 0), ("linear_fp8", 128)]
+)
+def test_triton_products_of_quantised_tokens(device, rows, op, block):
+    kind = op.removeprefix("linear_")
+    rng, per = np.random.default_rng(rows), "block" if block else "row"
+    x, x_scale = quantized(kind, normal(rng, "float32", rows, 384), per, block)
+    weight, scale = quantized(kind, normal(rng, "float32", 70, 384), per, block)
+    arguments = {"x": x, "weight": weight, "x_scale": x_scale, "weight_scale": scale}
+    for dtype in ("float32", "bfloat16"):
+        judge(op, arguments | {"bias": normal(rng, dtype, 70), "dtype": dtype}, device)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("kind", ["plain", "fp8", "int4", "fp4"])
+def test_triton_narrow_experts_of_few_tokens(device, tokens, kind):
+    cases = {
+        case.name: case.arguments for case in ci_cases(TESTING["moe_experts_narrow"], "bfloat16")
+    }
+    for name in (f"{kind}, 1 groups, silu", f"{kind}, 2 groups, in turns, biases"):
+        arguments = dict(cases[name])
+        arguments |= {x: arguments[x][:tokens] for x in ("x", "weights", "experts")}
+        judge("moe_experts_narrow", arguments, device)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ triton = pytest.importorskip("triton")
 
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8",
-    torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
+    torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8",
+    torch.uint32: "u32",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 
@@ -63,9 +64,9 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(launch, "capability", lambda: (9, 0))
-    for module in ("attention", "sampling", "moe"):
+    for module in ("attention", "sampling", "moe", "moe_narrow", "narrow"):
         monkeypatch.setattr(f"twinfer.gpu.kernels.{module}.processors", lambda: 132)
-    for module in ("attention", "sampling"):
+    for module in ("attention", "sampling", "narrow"):
         monkeypatch.setattr(
             f"twinfer.gpu.kernels.{module}.counters",
             lambda device: torch.zeros(counters.COUNTERS, dtype=torch.int32),
@@ -147,6 +148,83 @@ def test_experts_compile(compiled, dtype, tokens, rest):
     moe.moe_route(**routing, top_k=2, renormalize=True)
     moe.moe_experts(**arguments_of("moe_experts", arguments))
     assert compiled == ["route_kernel", *rest]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 300])
+@pytest.mark.parametrize(
+    ("kind", "group", "zeros"),
+    [
+        ("int8", 0, False), ("fp8", 0, False), ("fp8", 128, False), ("int4", 128, False),
+        ("int4", 128, True), ("int4", 32, True), ("int4", 0, True), ("fp4", 32, False),
+        ("fp4", 16, False),
+    ],
+)  # fmt: skip
+def test_narrow_weights_compile(compiled, rows, kind, group, zeros):
+    from twinfer.gpu.kernels import narrow
+
+    k, n = 1024, 512
+    dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind, torch.uint8)
+    shape = (n, k // group if group else 1)
+    narrow.linear_grouped(
+        torch.zeros(rows, k, dtype=torch.bfloat16),
+        torch.zeros(n, k if kind in ("int8", "fp8") else k // 2, dtype=dtype),
+        torch.zeros(shape),
+        torch.zeros(shape, dtype=torch.uint8) if zeros else None,
+        None,
+        kind,
+    )
+    few = "narrow_gemv_kernel"
+    by_rows = {1: few, 2: few, 16: "narrow_kernel", 300: "widen_kernel"}
+    assert compiled == [by_rows[rows]]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 300])
+@pytest.mark.parametrize(
+    ("kind", "block"), [("int8", 0), ("fp8", 0), ("fp8", 128)], ids=["int8", "fp8", "fp8-blocks"]
+)
+def test_quantised_tokens_compile(compiled, rows, kind, block):
+    from twinfer.gpu.kernels import narrow
+
+    k, n = 1024, 512
+    quantize = narrow.quantize_int8_dynamic if kind == "int8" else narrow.quantize_fp8_dynamic
+    x = torch.zeros(rows, k, dtype=torch.bfloat16)
+    values, scale = quantize(x, "block" if block else "row", block)
+    product = narrow.linear_int8 if kind == "int8" else narrow.linear_fp8
+    weight = torch.zeros(n, k, dtype=values.dtype)
+    shape = (n, k // block if block else 1)
+    product(values, weight, scale, torch.zeros(shape), None, "bfloat16")
+    assert compiled == ["quantize_kernel", "narrow_gemv_kernel" if rows <= 2 else "narrow_kernel"]
+
+
+@pytest.mark.parametrize("tokens", [2, 20, 300])
+@pytest.mark.parametrize(
+    ("kind", "group", "clamped"), [("fp4", 32, True), ("fp8", 0, False), ("int4", 128, False)]
+)
+def test_narrow_experts_compile(compiled, tokens, kind, group, clamped):
+    from twinfer.gpu.kernels import moe_narrow
+
+    experts, top_k, dim, inter = 16, 2, 384, 256
+    dtype = torch.float8_e4m3fn if kind == "fp8" else torch.uint8
+
+    def weight(n, k):
+        scale = torch.zeros(experts, n, k // (group or k))
+        bias = torch.zeros(experts, n, dtype=torch.bfloat16) if clamped else None
+        values = torch.zeros(experts, n, k if kind == "fp8" else k // 2, dtype=dtype)
+        return values, scale, None, bias
+
+    moe_narrow.moe_experts_narrow(
+        torch.zeros(tokens, dim, dtype=torch.bfloat16),
+        torch.zeros(tokens, top_k),
+        torch.zeros(tokens, top_k, dtype=torch.int32),
+        *weight(2 * inter, dim),
+        *weight(dim, inter),
+        kind,
+        1.702 if clamped else 0.0,
+        7.0 if clamped else 0.0,
+    )
+    few = ["narrow_few_gated_kernel", "narrow_few_down_kernel"]
+    many = ["sort_kernel", *["narrow_product_kernel"] * 2, "combine_kernel"]
+    assert compiled == (few if tokens == 2 else many)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -103,12 +103,12 @@ def wide_dtypes(op):
 
 
 @cache
-def judged_cases(op, dtype):
-    """(case, judge, dtypes of the outputs) of an op."""
+def judged_cases(op, dtype, dot=""):
+    """(case, judge, dtypes of the outputs) of an op; `dot` is an implementation's own."""
     made = []
     for case in ci_cases(TESTING[op], dtype):
         like = tuple(out.dtype for out in run(op, "numpy", None, case.arguments))
-        made.append((case, Judge(op, case.arguments), like))
+        made.append((case, Judge(op, case.arguments, dot=dot), like))
     return made
 
 
@@ -191,7 +191,7 @@ def keeps_the_bound(op, framework, provider, device, found, dtypes):
     failures, known, judged = [], [], 0
     reason, words = KNOWN.get((op, framework, provider), ("", None))
     for dtype in dtypes:
-        for case, judge, like in judged_cases(op, dtype):
+        for case, judge, like in judged_cases(op, dtype, found.dot if found else ""):
             if not accepts(found, case):
                 continue
             judged += 1

@@ -242,6 +242,7 @@ TYPED = {
     "kv_cache_memory": ("4G", 4 << 30),
     "num_pages": ("9", 9),
     "kv_cache_dtype": ("int8", "int8"),
+    "quantization": ("int4", "int4"),
     "kv_cache_scales": ("0.5,0.25", (0.5, 0.25)),
     "enable_prefix_caching": (None, False),
     "page_groups": (None, False),
@@ -355,6 +356,7 @@ def test_an_option_of_a_backend_is_refused_on_the_other(owner, other):
 
 
 ELSEWHERE = {
+    "quantization": "the model says how its weights are held",
     "model": "the worker is given its folder",
     "device": "DeviceInfo says which it is",
     "capture": "the engine attaches the camera",

@@ -318,6 +318,7 @@ def _layer(config: ModelConfig, window: int, has_experts: bool, norms: Norms) ->
         soft_cap=config.attention_cap,
         angles=angles,
         temper=temper,
+        sinks=config.attention_sinks,
     )
     mlp = mixture(config) if has_experts else Mlp(config.act)
     return (
@@ -332,6 +333,7 @@ def mixture(config: ModelConfig) -> Experts:
     if config.shared_expert_size:
         shared = "gated" if config.gates_shared_expert else "plain"
     groups, kept = config.expert_groups
+    alpha, limit = config.expert_clamp or (0.0, 0.0)
     return Experts(
         num_experts=config.num_experts,
         top_k=config.experts_per_token,
@@ -341,6 +343,9 @@ def mixture(config: ModelConfig) -> Experts:
         groups=groups,
         groups_kept=kept,
         scale=config.expert_scale,
+        biases=config.expert_biases,
+        alpha=alpha,
+        limit=limit,
     )
 
 
@@ -369,6 +374,7 @@ class Names:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     router: str = "mlp.gate"
+    router_bias: str = "mlp.gate.e_score_correction_bias"
     experts: str = "mlp.experts"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared_expert: str = "mlp.shared_expert"
@@ -505,7 +511,7 @@ def _experts(config: ModelConfig, names: Names) -> Iterator[Parameter]:
     router = LAYER + names.router + ".weight"
     yield _one("router", (count, width), ("expert", "embed"), router, some)
     if config.expert_score == "sigmoid":
-        key = f"{LAYER}{names.router}.e_score_correction_bias"
+        key = f"{LAYER}{names.router_bias}"
         bias = _one("router_bias", (count,), ("expert",), key, some)
         yield replace(bias, dtype="float32", init="zeros")
     both = tuple(f"{module}.{part}" for module in modules for part in (gate, up))

@@ -1,0 +1,140 @@
+"""moe_experts_narrow: experts whose weights are narrow or have biases, by the kernels that
+`moe.py` has for plain ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ...ops.declare import Array
+from ...ops.implement import Refusal
+from .gemv import block_rows
+from .launch import FLOATS, config, dtype_name, overlap, power_of_2, processors, triton_kernel
+from .moe import MAX_CHOSEN, MAX_EXPERTS, combined, rows_of_block, sorted_by_expert
+from .moe_narrow_kernels import (
+    narrow_few_down_kernel,
+    narrow_few_gated_kernel,
+    narrow_product_kernel,
+)
+from .narrow import refused_groups
+
+
+class _Weight(NamedTuple):
+    """A weight of all experts [expert n k], as kernels take it."""
+
+    values: torch.Tensor
+    scale: torch.Tensor | None
+    zero: torch.Tensor | None
+    bias: torch.Tensor | None
+    k: int
+    kind: str
+
+    @property
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        """Its arrays; what it does not have is stood in for."""
+        return tuple(self.values if x is None else x.contiguous() for x in self[:4])
+
+    @property
+    def group(self) -> int:
+        """Entries along k that share a scale."""
+        return self.k if self.scale is None else self.k // self.scale.shape[2]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels are compiled for."""
+        return {
+            "KIND": self.kind,
+            "GROUP": self.group,
+            "HAS_ZERO": self.zero is not None,
+            "HAS_BIAS": self.bias is not None,
+        }
+
+    def block_k(self, most: int) -> int:
+        """Entries along k that a program takes at a time: whole groups, or parts of one."""
+        block = min(most, power_of_2(self.k))
+        while self.k % block and block > max(32, self.group):
+            block //= 2
+        return min(block, self.group) if block < self.group < self.k else block
+
+
+def _takes(
+    x: Array, weights: Array, experts: Array, gate_up: Array, gate_up_scale: Array | None,
+    gate_up_zero: Array | None, gate_up_bias: Array | None, down: Array,
+    down_scale: Array | None, down_zero: Array | None, down_bias: Array | None, kind: str,
+    alpha: float, limit: float,
+) -> bool | Refusal:  # fmt: skip
+    inter = gate_up.shape[1] // 2
+    for k, scale in ((x.shape[1], gate_up_scale), (inter, down_scale)):
+        refusal = None if scale is None else refused_groups(k, scale.shape[2])
+        if refusal is not None:
+            return refusal
+    small = gate_up.shape[0] <= MAX_EXPERTS and experts.shape[1] <= MAX_CHOSEN
+    return dtype_name(x) in FLOATS and x.ndim == 2 and small
+
+
+@triton_kernel("moe_experts_narrow", supports_args=_takes)
+def moe_experts_narrow(
+    x: Array, weights: Array, experts: Array, gate_up: Array, gate_up_scale: Array | None,
+    gate_up_zero: Array | None, gate_up_bias: Array | None, down: Array,
+    down_scale: Array | None, down_zero: Array | None, down_bias: Array | None, kind: str,
+    alpha: float, limit: float,
+) -> Array:  # fmt: skip
+    """See the op. Gate and up are not rounded; for few tokens no result of an expert is."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    weights, experts = weights.contiguous(), experts.contiguous()
+    inter = gate_up.shape[1] // 2
+    up = _Weight(gate_up.contiguous(), gate_up_scale, gate_up_zero, gate_up_bias, x.shape[1], kind)
+    out = _Weight(down.contiguous(), down_scale, down_zero, down_bias, inter, kind)
+    product = _few if x.shape[0] <= config("moe_narrow", dtype_name(x))["few"] else _many
+    return product(x, weights, experts, up, out, alpha, limit)
+
+
+def _few(
+    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, up: _Weight, down: _Weight,
+    alpha: float, limit: float,
+) -> torch.Tensor:  # fmt: skip
+    (tokens, top_k), (count, dim, _) = experts.shape, down.values.shape
+    setting, inter = config("moe_narrow_few"), down.k
+    hidden = torch.empty((tokens * top_k, inter), dtype=x.dtype, device=x.device)
+    block_k = up.block_k(setting["block_k"])
+    wanted = setting["programs"] * processors()
+    block_n = block_rows(inter, setting["entries"] // (2 * block_k), wanted // (tokens * top_k))
+    narrow_few_gated_kernel[(triton.cdiv(inter, block_n), tokens * top_k)](
+        x, *up.arrays, hidden, experts, alpha, limit, x.stride(0),
+        N=inter, K=dim, EXPERTS=count, TOP_K=top_k, **up.constants, CLAMPED=alpha > 0,
+        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip
+    out = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
+    block_k = down.block_k(setting["block_k"])
+    block_n = block_rows(dim, setting["entries"] // block_k, wanted // tokens)
+    narrow_few_down_kernel[(triton.cdiv(dim, block_n), tokens)](
+        hidden, *down.arrays, weights, experts, out,
+        N=dim, K=inter, EXPERTS=count, TOP_K=top_k, **down.constants, BLOCK_N=block_n,
+        BLOCK_K=block_k, num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip
+    return out
+
+
+def _many(
+    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, up: _Weight, down: _Weight,
+    alpha: float, limit: float,
+) -> torch.Tensor:  # fmt: skip
+    (tokens, top_k), (count, dim, _) = experts.shape, down.values.shape
+    order, starts = sorted_by_expert(experts, count)
+    hidden = torch.empty((tokens * top_k, down.k), dtype=x.dtype, device=x.device)
+    rows = torch.empty((tokens * top_k, dim), dtype=x.dtype, device=x.device)
+    for source, weight, target, gated in ((x, up, hidden, True), (hidden, down, rows, False)):
+        setting = config("moe_narrow_product", dtype_name(x), rows_of_block(tokens * top_k, count))
+        n, block_m = target.shape[1], setting["block_m"]
+        blocks = tokens * top_k // block_m + min(count, tokens * top_k)
+        narrow_product_kernel[(triton.cdiv(n, setting["block_n"]), blocks)](
+            source, *weight.arrays, target, order, starts, alpha, limit, source.stride(0),
+            N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated, **weight.constants,
+            CLAMPED=alpha > 0, BLOCK_M=block_m, BLOCK_N=setting["block_n"],
+            BLOCK_K=weight.block_k(setting["block_k"]), BLOCK_E=power_of_2(count),
+            STAGES=setting["stages"], num_warps=setting["warps"], **overlap(early=True),
+        )  # fmt: skip
+    return combined(rows, weights, experts, count, x)

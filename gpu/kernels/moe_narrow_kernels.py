@@ -1,0 +1,200 @@
+"""The products of a mixture of experts whose weights are narrow, or have biases: as those of
+`moe_kernels.py`, with weights that are widened in registers.
+
+CLAMPED: gate and up of an expert lie in turns and go through the clamped activation of gpt-oss
+(`swigluoai_and_mul`); else gate stands in front of up, and it is silu.
+"""
+
+import triton
+import triton.language as tl
+
+from .arithmetic import dot, exp, gated
+from .narrow_kernels import INT4_ZERO, _entries, _spread
+from .overlap import wait
+
+
+@triton.jit
+def _wide_rows(
+    weight, scale, zero, row, real, start, K: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Entries [n BLOCK_K] float32 of rows [n] int64 of a weight, from `start` on."""
+    packed: tl.constexpr = 2 if (KIND == "int4") | (KIND == "fp4") else 1
+    width: tl.constexpr = K // packed
+    groups: tl.constexpr = K // GROUP
+    j = start // packed + tl.arange(0, BLOCK_K // packed)
+    nothing: tl.constexpr = 0.0 if weight.dtype.element_ty.is_floating() else 0
+    place = weight + row[:, None] * width + j[None, :]
+    if K % BLOCK_K == 0:
+        raw = tl.load(place, mask=real[:, None], other=nothing)
+    else:
+        raw = tl.load(place, mask=real[:, None] & (j < width)[None, :], other=nothing)
+    base = tl.full([1, 1], INT4_ZERO, tl.int32)
+    if KIND == "plain":
+        return raw.to(tl.float32)
+    elif GROUP % BLOCK_K == 0 or groups == 1:
+        of = row * groups + start // GROUP
+        share = tl.load(scale + of, mask=real, other=0.0)
+        if HAS_ZERO:
+            base = tl.load(zero + of, mask=real, other=0).to(tl.int32)[:, None]
+        return _entries(raw, base, KIND, tl.float32) * share[:, None]
+    else:
+        g = start // GROUP + tl.arange(0, BLOCK_K // GROUP)
+        of_each = row[:, None] * groups + g[None, :]
+        inside = real[:, None] & (g < groups)[None, :]
+        each = _spread(tl.load(scale + of_each, mask=inside, other=0.0), GROUP)
+        if HAS_ZERO:
+            zeros = tl.load(zero + of_each, mask=inside, other=0).to(tl.int32)
+            return _entries(raw, _spread(zeros, GROUP // packed), KIND, tl.float32) * each
+        else:
+            return _entries(raw, base, KIND, tl.float32) * each
+
+
+@triton.jit
+def _between(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+    """What is between gate and up, and down."""
+    if CLAMPED:
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
+        half = exp(tl.abs(gate) * (-0.5 * alpha))
+        over = 1.0 + half * half
+        return tl.where(gate < 0, gate * half * (up + 1.0) * half, gate * (up + 1.0)) / over
+    else:
+        return gated(gate, up)
+
+
+@triton.jit
+def _halves(expert, n, N: tl.constexpr, CLAMPED: tl.constexpr):
+    """The rows of gate and of up that results n of an expert need."""
+    first = tl.cast(expert, tl.int64) * (2 * N)
+    if CLAMPED:
+        return first + 2 * n, first + 2 * n + 1
+    else:
+        return first + n, first + N + n
+
+
+@triton.jit(do_not_specialize=["alpha", "limit"])
+def narrow_few_gated_kernel(
+    x, weight, scale, zero, bias, out, experts, alpha, limit, x_stride, N: tl.constexpr,
+    K: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (block of results, choice): gate and up of one token by one expert, and what is between
+    them and down.
+    """
+    wait(OVERLAP)
+    choice = tl.program_id(1)
+    expert = tl.load(experts + choice)
+    if (expert >= 0) & (expert < EXPERTS):
+        n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        real = n < N
+        row = x + tl.cast(choice // TOP_K, tl.int64) * x_stride
+        of_gate, of_up = _halves(expert, n, N, CLAMPED)
+        a = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        b = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for start in tl.range(0, K, BLOCK_K):
+            y = tl.load(row + start + k, mask=start + k < K, other=0.0).to(tl.float32)[None, :]
+            a += y * _wide_rows(
+                weight, scale, zero, of_gate, real, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
+            )  # fmt: skip
+            b += y * _wide_rows(
+                weight, scale, zero, of_up, real, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
+            )  # fmt: skip
+        gate, up = tl.sum(a, 1), tl.sum(b, 1)
+        if HAS_BIAS:
+            gate += tl.load(bias + of_gate, mask=real, other=0.0).to(tl.float32)
+            up += tl.load(bias + of_up, mask=real, other=0.0).to(tl.float32)
+        y = _between(gate, up, alpha, limit, CLAMPED)
+        tl.store(out + choice.to(tl.int64) * N + n, y.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def narrow_few_down_kernel(
+    hidden, weight, scale, zero, bias, weights, experts, out, N: tl.constexpr, K: tl.constexpr,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (block of results, token): the results of its choices by weight, in their order."""
+    wait(OVERLAP)
+    t = tl.program_id(1).to(tl.int64)
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for j in range(TOP_K):
+        expert = tl.load(experts + t * TOP_K + j)
+        valid = (expert >= 0) & (expert < EXPERTS)
+        share = tl.load(weights + t * TOP_K + j)
+        row = tl.cast(expert, tl.int64) * N + n
+        real = (n < N) & valid
+        a = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for start in tl.range(0, K, BLOCK_K):
+            at = start + k
+            y = tl.load(hidden + (t * TOP_K + j) * K + at, mask=(at < K) & valid, other=0.0)
+            a += y.to(tl.float32)[None, :] * _wide_rows(
+                weight, scale, zero, row, real, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
+            )  # fmt: skip
+        y = tl.sum(a, 1)
+        if HAS_BIAS:
+            y += tl.load(bias + row, mask=real, other=0.0).to(tl.float32)
+        total += tl.where(valid, share * y, 0.0)
+    tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit(do_not_specialize=["alpha", "limit"])
+def narrow_product_kernel(
+    x, weight, scale, zero, bias, out, order, starts, alpha, limit, x_stride, N: tl.constexpr,
+    K: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (block of results, block of rows): see `product_kernel` of `moe_kernels.py`."""
+    wait(OVERLAP)
+    block = tl.program_id(1)
+    e = tl.arange(0, BLOCK_E)
+    begin = tl.load(starts + e, mask=e < EXPERTS, other=0)
+    end = tl.load(starts + 1 + e, mask=e < EXPERTS, other=0)
+    blocks = (end - begin + BLOCK_M - 1) // BLOCK_M
+    last = tl.cumsum(tl.where(e < EXPERTS, blocks, 0), 0)
+    expert = tl.sum(((last <= block) & (e < EXPERTS)).to(tl.int32), 0)
+    if expert < EXPERTS:
+        own = e == expert
+        first = tl.sum(tl.where(own, begin + (block - last + blocks) * BLOCK_M, 0), 0)
+        stop = tl.sum(tl.where(own, end, 0), 0)
+        m = first + tl.arange(0, BLOCK_M)
+        n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        real, inside = m < stop, n < N
+        choice = tl.load(order + m, mask=real, other=0)
+        row = (choice // TOP_K if GATED else m).to(tl.int64)
+        rows = x + row[:, None] * x_stride
+        dtype: tl.constexpr = x.dtype.element_ty
+        if GATED:
+            of_first, of_up = _halves(expert, n, N, CLAMPED)
+        else:
+            of_first = tl.cast(expert, tl.int64) * N + n
+            of_up = of_first
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            at = start + k
+            a = tl.load(rows + at[None, :], mask=real[:, None] & (at < K)[None, :], other=0.0)
+            w = _wide_rows(
+                weight, scale, zero, of_first, inside, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
+            )  # fmt: skip
+            acc = dot(a, tl.trans(w.to(dtype)), acc)
+            if GATED:
+                u = _wide_rows(
+                    weight, scale, zero, of_up, inside, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
+                )  # fmt: skip
+                up = dot(a, tl.trans(u.to(dtype)), up)
+        if HAS_BIAS:
+            acc += tl.load(bias + of_first, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            if HAS_BIAS:
+                up += tl.load(bias + of_up, mask=inside, other=0.0).to(tl.float32)[None, :]
+            acc = _between(acc, up, alpha, limit, CLAMPED)
+        target = (m if GATED else choice).to(tl.int64)
+        place = out + target[:, None] * N + n[None, :]
+        tl.store(place, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])

@@ -1,0 +1,337 @@
+"""linear_grouped, linear_fp8, linear_int8 and the quantisation of tokens: kernels that read narrow
+weights as they lie, and widen them in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from ...ops.declare import Array
+from ...ops.implement import Refusal, implement
+from ...ops.reference.narrow import FP8_UNITS
+from .counters import COUNTERS, counters
+from .gemv import block_columns, block_rows, linear
+from .launch import (
+    FLOATS,
+    capability,
+    config,
+    dtype_name,
+    overlap,
+    power_of_2,
+    processors,
+    triton_kernel,
+)
+from .narrow_kernels import (
+    narrow_gemv_kernel,
+    narrow_kernel,
+    quantize_kernel,
+    widen_kernel,
+)
+
+PACKED = ("int4", "fp4")
+UNITS_CAPABILITY = (9, 0)
+UNITS_FROM = 16
+"""Up to so many rows a product is bound by the reading of its weight."""
+MOST_QUANTIZED = 1 << 16
+"""Entries of a row that one program quantises."""
+
+
+def _takes_quantized(x: Array, per: str, block: int) -> bool | Refusal:
+    if per not in ("row", "block"):
+        return Refusal(f"scales per {per}; these are per row or block")
+    if per == "block" and power_of_2(block) != block:
+        return Refusal(f"blocks of {block}, which is no power of 2")
+    return dtype_name(x) in FLOATS and x.shape[1] <= MOST_QUANTIZED
+
+
+@triton_kernel("quantize_fp8_dynamic", supports_args=_takes_quantized, row_invariant=True)
+def quantize_fp8_dynamic(x: Array, per: str, block: int) -> tuple[Array, Array]:
+    """See the op."""
+    return _quantized(x, torch.float8_e4m3fn, block if per == "block" else 0)
+
+
+@triton_kernel("quantize_int8_dynamic", supports_args=_takes_quantized, row_invariant=True)
+def quantize_int8_dynamic(x: Array, per: str, block: int) -> tuple[Array, Array]:
+    """See the op."""
+    return _quantized(x, torch.int8, block if per == "block" else 0)
+
+
+def _quantized(
+    x: torch.Tensor, dtype: torch.dtype, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, k = x.shape
+    group = block or k
+    x = x if x.stride(1) == 1 else x.contiguous()
+    values = torch.empty((rows, k), dtype=dtype, device=x.device)
+    scale = torch.empty((rows, k // group), dtype=torch.float32, device=x.device)
+    setting = config("quantize")
+    block_k = power_of_2(k) if group == k else max(group, min(power_of_2(k), setting["block"]))
+    if rows:
+        quantize_kernel[(rows, triton.cdiv(k, block_k))](
+            x, values, scale, x.stride(0),
+            K=k, GROUP=group, FP8=dtype == torch.float8_e4m3fn, BLOCK_K=block_k,
+            num_warps=setting["warps"], **overlap(early=True),
+        )  # fmt: skip
+    return values, scale
+
+
+def refused_groups(k: int, groups: int) -> Refusal | None:
+    """Why a kernel does not take this many groups of k."""
+    if groups > 1 and (power_of_2(k // groups) != k // groups or k // groups < 16):
+        return Refusal(f"groups of {k // groups} entries; these are powers of 2 from 16 on")
+    return None
+
+
+def _takes_grouped(
+    x: Array,
+    weight: Array,
+    scale: Array,
+    zero: Array | None,
+    bias: Array | None,
+    kind: str,
+) -> bool | Refusal:
+    refusal = refused_groups(x.shape[1], scale.shape[1])
+    if refusal is not None:
+        return refusal
+    return dtype_name(x) in FLOATS and x.ndim == 2 and dtype_name(scale) == "float32"
+
+
+@triton_kernel("linear_grouped", supports_args=_takes_grouped)
+def linear_grouped(
+    x: Array,
+    weight: Array,
+    scale: Array,
+    zero: Array | None,
+    bias: Array | None,
+    kind: str,
+) -> Array:
+    """See the op. Scales of 64 entries and more multiply sums, others the entries, which are
+    rounded then.
+    """
+    return _product(x, weight, scale, zero, None, bias, kind, x.dtype)
+
+
+def _takes_quantised(
+    x: Array,
+    weight: Array,
+    x_scale: Array,
+    weight_scale: Array,
+    bias: Array | None,
+    dtype: str,
+) -> bool | Refusal:
+    """Scales are of whole rows, or of blocks that are powers of 2."""
+    for scale in (x_scale, weight_scale):
+        refusal = refused_groups(x.shape[1], scale.shape[1])
+        if refusal is not None:
+            return refusal
+    return dtype in FLOATS and dtype_name(weight_scale) == dtype_name(x_scale) == "float32"
+
+
+def _takes_units(
+    x: Array,
+    weight: Array,
+    x_scale: Array,
+    weight_scale: Array,
+    bias: Array | None,
+    dtype: str,
+) -> bool | Refusal:
+    if x_scale.shape[1] > 1 or weight_scale.shape[1] > 1:
+        return Refusal("scales of blocks; these are of rows")
+    if dtype != "bfloat16" or weight.shape[0] % 16 or weight.shape[1] % 16:
+        return Refusal(f"{dtype} of {list(weight.shape)}; these are bfloat16 of multiples of 16")
+    return bias is None
+
+
+@implement(
+    "linear_fp8",
+    provider="scaled_mm",
+    framework="torch",
+    supported=lambda: capability() >= UNITS_CAPABILITY,
+    supports_args=_takes_units,
+    opaque=True,
+    preferred_on=("cuda",),
+    dot=FP8_UNITS,
+)
+def linear_fp8_units(
+    x: Array,
+    weight: Array,
+    x_scale: Array,
+    weight_scale: Array,
+    bias: Array | None,
+    dtype: str,
+) -> Array:
+    """See the op: a few rows by the kernel, more by the chip's fp8 units."""
+    if x.shape[0] <= UNITS_FROM:
+        return _product(x, weight, weight_scale, None, x_scale, bias, "fp8", torch.bfloat16)
+    rows, n = x.shape[0], weight.shape[0]
+    return torch._scaled_mm(
+        x,
+        weight.t(),
+        x_scale.expand(rows, 1).contiguous(),
+        weight_scale.expand(n, 1).contiguous().t(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=False,
+    )
+
+
+@triton_kernel("linear_fp8", supports_args=_takes_quantised)
+def linear_fp8(
+    x: Array,
+    weight: Array,
+    x_scale: Array,
+    weight_scale: Array,
+    bias: Array | None,
+    dtype: str,
+) -> Array:
+    """See the op: products of e4m3 in bfloat16, sums in float32."""
+    return _product(x, weight, weight_scale, None, x_scale, bias, "fp8", getattr(torch, dtype))
+
+
+def _takes_int8(
+    x: Array, weight: Array, x_scale: Array, weight_scale: Array, bias: Array | None, dtype: str
+) -> bool | Refusal:
+    return _takes_quantised(x, weight, x_scale, weight_scale, bias, dtype)
+
+
+@triton_kernel("linear_int8", supports_args=_takes_int8, row_invariant=True)
+def linear_int8(
+    x: Array, weight: Array, x_scale: Array, weight_scale: Array, bias: Array | None, dtype: str
+) -> Array:
+    """See the op: sums in int32."""
+    return _product(x, weight, weight_scale, None, x_scale, bias, "int8", getattr(torch, dtype))
+
+
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    kind: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The product by the kernel for so many rows."""
+    rows, n = x.shape[0], weight.shape[0]
+    x = x if x.stride(1) == 1 else x.contiguous()
+    weight = weight.contiguous()
+    # One scale for all rows of the weight is that of each.
+    scale = (scale if scale.shape[0] == n else scale.expand(n, -1)).contiguous()
+    zero = None if zero is None else zero.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    out = torch.empty((rows, n), dtype=dtype, device=x.device)
+    if rows == 0:
+        return out
+    limit = config("narrow", kind)
+    if rows <= min(2, limit["gemv_rows"]):
+        _gemv(x, weight, scale, zero, x_scale, bias, kind, out)
+    elif x_scale is None and rows > limit["widened_from"] and dtype_name(x) != "float32":
+        return linear(x, _widened(weight, scale, zero, kind, x), bias)
+    else:
+        _blocks(x, weight, scale, zero, x_scale, bias, kind, out)
+    return out
+
+
+def _widened(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    kind: str,
+    x: torch.Tensor,
+) -> torch.Tensor:
+    """The weight in the dtype of x: what so many rows take makes up for writing it."""
+    n, k = weight.shape[0], x.shape[1]
+    out = torch.empty((n, k), dtype=x.dtype, device=x.device)
+    setting = config("widen")
+    block_k = min(setting["block"], power_of_2(k))
+    widen_kernel[(n, triton.cdiv(k, block_k))](
+        weight, scale, weight if zero is None else zero, out,
+        K=k, KIND=kind, GROUP=k // scale.shape[1], HAS_ZERO=zero is not None, BLOCK_K=block_k,
+        num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip
+    return out
+
+
+def _scales_of(x: torch.Tensor, x_scale: torch.Tensor | None) -> tuple[torch.Tensor, int, int]:
+    """(scales, entries that share one or 0, stride of rows) of x."""
+    if x_scale is None:
+        return x, 0, 0
+    x_scale = x_scale if x_scale.stride(1) == 1 else x_scale.contiguous()
+    stride = 0 if x_scale.shape[0] == 1 else x_scale.stride(0)
+    return x_scale, x.shape[1] // x_scale.shape[1], stride
+
+
+def _gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    kind: str,
+    out: torch.Tensor,
+) -> None:
+    (rows, k), n = x.shape, weight.shape[0]
+    setting = config("narrow_gemv", kind)
+    group = k // scale.shape[1]
+    most = max(2, min(setting["block_k"], setting["entries"] // rows))
+    if group < k:
+        most = max(most, group)
+    block_k = block_columns(k, most)
+    block_n = block_rows(
+        n, setting["entries"] // (block_k * rows), setting["programs"] * processors()
+    )
+    scales, x_group, x_stride = _scales_of(x, x_scale)
+    narrow_gemv_kernel[(triton.cdiv(n, block_n),)](
+        x, weight, scale, weight if zero is None else zero, scales, out if bias is None else bias,
+        out, x.stride(0), x_stride,
+        N=n, K=k, ROWS=rows, KIND=kind, GROUP=group, X_GROUP=x_group, HAS_ZERO=zero is not None,
+        HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=setting["warps"],
+        **overlap(early=True),
+    )  # fmt: skip
+
+
+def _blocks(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    kind: str,
+    out: torch.Tensor,
+) -> None:
+    (rows, k), n = x.shape, weight.shape[0]
+    few = next((str(most) for most in (16, 32, 64) if rows <= most), "128")
+    setting = config("narrow", f"{kind}/{few}", few)
+    scales, x_group, x_stride = _scales_of(x, x_scale)
+    group = k // scale.shape[1]
+    block_m, block_n = setting["block_m"], setting["block_n"]
+    # Groups from 64 entries on have sums of their own; several smaller ones share a block.
+    block_k = min(setting["block_k"], group) if 64 <= group < k else setting["block_k"]
+    if x_group:
+        # Products of two quantised arrays are exact, and so they stay.
+        block_k = min(block_k, x_group, group) if min(x_group, group) < k else block_k
+    blocks_m, blocks = triton.cdiv(rows, block_m), triton.cdiv(n, block_n)
+    wanted = setting["programs"] * processors() // (blocks * blocks_m)
+    parts = max(1, min(wanted, triton.cdiv(k, block_k * setting["steps"])))
+    part = triton.cdiv(triton.cdiv(k, parts), block_k) * block_k
+    parts = triton.cdiv(k, part) if blocks * blocks_m <= COUNTERS else 1
+    part = part if parts > 1 else triton.cdiv(k, block_k) * block_k
+    sums = arrived = out
+    if parts > 1:
+        exact = kind == "int8" and x_group > 0
+        sums = torch.empty(
+            parts * rows * n, dtype=torch.int32 if exact else torch.float32, device=x.device
+        )
+        arrived = counters(x.device)
+    narrow_kernel[(blocks_m, blocks, parts)](
+        x, weight, scale, weight if zero is None else zero, scales, out if bias is None else bias,
+        out, sums, arrived, rows, x.stride(0), x_stride,
+        N=n, K=k, KIND=kind, GROUP=group, X_GROUP=x_group, HAS_ZERO=zero is not None,
+        HAS_BIAS=bias is not None, PARTS=parts, PART=part, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_K=block_k, STAGES=setting["stages"], num_warps=setting["warps"],
+        **overlap(early=True),
+    )  # fmt: skip

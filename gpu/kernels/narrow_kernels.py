@@ -1,0 +1,357 @@
+"""Products with weights of 8 or 4 bits an entry, and the quantisation of what goes into them.
+
+Two shapes of program, each for a block of the n results. `narrow_gemv_kernel`: multiply and add in
+float32 (int32 where both are int8), for one or two rows. `narrow_kernel`: the tensor cores, whose
+left operand is the weight as it was widened in registers, for any number of rows; k may be split
+among programs, the last of which to arrive adds the parts in their order.
+
+GROUP entries along k share a scale; K: all of a row. Values of 4 bits become numbers without a
+table: an integer is put into the mantissa of a power of two and that is subtracted, a float e2m1
+moves to where the exponent is.
+"""
+
+import triton
+import triton.language as tl
+
+from .arithmetic import FP8_MAX, INT8_MAX, NEAREST, dot
+from .overlap import wait
+
+LARGEST = tl.constexpr(3.4028234663852886e38)
+SMALLEST = tl.constexpr(2.0**-100)
+INT8_SHARE = tl.constexpr(0.007874015718698502)
+"""float32(1 / 127)."""
+FP8_SHARE = tl.constexpr(0.002232142956927419)
+"""float32(1 / 448)."""
+INT4_ZERO = tl.constexpr(8)
+
+
+@triton.jit
+def _offset(q, dtype: tl.constexpr):
+    """2^m + q of integers q from 0 to 31, exact: m is 7, 10 or 23 in bfloat16, float16, float32."""
+    if dtype == tl.bfloat16:
+        return (q.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+    elif dtype == tl.float16:
+        return (q.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+    else:
+        return (q.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _e2m1(q, dtype: tl.constexpr):
+    """The numbers that four bits stand for: a sign, two bits of exponent, one of mantissa."""
+    if dtype == tl.float32:
+        wide = q.to(tl.uint32)
+        sign = (wide & 8) << 28
+        size = wide & 7
+        some = tl.where(size < 2, size * 0x3F000000, 0x3F000000 + (size << 22))
+        return (sign | some).to(tl.float32, bitcast=True)
+    else:
+        half: tl.constexpr = 0x3F00 if dtype == tl.bfloat16 else 0x3800
+        shift: tl.constexpr = 6 if dtype == tl.bfloat16 else 9
+        wide = q.to(tl.uint16)
+        sign = (wide & 8) << 12
+        size = wide & 7
+        some = tl.where(size < 2, size * half, half + (size << shift)).to(tl.uint16)
+        return (sign | some).to(dtype, bitcast=True)
+
+
+@triton.jit
+def _both(low, high):
+    """[n k/2] and [n k/2] as neighbours [n k]."""
+    n: tl.constexpr = low.shape[0]
+    half: tl.constexpr = low.shape[1]
+    return tl.reshape(tl.join(low, high), [n, 2 * half])
+
+
+@triton.jit
+def _entries(raw, zero, KIND: tl.constexpr, dtype: tl.constexpr):
+    """q - zero [n k] of a block of a weight, as numbers of `dtype`; `zero` [n 1 or k/2] int32 is
+    that of int4.
+    """
+    if KIND == "int4":
+        base = _offset(zero, dtype)
+        return _both(_offset(raw & 15, dtype) - base, _offset(raw >> 4, dtype) - base)
+    elif KIND == "fp4":
+        return _both(_e2m1(raw & 15, dtype), _e2m1(raw >> 4, dtype))
+    else:
+        return raw.to(dtype)
+
+
+@triton.jit
+def _spread(of_groups, GROUP: tl.constexpr):
+    """[n t] as [n t*GROUP], each for all of its group."""
+    n: tl.constexpr = of_groups.shape[0]
+    t: tl.constexpr = of_groups.shape[1]
+    wide = tl.broadcast_to(of_groups[:, :, None], [n, t, GROUP])
+    return tl.reshape(wide, [n, t * GROUP])
+
+
+@triton.jit
+def _block(weight, n, at, N: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """A block of what a weight's rows hold: rows n, columns at."""
+    place = weight + n.to(tl.int64)[:, None] * WIDTH + at[None, :]
+    if EVEN:
+        return tl.load(place, eviction_policy="evict_first")
+    else:
+        nothing: tl.constexpr = 0.0 if weight.dtype.element_ty.is_floating() else 0
+        return tl.load(place, mask=(n < N)[:, None] & (at < WIDTH)[None, :], other=nothing)
+
+
+@triton.jit
+def narrow_gemv_kernel(
+    x, weight, scale, zero, x_scale, bias, out, x_stride, x_scale_stride, N: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    X_GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (block of results). ROWS is 1 or 2. X_GROUP: entries of x that share a scale, 0 if it
+    has none. Blocks of k hold whole groups, or all of k.
+    """
+    packed: tl.constexpr = 2 if (KIND == "int4") | (KIND == "fp4") else 1
+    width: tl.constexpr = K // packed
+    exact: tl.constexpr = (KIND == "int8") & (X_GROUP > 0)
+    kind: tl.constexpr = tl.int32 if exact else tl.float32
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    j, k = tl.arange(0, BLOCK_K // packed), tl.arange(0, BLOCK_K)
+    even: tl.constexpr = (K % BLOCK_K == 0) & (N % BLOCK_N == 0)
+    added = tl.zeros([BLOCK_N], tl.float32)
+    if HAS_BIAS:
+        added = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    groups: tl.constexpr = K // GROUP
+    w = _block(weight, n, j, N, width, even)
+    wait(OVERLAP)
+    a, b = tl.zeros([BLOCK_N, BLOCK_K], kind), tl.zeros([BLOCK_N, BLOCK_K], kind)
+    for start in tl.static_range(0, K, BLOCK_K):
+        at = start + k
+        raw = w
+        if start + BLOCK_K < K:
+            w = _block(weight, n, (start + BLOCK_K) // packed + j, N, width, even)
+        base = tl.full([BLOCK_N, 1], INT4_ZERO, tl.int32)
+        if groups == 1:
+            if HAS_ZERO:
+                base = tl.load(zero + n, mask=n < N, other=0).to(tl.int32)[:, None]
+            q = _entries(raw, base, KIND, kind)
+        else:
+            g = start // GROUP + tl.arange(0, BLOCK_K // GROUP)
+            of = n.to(tl.int64)[:, None] * groups + g[None, :]
+            inside = (n < N)[:, None] & (g < groups)[None, :]
+            if HAS_ZERO:
+                base = _spread(
+                    tl.load(zero + of, mask=inside, other=0).to(tl.int32), GROUP // packed
+                )
+            q = _entries(raw, base, KIND, kind)
+            q = q * _spread(tl.load(scale + of, mask=inside, other=0.0), GROUP)
+        a += q * _tokens(x, x_scale, at, K, X_GROUP, kind)
+        if ROWS > 1:
+            b += q * _tokens(x + x_stride, x_scale + x_scale_stride, at, K, X_GROUP, kind)
+    _put(out, n, N, tl.sum(a, 1), scale, x_scale, added, K, X_GROUP, groups)
+    if ROWS > 1:
+        second = x_scale + x_scale_stride
+        _put(out + N, n, N, tl.sum(b, 1), scale, second, added, K, X_GROUP, groups)
+
+
+@triton.jit
+def widen_kernel(
+    weight, scale, zero, out, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (row, block of k): a narrow weight as numbers of the dtype of `out`, rounded once."""
+    packed: tl.constexpr = 2 if (KIND == "int4") | (KIND == "fp4") else 1
+    groups: tl.constexpr = K // GROUP
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_K
+    at = first + tl.arange(0, BLOCK_K)
+    j = first // packed + tl.arange(0, BLOCK_K // packed)
+    nothing: tl.constexpr = 0.0 if weight.dtype.element_ty.is_floating() else 0
+    raw = tl.load(weight + row * (K // packed) + j, mask=j < K // packed, other=nothing)
+    g = at // GROUP
+    share = tl.load(scale + row * groups + g, mask=at < K, other=0.0)[None, :]
+    base = tl.full([1, BLOCK_K // packed], INT4_ZERO, tl.int32)
+    if HAS_ZERO:
+        of = row * groups + j * packed // GROUP
+        base = tl.load(zero + of, mask=j < K // packed, other=0).to(tl.int32)[None, :]
+    y = _entries(raw[None, :], base, KIND, tl.float32) * share
+    wait(OVERLAP)
+    tl.store(out + row * K + at[None, :], y.to(out.dtype.element_ty), mask=(at < K)[None, :])
+
+
+@triton.jit
+def _tokens(x, x_scale, at, K: tl.constexpr, X_GROUP: tl.constexpr, kind: tl.constexpr):
+    """A block of one row [1 k], times its scales where these are of blocks."""
+    y = tl.load(x + at, mask=at < K, other=0.0 if x.dtype.element_ty.is_floating() else 0)
+    y = y.to(kind)
+    if (X_GROUP > 0) & (X_GROUP < K):
+        y = y * tl.load(x_scale + at // X_GROUP, mask=at < K, other=0.0)
+    return y[None, :]
+
+
+@triton.jit
+def _narrowed(y, FP8: tl.constexpr):
+    """Scaled float32 as fp8 or int8: saturated, and rounded once."""
+    if FP8:
+        clipped = tl.minimum(tl.maximum(y, -FP8_MAX), FP8_MAX)
+        return tl.where(y == y, clipped, y).to(tl.float8e4nv)
+    else:
+        clipped = tl.minimum(tl.maximum(y, -INT8_MAX), INT8_MAX)
+        return tl.where(y == y, (clipped + NEAREST) - NEAREST, 0.0).to(tl.int8)
+
+
+@triton.jit
+def _put(
+    out, n, N: tl.constexpr, total, scale, x_scale, added, K: tl.constexpr, X_GROUP: tl.constexpr,
+    groups: tl.constexpr,
+):  # fmt: skip
+    y = total.to(tl.float32)
+    if X_GROUP == K:
+        y = y * tl.load(x_scale)
+    if groups == 1:
+        y = y * tl.load(scale + n, mask=n < N, other=0.0)
+    tl.store(out + n, (y + added).to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def narrow_kernel(
+    x, weight, scale, zero, x_scale, bias, out, sums, arrived, rows, x_stride, x_scale_stride,
+    N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    X_GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, PARTS: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (block of rows, block of results, part of k). PART is a multiple of BLOCK_K. Where a
+    weight has several groups along k, blocks of k are one of them or hold whole ones; blocks of x
+    that have a scale of their own hold whole blocks of k.
+    """
+    packed: tl.constexpr = 2 if (KIND == "int4") | (KIND == "fp4") else 1
+    width: tl.constexpr = K // packed
+    exact: tl.constexpr = (KIND == "int8") & (X_GROUP > 0)
+    kind: tl.constexpr = tl.int32 if exact else tl.float32
+    # Numbers of e4m3 are exact in float16, which takes one conversion; what is not quantised is
+    # multiplied in its own dtype.
+    fp8: tl.constexpr = (KIND == "fp8") & (X_GROUP > 0)
+    dtype: tl.constexpr = tl.int8 if exact else tl.float16 if fp8 else x.dtype.element_ty
+    groups: tl.constexpr = K // GROUP
+    in_parts: tl.constexpr = ((groups > 1) & (GROUP % BLOCK_K == 0)) | (
+        (X_GROUP > 0) & (X_GROUP < K)
+    )
+    even: tl.constexpr = (K % BLOCK_K == 0) & (N % BLOCK_N == 0)
+    block, part = tl.program_id(1), tl.program_id(2)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    j, k = tl.arange(0, BLOCK_K // packed), tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], kind)
+    added = tl.zeros([BLOCK_N], tl.float32)
+    if HAS_BIAS:
+        added = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    base = tl.full([BLOCK_N, 1], INT4_ZERO, tl.int32)
+    if HAS_ZERO & (groups == 1):
+        base = tl.load(zero + n, mask=n < N, other=0).to(tl.int32)[:, None]
+    wait(OVERLAP)
+    for start in tl.range(part * PART, min(part * PART + PART, K), BLOCK_K, num_stages=STAGES):
+        at = start + k
+        y = tl.load(
+            x + m[None, :].to(tl.int64) * x_stride + at[:, None],
+            mask=(m < rows)[None, :] & (at < K)[:, None],
+            other=0 if exact else 0.0,
+        ).to(dtype)
+        raw = _block(weight, n, start // packed + j, N, width, even)
+        if groups == 1:
+            q = _entries(raw, base, KIND, dtype)
+        elif GROUP % BLOCK_K == 0:
+            of = n.to(tl.int64) * groups + start // GROUP
+            share = tl.load(scale + of, mask=n < N, other=0.0)
+            own = base
+            if HAS_ZERO:
+                own = tl.load(zero + of, mask=n < N, other=0).to(tl.int32)[:, None]
+            q = _entries(raw, own, KIND, dtype)
+        else:
+            g = start // GROUP + tl.arange(0, BLOCK_K // GROUP)
+            of_each = n.to(tl.int64)[:, None] * groups + g[None, :]
+            inside = (n < N)[:, None] & (g < groups)[None, :]
+            each = _spread(tl.load(scale + of_each, mask=inside, other=0.0), GROUP)
+            if HAS_ZERO:
+                zeros = tl.load(zero + of_each, mask=inside, other=0).to(tl.int32)
+                q = (_entries(raw, _spread(zeros, GROUP // packed), KIND, tl.float32) * each).to(
+                    dtype
+                )
+            else:
+                q = (_entries(raw, base, KIND, tl.float32) * each).to(dtype)
+        if in_parts:
+            now = dot(q, y, tl.zeros([BLOCK_N, BLOCK_M], tl.float32))
+            if (groups > 1) & (GROUP % BLOCK_K == 0):
+                now = now * share[:, None]
+            if (X_GROUP > 0) & (X_GROUP < K):
+                of_x = m.to(tl.int64) * x_scale_stride + start // X_GROUP
+                now = now * tl.load(x_scale + of_x, mask=m < rows, other=0.0)[None, :]
+            acc += now
+        elif exact:
+            acc = tl.dot(q, y, acc, out_dtype=tl.int32)
+        else:
+            acc = dot(q, y, acc)
+    real = (n < N)[:, None] & (m < rows)[None, :]
+    if PARTS == 1:
+        _end(out, acc, m, n, rows, scale, x_scale, x_scale_stride, added, N, K, X_GROUP, groups)
+    else:
+        here = m[None, :] * N + n[:, None]
+        tl.store(sums + part * rows * N + here, acc, mask=real)
+        tl.debug_barrier()  # all threads have written before one of them says so
+        spot = arrived + block * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(spot, 1, sem="acq_rel") == PARTS - 1:
+            tl.store(spot, 0)
+            total = tl.zeros([BLOCK_N, BLOCK_M], kind)
+            for other in range(PARTS):
+                total += tl.load(
+                    sums + other * rows * N + here, mask=real, other=0, cache_modifier=".cg"
+                )
+            _end(
+                out, total, m, n, rows, scale, x_scale, x_scale_stride, added, N, K, X_GROUP, groups
+            )  # fmt: skip
+
+
+@triton.jit
+def _end(
+    out, acc, m, n, rows, scale, x_scale, x_scale_stride, added, N: tl.constexpr, K: tl.constexpr,
+    X_GROUP: tl.constexpr, groups: tl.constexpr,
+):  # fmt: skip
+    """Sums [n m] times the scales of whole rows, plus the bias, to their place."""
+    total = acc.to(tl.float32)
+    if X_GROUP == K:
+        of_m = tl.load(x_scale + m * x_scale_stride, mask=m < rows, other=0.0)
+        total = total * of_m[None, :]
+    if groups == 1:
+        total = total * tl.load(scale + n, mask=n < N, other=0.0)[:, None]
+    total = tl.trans(total + added[:, None])
+    place = out + m[:, None].to(tl.int64) * N + n[None, :]
+    mask = (m < rows)[:, None] & (n < N)[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def quantize_kernel(
+    x, values, scale, x_stride, K: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr,
+    BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (row, block of k): blocks hold whole groups of GROUP entries, each of which has a scale.
+    See `ops/reference/quantization.py`.
+    """
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_K
+    at = first + tl.arange(0, BLOCK_K)
+    wait(OVERLAP)
+    y = tl.load(x + row * x_stride + at, mask=at < K, other=0.0).to(tl.float32)
+    size = tl.abs(y)
+    size = tl.where(size == size, tl.minimum(size, LARGEST), 0.0)
+    groups: tl.constexpr = K // GROUP
+    share: tl.constexpr = FP8_SHARE if FP8 else INT8_SHARE
+    if groups == 1:
+        amax = tl.max(size, 0)
+        of = tl.where(amax < SMALLEST, 1.0, amax * share)
+        tl.store(scale + row, of)
+        y = y * tl.div_rn(1.0, of)
+    else:
+        each: tl.constexpr = BLOCK_K // GROUP
+        amax = tl.max(tl.reshape(size, [each, GROUP]), 1)
+        of_each = tl.where(amax < SMALLEST, 1.0, amax * share)
+        g = first // GROUP + tl.arange(0, each)
+        tl.store(scale + row * groups + g, of_each, mask=g < groups)
+        inverse = tl.div_rn(tl.full([each], 1.0, tl.float32), of_each)
+        y = tl.reshape(tl.reshape(y, [each, GROUP]) * inverse[:, None], [BLOCK_K])
+    found = _narrowed(y, FP8)
+    tl.store(values + row * K + at, found, mask=at < K)

@@ -1,0 +1,249 @@
+"""What a scheme of quantised weights costs: a model with them beside itself, on the reference in
+float32, on given tokens. There is no verdict: how much is too much is the reader's.
+
+Weights: how far those of a layer are from the plain ones. Output: how far what a layer adds to the
+stream is, where both get the same. Alone: the divergence of the logits if this layer alone is
+quantised. All but the time is the same whenever it is asked again, and hashed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ...ops.namespaces import namespace
+from ...ops.reference.narrow import widened_weight
+from ...shared.errors import ConfigError
+from ...shared.models import decoder
+from ...shared.models.quantization import WHEN_LOADED, Quantization
+from ...shared.models.table import piece_name
+from ...shared.step import StepInput
+from ..sides.environment import steps_hash, versions
+from ..sides.reference import Reference, cache_shapes, sources_of, total
+from ..sides.steps import make_steps, pages_of, real_tokens
+from ..sides.subject import HostWeights, Subject, check_recordable
+
+Progress = Callable[[str], None]
+CLEAR = 0.5
+"""Nats by which the best token leads where it is a clear one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Of one layer: relative errors, and the divergence of the logits by it alone, in nats."""
+
+    layer: int
+    weights: float
+    output: float
+    alone: float
+
+
+@dataclass
+class QuantizationReport:
+    """What a scheme costs. `kl` and `worst_kl`: divergence of the logits from the plain model's, in
+    nats, mean and largest over positions. `top1`: share of positions with the same best token;
+    `clear_top1`: of those `clear` whose best token leads by at least `CLEAR`.
+    """
+
+    scheme: str
+    environment: dict[str, Any] = field(default_factory=dict)
+    positions: int = 0
+    kl: float = 0.0
+    worst_kl: float = 0.0
+    top1: float = 0.0
+    clear: int = 0
+    clear_top1: float = 0.0
+    layers: list[LayerCost] = field(default_factory=list)
+
+    @property
+    def ranked(self) -> list[LayerCost]:
+        """Layers by what they add alone, the most expensive first."""
+        return sorted(self.layers, key=lambda cost: -cost.alone)
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of the figures to five digits, the model, the tokens and the scheme."""
+        figures = [getattr(self, name) for name in FIGURES]
+        figures += [value for cost in self.layers for value in asdict(cost).values()]
+        known = [self.scheme, *(self.environment.get(name) for name in ("model_hash", "steps"))]
+        text = json.dumps([*known, *(f"{value:.5g}" for value in figures)])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def dumps(self) -> str:
+        """JSON text."""
+        record = asdict(self) | {"ranked": [cost.layer for cost in self.ranked]}
+        return json.dumps(record | {"digest": self.digest}, indent=1)
+
+
+FIGURES = ("positions", "kl", "worst_kl", "top1", "clear", "clear_top1")
+
+
+def quantization_cost(
+    subject: Subject,
+    scheme: str,
+    prompts: Sequence[np.ndarray],
+    progress: Progress = lambda text: None,
+) -> QuantizationReport:
+    """Run the model plain, quantised, and with each layer alone quantised. Raises ConfigError for a
+    scheme that is none, and for a checkpoint that is quantised already.
+    """
+    if scheme not in WHEN_LOADED:
+        raise ConfigError(f"scheme: got {scheme!r}, allowed are {', '.join(WHEN_LOADED)}")
+    if subject.model.quantization is not None:
+        raise ConfigError(
+            f"model: got {subject.name}, whose weights are quantised already "
+            f"({subject.model.quantization.title}); allowed is the plain model"
+        )
+    check_recordable(subject, "this")
+    subject = subject.with_dtype("float32")
+    steps = make_steps(subject, prompts)
+    pair = _Pair(subject, scheme, pages_of(steps))
+    everything = range(subject.model.num_layers)
+    progress("running the plain model")
+    plain = pair.logits(steps, ())
+    progress(f"running the model in {scheme}")
+    narrow = pair.logits(steps, everything)
+    report = QuantizationReport(scheme)
+    report.environment = {
+        "model": subject.name,
+        "model_hash": subject.identity,
+        "steps": steps_hash(steps),
+        "versions": versions(),
+    }
+    divergence, same, lead = compared(plain, narrow)
+    clear = lead >= CLEAR
+    report.positions, report.clear = len(divergence), int(clear.sum())
+    report.kl, report.worst_kl = float(divergence.mean()), float(divergence.max())
+    report.top1 = float(same.mean())
+    report.clear_top1 = float(same[clear].mean()) if clear.any() else 1.0
+    outputs = pair.outputs(steps)
+    for layer in everything:
+        progress(f"layer {layer} of {subject.model.num_layers} alone")
+        alone = compared(plain, pair.logits(steps, (layer,)))[0].mean()
+        weights = pair.weight_error(layer)
+        report.layers.append(LayerCost(layer, weights, outputs[layer], float(alone)))
+    return report
+
+
+def compared(plain: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of logits [row vocab]: (divergence of the others, whether the best token is the same, nats
+    by which it leads).
+    """
+    ours, theirs = _log_softmax(plain), _log_softmax(other)
+    divergence = (np.exp(ours) * (ours - theirs)).sum(-1)
+    best = np.partition(ours, -2, axis=-1)[:, -2:]
+    return divergence, ours.argmax(-1) == theirs.argmax(-1), best[:, 1] - best[:, 0]
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    wide = logits.astype(np.float64)
+    wide = wide - wide.max(-1, keepdims=True)
+    found: np.ndarray = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    return found
+
+
+class _Pair:
+    """A model and its quantised form on the reference, which can take layers of either."""
+
+    def __init__(self, subject: Subject, scheme: str, pages: int) -> None:
+        quantization = Quantization(WHEN_LOADED[scheme])
+        narrow = replace(subject, model=replace(subject.model, quantization=quantization))
+        tables = decoder.rotary_tables(subject.model, subject.max_model_len)
+        self._subject = subject
+        self._shapes = cache_shapes(subject.model, pages, subject.page_size)
+        self._sources = sources_of(subject.model)
+        self._plain, self._narrow = HostWeights(subject), HostWeights(narrow)
+        self._sides = (
+            Reference(subject.model, tables, exact=False),
+            Reference(narrow.model, tables, exact=False),
+        )
+
+    def _weights(self, index: int, narrow: bool) -> Mapping[str, np.ndarray]:
+        return (self._narrow if narrow else self._plain).layer(index)
+
+    def _caches(self) -> list[np.ndarray]:
+        return [np.zeros(shape, np.float32) for shape in self._shapes]
+
+    def logits(self, steps: Sequence[StepInput], narrow: Collection[int]) -> np.ndarray:
+        """Logits [row vocab] of all tokens, with these layers quantised."""
+        caches, found = self._caches(), []
+        for step in steps:
+            stream = self._begin(step)
+            for index in range(len(caches)):
+                stream = self._layer(index, index in narrow, stream, caches)
+            plain, top = self._sides[0], self._plain.top()
+            finished = plain.finish(top, *stream)
+            found.append(plain.head(top, finished[: real_tokens(step)]))
+        return np.concatenate(found)
+
+    def outputs(self, steps: Sequence[StepInput]) -> list[float]:
+        """By layer, how far what it adds to the stream is off, relative to what it adds."""
+        caches, squares = self._caches(), np.zeros((len(self._shapes), 2))
+        for step in steps:
+            stream, count = self._begin(step), real_tokens(step)
+            for index in range(len(caches)):
+                before = total(stream)[:count]
+                copies = [cache.copy() if i == index else cache for i, cache in enumerate(caches)]
+                other = total(self._layer(index, True, stream, copies))[:count]
+                stream = self._layer(index, False, stream, caches)
+                after = total(stream)[:count]
+                squares[index] += ((other - after) ** 2).sum(), ((after - before) ** 2).sum()
+        return [float(np.sqrt(off / max(size, 1e-300))) for off, size in squares]
+
+    def weight_error(self, index: int) -> float:
+        """How far a layer's quantised weights are off, relative to the plain ones."""
+        plain, narrow = self._plain.layer(index), self._narrow.layer(index)
+        off = size = 0.0
+        for name, parameter in self._narrow.table.layer(index).items():
+            of = parameter.piece_of
+            if of is None or of.piece != "values":
+                continue
+            zero = narrow.get(piece_name(name, "zero"))
+            scale = narrow[piece_name(name, "scale")]
+            wide = widened_weight(namespace("numpy"), narrow[name], scale, zero, of.narrow.kind)
+            exact = plain[name].astype(np.float64)
+            off += float(((wide - exact) ** 2).sum())
+            size += float((exact**2).sum())
+        return float(np.sqrt(off / max(size, 1e-300)))
+
+    def _begin(self, step: StepInput) -> tuple[np.ndarray, np.ndarray]:
+        """The stream in front of the first layer."""
+        for side in self._sides:
+            side.begin(step)
+        hidden, _ = (side.embed(self._plain.top()) for side in self._sides)
+        return hidden, np.zeros_like(hidden)
+
+    def _layer(
+        self,
+        index: int,
+        narrow: bool,
+        stream: tuple[np.ndarray, np.ndarray],
+        caches: list[np.ndarray],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """One layer; the cache that it reads is replaced."""
+        source, side = self._sources[index], self._sides[int(narrow)]
+        state = (*stream, caches[source])
+        hidden, residual, caches[source] = side.layer(index, self._weights(index, narrow), state)
+        return hidden, residual
+
+
+def render(report: QuantizationReport) -> str:
+    """The report as text."""
+    lines = [
+        f"{report.environment['model']} in {report.scheme}, {report.positions} positions, against "
+        "its own weights",
+        f"  divergence of logits   {report.kl:.3g} nats, at most {report.worst_kl:.3g}",
+        f"  same best token        {report.top1:.1%}; {report.clear_top1:.1%} of the "
+        f"{report.clear} that lead by {CLEAR} nats",
+        "  layer   weights    output     alone, nats   (relative errors; most expensive first)",
+    ]
+    lines += [
+        f"  {cost.layer:5d}   {cost.weights:.2e}   {cost.output:.2e}   {cost.alone:.2e}"
+        for cost in report.ranked
+    ]
+    return "\n".join([*lines, f"digest {report.digest}"])

@@ -1,0 +1,284 @@
+"""What is read of a quantised checkpoint, module by module, without an engine: the weights that its
+own library decompresses, on any rows; readers with a fault are seen; what cannot be read is refused
+by the name of the tensor.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from twinfer.ops.namespaces import namespace
+from twinfer.ops.reference.narrow import widened_weight
+from twinfer.shared import narrow_checkpoint
+from twinfer.shared.errors import CheckpointError, UnsupportedModel
+from twinfer.shared.models import decoder
+from twinfer.shared.models.config import load_config
+from twinfer.shared.narrow_checkpoint import NarrowCheckpoint, open_checkpoint
+from twinfer.shared.weights import check_checkpoint
+
+from .quantized_checkpoints import SCHEMES, make
+
+SHAPE = 80, 128
+"""Rows that are whole numbers of words and not of blocks."""
+NAME = "model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """checkpoint(scheme) -> the folder of a small model, made once."""
+    made = {}
+
+    def get(scheme):
+        if scheme not in made:
+            made[scheme] = str(tmp_path_factory.mktemp("reading") / scheme)
+            make(made[scheme], scheme)
+        return made[scheme]
+
+    return get
+
+
+@pytest.fixture
+def module(tmp_path, checkpoint):
+    """module(scheme) -> (reader of one module's weight [n k], what its library says it is)."""
+
+    def get(scheme):
+        write, _ = SCHEMES[scheme]()
+        weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3))
+        tensors, twin = write(weight * 0.1)
+        named = {f"m.{name}": x.contiguous() for name, x in tensors.items()}
+        save_file(named, tmp_path / "model.safetensors")
+        quantization = load_config(checkpoint(scheme)).quantization
+        return NarrowCheckpoint(tmp_path, quantization), twin.numpy()
+
+    return get
+
+
+def wide(reader, start=0, stop=SHAPE[0]):
+    """Rows of the weight [n k] that a reader's pieces stand for."""
+    narrow = reader._quantization.narrow
+    pieces = ["values", "scale", *(["zero"] if narrow.zeros else [])]
+    values, scale, *zero = (reader.read_slice(f"m:{piece}", 0, start, stop) for piece in pieces)
+    scale = scale.astype(np.float64)
+    return widened_weight(namespace("numpy"), values, scale, *(zero or [None]), narrow.kind)
+
+
+def close(found, twin):
+    return np.allclose(found, twin, rtol=2e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_modules_are_what_their_libraries_decompress(module, scheme):
+    reader, twin = module(scheme)
+    assert close(wide(reader), twin)
+    for start, stop in [(0, 8), (3, 50), (39, 80), (41, 42)]:
+        assert close(wide(reader, start, stop), twin[start:stop]), (start, stop)
+
+
+def shifted(piece, by):
+    """A reader that gives one piece of other rows or groups."""
+
+    def fault(monkeypatch, form):
+        original = getattr(form, piece)
+        monkeypatch.setattr(form, piece, lambda *args: by(original(*args)))
+
+    return fault
+
+
+FAULTS = {
+    "zero off by one": (shifted("zero", lambda z: z + 1), ("packed-zeros", "gptq", "awq")),
+    "halves of a byte swapped": (
+        shifted("values", lambda v: (v >> 4) | (v << 4)),
+        ("packed", "packed-zeros", "gptq", "awq", "nvfp4"),
+    ),
+    "group shifted": (
+        shifted("scale", lambda s: np.roll(s, 1, 1)),
+        ("packed", "gptq", "awq", "nvfp4", "deepseek", "fp8-block"),
+    ),
+    "scale of the neighbour": (
+        shifted("scale", lambda s: np.roll(s, 1, 0)),
+        ("packed", "packed-channel", "gptq", "awq", "nvfp4", "int8", "fp8-channel", "deepseek"),
+    ),
+    "divided for multiplied": (shifted("scale", lambda s: 1.0 / s), SCHEMES),
+}
+"""Mistakes that a reader of each format can make, and the formats that show them."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_readers_with_a_fault_are_seen(module, monkeypatch, fault):
+    plant, schemes = FAULTS[fault]
+    for scheme in schemes:
+        reader, twin = module(scheme)
+        with monkeypatch.context() as patch:
+            plant(patch, reader._form)
+            assert not close(wide(reader), twin), scheme
+
+
+def test_readers_of_another_form_are_seen(module, monkeypatch):
+    """The stored zeros of GPTQ as they are, AWQ's words in plain order, a global scale multiplied."""
+    reader, twin = module("gptq")
+    reader._form.quantization = reader._quantization.__class__(reader._quantization.narrow, "gptq")
+    assert not close(wide(reader), twin)
+    reader, twin = module("awq")
+    monkeypatch.setattr(narrow_checkpoint, "AWQ_PLACES", np.arange(8))
+    assert not close(wide(reader), twin)
+    reader, twin = module("nvfp4")
+    share = reader.read("m.weight_global_scale") ** 2
+    shifted("scale", lambda s: s * share)(monkeypatch, reader._form)
+    assert not close(wide(reader), twin)
+
+
+# What is refused
+
+
+def check(folder):
+    """What an engine does with the weights of a folder before it reads them, and all that it reads
+    of one module.
+    """
+    model = load_config(folder)
+    decoder.model_of(model)
+    table = decoder.parameters_of(model)
+    reader = open_checkpoint(folder, model)
+    check_checkpoint(reader, table)
+    narrow = model.quantization.narrow
+    for piece in ("values", "scale", *(["zero"] if narrow.zeros else [])):
+        reader.read(f"{NAME}:{piece}")
+
+
+def changed(folder, target, change=None, **quantization):
+    """A copy of a checkpoint, its tensors and its quantization_config changed."""
+    target.mkdir()
+    tensors = load_file(f"{folder}/model.safetensors")
+    if change is not None:
+        change(tensors)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    with open(f"{folder}/config.json") as file:
+        raw = json.load(file)
+    raw["quantization_config"] |= quantization
+    (target / "config.json").write_text(json.dumps(raw))
+    return str(target)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_libraries_write_is_accepted(checkpoint, scheme):
+    check(checkpoint(scheme))
+
+
+def by_activations(tensors):
+    order = tensors[f"{NAME}.g_idx"]
+    tensors[f"{NAME}.g_idx"] = order.flip(0).contiguous()
+
+
+def truncated(name):
+    def change(tensors):
+        whole = tensors[f"{NAME}.{name}"]
+        tensors[f"{NAME}.{name}"] = whole[:-1].clone()
+
+    return change
+
+
+def without(name):
+    return lambda tensors: tensors.pop(f"{NAME}.{name}")
+
+
+def plain_module(tensors):
+    """One of the modules as it was before: a file of two schemes."""
+    for name in ("weight_packed", "weight_scale", "weight_shape"):
+        del tensors[f"{NAME}.{name}"]
+    tensors[f"{NAME}.weight"] = torch.zeros(64, 128)
+
+
+def not_a_number(tensors):
+    tensors[f"{NAME}.weight_scale"][3] = float("nan")
+
+
+def wrapped_zero(tensors):
+    """A stored zero of 15, which stands for 16 or wraps to 0."""
+    tensors[f"{NAME}.qzeros"][0, 0] = -1
+
+
+def other_input_scale(tensors):
+    tensors["model.layers.0.self_attn.k_proj.input_scale"] *= 2
+
+
+TENSORS = {
+    "an order by activations": ("gptq", by_activations, rf"{NAME}\.g_idx.*desc_act"),
+    "a truncated scale of groups": ("gptq", truncated("scales"), rf"{NAME}\.scales.*has shape"),
+    "a truncated scale of rows": ("int8", truncated("weight_scale"), rf"{NAME}\.weight_scale.*shape"),
+    "a truncated scale of blocks": (
+        "deepseek", truncated("weight_scale_inv"), rf"{NAME}\.weight_scale_inv.*shape",
+    ),
+    "no scale": ("awq", without("scales"), rf"missing: .*{NAME}\.scales"),
+    "no zeros": ("packed-zeros", without("weight_zero_point"), rf"{NAME}\.weight_zero_point"),
+    "a plain module among packed ones": (
+        "packed", plain_module, rf"missing: .*{NAME}\.weight_packed.*unexpected: .*{NAME}\.weight",
+    ),
+    "a scale that is no number": ("fp8-channel", not_a_number, rf"{NAME}\.weight_scale.*no number"),
+    "a zero that wraps": ("gptq", wrapped_zero, rf"{NAME}\.qzeros.*holds 15"),
+    "several input scales of one product": (
+        "fp8-static", other_input_scale, r"layers\.0\.self_attn\.k_proj\.input_scale.*q_proj",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", TENSORS)
+def test_tensors_that_do_not_fit_are_named(checkpoint, tmp_path, what):
+    scheme, change, message = TENSORS[what]
+    folder = changed(checkpoint(scheme), tmp_path / "changed", change)
+    with pytest.raises(CheckpointError, match=message):
+        check(folder)
+
+
+CONFIGS = {
+    "an unknown method": ("awq", dict(quant_method="quip"), r"quant_method.*gptq"),
+    "an unknown field": ("gptq", dict(rotation="hadamard"), r"rotation.*not known"),
+    "an unknown format": ("packed", dict(format="marlin-24"), r"format.*pack-quantized"),
+    "3 bits": ("gptq", dict(bits=3), r"bits.*3"),
+    "an AWQ of another layout": ("awq", dict(version="gemv"), r"version.*gemm"),
+    "activations that nobody knows": ("fp8-dynamic", dict(activation_scheme="auto"), r"activation_scheme"),
+    "some of one product": (
+        "gptq", dict(dynamic={r"-:.*k_proj": {}}), r"leaves .*k_proj as it is and not the others",
+    ),
+    "some of one mixer": (
+        "gptq", dict(dynamic={r"-:.*down_proj": {}}), r"projections of layer 0.*down as it is",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CONFIGS)
+def test_schemes_that_are_not_known_are_named(checkpoint, tmp_path, what):
+    scheme, changes, message = CONFIGS[what]
+    if what == "an unknown format":
+        with open(f"{checkpoint(scheme)}/config.json") as file:
+            groups = json.load(file)["quantization_config"]["config_groups"]
+        changes = changes | {"config_groups": {"group_0": groups["group_0"] | {"format": None}}}
+    folder = changed(checkpoint(scheme), tmp_path / "changed", None, **changes)
+    with pytest.raises(UnsupportedModel, match=message):
+        check(folder)
+
+
+def test_two_schemes_in_one_config_are_refused(checkpoint, tmp_path):
+    with open(f"{checkpoint('packed')}/config.json") as file:
+        groups = json.load(file)["quantization_config"]["config_groups"]
+    groups["group_1"] = groups["group_0"]
+    folder = changed(checkpoint("packed"), tmp_path / "changed", None, config_groups=groups)
+    with pytest.raises(UnsupportedModel, match=r"config_groups.*one group"):
+        check(folder)
+
+
+def test_scales_of_powers_of_two(checkpoint, tmp_path):
+    """E8M0 for the scales of fp8 blocks, as DeepSeek V3.1 has them."""
+
+    def change(tensors):
+        for name in [name for name in tensors if name.endswith("weight_scale_inv")]:
+            exponents = tensors[name].log2().round()
+            tensors[name] = exponents.exp2().to(torch.float8_e8m0fnu)
+
+    folder = changed(checkpoint("deepseek"), tmp_path / "changed", change)
+    check(folder)
+    scale = open_checkpoint(folder, load_config(folder)).read(f"{NAME}:scale")
+    stored = load_file(f"{folder}/model.safetensors")[f"{NAME}.weight_scale_inv"].float().numpy()
+    assert scale.dtype == np.float32
+    assert np.array_equal(scale[::40], stored)
