@@ -85,44 +85,27 @@ def multiply(
     rows: int = ROWS, columns: int = COLUMNS,
 ) -> jax.Array:  # fmt: skip
     """The op, with weight[layer] of a stack [layer n lanes]; blocks of `rows` by `columns`."""
-    tokens, k = x.shape
-    n, lanes = weight.shape[1:]
+    (tokens, k), (n, lanes) = x.shape, weight.shape[1:]
     cut = cut_of(lanes, scale.shape[1])
-    halves = k // lanes
     tile = 32 // x.dtype.itemsize
-    rows = min(rows, -(-tokens // tile) * tile)
-    columns = min(columns, n)
+    rows, columns = min(rows, -(-tokens // tile) * tile), min(columns, n)
     padded = jnp.pad(x, ((0, -tokens % rows), (0, 0)))
     # [half row lane]: what a byte's first and second entries are multiplied with.
-    by_half = padded.reshape(-1, lanes, halves).transpose(2, 0, 1)
-    steps, groups = lanes // cut.step, cut.groups_of_step
-
-    def by_step(values: jax.Array) -> jax.Array:
-        return values.astype(jnp.float32).T.reshape(-1, groups, n)
-
-    of_columns = pl.BlockSpec(
-        (None, groups, columns),
-        lambda j, i, s, *_: (s * cut.step // max(cut.step, cut.group), 0, j),
-    )
-    given: list[jax.Array] = [by_half, weight, by_step(scale)]
-    specs = [
-        pl.BlockSpec((halves, rows, cut.step), lambda j, i, s, *_: (0, i, s)),
-        pl.BlockSpec((None, columns, cut.step), lambda j, i, s, layer: (layer[0], j, s)),
-        of_columns,
-    ]
-    if zero is not None:
-        given.append(by_step(zero))
-        specs.append(of_columns)
-    if bias is not None:
-        given.append(bias[None, :])
-        specs.append(pl.BlockSpec((1, columns), lambda j, i, s, *_: (0, j)))
-    grid = -(-n // columns), padded.shape[0] // rows, steps
+    by_half = padded.reshape(-1, lanes, k // lanes).transpose(2, 0, 1)
+    beside = {
+        "scale": _by_step(scale, cut),
+        "zero": None if zero is None else _by_step(zero, cut),
+        "bias": None if bias is None else bias[None, :],
+    }
+    beside = {name: values for name, values in beside.items() if values is not None}
+    grid = -(-n // columns), padded.shape[0] // rows, lanes // cut.step
+    specs = _specs(cut, k // lanes, rows, columns)
     out = pl.pallas_call(
-        partial(_kernel, kind=kind, cut=cut, zeros=zero is not None, biased=bias is not None),
+        partial(_kernel, kind=kind, cut=cut, names=tuple(beside)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid,
-            in_specs=specs,
+            in_specs=[specs[name] for name in ("x", "weight", *beside)],
             out_specs=pl.BlockSpec((rows, columns), lambda j, i, s, *_: (i, j)),
             scratch_shapes=[pltpu.VMEM((rows, columns), jnp.float32)],
         ),
@@ -137,16 +120,36 @@ def multiply(
         ),
         interpret=interpret,
         name="linear_grouped",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), *given)
+    )(jnp.asarray(layer, jnp.int32).reshape(1), by_half, weight, *beside.values())
     return out[:tokens]
 
 
+def _by_step(values: jax.Array, cut: Cut) -> jax.Array:
+    """Scales or zeros [n t] as the kernel reads them: [step or what it is part of, group, n]."""
+    return values.astype(jnp.float32).T.reshape(-1, cut.groups_of_step, values.shape[0])
+
+
+def _specs(cut: Cut, halves: int, rows: int, columns: int) -> dict[str, pl.BlockSpec]:
+    """Which block of each input a step of the grid (columns, rows, step) sees."""
+    together = max(cut.step, cut.group)
+    of_groups = pl.BlockSpec(
+        (None, cut.groups_of_step, columns), lambda j, i, s, *_: (s * cut.step // together, 0, j)
+    )
+    return {
+        "x": pl.BlockSpec((halves, rows, cut.step), lambda j, i, s, *_: (0, i, s)),
+        "weight": pl.BlockSpec((None, columns, cut.step), lambda j, i, s, layer: (layer[0], j, s)),
+        "scale": of_groups,
+        "zero": of_groups,
+        "bias": pl.BlockSpec((1, columns), lambda j, i, s, *_: (0, j)),
+    }
+
+
 def _kernel(
-    layer: Any, x: Any, weight: Any, scale: Any, *rest: Any, kind: str, cut: Cut, zeros: bool,
-    biased: bool,
-) -> None:  # fmt: skip
-    zero = rest[0] if zeros else None
-    *_, out, acc = rest
+    layer: Any, x: Any, weight: Any, *rest: Any, kind: str, cut: Cut, names: tuple[str, ...]
+) -> None:
+    beside = dict(zip(names, rest, strict=False))
+    out, acc = rest[len(names) :]
+    scale, zero = beside["scale"], beside.get("zero")
     step = pl.program_id(2)
 
     @pl.when(step == 0)
@@ -155,7 +158,7 @@ def _kernel(
 
     def span(number: Any, _: Any) -> None:
         place = pl.ds(pl.multiple_of(number * cut.span, math.gcd(cut.span, LANES)), cut.span)
-        found, total = _of_span(x, weight[:, place], place, kind, cut, zeros)
+        found, total = _of_span(x, weight[:, place], place, kind, cut, zero is not None)
         first = number * cut.span // cut.group if cut.groups_of_step > 1 else 0
         for n in range(cut.groups_of_span):
             of_group = slice(n * acc.shape[0], (n + 1) * acc.shape[0])
@@ -170,8 +173,8 @@ def _kernel(
     @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:
         y = acc[...]
-        if biased:
-            y = y + rest[-3][...].astype(jnp.float32)
+        if "bias" in beside:
+            y = y + beside["bias"][...].astype(jnp.float32)
         out[...] = y.astype(out.dtype)
 
 
