@@ -1,6 +1,7 @@
 """Mixtures of experts: what their configs say, what is refused, and how their weights lie."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,7 +86,10 @@ def test_shards_that_do_not_divide_the_experts_are_refused():
     words = r"tensor_parallel_size: got 2, allowed are sizes that divide the 3 experts of Mixtral"
     with pytest.raises(ConfigError, match=words):
         resolve(config, mixtral(), device)
-    resolve(config, mixtral(num_local_experts=4), device)
+    four = mixtral(num_local_experts=4)
+    resolve(config, four, device)
+    with pytest.raises(ConfigError, match="ranks do not deal out experts"):
+        resolve(replace(config, backend="torch"), four, device)
 
 
 def tensors(rng, config):
