@@ -149,7 +149,8 @@ KINDS: dict[str, tuple[Change, tuple[float, ...]]] = {
 def draw(seed: int, held_back: bool) -> Model:
     """A model of the population, the same for a seed. Ordinary ones are one in four."""
     rng = np.random.default_rng([seed, held_back])
-    count = (2 if held_back else 1) if rng.random() < 0.75 else 0
+    most = 2 if held_back else 1
+    count = most if rng.random() < 0.75 else 0
     kinds = rng.choice(list(KINDS), count, replace=False).tolist()
     magnitudes = tuple((kind, float(rng.choice(KINDS[kind][1]))) for kind in kinds)
     shape = SHAPES[int(rng.integers(len(SHAPES)))]

@@ -227,7 +227,8 @@ def narrow_kernel(
     # Numbers of e4m3 are exact in float16, which takes one conversion; what is not quantised is
     # multiplied in its own dtype.
     fp8: tl.constexpr = (KIND == "fp8") & (X_GROUP > 0)
-    dtype: tl.constexpr = tl.int8 if exact else tl.float16 if fp8 else x.dtype.element_ty
+    unquantised: tl.constexpr = tl.float16 if fp8 else x.dtype.element_ty
+    dtype: tl.constexpr = tl.int8 if exact else unquantised
     groups: tl.constexpr = K // GROUP
     in_parts: tl.constexpr = ((groups > 1) & (GROUP % BLOCK_K == 0)) | (
         (X_GROUP > 0) & (X_GROUP < K)

@@ -134,7 +134,9 @@ class CallReader:
     def _end_arguments(self, raw: str) -> None:
         """What is no object: null stands for no arguments, a text may hold the object."""
         if not self._streams:
-            value = json.loads(raw) if raw.startswith('"') else "{}" if raw == "null" else ""
+            value = "{}" if raw == "null" else ""
+            if raw.startswith('"'):
+                value = json.loads(raw)
             self.bad = not is_object(value)
             if self.bad:
                 return
