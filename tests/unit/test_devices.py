@@ -117,7 +117,7 @@ def test_every_call_of_a_worker_finds_its_gpu_current(two_gpus):
     assert worker.seen == dict.fromkeys(["made", *CALLS], 1)
     # What is not among them asks only for what is known.
     rest = {name for name in vars(Worker) if not name.startswith("_")} - set(CALLS)
-    assert rest == {"page_bytes", "plans", "compilations_after_ready"}
+    assert rest == {"page_bytes", "plans", "plan_hash", "compilations_after_ready"}
 
 
 def test_without_a_number_the_worker_is_left_alone(two_gpus):
