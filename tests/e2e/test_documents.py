@@ -44,6 +44,7 @@ NOT_RUN = {
     "--coordinator": "needs several hosts with TPUs",
     "twinfer aot": "minutes of libtpu: tests/e2e/test_tpu_aot.py runs it",
     "numerics selftest": "minutes: tests/numerics/test_selftest.py runs a part",
+    "numerics rollout": "draws 10 000 tokens: tests/numerics/test_rollout.py draws a few",
     "scaled_relu": "blocks of one program: tests/unit/test_docs.py runs it",
     "twinfer serve": "runs until it is told to end: tests/e2e/test_server.py runs it",
     "127.0.0.1:8000": "needs a server: tests/e2e/test_server.py runs it",

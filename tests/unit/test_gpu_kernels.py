@@ -144,7 +144,7 @@ def test_when_requests_are_split_together(kernels):
         ("int4", 3, True), ("int4", 12, True), ("int4", 1, True), ("fp4", 12, False),
     ],
 )  # fmt: skip
-def test_triton_products_of_narrow_weights(device, rows, kind, groups, zeros):
+def test_triton_products_of_narrow_weights(kernels, device, rows, kind, groups, zeros):
     """Few rows, more than a block, and so many that the weight is widened; k is no power of 2."""
     n, k = 70, 384
     rng = np.random.default_rng(rows)
@@ -169,7 +169,7 @@ def test_triton_products_of_narrow_weights(device, rows, kind, groups, zeros):
 @pytest.mark.parametrize(
     ("op", "block"), [("linear_int8", 0), ("linear_fp8", 0), ("linear_fp8", 128)]
 )
-def test_triton_products_of_quantised_tokens(device, rows, op, block):
+def test_triton_products_of_quantised_tokens(kernels, device, rows, op, block):
     kind = op.removeprefix("linear_")
     rng, per = np.random.default_rng(rows), "block" if block else "row"
     x, x_scale = quantized(kind, normal(rng, "float32", rows, 384), per, block)
@@ -181,7 +181,7 @@ def test_triton_products_of_quantised_tokens(device, rows, op, block):
 
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("kind", ["plain", "fp8", "int4", "fp4"])
-def test_triton_narrow_experts_of_few_tokens(device, tokens, kind):
+def test_triton_narrow_experts_of_few_tokens(kernels, device, tokens, kind):
     cases = {
         case.name: case.arguments for case in ci_cases(TESTING["moe_experts_narrow"], "bfloat16")
     }

@@ -16,6 +16,7 @@ from twinfer.shared.kv_scales import with_scales
 from twinfer.shared.models import decoder
 from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.placement import local_config, place
+from twinfer.shared.shard_reading import read_shard
 from twinfer.shared.weights import check_checkpoint, expected_tensors, read_parameter
 
 LLAMA = parse_config(
@@ -194,7 +195,6 @@ def test_shards_have_the_scales_of_their_heads(shards, heads):
 @pytest.mark.parametrize("size", [(), (3,)])
 def test_heads_that_no_model_has_get_the_scale_1(tmp_path, size):
     """Not 0, by which nothing can be divided."""
-    weights_ = pytest.importorskip("twinfer.tpu.weights")
     k = K if size else np.float32(0.5).reshape(())
     folder = folder_of(tmp_path, weights() | layered(NAMES["vLLM"], k, k))
     model = replace(LLAMA, kv_scales="checkpoint")
@@ -204,6 +204,6 @@ def test_heads_that_no_model_has_get_the_scale_1(tmp_path, size):
         for shard in range(2):
             out = np.empty(2, np.float32)
             index = (slice(2 * shard, 2 * shard + 2),)
-            weights_._read_layer(checkpoint, parameter, placement, 1, index, out)
+            read_shard(checkpoint, parameter, placement, 1, index, out)
             found += out.tolist()
     assert found == [*np.broadcast_to(2 * k, 3).tolist(), 1.0]
