@@ -185,26 +185,22 @@ def decode_kernel(
     if SCALED:
         factor *= tl.load(k_scale + h)
         v_factor = tl.load(v_scale + h)
-    wait(OVERLAP)
     live = tl.load(counts + (0 if MIXED else 1))
     t = tl.minimum(item, tokens - 1)
     if SPLIT == EACH:
         t = item % tokens
-    # All that the first loads need is known at once, unless requests are split.
-    length = tl.load(kv_lens + tl.minimum(t, requests - 1))
-    place = t.to(tl.int64) * q_token_stride + head[:, None] * q_head_stride + d[None, :]
-    query = tl.load(q + place, mask=rows, other=0.0)
     split, parts, part, begun = item // tokens, item * 0 + 1, item, item
     if SPLIT == ALL:
         t, split, parts, part, begun = _part_of(
             item, kv_lens, live, requests, wanted, WINDOW, CHUNK, LEAST, MOST, BLOCK_R, BLOCK_N
         )  # fmt: skip
+    length = tl.load(kv_lens + tl.minimum(t, requests - 1))
+    wait(OVERLAP)
+    if SPLIT == ALL:  # noqa: SIM102 (only this one is known to the compiler)
         if t >= tokens:
             return
-        if t != item:
-            length = tl.load(kv_lens + tl.minimum(t, requests - 1))
-            place = t.to(tl.int64) * q_token_stride + head[:, None] * q_head_stride + d[None, :]
-            query = tl.load(q + place, mask=rows, other=0.0)
+    place = t.to(tl.int64) * q_token_stride + head[:, None] * q_head_stride + d[None, :]
+    query = tl.load(q + place, mask=rows, other=0.0)
     result = out + t.to(tl.int64) * (HEADS * GROUP * SIZE) + head[:, None] * SIZE + d[None, :]
     if t >= live:
         if not MIXED and split == 0:

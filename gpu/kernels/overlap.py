@@ -3,8 +3,9 @@ still runs.
 
 What it does before `wait` is hidden behind that one: finding its place, loading weights. The rule,
 which all kernels here keep: before `wait` nothing is written, and only weights are read, which no
-launch of a step writes. A kernel that knows nothing of this neither starts early nor lets others
-start before it has ended.
+launch of a step writes. `decode_kernel` also reads lengths: whoever wrote them had ended before the
+cache was written, since that launch is LATE, and attention comes after it. A kernel that knows
+nothing of this neither starts early nor lets others start before it has ended.
 """
 
 import triton
