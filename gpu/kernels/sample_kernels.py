@@ -20,8 +20,6 @@ FULL_WEIGHTS = tl.constexpr(1 << 18)
 """The largest vocabulary whose weights have 26 bits; those of a larger one have 25."""
 SEEN = tl.constexpr(1 << 30)
 """The bit of a count that says that the word was in the history at all."""
-NOT_FINITE = tl.constexpr(2**31 - 1)
-"""Above every key of a word: the key of a word whose logit is not finite."""
 LEVELS = tl.constexpr(6)
 """Launches that find a limit in [0, FAR], each by 15 thresholds: 19 low bits are left to find,
 then 15, 11, 7, 3, 0.
@@ -72,13 +70,15 @@ def _remembers(history_row, last, row):
 def clear_kernel(
     history_row, last, counts, VOCAB: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    """Grid (row, block of words): counts of 0 for rows with a history; those of others are never
-    read.
+    """Grid (row, share of the words): counts of 0 for rows with a history; those of others are
+    never read.
     """
     wait(OVERLAP)
-    row, word = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
     if _remembers(history_row, last, row):
-        tl.store(counts + row * VOCAB + word, tl.zeros([BLOCK], tl.int32), mask=word < VOCAB)
+        for start in tl.range(tl.program_id(1) * BLOCK, VOCAB, tl.num_programs(1) * BLOCK):
+            word = start + tl.arange(0, BLOCK)
+            tl.store(counts + row * VOCAB + word, tl.zeros([BLOCK], tl.int32), mask=word < VOCAB)
 
 
 @triton.jit(
@@ -89,25 +89,26 @@ def count_kernel(
     history, history_row, last, prompt_len, counts, length, history_stride,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row, block of the history): how often each word occurs in the output, and whether in
+    """Grid (row, share of the history): how often each word occurs in the output, and whether in
     the history at all. The last word is one of the output.
     """
     wait(OVERLAP)
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     of_row = counts + row * VOCAB
     end = tl.load(last + row)
-    if (block == 0) & (end >= 0):
+    if (share == 0) & (end >= 0):
         tl.atomic_or(of_row + end, SEEN, sem="relaxed")
         tl.atomic_add(of_row + end, 1, sem="relaxed")
     kept = tl.load(history_row + row)
     if kept >= 0:
-        place = block * BLOCK + tl.arange(0, BLOCK)
-        own = history + kept.to(tl.int64) * history_stride
-        word = tl.load(own + place, mask=place < length, other=-1)
-        of_word = of_row + tl.maximum(word, 0)
-        tl.atomic_or(of_word, SEEN, mask=word >= 0, sem="relaxed")
-        output = place >= tl.load(prompt_len + row)
-        tl.atomic_add(of_word, 1, mask=(word >= 0) & output, sem="relaxed")
+        own, prompt = history + kept.to(tl.int64) * history_stride, tl.load(prompt_len + row)
+        for start in tl.range(share * BLOCK, length, tl.num_programs(1) * BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            word = tl.load(own + place, mask=place < length, other=-1)
+            of_word = of_row + tl.maximum(word, 0)
+            tl.atomic_or(of_word, SEEN, mask=word >= 0, sem="relaxed")
+            output = place >= prompt
+            tl.atomic_add(of_word, 1, mask=(word >= 0) & output, sem="relaxed")
 
 
 @triton.jit
@@ -186,8 +187,9 @@ def best_kernel(
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, FILTERED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row, part of the words): the largest score of each part. FILTERED: also of each of
-    LANES groups of the part, whose words lie LANES apart, and how many logits are not finite.
+    """Grid (row, part of the words): the largest score of each part, and how many of its logits
+    are not finite. FILTERED: also the largest score of each of LANES groups of the part, whose
+    words lie LANES apart.
     """
     wait(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -198,14 +200,13 @@ def best_kernel(
         best = tl.maximum(
             best, tl.load(scores + row * row_stride + word, mask=word < VOCAB, other=LEAST)
         )
-        if FILTERED:
-            x = tl.load(logits + row * logits_stride + word, mask=word < VOCAB, other=0.0)
-            bad += (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
+        x = tl.load(logits + row * logits_stride + word, mask=word < VOCAB, other=0.0)
+        bad += (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
+    tl.store(broken + row * parts + part, tl.sum(bad, 0))
     if FILTERED:
         best = tl.max(tl.reshape(best, [BLOCK // LANES, LANES]), 0)
         place = (row * parts + part) * LANES + tl.arange(0, LANES)
         tl.store(groups + place, best)
-        tl.store(broken + row * parts + part, tl.sum(bad, 0))
     tl.store(bests + row * parts + part, tl.max(best, 0))
 
 
@@ -573,20 +574,27 @@ def few_kernel(
     ],
 )
 def draw_kernel(
-    logits, scores, bests, k_sums, k_found, p_sums, p_found, done, position, seed_lo, seed_hi,
-    greedy, scale, top_k, top_p,
+    logits, scores, bests, broken, k_sums, k_found, p_sums, p_found, done, position, seed_lo,
+    seed_hi, greedy, scale, top_k, top_p,
     min_p, keys, ids, arrived, out, logits_stride, row_stride, parts, size,
     FILTERED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row, part of the words): the last program of a row to arrive takes the best of all
-    parts. FILTERED: rows that are `done` have their token.
+    parts. FILTERED: rows that are `done` have their token. A part of a greedy row is read only
+    where it has the best score.
     """
     wait(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if FILTERED:  # noqa: SIM102 (only this one is known to the compiler)
         if tl.load(done + row) > 0:
             return
+    each = tl.arange(0, BLOCK_PARTS)
+    bad = tl.load(broken + row * parts + each, mask=each < parts, other=0)
+    if tl.max(bad, 0) > 0:
+        if part == 0:
+            tl.store(out + row, -1)
+        return
     best, factor = _best(bests + row * parts, parts, BLOCK_PARTS), tl.load(scale + row)
     first_wins = tl.load(greedy + row) > 0
     most = tl.full((), FAR, tl.int32)
@@ -605,25 +613,25 @@ def draw_kernel(
     top_word = tl.full([BLOCK], VOCAB, tl.int32)
     # The largest value so far of any thread: what cannot exceed it needs no noise.
     reached = tl.full((), LEAST, tl.int32)
-    for start in tl.range(part * size, tl.minimum(part * size + size, VOCAB), BLOCK):
+    end = tl.minimum(part * size + size, VOCAB)
+    if first_wins & (tl.load(bests + row * parts + part) < best):
+        end = part * size
+    for start in tl.range(part * size, end, BLOCK):
         word = start + tl.arange(0, BLOCK)
         real = word < VOCAB
         score = tl.load(scores + row * row_stride + word, mask=real, other=MASKED)
-        x = tl.load(logits + row * logits_stride + word, mask=real, other=0.0)
-        finite = tl.abs(x) < float("inf")
         if first_wins:
+            x = tl.load(logits + row * logits_stride + word, mask=real, other=0.0)
             value = _ordered(tl.where(score == best, x, float("-inf")))
-            value = tl.where(finite, value, NOT_FINITE)
             value = tl.where(real, value, LEAST)
             larger = value > top
             top, top_word = tl.where(larger, value, top), tl.where(larger, word, top_word)
         else:
             far, bits = _far(score, best, factor), _bits(word, key, other)
             keep = (score > MASKED) & (far <= most)
-            may = (keep & _may_exceed(bits, reached + far)) | (finite == 0) | (reached <= MASKED)
+            may = (keep & _may_exceed(bits, reached + far)) | (reached <= MASKED)
             if tl.max(may.to(tl.int32), 0) > 0:
                 value = tl.where(keep, gumbel_log2(bits) - far, MASKED)
-                value = tl.where(finite, value, NOT_FINITE)
                 value = tl.where(real, value, LEAST)
                 larger = value > top
                 top, top_word = tl.where(larger, value, top), tl.where(larger, word, top_word)
@@ -631,18 +639,18 @@ def draw_kernel(
     most_of_all = tl.max(top, 0)
     first = tl.min(tl.where(top == most_of_all, top_word, VOCAB), 0)
     if parts == 1:
-        tl.store(out + row, tl.where(most_of_all == NOT_FINITE, -1, first))
+        tl.store(out + row, first)
     else:
         tl.store(keys + row * parts + part, most_of_all)
         tl.store(ids + row * parts + part, first)
         tl.debug_barrier()  # all threads have written before one of them says so
         if tl.atomic_add(arrived + row, 1, sem="acq_rel") == parts - 1:
             tl.store(arrived + row, 0)
-            p = tl.arange(0, BLOCK_PARTS)
             value = tl.load(
-                keys + row * parts + p, mask=p < parts, other=LEAST, cache_modifier=".cg"
+                keys + row * parts + each, mask=each < parts, other=LEAST, cache_modifier=".cg"
             )
-            word = tl.load(ids + row * parts + p, mask=p < parts, other=VOCAB, cache_modifier=".cg")
+            word = tl.load(
+                ids + row * parts + each, mask=each < parts, other=VOCAB, cache_modifier=".cg"
+            )
             most_of_all = tl.max(value, 0)
-            first = tl.min(tl.where(value == most_of_all, word, VOCAB), 0)
-            tl.store(out + row, tl.where(most_of_all == NOT_FINITE, -1, first))
+            tl.store(out + row, tl.min(tl.where(value == most_of_all, word, VOCAB), 0))

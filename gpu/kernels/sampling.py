@@ -93,8 +93,9 @@ def penalties(
     scores = torch.empty((rows, vocab), dtype=torch.int32, device=logits.device)
     words, length = (rows, triton.cdiv(vocab, block)), history.shape[1]
     launch = {"VOCAB": vocab, "BLOCK": block, "num_warps": warps, **overlap()}
-    clear_kernel[words](*kept, counts, **launch)
-    count_kernel[(rows, max(1, triton.cdiv(length, block)))](
+    # Few rows have a history: the programs of the others are few.
+    clear_kernel[(rows, min(words[1], setting["shares"]))](*kept, counts, **launch)
+    count_kernel[(rows, max(1, min(triton.cdiv(length, block), setting["shares"])))](
         history, *kept, prompt_len.contiguous(), counts, length, history.stride(0), **launch
     )
     penalty_kernel[words](
@@ -161,10 +162,10 @@ def sample(
         # of one entry where nothing is written
         return torch.empty(shape if filtered else (2,), dtype=dtype, device=device)
 
-    bests, keys, ids = torch.empty((3, rows, parts), dtype=torch.int32, device=device)
+    bests, broken, keys, ids = torch.empty((4, rows, parts), dtype=torch.int32, device=device)
     out = torch.empty(rows, dtype=torch.int32, device=device)
     lanes = max(1, min(block, setting["groups"] // power_of_2(parts)))
-    groups, broken, done = room(rows, parts * lanes), room(rows, parts), room(rows)
+    groups, done = room(rows, parts * lanes), room(rows)
     best_kernel[grid](
         logits, scores, bests, groups, broken, *strides, parts, size,
         BLOCK=block, LANES=lanes, FILTERED=filtered, num_warps=warps, **launch,
@@ -201,8 +202,8 @@ def sample(
                     MASS=mass, BLOCK=setting["narrow"], **split,
                 )  # fmt: skip
     draw_kernel[grid](
-        logits, scores, bests, *limits, done, *draws, *filters, keys, ids, counters(device), out,
-        *strides, parts, size, FILTERED=filtered, BLOCK=block, **split,
+        logits, scores, bests, broken, *limits, done, *draws, *filters, keys, ids, counters(device),
+        out, *strides, parts, size, FILTERED=filtered, BLOCK=block, **split,
     )  # fmt: skip
     return out
 
