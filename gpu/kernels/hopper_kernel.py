@@ -79,21 +79,20 @@ def _fetch(
 
 
 @gluon.jit
-def _clean_last(
-    WHO: gl.constexpr, v_tile, v_ready, clean, last, length, IO: gl.constexpr,
+def _clean(
+    WHO: gl.constexpr, v_tile, clean, phase, begin, low, high, IO: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Each group clears half of the slots behind the request's end in the block `last` of V: they
-    may hold NaN, and 0 * NaN is no 0.
+    """Each group clears the slots outside of [low, high) in its half of a block of V that begins
+    at `begin`: nobody sees them, but they may hold NaN, and 0 * NaN is no 0.
     """
     HALF: gl.constexpr = BLOCK_N // GROUPS
-    mbarrier.wait(v_ready.index(0), 0)
     part = v_tile.slice(WHO * HALF, HALF, 0)
-    slots = last * BLOCK_N + WHO * HALF + gl.arange(0, HALF, gl.SliceLayout(1, IO))
-    part.store(gl.where((slots < length)[:, None], part.load(IO), 0.0))
+    slots = begin + WHO * HALF + gl.arange(0, HALF, gl.SliceLayout(1, IO))
+    part.store(gl.where(((slots >= low) & (slots < high))[:, None], part.load(IO), 0.0))
     fence_async_shared()
     mbarrier.arrive(clean, count=1)
-    mbarrier.wait(clean, 0)
+    mbarrier.wait(clean, phase)
 
 
 @gluon.jit
@@ -158,7 +157,7 @@ def _step(
 @gluon.jit
 def _attend(
     WHO: gl.constexpr, q, out, sinks, sums, marks, tiles, q_tiles, bars, h, token, stop, length,
-    past, last, blocks, masked, whole, part, parts, tokens, factor, soft_cap, q_token_stride,
+    past, first, last, blocks, masked, whole, part, parts, tokens, factor, soft_cap, q_token_stride,
     q_head_stride, GROUP: gl.constexpr, HEADS: gl.constexpr, SIZE: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
     CAPPED: gl.constexpr, SINKS: gl.constexpr, PARTS: gl.constexpr,
@@ -183,8 +182,10 @@ def _attend(
     tile = q_tiles.index(WHO)
     tile.store(gl.load(q + place, mask=rows, other=0.0))
     fence_async_shared()
-    if (last + 1) * BLOCK_N > length:
-        _clean_last(WHO, v_tiles.index(0), v_ready, clean, last, length, IO, BLOCK_N)
+    behind = ((last + 1) * BLOCK_N > length).to(gl.int32)
+    if behind > 0:
+        mbarrier.wait(v_ready.index(0), 0)
+        _clean(WHO, v_tiles.index(0), clean, 0, last * BLOCK_N, 0, length, IO, BLOCK_N)
 
     own = WHO * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, S))
     position = past + token + own // GROUP
@@ -225,6 +226,10 @@ def _attend(
 
     before = (blocks - 1) % STAGES
     mbarrier.wait(v_ready.index(before), (blocks - 1) // STAGES & 1)
+    if WINDOW > 0 or CHUNK > 0:
+        lowest = (last + 1 - blocks) * BLOCK_N
+        if lowest < first:
+            _clean(WHO, v_tiles.index(before), clean, behind, lowest, first, length, IO, BLOCK_N)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
     acc = warpgroup_mma(weight, v_tiles.index(before), acc, is_async=True)
     acc, weight = warpgroup_mma_wait(0, deps=(acc, weight))
@@ -343,13 +348,13 @@ def hopper_kernel(
         [
             (_attend, (
                 0, q, out, sinks, sums, marks, tiles, q_tiles, bars, h, token, stop, length,
-                past, last, blocks, masked, whole, part, parts, tokens, factor, soft_cap,
+                past, first, last, blocks, masked, whole, part, parts, tokens, factor, soft_cap,
                 q_token_stride, q_head_stride, GROUP, HEADS, SIZE, BLOCK_N, STAGES, WINDOW, CHUNK,
                 CAPPED, SINKS, PARTS,
             )),
             (_attend, (
                 1, q, out, sinks, sums, marks, tiles, q_tiles, bars, h, token, stop, length,
-                past, last, blocks, masked, whole, part, parts, tokens, factor, soft_cap,
+                past, first, last, blocks, masked, whole, part, parts, tokens, factor, soft_cap,
                 q_token_stride, q_head_stride, GROUP, HEADS, SIZE, BLOCK_N, STAGES, WINDOW, CHUNK,
                 CAPPED, SINKS, PARTS,
             )),
