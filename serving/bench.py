@@ -35,6 +35,10 @@ SAMPLINGS = ("greedy", "model")
 USUAL = SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
 """Settings of the sampling `model` where the model brings none: those of Qwen3."""
 PARTS = ("start", "decode", "prefill", "ttft", "mixed")
+LONG_PARTS = ("skewed", "turns")
+"""Parts that run only where they are named: their contexts are longer than an engine has by
+default.
+"""
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 MARGIN = 100
 """Random token ids keep away from both ends of the vocabulary, where special tokens lie."""
@@ -58,6 +62,10 @@ class Workload:
 
     `contexts`: decode with each of these numbers of tokens in, instead of `input_len`. `sampling`:
     greedy, or with what the model's generation_config.json says (`USUAL` where it says nothing).
+
+    skewed: a decode step of one request with `skewed[0]` tokens in among `skewed[2]` with
+    `skewed[1]`. turns: a chat whose first message has `turns[0]` tokens, then `turns[1]` turns of
+    `turns[2]` new ones, each answered by as many; how long its first token takes.
     """
 
     only: tuple[str, ...] = PARTS
@@ -73,12 +81,15 @@ class Workload:
     ttft_repeats: int = 5
     contexts: tuple[int, ...] = ()
     sampling: str = "greedy"
+    skewed: tuple[int, ...] = (102_400, 1024, 63)
+    turns: tuple[int, ...] = (30_000, 5, 100)
 
     def __post_init__(self) -> None:
-        unknown = [part for part in self.only if part not in PARTS]
+        allowed = PARTS + LONG_PARTS
+        unknown = [part for part in self.only if part not in allowed]
         if unknown or not self.only:
             raise ConfigError(
-                f"only: got {', '.join(unknown) or 'nothing'}, allowed are {', '.join(PARTS)}"
+                f"only: got {', '.join(unknown) or 'nothing'}, allowed are {', '.join(allowed)}"
             )
         if not self.batch_sizes or any(size < 1 for size in self.batch_sizes):
             raise ConfigError(f"batch_sizes: got {self.batch_sizes}, must be positive integers")
@@ -102,6 +113,10 @@ class Workload:
             raise ConfigError(
                 f"output_len: got {self.output_len}, must be at least 2: a step is a difference"
             )
+        for name in LONG_PARTS:
+            three = getattr(self, name)
+            if len(three) != 3 or min(three) < 1:
+                raise ConfigError(f"{name}: got {three}, must be three positive integers")
         for name in ("mixed_input", "mixed_output"):
             low_high = getattr(self, name)
             if len(low_high) != 2 or not 1 <= low_high[0] < low_high[1]:
@@ -124,13 +139,21 @@ class Workload:
         """Tokens in of the batches that decode."""
         return self.contexts or (self.input_len,)
 
-    def check(self, max_model_len: int, max_num_seqs: int) -> None:
-        """Raise ConfigError for what an engine of these limits cannot run as one batch."""
+    def check(self, max_model_len: int, max_num_seqs: int, prefixes: bool = False) -> None:
+        """Raise ConfigError for what an engine of these limits cannot run as one batch, or not
+        without a cache of prefixes.
+        """
+        if "turns" in self.only and not prefixes:
+            raise ConfigError("enable_prefix_caching: got False, turns need it")
+        first, turns, turn = self.turns
+        others = self.skewed[2]
         needs = {
             "decode": max(self.decode_lengths) + self.output_len,
             "prefill": self.prefill_len + 1,
             "ttft": self.prefill_len + 1,
             "mixed": self.mixed_input[1] + self.mixed_output[1] - 2,
+            "skewed": max(self.skewed[:2]) + self.output_len,
+            "turns": first + 2 * turns * turn,
         }
         for part in set(self.only) & set(needs):
             if needs[part] > max_model_len:
@@ -141,6 +164,8 @@ class Workload:
             raise ConfigError(
                 f"batch_sizes: got {max(self.batch_sizes)}, max_num_seqs is {max_num_seqs}"
             )
+        if "skewed" in self.only and others + 1 > max_num_seqs:
+            raise ConfigError(f"skewed: got {others + 1} requests, max_num_seqs is {max_num_seqs}")
 
 
 class Runner:
@@ -169,6 +194,18 @@ class Runner:
             pass
         return token
 
+    def complete(self, prompt: Sequence[int], output_len: int) -> tuple[float, list[int]]:
+        """Seconds to the first token behind a prompt, and `output_len` tokens."""
+        engine, tokens = self.llm.engine, list[int]()
+        params = replace(self.params, max_tokens=output_len, ignore_eos=True, seed=0)
+        start, first = time.perf_counter(), 0.0
+        engine.add("bench-turn", prompt, params)
+        while engine.has_work:
+            for update in engine.step():
+                first = first or time.perf_counter() - start
+                tokens += update.tokens
+        return first, tokens
+
     def seconds(self, lengths: Sequence[int], outputs: Sequence[int]) -> float:
         """Time to complete a prompt of each length with as many tokens as `outputs` says."""
         prompts: Any = self.prompts(lengths)
@@ -188,7 +225,7 @@ class Runner:
 def run_workload(llm: LLM, workload: Workload, limits: Limits) -> dict[str, Any]:
     """The figures of every part but start, by part."""
     config = llm.engine.config
-    workload.check(config.max_model_len, config.max_num_seqs)
+    workload.check(config.max_model_len, config.max_num_seqs, config.enable_prefix_caching)
     runner = Runner(llm, workload.sampling)
     warm = min(8, config.max_num_seqs)
     runner.seconds([min(128, workload.input_len)] * warm, [min(16, workload.output_len)] * warm)
@@ -207,6 +244,10 @@ def run_workload(llm: LLM, workload: Workload, limits: Limits) -> dict[str, Any]
         figures["ttft"] = ttft(runner, workload, limits)
     if "mixed" in workload.only:
         figures["mixed"] = mixed(runner, workload)
+    if "skewed" in workload.only:
+        figures["skewed"] = skewed(runner, workload, limits)
+    if "turns" in workload.only:
+        figures["turns"] = turns(runner, workload, limits)
     return figures
 
 
@@ -220,11 +261,7 @@ def decode(runner: Runner, workload: Workload, batch: int, limits: Limits) -> di
         runs.append((runner.seconds(lengths, [workload.output_len] * batch) - first) / steps)
     step = statistics.median(runs)
     # In step i of 1..steps a request attends to its prompt and i tokens.
-    length = workload.input_len + (steps + 1) / 2
-    config = runner.llm.engine.config
-    moved = decode_bytes(
-        runner.model, batch, length, ITEMSIZE[config.dtype], ITEMSIZE[config.kv_cache_dtype]
-    )
+    moved = _moved(runner, [workload.input_len + (steps + 1) / 2] * batch)
     row = {
         "ms_per_step": step * 1e3,
         "tok_s": batch / step,
@@ -232,21 +269,29 @@ def decode(runner: Runner, workload: Workload, batch: int, limits: Limits) -> di
         "bytes_per_step": moved,
         "share_of_limit": share(moved, step, limits.copy_bytes_per_s),
     }
-    if batch * workload.input_len > config.max_num_batched_tokens:
-        row |= _full_step(runner, workload, batch, limits)
+    if batch * workload.input_len > runner.llm.engine.config.max_num_batched_tokens:
+        row |= _full_step(runner, lengths, workload.output_len, limits)
     return row
 
 
-def _full_step(runner: Runner, workload: Workload, batch: int, limits: Limits) -> dict[str, Any]:
-    """A decode step of the whole batch, by the times between tokens once all prompts are read.
+def _moved(runner: Runner, lengths: Sequence[float]) -> float:
+    config = runner.llm.engine.config
+    sizes = ITEMSIZE[config.dtype], ITEMSIZE[config.kv_cache_dtype]
+    return decode_bytes(runner.model, lengths, *sizes)
+
+
+def _full_step(
+    runner: Runner, lengths: Sequence[int], steps: int, limits: Limits
+) -> dict[str, Any]:
+    """A decode step of a whole batch, by the times between tokens once all prompts are read.
 
     Empty where too few such steps fit behind the prompts.
     """
     config = runner.llm.engine.config
-    reading = -(-batch * workload.input_len // config.max_num_batched_tokens)
+    reading = -(-sum(lengths) // config.max_num_batched_tokens)
     # The first to be read has this many tokens more than the last, and steps are not all alike.
-    output_len = min(workload.output_len + reading + 2, config.max_model_len - workload.input_len)
-    arrivals = np.array(_arrivals(runner, [workload.input_len] * batch, output_len, batch))
+    output_len = min(steps + reading + 2, config.max_model_len - max(lengths))
+    arrivals = np.array(_arrivals(runner, runner.prompts(lengths), output_len, len(lengths)))
     begin = arrivals[:, 0].max()
     end = arrivals[:, -1].min()
     inside = (arrivals > begin) & (arrivals <= end)
@@ -254,11 +299,9 @@ def _full_step(runner: Runner, workload: Workload, batch: int, limits: Limits) -
     if steps < LEAST_STEPS:
         return {}
     step = float(end - begin) / steps
-    # How many slots a request has in the middle of that time.
-    length = workload.input_len + float((arrivals <= (begin + end) / 2).sum(axis=1).mean())
-    moved = decode_bytes(
-        runner.model, batch, length, ITEMSIZE[config.dtype], ITEMSIZE[config.kv_cache_dtype]
-    )
+    # How many slots each request has in the middle of that time.
+    made = (arrivals <= (begin + end) / 2).sum(axis=1)
+    moved = _moved(runner, (np.array(lengths) + made).tolist())
     return {
         "ms_per_full_step": step * 1e3,
         "full_steps": steps,
@@ -307,6 +350,41 @@ def mixed(runner: Runner, workload: Workload) -> dict[str, Any]:
     }
 
 
+def skewed(runner: Runner, workload: Workload, limits: Limits) -> dict[str, Any]:
+    """A decode step of one long request among short ones."""
+    long, short, others = workload.skewed
+    row = _full_step(runner, [long] + [short] * others, workload.output_len, limits)
+    if not row:
+        raise ConfigError(
+            f"output_len: got {workload.output_len}, too few steps in which all {others + 1} "
+            "requests decode"
+        )
+    return row
+
+
+def turns(runner: Runner, workload: Workload, limits: Limits) -> dict[str, Any]:
+    """Time to the first token of turns of a chat, whose past is cached. Each has read all weights
+    and the past's cache once.
+    """
+    first, count, length = workload.turns
+    chat = runner.prompts([first])[0]
+    runner.complete(chat, 1)
+    runs, moved = [], 0.0
+    for _ in range(count):
+        chat += runner.prompts([length])[0]
+        moved = _moved(runner, [len(chat)])
+        seconds, answer = runner.complete(chat, length)
+        runs.append(seconds)
+        chat += answer
+    ttft = statistics.median(runs)
+    return {
+        "ms": ttft * 1e3,
+        "runs_ms": [run * 1e3 for run in runs],
+        "bytes": moved,
+        "share_of_limit": share(moved, ttft, limits.copy_bytes_per_s),
+    }
+
+
 def share(work: float, seconds: float, rate: float | None) -> float | None:
     """Part of a measured rate that `work` in `seconds` makes use of; None where no rate was
     measured.
@@ -344,7 +422,8 @@ def run_latency(
     between: list[float] = []
     whole: list[float] = []
     for iteration in range(iterations):
-        for arrivals in _arrivals(runner, [input_len] * batch, output_len, iteration):
+        prompts = runner.prompts([input_len] * batch)
+        for arrivals in _arrivals(runner, prompts, output_len, iteration):
             first.append(arrivals[0])
             between += [after - before for before, after in pairwise(arrivals)]
             whole.append(arrivals[-1])
@@ -357,11 +436,10 @@ def run_latency(
 
 
 def _arrivals(
-    runner: Runner, lengths: Sequence[int], output_len: int, iteration: int
+    runner: Runner, prompts: Sequence[Sequence[int]], output_len: int, iteration: int
 ) -> list[list[float]]:
     """Seconds from the start to each token, by request."""
     engine = runner.llm.engine
-    prompts = runner.prompts(lengths)
     start = time.perf_counter()
     arrivals: dict[str, list[float]] = {}
     for index, prompt in enumerate(prompts):

@@ -21,6 +21,7 @@ from ..shared.models.shapes import check_weights
 from ..shared.option_text import sizes as read_sizes
 from ..shared.worker import backend_module
 from .bench import (
+    LONG_PARTS,
     PARTS,
     SAMPLINGS,
     Workload,
@@ -70,7 +71,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
         type=_words,
         default=PARTS,
         metavar="PART,...",
-        help=f"of {', '.join(PARTS)} (default: all)",
+        help=f"of {', '.join(PARTS)} (default: all of these), {', '.join(LONG_PARTS)}",
     )
     sizes = ",".join(map(str, default.batch_sizes))
     w.add_argument(
@@ -109,6 +110,13 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
         value = getattr(default, name.replace("-", "_"))
         what = f"tokens, from 1, HIGH excluded (default: {value[0]},{value[1]})"
         w.add_argument(f"--{name}", type=_numbers, default=value, metavar="LOW,HIGH", help=what)
+    for name, text in {
+        "skewed": "tokens in of one request, of the others, and how many these are",
+        "turns": "tokens of a chat's first message, turns, and new tokens of each",
+    }.items():
+        value = getattr(default, name)
+        what = f"{text} (default: {','.join(map(str, value))})"
+        w.add_argument(f"--{name}", type=_sizes, default=value, metavar="N,N,N", help=what)
     b = latency.add_argument_group("workload")
     for name, value, text in (
         ("batch-size", 1, "requests, from 1"),
@@ -191,7 +199,8 @@ def _offline(arguments: argparse.Namespace, folder: str, options: dict[str, Any]
     workload = Workload(
         **{name: getattr(arguments, name) for name in Workload.__dataclass_fields__}
     )
-    workload.check(options["max_model_len"], options["max_num_seqs"])
+    checked = ("max_model_len", "max_num_seqs", "enable_prefix_caching")
+    workload.check(*(options[name] for name in checked))
     result: dict[str, Any] = {
         "benchmark": "offline",
         "model": arguments.model,
@@ -288,9 +297,7 @@ def _offline_rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]
         step, rate = f"{row['ms_per_step']:.3f} ms a step", f"{row['tok_s']:.0f} tok/s"
         yield f"decode b={batch}", step, rate, _percent(row, "a copy")
         if "ms_per_full_step" in row:
-            step, share = f"{row['ms_per_full_step']:.3f} ms a step", row["share_of_limit_full"]
-            of = "-" if share is None else f"{share:.1%} of a copy"
-            yield f"decode b={batch}, all prompts read", step, f"{row['full_steps']} steps", of
+            yield _full_row(f"decode b={batch}, all prompts read", row)
     if row := figures.get("prefill"):
         what = f"prefill {sizes['prefill_prompts']} x {sizes['prefill_len']}"
         yield what, f"{row['tok_s']:.0f} tok/s", "", _percent(row, "a product")
@@ -299,6 +306,19 @@ def _offline_rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]
     if row := figures.get("mixed"):
         what = f"mixed, {sizes['mixed_requests']} requests"
         yield what, f"{row['requests_s']:.2f} requests/s", f"out {row['out_tok_s']:.0f} tok/s", "-"
+    if row := figures.get("skewed"):
+        long, short, others = sizes["skewed"]
+        yield _full_row(f"decode, one of {long} among {others} of {short}", row)
+    if row := figures.get("turns"):
+        first, turns, turn = sizes["turns"]
+        what = f"ttft, {turns} turns of {turn} after {first}"
+        yield what, f"{row['ms']:.1f} ms", "", _percent(row, "a copy")
+
+
+def _full_row(what: str, row: dict[str, Any]) -> tuple[str, str, str, str]:
+    step, share = f"{row['ms_per_full_step']:.3f} ms a step", row["share_of_limit_full"]
+    of = "-" if share is None else f"{share:.1%} of a copy"
+    return what, step, f"{row['full_steps']} steps", of
 
 
 def _latency_rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:

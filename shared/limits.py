@@ -26,16 +26,16 @@ class Limits:
 
 
 def decode_bytes(
-    model: ModelConfig, batch: int, length: float, itemsize: int, cache_itemsize: int
+    model: ModelConfig, lengths: Sequence[float], itemsize: int, cache_itemsize: int
 ) -> float:
-    """Bytes that one decode step reads: every weight once, and the cache of `batch` requests of
-    `length` tokens each.
+    """Bytes that one decode step reads: every weight once, and the cache of requests of `lengths`
+    tokens.
 
     Entries of weights and of the cache have `itemsize` and `cache_itemsize` bytes. Of embedding
     tables that are not the head too, only the rows of the batch are read; of experts, as many as
     the batch chooses where all are as likely.
     """
-    table = decoder.parameters_of(model)
+    table, batch = decoder.parameters_of(model), len(lengths)
     sizes = [(p, bytes_of(p, itemsize) * (1 if p.layers is None else len(p.layers))) for p in table]
     weights: float = sum(size for _, size in sizes)
     if model.num_experts:
@@ -47,8 +47,9 @@ def decode_bytes(
     seen = 0.0
     for window in model.layer_windows:
         heads = model.heads(window)
-        seen += 2 * heads.kv * heads.size * (min(length, window) if window else length)
-    return weights + cache_itemsize * batch * seen
+        slots = sum(min(length, window) if window else length for length in lengths)
+        seen += 2 * heads.kv * heads.size * slots
+    return weights + cache_itemsize * seen
 
 
 EXPERTS = ("experts_gate_up", "experts_down")

@@ -50,6 +50,20 @@ def test_offline_figures(tmp_path, device, capsys):
         assert result["limits"]["note"].startswith("not measured on a CPU")
 
 
+def test_long_contexts(tmp_path, device, capsys):
+    """One long request among short ones, and a chat whose past is cached."""
+    argv = [*OFFLINE, "--only", "skewed,turns", "--skewed", "40,3,1", "--turns", "20,3,2"]
+    argv += ["--output-len", "20", "--max-num-batched-tokens", "8", "--page-size", "4"]
+    assert main([*argv, "--device", device]) == 2
+    assert "enable_prefix_caching: got False, turns need it" in capsys.readouterr().err
+    result = bench([*argv, "--enable-prefix-caching"], tmp_path, device)
+    assert result["figures"]["skewed"]["full_steps"] >= 8
+    assert len(result["figures"]["turns"]["runs_ms"]) == 3
+    out = capsys.readouterr().out
+    assert "one of 40 among 1 of 3" in out
+    assert "3 turns of 2 after 20" in out
+
+
 def test_start_is_measured_in_processes_of_their_own(tmp_path, device):
     start = bench([*OFFLINE, "--only", "start"], tmp_path, device)["figures"]["start"]
     for row in start.values():

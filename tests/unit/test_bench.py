@@ -43,6 +43,9 @@ class FakeRunner:
 
         self.llm = Llm
 
+    def prompts(self, lengths):
+        return [[1] * length for length in lengths]
+
     def seconds(self, lengths, outputs):
         self.calls.append((list(lengths), list(outputs)))
         return 1.0 + 1e-3 * sum(lengths) + 0.25 * (max(outputs) - 1)
@@ -64,9 +67,9 @@ def test_a_step_in_which_all_decode(monkeypatch):
     runner.llm.engine.config.max_num_batched_tokens = 512
     runner.llm.engine.config.max_model_len = 1024
 
-    def arrivals(runner, lengths, output_len, iteration):
+    def arrivals(runner, prompts, output_len, iteration):
         # A prompt a step of 3 s, four to a step; decodes of 0.25 s once all are read.
-        first = [3.0 * (1 + i // 4) for i in range(len(lengths))]
+        first = [3.0 * (1 + i // 4) for i in range(len(prompts))]
         read = max(first)
         return [
             [t for t in (3.0 * (1 + k) for k in range(10)) if start <= t < read]
@@ -128,7 +131,7 @@ def test_contexts_and_sampling():
             class config:
                 dtype = kv_cache_dtype = "bfloat16"
                 max_model_len, max_num_seqs = 4096, 8
-                max_num_batched_tokens = 8192
+                max_num_batched_tokens, enable_prefix_caching = 8192, False
 
         def generate(self, prompts, params, progress):
             asked.append((len(prompts), len(prompts[0]), params[0]))
@@ -167,6 +170,8 @@ def test_a_changed_size_is_not_the_standard_workload():
         ({"contexts": (8, 0)}, "contexts"),
         ({"mixed_input": (64, 64)}, "mixed_input"),
         ({"mixed_output": (64,)}, "mixed_output"),
+        ({"skewed": (8, 2)}, "skewed"),
+        ({"turns": (8, 0, 2)}, "turns"),
     ],
 )
 def test_a_wrong_workload_is_refused(changes, words):
@@ -181,6 +186,14 @@ def test_what_an_engine_cannot_run_is_refused():
     with pytest.raises(ConfigError, match="got 256, max_num_seqs is 128"):
         Workload().check(max_model_len=4096, max_num_seqs=128)
     Workload(only=("ttft",)).check(max_model_len=1025, max_num_seqs=1)
+    long = Workload(only=("skewed", "turns"))
+    long.check(max_model_len=102_529, max_num_seqs=64, prefixes=True)
+    with pytest.raises(ConfigError, match="enable_prefix_caching: got False"):
+        long.check(max_model_len=102_529, max_num_seqs=64)
+    with pytest.raises(ConfigError, match="skewed needs 102529"):
+        long.check(max_model_len=102_528, max_num_seqs=64, prefixes=True)
+    with pytest.raises(ConfigError, match="got 64 requests, max_num_seqs is 63"):
+        long.check(max_model_len=102_529, max_num_seqs=63, prefixes=True)
 
 
 @pytest.mark.parametrize(
@@ -192,8 +205,8 @@ def test_bytes_of_a_decode_step(shape, weights):
     model = parse_config(SHAPES[shape])
     rows = 0 if model.tie_embeddings else 8 * model.hidden_size
     cache = 8 * 192 * model.num_layers * 2 * 8 * 128
-    assert decode_bytes(model, 8, 192, 2, 2) == 2 * (weights + rows + cache)
-    assert decode_bytes(model, 8, 192, 2, 1) == 2 * (weights + rows) + cache
+    assert decode_bytes(model, [192] * 8, 2, 2) == 2 * (weights + rows + cache)
+    assert decode_bytes(model, [192] * 8, 2, 1) == 2 * (weights + rows) + cache
 
 
 def test_experts_that_nobody_chooses_are_not_read_nor_computed():
@@ -202,10 +215,10 @@ def test_experts_that_nobody_chooses_are_not_read_nor_computed():
     norms = 48 * (2 * 2048 + 2 * 128) + 2048
     rest = 48 * (attention + 128 * 2048) + norms + 151936 * 2048
     rows, cache = 2048, 9 * 48 * 2 * 4 * 128
-    assert decode_bytes(model, 1, 9, 2, 2) == pytest.approx(
+    assert decode_bytes(model, [9] * 1, 2, 2) == pytest.approx(
         2 * (rest + 48 * 8 * expert + rows + cache), rel=1e-9
     )
-    assert decode_bytes(model, 10_000, 0, 2, 2) == pytest.approx(
+    assert decode_bytes(model, [0] * 10_000, 2, 2) == pytest.approx(
         2 * (rest + 48 * 128 * expert + 10_000 * rows), rel=1e-9
     )
     keys = 2048 * 8 * 128
@@ -225,7 +238,7 @@ def test_a_window_limits_what_is_read_and_computed():
         raw.pop(name)
     whole, windowed = (parse_config(raw | {"sliding_window": window}) for window in (None, 5))
     assert (
-        decode_bytes(whole, 1, 9, 2, 2) - decode_bytes(windowed, 1, 9, 2, 2)
+        decode_bytes(whole, [9] * 1, 2, 2) - decode_bytes(windowed, [9] * 1, 2, 2)
         == 2 * 4 * 32 * 2 * 8 * 128
     )
     pairs = sum(min(position, 4) + 1 for position in range(9))
