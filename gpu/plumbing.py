@@ -6,11 +6,13 @@ Here in torch; `step_kernels.py` has the same functions as one kernel each, for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
+
+from ..shared.models.sampler import known_processors
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -62,6 +64,11 @@ def select(
         width = pages.shape[1]
         tables = pages.view(num_groups, -1, width)[:, rows].reshape(-1, width)
     return ids, cos[positions], sin[positions], tables
+
+
+def processors(fields: Mapping[str, Tensor], last_tokens: Tensor) -> dict[str, Tensor]:
+    """See `known_processors`."""
+    return known_processors(torch.where, fields, last_tokens)
 
 
 def keep(sampled: Tensor, sample_rows: Tensor, last_tokens: Tensor, tokens: Tensor) -> None:

@@ -19,7 +19,7 @@ from ..ops import BoundPlans, Plans
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from ..shared.models import decoder
 from ..shared.models.caches import Place
-from ..shared.models.sampler import SETTINGS, known_processors, sample
+from ..shared.models.sampler import SETTINGS, sample
 from ..shared.models.spec import Model
 from ..shared.step import HOST_LENGTHS, PROCESSING, SAMPLERS, Sampler
 from . import plumbing
@@ -336,9 +336,8 @@ class Programs:
         logits = self._module.logits(self.rows[:requests])
         processors = None
         if sampler in PROCESSING:
-            processors = known_processors(
-                torch.where, self._inputs.processors(requests, sampler), self.last_tokens
-            )
+            fields = self._inputs.processors(requests, sampler)
+            processors = self._plumbing.processors(fields, self.last_tokens)
         if self._ranks is None:
             tokens = sample(ops, sampler, logits, f, processors)
         else:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 
+from ..shared.models.sampler import OF_THE_OP
 from .kernels.launch import power_of_2, supported
 
-__all__ = ["advance", "keep", "put_pages", "select", "supported"]
+__all__ = ["advance", "keep", "processors", "put_pages", "select", "supported"]
 
 Tensor: TypeAlias = torch.Tensor
 BLOCK = 128
@@ -89,6 +90,52 @@ def select(
         num_warps=1,
     )  # fmt: skip
     return token_ids, cos_out, sin_out, table
+
+
+@triton.jit
+def _entry(table, out, r, entry, place, WIDTH: tl.constexpr):
+    """Row r of `out` [row WIDTH] is an entry of the table, or -1 where it is none."""
+    own = tl.load(
+        table + entry.to(tl.int64) * WIDTH + place, mask=(place < WIDTH) & (entry >= 0), other=-1
+    )
+    tl.store(out + r.to(tl.int64) * WIDTH + place, own, mask=place < WIDTH)
+
+
+@triton.jit
+def _processors_kernel(
+    rows, pending, history_row, bias_row, mask_row, last_tokens, bias_ids, bias, masks, ids_out,
+    bias_out, masks_out, last_out, BIASES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (request, block of entries)."""
+    r, block = tl.program_id(0), tl.program_id(1)
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    _entry(masks, masks_out, r, tl.load(mask_row + r), place, WORDS)
+    if block * BLOCK < BIASES:
+        of_bias = tl.load(bias_row + r)
+        _entry(bias_ids, ids_out, r, of_bias, place, BIASES)
+        _entry(bias, bias_out, r, of_bias, place, BIASES)
+    if block == 0:
+        known = (tl.load(pending + r) > 0) & (tl.load(history_row + r) >= 0)
+        last = tl.load(last_tokens + tl.load(rows + r), mask=known, other=-1)
+        tl.store(last_out + r, last)
+
+
+def processors(fields: Mapping[str, Tensor], last_tokens: Tensor) -> dict[str, Tensor]:
+    """See `plumbing.processors`."""
+    names = ("rows", "pending", "history_row", "bias_row", "mask_row")
+    tables = tuple(fields[name] for name in ("bias_ids", "bias", "masks"))
+    requests, biases, words = tables[0].shape[0], tables[0].shape[1], tables[2].shape[1]
+    last = torch.empty_like(fields["rows"])
+    made = tuple(torch.empty_like(table) for table in tables)
+    _processors_kernel[(requests, triton.cdiv(max(biases, words), 1024))](
+        *(fields[name] for name in names), last_tokens, *tables, *made, last,
+        BIASES=biases, WORDS=words, BLOCK=1024,
+    )  # fmt: skip
+    known = {name: fields[name] for name in OF_THE_OP}
+    ids, bias, mask = made
+    return known | {
+        "bias_ids": ids, "bias": bias, "mask": mask, "history": fields["histories"], "last": last,
+    }  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -20,10 +20,8 @@ from .launch import FLOATS, dtype_name, overlap, power_of_2
 from .reduce_kernels import reduce_kernel
 from .rows import MAX_WIDTH, _takes_add_norm, fused_add_rms_norm
 
-MOST_ROWS = 16
-"""Rows that are summed by reading the peers'. Each has flags of its own, so that with more of them
-the library's sum is faster (docs/measurements.md).
-"""
+MOST_ROWS = 512
+"""Rows that are summed by reading the peers'."""
 
 
 def _on_gpus() -> bool:
@@ -65,7 +63,7 @@ class Peers:
     held: tuple[Any, ...]
     buffers: torch.Tensor
     flags: torch.Tensor
-    turns: torch.Tensor
+    counts: torch.Tensor
 
 
 _peers: Peers | None = None
@@ -87,12 +85,12 @@ def meet_peers(width: int, dtype: torch.dtype) -> None:
     buffers, at_flags = (
         torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device) for handle in handles
     )
-    turns = torch.zeros(MOST_ROWS + 1, dtype=torch.int32, device=device)
+    counts = torch.zeros(MOST_ROWS + 1, dtype=torch.int32, device=device)
     # Nobody signals before all flags are zero.
     torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1), group=group())
     held = rows, flags, *handles
-    _peers = Peers(dist.get_rank(group()), world, width, dtype, held, buffers, at_flags, turns)
+    _peers = Peers(dist.get_rank(group()), world, width, dtype, held, buffers, at_flags, counts)
 
 
 def leave_peers() -> None:
@@ -115,7 +113,7 @@ def _launch(
     width = power_of_2(peers.width)
     norm = residual is not None
     reduce_kernel[(x.shape[0],)](
-        x, residual if norm else x, weight if norm else x, peers.buffers, peers.flags, peers.turns,
+        x, residual if norm else x, weight if norm else x, peers.buffers, peers.flags, peers.counts,
         eps, x.stride(0), 0 if residual is None else residual.stride(0), MOST_ROWS,
         N=peers.width, BLOCK_N=width, RANK=peers.rank, WORLD=peers.world, NORM=norm,
         num_warps=min(16, max(1, width // 256)), **overlap(early=True),

@@ -12,8 +12,16 @@ the ranks has ended them by then.
 
 
 @triton.jit
+def _told(flag):
+    """What a peer has written at `flag`; what it wrote before can be read from here on."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [flag], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def reduce_kernel(
-    x, residual, weight, buffers, flags, turns, eps, x_stride, residual_stride, max_rows,
+    x, residual, weight, buffers, flags, counts, eps, x_stride, residual_stride, max_rows,
     N: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -21,10 +29,10 @@ def reduce_kernel(
     with that, and x the norm of it.
 
     `buffers` and `flags` [rank] int64 are addresses on each rank: of [2 max_rows N], which takes
-    what that rank adds, by turns, and of [max_rows rank] int32, which is 1 between a rank's saying
-    that its row is there and this rank's reading that. Two turns are enough: who has begun the sum
-    after the next one has heard from all that they have ended this one. `turns` [max_rows + 1]
-    int32 are this rank's own; the last entry is 1 once a peer did not come, and all sums are NaN.
+    what that rank adds, by turns, and of [max_rows rank] int32, the number of the last sum for
+    which a peer's row is there. Two turns are enough: who has begun the sum after the next one has
+    heard from all that they have ended this one. `counts` [max_rows + 1] int32 are this rank's own
+    numbers, which wrap; the last entry is 1 once a peer did not come, and all sums are NaN.
     """
     row = tl.program_id(0)
     n = tl.arange(0, BLOCK_N)
@@ -32,11 +40,11 @@ def reduce_kernel(
     if NORM:
         w = tl.load(weight + n, mask=mask, other=0.0).to(tl.float32)
     wait(OVERLAP)
-    turn = tl.load(turns + row)
-    late = tl.load(turns + max_rows)
+    number = tl.load(counts + row) + 1
+    late = tl.load(counts + max_rows)
     at_x = x + row.to(tl.int64) * x_stride + n
     own = tl.load(at_x, mask=mask, other=0.0)
-    place = (turn * max_rows + row).to(tl.int64) * N + n
+    place = ((number & 1) * max_rows + row).to(tl.int64) * N + n
     mine = tl.load(buffers + RANK).to(tl.pointer_type(x.dtype.element_ty))
     tl.store(mine + place, own, mask=mask)
     # All of the row is written before any peer is told so.
@@ -44,21 +52,18 @@ def reduce_kernel(
     for peer in tl.static_range(WORLD):
         if peer != RANK:
             theirs = tl.load(flags + peer).to(tl.pointer_type(tl.int32)) + row * WORLD + RANK
-            spins = 0
-            while (spins < SPINS) & (tl.atomic_cas(theirs, 0, 1, sem="release", scope="sys") != 0):
-                spins += 1
-            late = tl.maximum(late, (spins >= SPINS).to(tl.int32))
+            tl.atomic_xchg(theirs, number, sem="release", scope="sys")
     for peer in tl.static_range(WORLD):
         if peer != RANK:
             ours = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + row * WORLD + peer
             spins = 0
-            while (spins < SPINS) & (tl.atomic_cas(ours, 1, 0, sem="acquire", scope="sys") != 1):
+            # A peer that has heard from this rank may be one sum ahead.
+            while (spins < SPINS) & (_told(ours) - number < 0):
                 spins += 1
             late = tl.maximum(late, (spins >= SPINS).to(tl.int32))
-    tl.debug_barrier()
-    tl.store(turns + row, 1 - turn)
+    tl.store(counts + row, number)
     if late > 0:
-        tl.store(turns + max_rows, 1)
+        tl.store(counts + max_rows, 1)
     total = tl.zeros([BLOCK_N], tl.float32)
     for peer in tl.static_range(WORLD):
         if peer == RANK:

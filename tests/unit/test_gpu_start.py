@@ -37,6 +37,7 @@ from twinfer.shared.step import (
     StepInput,
     StepShape,
     batch_layout,
+    processor_layout,
     sampling_layout,
 )
 
@@ -263,6 +264,43 @@ def test_plumbing_follows_its_contract(by, page_sizes, requests, count, device, 
     assert f["token_ids"].tolist() == [-1] * count + before["token_ids"][count:].tolist()
     for name in ("rows", "counts", "sample_rows"):
         assert torch.equal(f[name], before[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampler", ["processed", "masked"])
+@pytest.mark.parametrize("by", PLUMBING)
+def test_processors_follow_their_rows(by, sampler, device, request):
+    """A request's entry of each table, or -1 throughout; the last token of those that have a
+    history and a token that was not read back.
+    """
+    if by == "triton":
+        request.getfixturevalue("kernels")
+    requests, where, rng = 6, torch.device(device), np.random.default_rng(2)
+    shape = dataclasses.replace(SHAPE, vocab_size=33_000)
+    layout = processor_layout(requests, shape, sampler)
+    buffer = rng.integers(-9, 9, layout.size).astype(np.int32)
+    rows = {"history_row": [1, -1, 0, -1, 2, -1], "bias_row": [-1, 0, -1, 2, 1, -1],
+            "mask_row": [2, -1, -1, 0, -1, 1], "pending": [1, 1, 0, 0, 1, 0],
+            "rows": [3, 0, 5, 1, 2, 4]}  # fmt: skip
+    for name, values in rows.items():
+        layout.view(buffer, name)[:] = values
+    fields = layout.unpack(
+        torch.from_numpy(buffer).to(where), lambda bits: bits.view(torch.float32)
+    )
+    last = torch.arange(7, dtype=torch.int32, device=where) + 50
+    got = import_module(PLUMBING[by]).processors(fields, last)
+    assert got["last"].tolist() == [53, -1, -1, -1, 52, -1]
+    for name, (table, of) in {
+        "bias_ids": ("bias_ids", "bias_row"), "bias": ("bias", "bias_row"),
+        "mask": ("masks", "mask_row"),
+    }.items():  # fmt: skip
+        given = layout.view(buffer, table)
+        nothing = np.full_like(given[0], -1)
+        want = [given[row] if row >= 0 else nothing for row in rows[of]]
+        assert np.array_equal(got[name].cpu().numpy(), np.array(want)), name
+    assert got["history"].data_ptr() == fields["histories"].data_ptr() or sampler == "masked"
+    for name in ("prompt_len", "presence", "frequency", "repetition", "history_row"):
+        assert got[name] is fields[name]
 
 
 def as_kernels(plans, but=()):
