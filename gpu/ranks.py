@@ -77,7 +77,9 @@ class Ranks:
         """The most probable tokens [row] of all words, the first of equal ones, from those of each
         shard's words (-1: a logit was not finite) and its logits [row words].
         """
-        value = logits.gather(1, tokens.clamp(min=0).long()[:, None])[:, 0]
+        # A start runs this without the kernels that are not compiled yet: tokens are anything then.
+        place = tokens.clamp(0, logits.shape[1] - 1).long()
+        value = logits.gather(1, place[:, None])[:, 0]
         first = self._shard.index * logits.shape[1]
         word = torch.where(tokens < 0, -1, tokens + first)
         both = torch.stack((value.view(torch.int32), word))

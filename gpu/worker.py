@@ -276,7 +276,7 @@ class TorchWorker:
         if self._ranks is not None and chooses(self._plans, "peers"):
             from .kernels.reduce import meet_peers  # Triton, which only GPUs need
 
-            meet_peers(self._module.config.hidden_size, self._dtype)
+            meet_peers(config.max_num_batched_tokens, self._module.config.hidden_size, self._dtype)
         load_weights(
             self._module,
             self._folder,

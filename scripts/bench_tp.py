@@ -41,7 +41,7 @@ def sums(rank: int, world: int, folder: str) -> dict[str, Any]:
 
     torch.cuda.set_device(rank)
     join(Shard(rank, world), folder, "cuda")
-    reduce.meet_peers(WIDTH, torch.bfloat16)
+    reduce.meet_peers(max(ROWS), WIDTH, torch.bfloat16)
     name = dist.group.WORLD.group_name
     torch.manual_seed(rank)
     found: dict[str, Any] = {}

@@ -64,7 +64,7 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(launch, "capability", lambda: (9, 0))
-    for module in ("attention", "sampling", "moe", "moe_narrow", "narrow"):
+    for module in ("attention", "sampling", "moe", "moe_narrow", "narrow", "reduce"):
         monkeypatch.setattr(f"twinfer.gpu.kernels.{module}.processors", lambda: 132)
     for module in ("attention", "sampling", "narrow"):
         monkeypatch.setattr(
@@ -233,8 +233,8 @@ def test_sums_over_peers_compile(compiled, dtype, world):
     from twinfer.gpu.kernels import reduce
 
     words = torch.zeros(world, dtype=torch.int64)
-    counts = torch.zeros(reduce.MOST_ROWS + 1, dtype=torch.int32)
-    peers = reduce.Peers(world - 1, world, 4096, dtype, (), words, words, counts)
+    counts = torch.zeros(3, dtype=torch.int32)
+    peers = reduce.Peers(world - 1, world, 64, 4096, dtype, (), words, words, counts)
     x, weight = torch.zeros((3, 4096), dtype=dtype), torch.zeros(4096, dtype=dtype)
     reduce._launch(peers, x, x.clone(), weight, 1e-6)
     reduce._launch(peers, x, None, None, 0.0)
