@@ -3,6 +3,7 @@ do not now, and faults are still seen on them.
 """
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from twinfer.numerics.judging.gates import FOREIGN, Family, precision, semantics
 from twinfer.numerics.judging.logits_metrics import KL_LIMIT, compare_logits
 from twinfer.numerics.judging.metrics import measure
 from twinfer.numerics.judging.outputs import OpJudge
+from twinfer.numerics.questions.invariants import RELATIONS, Lab
+from twinfer.numerics.questions.invariants import Judge as RelationJudge
 from twinfer.numerics.questions.model import Comparison, compare_model
 from twinfer.numerics.showing.terminal import render
 from twinfer.numerics.sides.steps import make_steps
@@ -207,3 +210,26 @@ def test_noise_that_is_small_by_luck_is_drawn_again():
     got[0, 0] += 10.0
     metrics = measure(got, exact, lucky)
     assert list(precision("op", metrics, Family(), amplified=drawn).complaints(metrics))
+
+
+@pytest.mark.parametrize(
+    ("seed", "number", "mode", "relation"), [(40105, 2, "S", "batch"), (40158, 1, "P", "chunks")]
+)
+def test_runs_that_amplify_their_roundings_keep_relations(seed, number, mode, relation, tmp_path):
+    """A residual channel x1000; a sink of x3000 beside one of x300, in float32."""
+    model = population.draw(seed, True)
+    subject = population.open_model(model, tmp_path)
+    subject = subject.with_dtype("float32") if mode == "S" else subject
+    prompts = population.prompts_of(model, number)
+    lab = Lab(subject, parse_target("torch:cpu"), prompts, None, ())
+    judge = RelationJudge(subject, mode, lab.bench.layout)
+    one, other = RELATIONS[relation].run(lab)
+    lab.bench.close()
+    assert not judge(RELATIONS[relation], (one, other)).complaints
+    # One row that is off by a hundredth, and all that are off by a thousandth, are seen.
+    for rows, size in (([7], 1e-2), (range(len(other.values)), 1e-3)):
+        wrong = replace(other, values=[x.copy() for x in other.values])
+        for row in rows:
+            noise = np.random.default_rng(row).normal(size=wrong.values[row].shape)
+            wrong.values[row] *= 1.0 + size * noise.astype(np.float32)
+        assert judge(RELATIONS[relation], (one, wrong)).complaints
