@@ -18,17 +18,21 @@ import numpy as np
 from ...ops.testing import limits
 from ...shared.errors import BackendUnavailable, ConfigError
 from ...shared.models.table import TOP, keys
+from ...shared.step import StepInput
 from ...shared.tokenizer import Tokenizer
 from ..judging.diff import Diff, Finding
 from ..judging.gates import FOREIGN, Mode, foreign
 from ..judging.logits_metrics import KL_LIMIT, compare_logits, compare_named
 from ..judging.metrics import measure
 from ..judging.server_metrics import NamedRow, judge_server, named_row
+from ..judging.weights import check_tables, check_weights
+from ..sides.environment import describe_side
 from ..sides.http_server import Reading, Served, Tops, read_server
-from ..sides.runners import Fault, Runner, create_runner
-from ..sides.steps import make_owned_steps, owned_rows, place, where
+from ..sides.runners import Fault
+from ..sides.steps import make_owned_steps, owned_rows, pages_of, place, where
 from ..sides.subject import HostWeights, Subject, Target, parse_target
-from .model import Comparison
+from .bench import Bench
+from .model import LIMITS, Comparison
 
 Progress = Callable[[str], None]
 TRANSFORMERS = "transformers"
@@ -66,29 +70,40 @@ def compare_ends(
     served = _read_server(subject, sides, prompts, positions, progress)
     if served is not None:
         prompts = served.prompts
-    runners: dict[str, Runner] = {}
+    steps, owners = zip(*make_owned_steps(subject, prompts), strict=True)
+    benches: dict[str, Bench] = {}
     whole: dict[str, Sequence[np.ndarray]] = {}
     about: dict[str, Any] = {}
     try:
         for name, side in zip(names, sides, strict=True):
             progress(f"loading {side}")
             if isinstance(side, Target):
-                runners[name] = create_runner(subject, side, (faults or {}).get(name[0]))
+                fault = (faults or {}).get(name[0])
+                bench = benches[name] = _bench(subject, side, steps, fault)
+                about[name] = describe_side(side, bench.worker.device, bench.worker.plans())
             elif side == TRANSFORMERS:
                 whole[name], about[name] = transformers_logits(subject, prompts)
             elif served is not None:
                 about[name] = dict(served.about)
-        steps, owners = zip(*make_owned_steps(subject, prompts), strict=True)
-        ends = _Ends(subject, runners, mode, names, owners, whole, served)
+        ends = _Ends(subject, benches, mode, names, owners, whole, served)
         diff = ends.run(steps, progress)
     finally:
-        for runner in runners.values():
-            runner.close()
+        for bench in benches.values():
+            bench.close()
     diff.sides = tuple(names)
     diff.environment["sides"] |= about
     if served is not None:
         _judge_server(diff, ends, served, server_logits)
     return diff
+
+
+def _bench(
+    subject: Subject, target: Target, steps: Sequence[StepInput], fault: Fault | None
+) -> Bench:
+    """A worker of `target` that can run `steps`, whose cache holds other tokens."""
+    bench = Bench(subject, target, (), fault, pages=pages_of(steps) - 1, page_groups=False)
+    bench.scrub()
+    return bench
 
 
 def _read_server(
@@ -117,28 +132,41 @@ def _judge_server(diff: Diff, ends: _Ends, served: Served, server_logits: str) -
 
 
 class _Ends(Comparison):
-    """A comparison of ends only, in which some sides are no runners: `whole` has logits by prompt
-    [position vocab], `served` what a server named. `owners` are the prompts of each step's
-    requests.
+    """A comparison of ends only: `benches` have workers, `whole` logits by prompt [position vocab],
+    `served` what a server named. `owners` are the prompts of each step's requests.
     """
 
     def __init__(
-        self, subject: Subject, runners: Mapping[str, Runner], mode: Mode, names: Sequence[str],
+        self, subject: Subject, benches: Mapping[str, Bench], mode: Mode, names: Sequence[str],
         owners: Sequence[Sequence[int]], whole: Mapping[str, Sequence[np.ndarray]],
         served: Served | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(subject, runners, mode, layers=(), taps=())
-        self._names, self._owners, self._whole = names, owners, whole
+        super().__init__(subject, {}, mode, layers=(), taps=())
+        self._benches, self._names, self._owners, self._whole = benches, names, owners, whole
         self._readings: dict[tuple[int, int], list[Reading]] = {}
         for reading in served.readings if served is not None else ():
             self._readings.setdefault((reading.prompt, reading.position), []).append(reading)
         self._texts = Tokenizer.load(subject.folder)
         self.named: list[NamedRow] = []
 
+    def check_weights(self) -> None:
+        """What each worker's programs are given must be the checkpoint's, and the definition's."""
+        for name, bench in self._benches.items():
+            worker = bench.worker
+            check_weights(self.diff, name, worker.read_weights, self.weights, self.model.num_layers)
+            check_tables(self.diff, name, worker.read_tables(), self._tables)
+
+    def _comparisons(self, declared: Mapping[str, Any]) -> int:
+        return LIMITS * len(self._names)
+
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         """Compare the first side with each other one."""
+        rows = {}
+        for name, bench in self._benches.items():
+            got = bench.worker.logits(self.step)
+            self._find(name, "logits", -1, "final logits", got, exact, faithful)
+            rows[name] = got[: self.real]
         exact, faithful = exact[: self.real], faithful[: self.real]
-        rows = {side.name: side.logits[: self.real] for side in self.sides}
         places = list(owned_rows(self.step, self._owners[self.number]))
         for name, logits in self._whole.items():
             rows[name] = np.stack([logits[prompt][position] for prompt, position in places])
