@@ -283,7 +283,8 @@ def _order(f: Finding) -> tuple[Any, ...]:
     layers first).
     """
     local = f.scope in ("op", "layer")
-    last = f.layer < 0 and f.tap.split("[")[0] in ("fused_add_rms_norm", "logits", "final")
+    is_last = f.scope == "logits" or f.tap.split("[")[0] in ("fused_add_rms_norm", "logits")
+    last = f.layer < 0 and is_last
     return (not local, f.step, 1_000_000 if last else f.layer, ORDER[f.scope])
 
 
