@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import EQUAL, FAILED, NOT_COMPARED, NotComparable
-from .gates import Mode, Scope
+from .gates import Family, Mode, Scope
 from .metrics import Metrics, jsonable
 from .record import dumps
 
@@ -289,28 +289,62 @@ def _order(f: Finding) -> tuple[Any, ...]:
 
 
 POOLED_SIGMA = 1.05
+"""Allowed to a layer over all steps, where chance is left less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """A layer's error over its noise in all steps, and the independent numbers of that noise."""
+
+    sigma: float
+    numbers: float
+
+    def limit(self, family: Family) -> float:
+        """As of an op or a layer in one step (`gates.precision`)."""
+        chance = family.deviations / max(self.numbers, 1.0) ** 0.5
+        return max(POOLED_SIGMA, 1.0 + chance)
+
+
+def pooled_layers(
+    diff: Diff, side: str, scope: Scope = "layer", mode: Mode = "P"
+) -> dict[int, Pooled]:
+    """Each layer of a side over all steps."""
+    sums: dict[int, list[float]] = {}
+    for f in diff.findings:
+        if (f.side, f.scope, f.mode) == (side, scope, mode):
+            m, entry = f.metrics, sums.setdefault(f.layer, [0.0, 0.0, 0.0])
+            entry[0] += m.error_power
+            entry[1] += m.noise_power
+            entry[2] += m.noise_power**2 / max(m.effective, 1.0)
+    return {
+        layer: Pooled((e / n) ** 0.5 if n else 1.0, n * n / q if q else float("inf"))
+        for layer, (e, n, q) in sorted(sums.items())
+    }
 
 
 def layer_sigmas(
     diff: Diff, side: str, scope: Scope = "layer", mode: Mode = "P"
 ) -> dict[int, float]:
     """Sigma of each layer of a side, over all steps."""
-    sums: dict[int, list[float]] = {}
-    for f in diff.findings:
-        if (f.side, f.scope, f.mode) == (side, scope, mode):
-            entry = sums.setdefault(f.layer, [0.0, 0.0])
-            entry[0] += f.metrics.error_power
-            entry[1] += f.metrics.noise_power
-    return {layer: (e / n) ** 0.5 if n else 1.0 for layer, (e, n) in sorted(sums.items())}
+    return {layer: found.sigma for layer, found in pooled_layers(diff, side, scope, mode).items()}
+
+
+def pooled_limits(diff: Diff) -> dict[tuple[str, int], float]:
+    """What sigma is allowed to each layer of each side over all steps of mode P."""
+    found = {side: pooled_layers(diff, side) for side in diff.sides}
+    family = Family(sum(map(len, found.values())))
+    return {
+        (side, layer): pooled.limit(family)
+        for side, layers in found.items()
+        for layer, pooled in layers.items()
+    }
 
 
 def pooled_problems(diff: Diff) -> list[str]:
-    """Layers whose sigma over all steps is more than 1.05: enough numbers to leave nothing to
-    chance.
-    """
+    """Layers whose sigma over all steps exceeds its limit."""
+    sigmas = {side: layer_sigmas(diff, side) for side in diff.sides}
     return [
-        f"{side}: layer.{layer} sigma {sigma:.3f} over all steps > {POOLED_SIGMA}"
-        for side in diff.sides
-        for layer, sigma in layer_sigmas(diff, side).items()
-        if not sigma <= POOLED_SIGMA
+        f"{side}: layer.{layer} sigma {sigmas[side][layer]:.3f} over all steps > {limit:.3g}"
+        for (side, layer), limit in pooled_limits(diff).items()
+        if not sigmas[side][layer] <= limit
     ]

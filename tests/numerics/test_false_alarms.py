@@ -15,6 +15,13 @@ from twinfer.numerics.errors import EQUAL, FAILED
 from twinfer.numerics.faults.planting import plant
 from twinfer.numerics.judging.amplification import amplification
 from twinfer.numerics.judging.chance import ratio_limit
+from twinfer.numerics.judging.diff import (
+    POOLED_SIGMA,
+    Diff,
+    Finding,
+    pooled_limits,
+    pooled_problems,
+)
 from twinfer.numerics.judging.gates import FOREIGN, Family, precision, semantics
 from twinfer.numerics.judging.logits_metrics import KL_LIMIT, compare_logits
 from twinfer.numerics.judging.metrics import measure
@@ -233,3 +240,18 @@ def test_runs_that_amplify_their_roundings_keep_relations(seed, number, mode, re
             noise = np.random.default_rng(row).normal(size=wrong.values[row].shape)
             wrong.values[row] *= 1.0 + size * noise.astype(np.float32)
         assert judge(RELATIONS[relation], (one, wrong)).complaints
+
+
+@pytest.mark.parametrize(("channels", "alarms"), [(1, False), (256, True)])
+def test_a_layer_over_all_steps_is_left_what_chance_leaves(channels, alarms):
+    """Noise of few numbers, as where one channel is nearly all of a stream, may be small by luck."""
+    rng, diff = np.random.default_rng(0), Diff(("a",))
+    for step in range(4):
+        exact = rng.normal(size=(32, 256))
+        scale = np.where(np.arange(256) < channels, 1.0, 1e-6)
+        noise = 0.01 * scale * rng.uniform(-1.0, 1.0, exact.shape)
+        metrics = measure(exact + 1.06 * noise, exact, exact + noise)
+        diff.findings.append(Finding("a", "P", "layer", step, 3, "output", "", metrics))
+    assert bool(pooled_problems(diff)) == alarms
+    limit = pooled_limits(diff)["a", 3]
+    assert (limit == POOLED_SIGMA) == alarms
