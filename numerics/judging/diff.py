@@ -348,3 +348,16 @@ def pooled_problems(diff: Diff) -> list[str]:
         for (side, layer), limit in pooled_limits(diff).items()
         if not sigmas[side][layer] <= limit
     ]
+
+
+def beyond_dtype(diff: Diff, dtype: str) -> list[str]:
+    """What the run dtype cannot hold, by side: nobody can say whether it is right."""
+    found: dict[str, list[Finding]] = {}
+    for f in diff.findings:
+        if f.metrics.beyond:
+            found.setdefault(f.side, []).append(f)
+    return [
+        f"{side}: {len(beyond)} tensors have numbers that {dtype} cannot hold, the first is "
+        f"{beyond[0].name} of step {beyond[0].step} with {beyond[0].metrics.beyond}"
+        for side, beyond in found.items()
+    ]

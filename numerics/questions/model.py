@@ -22,7 +22,7 @@ from ...shared.models import decoder
 from ...shared.step import StepInput
 from ..errors import NotComparable
 from ..judging.amplification import TRIES, amplification, worth_trying
-from ..judging.diff import Diff, Finding, pooled_problems
+from ..judging.diff import Diff, Finding, beyond_dtype, pooled_problems
 from ..judging.gates import Amplified, Family, Gate, Mode
 from ..judging.logits_metrics import compare_logits
 from ..judging.metrics import Metrics, measure
@@ -161,6 +161,7 @@ class Comparison:
             self.subject, {s.name: s.runner for s in self.sides}, steps
         )
         self.diff.problems += pooled_problems(self.diff) if self.gates == "P" else []
+        self.diff.missing += beyond_dtype(self.diff, self.subject.dtype)
         self.diff.seconds = time.perf_counter() - started
         return self.diff
 

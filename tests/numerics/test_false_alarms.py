@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from twinfer.numerics.errors import EQUAL, FAILED
+from twinfer.numerics.errors import EQUAL, FAILED, NOT_COMPARED
 from twinfer.numerics.faults.planting import plant
 from twinfer.numerics.judging.amplification import amplification
 from twinfer.numerics.judging.chance import ratio_limit
@@ -255,3 +255,15 @@ def test_a_layer_over_all_steps_is_left_what_chance_leaves(channels, alarms):
     assert bool(pooled_problems(diff)) == alarms
     limit = pooled_limits(diff)["a", 3]
     assert (limit == POOLED_SIGMA) == alarms
+
+
+def test_what_float16_cannot_hold_is_not_compared(tmp_path):
+    """Two magnitudes of 100 at once: products beyond 65 504, in the reference as in the engine."""
+    model = population.draw(50187, True)
+    subject = population.open_model(model, tmp_path)
+    steps = make_steps(subject, population.prompts_of(model, 1))[:1]
+    ask = partial(compare_model, subject, [parse_target("torch:cpu")], steps, modes=("P",))
+    diff = ask()
+    assert diff.exit_code == NOT_COMPARED, render(diff)
+    assert "numbers that float16 cannot hold" in diff.missing[0]
+    assert ask(faults={"a": plant("mlp-skipped@1")}).exit_code == FAILED
