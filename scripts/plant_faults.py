@@ -473,7 +473,8 @@ def check(
     command = ["numerics", "check", where, "--a", target, "--b", target, "--json", str(result)]
     start = time.perf_counter()
     # Code of other copies must not be found in a cache.
-    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(folder), backend, planted, *command, *words],
         cwd=folder, env=environment, capture_output=True, text=True,
