@@ -138,6 +138,18 @@ def _only_kernels(plan: Plan, ops: Iterable[str]) -> bool:
     return True
 
 
+def copy_of(function: FunctionType, title: str) -> FunctionType:
+    """The function with a code object of its own, called `title`.
+
+    Dynamo keeps compiled versions on the code object, tries them one after the other, and makes few
+    of them: what is compiled more than once needs a copy for each version.
+    """
+    code = function.__code__.replace(co_name=title)
+    return FunctionType(
+        code, function.__globals__, title, function.__defaults__, function.__closure__
+    )
+
+
 class RegionCompiler:
     """Compiles functions of a step: a copy of the function for each version, so that versions do
     not see each other.
@@ -157,16 +169,8 @@ class RegionCompiler:
         """
         if not self.enabled:
             return function
-        # Dynamo keeps compiled versions on the code object and tries them one after the other: give
-        # each its own.
         title = f"{name}_{variant}"
-        copy = FunctionType(
-            function.__code__.replace(co_name=title),
-            function.__globals__,
-            title,
-            function.__defaults__,
-            function.__closure__,
-        )
+        copy = copy_of(function, title)
         backend = make_backend(self._compilation, title)
         if self._compilation.wraps:
             from .passes import passes_backend

@@ -86,7 +86,7 @@ def add_parsers(commands: Any) -> None:
         "--b",
         default="torch:cpu",
         metavar="SIDE",
-        help="the same, transformers, or http://HOST:PORT of a server",
+        help="the same, transformers, http://HOST:PORT of a server, or dump:FOLDER",
     )
     logits.add_argument(
         "--positions",
@@ -234,13 +234,12 @@ def _end_prompts(arguments: argparse.Namespace, subject: Any, sides: Any) -> Any
     """The prompts; against a server one more, about as long as there may be: some faults show
     only far from the start.
     """
-    from .questions.logits import TRANSFORMERS
+    from .questions.logits import is_server
     from .sides.http_server import NEW_TOKENS
     from .sides.steps import LENGTHS, default_prompts
     from .sides.steps import NEW_TOKENS as OUR_NEW_TOKENS
 
-    is_server = isinstance(sides[1], str) and sides[1] != TRANSFORMERS
-    if arguments.prompts or not is_server:
+    if arguments.prompts or not is_server(sides[1]):
         return prompts_of(arguments, subject)
     longest = max(subject.max_model_len - NEW_TOKENS - OUR_NEW_TOKENS, 1)
     return default_prompts(subject, arguments.seed, (*LENGTHS, longest))

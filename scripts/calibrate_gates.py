@@ -320,6 +320,7 @@ def run_model(runs: list[Run]) -> list[dict[str, Any]]:
             rows.append({
                 "half": run.model.half, "seed": run.model.seed, "number": run.number,
                 "model": str(run.model), "question": run.question, "complaints": complaints,
+                "missing": list(diff.missing) if diff is not None else [],
                 **shares_of(diff), "seconds": time.perf_counter() - started,
             })  # fmt: skip
     return rows
@@ -350,7 +351,8 @@ def show(rows: list[dict[str, Any]]) -> None:
     limits = sum(row["comparisons"] for row in rows)
     seconds = sum(row["seconds"] for row in rows)
     print(
-        f"{len(rows)} clean runs of {models} models, {limits} limits: {len(alarming)} alarm; "
+        f"{len(rows)} clean runs of {models} models, {limits} limits: {len(alarming)} alarm, "
+        f"{sum(bool(row['missing']) for row in rows)} not fully compared; "
         f"{seconds:.0f} s of one process"
     )
     asked = Counter(row["question"] for row in rows)

@@ -3,8 +3,10 @@ says of each: whether it sees it, and whether the first cause is the right one.
 
     python scripts/plant_faults.py [--only NAME ...] [--mode S] [--jobs N] [--json FILE]
 
-A fault is an edit of one file, at a text that must be there as often as it says. The clean copy is
-checked first. Exit code 1 if a fault is not seen, or the clean copy is not equal.
+A fault is an edit of one file, at a text that must be there as often as it says; or, with
+`--catalogue`, one of the self-test's, in each implementation of its op on one backend, whoever
+calls it. The clean copy is checked first. Exit code 1 if a fault is not seen, or the clean copy is
+not equal.
 """
 
 from __future__ import annotations
@@ -17,17 +19,37 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+from twinfer.numerics.faults.catalogue import CATALOGUE
+from twinfer.numerics.faults.making import Entry
+from twinfer.numerics.faults.planting import faulty
+from twinfer.numerics.questions.selftest_model import CONFIG, write_model
+from twinfer.ops import Op, Plan
+from twinfer.shared.models import decoder
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = (
     "import sys, twinfer; from twinfer.serving.cli import main; "
     "assert twinfer.__file__.startswith(sys.argv[1]), twinfer.__file__; "
-    "sys.exit(main(sys.argv[2:]))"
+    "from twinfer.scripts.plant_faults import spoil; spoil(*sys.argv[2:4]); "
+    "sys.exit(main(sys.argv[4:]))"
 )
+MODELS = "dense", "experts"
+"""Those that catalogued faults are planted in; the other faults are in the bundled model."""
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False,
+    "layer_types": ["full_attention"] * 2, "sliding_window": None, "attention_bias": False,
+}  # fmt: skip
+"""What a mixture has besides the dense model of the self-test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +65,7 @@ class Fault:
     new: str
     cause: str
     count: int = 1
+    model: str = "demo"
 
 
 OURS = "^our definition"
@@ -342,6 +365,71 @@ FAULTS = (
 )  # fmt: skip
 
 
+def catalogued(backend: str) -> list[Fault]:
+    """The faults of the self-test in ops that models call. Without a file: they are no edits."""
+    found = []
+    for entry in CATALOGUE.values():
+        calls = "|".join(sorted({*entry.ops, *entry.shown_by}))
+        cause = rf"{backend}:cpu: ({calls})=|{backend}:cpu.*(weights|rotary table)"
+        model = "experts" if EXPERT_OPS & set(entry.ops) else "dense"
+        if not set(entry.ops) <= UNCALLED or not entry.ops:
+            found.append(Fault(entry.name, backend, "", "", "", cause, model=model))
+    return found
+
+
+EXPERT_OPS = {"moe_route", "grouped_matmul"}
+UNCALLED = {"scale_by", "quantize_int8", "dequantize", "lora_shrink"}
+"""Ops that neither model calls: `numerics ops` judges them."""
+
+
+def spoil(backend: str, name: str) -> None:
+    """Give what this process runs a fault of the catalogue, "" for none: in every implementation
+    of its op on the backend, in weights behind their loading, in the rotary tables of workers.
+    """
+    if not name:
+        return
+    entry, framework = CATALOGUE[name], {"jax": "jax", "torch": "torch"}[backend]
+    bind = Plan.bind
+
+    def bind_wrong(self: Plan, wrap: Any = None) -> Any:
+        if self.framework != framework:
+            return bind(self, wrap)
+
+        def both(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
+            wrong = faulty(entry.fault(), framework, op.name, function)
+            return wrap(op, wrong) if wrap else wrong
+
+        return bind(self, both)
+
+    Plan.bind = bind_wrong  # type: ignore[method-assign]
+    if entry.weights is not None or entry.tables is not None:
+        _spoil_what_is_held(entry)
+
+
+def _spoil_what_is_held(entry: Entry) -> None:
+    """On torch, weights and tables of a worker."""
+    import torch
+
+    from twinfer.gpu import worker
+
+    right = worker.load_weights
+
+    def load(module: Any, *rest: Any) -> None:
+        right(module, *rest)
+        for index, layer in enumerate(module.layers if entry.weights else ()):
+            held = dict(layer.named_parameters())
+            numbers = {name: x.detach().float().numpy() for name, x in held.items()}
+            for name, x in entry.weights(numbers, index).items():
+                held[name].detach().copy_(torch.from_numpy(x.copy()))
+
+    def tables(*arguments: Any) -> Any:
+        found = decoder.rotary_tables(*arguments)
+        return entry.tables(*found) if entry.tables else found
+
+    worker.load_weights = load
+    worker.decoder = SimpleNamespace(**{**vars(decoder), "rotary_tables": tables})
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """What the check said of one fault."""
@@ -375,16 +463,20 @@ def copy_sources(folder: Path) -> Path:
     return target
 
 
-def check(folder: Path, backend: str, words: list[str]) -> tuple[int, str, float]:
+def check(
+    folder: Path, backend: str, words: list[str], model: str = "demo", planted: str = ""
+) -> tuple[int, str, float]:
     """(exit code, first cause, seconds) of `twinfer numerics check` on the copy in `folder`."""
     result, target = folder / "result.json", f"{backend}:cpu"
     result.unlink(missing_ok=True)
-    command = ["numerics", "check", "demo", "--a", target, "--b", target, "--json", str(result)]
+    where = str(folder / model) if model in MODELS else model
+    command = ["numerics", "check", where, "--a", target, "--b", target, "--json", str(result)]
     start = time.perf_counter()
     # Code of other copies must not be found in a cache.
-    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(folder), *command, *words],
+        [sys.executable, "-c", RUN, str(folder), backend, planted, *command, *words],
         cwd=folder, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     seconds = time.perf_counter() - start
@@ -414,39 +506,46 @@ def run(faults: list[Fault], words: list[str], jobs: int, seconds: float) -> lis
     started = time.perf_counter()
     folders: SimpleQueue[Path] = SimpleQueue()
 
-    def judge(backend: str, fault: Fault | None) -> Result | None:
+    def judge(backend: str, model: str, fault: Fault | None) -> Result | None:
         if time.perf_counter() - started > seconds:
             return None
         folder = folders.get()
         try:
-            result = judge_in(folder, backend, fault, words)
+            result = judge_in(folder, backend, model, fault, words)
         finally:
             folders.put(folder)
         show(result)
         return result
 
-    backends = dict.fromkeys(fault.backend for fault in faults)
-    clean = [(backend, None) for backend in backends]
+    clean = dict.fromkeys((fault.backend, fault.model) for fault in faults)
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
         for number in range(jobs):
             folder = Path(temporary).resolve() / str(number)
             copy_sources(folder)
+            write_model(folder / "dense", 1)
+            write_model(folder / "experts", 1, CONFIG | EXPERTS)
             folders.put(folder)
         # JAX compiles for minutes: its faults begin first.
         ordered = sorted(faults, key=lambda fault: fault.backend != "jax")
-        asked = [*clean, *((fault.backend, fault) for fault in ordered)]
-        found = list(pool.map(lambda pair: judge(*pair), asked))
+        asked = [(*key, None) for key in clean]
+        asked += [(fault.backend, fault.model, fault) for fault in ordered]
+        found = list(pool.map(lambda given: judge(*given), asked))
     return [result for result in found if result is not None]
 
 
-def judge_in(folder: Path, backend: str, fault: Fault | None, words: list[str]) -> Result:
+def judge_in(
+    folder: Path, backend: str, model: str, fault: Fault | None, words: list[str]
+) -> Result:
     """Check the copy in `folder` with one fault, or clean."""
     if fault is None:
-        code, cause, seconds = check(folder, backend, words)
+        code, cause, seconds = check(folder, backend, words, model)
         return Result("clean", backend, code, cause, not code, seconds)
-    before = plant(folder / "twinfer", fault)
-    code, cause, seconds = check(folder, backend, words)
-    (folder / "twinfer" / fault.file).write_text(before)
+    if fault.file:
+        before = plant(folder / "twinfer", fault)
+        code, cause, seconds = check(folder, backend, words, model)
+        (folder / "twinfer" / fault.file).write_text(before)
+    else:
+        code, cause, seconds = check(folder, backend, words, model, fault.name)
     is_right = code == 1 and re.search(fault.cause, cause) is not None
     return Result(fault.name, backend, code, cause, is_right, seconds)
 
@@ -464,8 +563,10 @@ def show(result: Result) -> None:
 def main() -> int:
     """Run the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    names = [fault.name for fault in FAULTS]
-    parser.add_argument("--only", nargs="+", action="extend", choices=names, metavar="NAME")
+    parser.add_argument("--only", nargs="+", action="extend", metavar="NAME")
+    parser.add_argument(
+        "--catalogue", action="store_true", help="faults of the self-test instead of edits"
+    )
     parser.add_argument("--backend", choices=("torch", "jax"), help="faults of one backend only")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at once")
     parser.add_argument(
@@ -475,9 +576,15 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the faults and end")
     parser.add_argument("--mode", default="S,P", metavar="S,P", help="modes of the check")
     arguments = parser.parse_args()
+    faults = [*FAULTS]
+    if arguments.catalogue:
+        faults = [fault for backend in ("torch", "jax") for fault in catalogued(backend)]
+    names = {fault.name for fault in faults}
+    if unknown := set(arguments.only or ()) - names:
+        parser.error(f"--only: got {', '.join(sorted(unknown))}, allowed are {', '.join(names)}")
     chosen = [
         fault
-        for fault in FAULTS
+        for fault in faults
         if (not arguments.only or fault.name in arguments.only)
         and arguments.backend in (None, fault.backend)
     ]

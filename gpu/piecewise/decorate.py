@@ -12,13 +12,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import FunctionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import fx
 
 from ...shared.errors import InternalError
+from ..compilation import copy_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +189,7 @@ def evaluate_guards(module: Any, calls: Sequence[Mapping[str, Any]], name: str) 
 
 
 def _compile(module: Any, name: str, backend: Any) -> Callable[..., Any]:
-    # Dynamo keeps what it compiled on the code object; a copy for each trace keeps traces apart.
-    source = type(module).forward
-    title = f"piecewise_{name}"
-    code = source.__code__.replace(co_name=title)
-    copy = FunctionType(code, source.__globals__, title, source.__defaults__, source.__closure__)
+    copy = copy_of(type(module).forward, f"piecewise_{name}")
     # Not dynamic: only what `_mark` names stays open. Dynamo would else remember the sizes of an
     # earlier model that was traced under this name, and leave open what differs.
     return torch.compile(copy, fullgraph=True, backend=backend, dynamic=False)

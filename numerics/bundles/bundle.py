@@ -187,13 +187,13 @@ def read(folder: str, model: str | None = None) -> Bundle:
         where = f"bundle {folder}: {STEPS}, line {number + 1}"
         recorded = from_json(_object(line, where), where, subject)
         if _step_file(number) in files:
-            recorded.arrays = _tensors(
+            recorded.arrays = read_tensors(
                 files[_step_file(number)], f"bundle {folder}: {_step_file(number)}"
             )
         steps.append(recorded)
     start = None
     if START in files:
-        start = _tensors(files[START], f"bundle {folder}: {START}").get("kv")
+        start = read_tensors(files[START], f"bundle {folder}: {START}").get("kv")
         c = subject.model
         wanted = (c.num_layers, None, subject.page_size, 2 * c.num_kv_heads, c.head_dim)
         if (
@@ -218,16 +218,23 @@ def _object(text: str | bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _manifest(path: Path) -> dict[str, Any]:
-    file = path / MANIFEST
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON object of at most MAX_MANIFEST bytes. Raises NotComparable."""
     try:
         if file.stat().st_size > MAX_MANIFEST:
             raise NotComparable(
                 f"{file}: has {file.stat().st_size} bytes, allowed are {MAX_MANIFEST}"
             )
-        manifest = _object(file.read_bytes(), str(file))
+        return _object(file.read_bytes(), str(file))
     except OSError as error:
-        raise NotComparable(f"bundle {path}: cannot read {MANIFEST}: {error.strerror}") from None
+        raise NotComparable(
+            f"bundle {file.parent}: cannot read {file.name}: {error.strerror}"
+        ) from None
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    manifest = read_object(file)
     if manifest.get("format") != FORMAT:
         raise NotComparable(
             f"{file}: format is {str(manifest.get('format'))[:60]!r}, a bundle has {FORMAT!r}"
@@ -280,7 +287,8 @@ def _checked(path: Path, name: str, entry: Mapping[str, Any]) -> bytes:
     return data
 
 
-def _tensors(data: bytes, where: str) -> dict[str, np.ndarray]:
+def read_tensors(data: bytes, where: str) -> dict[str, np.ndarray]:
+    """The tensors of a safetensors file. Raises NotComparable; `where` names it."""
     from safetensors import deserialize
 
     try:

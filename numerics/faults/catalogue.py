@@ -76,7 +76,9 @@ def dense_attention(
     real = request < table.shape[0]
     request = xp.where(real, request, table.shape[0] - 1)
     stop, length = xp.take(start[1:], request, axis=0), xp.take(lens, request, axis=0)
-    pages = xp.reshape(xp.take(table, request, axis=0), (tokens * table.shape[1],))
+    # What an engine's table holds beyond a request's pages means nothing.
+    pages = xp.clip(xp.take(table, request, axis=0), 0, kv.shape[0] - 1)
+    pages = xp.reshape(pages, (tokens * table.shape[1],))
     cache = xp.reshape(
         xp.take(kv, pages, axis=0), (tokens, table.shape[1] * page, kv_heads, 2, size)
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import EQUAL, FAILED, NOT_COMPARED, NotComparable
-from .gates import Mode, Scope
+from .gates import Family, Mode, Scope
 from .metrics import Metrics, jsonable
 from .record import dumps
 
@@ -283,33 +283,81 @@ def _order(f: Finding) -> tuple[Any, ...]:
     layers first).
     """
     local = f.scope in ("op", "layer")
-    last = f.layer < 0 and f.tap.split("[")[0] in ("fused_add_rms_norm", "logits", "final")
+    is_last = f.scope == "logits" or f.tap.split("[")[0] in ("fused_add_rms_norm", "logits")
+    last = f.layer < 0 and is_last
     return (not local, f.step, 1_000_000 if last else f.layer, ORDER[f.scope])
 
 
 POOLED_SIGMA = 1.05
+"""Allowed to a layer over all steps, where chance is left less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """A layer's error over its noise in all steps, and the independent numbers of that noise."""
+
+    sigma: float
+    numbers: float
+
+    def limit(self, family: Family) -> float:
+        """As of an op or a layer in one step (`gates.precision`)."""
+        chance = family.deviations / max(self.numbers, 1.0) ** 0.5
+        return max(POOLED_SIGMA, 1.0 + chance)
+
+
+def pooled_layers(
+    diff: Diff, side: str, scope: Scope = "layer", mode: Mode = "P"
+) -> dict[int, Pooled]:
+    """Each layer of a side over all steps."""
+    sums: dict[int, list[float]] = {}
+    for f in diff.findings:
+        if (f.side, f.scope, f.mode) == (side, scope, mode):
+            m, entry = f.metrics, sums.setdefault(f.layer, [0.0, 0.0, 0.0])
+            entry[0] += m.error_power
+            entry[1] += m.noise_power
+            entry[2] += m.noise_power**2 / max(m.effective, 1.0)
+    return {
+        layer: Pooled((e / n) ** 0.5 if n else 1.0, n * n / q if q else float("inf"))
+        for layer, (e, n, q) in sorted(sums.items())
+    }
 
 
 def layer_sigmas(
     diff: Diff, side: str, scope: Scope = "layer", mode: Mode = "P"
 ) -> dict[int, float]:
     """Sigma of each layer of a side, over all steps."""
-    sums: dict[int, list[float]] = {}
-    for f in diff.findings:
-        if (f.side, f.scope, f.mode) == (side, scope, mode):
-            entry = sums.setdefault(f.layer, [0.0, 0.0])
-            entry[0] += f.metrics.error_power
-            entry[1] += f.metrics.noise_power
-    return {layer: (e / n) ** 0.5 if n else 1.0 for layer, (e, n) in sorted(sums.items())}
+    return {layer: found.sigma for layer, found in pooled_layers(diff, side, scope, mode).items()}
+
+
+def pooled_limits(diff: Diff) -> dict[tuple[str, int], float]:
+    """What sigma is allowed to each layer of each side over all steps of mode P."""
+    found = {side: pooled_layers(diff, side) for side in diff.sides}
+    family = Family(sum(map(len, found.values())))
+    return {
+        (side, layer): pooled.limit(family)
+        for side, layers in found.items()
+        for layer, pooled in layers.items()
+    }
 
 
 def pooled_problems(diff: Diff) -> list[str]:
-    """Layers whose sigma over all steps is more than 1.05: enough numbers to leave nothing to
-    chance.
-    """
+    """Layers whose sigma over all steps exceeds its limit."""
+    sigmas = {side: layer_sigmas(diff, side) for side in diff.sides}
     return [
-        f"{side}: layer.{layer} sigma {sigma:.3f} over all steps > {POOLED_SIGMA}"
-        for side in diff.sides
-        for layer, sigma in layer_sigmas(diff, side).items()
-        if not sigma <= POOLED_SIGMA
+        f"{side}: layer.{layer} sigma {sigmas[side][layer]:.3f} over all steps > {limit:.3g}"
+        for (side, layer), limit in pooled_limits(diff).items()
+        if not sigmas[side][layer] <= limit
+    ]
+
+
+def beyond_dtype(diff: Diff, dtype: str) -> list[str]:
+    """What the run dtype cannot hold, by side: nobody can say whether it is right."""
+    found: dict[str, list[Finding]] = {}
+    for f in diff.findings:
+        if f.metrics.beyond:
+            found.setdefault(f.side, []).append(f)
+    return [
+        f"{side}: {len(beyond)} tensors have numbers that {dtype} cannot hold, the first is "
+        f"{beyond[0].name} of step {beyond[0].step} with {beyond[0].metrics.beyond}"
+        for side, beyond in found.items()
     ]

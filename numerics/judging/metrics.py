@@ -3,7 +3,8 @@ is off.
 
 Everything here takes `got` (a backend's), `exact` (float64) and `faithful` (rounded as the
 contracts say), equal in shape; rows are the first axis. Elements where the exact reference is not
-finite are left out, but must not be finite in `got` either.
+finite are left out, but must not be finite in `got` either. Where the faithful one alone is not,
+the run dtype cannot hold what is right: nothing can be said of these.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Metrics:
     count         elements compared
     effective     independent numbers that the noise is made of: (sum n^2)^2 / sum n^4, one outlier
                   counts as one
+    beyond        elements that the run dtype cannot hold, left out
     error_power   sum of squared errors, and `noise_power` of the faithful reference's: to pool
                   several steps
     """
@@ -61,6 +63,7 @@ class Metrics:
     effective: float
     error_power: float
     noise_power: float
+    beyond: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; infinities as text."""
@@ -77,12 +80,13 @@ def jsonable(value: Any) -> Any:
 def measure(got: np.ndarray, exact: np.ndarray, faithful: np.ndarray) -> Metrics:
     """The metrics of one tensor. Shapes must be equal."""
     wide, right, noisy = (np.asarray(x).astype(np.float64) for x in (got, exact, faithful))
-    usable = np.isfinite(right)
+    known = np.isfinite(right)
+    usable = known & np.isfinite(noisy)
     both = usable & np.isfinite(wide)
     with np.errstate(invalid="ignore", over="ignore"):
-        special = int((usable & ~np.isfinite(wide)).sum() + (~usable & np.isfinite(wide)).sum())
+        special = int((usable & ~np.isfinite(wide)).sum() + (~known & np.isfinite(wide)).sum())
         error = np.where(both, wide - right, 0.0)
-        noise = np.where(usable & np.isfinite(noisy), noisy - right, 0.0)
+        noise = np.where(usable, noisy - right, 0.0)
     right = np.where(usable, right, 0.0)
     count = int(usable.sum())
     size = max(count, 1)
@@ -108,6 +112,7 @@ def measure(got: np.ndarray, exact: np.ndarray, faithful: np.ndarray) -> Metrics
         effective=n2 * n2 / float((noise**4).sum()) if n2 else float(size),
         error_power=e2,
         noise_power=n2,
+        beyond=int((known & ~usable).sum()),
     )
 
 

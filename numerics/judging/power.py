@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .diff import POOLED_SIGMA, Diff, Finding, layer_sigmas
+from .diff import Diff, Finding, pooled_limits
 
 FIELDS = {"relative error": "rel_l2", "|slope|": "slope", "sigma": "sigma", "|bias|": "bias"}
 """Limited metrics that say how large a fault of an op is, and their fields."""
@@ -32,8 +32,9 @@ def power(diff: Diff) -> dict[str, dict[str, Any]]:
                 median = float(np.median([limit for limit, _ in limits]))
                 entry = {"median": median, "largest": worst, "at": where.name}
                 found.setdefault(mode, {})[fault] = entry
-    if "sigma" in found.get("P", {}) and any(layer_sigmas(diff, side) for side in diff.sides):
-        found["P"]["pooled"] = {"median": _added(POOLED_SIGMA), "largest": _added(POOLED_SIGMA)}
+    pooled = [_added(limit) for limit in pooled_limits(diff).values()]
+    if "sigma" in found.get("P", {}) and pooled:
+        found["P"]["pooled"] = {"median": float(np.median(pooled)), "largest": max(pooled)}
     return found
 
 

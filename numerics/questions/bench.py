@@ -85,10 +85,11 @@ class Bench:
 
     def __init__(
         self, subject: Subject, target: Target, lengths: Sequence[int], fault: Fault | None = None,
-        **options: Any
+        pages: int = 0, **options: Any
     ) -> None:  # fmt: skip
         """A cache that holds requests of up to `lengths` tokens at once, in the page groups of an
-        engine; `options` are engine options. Raises ConfigError, ModelError, BackendUnavailable.
+        engine, and so many `pages` besides; `options` are engine options. Raises ConfigError,
+        ModelError, BackendUnavailable.
         """
         device = backend_module(target.backend).find_device(target.device)
         most = max(subject.tokens, subject.max_num_seqs)
@@ -112,7 +113,7 @@ class Bench:
         self.table = self.config.table()
         self.shape = step_shape(subject.model, self.config)
         self.layout = layout_of(subject.model, self.config)
-        self.pages = sum(self.pages_of(length) for length in lengths)
+        self.pages = pages + sum(self.pages_of(length) for length in lengths)
         with _planted(target.backend, fault):
             self.worker: Worker = create_worker(subject.model, self.config, device, subject.folder)
         self.worker.load(silent)

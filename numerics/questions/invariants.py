@@ -12,23 +12,36 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from ...ops.testing import limits
 from ...shared.errors import ConfigError, TwinferError
 from ...shared.models import decoder
 from ...shared.models.caches import CacheLayout
 from ..errors import EQUAL, FAILED, NOT_COMPARED
-from ..judging.gates import FEWEST, HALF_ULP32, Family, Gate, Mode
-from ..judging.metrics import DEVIATIONS, jsonable, log_softmax, measure
+from ..judging.amplification import HOPELESS, TRIES, amplification
+from ..judging.gates import (
+    HALF_ULP32,
+    MODES,
+    Amplified,
+    Family,
+    Gate,
+    Mode,
+    precision,
+    walk,
+)
+from ..judging.metrics import Metrics, jsonable, log_softmax, measure
 from ..judging.record import dumps
 from ..showing.terminal import LINES, WORDS
 from ..sides.environment import describe_side
-from ..sides.reference import Reference
+from ..sides.jitter import Jitter
+from ..sides.reference import Reference, storage_dtype
 from ..sides.runners import Fault
 from ..sides.steps import pages_of, real_tokens
 from ..sides.subject import HostWeights, Subject, Target
+from ..sides.taps import Tracer
 from .bench import Bench, Change, Rows, Schedule, permuted_pages
 
 Progress = Callable[[str], None]
@@ -367,18 +380,34 @@ def _only(rows: Rows, keep: Callable[[tuple[int, int]], bool]) -> Rows:
 # --- judging
 # --------------------------------------------------------------------------------------------------
 
+FAMILY = Family(3 * len(MODES) * len(RELATIONS))
+"""The limits of a run: three of a relation in a mode."""
+
+
+class _Judged(NamedTuple):
+    """A relation up to rounding: the largest share of a limit, and what was found."""
+
+    figure: float
+    detail: str
+    complaints: list[str]
+
 
 class Judge:
-    """Judges a pair of runs. The noise (mode P) is that of the references over the steps of the
-    `usual` run, whose pages lie as `layout` says.
+    """Judges a pair of runs. Noise is that of the references over the steps of the first of them,
+    whose pages lie as `layout` says.
     """
 
-    def __init__(self, subject: Subject, mode: Mode, usual: Rows, layout: CacheLayout) -> None:
-        self._subject, self._mode, self._usual, self._layout = subject, mode, usual, layout
+    def __init__(self, subject: Subject, mode: Mode, layout: CacheLayout) -> None:
+        self._subject, self._mode, self._layout = subject, mode, layout
+        self._usual = Rows()
+        # In float32 the noise of a reference is one order of sums: mode P is mode S.
+        self._gates: Mode = "S" if subject.dtype == "float32" else mode
         self._noise: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] | None = None
 
     def __call__(self, relation: Relation, pair: tuple[Rows, Rows]) -> Result:
         """The result of a relation."""
+        if pair[0] is not self._usual:
+            self._usual, self._noise = pair[0], None
         one, other = pair[0].first(), pair[1]
         result = Result(relation.name, self._mode, relation.promise, relation.reason)
         keys = [key for key in other.keys if key in one]
@@ -394,7 +423,7 @@ class Judge:
             result.complaints.append(f"{len(lost)} of {len(one)} rows were not computed")
         if relation.promise == "bitwise":
             self._bitwise(result, keys, a, b)
-        else:
+        elif keys:
             self._rounding(result, keys, a, b)
         return result
 
@@ -417,51 +446,80 @@ class Judge:
     def _rounding(
         self, result: Result, keys: list[tuple[int, int]], a: np.ndarray, b: np.ndarray
     ) -> None:
-        model = self._subject.model
-        if self._mode == "S":
-            exact, faithful = a, a
-            # Each of the two runs is off by what a float32 sum of so many terms may be, in each
-            # layer.
-            terms = max(model.hidden_size, model.intermediate_size) * 2 * (1 + model.num_layers)
-            allowed = 2.0 * HALF_ULP32 * terms**0.5
-        else:
-            right, noisy = self._of_noise(keys, a.shape[1])
-            exact, faithful = a, a + 2**0.5 * (noisy - right)
-        m = measure(b, exact, faithful)
-        if self._mode == "P":
-            gate = Gate(sigma=1.15 + DEVIATIONS / max(m.effective, 1.0) ** 0.5, excess=2.0)
-            result.figure = max(m.sigma / (gate.sigma or 1.0), m.excess / 2.0)
-            result.detail = f"{len(keys)} rows, sigma {m.sigma:.3f}"
-        else:
-            with np.errstate(invalid="ignore", divide="ignore"):
-                rows = np.sqrt(((b - a).astype(np.float64) ** 2).mean(1)) / np.sqrt(
-                    (a.astype(np.float64) ** 2).mean()
-                )
-            worst = float(rows.max(initial=0.0)) if np.isfinite(rows).all() else float("inf")
-            if not (m.rel_l2 <= allowed and worst <= ROW_FACTOR * allowed):
-                allowed = max(allowed, self._noisy(keys, a.shape[1]))
-            gate = Gate(rel_l2=allowed)
-            result.figure = max(m.rel_l2 / allowed, worst / (ROW_FACTOR * allowed))
-            result.detail = (
-                f"{len(keys)} rows, relative error {m.rel_l2:.2g}, worst row {worst:.2g}"
-            )
-            if worst > ROW_FACTOR * allowed:
-                where = _place(keys[int(np.nan_to_num(rows, nan=np.inf).argmax())])
-                result.complaints.append(
-                    f"worst row {worst:.3g} > {ROW_FACTOR * allowed:.3g} at {where}"
-                )
-        found = list(gate.complaints(m))
-        place = _place(keys[m.worst[0]]) if m.worst else ""
-        result.complaints += [f"{complaint}; largest error at {place}" for complaint in found]
+        judge = self._semantics if self._gates == "S" else self._precision
+        found = judge(keys, a, b, None)
+        if 1.0 < found.figure < HOPELESS:
+            for tries in TRIES:
+                found = judge(keys, a, b, self._amplified(keys, a.shape[1], tries))
+                if found.complaints:
+                    break
+        result.figure, result.detail = found.figure, f"{len(keys)} rows, {found.detail}"
+        result.complaints += found.complaints
 
-    def _noisy(self, keys: Sequence[tuple[int, int]], width: int) -> float:
-        """Mode S: the relative error that noise of two independent runs in float32 may have. The
-        references take as long as the runs: they are asked only if the limit without is exceeded.
+    def _semantics(
+        self, keys: list[tuple[int, int]], a: np.ndarray, b: np.ndarray, amplified: Amplified | None
+    ) -> _Judged:
+        """Each of the two runs is off by what a float32 sum of so many terms may be, in each layer,
+        or by what the run makes of errors of its ops' inputs.
         """
-        right, noisy = self._of_noise(keys, width)
-        noise = measure(noisy, right, noisy).rel_l2
-        chance = Family(2 * len(RELATIONS)).spread(FEWEST)
-        return float(2**0.5 * chance * noise)
+        model = self._subject.model
+        reduction = max(model.hidden_size, model.intermediate_size)
+        of_all = 2.0 * HALF_ULP32 * (reduction * 2 * (1 + model.num_layers)) ** 0.5
+        of_rows = np.full(len(a), ROW_FACTOR * of_all)
+        size = float((a.astype(np.float64) ** 2).mean()) ** 0.5
+        if amplified is not None:
+            n, tries, times = amplified.numbers, amplified.tries, 2**0.5 * walk(reduction)
+            of_all = max(of_all, times * amplified.rel_l2 * FAMILY.spread(n, n * tries))
+            times *= Family(FAMILY.comparisons * len(a)).spread(1, tries) / size
+            of_rows = np.maximum(of_rows, times * np.sqrt((amplified.elements**2).mean(1)))
+        m, gate = measure(b, a, a), Gate(rel_l2=of_all)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            rows = np.sqrt(((b - a).astype(np.float64) ** 2).mean(1)) / size
+        rows = np.where(np.isfinite(rows), rows, np.inf)
+        shares = rows / of_rows
+        worst = int(shares.argmax())
+        found = _Judged(
+            max(m.rel_l2 / of_all, float(shares[worst])),
+            f"relative error {m.rel_l2:.2g}, worst row {rows.max():.2g}",
+            self._complaints(gate, m, keys),
+        )
+        if shares[worst] > 1.0:
+            row = f"worst row {rows[worst]:.3g} > {of_rows[worst]:.3g} at {_place(keys[worst])}"
+            found.complaints.append(row)
+        return found
+
+    def _precision(
+        self, keys: list[tuple[int, int]], a: np.ndarray, b: np.ndarray, amplified: Amplified | None
+    ) -> _Judged:
+        """The two runs differ by the noise of two roundings of the run dtype."""
+        right, noisy = self._of_noise(keys, a.shape[1])
+        m = measure(b, a, a + 2**0.5 * (noisy - right))
+        if amplified is not None:
+            amplified = replace(amplified, rel_l2=2**0.5 * amplified.rel_l2)
+        numbers = float(len(a) * self._subject.model.hidden_size)
+        gate = precision("logits", m, FAMILY, numbers, len(a), amplified)
+        gate = replace(gate, overlap=None)
+        return _Judged(
+            max(gate.shares(m).values()), f"sigma {m.sigma:.3f}", self._complaints(gate, m, keys)
+        )
+
+    def _complaints(self, gate: Gate, m: Metrics, keys: list[tuple[int, int]]) -> list[str]:
+        place = _place(keys[m.worst[0]]) if m.worst else ""
+        return [f"{complaint}; largest error at {place}" for complaint in gate.complaints(m)]
+
+    def _amplified(self, keys: Sequence[tuple[int, int]], width: int, tries: int) -> Amplified:
+        """What the run makes of errors of its ops' inputs. The references take as long as the runs:
+        this is asked only if the limits without are exceeded.
+        """
+
+        def run(tracer: Tracer | None) -> list[np.ndarray]:
+            found = reference_logits(self._subject, self._usual, self._layout, True, tracer)
+            return [_of_width(np.stack([found[key] for key in keys]), width)]
+
+        half_ulp = HALF_ULP32
+        if self._gates == "P":
+            half_ulp = limits(storage_dtype(self._subject.dtype)).half_ulp
+        return amplification(lambda rng: run(Jitter(rng, half_ulp)), run(None), tries)[0]
 
     def _of_noise(
         self, keys: Sequence[tuple[int, int]], width: int
@@ -473,13 +531,16 @@ class Judge:
             self._noise = reference_rows(self._subject, self._usual, self._layout)
         pairs = [self._noise[key] for key in keys]
         right, noisy = (np.stack([pair[i] for pair in pairs]).astype(np.float64) for i in (0, 1))
-        if width != right.shape[1]:
-            right, noisy = (best_logprobs(x, width) for x in (right, noisy))
-        return right, noisy
+        return _of_width(right, width), _of_width(noisy, width)
 
 
 ROW_FACTOR = 4.0
 """A row may be off by so many times what all rows together may."""
+
+
+def _of_width(logits: np.ndarray, width: int) -> np.ndarray:
+    """Logits [row vocab], or their best log-probabilities if rows hold fewer numbers."""
+    return logits if width == logits.shape[1] else best_logprobs(logits, width)
 
 
 def best_logprobs(logits: np.ndarray, count: int) -> np.ndarray:
@@ -494,27 +555,27 @@ def reference_rows(
     """The logits of the exact and of the faithful reference, by (request, position), over the
     steps of a run, whose pages lie as `layout` says.
     """
-    model, steps = subject.model, usual.steps
-    weights, tables = (
-        HostWeights(subject),
-        decoder.rotary_tables(subject.model, subject.max_model_len),
-    )
-    pages, groups = pages_of(steps), [place.group for place in layout.places]
-    found: list[list[np.ndarray]] = []
-    for exact in (True, False):
-        reference = Reference(model, tables, exact=exact, groups=groups)
-        dtype = np.float64 if exact else weights.top()["embed"].dtype
-        caches = [
-            np.full((pages, *layout.page_shape(layer)), np.nan, dtype)
-            for layer in range(model.num_layers)
-        ]
-        rows: list[np.ndarray] = []
-        for step in steps:
-            reference.begin(step)
-            finished, caches = reference.run(weights.top(), weights.layer, caches)
-            rows += list(reference.head(weights.top(), finished)[: real_tokens(step)])
-        found.append(rows)
-    return dict(zip(usual.computed, zip(*found, strict=True), strict=True))
+    right, noisy = (reference_logits(subject, usual, layout, exact) for exact in (True, False))
+    return {key: (right[key], noisy[key]) for key in right}
+
+
+def reference_logits(
+    subject: Subject, usual: Rows, layout: CacheLayout, exact: bool, tracer: Tracer | None = None
+) -> dict[tuple[int, int], np.ndarray]:
+    """As `reference_rows`, of one reference, whose ops' calls `tracer` sees."""
+    model, steps, weights = subject.model, usual.steps, HostWeights(subject)
+    tables = decoder.rotary_tables(model, subject.max_model_len)
+    groups = [place.group for place in layout.places]
+    reference = Reference(model, tables, exact=exact, groups=groups, tracer=tracer)
+    dtype = np.float64 if exact else weights.top()["embed"].dtype
+    shapes = [(pages_of(steps), *layout.page_shape(i)) for i in range(model.num_layers)]
+    caches = [np.full(shape, np.nan, dtype) for shape in shapes]
+    rows: list[np.ndarray] = []
+    for step in steps:
+        reference.begin(step)
+        finished, caches = reference.run(weights.top(), weights.layer, caches)
+        rows += list(reference.head(weights.top(), finished)[: real_tokens(step)])
+    return dict(zip(usual.computed, rows, strict=True))
 
 
 def _place(key: tuple[int, int]) -> str:
@@ -550,7 +611,7 @@ def check_invariants(
             target, lab.bench.worker.device, lab.bench.worker.plans()
         )
         try:
-            judge = Judge(where, mode, lab.usual, lab.bench.layout)
+            judge = Judge(where, mode, lab.bench.layout)
             for one in _chosen(names, lab, report):
                 relation = promised(one, target)
                 progress(f"mode {mode}: {relation.name}")

@@ -1,5 +1,5 @@
-"""The ends of two runs: a backend's logits against another's, against transformers', or against a
-server's.
+"""The ends of two runs: a backend's logits against another's, against transformers', against a
+server's, or against a dump of another engine, which may have what is behind each layer too.
 
 All sides are given the same tokens, whatever they would have chosen, so that a token that flips
 does not make all that follows incomparable. A backend runs the same steps as both references
@@ -18,31 +18,45 @@ import numpy as np
 from ...ops.testing import limits
 from ...shared.errors import BackendUnavailable, ConfigError
 from ...shared.models.table import TOP, keys
+from ...shared.step import StepInput
 from ...shared.tokenizer import Tokenizer
+from ..bundles.dump import Dump, read_dump
 from ..judging.diff import Diff, Finding
-from ..judging.gates import FOREIGN, Mode, foreign
+from ..judging.gates import FOREIGN, Mode, Scope, foreign
 from ..judging.logits_metrics import KL_LIMIT, compare_logits, compare_named
 from ..judging.metrics import measure
 from ..judging.server_metrics import NamedRow, judge_server, named_row
+from ..judging.weights import check_tables, check_weights
+from ..sides.environment import describe_side
 from ..sides.http_server import Reading, Served, Tops, read_server
-from ..sides.runners import Fault, Runner, create_runner
-from ..sides.steps import make_owned_steps, owned_rows, place, where
+from ..sides.reference import total
+from ..sides.runners import Fault
+from ..sides.steps import NEW_TOKENS, make_owned_steps, owned_rows, pages_of, place, where
 from ..sides.subject import HostWeights, Subject, Target, parse_target
-from .model import Comparison
+from .bench import Bench
+from .model import LIMITS, Caches, Comparison, Streams
 
 Progress = Callable[[str], None]
 TRANSFORMERS = "transformers"
 SERVERS = "http://", "https://"
+DUMP = "dump:"
 
 
 def parse_side(text: str) -> Target | str:
-    """A target, the word transformers, or a server's address. Raises ConfigError."""
-    if text == TRANSFORMERS or text.startswith(SERVERS):
+    """A target, the word transformers, a server's address, or a dump. Raises ConfigError."""
+    if text == TRANSFORMERS or text.startswith((*SERVERS, DUMP)):
         return text.rstrip("/")
     try:
         return parse_target(text)
     except ConfigError as error:
-        raise ConfigError(f"{error}; or {TRANSFORMERS}, or http://HOST:PORT of a server") from None
+        raise ConfigError(
+            f"{error}; or {TRANSFORMERS}, http://HOST:PORT of a server, {DUMP}FOLDER"
+        ) from None
+
+
+def is_server(side: Target | str) -> bool:
+    """Whether a side is asked over HTTP."""
+    return isinstance(side, str) and side.startswith(SERVERS)
 
 
 def compare_ends(
@@ -57,38 +71,59 @@ def compare_ends(
 ) -> Diff:
     """Compare the logits of `sides` over prompts. A server is asked for what follows `positions`
     prefixes of each, for all positions at once, and for what it generates after each prompt, which
-    the other sides are given too. `server_logits`: the dtype that its logits are said to have.
+    the other sides are given too. `server_logits`: the dtype that its logits are said to have. A
+    dump brings its own prompts.
 
     Raises ConfigError, BackendUnavailable, NotComparable, InfrastructureError.
     """
     mode: Mode = "S" if subject.dtype == "float32" else "P"
     names = [f"{chr(ord('a') + index)} {side}" for index, side in enumerate(sides)]
     served = _read_server(subject, sides, prompts, positions, progress)
-    if served is not None:
-        prompts = served.prompts
-    runners: dict[str, Runner] = {}
+    dumped = [side for side in sides if isinstance(side, str) and side.startswith(DUMP)]
+    if len(dumped) > 1 or (dumped and served is not None):
+        raise ConfigError(f"sides: got {', '.join(map(str, sides))}, allowed is one dump or server")
+    dump = read_dump(dumped[0].removeprefix(DUMP), subject) if dumped else None
+    prompts = prompts if served is None else served.prompts
+    prompts = prompts if dump is None else dump.prompts
+    new_tokens = NEW_TOKENS if dump is None else 1  # a dump may have short prompts
+    steps, owners = zip(*make_owned_steps(subject, prompts, new_tokens), strict=True)
+    benches: dict[str, Bench] = {}
     whole: dict[str, Sequence[np.ndarray]] = {}
     about: dict[str, Any] = {}
+    dumps: tuple[str, Dump] | None = None
     try:
         for name, side in zip(names, sides, strict=True):
             progress(f"loading {side}")
             if isinstance(side, Target):
-                runners[name] = create_runner(subject, side, (faults or {}).get(name[0]))
+                fault = (faults or {}).get(name[0])
+                bench = benches[name] = _bench(subject, side, steps, fault)
+                about[name] = describe_side(side, bench.worker.device, bench.worker.plans())
             elif side == TRANSFORMERS:
                 whole[name], about[name] = transformers_logits(subject, prompts)
             elif served is not None:
                 about[name] = dict(served.about)
-        steps, owners = zip(*make_owned_steps(subject, prompts), strict=True)
-        ends = _Ends(subject, runners, mode, names, owners, whole, served)
+            elif dump is not None:
+                about[name] = {"target": str(side), "device": dump.engine, "plan": "?"}
+                dumps = name, dump
+        ends = _Ends(subject, benches, mode, names, owners, whole, served, dumps)
         diff = ends.run(steps, progress)
     finally:
-        for runner in runners.values():
-            runner.close()
+        for bench in benches.values():
+            bench.close()
     diff.sides = tuple(names)
     diff.environment["sides"] |= about
     if served is not None:
         _judge_server(diff, ends, served, server_logits)
     return diff
+
+
+def _bench(
+    subject: Subject, target: Target, steps: Sequence[StepInput], fault: Fault | None
+) -> Bench:
+    """A worker of `target` that can run `steps`, whose cache holds other tokens."""
+    bench = Bench(subject, target, (), fault, pages=pages_of(steps) - 1, page_groups=False)
+    bench.scrub()
+    return bench
 
 
 def _read_server(
@@ -98,7 +133,7 @@ def _read_server(
     """What the server among the sides serves; None if there is none. Raises ConfigError for two,
     whose generated tokens would be two sets of prompts.
     """
-    urls = [side for side in sides if isinstance(side, str) and side != TRANSFORMERS]
+    urls = [str(side) for side in sides if is_server(side)]
     if len(urls) > 1:
         raise ConfigError(f"sides: got {', '.join(urls)}, allowed is one server at a time")
     return read_server(urls[0], subject, prompts, positions, progress) if urls else None
@@ -117,50 +152,99 @@ def _judge_server(diff: Diff, ends: _Ends, served: Served, server_logits: str) -
 
 
 class _Ends(Comparison):
-    """A comparison of ends only, in which some sides are no runners: `whole` has logits by prompt
-    [position vocab], `served` what a server named. `owners` are the prompts of each step's
-    requests.
+    """A comparison of ends: `benches` have workers, `whole` logits by prompt [position vocab],
+    `served` what a server named, `dump` a side's name and what it has, behind layers too. `owners`
+    are the prompts of each step's requests.
     """
 
     def __init__(
-        self, subject: Subject, runners: Mapping[str, Runner], mode: Mode, names: Sequence[str],
+        self, subject: Subject, benches: Mapping[str, Bench], mode: Mode, names: Sequence[str],
         owners: Sequence[Sequence[int]], whole: Mapping[str, Sequence[np.ndarray]],
-        served: Served | None = None,
+        served: Served | None = None, dump: tuple[str, Dump] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(subject, runners, mode, layers=(), taps=())
-        self._names, self._owners, self._whole = names, owners, whole
+        super().__init__(subject, {}, mode, layers=(), taps=())
+        self._benches, self._names, self._owners, self._whole = benches, names, owners, whole
         self._readings: dict[tuple[int, int], list[Reading]] = {}
         for reading in served.readings if served is not None else ():
             self._readings.setdefault((reading.prompt, reading.position), []).append(reading)
+        self._dump = dump
         self._texts = Tokenizer.load(subject.folder)
         self.named: list[NamedRow] = []
 
+    def check_weights(self) -> None:
+        """What each worker's programs are given must be the checkpoint's, and the definition's."""
+        for name, bench in self._benches.items():
+            worker = bench.worker
+            check_weights(self.diff, name, worker.read_weights, self.weights, self.model.num_layers)
+            check_tables(self.diff, name, worker.read_tables(), self._tables)
+
+    def _comparisons(self, declared: Mapping[str, Any]) -> int:
+        tensors = len(self._names) if self._dump is None else len(self._dump[1].names) + 1
+        return LIMITS * tensors
+
+    def _embed(self) -> Streams:
+        streams = super()._embed()
+        self._dumped("embed", -1, {exact: total(stream) for exact, stream in streams.items()})
+        return streams
+
+    def _layer(self, index: int, streams: Streams, caches: Caches) -> tuple[Streams, Caches]:
+        after, written = super()._layer(index, streams, caches)
+        behind = {exact: total(stream) for exact, stream in after.items()}
+        self._dumped(f"layer.{index}", index, behind)
+        return after, written
+
+    def _dumped(self, name: str, layer: int, right: Mapping[bool, np.ndarray]) -> None:
+        """Judge the rows of this step that a dump has of a tensor, if it has that."""
+        if self._dump is None or name not in self._dump[1].names:
+            return
+        side, dump = self._dump
+        got = dump.rows(name, self._places())
+        exact, faithful = (right[is_exact][: self.real] for is_exact in (True, False))
+        self._foreign(side, got, exact, faithful, "inherited", layer, name)
+
+    def _places(self) -> list[tuple[int, int]]:
+        """(prompt, position) of each row of the step."""
+        return list(owned_rows(self.step, self._owners[self.number]))
+
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         """Compare the first side with each other one."""
+        rows = {}
+        for name, bench in self._benches.items():
+            got = bench.worker.logits(self.step)
+            self._find(name, "logits", -1, "final logits", got, exact, faithful)
+            rows[name] = got[: self.real]
         exact, faithful = exact[: self.real], faithful[: self.real]
-        rows = {side.name: side.logits[: self.real] for side in self.sides}
-        places = list(owned_rows(self.step, self._owners[self.number]))
+        places = self._places()
+        if self._dump is not None and "logits" in self._dump[1].names:
+            side, dump = self._dump
+            rows[side] = dump.rows("logits", places)
+            self._foreign(side, rows[side], exact, faithful)
         for name, logits in self._whole.items():
             rows[name] = np.stack([logits[prompt][position] for prompt, position in places])
             self._foreign(name, rows[name], exact, faithful)
         first = self._names[0]
         for name in self._names[1:]:
+            if name not in rows and self._dump is not None:
+                continue
             if name not in rows:
                 self._named(rows[first], exact, faithful, places)
             else:
-                limit = FOREIGN**2 if name in self._whole else KL_LIMIT
+                limit = KL_LIMIT if name in self._benches else FOREIGN**2
                 found = compare_logits(
                     rows[first], rows[name], exact, faithful, self.step, self.mode, limit
                 )
                 self.diff.logits.append(found)
 
-    def _foreign(self, name: str, got: np.ndarray, exact: np.ndarray, faithful: np.ndarray) -> None:
+    def _foreign(
+        self, name: str, got: np.ndarray, exact: np.ndarray, faithful: np.ndarray,
+        scope: Scope = "logits", layer: int = -1, tap: str = "final logits",
+    ) -> None:  # fmt: skip
         m = measure(got, exact, faithful)
         gate = foreign(self.mode, m, self.reduction, self.model.num_layers)
         place_ = place(self.step, m.worst, 2, self.subject.page_size)
         self.diff.findings.append(
             Finding(
-                name, self.mode, "logits", self.number, -1, "final logits", "", m,
+                name, self.mode, scope, self.number, layer, tap, "", m,
                 tuple(gate.complaints(m)), None,
                 place_, gate.shares(m),
             )

@@ -22,7 +22,7 @@ from ...shared.models import decoder
 from ...shared.step import StepInput
 from ..errors import NotComparable
 from ..judging.amplification import TRIES, amplification, worth_trying
-from ..judging.diff import Diff, Finding, pooled_problems
+from ..judging.diff import Diff, Finding, beyond_dtype, pooled_problems
 from ..judging.gates import Amplified, Family, Gate, Mode
 from ..judging.logits_metrics import compare_logits
 from ..judging.metrics import Metrics, measure
@@ -161,6 +161,7 @@ class Comparison:
             self.subject, {s.name: s.runner for s in self.sides}, steps
         )
         self.diff.problems += pooled_problems(self.diff) if self.gates == "P" else []
+        self.diff.missing += beyond_dtype(self.diff, self.subject.dtype)
         self.diff.seconds = time.perf_counter() - started
         return self.diff
 
@@ -230,7 +231,7 @@ class Comparison:
                 self._ops(side, self.exact.spec.layers[index], index, calls, taps)
                 output = total(tuple(runner.download(x) for x in out[:2]))
                 self._find(
-                    side, "layer", index, "output", output, expected, noisy,
+                    side.name, "layer", index, "output", output, expected, noisy,
                     lambda tries: self._amplified(index, weights, inputs, expected, tries),
                 )  # fmt: skip
             (side.hidden, side.residual, side.kv[source]), _ = runner.layer(
@@ -239,7 +240,9 @@ class Comparison:
             if judged:
                 inherited = total(tuple(runner.download(x) for x in (side.hidden, side.residual)))
                 run_expected, run_noisy = (total(after[exact]) for exact in (True, False))
-                self._find(side, "inherited", index, "output", inherited, run_expected, run_noisy)
+                self._find(
+                    side.name, "inherited", index, "output", inherited, run_expected, run_noisy
+                )
         return after, written
 
     def _amplified(
@@ -303,7 +306,9 @@ class Comparison:
             _, taps = runner.head(runner.upload(rounded))
             self._ops(side, "head", -1, self.local.calls, taps)
             side.logits = runner.download(runner.head(side.rows)[0])
-            self._find(side, "logits", -1, "final logits", side.logits, logits[True], logits[False])
+            self._find(
+                side.name, "logits", -1, "final logits", side.logits, logits[True], logits[False]
+            )
         self._logits(logits[True], logits[False])
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
@@ -351,13 +356,13 @@ class Comparison:
                 )
 
     def _find(
-        self, side: _Side, scope: Any, layer: int, tap: str, got: Any, right: Any, noisy: Any,
+        self, side: str, scope: Any, layer: int, tap: str, got: Any, right: Any, noisy: Any,
         amplified: Callable[[int], Amplified] | None = None,
     ) -> None:  # fmt: skip
         got, right, noisy = (x[: self.real] for x in (got, right, noisy))
         metrics = measure(got, right, noisy)
         gate = self.gate(scope, layer, metrics)
-        if amplified is None and not self._is_wrong_before(side.name):
+        if amplified is None and not self._is_wrong_before(side):
             amplified = partial(self._carried, layer)
         few = scope != "layer" or metrics.effective < FEW
         tried = self.gates == "S" or few
@@ -368,7 +373,7 @@ class Comparison:
                     break
         self.diff.findings.append(
             Finding(
-                side.name,
+                side,
                 self.mode,
                 scope,
                 self.number,

@@ -5,7 +5,9 @@ every fault can show.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -32,11 +34,11 @@ are planted.
 LAYER = 1
 
 
-def write_model(folder: Path, seed: int) -> None:
-    """A checkpoint whose activations are of the size that trained models have. Norm weights are not
-    1: some faults hide behind a weight of 1.
+def write_model(folder: Path, seed: int, config: Mapping[str, Any] = CONFIG) -> None:
+    """A checkpoint of `config` whose activations are of the size that trained models have. Norm
+    weights are not 1: some faults hide behind a weight of 1.
     """
-    rng, model = np.random.default_rng(seed), parse_config(CONFIG)
+    rng, model = np.random.default_rng(seed), parse_config(config)
     tensors = {}
     for parameter, layer in decoder.parameters_of(model).placed():
         for part, key in zip(parameter.parts, keys(parameter.parts, layer), strict=True):
@@ -48,7 +50,7 @@ def write_model(folder: Path, seed: int) -> None:
                 values = rng.normal(size=shape) * scale
             tensors[key] = values.astype(ml_dtypes.bfloat16)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
     save_file(tensors, folder / "model.safetensors")
 
 

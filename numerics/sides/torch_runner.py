@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from ...gpu.compilation import copy_of
 from ...gpu.module import Decoder
 from ...gpu.precision import pin_precision
 from ...gpu.weights import load_weights
@@ -45,14 +47,16 @@ class TorchRunner(Runner):
         layers = [{n: p.detach() for n, p in layer.named_parameters()} for layer in module.layers]
         return {n: p.detach() for n, p in module.named_parameters(recurse=False)}, layers
 
+    @torch.inference_mode()
     def upload(self, x: np.ndarray) -> torch.Tensor:
-        """A tensor on the device."""
+        """A tensor on the device, of the kind that programs give: what is compiled tells others."""
         return from_numpy(np.array(x)).to(self._where)
 
     def download(self, x: torch.Tensor) -> np.ndarray:
         """An array on the host."""
         return to_numpy(x)
 
+    @torch.inference_mode()
     def prepare(self, step: StepInput, taps: Mapping[Program, Sequence[Declared]]) -> None:
         """Make the programs of the step's descriptor; a compiled one is run once on padding."""
         self._taps = taps
@@ -117,11 +121,19 @@ class TorchRunner(Runner):
         ops = plan.bind(lambda op, f: tapped.wrap(op, self._chosen(plan, op, f, compiled)))
 
         def traced(*arguments: Any) -> Any:
-            tapped.values.clear()
-            out = function(ops, *arguments)
-            return out, list(tapped.values)
+            return function(ops, *arguments), list(tapped.values)
 
-        return torch.compile(traced, fullgraph=True, dynamic=False)
+        # A function of this name is compiled for each kind of layer, shape and mode.
+        run_compiled = torch.compile(
+            copy_of(cast(FunctionType, traced), "traced_layer"), fullgraph=True, dynamic=False
+        )
+
+        def run_cleared(*arguments: Any) -> Any:
+            # What is traced finds no values, or it would be compiled again for each state of them.
+            tapped.values.clear()
+            return run_compiled(*arguments)
+
+        return run_cleared
 
     def _chosen(
         self, plan: Plan, op: Op, function: Callable[..., Any], compiled: bool
@@ -143,6 +155,7 @@ class TorchRunner(Runner):
 
         return call
 
+    @torch.inference_mode()
     def _placed(self, step: StepInput, fields: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         stay = self.plans.host_metadata(step.descriptor.kind)
         return {
@@ -154,6 +167,7 @@ class TorchRunner(Runner):
     def _run(self, name: tuple[Any, ...], *arguments: Any) -> tuple[Any, TapValues]:
         return super()._run(name, *arguments)
 
+    @torch.inference_mode()
     def layer(self, index: int, hidden: Any, residual: Any, kv: Any) -> tuple[Any, TapValues]:
         """One layer, which writes its own copy of the cache."""
         return super().layer(index, hidden, residual, kv.clone())

@@ -3,6 +3,7 @@ do not now, and faults are still seen on them.
 """
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,14 +11,23 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from twinfer.numerics.errors import EQUAL, FAILED
+from twinfer.numerics.errors import EQUAL, FAILED, NOT_COMPARED
 from twinfer.numerics.faults.planting import plant
 from twinfer.numerics.judging.amplification import amplification
 from twinfer.numerics.judging.chance import ratio_limit
+from twinfer.numerics.judging.diff import (
+    POOLED_SIGMA,
+    Diff,
+    Finding,
+    pooled_limits,
+    pooled_problems,
+)
 from twinfer.numerics.judging.gates import FOREIGN, Family, precision, semantics
 from twinfer.numerics.judging.logits_metrics import KL_LIMIT, compare_logits
 from twinfer.numerics.judging.metrics import measure
 from twinfer.numerics.judging.outputs import OpJudge
+from twinfer.numerics.questions.invariants import RELATIONS, Lab
+from twinfer.numerics.questions.invariants import Judge as RelationJudge
 from twinfer.numerics.questions.model import Comparison, compare_model
 from twinfer.numerics.showing.terminal import render
 from twinfer.numerics.sides.steps import make_steps
@@ -207,3 +217,53 @@ def test_noise_that_is_small_by_luck_is_drawn_again():
     got[0, 0] += 10.0
     metrics = measure(got, exact, lucky)
     assert list(precision("op", metrics, Family(), amplified=drawn).complaints(metrics))
+
+
+@pytest.mark.parametrize(
+    ("seed", "number", "mode", "relation"), [(40105, 2, "S", "batch"), (40158, 1, "P", "chunks")]
+)
+def test_runs_that_amplify_their_roundings_keep_relations(seed, number, mode, relation, tmp_path):
+    """A residual channel x1000; a sink of x3000 beside one of x300, in float32."""
+    model = population.draw(seed, True)
+    subject = population.open_model(model, tmp_path)
+    subject = subject.with_dtype("float32") if mode == "S" else subject
+    prompts = population.prompts_of(model, number)
+    lab = Lab(subject, parse_target("torch:cpu"), prompts, None, ())
+    judge = RelationJudge(subject, mode, lab.bench.layout)
+    one, other = RELATIONS[relation].run(lab)
+    lab.bench.close()
+    assert not judge(RELATIONS[relation], (one, other)).complaints
+    # One row that is off by a hundredth, and all that are off by a thousandth, are seen.
+    for rows, size in (([7], 1e-2), (range(len(other.values)), 1e-3)):
+        wrong = replace(other, values=[x.copy() for x in other.values])
+        for row in rows:
+            noise = np.random.default_rng(row).normal(size=wrong.values[row].shape)
+            wrong.values[row] *= 1.0 + size * noise.astype(np.float32)
+        assert judge(RELATIONS[relation], (one, wrong)).complaints
+
+
+@pytest.mark.parametrize(("channels", "alarms"), [(1, False), (256, True)])
+def test_a_layer_over_all_steps_is_left_what_chance_leaves(channels, alarms):
+    """Noise of few numbers, as where one channel is nearly all of a stream, may be small by luck."""
+    rng, diff = np.random.default_rng(0), Diff(("a",))
+    for step in range(4):
+        exact = rng.normal(size=(32, 256))
+        scale = np.where(np.arange(256) < channels, 1.0, 1e-6)
+        noise = 0.01 * scale * rng.uniform(-1.0, 1.0, exact.shape)
+        metrics = measure(exact + 1.06 * noise, exact, exact + noise)
+        diff.findings.append(Finding("a", "P", "layer", step, 3, "output", "", metrics))
+    assert bool(pooled_problems(diff)) == alarms
+    limit = pooled_limits(diff)["a", 3]
+    assert (limit == POOLED_SIGMA) == alarms
+
+
+def test_what_float16_cannot_hold_is_not_compared(tmp_path):
+    """Two magnitudes of 100 at once: products beyond 65 504, in the reference as in the engine."""
+    model = population.draw(50187, True)
+    subject = population.open_model(model, tmp_path)
+    steps = make_steps(subject, population.prompts_of(model, 1))[:1]
+    ask = partial(compare_model, subject, [parse_target("torch:cpu")], steps, modes=("P",))
+    diff = ask()
+    assert diff.exit_code == NOT_COMPARED, render(diff)
+    assert "numbers that float16 cannot hold" in diff.missing[0]
+    assert ask(faults={"a": plant("mlp-skipped@1")}).exit_code == FAILED

@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 from twinfer.numerics.faults.planting import plant
 from twinfer.numerics.judging.diff import Diff, layer_sigmas
-from twinfer.numerics.questions.model import Comparison
+from twinfer.numerics.questions.model import Comparison, compare_model
 from twinfer.numerics.showing.junit import junit
 from twinfer.numerics.showing.terminal import LINES, render
 from twinfer.numerics.sides.runners import Fault, create_runner
@@ -308,3 +310,13 @@ def test_targets_are_checked(text):
 def test_target_names_itself():
     text = "torch:cuda:compile_level=0,rms_norm=triton+native"
     assert str(parse_target(text)) == text
+
+
+def test_layers_are_compiled_however_often_dynamo_would(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    target = parse_target("torch:cpu:compile_level=1")
+    where = subject(tmp_path, SMALL)
+    steps = make_steps(where, default_prompts(where, 0)[:2])
+    assert len({step.descriptor for step in steps}) > 1
+    with torch._dynamo.config.patch(recompile_limit=1):
+        assert compare_model(where, [target], steps, modes=("S",)).exit_code == 0
