@@ -44,6 +44,9 @@ SWITCH_S = 1e-4
 WHITESPACE = r"[ \n\t]{0,20}"
 """Between parts of JSON. Without a bound a model may go on with blanks for ever."""
 
+JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
+"""How the library reads a schema, whatever the schema's own `x-guidance` says."""
+
 
 def is_available() -> bool:
     """Whether llguidance is installed."""
@@ -300,7 +303,7 @@ def _grammar(library: Any, wanted: StructuredOutputs) -> Any:
         )
         return library.grammar_from_lark(f"start: {choices}")
     schema = wanted.text if wanted.kind == "json" else '{"type": "object"}'
-    return library.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+    return library.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
 
 
 def _line(text: str) -> str:

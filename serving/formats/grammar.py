@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...shared.errors import RequestError
-from ...shared.grammars import WHITESPACE
+from ...shared.grammars import JSON_OPTIONS
 from .table import Calls, Format
 
 TokenId = Callable[[str], int | None]
@@ -123,5 +123,5 @@ def _literal(text: str) -> str:
 
 def _json(schema: Any) -> str:
     if isinstance(schema, Mapping):
-        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        schema = {**schema, "x-guidance": JSON_OPTIONS}
     return f"%json {json.dumps(schema)}"
