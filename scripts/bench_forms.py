@@ -2,8 +2,9 @@
 a JSON schema.
 
 `python scripts/bench_forms.py --model qwen3-0.6b --device cuda`: the shape with random weights and
-the demo model's tokenizer, through `LLM.generate`. `--threads` are those of llguidance and
-`--lexers` a grammar's; with `--no-ahead` the host waits for masks before it packs the next step.
+the demo model's tokenizer, through `LLM.generate`. `--threads` are those of llguidance (0: none but
+ours), `--lexers` a grammar's; with `--no-ahead` the host waits for masks before it packs the next
+step.
 `--parts` tells where the host's time of a step goes, `--looks` what masks take without a model.
 """
 
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 from random import Random
 
+import llguidance
 import numpy as np
 
 from twinfer.serving.llm import LLM
@@ -40,7 +42,10 @@ SCHEMA = {
 def folder_of(model):
     """The shape of `model`, with the demo model's tokenizer."""
     folder = Path(tempfile.mkdtemp(prefix="twinfer-forms-"))
-    shutil.copy(Path(model_folder(model)) / "config.json", folder)
+    config = json.loads((Path(model_folder(model)) / "config.json").read_text())
+    # Of the tokenizer that is there.
+    config["eos_token_id"] = 0
+    (folder / "config.json").write_text(json.dumps(config))
     for path in Path(model_folder("demo")).glob("*token*"):
         shutil.copy(path, folder)
     return folder
@@ -49,7 +54,7 @@ def folder_of(model):
 def microseconds(llm, settings, prompts):
     """Of a token, by the clock."""
     began = time.perf_counter()
-    outputs = llm.generate(prompts, settings, progress=False, return_errors=True)
+    outputs = llm.generate(prompts, settings, progress=False)
     seconds = time.perf_counter() - began
     count = sum(len(output.outputs[0].token_ids) for output in outputs)
     return 1e6 * seconds / count, count
@@ -88,6 +93,18 @@ def looks(count, steps=60):
         f"{processor:.2f} of processor time; {advanced:.2f} to take their tokens",
         flush=True,
     )
+
+
+class Direct:
+    """Makes masks one after another in the thread that asks, in place of llguidance's threads."""
+
+    def __init__(self, num_threads=None):
+        pass
+
+    def unsafe_compute_mask_ptr(self, places, start, stride, count):
+        """As llguidance's."""
+        for matcher, row in places:
+            matcher.unsafe_compute_mask_ptr(start + row * stride, stride)
 
 
 class Parts:
@@ -148,6 +165,8 @@ def main():
     parser.add_argument("--looks", action="store_true", help="the masks alone, without a model")
     arguments = parser.parse_args()
     grammars.MOST_THREADS, grammars.MOST_LEXERS = arguments.threads, arguments.lexers
+    if arguments.threads == 0:
+        llguidance.LLExecutor = Direct
     if not arguments.ahead:
         grammars.FEW = 1 << 30
     count = arguments.streams
