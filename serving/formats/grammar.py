@@ -7,7 +7,8 @@ text stands for it; another is written out.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ...shared.errors import RequestError
@@ -57,18 +58,35 @@ class AnswerGrammar:
             )
         return self._whole(self._marked(calls, several), self._call_rules(calls, tools))
 
-    def at_most_one_call(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Any text, and behind it perhaps one call. Raises RequestError if text cannot be told
-        from a call.
+    def may_call(
+        self, tools: Sequence[Mapping[str, Any]], *, several: bool, strict: Collection[str]
+    ) -> str:
+        """Any text, and in it calls of `tools` or, behind it, at most one. Arguments of the tools
+        named `strict` keep to their schemas; those of others are any object. Raises RequestError
+        if the format marks no calls.
         """
         calls = self._form.calls
-        if calls is None or calls.bare or self._token_id(calls.open) is None:
+        if calls is None:
             raise RequestError(
                 "parallel_tool_calls",
-                "got false, which the marks of calls of this model do not allow",
+                f"calls cannot be bound: the model's output format is {self._form.name!r}",
             )
-        body = f"TEXT ({self._marked(calls, False)})?"
-        return self._whole(body, self._call_rules(calls, tools))
+        rules = self._call_rules(calls, tools, strict)
+        mark = calls.open
+        if calls.bare:
+            # A message that begins with a brace is a call.
+            rules += f"PLAIN: /(?s:\\s*([^\\s{{].*)?)/ & ~{_within(mark)}\n"
+            return self._whole(
+                f"({self._mark(mark)})? {self._marked(calls, several)} | PLAIN", rules
+            )
+        rules += f"PLAIN: /(?s:.*)/ & ~{_within(mark)}\n"
+        opened = f"PLAIN {self._mark(mark)}"
+        if self._token_id(mark) is None:
+            opened = "opened"
+            rules += f"opened[suffix={_literal(mark)}]: TEXT\n"
+        one = self._between(calls, several, opened)
+        body = f"({one})* PLAIN" if several else f"{one} | PLAIN"
+        return self._whole(f"({body})", rules)
 
     def _whole(self, body: str, rules: str) -> str:
         think = self._form.think
@@ -87,13 +105,18 @@ class AnswerGrammar:
         """A `call` between its marks, or several."""
         if calls.bare:
             return f"call ({_literal(calls.separator)} SPACE call)*" if several else "call"
-        opened = self._mark(calls.open)
+        one = self._between(calls, several, self._mark(calls.open))
+        if calls.listed and not self._is_named(calls):
+            return one
+        return f"{one} (SPACE {one})*" if several else one
+
+    def _between(self, calls: Calls, several: bool, opened: str) -> str:
+        """What one opening mark, `opened`, stands before, with it."""
         if calls.listed and not self._is_named(calls):
             more = ' ("," SPACE call)*' if several else ""
             return f'{opened} SPACE "[" call{more} "]"'
         closed = f" SPACE {self._mark(calls.close)}" if calls.close else ""
-        one = f"{opened} SPACE call{closed}"
-        return f"{one} (SPACE {one})*" if several else one
+        return f"{opened} SPACE call{closed}"
 
     def _mark(self, text: str) -> str:
         number = self._token_id(text)
@@ -102,7 +125,13 @@ class AnswerGrammar:
     def _is_named(self, calls: Calls) -> bool:
         return calls.named and self._token_id("[ARGS]") is not None
 
-    def _call_rules(self, calls: Calls, tools: Sequence[Mapping[str, Any]]) -> str:
+    def _call_rules(
+        self,
+        calls: Calls,
+        tools: Sequence[Mapping[str, Any]],
+        strict: Collection[str] | None = None,
+    ) -> str:
+        """`call` and what it needs; of all tools if nobody says which are `strict`."""
         rules = "call: " + " | ".join(f"call_{i}" for i in range(len(tools))) + "\n"
         for i, tool in enumerate(tools):
             function = tool["function"]
@@ -113,8 +142,16 @@ class AnswerGrammar:
                 text = f'{{"name": {json.dumps(function["name"])}, "{key}": '
                 head, tail = _literal(text), ' "}"'
             schema = function.get("parameters") or {"type": "object"}
+            if strict is not None and function["name"] not in strict:
+                schema = {"type": "object"}
             rules += f"call_{i}: {head} arguments_{i}{tail}\narguments_{i}: {_json(schema)}\n"
         return rules
+
+
+def _within(mark: str) -> str:
+    """An expression for any text with a mark in it."""
+    escaped = re.sub(r"([][\\.^$*+?{}|()/])", r"\\\1", mark)
+    return f"/(?s:.*{escaped}.*)/"
 
 
 def _literal(text: str) -> str:

@@ -226,7 +226,7 @@ class Server:
         text = render_chat(
             tokenizer,
             chat.conversation(),
-            tools=chat.offered or None,
+            tools=chat.described or None,
             variables=chat.template_variables(),
             add_generation_prompt=not continues if generates is None else generates,
             continue_final_message=continues,
@@ -292,10 +292,12 @@ class Server:
             return None
         grammar = AnswerGrammar(self._settings.format, tokenizer.token_id, tail)
         if chat.must_call:
-            several = chat.parallel_tool_calls is not False and chat.named_tool is None
+            several = chat.parallel_tool_calls is not False and not chat.named_tool
             text = grammar.calls(chat.offered, several=several)
         elif form is None and chat.offered and chat.parallel_tool_calls is False:
-            text = grammar.at_most_one_call(chat.offered)
+            text = grammar.may_call(chat.offered, several=False, strict=chat.tool_names)
+        elif form is None and chat.binds_calls and self._settings.format.calls is not None:
+            text = grammar.may_call(chat.offered, several=True, strict=chat.strict_tools)
         elif form is not None and grammar.may_reason and form.kind in ("json", "json_object"):
             text = grammar.json(json.loads(form.text) if form.text else {"type": "object"})
         elif form is not None and grammar.may_reason and form.kind == "choice":

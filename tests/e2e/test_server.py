@@ -502,10 +502,16 @@ BELL = {
 TOOLS = [{"type": "function", "function": function} for function in (LIGHT, BELL)]
 
 
+def allowed(mode, *names):
+    functions = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
+
+
 @pytest.mark.parametrize(
     ("choice", "names"),
     [
         ("required", {"set_light", "ring"}),
+        (allowed("required", "ring"), {"ring"}),
         ({"type": "function", "function": {"name": "set_light"}}, {"set_light"}),
     ],
 )
@@ -532,8 +538,11 @@ def test_calls_that_are_asked_for_come(choice, names, client):
         ]
         assert pieces[0].name == called.function.name
         assert "".join(piece.arguments for piece in pieces) == called.function.arguments
-    if isinstance(choice, dict):
+    if isinstance(choice, dict) and "function" in choice:
         choice = {"type": "function", "name": "set_light"}
+    elif isinstance(choice, dict):
+        tools = [{"type": "function", "name": "ring"}]
+        choice = {"type": "allowed_tools", "mode": "required", "tools": tools}
     flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
     answer = client.responses.create(
         model="demo", input="x", tools=flat, tool_choice=choice, parallel_tool_calls=False
@@ -550,7 +559,24 @@ def test_calls_that_are_asked_for_come(choice, names, client):
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tool_choice": allowed("sometimes", "ring")}, "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": allowed("auto", "ring", "x")}, "tool_choice"),
+        ({"tool_choice": allowed("auto")}, "tool_choice"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]},
+            "tools[0].function.strict",
+        ),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "strict": True, "parameters": {"not": {}}},
+                    }
+                ]
+            },
+            "tools",
+        ),
     ],
 )
 def test_calls_that_cannot_be_had_are_refused(more, param, server):
