@@ -280,8 +280,8 @@ class Server:
             # The parser finds marks in the text, and takes them out of it.
             params = replace(params, skip_special_tokens=False)
         live = self._add(request, chat, ids, params)
-        tail, names = text[-TAIL:], chat.tool_names
-        return live, lambda: OutputParser(form, None, tail, names)
+        tail, schemas = text[-TAIL:], chat.tool_schemas
+        return live, lambda: OutputParser(form, None, tail, schemas)
 
     def _bound(
         self, chat: ChatRequest, params: SamplingParams, tail: str

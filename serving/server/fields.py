@@ -385,6 +385,12 @@ class ChatRequest(Generation):
         """The names of those that may be called."""
         return [tool["function"]["name"] for tool in self.offered]
 
+    @property
+    def tool_schemas(self) -> dict[str, Any]:
+        """The `parameters` of those that may be called, by name."""
+        functions = [tool["function"] for tool in self.offered]
+        return {function["name"]: function.get("parameters") for function in functions}
+
     def template_variables(self) -> dict[str, Any]:
         """What the chat template may read."""
         variables = dict(self.chat_template_kwargs or {})

@@ -7,6 +7,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from twinfer.serving.formats.grammar import AnswerGrammar
+from twinfer.serving.formats.parser import parse
 from twinfer.serving.formats.table import FORMATS
 from twinfer.shared.errors import RequestError
 from twinfer.shared.grammars import Grammars
@@ -162,6 +163,72 @@ def test_calls_that_may_come_keep_to_their_schemas(form, tokens):
     if form == "hermes":
         assert accepts(bound[True], f"{before}{written(F)}\nAnd <tool_cal {written(loose)} Done.")
         assert not accepts(bound[True], f"{written(F)} Done.<tool_call>")
+
+
+TYPED = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "maximum": 9},
+        "unit": {"enum": ["C", "F"]},
+    },
+    "required": ["city", "days"],
+}
+
+
+def tagged(form, name, **arguments):
+    if form == "glm45":
+        pairs = [
+            f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in arguments.items()
+        ]
+        return f"<tool_call>{name}\n{''.join(pairs)}</tool_call>"
+    pairs = [f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items()]
+    return f"<tool_call>\n<function={name}>\n{''.join(pairs)}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm45"])
+def test_calls_in_tags(form, tokens):
+    """What is accepted keeps to the schema as the parser reads it."""
+    token_id, accepts, _ = tokens
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": TYPED}},
+        {"type": "function", "function": {"name": "g"}},
+    ]
+    grammar = AnswerGrammar(FORMATS[form], token_id, "")
+    must, may = (
+        grammar.calls(tools, several=True),
+        grammar.may_call(tools, several=True, strict="f"),
+    )
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    f = {"city": 'New "<York>"\n', "days": 3}
+    for arguments in (f, f | {"unit": "C"}):
+        text = tagged(form, "f", **arguments)
+        assert accepts(must, text)
+        assert accepts(must, f"{text}\n{text}")
+        assert accepts(may, f"Hi\n{text}\n")
+        (call,) = parse(text, form, tools=schemas).tool_calls
+        assert json.loads(call.arguments) == arguments
+    for arguments in ({"city": "x"}, f | {"days": 10}, f | {"unit": "K"}, {"days": 3, "city": "x"}):
+        assert not accepts(must, tagged(form, "f", **arguments))
+        assert not accepts(may, tagged(form, "f", **arguments))
+    assert accepts(must, tagged(form, "g", any="thing"))
+    assert accepts(must, tagged(form, "g"))
+    assert not accepts(must, tagged(form, "k"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"type": "object", "minProperties": 1}, "minProperties"),
+        ({"properties": {"a": {"type": "string", "pattern": "a"}}}, "pattern"),
+        ({"properties": {"a": {"$ref": "#/$defs/a"}}}, "the type of 'a'"),
+        (3, "got 3"),
+    ],
+)
+def test_schemas_that_tags_cannot_keep_to(schema, says):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    with pytest.raises(RequestError, match=f"^tools: parameters of 'f': .*{says}"):
+        AnswerGrammar(FORMATS["glm45"], lambda text: None, "").calls(tools, several=True)
 
 
 def test_a_mark_that_is_spelled_out_is_bound_too(tokens):
