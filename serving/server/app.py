@@ -60,6 +60,7 @@ from .metrics import Metrics
 from .replicas import Engines
 from .responses import NAMES, ResponsesRequest, named_here
 from .streams import ClientGone, EventStream, Recurring, while_there
+from .traces import Traces
 
 LOG = logging.getLogger("twinfer.server")
 RETRY_AFTER_S = 1
@@ -96,6 +97,7 @@ class Settings:
     draw_seeds: bool = True
     page: bool = True
     log_requests: bool = False
+    traces: Traces | None = None
 
 
 class Server:
@@ -562,6 +564,7 @@ def build_app(settings: Settings, engine: Engines, metrics: Metrics) -> Any:
         max_body=settings.max_body,
         open_paths=pages,
         log_requests=settings.log_requests,
+        traces=settings.traces,
     )
 
 

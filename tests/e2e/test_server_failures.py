@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import http.server
+import itertools
 import json
 import os
 import signal
@@ -367,6 +369,91 @@ def test_the_end_of_a_request_is_logged_without_its_texts():
     assert "a secret" not in server.log
     assert text not in server.log
     assert {"time", "level", "message"} <= set(first)
+
+
+class Collector(threading.Thread):
+    """Takes spans over HTTP, as OpenTelemetry's collector does."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.bodies = bodies = []
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                bodies.append(self.rfile.read(int(self.headers["content-length"])))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *arguments):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1/traces"
+        self.start()
+
+    def run(self):
+        self.server.serve_forever()
+
+    def spans(self):
+        """All that has come."""
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+            ExportTraceServiceRequest,
+        )
+
+        return [
+            span
+            for body in self.bodies
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+        ]
+
+
+def test_spans_of_a_call():
+    """They belong to the client's trace, follow one another, and hold no texts."""
+    collector, trace = Collector(), "4bf92f3577b34da6a3ce929d0e0e4736"
+    parent = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01", "x-request-id": "mine"}
+    flags = ["--otlp-traces-endpoint", collector.url, "--max-num-seqs", "1"]
+    with served(*FLAGS, *flags) as server:
+        with server.client() as client:
+            body = BODY | {"prompt": "a secret", "max_tokens": 40, "n": 2}
+            assert client.post("/v1/completions", json=body, headers=parent).status_code == 200
+            bad = {"traceparent": "00-nonsense"}
+            assert client.post("/v1/completions", json={}, headers=bad).status_code == 400
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+    spans = collector.spans()
+    (call,) = (span for span in spans if span.trace_id.hex() == trace and span.kind == 2)
+    assert call.name == "POST /v1/completions"
+    assert call.parent_span_id.hex() == "00f067aa0ba902b7"
+    told = {attribute.key: attribute.value for attribute in call.attributes}
+    assert told["gen_ai.usage.output_tokens"].int_value == 80
+    assert told["twinfer.request_id"].string_value == "mine"
+    parts = [span for span in spans if span.parent_span_id == call.span_id]
+    assert [span.name for span in parts] == ["queue", "prefill", "decode"] * 2
+    for first, second in itertools.pairwise(parts[:3]):
+        assert first.start_time_unix_nano <= first.end_time_unix_nano == second.start_time_unix_nano
+    assert call.start_time_unix_nano <= parts[0].start_time_unix_nano
+    assert parts[2].end_time_unix_nano <= call.end_time_unix_nano
+    # Of two completions for one place the second waits while the first is written.
+    waited = parts[3].end_time_unix_nano - parts[3].start_time_unix_nano
+    wrote = parts[2].end_time_unix_nano - parts[2].start_time_unix_nano
+    assert waited > wrote / 2
+    (refused,) = (span for span in spans if span.name == "POST")
+    assert refused.trace_id.hex() != trace
+    assert not any(b"secret" in body for body in collector.bodies)
+
+
+@pytest.mark.slow
+def test_a_collector_that_is_not_there_costs_nothing():
+    with served(*FLAGS, "--otlp-traces-endpoint", "http://127.0.0.1:9/v1/traces") as server:
+        with server.client() as client:
+            for _ in range(20):
+                assert client.post("/v1/completions", json=BODY | {"max_tokens": 2}).is_success
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        assert time.monotonic() - began < 15
 
 
 def test_who_runs_it_has_a_socket_of_their_own(tmp_path):

@@ -26,6 +26,7 @@ from twinfer.serving.formats.events import (
 from twinfer.serving.formats.json_text import JsonValue, is_object
 from twinfer.serving.formats.parser import OutputParser, hides_marks, parse
 from twinfer.serving.formats.table import FORMATS
+from twinfer.serving.serve_flags import PARSERS
 from twinfer.shared.detokenizer import Detokenizer
 from twinfer.shared.errors import ConfigError, InternalError
 from twinfer.shared.tokenizer import Tokenizer
@@ -518,6 +519,10 @@ def test_format_is_found_by_tokens_and_template():
     assert detect_format(marked, "<tool_call>f<arg_key>a</arg_key>").name == "glm45"
     assert detect_format(byte_tokenizer(["[TOOL_CALLS]"])).name == "mistral"
     assert detect_format(byte_tokenizer(["<|python_tag|>"])).name == "llama3_json"
+
+
+def test_every_format_may_be_named():
+    assert {*PARSERS} == {"auto", *FORMATS}
 
 
 def test_unknown_format_is_refused():
