@@ -41,7 +41,7 @@ SAMPLING = (
 """Fields that go to `SamplingParams` under the same name."""
 IGNORED = (
     "store", "metadata", "user", "safety_identifier", "prompt_cache_key", "service_tier",
-    "verbosity", "prompt_cache_retention",
+    "verbosity", "prompt_cache_retention", "prompt_cache_options",
 )  # fmt: skip
 """Known fields that change no token."""
 FORM = "structured_outputs"
@@ -204,6 +204,7 @@ class ChatRequest(Generation):
     refused: ClassVar[Mapping[str, str]] = {
         "audio": "this server gives text",
         "prediction": "is not supported",
+        "moderation": "this server moderates nothing",
         "web_search_options": "this server searches nothing",
         "functions": "is not supported; it was replaced by tools",
         "function_call": "is not supported; it was replaced by tool_choice",
