@@ -30,7 +30,7 @@ from .errors import (
     RankLost,
     RequestError,
 )
-from .grammars import Grammars, Look, Matcher
+from .grammars import Grammars, Look, Matcher, new_masks
 from .interrupts import DeferredInterrupts
 from .kv_scales import with_scales
 from .models.caches import cached_tokens, layout_of, request_pages, step_shape
@@ -624,7 +624,9 @@ class Engine:
                 continue
             request.matcher.advance(token)
             moved[request.request_id] = request.matcher
-        self._look = self.grammars.look(list(moved.values()))
+        # Some workers have memory that masks go to the device from as they are.
+        memory = getattr(self.worker, "new_masks", new_masks)
+        self._look = self.grammars.look(list(moved.values()), memory)
         for request_id, matcher in moved.items():
             if matcher.finished:
                 self._finish(request_id, FinishReason.STOP)

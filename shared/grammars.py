@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from itertools import cycle
@@ -46,6 +46,15 @@ WHITESPACE = r"[ \n\t]{0,20}"
 
 JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
 """How the library reads a schema, whatever the schema's own `x-guidance` says."""
+
+
+NewMasks = Callable[[int, int], np.ndarray]
+"""Memory [count, words] int32, whatever it holds."""
+
+
+def new_masks(count: int, words: int) -> np.ndarray:
+    """As NewMasks."""
+    return np.empty((count, words), np.int32)
 
 
 def is_available() -> bool:
@@ -246,15 +255,16 @@ class Grammars:
                 self._kept.popitem(last=False)
         return made
 
-    def look(self, matchers: Sequence[Matcher]) -> Look | None:
+    def look(self, matchers: Sequence[Matcher], new_masks: NewMasks = new_masks) -> Look | None:
         """Start to find what may follow in each text, all at once on the cores that there are. A
-        text that is complete has no mask; None if there are no others.
+        text that is complete has no mask; None if there are no others. `new_masks` gives memory for
+        what is found.
         """
         open_texts = [matcher for matcher in matchers if not (matcher.finished or matcher.stuck)]
         if not open_texts:
             return None
         # New for each call: a step that was packed keeps its masks.
-        words = np.empty((len(open_texts), -(-self._vocab_size // 32)), np.int32)
+        words = new_masks(len(open_texts), -(-self._vocab_size // 32))
         look = Look(open_texts, words)
         look.start(self._threads, self._thread)
         return look

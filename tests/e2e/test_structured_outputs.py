@@ -219,8 +219,8 @@ def test_a_mask_that_is_a_step_late_is_seen(llm, monkeypatch):
     """Else the tests above could not fail."""
     look, kept = Grammars.look, []
 
-    def late(self, matchers):
-        found = look(self, matchers)
+    def late(self, matchers, *memory):
+        found = look(self, matchers, *memory)
         if found is not None:
             found.done()
             kept.append(found.words.copy())
