@@ -8,17 +8,18 @@ new, and one kernel scatters them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from ..bucketing import Descriptor, Table
-from ..shared.errors import OutsideTable
+from ..shared.errors import InternalError, OutsideTable
 from ..shared.page_groups import PageGroup
 from ..shared.step import (
     HOST_LENGTHS,
+    Layout,
     PageEntries,
     Sampler,
     StepInput,
@@ -27,6 +28,7 @@ from ..shared.step import (
     processor_layout,
     sampling_layout,
     tables_of,
+    with_masks,
 )
 
 ALIGNMENT = 16
@@ -165,10 +167,43 @@ class StepInputs:
         tables, the entries that there are.
         """
         layout = processor_layout(requests, self._shape, sampler)
+        self._fill_tables(layout, processors, tables_of(layout, processors))
+
+    def fill_masks(self, step: StepInput, masks: np.ndarray) -> None:
+        """The same for a step whose requests waited for `masks` [k, W]. Where they are all masks
+        that it has, they are sent as they are: from `new_masks`, without a copy on the host.
+        """
+        if step.processors is None:
+            raise InternalError(f"step {step.step_id} has no masks")
+        layout = processor_layout(step.descriptor.requests, self._shape, step.sampler)
+        tables = tables_of(layout, step.processors)
+        rows = layout.view(step.processors, "mask_row")[step.waiting]
+        if tables["masks"].shape != masks.shape or (rows != np.arange(len(masks))).any():
+            processors = with_masks(step, masks)
+            self.fill_processors(step.descriptor.requests, step.sampler, processors)
+            return
+        del tables["masks"]
+        self._fill_tables(layout, step.processors[: step.processors.size - masks.size], tables)
+        place = layout.fields["masks"].offset
+        held = masks.base
+        if not isinstance(held, torch.Tensor) or held.numel() != masks.size:
+            held = self._pinned(masks)
+        self._processors[place : place + masks.size].copy_(held.view(-1), non_blocking=True)
+
+    def new_masks(self, count: int, words: int) -> np.ndarray:
+        """Memory [count, words] int32 that masks can be sent from. What nobody refers to any more
+        is given out again once the device has read it.
+        """
+        made = torch.empty((count, words), dtype=torch.int32, pin_memory=self._cuda)
+        return made.numpy()
+
+    def _fill_tables(
+        self, layout: Layout, processors: np.ndarray, tables: Mapping[str, np.ndarray]
+    ) -> None:
         given = self._pinned(processors)
         at = layout.fields["histories"].offset
         self._processors[:at].copy_(given[:at], non_blocking=True)
-        for name, entries in tables_of(layout, processors).items():
+        for name, entries in tables.items():
             place = layout.fields[name].offset
             part = given[at : at + entries.size]
             if entries.size:

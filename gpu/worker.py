@@ -31,7 +31,7 @@ from ..shared.models.spec import Shard
 from ..shared.models.table import parameter_count
 from ..shared.packer import padding
 from ..shared.progress import Progress
-from ..shared.step import StepInput, StepOutput, TopLogprobs, with_masks
+from ..shared.step import StepInput, StepOutput, TopLogprobs
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Worker, cache_pages, kv_page_bytes
 from . import advice
 from .advice import advise
@@ -531,7 +531,7 @@ class TorchWorker:
         drops = streams is not None and programs.drops_rows(d)
         handle = Handle(step, None, None, prompt, None, streams, drops)
         if step.waiting is None:
-            self._sample(handle, step.processors)
+            self._sample(handle)
         else:
             self._unsampled = handle
         return handle
@@ -543,14 +543,21 @@ class TorchWorker:
         handle, self._unsampled = self._unsampled, None
         if handle is None:
             raise InternalError("no step waits for masks")
-        self._sample(handle, with_masks(handle.step, masks))
+        self._sample(handle, masks)
 
-    def _sample(self, handle: Handle, processors: np.ndarray | None) -> None:
+    def new_masks(self, count: int, words: int) -> np.ndarray:
+        """Memory for masks [count, words] that `sample` sends without a copy."""
+        return self._inputs.new_masks(count, words)
+
+    def _sample(self, handle: Handle, masks: np.ndarray | None = None) -> None:
+        """`masks`: what the step has waited for."""
         programs, step = self._programs, handle.step
         requests = step.descriptor.requests
         self._download.wait_for_last()
-        if processors is not None:
-            self._inputs.fill_processors(requests, step.sampler, processors)
+        if masks is not None:
+            self._inputs.fill_masks(step, masks)
+        elif step.processors is not None:
+            self._inputs.fill_processors(requests, step.sampler, step.processors)
         programs.sample(requests, step.sampler)
         tokens = programs.tokens[:requests]
         if step.logprobs:

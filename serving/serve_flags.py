@@ -9,7 +9,9 @@ from ..shared.generation_config import SOURCES
 from .parser import size
 
 PORT = 8000
-PARSERS = ("auto", "none", "think", "hermes", "qwen", "llama3_json", "mistral")
+PARSERS = (
+    *("auto", "none", "think", "hermes", "qwen", "qwen3_coder", "glm45", "llama3_json", "mistral"),
+)
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +76,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         choices=("text", "json"),
         default="text",
         help="json: an object a line (default: %(default)s)",
+    )
+    g.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="where spans of calls go, as OpenTelemetry's OTLP over HTTP; needs the extra traces "
+        "(default: nowhere)",
     )
     g.add_argument(
         "--generation-config",

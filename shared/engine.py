@@ -30,7 +30,7 @@ from .errors import (
     RankLost,
     RequestError,
 )
-from .grammars import Grammars, Look, Matcher
+from .grammars import Grammars, Look, Matcher, new_masks
 from .interrupts import DeferredInterrupts
 from .kv_scales import with_scales
 from .models.caches import cached_tokens, layout_of, request_pages, step_shape
@@ -215,6 +215,8 @@ class Engine:
         self._updates: list[Update] = []
         self.grammars = Grammars(folder, model.vocab_size, model.eos_token_ids)
         self._matched: dict[str, Request] = {}
+        self.started: list[str] = []
+        """Ids of requests that the last `step` took out of the queue for the first time."""
         self._look: Look | None = None
         """The look at what may follow the tokens that were read last, until it is done."""
         self._unsampled = False
@@ -507,8 +509,10 @@ class Engine:
     def _step(self) -> list[Update]:
         # A camera reads the steps that it keeps at once, so none may wait for masks.
         depth = 1 if self._matched and self._has_camera else self._depth
+        self.started.clear()
         while len(self._in_flight) < depth:
             scheduled = self.scheduler.schedule()
+            self.started += self.scheduler.started
             if scheduled is None:
                 break
             self._step_id += 1
@@ -620,7 +624,9 @@ class Engine:
                 continue
             request.matcher.advance(token)
             moved[request.request_id] = request.matcher
-        self._look = self.grammars.look(list(moved.values()))
+        # Some workers have memory that masks go to the device from as they are.
+        memory = getattr(self.worker, "new_masks", new_masks)
+        self._look = self.grammars.look(list(moved.values()), memory)
         for request_id, matcher in moved.items():
             if matcher.finished:
                 self._finish(request_id, FinishReason.STOP)

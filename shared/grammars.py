@@ -10,12 +10,14 @@ import json
 import os
 import sys
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,12 +31,30 @@ MOST_THREADS = 4
 """That make masks: of more, each waits for the others. 64 masks took 1.1 ms with 1, 1.3 with 4, 2.3
 with 16.
 """
+MOST_LEXERS = 4
+"""Of one grammar. Copies of a matcher share its lexer and the lock of that, so their masks are made
+one after another; a text goes to the lexer whose turn it is.
+"""
+LEXERS_S = 0.02
+"""How long compiling a grammar again, for one more lexer, may have taken in all."""
 FEW = 8
 """Texts that are looked at without a thread."""
 SWITCH_S = 1e-4
 """How long a thread waits for Python's lock while a look begins: usually it is 5 ms."""
 WHITESPACE = r"[ \n\t]{0,20}"
 """Between parts of JSON. Without a bound a model may go on with blanks for ever."""
+
+JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
+"""How the library reads a schema, whatever the schema's own `x-guidance` says."""
+
+
+NewMasks = Callable[[int, int], np.ndarray]
+"""Memory [count, words] int32, whatever it holds."""
+
+
+def new_masks(count: int, words: int) -> np.ndarray:
+    """As NewMasks."""
+    return np.empty((count, words), np.int32)
 
 
 def is_available() -> bool:
@@ -47,9 +67,11 @@ class Matcher:
     no token may follow, and it is not complete; known for certain once its look is `done`.
     """
 
-    def __init__(self, matcher: Any, base: np.ndarray | None) -> None:
+    def __init__(self, matcher: Any, base: np.ndarray | None, lexer: int = 0) -> None:
         self.library = matcher
         """The library's own."""
+        self.lexer = lexer
+        """Matchers whose number is the same have one lock."""
         self.finished = matcher.is_stopped() and not matcher.is_error()
         self.stuck = False
         self.look: Look | None = None
@@ -110,8 +132,10 @@ class Look:
 
     def start(self, executor: Any, thread: ThreadPoolExecutor) -> None:
         """Begin. A few texts take less time than a thread takes to wake: they are done at once."""
-        places = [(matcher.library, row) for row, matcher in enumerate(self.matchers)]
-        words = self.words
+        words, matchers = self.words, self.matchers
+        # Threads take neighbours, so those of one lock stand together.
+        order = sorted(range(len(matchers)), key=lambda row: matchers[row].lexer)
+        places = [(matchers[row].library, row) for row in order]
 
         def work() -> None:
             executor.unsafe_compute_mask_ptr(
@@ -149,6 +173,15 @@ class Look:
                 matcher.take(row)
 
 
+class Compiled(NamedTuple):
+    """A grammar before a text's first token."""
+
+    turns: Iterator[Any]
+    """The library's matchers, without end; each has a lexer of its own."""
+    words: np.ndarray
+    """[W] int32: the tokens that may be the first."""
+
+
 class Grammars:
     """Makes matchers for a model's tokens. `eos_token_ids` end a text that is complete."""
 
@@ -159,7 +192,7 @@ class Grammars:
         self._tokenizer: Any = None
         self._threads: Any = None
         self._thread = ThreadPoolExecutor(1)
-        self._kept: OrderedDict[StructuredOutputs, tuple[Any, np.ndarray]] = OrderedDict()
+        self._kept: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -187,9 +220,10 @@ class Grammars:
         """A matcher before its first token. `base` [W] int32 has the tokens that are allowed
         anyway. Raises RequestError for what cannot be compiled.
         """
-        made, words = self.compile(wanted)
-        matcher = Matcher(made.deep_copy(), base)
-        matcher.take(words)
+        made = self.compile(wanted)
+        source = next(made.turns)
+        matcher = Matcher(source.deep_copy(), base, id(source))
+        matcher.take(made.words)
         if matcher.stuck or matcher.finished:
             raise RequestError(FIELD, f"{wanted.kind}: no token may begin the text")
         return matcher
@@ -199,9 +233,9 @@ class Grammars:
         with self._lock:
             return wanted in self._kept
 
-    def compile(self, wanted: StructuredOutputs) -> tuple[Any, np.ndarray]:
-        """The library's matcher before its first token, and the tokens [W] that may be it; kept
-        for later. Any thread may call it. Raises RequestError.
+    def compile(self, wanted: StructuredOutputs) -> Compiled:
+        """The grammar before a text's first token; kept for later. Any thread may call it. Raises
+        RequestError.
         """
         with self._lock:
             self.prepare()
@@ -209,33 +243,34 @@ class Grammars:
                 self._kept.move_to_end(wanted)
                 return self._kept[wanted]
         # Seconds for a large one. Who else needs it meanwhile compiles it too.
-        matcher = self._compile(wanted)
-        # Here and not in the engine's loop: a first look makes most of what later ones need.
         words = np.zeros(-(-self._vocab_size // 32), np.int32)
-        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if matcher.is_error():
-            raise RequestError(FIELD, f"{wanted.kind}: {_line(matcher.get_error())}")
-        made = matcher, words
+        began = time.perf_counter()
+        matchers = [self._compile(wanted, words)]
+        while len(matchers) < MOST_LEXERS and _may_repeat(began, len(matchers)):
+            matchers.append(self._compile(wanted, words))
+        made = Compiled(cycle(matchers), words)
         with self._lock:
             self._kept[wanted] = made
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         return made
 
-    def look(self, matchers: Sequence[Matcher]) -> Look | None:
+    def look(self, matchers: Sequence[Matcher], new_masks: NewMasks = new_masks) -> Look | None:
         """Start to find what may follow in each text, all at once on the cores that there are. A
-        text that is complete has no mask; None if there are no others.
+        text that is complete has no mask; None if there are no others. `new_masks` gives memory for
+        what is found.
         """
         open_texts = [matcher for matcher in matchers if not (matcher.finished or matcher.stuck)]
         if not open_texts:
             return None
         # New for each call: a step that was packed keeps its masks.
-        words = np.empty((len(open_texts), -(-self._vocab_size // 32)), np.int32)
+        words = new_masks(len(open_texts), -(-self._vocab_size // 32))
         look = Look(open_texts, words)
         look.start(self._threads, self._thread)
         return look
 
-    def _compile(self, wanted: StructuredOutputs) -> Any:
+    def _compile(self, wanted: StructuredOutputs, words: np.ndarray) -> Any:
+        """The library's matcher; `words` [W] become the tokens that may be the first."""
         from llguidance import LLMatcher, LLParserLimits
 
         try:
@@ -253,9 +288,18 @@ class Grammars:
             max_grammar_size=500_000,
         )
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        # Here and not in the engine's loop: a first look makes most of what later ones need.
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if matcher.is_error():
             raise RequestError(FIELD, f"{wanted.kind}: {_line(matcher.get_error())}")
         return matcher
+
+
+def _may_repeat(began: float, times: int) -> bool:
+    """Whether what took so long since `began` can be done once more."""
+    spent = time.perf_counter() - began
+    return spent + spent / times < LEXERS_S
 
 
 def _grammar(library: Any, wanted: StructuredOutputs) -> Any:
@@ -269,7 +313,7 @@ def _grammar(library: Any, wanted: StructuredOutputs) -> Any:
         )
         return library.grammar_from_lark(f"start: {choices}")
     schema = wanted.text if wanted.kind == "json" else '{"type": "object"}'
-    return library.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+    return library.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
 
 
 def _line(text: str) -> str:

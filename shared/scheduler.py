@@ -118,6 +118,8 @@ class Scheduler:
         # worth another look before the next release. The hit that a registration might bring
         # meanwhile is not worth one either.
         self._blocked: tuple[int, int] | None = None
+        self.started: list[str] = []
+        """Ids of requests that the last `schedule` gave their first row."""
         self._arrivals = 0
         self._preemptions = 0
         self._errors = 0
@@ -236,6 +238,7 @@ class Scheduler:
         Its requests count as computed from now on: the step must be executed, in order, whatever
         happens to them.
         """
+        self.started.clear()
         if len(self._in_flight) >= self.config.pipeline_depth:
             return None
         looping = self._may_loop()
@@ -461,6 +464,7 @@ class Scheduler:
         self.prefixes.record(request, len(tokens), num_cached)
         if not request.num_preemptions:
             request.num_cached_tokens = num_cached
+            self.started.append(request.request_id)
         return True
 
     def _columns(self, first: Sequence[int], num_tokens: int) -> list[int]:

@@ -22,7 +22,8 @@ class CallReader:
 
     `ready` once the call is certain to be one: its name is known and its arguments have begun, or
     its object is complete. `whole` once its arguments are complete, `done` at the call's last
-    character, `bad` at the first character that no call has there.
+    character, `bad` at the first character that no call has there. `closed`: it has read the mark
+    behind the call, which an object never does.
 
     `name`: known already, so that only the arguments follow. `known`: whether a name is a tool's.
     `strict`: an object that has other keys, or no arguments, is no call.
@@ -38,6 +39,7 @@ class CallReader:
         self.name = name
         self.pieces: list[str] = []
         self.whole = self.done = self.bad = False
+        self.closed = False
         self._argument_keys = argument_keys
         self._known = known
         self._strict = strict

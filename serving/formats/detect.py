@@ -11,8 +11,7 @@ def detect_format(tokenizer: Tokenizer, template: str | None = None) -> Format:
     """The format of a model, by its tokens and its chat template (`template`, or its own);
     "none" if nothing is known of it. A `response_template` of its own goes first.
 
-    A template that marks calls in a way that is none of ours, such as XML inside of <tool_call>,
-    leaves reasoning alone.
+    A template that marks calls in a way that is none of ours leaves reasoning alone.
     """
     declared = from_response_template(tokenizer.response_template)
     if declared is not None:
@@ -27,6 +26,10 @@ def detect_format(tokenizer: Tokenizer, template: str | None = None) -> Format:
         return FORMATS["mistral"]
     if has("<|python_tag|>"):
         return FORMATS["llama3_json"]
-    if has("<tool_call>") and "<function=" not in source and "<arg_key>" not in source:
+    if has("<tool_call>") and "<function=" in source:
+        return FORMATS["qwen3_coder"]
+    if has("<tool_call>") and "<arg_key>" in source:
+        return FORMATS["glm45"]
+    if has("<tool_call>"):
         return FORMATS["qwen" if has("<|im_start|>") else "hermes"]
     return FORMATS["think" if has("</think>") else "none"]

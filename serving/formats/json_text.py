@@ -133,3 +133,13 @@ def is_object(text: str) -> bool:
     value = JsonValue()
     end = value.feed(text, 0, len(text))
     return text.startswith("{") and value.done and end == len(text) and not _HALF_PAIR.search(text)
+
+
+def held_size(text: str, place: int, marks: tuple[str, ...]) -> int:
+    """Characters at the end of text[place:] that may begin a mark."""
+    longest = min(max(map(len, marks), default=1) - 1, len(text) - place)
+    for size in range(longest, 0, -1):
+        tail = text[-size:]
+        if any(len(mark) > size and mark.startswith(tail) for mark in marks):
+            return size
+    return 0

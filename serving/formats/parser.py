@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 
 from ...shared.errors import InternalError
@@ -25,7 +25,9 @@ from .events import (
     ToolCallEnd,
     ToolCallStart,
 )
+from .json_text import held_size
 from .table import Calls, Format, find_format
+from .tags import TagReader
 
 MAX_SPACE = 256
 """Characters of white space that wait for what follows them."""
@@ -44,8 +46,9 @@ class OutputParser:
     `format` is a `Format` or its name. `prompt_tail` is the end of the rendered prompt: where it
     has opened reasoning, the message starts in it. `tools` are the names of the tools on offer:
     a call of another is no call; with none on offer, marks of calls are content; None allows any
-    name. `skip_special_tokens` says whether the text comes without special tokens, as
-    `SamplingParams` has it: marks among them are then found by their ids, which takes `tokenizer`.
+    name. A mapping gives their `parameters` too, which say what a value written between tags is.
+    `skip_special_tokens` says whether the text comes without special tokens, as `SamplingParams`
+    has it: marks among them are then found by their ids, which takes `tokenizer`.
     `new_id` makes ids of calls.
 
     A call starts when its name is known and its arguments have begun. What turns out to be none
@@ -70,6 +73,7 @@ class OutputParser:
     ) -> None:
         self._format = find_format(format) if isinstance(format, str) else format
         self._tools = None if tools is None else frozenset(tools)
+        self._schemas = tools if isinstance(tools, Mapping) else {}
         self._calls = self._format.calls if tools is None or tools else None
         self._new_id = new_id or (_short_id if self._calls and self._calls.short_ids else _long_id)
         self._hidden = _hidden_marks(self._format, tokenizer) if skip_special_tokens else {}
@@ -83,7 +87,7 @@ class OutputParser:
         self._state: Callable[[str, int], int] = self._read_text
         self._num_calls = 0
         self._strict = self._listed = False
-        self._call: CallReader | None = None
+        self._call: CallReader | TagReader | None = None
         self._clear_call()
 
     def push(self, token_id: int | None, text: str) -> list[Event]:
@@ -144,7 +148,7 @@ class OutputParser:
         marks = self._marks()
         match = _pattern(marks).search(text, place) if marks else None
         if match is None:
-            end = len(text) - _held_size(text, place, marks)
+            end = len(text) - held_size(text, place, marks)
             self._rest = text[end:]
             self._say(text[place:end])
             return len(text)
@@ -181,6 +185,11 @@ class OutputParser:
         self._strict, self._listed = strict, False
         self._unclosed = bool(mark)
         self._start_head(mark)
+        if self._layout.tags is not None:
+            self._call = TagReader(
+                self._layout.tags, self._layout.close, self._is_tool, self._schemas.get
+            )
+            self._state = self._read_call
         return place
 
     def _start_head(self, raw: str) -> None:
@@ -234,18 +243,19 @@ class OutputParser:
         else:
             self._hold(text[place:end])
         if call.done or call.bad:
+            self._unclosed = self._unclosed and not call.closed
             self._end_call()
             between = call.done and (self._listed or self._layout.separator)
             self._state = self._read_between if between else self._read_text
         return end
 
-    def _start_call(self, call: CallReader) -> None:
+    def _start_call(self, call: CallReader | TagReader) -> None:
         self._started, self._said = True, True
         call_id = self._call_id or self._new_id()
         self._events.append(ToolCallStart(self._num_calls, call_id, call.name or ""))
         self._num_calls += 1
 
-    def _emit_arguments(self, call: CallReader) -> None:
+    def _emit_arguments(self, call: CallReader | TagReader) -> None:
         text = "".join(call.pieces)
         call.pieces.clear()
         if text:
@@ -295,7 +305,7 @@ class OutputParser:
         return self._calls
 
     @property
-    def _reader(self) -> CallReader:
+    def _reader(self) -> CallReader | TagReader:
         if self._call is None:
             raise InternalError("output parser: no call is open")
         return self._call
@@ -345,16 +355,6 @@ def _hidden_marks(form: Format, tokenizer: Tokenizer | None) -> dict[int | None,
 @lru_cache(maxsize=256)
 def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(mark) for mark in marks))
-
-
-def _held_size(text: str, place: int, marks: tuple[str, ...]) -> int:
-    """Characters at the end of text[place:] that may begin a mark."""
-    longest = min(max(map(len, marks), default=1) - 1, len(text) - place)
-    for size in range(longest, 0, -1):
-        tail = text[-size:]
-        if any(len(mark) > size and mark.startswith(tail) for mark in marks):
-            return size
-    return 0
 
 
 def _space_end(text: str, place: int) -> int:

@@ -9,6 +9,20 @@ from ...shared.models.fields import show
 
 
 @dataclass(frozen=True, slots=True)
+class Tags:
+    """How a call is written where it is no JSON: its name, each key and each value between two
+    texts, and `end`; without one the call's mark ends it. `lines`: a line break behind the first
+    and one before the second text of a value is not the value's.
+    """
+
+    name: tuple[str, str]
+    key: tuple[str, str]
+    value: tuple[str, str]
+    end: str = ""
+    lines: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Calls:
     """How calls are marked. `open` goes before a call or a list of them, `close`, if there is
     one, after it.
@@ -16,7 +30,8 @@ class Calls:
     A call is an object with `name` and one of `argument_keys`. `separator` stands between several
     of one opening. `bare`: a message that begins with such an object is a call without a mark.
     `listed`: a JSON list of objects may follow. `named`: `name[CALL_ID]id[ARGS]{arguments}` may
-    follow. `short_ids`: ids are 9 letters and digits, which such templates ask for.
+    follow. `short_ids`: ids are 9 letters and digits, which such templates ask for. `tags`: a call
+    is no object, but written so.
     """
 
     open: str
@@ -27,6 +42,7 @@ class Calls:
     listed: bool = False
     named: bool = False
     short_ids: bool = False
+    tags: Tags | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +64,10 @@ class Format:
 
 
 _THINK = ("<think>", "</think>")
+_PARAMETERS = Tags(
+    ("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>", lines=True
+)
+_ARGUMENTS = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"))
 _HERMES = Calls("<tool_call>", "</tool_call>", ("arguments", "parameters"))
 
 FORMATS = {
@@ -57,6 +77,8 @@ FORMATS = {
         Format("think", _THINK),
         Format("hermes", _THINK, _HERMES),
         Format("qwen", _THINK, _HERMES),
+        Format("qwen3_coder", _THINK, Calls("<tool_call>", "</tool_call>", tags=_PARAMETERS)),
+        Format("glm45", _THINK, Calls("<tool_call>", "</tool_call>", tags=_ARGUMENTS)),
         Format(
             "llama3_json",
             calls=Calls(

@@ -60,6 +60,7 @@ from .metrics import Metrics
 from .replicas import Engines
 from .responses import NAMES, ResponsesRequest, named_here
 from .streams import ClientGone, EventStream, Recurring, while_there
+from .traces import Traces
 
 LOG = logging.getLogger("twinfer.server")
 RETRY_AFTER_S = 1
@@ -96,6 +97,7 @@ class Settings:
     draw_seeds: bool = True
     page: bool = True
     log_requests: bool = False
+    traces: Traces | None = None
 
 
 class Server:
@@ -226,7 +228,7 @@ class Server:
         text = render_chat(
             tokenizer,
             chat.conversation(),
-            tools=chat.offered or None,
+            tools=chat.described or None,
             variables=chat.template_variables(),
             add_generation_prompt=not continues if generates is None else generates,
             continue_final_message=continues,
@@ -280,8 +282,8 @@ class Server:
             # The parser finds marks in the text, and takes them out of it.
             params = replace(params, skip_special_tokens=False)
         live = self._add(request, chat, ids, params)
-        tail, names = text[-TAIL:], chat.tool_names
-        return live, lambda: OutputParser(form, None, tail, names)
+        tail, schemas = text[-TAIL:], chat.tool_schemas
+        return live, lambda: OutputParser(form, None, tail, schemas)
 
     def _bound(
         self, chat: ChatRequest, params: SamplingParams, tail: str
@@ -292,10 +294,12 @@ class Server:
             return None
         grammar = AnswerGrammar(self._settings.format, tokenizer.token_id, tail)
         if chat.must_call:
-            several = chat.parallel_tool_calls is not False and chat.named_tool is None
+            several = chat.parallel_tool_calls is not False and not chat.named_tool
             text = grammar.calls(chat.offered, several=several)
         elif form is None and chat.offered and chat.parallel_tool_calls is False:
-            text = grammar.at_most_one_call(chat.offered)
+            text = grammar.may_call(chat.offered, several=False, strict=chat.tool_names)
+        elif form is None and chat.binds_calls and self._settings.format.calls is not None:
+            text = grammar.may_call(chat.offered, several=True, strict=chat.strict_tools)
         elif form is not None and grammar.may_reason and form.kind in ("json", "json_object"):
             text = grammar.json(json.loads(form.text) if form.text else {"type": "object"})
         elif form is not None and grammar.may_reason and form.kind == "choice":
@@ -560,6 +564,7 @@ def build_app(settings: Settings, engine: Engines, metrics: Metrics) -> Any:
         max_body=settings.max_body,
         open_paths=pages,
         log_requests=settings.log_requests,
+        traces=settings.traces,
     )
 
 

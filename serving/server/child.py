@@ -99,7 +99,7 @@ class Loop:
         gauges = None
         if now - self._measured >= GAUGES_S or not engine.has_work:
             gauges, self._measured = self._gauges(), now
-        self._send(step_message(updates, gauges))
+        self._send(step_message(updates, gauges, engine.started))
 
     def _messages(self, wait_ms: int) -> list[Any]:
         found = []

@@ -15,6 +15,7 @@ from typing import Any
 
 from .answers import encode, error_body
 from .logs import log_request
+from .traces import Traces
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -35,7 +36,7 @@ class Doors:
     which no other request has. `scope["twinfer.send"]` goes to the client by the shortest way, once
     the head is sent. `scope["twinfer.salt"]` tells tenants apart in the prefix cache.
     Routes put what they ask of the engine into `scope["twinfer.lives"]`. The end of each POST is
-    logged: at level INFO with `log_requests`, else DEBUG.
+    logged: at level INFO with `log_requests`, else DEBUG; and told to `traces`, if there are any.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class Doors:
         max_body: int,
         open_paths: Sequence[str] = (),
         log_requests: bool = False,
+        traces: Traces | None = None,
     ) -> None:
         self._app = app
         self._digests = [_digest(key) for key in keys]
         self._max_body = max_body
         self._open = (*OPEN, *open_paths)
+        self._traces = traces
         self._level = logging.INFO if log_requests else logging.DEBUG
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,6 +81,8 @@ class Doors:
             if scope.get("method") == "POST":
                 lives = scope["twinfer.lives"]
                 log_request(name.decode(), scope["path"], status, lives, start, level=self._level)
+                if self._traces is not None:
+                    self._traces.call(scope, status, lives, start)
 
     async def _enter(self, scope: Scope, receive: Receive, named: Send) -> None:
         salt = self._salt(scope)

@@ -49,6 +49,7 @@ from .messages import (
     Step,
     decode_outbox,
     encode,
+    started_in,
     updates_of,
 )
 
@@ -279,6 +280,9 @@ class EngineProcess:
     def _take_step(self, step: Step) -> None:
         finished, now = [], time.monotonic()
         self.counters.steps += 1
+        for number in started_in(step):
+            if number in self._live:
+                self._live[number][0].begin(self._live[number][1], now)
         for number, update in updates_of(step):
             entry = self._live.get(number)
             if entry is None:

@@ -41,7 +41,7 @@ SAMPLING = (
 """Fields that go to `SamplingParams` under the same name."""
 IGNORED = (
     "store", "metadata", "user", "safety_identifier", "prompt_cache_key", "service_tier",
-    "verbosity", "prompt_cache_retention",
+    "verbosity", "prompt_cache_retention", "prompt_cache_options",
 )  # fmt: skip
 """Known fields that change no token."""
 FORM = "structured_outputs"
@@ -204,6 +204,7 @@ class ChatRequest(Generation):
     refused: ClassVar[Mapping[str, str]] = {
         "audio": "this server gives text",
         "prediction": "is not supported",
+        "moderation": "this server moderates nothing",
         "web_search_options": "this server searches nothing",
         "functions": "is not supported; it was replaced by tools",
         "function_call": "is not supported; it was replaced by tool_choice",
@@ -245,20 +246,37 @@ class ChatRequest(Generation):
     def _check_choice(self) -> None:
         choice = self.tool_choice
         if isinstance(choice, dict):
-            if not self.tools or self.named_tool not in self.every_tool_name:
-                raise RequestError(
-                    "tool_choice", f"got {show(choice)}, must name one of the functions in tools"
-                )
+            self._check_named(choice)
         elif choice not in (None, "none", "auto", "required"):
             raise RequestError(
                 "tool_choice",
-                f"got {show(choice)}, allowed are none, auto, required and a function",
+                f"got {show(choice)}, allowed are none, auto, required, a function and "
+                "allowed_tools",
             )
         elif choice == "required" and not self.tools:
             raise RequestError("tool_choice", "got 'required', which needs tools")
         bound = self.response_format is not None or self.structured_outputs is not None
         if bound and self.must_call:
             raise RequestError("tool_choice", "got a call that must come, and a form of the text")
+        for place, tool in enumerate(self.tools or ()):
+            strict = tool["function"].get("strict")
+            if strict is not None and not isinstance(strict, bool):
+                raise RequestError(
+                    f"tools[{place}].function.strict", f"got {show(strict)}, must be a boolean"
+                )
+
+    def _check_named(self, choice: dict[str, Any]) -> None:
+        """A choice that names functions."""
+        names = self.chosen_tools
+        if not names or not set(names) <= set(self.every_tool_name):
+            raise RequestError(
+                "tool_choice", f"got {show(choice)}, must name some of the functions in tools"
+            )
+        if self._allowed is not None and self._allowed.get("mode") not in ("auto", "required"):
+            raise RequestError(
+                "tool_choice.allowed_tools.mode",
+                f"got {show(self._allowed.get('mode'))}, allowed are auto and required",
+            )
 
     def params(self, defaults: SamplingParams, most_tokens: int | None) -> SamplingParams:
         """As `Generation.params`; `max_completion_tokens` goes before `max_tokens`."""
@@ -294,28 +312,69 @@ class ChatRequest(Generation):
         return "tools" if self.structured_outputs is None and self.tools else FORM
 
     @property
+    def described(self) -> list[dict[str, Any]]:
+        """The tools that the chat template shows. Those that are not allowed are among them, so
+        that the prompt stays the same; a tool that is named stands alone.
+        """
+        if not self.tools or self.tool_choice == "none":
+            return []
+        return self.tools if self._allowed is not None else self.offered
+
+    @property
     def offered(self) -> list[dict[str, Any]]:
         """The tools that the model may call."""
         if not self.tools or self.tool_choice == "none":
             return []
-        named = self.named_tool
-        if named is None:
+        names = self.chosen_tools
+        if names is None:
             return self.tools
-        return [tool for tool in self.tools if tool["function"]["name"] == named]
+        return [tool for tool in self.tools if tool["function"]["name"] in names]
 
     @property
-    def named_tool(self) -> str | None:
-        """The function that `tool_choice` names."""
-        if not isinstance(self.tool_choice, dict):
+    def chosen_tools(self) -> list[str] | None:
+        """The functions that `tool_choice` names; None where it names none."""
+        choice = self.tool_choice
+        if not isinstance(choice, dict):
             return None
-        function = self.tool_choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        return name if isinstance(name, str) else None
+        named = [choice] if self._allowed is None else self._allowed.get("tools")
+        functions = [
+            tool.get("function") if isinstance(tool, dict) else None
+            for tool in (named if isinstance(named, list) else [])
+        ]
+        names = [f.get("name") if isinstance(f, dict) else None for f in functions]
+        return [name if isinstance(name, str) else "" for name in names]
+
+    @property
+    def _allowed(self) -> dict[str, Any] | None:
+        """What a `tool_choice` of allowed tools says."""
+        choice = self.tool_choice
+        if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+            return None
+        allowed = choice.get("allowed_tools")
+        return allowed if isinstance(allowed, dict) else {}
+
+    @property
+    def named_tool(self) -> bool:
+        """Whether `tool_choice` is one function, which is called once."""
+        return isinstance(self.tool_choice, dict) and self._allowed is None
 
     @property
     def must_call(self) -> bool:
         """Whether the answer must be a call."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, dict)
+        if self._allowed is not None:
+            return self._allowed.get("mode") == "required"
+        return self.tool_choice == "required" or self.named_tool
+
+    @property
+    def strict_tools(self) -> list[str]:
+        """The functions whose arguments must keep to their schemas."""
+        functions = [tool["function"] for tool in self.offered]
+        return [function["name"] for function in functions if function.get("strict")]
+
+    @property
+    def binds_calls(self) -> bool:
+        """Whether not every call is one that may come."""
+        return bool(self.strict_tools) or (self._allowed is not None and bool(self.offered))
 
     @property
     def every_tool_name(self) -> list[str]:
@@ -326,6 +385,12 @@ class ChatRequest(Generation):
     def tool_names(self) -> list[str]:
         """The names of those that may be called."""
         return [tool["function"]["name"] for tool in self.offered]
+
+    @property
+    def tool_schemas(self) -> dict[str, Any]:
+        """The `parameters` of those that may be called, by name."""
+        functions = [tool["function"] for tool in self.offered]
+        return {function["name"]: function.get("parameters") for function in functions}
 
     def template_variables(self) -> dict[str, Any]:
         """What the chat template may read."""

@@ -65,6 +65,8 @@ class Live:
         self.created = time.monotonic()
         self.first_token: float | None = None
         self.last_token: float | None = None
+        self.begun: list[float | None] = [None] * len(settings)
+        """When the engine has begun with each completion."""
         self._told = [(0, 0, False) for _ in settings]
 
     @property
@@ -91,6 +93,11 @@ class Live:
             self.error = RequestError(self.form_field, NO_TOKEN)
         self.changed.set()
         return stopped
+
+    def begin(self, index: int, now: float) -> None:
+        """The engine has begun with a completion."""
+        if self.begun[index] is None:
+            self.begun[index] = now
 
     def fail(self, error: TwinferError) -> None:
         """End with an error."""

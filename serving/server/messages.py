@@ -6,6 +6,7 @@ A step's tokens travel as columns of bytes, since that is twenty times cheaper t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -124,6 +125,8 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     tokens: bytes
     ended: bytes
     cached: bytes
+    started: bytes
+    """Ids of requests that the engine has begun with, of any update or none."""
     scores: list[Scores]
     gauges: Gauges | None
     """At most ten times a second."""
@@ -166,8 +169,10 @@ decode_inbox = msgspec.msgpack.Decoder(Inbox).decode
 decode_outbox = msgspec.msgpack.Decoder(Outbox).decode
 
 
-def step_message(updates: list[Update], gauges: Gauges | None) -> Step:
-    """The updates of a step, for the way to the front. Their ids are numbers as text."""
+def step_message(updates: list[Update], gauges: Gauges | None, started: Sequence[str] = ()) -> Step:
+    """The updates of a step and what it began with, for the way to the front. Ids are numbers as
+    text.
+    """
     tokens = [token for update in updates for token in update.tokens]
     return Step(
         ids=_column(int(update.request_id) for update in updates),
@@ -175,6 +180,7 @@ def step_message(updates: list[Update], gauges: Gauges | None) -> Step:
         tokens=_column(tokens),
         ended=_column(_PLACE[update.finish_reason] for update in updates),
         cached=_column(update.num_cached_tokens for update in updates),
+        started=_column(map(int, started)),
         scores=[
             Scores(place, _scores(update.logprobs), _scores(update.prompt_logprobs))
             for place, update in enumerate(updates)
@@ -208,6 +214,12 @@ def updates_of(step: Step) -> list[tuple[int, Update]]:
         if scores.prompt is not None:
             prompt = [None if score is None else _read(score) for score in scores.prompt]
         found[scores.place] = (number, update._replace(logprobs=brought, prompt_logprobs=prompt))
+    return found
+
+
+def started_in(step: Step) -> list[int]:
+    """The ids of requests that the engine has begun with."""
+    found: list[int] = np.frombuffer(step.started, np.int64).tolist()
     return found
 
 

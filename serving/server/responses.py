@@ -27,6 +27,11 @@ class ResponsesRequest(BaseModel):
         "previous_response_id": "nothing is stored here: send all that was said as input",
         "conversation": "nothing is stored here: send all that was said as input",
         "background": "is not supported",
+        "background_options": "is not supported",
+        "context_management": "nothing is stored here: send what shall be read as input",
+        "moderation": "this server moderates nothing",
+        "image": "this server gives text",
+        "access_programs": "is not supported",
         "prompt": "templates are not stored here",
         "max_tool_calls": "this server calls no tools by itself",
         "n": "a response is one",
@@ -78,7 +83,12 @@ class ResponsesRequest(BaseModel):
             messages.insert(0, {"role": "system", "content": self.instructions})
         choice: Any = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function":
-            choice = {"type": "function", "function": {"name": choice.get("name")}}
+            choice = _function(choice)
+        elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            named = choice.get("tools")
+            functions = [_function(tool) for tool in (named if isinstance(named, list) else [])]
+            allowed = {"mode": choice.get("mode"), "tools": functions}
+            choice = {"type": "allowed_tools", "allowed_tools": allowed}
         body |= {"messages": messages, "tools": self._tools(), "tool_choice": choice}
         body["parallel_tool_calls"] = self.parallel_tool_calls
         if self.top_logprobs is not None or SCORES in (self.include or ()):
@@ -105,7 +115,9 @@ class ResponsesRequest(BaseModel):
                     f"tools[{place}].type", f"got {show(tool.get('type'))}, allowed is function"
                 )
             function = {
-                key: tool[key] for key in ("name", "description", "parameters") if key in tool
+                key: tool[key]
+                for key in ("name", "description", "parameters", "strict")
+                if tool.get(key) is not None
             }
             found.append({"type": "function", "function": function})
         return found
@@ -135,6 +147,7 @@ NAMES = {
     "messages": "input",
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
+    "tool_choice.allowed_tools.mode": "tool_choice.mode",
 }
 """Fields of a chat, and what a response calls them."""
 
@@ -143,10 +156,20 @@ def named_here(error: RequestError) -> RequestError:
     """An error about a chat's field by the name that it has here."""
     field = error.field
     first = re.split(r"[.\[]", field, maxsplit=1)[0]
+    if first == "tools":
+        return renamed(error, {field: field.replace("].function", "]")})
+    if field in NAMES:
+        return renamed(error, {field: NAMES[field]})
     if first not in NAMES:
         return error
     name = NAMES[first] if first == "messages" else NAMES[first] + field[len(first) :]
-    return renamed(error, {field: NAMES.get(field, name)})
+    return renamed(error, {field: name})
+
+
+def _function(tool: Any) -> dict[str, Any]:
+    """A function as a chat names it."""
+    name = tool.get("name") if isinstance(tool, dict) else None
+    return {"type": "function", "function": {"name": name}}
 
 
 def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

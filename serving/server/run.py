@@ -41,6 +41,7 @@ from .http import BoundedHttp
 from .logs import configure_logging
 from .metrics import Metrics
 from .replicas import Engines, Replicas, devices_of_replicas
+from .traces import Traces
 
 LOG = logging.getLogger("twinfer.server")
 STATUS_S = 10.0
@@ -88,6 +89,8 @@ def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
         log_requests=arguments.log_requests,
     )
     with contextlib.ExitStack() as held:
+        if arguments.otlp_traces_endpoint is not None:
+            settings.traces = held.enter_context(Traces(arguments.otlp_traces_endpoint))
         door = held.enter_context(_bind(arguments))
         admin = None
         if arguments.uds:

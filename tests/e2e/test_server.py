@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import io
 import json
 import math
@@ -14,6 +15,9 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from openai.types import completion_create_params as text_params
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 
 from twinfer.serving.cli import main
 from twinfer.serving.llm import LLM
@@ -502,10 +506,16 @@ BELL = {
 TOOLS = [{"type": "function", "function": function} for function in (LIGHT, BELL)]
 
 
+def allowed(mode, *names):
+    functions = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
+
+
 @pytest.mark.parametrize(
     ("choice", "names"),
     [
         ("required", {"set_light", "ring"}),
+        (allowed("required", "ring"), {"ring"}),
         ({"type": "function", "function": {"name": "set_light"}}, {"set_light"}),
     ],
 )
@@ -532,8 +542,11 @@ def test_calls_that_are_asked_for_come(choice, names, client):
         ]
         assert pieces[0].name == called.function.name
         assert "".join(piece.arguments for piece in pieces) == called.function.arguments
-    if isinstance(choice, dict):
+    if isinstance(choice, dict) and "function" in choice:
         choice = {"type": "function", "name": "set_light"}
+    elif isinstance(choice, dict):
+        tools = [{"type": "function", "name": "ring"}]
+        choice = {"type": "allowed_tools", "mode": "required", "tools": tools}
     flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
     answer = client.responses.create(
         model="demo", input="x", tools=flat, tool_choice=choice, parallel_tool_calls=False
@@ -550,7 +563,24 @@ def test_calls_that_are_asked_for_come(choice, names, client):
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tool_choice": allowed("sometimes", "ring")}, "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": allowed("auto", "ring", "x")}, "tool_choice"),
+        ({"tool_choice": allowed("auto")}, "tool_choice"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]},
+            "tools[0].function.strict",
+        ),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "strict": True, "parameters": {"not": {}}},
+                    }
+                ]
+            },
+            "tools",
+        ),
     ],
 )
 def test_calls_that_cannot_be_had_are_refused(more, param, server):
@@ -559,6 +589,118 @@ def test_calls_that_cannot_be_had_are_refused(more, param, server):
         answer = client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+TAKEN = {
+    "frequency_penalty": 0.5, "presence_penalty": -0.5, "logit_bias": {"5": 1}, "max_tokens": 2,
+    "metadata": {"a": "b"}, "n": 2, "seed": 3, "stop": ["x"], "temperature": 0.5, "top_p": 0.5,
+    "user": "u",
+}  # fmt: skip
+CACHED = {
+    "prompt_cache_key": "a", "prompt_cache_options": {}, "prompt_cache_retention": "24h",
+    "safety_identifier": "a", "service_tier": "auto", "store": False,
+}  # fmt: skip
+OF_CHATS = TAKEN | CACHED | {
+    "logprobs": True, "top_logprobs": 2, "max_completion_tokens": 2, "modalities": ["text"],
+    "parallel_tool_calls": True, "reasoning_effort": "low", "response_format": {"type": "text"},
+    "stream_options": {"include_usage": True}, "tool_choice": "none", "tools": [FUNCTION],
+    "verbosity": "low",
+}  # fmt: skip
+OF_COMPLETIONS = TAKEN | {
+    "best_of": 1,
+    "echo": True,
+    "logprobs": 2,
+    "stream_options": {"include_usage": True},
+}
+OF_RESPONSES = CACHED | {
+    "include": ["message.output_text.logprobs"], "instructions": "Be brief.",
+    "max_output_tokens": 2, "metadata": {"a": "b"}, "parallel_tool_calls": True,
+    "reasoning": {"effort": "low"}, "stream_options": {"include_obfuscation": False},
+    "temperature": 0.5, "text": {"format": {"type": "text"}}, "tool_choice": "auto",
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+    "top_logprobs": 2, "top_p": 0.5, "truncation": "disabled", "user": "u",
+}  # fmt: skip
+REFUSED_THERE = {
+    "chat.completions": {
+        "audio": {"voice": "alloy", "format": "wav"}, "function_call": "auto",
+        "functions": [{"name": "f"}], "moderation": {"model": "x"}, "web_search_options": {},
+        "prediction": {"type": "content", "content": "x"},
+    },
+    "completions": {"suffix": "x"},
+    "responses": {
+        "access_programs": ["x"], "background": True, "background_options": {"x": 1},
+        "context_management": [{"type": "compaction"}], "conversation": "c", "image": {"x": 1},
+        "max_tool_calls": 2, "moderation": {"model": "x"}, "previous_response_id": "r",
+        "prompt": {"id": "p"},
+    },
+}  # fmt: skip
+CALLS = {
+    "chat.completions": ({"messages": MESSAGES, "max_completion_tokens": 3}, OF_CHATS),
+    "completions": ({"prompt": "x", "max_tokens": 3}, OF_COMPLETIONS),
+    "responses": ({"input": "x", "max_output_tokens": 16}, OF_RESPONSES),
+}
+PARAMETERS = {
+    "chat.completions": chat_params.CompletionCreateParamsBase.__annotations__,
+    "completions": text_params.CompletionCreateParamsBase.__annotations__,
+    "responses": response_params.ResponseCreateParamsBase.__annotations__,
+}
+
+
+def _bodies(path):
+    """A call for each parameter that the client has, but for those that each call has."""
+    usual, taken = CALLS[path]
+    for name in PARAMETERS[path]:
+        if name in ("model", "messages", "prompt", "input") and name not in REFUSED_THERE[path]:
+            continue
+        value = (taken | REFUSED_THERE[path])[name]  # a new parameter has to be thought about
+        more = {"logprobs": True} if name == "top_logprobs" and path != "responses" else {}
+        yield name, {"model": "demo"} | usual | more | {name: value}
+
+
+def _method(client, path):
+    return functools.reduce(getattr, path.split("."), client).create
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_every_parameter_of_the_client(path, client, server):
+    """Taken, or refused by its name; by the one client and the asynchronous one, streamed or not."""
+    unknown = server.metric("unknown_fields_total")
+
+    def check(name, error, answer):
+        if name in REFUSED_THERE[path]:
+            assert error is not None, name
+            assert error.param == name
+        else:
+            assert error is None, (name, error)
+            assert answer, name
+
+    for name, body in _bodies(path):
+        error = answer = None
+        if name != "stream_options":
+            try:
+                answer = _method(client, path)(**body)
+            except openai.BadRequestError as refused:
+                error = refused
+            check(name, error, answer)
+
+    async def stream(other, name, body):
+        error, events = None, []
+        try:
+            async for event in await _method(other, path)(**body, stream=True):
+                events.append(event)
+        except openai.BadRequestError as refused:
+            error = refused
+        check(name, error, events)
+
+    async def all_of_them():
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
+        ) as other:
+            await asyncio.gather(*(stream(other, *one) for one in _bodies(path)))
+
+    asyncio.run(all_of_them())
+    assert server.metric("unknown_fields_total") == unknown
 
 
 def test_error_types_of_the_client(client):

@@ -1,10 +1,13 @@
 """Grammars of whole answers: what a model may write where calls or a form are asked for."""
 
+import json
+
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from twinfer.serving.formats.grammar import AnswerGrammar
+from twinfer.serving.formats.parser import parse
 from twinfer.serving.formats.table import FORMATS
 from twinfer.shared.errors import RequestError
 from twinfer.shared.grammars import Grammars
@@ -41,10 +44,12 @@ def tokens(request, tmp_path):
     eos = backend.token_to_id("<eos>")
     grammars = Grammars(tmp_path, backend.get_vocab_size(), [eos])
 
-    def accepts(grammar, text):
-        """Whether the text may be the whole answer."""
+    def accepts(grammar, text, *, spelled=False):
+        """Whether the text may be the whole answer; `spelled`: in tokens of one letter."""
         matcher = grammars.start(StructuredOutputs("grammar", grammar), None)
-        for token in [*backend.encode(text, add_special_tokens=False).ids, eos]:
+        pieces = text if spelled else [text]
+        ids = [i for piece in pieces for i in backend.encode(piece, add_special_tokens=False).ids]
+        for token in [*ids, eos]:
             grammars.look([matcher])
             if matcher.finished:
                 return token == eos
@@ -122,14 +127,126 @@ def test_reasoning_goes_before_what_is_asked_for(tokens):
     assert not accepts(ended.json(INTEGER), thought)
 
 
-def test_at_most_one_call(tokens):
+@pytest.mark.parametrize("form", FORMED)
+def test_calls_that_may_come_keep_to_their_schemas(form, tokens):
+    """What the parser takes for a call is one of a tool on offer, and strict where it should be."""
     token_id, accepts, are_tokens = tokens
+    named = form == "mistral" and are_tokens
+    key = FORMATS[form].calls.argument_keys[0]
+    mark, between = ("[TOOL_CALLS]{}", "") if named else FORMED[form]
+
+    def written(*calls):
+        parts = [call.replace("arguments", key) for call in calls]
+        if named:
+            parts = [
+                f"{json.loads(call)['name']}[ARGS]{json.dumps(json.loads(call)['arguments'])}"
+                for call in calls
+            ]
+        if between is None:
+            return mark.replace("{}", ", ".join(parts))
+        return between.join(mark.replace("{}", part) for part in parts)
+
+    loose, none = '{"name": "k", "arguments": {"z": [null]}}', '{"name": "k", "arguments": 3}'
+    tools = [*TOOLS[:1], {"type": "function", "function": {"name": "k", "parameters": INTEGER}}]
+    grammar = AnswerGrammar(FORMATS[form], token_id, "")
+    bound = {
+        several: grammar.may_call(tools, several=several, strict=["f"]) for several in (True, False)
+    }
+    before = "" if form == "llama3_json" else "I call.\n"
+    for several, text in bound.items():
+        for accepted in ("hello", "", before + written(F), written(F), written(loose)):
+            assert accepts(text, accepted), accepted
+        for refused in (NEVER, none, G):
+            assert not accepts(text, before + written(refused)), refused
+        assert accepts(text, before + written(F, loose)) == several
+        assert not accepts(text, before + written(F, NEVER))
+    if form == "hermes":
+        assert accepts(bound[True], f"{before}{written(F)}\nAnd <tool_cal {written(loose)} Done.")
+        assert not accepts(bound[True], f"{written(F)} Done.<tool_call>")
+
+
+TYPED = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "maximum": 9},
+        "unit": {"enum": ["C", "F"]},
+    },
+    "required": ["city", "days"],
+}
+
+
+def tagged(form, name, **arguments):
+    if form == "glm45":
+        pairs = [
+            f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in arguments.items()
+        ]
+        return f"<tool_call>{name}\n{''.join(pairs)}</tool_call>"
+    pairs = [f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items()]
+    return f"<tool_call>\n<function={name}>\n{''.join(pairs)}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm45"])
+def test_calls_in_tags(form, tokens):
+    """What is accepted keeps to the schema as the parser reads it."""
+    token_id, accepts, _ = tokens
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": TYPED}},
+        {"type": "function", "function": {"name": "g"}},
+    ]
+    grammar = AnswerGrammar(FORMATS[form], token_id, "")
+    must, may = (
+        grammar.calls(tools, several=True),
+        grammar.may_call(tools, several=True, strict="f"),
+    )
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    f = {"city": 'New "<York>"\n', "days": 3}
+    for arguments in (f, f | {"unit": "C"}):
+        text = tagged(form, "f", **arguments)
+        assert accepts(must, text)
+        assert accepts(must, f"{text}\n{text}")
+        assert accepts(may, f"Hi\n{text}\n")
+        (call,) = parse(text, form, tools=schemas).tool_calls
+        assert json.loads(call.arguments) == arguments
+    for arguments in ({"city": "x"}, f | {"days": 10}, f | {"unit": "K"}, {"days": 3, "city": "x"}):
+        assert not accepts(must, tagged(form, "f", **arguments))
+        assert not accepts(may, tagged(form, "f", **arguments))
+    assert accepts(must, tagged(form, "g", any="thing"))
+    assert accepts(must, tagged(form, "g"))
+    assert not accepts(must, tagged(form, "k"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"type": "object", "minProperties": 1}, "minProperties"),
+        ({"properties": {"a": {"type": "string", "pattern": "a"}}}, "pattern"),
+        ({"properties": {"a": {"$ref": "#/$defs/a"}}}, "the type of 'a'"),
+        (3, "got 3"),
+    ],
+)
+def test_schemas_that_tags_cannot_keep_to(schema, says):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    with pytest.raises(RequestError, match=f"^tools: parameters of 'f': .*{says}"):
+        AnswerGrammar(FORMATS["glm45"], lambda text: None, "").calls(tools, several=True)
+
+
+def test_a_mark_that_is_spelled_out_is_bound_too(tokens):
+    """Letter by letter it would be found in the text all the same."""
+    token_id, accepts, are_tokens = tokens
+    grammar = AnswerGrammar(FORMATS["hermes"], token_id, "")
+    bound = grammar.may_call(TOOLS, several=True, strict=["f"])
+    for text in (f"<tool_call>{NEVER}</tool_call>", "a <tool_call> b"):
+        assert not accepts(bound, text, spelled=True)
+    assert accepts(bound, f"<tool_call>{F}</tool_call>", spelled=True) == (not are_tokens)
+    assert accepts(bound, "a <tool_cal> b", spelled=True)
+
+
+def test_at_most_one_call(tokens):
+    token_id, accepts, _ = tokens
     grammar = AnswerGrammar(FORMATS["qwen"], token_id, "")
-    if not are_tokens:
-        with pytest.raises(RequestError, match=r"^parallel_tool_calls: got false"):
-            grammar.at_most_one_call(TOOLS)
-        return
-    bound, call = grammar.at_most_one_call(TOOLS), f"<tool_call>{F}</tool_call>"
+    bound = grammar.may_call(TOOLS, several=False, strict=["f"])
+    call = f"<tool_call>{F}</tool_call>"
     for text in ("hello", f"I call.\n{call}", call, f"<think>x</think>\nhello {call}"):
         assert accepts(bound, text), text
     for text in (call + call, f"{call} and", "<tool_call>{}</tool_call>"):
@@ -140,6 +257,7 @@ def test_formats_without_calls():
     for form in ("none", "think"):
         with pytest.raises(RequestError, match=f"^tool_choice: .*'{form}'"):
             AnswerGrammar(FORMATS[form], lambda text: None, "").calls(TOOLS, several=True)
-    llama = AnswerGrammar(FORMATS["llama3_json"], lambda text: 7, "")
-    with pytest.raises(RequestError, match=r"^parallel_tool_calls"):
-        llama.at_most_one_call(TOOLS)
+        with pytest.raises(RequestError, match=f"^parallel_tool_calls: .*'{form}'"):
+            AnswerGrammar(FORMATS[form], lambda text: None, "").may_call(
+                TOOLS, several=False, strict=()
+            )

@@ -20,7 +20,12 @@ SOURCES = [
     for path in (ROOT / name.partition(".")[2].replace(".", "/")).glob("*.py")
 ]
 
-MODULES = {"pyzmq": "zmq"}
+MODULES = {
+    "pyzmq": "zmq",
+    "opentelemetry-api": "opentelemetry",
+    "opentelemetry-sdk": "opentelemetry",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+}
 """Distributions whose module has another name."""
 BROUGHT = {"triton", "pytest"}
 """Imported, and named by no extra: torch brings Triton; pytest loads the plug-in, so it is

@@ -26,6 +26,7 @@ from twinfer.serving.formats.events import (
 from twinfer.serving.formats.json_text import JsonValue, is_object
 from twinfer.serving.formats.parser import OutputParser, hides_marks, parse
 from twinfer.serving.formats.table import FORMATS
+from twinfer.serving.serve_flags import PARSERS
 from twinfer.shared.detokenizer import Detokenizer
 from twinfer.shared.errors import ConfigError, InternalError
 from twinfer.shared.tokenizer import Tokenizer
@@ -178,6 +179,31 @@ MESSAGES = {
         [("f", RAW), ("g", "{}")],
     ),
     "mistral_prose": ("mistral", "[TOOL_CALLS] is a mark", "[TOOL_CALLS] is a mark", "", []),
+    "tags": (
+        "qwen3_coder",
+        "<think>\nx\n</think>\n\nOk\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n"
+        '<parameter=b>\n a "b" </para\nmeter>\n\n</parameter>\n</function>\n</tool_call>\n'
+        "<tool_call><function=g></function></tool_call>",
+        "Ok",
+        "x",
+        [("f", r'{"a": 1, "b": " a \"b\" </para\nmeter>\n"}'), ("g", "{}")],
+    ),
+    "tags_prose": ("qwen3_coder", "<tool_call> is a mark", "<tool_call> is a mark", "", []),
+    "tags_unknown": (
+        "qwen3_coder",
+        "<tool_call><function=rm></function></tool_call>",
+        "<tool_call><function=rm></function></tool_call>",
+        "",
+        [],
+    ),
+    "arguments": (
+        "glm45",
+        "Ok<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>[1, {}]</arg_value>\n<arg_key>b</arg_key>"
+        "<arg_value>\né</arg_value></tool_call><tool_call>g</tool_call> </tool_call>",
+        "Ok</tool_call>",
+        "",
+        [("f", r'{"a": [1, {}], "b": "\né"}'), ("g", "{}")],
+    ),
     "none": ("none", hermes("f", "{}") + " \n", hermes("f", "{}") + " \n", "", []),
 }
 
@@ -210,6 +236,8 @@ FRAGMENTS = [
         "é",
         "\\ud800",
     ),
+    *("<function=", "<parameter=", ">", "</parameter>", "</function>", "<function=f><parameter=a>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<tool_call>f<arg_key>a</arg_key>"),
     *(call("f", RAW), call("f", '{"a": 1}', "parameters"), '{"name": "f", "arguments": {', '{"a"'),
 ]
 
@@ -270,6 +298,73 @@ def test_arguments_stream_as_they_come():
         for character in text
     ]
     assert sum(sizes) == len('{"a": "long"}')
+
+
+TYPED = {
+    "s": {"type": "string"},
+    "i": {"type": "integer"},
+    "n": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+    "b": {"type": "boolean"},
+    "u": {"type": ["string", "array"]},
+    "e": {"enum": ["1", None]},
+    "x": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "value"),
+    [
+        ("s", "3", "3"), ("s", "null", "null"), ("s", '"q"', '"q"'), ("i", " 3 ", 3),
+        ("i", "three", "three"), ("n", "1e3", 1000.0), ("n", "None", None), ("b", "True", True),
+        ("b", "1", "1"), ("u", "[1]", [1]), ("u", '"a"', '"a"'), ("u", "{}", "{}"), ("e", "1", "1"),
+        ("e", "null", None), ("x", "[1", "[1"), ("x", '"a"', "a"), ("new", "NaN", "NaN"),
+    ],
+)  # fmt: skip
+def test_what_a_value_between_tags_is_says_its_schema(key, written, value):
+    """And without a schema it is JSON, if it is."""
+    tools = {"f": {"type": "object", "properties": TYPED}}
+    for form, text in {
+        "qwen3_coder": f"<tool_call><function=f><parameter={key}>\n{written}\n</parameter></function>",
+        "glm45": f"<tool_call>f<arg_key>{key}</arg_key><arg_value>{written}</arg_value></tool_call>",
+    }.items():
+        (call,) = parse(text, form, tools=tools).tool_calls
+        assert json.loads(call.arguments) == {key: value}
+        assert call.complete
+        assert run(form, list(text), tools=tools) == run(form, [text], tools=tools)
+
+
+def test_a_text_between_tags_streams_as_it_comes():
+    tools = {"f": {"properties": {"s": {"type": "string"}}}}
+    parser = OutputParser("qwen3_coder", None, tools=tools)
+    parser.push(None, "<tool_call><function=f><parameter=s>\n")
+    told = [event.text for c in 'a "b"' for event in parser.push(None, c)]
+    assert "".join(told) == r"a \"b\""
+    held = [event for c in "\n</parameter" for event in parser.push(None, c)]
+    assert held == []
+
+
+def test_tags_that_break_end_the_call():
+    text = "<tool_call><function=f><parameter=a>1</parameter>x"
+    message = parse(text, "qwen3_coder")
+    assert message.content == "x"
+    assert (message.tool_calls[0].arguments, message.tool_calls[0].complete) == ('{"a": 1', False)
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm45"])
+def test_tags_without_an_end_take_linear_time(form):
+    begin = {
+        "qwen3_coder": "<tool_call><function=f><parameter=s>",
+        "glm45": "<tool_call>f<arg_key>s",
+    }
+    middle = "</arg_key><arg_value>" if form == "glm45" else ""
+    for more in ("<", "\n", "</par", "x"):
+        parser = OutputParser(form, None)
+        began = time.perf_counter()
+        parser.push(None, begin[form])
+        for piece in [middle, *[more] * 50_000]:
+            parser.push(None, piece)
+        parser.finish("length")
+        assert time.perf_counter() - began < 5
 
 
 def test_a_call_cut_off_is_partial():
@@ -419,10 +514,15 @@ def test_format_is_found_by_tokens_and_template():
     assert detect_format(byte_tokenizer([])).name == "none"
     assert detect_format(byte_tokenizer(["<|im_start|>"], ["<tool_call>"])).name == "qwen"
     assert detect_format(byte_tokenizer([]), "... <tool_call> ...").name == "hermes"
-    xml = "<think> <tool_call><function=f></think>"
-    assert detect_format(byte_tokenizer([], ["<tool_call>"]), xml).name == "think"
+    marked = byte_tokenizer([], ["<tool_call>"])
+    assert detect_format(marked, "<think> <tool_call><function=f></think>").name == "qwen3_coder"
+    assert detect_format(marked, "<tool_call>f<arg_key>a</arg_key>").name == "glm45"
     assert detect_format(byte_tokenizer(["[TOOL_CALLS]"])).name == "mistral"
     assert detect_format(byte_tokenizer(["<|python_tag|>"])).name == "llama3_json"
+
+
+def test_every_format_may_be_named():
+    assert {*PARSERS} == {"auto", *FORMATS}
 
 
 def test_unknown_format_is_refused():

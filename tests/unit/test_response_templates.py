@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from twinfer.serving.formats.detect import detect_format
 from twinfer.serving.formats.parser import OutputParser, parse
 from twinfer.serving.formats.response_template import from_response_template
+from twinfer.shared.detokenizer import Detokenizer
 from twinfer.shared.tokenizer import Tokenizer
 
 parse_response = pytest.importorskip("transformers.utils.chat_parsing").parse_response
 
 DEMO = Path(__file__).resolve().parents[2] / "shared/models/demo"
+TOKENIZER = Tokenizer.load(DEMO)
 CONTENT = {"content": "text"}
 QWEN = {
     "defaults": {"role": "assistant"},
@@ -60,6 +62,45 @@ LLAMA = {
         "content": CONTENT,
     },
 }
+VALUE = {"name": "json", "args": {"allow_non_json": True}}
+CODER = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n(?P<value>.*?)\n</parameter>",
+                "value_parser": VALUE,
+            },
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
+        },
+        "content": CONTENT,
+    },
+}
+GLM = {
+    **CODER,
+    "fields": {
+        **CODER["fields"],
+        "tool_calls": {
+            **CODER["fields"]["tool_calls"],
+            "open_pattern": r"\s*<tool_call>(?P<name>[^<\s]+)\s*",
+            "close_pattern": "</tool_call>",
+            "content_args": {
+                "tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*"
+                r"<arg_value>(?P<value>.*?)</arg_value>",
+                "value_parser": VALUE,
+            },
+        },
+    },
+}
+TAGGED = {"qwen3_coder": CODER, "glm45": GLM}
 TEMPLATES = {"qwen": QWEN, "mistral": MISTRAL, "llama3_json": LLAMA}
 
 VALUES = st.recursive(
@@ -130,6 +171,18 @@ def theirs(text, template, prefix=""):
     )
 
 
+def check_cuts(form, text):
+    """The same events by character and by token as at once."""
+    detokenizer = Detokenizer(TOKENIZER, (), False)
+    by_token = [detokenizer.append([i]) for i in TOKENIZER.encode(text, False)]
+    found = []
+    for pieces in ([text], text, [*by_token, detokenizer.finish()]):
+        parser = OutputParser(form, new_id=lambda: "id")
+        events = [event for piece in pieces for event in parser.push(None, piece)]
+        found.append(flat([*events, *parser.finish()]))
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_reads_what_transformers_reads(name):
     template = TEMPLATES[name]
@@ -142,11 +195,52 @@ def test_reads_what_transformers_reads(name):
         expected = theirs(text, template)
         assert ours(text, declared) == expected
         assert ours(text, name) == expected
-        parser = OutputParser(declared, new_id=lambda: "id")
-        by_character = [event for c in text for event in parser.push(None, c)]
-        whole = OutputParser(declared, new_id=lambda: "id")
-        at_once = whole.push(None, text)
-        assert flat([*by_character, *parser.finish()]) == flat([*at_once, *whole.finish()])
+        check_cuts(declared, text)
+
+    check()
+
+
+TEXTS = st.text('ab<>/{}"\\né中😀 ', min_size=1, max_size=12).map(str.strip).filter(bool)
+PLAIN_CALL = st.tuples(
+    st.sampled_from(["f", "get_weather"]),
+    st.dictionaries(st.sampled_from(["x", "y", "z z"]), VALUES | TEXTS, max_size=3),
+)
+
+
+def tagged(name, call):
+    """A call as the chat template of such a model writes it: texts as they are, the rest as JSON."""
+    head, arguments = call
+    written = {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for key, value in arguments.items()
+    }
+    if name == "glm45":
+        pairs = [
+            f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+            for key, value in written.items()
+        ]
+        return f"<tool_call>{head}\n{''.join(pairs)}</tool_call>"
+    pairs = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in written.items()]
+    return f"<tool_call>\n<function={head}>\n{''.join(pairs)}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_reads_tags_as_transformers_does(name):
+    text = st.sampled_from(["", "Hi there", "a < b", "中 <tool", "x\ny"])
+    written = st.tuples(text, text, st.lists(PLAIN_CALL, max_size=3)).map(
+        lambda m: (
+            (f"<think>\n{m[0]}\n</think>\n\n" if m[0] else "")
+            + m[1]
+            + "".join(f"\n{tagged(name, call)}" for call in m[2])
+        )
+    )
+
+    @settings(max_examples=300, deadline=None)
+    @given(written)
+    def check(text):
+        expected = theirs(text, TAGGED[name])
+        assert ours(text, name) == expected
+        check_cuts(name, text)
 
     check()
 

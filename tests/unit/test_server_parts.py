@@ -26,8 +26,9 @@ from twinfer.serving.server.fields import (
 from twinfer.serving.server.live import Live
 from twinfer.serving.server.logs import JsonFormatter
 from twinfer.serving.server.streams import EventStream
+from twinfer.serving.server.traces import Traces
 from twinfer.shared.engine import Logprob, Update
-from twinfer.shared.errors import EngineDead, InternalError, Overloaded, RequestError
+from twinfer.shared.errors import ConfigError, EngineDead, InternalError, Overloaded, RequestError
 from twinfer.shared.request import FinishReason
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.scheduler import SchedulerMetrics
@@ -71,6 +72,8 @@ def test_parameters_arrive_as_they_were_sent():
 
 class FakeEngine:
     """Takes requests, and ends each in the next step."""
+
+    started = ()
 
     def late_compilations(self):
         return 0
@@ -335,6 +338,19 @@ def test_a_client_that_leaves_ends_its_stream(begun):
     asyncio.run(check())
     assert ended == [1]
     assert closed == ([1] if begun else [])
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("http://x/v1/traces", r"pip install 'twinfer\[traces\]'"),
+        ("x:4317", "got x:4317, allowed is a URL"),
+    ],
+)
+def test_traces_that_cannot_be_had_are_refused(url, says, monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(ConfigError, match=f"^otlp-traces-endpoint: .*{says}"):
+        Traces(url)
 
 
 def test_doors_ask_before_anything_is_read():
