@@ -14,7 +14,7 @@ from ..shared.models.calls import plan_programs
 from ..shared.models.config import ModelConfig
 from ..shared.models.spec import Model
 from ..shared.models.stages import is_replaced
-from . import kernels  # noqa: F401 - registers the Triton providers
+from . import cpu_kernels, kernels  # noqa: F401 - registers the providers "c" and "triton"
 from .recording import record as record_programs
 
 PROMPT_ROWS = 64

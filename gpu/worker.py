@@ -19,6 +19,7 @@ from ..bucketing import Descriptor, Table
 from ..ops import BoundPlans, Choice, OpError, Plan, Plans
 from ..ops.bindings.torch import bind
 from ..ops.namespaces.torch_ import to_numpy
+from ..ops.plan import NATIVE
 from ..shared.cache_folder import write_atomically
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation, check_wrapping
 from ..shared.config import Change, DeviceInfo, ResolvedConfig, host_memory, parse_device
@@ -33,7 +34,7 @@ from ..shared.packer import padding
 from ..shared.progress import Progress
 from ..shared.step import StepInput, StepOutput, TopLogprobs
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Worker, cache_pages, kv_page_bytes
-from . import advice
+from . import advice, cpu_kernels
 from .advice import advise
 from .backend import check_options, code_kept_in, key_factors, open_cache
 from .compilation import check_effect, compiled_kinds
@@ -235,6 +236,7 @@ class TorchWorker:
         except OpError as error:
             raise ConfigError(f"op_priority, enable_ops: {error}") from error
         self._compilation, self.changes = fit_mode(config.compilation, self._plans)
+        self.changes += without_kernels(self._plans)
         check_options(self._compilation.inductor_compile_config)
         self._compiled = compiled_kinds(decoder.model_of(model), self._plans, self._compilation)
         check_effect(self._compilation, self._compiled)
@@ -728,6 +730,22 @@ def fit_mode(
             _check_splits(compilation, kind, plans.every(kind))
     check_wrapping(compilation)
     return compilation, changes
+
+
+def without_kernels(plans: Plans) -> list[Change]:
+    """What to say where the plans ask for kernels for CPUs and there are none on this machine."""
+    passed_over = {
+        reason
+        for kind in plans.by_kind
+        for plan in plans.every(kind)
+        for choice in plan.choices.values()
+        for reason in choice.passed_over
+    }
+    if all(provider != cpu_kernels.PROVIDER for provider, _ in passed_over):
+        return []
+    why = cpu_kernels.supported()
+    missing = (cpu_kernels.PROVIDER, str(why)) in passed_over
+    return [Change("op_priority", cpu_kernels.PROVIDER, NATIVE, str(why))] if missing else []
 
 
 def chooses(plans: Plans, provider: str) -> bool:

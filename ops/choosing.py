@@ -62,7 +62,8 @@ class Chooser:
     (empty: not known).
 
     `insisted` are ops that the user enables by name: they do not step back from a finer op that the
-    user disables. `row_invariant`: only what promises it is chosen.
+    user disables. `row_invariant`: only what promises it is chosen. `platform`: where it shall run
+    (empty: not known).
     """
 
     framework: Framework
@@ -71,6 +72,7 @@ class Chooser:
     insisted: Collection[str] = ()
     calls: Mapping[str, Sequence[Call]] = field(default_factory=dict)
     row_invariant: bool = False
+    platform: str = ""
     _choices: dict[str, Choice] = field(default_factory=dict)
 
     def choose(self, name: str) -> Choice:
@@ -148,8 +150,9 @@ class Chooser:
         """Why an implementation is passed over, or None."""
         if op.name not in self.enabled:
             return DISABLED
-        if not implementation.supported():
-            return "not supported on this machine"
+        obstacle = implementation.obstacle(self.platform)
+        if obstacle is not None:
+            return obstacle
         if self.row_invariant and not implementation.row_invariant:
             return DEPENDS
         return self._stronger(op, voice) or self._refusal(implementation, self._made(op.name))
@@ -171,7 +174,7 @@ class Chooser:
         """Whether an implementation of a finer op takes any of the calls that a coarse op makes
         of it.
         """
-        if not implementation.supported():
+        if implementation.obstacle(self.platform) is not None:
             return False
         if implementation.supports_args is None:
             return True

@@ -31,25 +31,26 @@ def always() -> bool:
 class Implementation:
     """One way to run an op in one framework.
 
-    `supported` says whether it can run here at all (library, chip); `supports_args`, with exactly
-    the op's parameters, whether it takes these shapes and dtypes (False, or a Refusal that says why
-    not). `host_metadata`: it reads the ragged lengths on the host, so they are passed as CPU
-    tensors and no graph can capture it. `opaque`: it launches what no compiler can look into (a raw
-    kernel), so that it is an operator of its own in compiled code. `row_invariant`: the bits of a
-    row's result do not depend on how many rows there are, nor on what they hold. `stacked`: it
-    takes weights as one of a stack (JAX's `InStack`), which others get taken out of it.
+    `supported` says whether it can run here at all (library, chip; False, or a Refusal);
+    `supports_args`, with exactly the op's parameters, whether it takes these shapes and dtypes
+    (False, or a Refusal that says why not). `host_metadata`: it reads the ragged lengths on the
+    host, so they are passed as CPU tensors and no graph can capture it. `opaque`: it launches what
+    no compiler can look into (a raw kernel), so that it is an operator of its own in compiled code.
+    `row_invariant`: the bits of a row's result do not depend on how many rows there are, nor on
+    what they hold. `stacked`: it takes weights as one of a stack (JAX's `InStack`), which others
+    get taken out of it.
 
     `preferred_on` names platforms (`cpu`, `cuda`, `tpu`) whose plans try it unless somebody says
-    otherwise. `required_on` those where it is an error if it refuses a program and nobody has
-    chosen another. `dot` names the products of another contract than the op's, which it keeps
-    instead (`Testing.dots`).
+    otherwise. `only_on` those where it runs at all (empty: on any). `required_on` those where it is
+    an error if it refuses a program and nobody has chosen another. `dot` names the products of
+    another contract than the op's, which it keeps instead (`Testing.dots`).
     """
 
     op: str
     provider: str
     framework: Framework
     function: Callable[..., Any]
-    supported: Callable[[], bool] = always
+    supported: Callable[[], bool | Refusal] = always
     supports_args: Callable[..., bool | Refusal] | None = None
     inplace: bool = False
     deterministic: bool = True
@@ -60,6 +61,16 @@ class Implementation:
     preferred_on: tuple[str, ...] = ()
     dot: str = ""
     required_on: tuple[str, ...] = ()
+    only_on: tuple[str, ...] = ()
+
+    def obstacle(self, platform: str) -> str | None:
+        """Why it cannot run here on a platform (empty: any), or None."""
+        if self.only_on and platform and platform not in self.only_on:
+            return f"runs on {', '.join(self.only_on)} only"
+        can = self.supported()
+        if can:
+            return None
+        return str(can) if isinstance(can, Refusal) else "not supported on this machine"
 
 
 IMPLEMENTATIONS: dict[tuple[str, Framework], dict[str, Implementation]] = {}

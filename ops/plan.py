@@ -315,7 +315,9 @@ def resolve(
     for call in calls or ():
         by_op.setdefault(call.op, []).append(call)
     insisted = {word[1:] for word in enable if word.startswith("+")}
-    chooser = Chooser(framework, wishes, enabled_ops(enable), insisted, by_op, row_invariant)
+    chooser = Chooser(
+        framework, wishes, enabled_ops(enable), insisted, by_op, row_invariant, platform
+    )
     chooser.check("scoped")
     chooser.check("user")
     if calls is None:

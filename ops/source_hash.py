@@ -28,7 +28,7 @@ VERSIONS = {
     "jax": ("jax", "jaxlib"),
     "torch": ("torch", "triton", "array-api-compat"),
 }
-KERNEL_SUFFIXES = (".cu", ".cuh", ".json")
+KERNEL_SUFFIXES = (".c", ".cu", ".cuh", ".h", ".json")
 OURS = __package__.split(".")[0]
 
 

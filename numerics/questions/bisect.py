@@ -627,14 +627,14 @@ def _try_others(
     report: BisectReport, suspect: Suspect, subject: Subject, target: Target, fault: Fault | None
 ) -> None:  # fmt: skip
     """Whether another implementation of the op that was found passes in its place."""
-    oracle = suspect.oracle
+    oracle, platform = suspect.oracle, suspect.runner.device.platform
     for culprit in report.culprits:
         if not culprit.op:
             continue
         place = next((p for p, name in NAMES.items() if name == culprit.program), culprit.layer)
         available = providers(culprit.op, target.backend)  # type: ignore[arg-type]
         for name, implementation in available.items():
-            usable = implementation is None or implementation.supported()
+            usable = implementation is None or implementation.obstacle(platform) is None
             if (
                 name in culprit.implementation.split("+")
                 or name.endswith(INTERPRETED)

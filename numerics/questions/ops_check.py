@@ -188,7 +188,7 @@ def check_ops(
         for side, target, device in zip(sides, targets, devices, strict=True):
             if planned and name not in target.providers:
                 continue
-            for provider, implementation in _runnable(name, target, side, report):
+            for provider, implementation in _runnable(name, target, device.platform, side, report):
                 where = Where(target.backend, device.platform, (faults or {}).get(side[0]))
                 try:
                     _check(report, side, where, provider, implementation, cases)
@@ -265,7 +265,7 @@ def _dtypes(outputs: Sequence[np.ndarray]) -> tuple[Any, ...]:
 
 
 def _runnable(
-    op: str, target: Target, side: str, report: OpsReport
+    op: str, target: Target, platform: str, side: str, report: OpsReport
 ) -> Iterator[tuple[str, Implementation | None]]:
     """The implementations to judge: those that the target names, or all. Raises ConfigError for
     an unknown one.
@@ -291,12 +291,14 @@ def _runnable(
             report.absent.append(
                 f"{side}: {op}={provider} is interpreted; name it in the target to judge it"
             )
-        elif implementation is None or implementation.supported():
+            continue
+        obstacle = None if implementation is None else implementation.obstacle(platform)
+        if obstacle is None:
             yield provider, implementation
         else:
             # Who asks for it by name must not get a pass without it.
             (report.missing if wanted else report.absent).append(
-                f"{side}: {op}={provider} cannot run on this machine"
+                f"{side}: {op}={provider} cannot run on this machine: {obstacle}"
             )
 
 
