@@ -294,15 +294,20 @@ POOLED_SIGMA = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """A layer's error over its noise in all steps, and the independent numbers of that noise."""
+    """A layer's error over its noise in all steps, the independent numbers of that noise, and the
+    square of the correlation of both.
+    """
 
     sigma: float
     numbers: float
+    correlation: float
 
     def limit(self, family: Family) -> float:
-        """As of an op or a layer in one step (`gates.precision`)."""
-        chance = family.deviations / max(self.numbers, 1.0) ** 0.5
-        return max(POOLED_SIGMA, 1.0 + chance)
+        """The ratio of two root mean squares wanders by sqrt((1 - r^2) / n): roundings that both
+        make leave nothing to chance.
+        """
+        chance = ((1.0 - self.correlation) / max(self.numbers, 1.0)) ** 0.5
+        return max(POOLED_SIGMA, 1.0 + family.deviations * chance)
 
 
 def pooled_layers(
@@ -312,13 +317,18 @@ def pooled_layers(
     sums: dict[int, list[float]] = {}
     for f in diff.findings:
         if (f.side, f.scope, f.mode) == (side, scope, mode):
-            m, entry = f.metrics, sums.setdefault(f.layer, [0.0, 0.0, 0.0])
+            m, entry = f.metrics, sums.setdefault(f.layer, [0.0] * 4)
             entry[0] += m.error_power
             entry[1] += m.noise_power
-            entry[2] += m.noise_power**2 / max(m.effective, 1.0)
+            entry[2] += m.common_power
+            entry[3] += m.noise_power**2 / max(m.effective, 1.0)
     return {
-        layer: Pooled((e / n) ** 0.5 if n else 1.0, n * n / q if q else float("inf"))
-        for layer, (e, n, q) in sorted(sums.items())
+        layer: Pooled(
+            (e / n) ** 0.5 if n else 1.0,
+            n * n / q if q else float("inf"),
+            min(common * common / (e * n), 1.0) if e * n else 0.0,
+        )
+        for layer, (e, n, common, q) in sorted(sums.items())
     }
 
 

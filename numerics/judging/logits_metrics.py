@@ -14,7 +14,7 @@ from .gates import FEWEST, FOREIGN, Family, Mode
 from .metrics import TIE_FACTOR, Flip, agreement, divergence, flips, log_softmax
 
 KL_LIMIT = 1.3
-"""Mean divergence of a side from the exact reference, over that of the faithful reference."""
+"""Mean divergence of a side from the exact reference, over that of the noise, besides chance."""
 KL_FLOOR = 1e-9
 """Nats below which a divergence is the rounding of its own computation."""
 
@@ -40,11 +40,12 @@ def compare_logits(
     real = [flip for flip in found if not flip.tie]
     complaints = [f"{len(real)} tokens differ by more than rounding explains"] if real else []
     if mode == "P":
-        noise = kl["noise"] + _spread(exact, faithful)
+        noise, words = _expected(exact, faithful)
+        logits = max(min(_effective(exact, faithful), numbers), FEWEST)
         # A divergence is as the square of an error: few numbers may be off by the F distribution.
-        chance = family.spread(max(min(_effective(exact, faithful), numbers), FEWEST))
+        chance = family.spread(min(words, logits), logits) ** 2
         for side, limit in (("a", KL_LIMIT), ("b", kl_limit_b)):
-            limit = max(limit, limit / KL_LIMIT * chance**2)
+            limit *= chance
             if not kl[side] <= limit * noise + KL_FLOOR:
                 complaints.append(f"{side}: KL {kl[side]:.3g} nats > {limit:.3g} x {noise:.3g}")
     return LogitsFinding(
@@ -185,10 +186,20 @@ def _flip(f: Flip, place: str) -> dict[str, object]:
     }
 
 
-def _spread(exact: np.ndarray, faithful: np.ndarray) -> float:
-    """Twice the standard error of the noise's mean divergence: few rows say little."""
-    values = divergence(exact, faithful)
-    return 2.0 * float(values.std()) / max(len(values), 1) ** 0.5
+def _expected(exact: np.ndarray, faithful: np.ndarray) -> tuple[float, float]:
+    """The mean divergence of the noise that the reference's is a draw of, and of how many
+    independent numbers a draw is made.
+
+    Noise of power s in all words of a row gives s (1 - sum p^2) / 2 nats. Where a row's probability
+    is that of two words, one number decides it, whatever the vocabulary is; and few such rows may
+    be nearly all of the mean.
+    """
+    p = np.exp(log_softmax(exact))
+    noise = faithful.astype(np.float64) - exact
+    together = (p * p).sum(-1)
+    rows = noise.var(-1) * (1.0 - together) / 2.0
+    power = float((rows * rows * together / np.maximum(1.0 - together, together)).sum())
+    return float(rows.mean()), float(rows.sum()) ** 2 / power if power else float(noise.size)
 
 
 def _effective(exact: np.ndarray, faithful: np.ndarray) -> float:

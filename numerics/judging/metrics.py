@@ -42,6 +42,7 @@ class Metrics:
     count         elements compared
     effective     independent numbers that the noise is made of: (sum n^2)^2 / sum n^4, one outlier
                   counts as one
+    common_power  sum of the products of both: what their roundings have in common
     beyond        elements that the run dtype cannot hold, left out
     error_power   sum of squared errors, and `noise_power` of the faithful reference's: to pool
                   several steps
@@ -63,6 +64,7 @@ class Metrics:
     effective: float
     error_power: float
     noise_power: float
+    common_power: float = 0.0
     beyond: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -112,6 +114,7 @@ def measure(got: np.ndarray, exact: np.ndarray, faithful: np.ndarray) -> Metrics
         effective=n2 * n2 / float((noise**4).sum()) if n2 else float(size),
         error_power=e2,
         noise_power=n2,
+        common_power=float((error * noise).sum()),
         beyond=int((known & ~usable).sum()),
     )
 

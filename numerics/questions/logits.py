@@ -231,8 +231,9 @@ class _Ends(Comparison):
             else:
                 limit = KL_LIMIT if name in self._benches else FOREIGN**2
                 found = compare_logits(
-                    rows[first], rows[name], exact, faithful, self.step, self.mode, limit
-                )
+                    rows[first], rows[name], exact, faithful, self.step, self.mode, limit,
+                    family=self.family, numbers=self._numbers,
+                )  # fmt: skip
                 self.diff.logits.append(found)
 
     def _foreign(

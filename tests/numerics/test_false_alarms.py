@@ -249,8 +249,8 @@ def test_a_layer_over_all_steps_is_left_what_chance_leaves(channels, alarms):
     for step in range(4):
         exact = rng.normal(size=(32, 256))
         scale = np.where(np.arange(256) < channels, 1.0, 1e-6)
-        noise = 0.01 * scale * rng.uniform(-1.0, 1.0, exact.shape)
-        metrics = measure(exact + 1.06 * noise, exact, exact + noise)
+        noise, other = (0.01 * scale * rng.uniform(-1.0, 1.0, exact.shape) for _ in range(2))
+        metrics = measure(exact + 0.96 * noise + 0.47 * other, exact, exact + noise)
         diff.findings.append(Finding("a", "P", "layer", step, 3, "output", "", metrics))
     assert bool(pooled_problems(diff)) == alarms
     limit = pooled_limits(diff)["a", 3]
@@ -267,3 +267,20 @@ def test_what_float16_cannot_hold_is_not_compared(tmp_path):
     assert diff.exit_code == NOT_COMPARED, render(diff)
     assert "numbers that float16 cannot hold" in diff.missing[0]
     assert ask(faults={"a": plant("mlp-skipped@1")}).exit_code == FAILED
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_a_divergence_that_two_words_decide_is_left_to_chance(rows):
+    """Peaked rows: noise in all of 512 logits, of which a few have the probability."""
+    rng = np.random.default_rng(rows)
+    exact = 4.0 * rng.normal(size=(rows, 512))
+    exact[:, 0] += rng.uniform(10.0, 20.0, rows)
+    found = {1.0: 0, 3.0: 0}
+    for _ in range(300):
+        noisy, a, b = (exact + 0.02 * rng.normal(size=exact.shape) for _ in range(3))
+        for times in found:
+            wrong = exact + times * (b - exact)
+            complaints = compare_logits(a, wrong, exact, noisy, None, "P").complaints
+            found[times] += any("KL" in text for text in complaints)
+    assert found[1.0] == 0
+    assert found[3.0] >= (270 if rows == 64 else 0), found
