@@ -568,8 +568,14 @@ class Engine:
         look.done()
         for request_id, request in list(self._matched.items()):
             if request.matcher is not None and request.matcher.stuck:
-                self._finish(request_id, FinishReason.STUCK)
+                self._end_stuck(request_id, request)
         return look
+
+    def _end_stuck(self, request_id: str, request: Request) -> None:
+        """No token may follow in the text of a request."""
+        self._finish(request_id, FinishReason.STUCK)
+        if request.params.structured_outputs is not None:
+            self.grammars.forget(request.params.structured_outputs)
 
     def _read(self, step: _InFlight, output: StepOutput) -> None:
         """Take what a step brought; `_updates` say what that was."""
@@ -631,7 +637,7 @@ class Engine:
             if matcher.finished:
                 self._finish(request_id, FinishReason.STOP)
             elif matcher.stuck:
-                self._finish(request_id, FinishReason.STUCK)
+                self._end_stuck(request_id, self._matched[request_id])
 
     def _keep_prompt_logprobs(self, step: _InFlight, top: TopLogprobs) -> None:
         """Row p of a prompt tells the log-probability of its token p + 1."""

@@ -255,6 +255,13 @@ class Grammars:
                 self._kept.popitem(last=False)
         return made
 
+    def forget(self, wanted: StructuredOutputs) -> None:
+        """Compile a grammar anew for the next text: one that has failed may have used up what its
+        lexer, which all texts share, was allowed.
+        """
+        with self._lock:
+            self._kept.pop(wanted, None)
+
     def look(self, matchers: Sequence[Matcher], new_masks: NewMasks = new_masks) -> Look | None:
         """Start to find what may follow in each text, all at once on the cores that there are. A
         text that is complete has no mask; None if there are no others. `new_masks` gives memory for

@@ -313,6 +313,8 @@ def test_a_text_that_gets_too_much_work_ends_alone(llm):
     bad, good = texts(llm, [params(form), SamplingParams(max_tokens=8, seed=3)])
     assert (bad.finish_reason, bad.stop_reason) == ("error", NO_TOKEN)
     assert good.token_ids == alone.token_ids
+    # Its lexer is used up, for the next text too.
+    assert not llm.engine.grammars.is_compiled(params(form).structured_outputs)
 
 
 HOSTILE = [
