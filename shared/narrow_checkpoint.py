@@ -7,6 +7,7 @@ others are those of tensors.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +138,7 @@ def piece_in(name: str) -> tuple[str, str]:
     return (module, piece) if piece in PIECES else (name, "")
 
 
-class Form:
+class Form(ABC):
     """How a format keeps a module. `packs`: two entries of k lie in one byte of its values."""
 
     packs = True
@@ -151,21 +152,21 @@ class Form:
         """What a tensor of a module is called."""
         return f"{module}.{name}"
 
+    @abstractmethod
     def tensors(self, module: str, n: int, k: int) -> dict[str, Tensor]:
         """What a module with a weight [n k] has, by its name within the module."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sizes(self, module: str) -> tuple[int, int]:
         """The sizes [n k] of a module's weight."""
-        raise NotImplementedError
 
+    @abstractmethod
     def values(self, module: str, start: int, stop: int) -> np.ndarray:
         """Values of rows `start` to `stop`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scale(self, module: str, start: int, stop: int) -> np.ndarray:
         """Their scales [row group]."""
-        raise NotImplementedError
 
     def zero(self, module: str, start: int, stop: int) -> np.ndarray:
         """Their zeros [row group]."""
