@@ -197,7 +197,7 @@ def test_plan_prints_a_provider_for_every_op_and_kind(capsys):
         assert main(["plan", "--model", "demo", "--backend", backend, "--json"]) == 0
         record = json.loads(capsys.readouterr().out)
         rows = {(row["op"], row["kind"]): row for row in record["ops"]}
-        assert {op for op, _ in rows} >= {"rms_norm", "paged_attention", "sample"}
+        assert {op for op, _ in rows} >= {"fused_add_rms_norm", "paged_attention", "sample"}
         assert {kind for _, kind in rows} == {"decode", "mixed", "sample"}
         assert all(row["provider"] and len(row["uuid"]) == 16 for row in record["ops"])
         assert all(
@@ -218,9 +218,9 @@ def test_the_plan_as_a_table_says_why_a_provider_was_passed_over(capsys):
         line.split() for line in lines if line.startswith("rms_norm ")
     )
     assert (op, kind, provider, by, len(uuid)) == ("rms_norm", "decode", "native", "native", 16)
-    assert (
-        " ".join(rest)
-        == "deterministic rounds once, at the output passed over: triton: the op is disabled"
+    assert " ".join(rest) == (
+        "deterministic rounds once, at the output passed over: triton: the op is disabled; "
+        "c: the op is disabled"
     )
 
 
@@ -232,7 +232,7 @@ def test_the_plan_shows_what_the_model_calls_and_the_rest_when_asked(capsys):
 
     (called, plan_hash), (everything, same_hash) = ops(), ops("--all")
     names = {op for op, _ in called}
-    assert {"rms_norm", "gated_mlp", "silu_and_mul", "sample"} <= names
+    assert {"fused_add_rms_norm", "gated_mlp", "silu_and_mul", "sample"} <= names
     assert not names & {"lora_shrink", "moe_experts", "layer_norm", "column_linear"}
     assert ("sample", "decode") not in called
     assert ("paged_attention", "sample") not in called
