@@ -85,11 +85,10 @@ class Bench:
 
     def __init__(
         self, subject: Subject, target: Target, lengths: Sequence[int], fault: Fault | None = None,
-        pages: int = 0, **options: Any
+        **options: Any
     ) -> None:  # fmt: skip
         """A cache that holds requests of up to `lengths` tokens at once, in the page groups of an
-        engine, and so many `pages` besides; `options` are engine options. Raises ConfigError,
-        ModelError, BackendUnavailable.
+        engine; `options` are engine options. Raises ConfigError, ModelError, BackendUnavailable.
         """
         device = backend_module(target.backend).find_device(target.device)
         most = max(subject.tokens, subject.max_num_seqs)
@@ -113,7 +112,7 @@ class Bench:
         self.table = self.config.table()
         self.shape = step_shape(subject.model, self.config)
         self.layout = layout_of(subject.model, self.config)
-        self.pages = pages + sum(self.pages_of(length) for length in lengths)
+        self.pages = sum(self.pages_of(length) for length in lengths)
         with _planted(target.backend, fault):
             self.worker: Worker = create_worker(subject.model, self.config, device, subject.folder)
         self.worker.load(silent)

@@ -18,7 +18,6 @@ import numpy as np
 from ...ops.testing import limits
 from ...shared.errors import BackendUnavailable, ConfigError
 from ...shared.models.table import TOP, keys
-from ...shared.step import StepInput
 from ...shared.tokenizer import Tokenizer
 from ..bundles.dump import Dump, read_dump
 from ..judging.diff import Diff, Finding
@@ -31,9 +30,9 @@ from ..sides.environment import describe_side
 from ..sides.http_server import Reading, Served, Tops, read_server
 from ..sides.reference import total
 from ..sides.runners import Fault
-from ..sides.steps import NEW_TOKENS, make_owned_steps, owned_rows, pages_of, place, where
+from ..sides.steps import NEW_TOKENS, make_owned_steps, owned_rows, place, where
 from ..sides.subject import HostWeights, Subject, Target, parse_target
-from .bench import Bench
+from .bench import Bench, Schedule
 from .model import LIMITS, Caches, Comparison, Streams
 
 Progress = Callable[[str], None]
@@ -96,7 +95,8 @@ def compare_ends(
             progress(f"loading {side}")
             if isinstance(side, Target):
                 fault = (faults or {}).get(name[0])
-                bench = benches[name] = _bench(subject, side, steps, fault)
+                bench = benches[name] = Bench(subject, side, list(map(len, prompts)), fault)
+                whole[name] = _given(bench, prompts, new_tokens)
                 about[name] = describe_side(side, bench.worker.device, bench.worker.plans())
             elif side == TRANSFORMERS:
                 whole[name], about[name] = transformers_logits(subject, prompts)
@@ -117,13 +117,15 @@ def compare_ends(
     return diff
 
 
-def _bench(
-    subject: Subject, target: Target, steps: Sequence[StepInput], fault: Fault | None
-) -> Bench:
-    """A worker of `target` that can run `steps`, whose cache holds other tokens."""
-    bench = Bench(subject, target, (), fault, pages=pages_of(steps) - 1, page_groups=False)
-    bench.scrub()
-    return bench
+def _given(bench: Bench, prompts: Sequence[np.ndarray], decoded: int) -> list[np.ndarray]:
+    """The logits [position vocab] of each prompt, of which the last tokens are decoded. The cache
+    holds other tokens before.
+    """
+    rows = bench.logits(Schedule(decoded=decoded), prompts).first()
+    return [
+        np.stack([rows[prompt, position] for position in range(len(ids) - 1)])
+        for prompt, ids in enumerate(prompts)
+    ]
 
 
 def _read_server(
@@ -152,9 +154,9 @@ def _judge_server(diff: Diff, ends: _Ends, served: Served, server_logits: str) -
 
 
 class _Ends(Comparison):
-    """A comparison of ends: `benches` have workers, `whole` logits by prompt [position vocab],
-    `served` what a server named, `dump` a side's name and what it has, behind layers too. `owners`
-    are the prompts of each step's requests.
+    """A comparison of ends: `whole` has logits by prompt [position vocab], of workers in `benches`
+    too, `served` what a server named, `dump` a side's name and what it has, behind layers too.
+    `owners` are the prompts of each step's requests.
     """
 
     def __init__(
@@ -208,12 +210,8 @@ class _Ends(Comparison):
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         """Compare the first side with each other one."""
-        rows = {}
-        for name, bench in self._benches.items():
-            got = bench.worker.logits(self.step)
-            self._find(name, "logits", -1, "final logits", got, exact, faithful)
-            rows[name] = got[: self.real]
         exact, faithful = exact[: self.real], faithful[: self.real]
+        rows: dict[str, np.ndarray] = {}
         places = self._places()
         if self._dump is not None and "logits" in self._dump[1].names:
             side, dump = self._dump
@@ -221,7 +219,10 @@ class _Ends(Comparison):
             self._foreign(side, rows[side], exact, faithful)
         for name, logits in self._whole.items():
             rows[name] = np.stack([logits[prompt][position] for prompt, position in places])
-            self._foreign(name, rows[name], exact, faithful)
+            if name in self._benches:
+                self._find(name, "logits", -1, "final logits", rows[name], exact, faithful)
+            else:
+                self._foreign(name, rows[name], exact, faithful)
         first = self._names[0]
         for name in self._names[1:]:
             if name not in rows and self._dump is not None:

@@ -10,6 +10,7 @@ import pytest
 from twinfer.numerics import open_subject
 from twinfer.numerics.bundles.capturing import capture_model
 from twinfer.numerics.questions.bisect import bisect_model
+from twinfer.numerics.questions.logits import compare_ends
 from twinfer.numerics.questions.model import compare_model
 from twinfer.numerics.sides.steps import default_prompts, make_steps
 from twinfer.numerics.sides.subject import parse_target
@@ -76,3 +77,10 @@ def test_what_gives_layers_one_cache_each_refuses_it(subject, what, run):
     words = "caches of two shapes, caches of other layers, inputs of their own; a " + what
     with pytest.raises(ConfigError, match=words):
         run(model, TARGETS[1], steps)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ends_are_those_of_workers_with_page_groups(name, subject):
+    model = subject(name)
+    targets = [parse_target("torch:cpu"), parse_target("torch:cpu:row_invariant=true")]
+    compare_ends(model, targets, default_prompts(model, 1)).assert_ok()
