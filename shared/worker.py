@@ -127,6 +127,8 @@ class Worker(Protocol):
     def sample(self, masks: np.ndarray) -> None:
         """Start the sampler of the step that waits: `masks` [k, W] int32 are those of its requests
         `StepInput.waiting`. Raises InternalError if none waits.
+
+        A worker may have `new_masks(count, words)`: memory for them that it sends as it is.
         """
         ...
 
