@@ -136,7 +136,10 @@ def graph_device(device, monkeypatch):
     implement("paged_attention", provider="no_lengths", framework="torch")(
         attention_without_lengths
     )
-    yield SMALL | {"device": "cpu", "op_priority": {"paged_attention": ("no_lengths",)}}
+    # A recording notes calls of torch, and no others.
+    enable = ("none", "+paged_attention")
+    priority = {"paged_attention": ("no_lengths",)}
+    yield SMALL | {"device": "cpu", "op_priority": priority, "enable_ops": enable}
     del IMPLEMENTATIONS["paged_attention", "torch"]["no_lengths"]
 
 

@@ -75,9 +75,10 @@ def test_company_changes_no_bit(backend, model, device, tmp_path):
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_without_it_company_changes_bits(backend, device, tmp_path):
-    """Else the test above could not fail."""
+    """Else the test above could not fail. The C kernels of CPUs change none anyway."""
     build("qwen3", str(tmp_path / "it"))
-    changed, _ = company(str(tmp_path / "it"), device, backend=backend)
+    natives = {"enable_ops": ("none",)} if (backend, device) == ("torch", "cpu") else {}
+    changed, _ = company(str(tmp_path / "it"), device, backend=backend, **natives)
     assert changed > COUNT // 2
 
 

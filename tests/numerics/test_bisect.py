@@ -113,9 +113,9 @@ def test_too_little_precision_is_told_from_wrong_mathematics(subject):
 
         return call
 
-    report = search(
-        subject, TORCH, Fault("narrow", ops={"rms_norm": narrow}, layer=2), modes=("S", "P")
-    )
+    composed = parse_target("torch:cpu:fused_add_rms_norm=composition,rms_norm=native")
+    fault = Fault("narrow", ops={"rms_norm": narrow}, layer=2)
+    report = search(subject, composed, fault, modes=("S", "P"))
     assert report.mode == "P"
     assert report.culprits[0].layer == 2
     assert "rms_norm" in report.culprits[0].tap

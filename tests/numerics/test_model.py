@@ -183,6 +183,7 @@ def arguments(**change: Callable[[Any], Any]) -> Callable[..., Any]:
 NAMES = {
     2: ("x", "factor"),
     3: ("x", "weight", "eps"),
+    4: ("x", "residual", "weight", "eps"),
     12: (
         "q",
         "kv",
@@ -208,7 +209,11 @@ FAULTS = {
         ATTENTION,
     ),
     "window of 8": ("P", {ATTENTION: arguments(window=lambda xp, x: 8)}, ATTENTION),
-    "eps of 1e-5": ("S", {"rms_norm": arguments(eps=lambda xp, x: 1e-5)}, "rms_norm"),
+    "eps of 1e-5": (
+        "S",
+        {"fused_add_rms_norm": arguments(eps=lambda xp, x: 1e-5)},
+        "fused_add_rms_norm",
+    ),
     "page table rolled": (
         "P",
         {ATTENTION: arguments(page_table=lambda xp, x: xp.roll(x, 1, axis=0))},

@@ -333,7 +333,8 @@ def as_kernels(plans, but=()):
 
 def test_only_layers_made_of_kernels_stay_uncompiled():
     config, _ = resolve(EngineConfig(model="m", backend="torch"), MODEL, GPU)
-    plans = make_plans(MODEL, resolve(EngineConfig(model="m", backend="torch"), MODEL, CPU)[0])
+    native = EngineConfig(model="m", backend="torch", enable_ops=("none",))
+    plans = make_plans(MODEL, resolve(native, MODEL, CPU)[0])
     (layer,) = plans.layers["decode"].values()
     assert layer.called == {
         "fused_add_rms_norm",
@@ -354,7 +355,8 @@ def test_only_layers_made_of_kernels_stay_uncompiled():
 def test_a_helper_inside_of_a_stage_changes_nothing_that_is_compiled(monkeypatch):
     """Which ops a layer calls is recorded, so how its code is cut into functions cannot matter."""
     gpu, _ = resolve(EngineConfig(model="m", backend="torch"), MODEL, GPU)
-    cpu, _ = resolve(EngineConfig(model="m", backend="torch"), MODEL, CPU)
+    natives = EngineConfig(model="m", backend="torch", enable_ops=("none",))
+    cpu, _ = resolve(natives, MODEL, CPU)
     native = {"decode": "silu_and_mul", "mixed": "silu_and_mul"}
 
     def compiled():

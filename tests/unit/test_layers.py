@@ -152,7 +152,7 @@ def plans_of(model, **options):
 
 
 def test_a_kind_of_layer_that_is_refused_takes_nothing_from_the_others(whole_only):
-    asked = {"op_priority": {"paged_attention": ("whole",)}}
+    asked = {"op_priority": {"paged_attention": ("whole", "native")}}
     plans, (full, sliding) = plans_of(ALTERNATING, **asked), decoder.model_of(ALTERNATING).kinds
     for kind in ("decode", "mixed"):
         assert plans.of(kind, full)["paged_attention"].provider == "whole"
