@@ -7,7 +7,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?= -n auto --dist loadfile
 # A process for each GPU, which sees no other; the server's tests need none. Without an environment: python -m pytest $(make -s print-gpu-args)
 GPUS ?= $(shell nvidia-smi -L 2> /dev/null | grep -c ^GPU)
-GPU_ARGS = --device cuda -m gpu -p twinfer.gpu.kernels --ignore-glob=*/test_tpu_* --ignore-glob=*/test_server* --ignore-glob=*/test_dashboard* --durations=15 -n $(GPUS) \
+GPU_ARGS = --device cuda -m gpu -p twinfer.gpu.kernels --ignore-glob=*/test_tpu_* --ignore-glob=*/test_server* --ignore-glob=*/test_dashboard* --continue-on-collection-errors --durations=15 -n $(GPUS) \
 	--dist worksteal tests/unit tests/e2e
 
 BIN := .venv/bin
@@ -69,7 +69,7 @@ test-xla: $(XLA_STAMP)
 test-tpu: $(STAMP)
 	$(BIN)/pytest tests/unit/test_tpu_*.py tests/e2e/test_tpu_*.py $(PYTEST_ARGS)
 
-# What only a GPU can show. Fails where there is none.
+# What only a GPU can show. Fails where there is none; a file that lacks a library is an error, and the others run.
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest $(GPU_ARGS)
 
