@@ -159,7 +159,7 @@ def logits(model, prompt):
         ("packed-zeros", "torch"),
         ("int8", "torch"),
         pytest.param("packed-zeros", "jax", marks=pytest.mark.slow),
-        pytest.param("fp8-block", "jax", marks=pytest.mark.slow),
+        pytest.param("int8", "jax", marks=pytest.mark.slow),
     ],
 )
 def test_company_changes_nothing(quantized, scheme, backend, device):
