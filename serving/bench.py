@@ -281,16 +281,17 @@ def _moved(runner: Runner, lengths: Sequence[float]) -> float:
 
 
 def _full_step(
-    runner: Runner, lengths: Sequence[int], steps: int, limits: Limits
+    runner: Runner, lengths: Sequence[int], wanted: int, limits: Limits
 ) -> dict[str, Any]:
-    """A decode step of a whole batch, by the times between tokens once all prompts are read.
+    """A decode step of a whole batch, by the times between tokens once all prompts are read:
+    `wanted` such steps, if the engine's contexts are long enough.
 
     Empty where too few such steps fit behind the prompts.
     """
     config = runner.llm.engine.config
     reading = -(-sum(lengths) // config.max_num_batched_tokens)
     # The first to be read has this many tokens more than the last, and steps are not all alike.
-    output_len = min(steps + reading + 2, config.max_model_len - max(lengths))
+    output_len = min(wanted + reading + 2, config.max_model_len - max(lengths))
     arrivals = np.array(_arrivals(runner, runner.prompts(lengths), output_len, len(lengths)))
     begin = arrivals[:, 0].max()
     end = arrivals[:, -1].min()

@@ -10,8 +10,8 @@ from .parser import size
 
 PORT = 8000
 PARSERS = (
-    *("auto", "none", "think", "hermes", "qwen", "qwen3_coder", "glm45", "llama3_json", "mistral"),
-)
+    "auto", "none", "think", "hermes", "qwen", "qwen3_coder", "glm45", "llama3_json", "mistral",
+)  # fmt: skip
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
