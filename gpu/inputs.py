@@ -169,26 +169,36 @@ class StepInputs:
         layout = processor_layout(requests, self._shape, sampler)
         self._fill_tables(layout, processors, tables_of(layout, processors))
 
-    def fill_masks(self, step: StepInput, masks: np.ndarray) -> None:
-        """The same for a step whose requests waited for `masks` [k, W]. Where they are all masks
-        that it has, they are sent as they are: from `new_masks`, without a copy on the host.
-        """
+    def fill_around_masks(self, step: StepInput) -> None:
+        """The same of a step whose requests wait for masks, but for those: `fill_masks` is next."""
         if step.processors is None:
             raise InternalError(f"step {step.step_id} has no masks")
         layout = processor_layout(step.descriptor.requests, self._shape, step.sampler)
         tables = tables_of(layout, step.processors)
+        masks = tables.pop("masks")
+        self._fill_tables(layout, step.processors[: step.processors.size - masks.size], tables)
+
+    def fill_masks(self, step: StepInput, masks: np.ndarray) -> None:
+        """Bring the masks [k, W] that a step waited for. Where they are all that it has, they are
+        sent as they are: from `new_masks`, without a copy on the host.
+        """
+        if step.processors is None:
+            raise InternalError(f"step {step.step_id} has no masks")
+        layout = processor_layout(step.descriptor.requests, self._shape, step.sampler)
+        shape = tables_of(layout, step.processors)["masks"].shape
         rows = layout.view(step.processors, "mask_row")[step.waiting]
-        if tables["masks"].shape != masks.shape or (rows != np.arange(len(masks))).any():
+        if shape != masks.shape or (rows != np.arange(len(masks))).any():
             processors = with_masks(step, masks)
             self.fill_processors(step.descriptor.requests, step.sampler, processors)
             return
-        del tables["masks"]
-        self._fill_tables(layout, step.processors[: step.processors.size - masks.size], tables)
         place = layout.fields["masks"].offset
-        held = masks.base
-        if not isinstance(held, torch.Tensor) or held.numel() != masks.size:
+        held = masks
+        while isinstance(held, np.ndarray):
+            held = held.base
+        if not isinstance(held, torch.Tensor) or held.data_ptr() != masks.ctypes.data:
             held = self._pinned(masks)
-        self._processors[place : place + masks.size].copy_(held.view(-1), non_blocking=True)
+        given = held.view(-1)[: masks.size]
+        self._processors[place : place + masks.size].copy_(given, non_blocking=True)
 
     def new_masks(self, count: int, words: int) -> np.ndarray:
         """Memory [count, words] int32 that masks can be sent from. What nobody refers to any more

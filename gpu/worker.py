@@ -535,6 +535,8 @@ class TorchWorker:
         if step.waiting is None:
             self._sample(handle)
         else:
+            # All but the masks, which are awaited.
+            self._inputs.fill_around_masks(step)
             self._unsampled = handle
         return handle
 

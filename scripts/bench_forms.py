@@ -74,23 +74,21 @@ def looks(count, steps=60):
         for matcher in matchers:
             bits = np.unpackbits(matcher.mask.view(np.uint8), bitorder="little")
             tokens.append(int(random.choice(np.flatnonzero(bits).tolist())))
-        began = time.perf_counter()
-        for matcher, token in zip(matchers, tokens, strict=True):
-            matcher.advance(token)
+        before, began = time.process_time(), time.perf_counter()
+        look = made.advance(list(zip(matchers, tokens, strict=True)))
         advanced = time.perf_counter() - began
+        look.done()
+        spent.append((time.perf_counter() - began, time.process_time() - before, advanced))
         for place, matcher in enumerate(matchers):
             if matcher.finished or matcher.stuck:
                 matchers[place] = made.start(form, None)
-        before, began = time.process_time(), time.perf_counter()
-        made.look(matchers).done()
-        spent.append((time.perf_counter() - began, time.process_time() - before, advanced))
     clock, processor, advanced = (
         1e3 * statistics.median(part) for part in zip(*spent, strict=True)
     )
     print(
         f"masks of {count} texts, {grammars.MOST_LEXERS} lexers, {grammars.MOST_THREADS} threads: "
         f"{clock:.2f} ms by the clock, "
-        f"{processor:.2f} of processor time; {advanced:.2f} to take their tokens",
+        f"{processor:.2f} of processor time; {advanced:.2f} until all have their tokens",
         flush=True,
     )
 
@@ -131,13 +129,13 @@ class Parts:
 
     def watch(self, core):
         """The parts of a step of the engine `core`; `_read` holds `_advance_matchers`, and that
-        `look`; `_step` holds all.
+        `advance`; `_step` holds all.
         """
         self.time(core.scheduler, "schedule")
         self.time(engine, "pack")
         for name in ("_step", "_read", "_advance_matchers", "_finish_look"):
             self.time(core, name)
-        self.time(core.grammars, "look")
+        self.time(core.grammars, "advance")
         for name in ("execute", "sample"):
             self.time(core.worker, name)
 

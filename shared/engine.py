@@ -440,7 +440,8 @@ class Engine:
             raise lost
         self._restarted_at = self._num_read
         LOG.warning("engine: starting again: %s", lost)
-        self._finish_look()
+        look, self._look = self._look, None
+        self._finish_look(look)
         self._unsampled = False
         self._in_flight.clear()
         self.worker.close()
@@ -544,32 +545,33 @@ class Engine:
         if there is one: before another step is started, and after all that the host can do
         meanwhile.
         """
-        look = self._finish_look()
-        if not self._unsampled:
-            return
-        self._unsampled, step = False, self._in_flight[0]
-        waiting = [] if step.packed.waiting is None else step.packed.waiting.tolist()
-        requests = [step.scheduled.requests[index] for index in waiting]
-        # One that ended takes any token, which is dropped.
-        matchers = [r.matcher if r.finish_reason is None else None for r in requests]
-        if look is not None and look.is_all_of(matchers):
-            masks = look.words
-        else:
-            masks = np.empty((len(waiting), mask_words(self.model.vocab_size)), np.int32)
-            for row, matcher in zip(masks, matchers, strict=True):
-                row[:] = -1 if matcher is None else matcher.mask
-        self.worker.sample(masks)
-
-    def _finish_look(self) -> Look | None:
-        """Wait for the last look, and end the requests that cannot go on."""
         look, self._look = self._look, None
+        if self._unsampled:
+            self._unsampled, step = False, self._in_flight[0]
+            waiting = [] if step.packed.waiting is None else step.packed.waiting.tolist()
+            requests = [step.scheduled.requests[index] for index in waiting]
+            # One that ended takes any token, which is dropped.
+            matchers = [r.matcher if r.finish_reason is None else None for r in requests]
+            if look is not None and look.is_all_of(matchers):
+                # The device goes on before the matchers are asked whether they can.
+                look.wait()
+                self.worker.sample(look.words)
+            else:
+                self._finish_look(look)
+                masks = np.empty((len(waiting), mask_words(self.model.vocab_size)), np.int32)
+                for row, matcher in zip(masks, matchers, strict=True):
+                    row[:] = -1 if matcher is None else matcher.mask
+                self.worker.sample(masks)
+        self._finish_look(look)
+
+    def _finish_look(self, look: Look | None) -> None:
+        """Wait for a look, and end the requests that cannot go on."""
         if look is None:
-            return None
+            return
         look.done()
         for request_id, request in list(self._matched.items()):
             if request.matcher is not None and request.matcher.stuck:
                 self._end_stuck(request_id, request)
-        return look
 
     def _end_stuck(self, request_id: str, request: Request) -> None:
         """No token may follow in the text of a request."""
@@ -584,6 +586,7 @@ class Engine:
             self._keep_prompt_logprobs(step, output.prompt_logprobs)
         events = self.scheduler.update(step.scheduled, output.tokens)
         requests, tokens, indices = events.requests, events.tokens.tolist(), events.indices.tolist()
+        moved = self._advance_matchers(requests, tokens, events.failed) if self._matched else {}
         first, count = 0, len(tokens)
         while first < count:
             request, last = requests[first], first + 1
@@ -612,32 +615,34 @@ class Engine:
             )
             first = last
         self._updates += map(_last_update, events.failed)
-        if self._matched:
-            self._advance_matchers(list(zip(requests, tokens, strict=True)), events.failed)
-
-    def _advance_matchers(
-        self, brought: list[tuple[Request, int]], failed: Sequence[Request]
-    ) -> None:
-        """Tell the matchers which tokens came, and end requests whose text is complete."""
-        for request in failed:
-            self._matched.pop(request.request_id, None)
-        moved: dict[str, Matcher] = {}
-        for request, token in brought:
-            if request.matcher is None:
-                continue
-            if request.finish_reason is not None:
-                self._matched.pop(request.request_id, None)
-                continue
-            request.matcher.advance(token)
-            moved[request.request_id] = request.matcher
-        # Some workers have memory that masks go to the device from as they are.
-        memory = getattr(self.worker, "new_masks", new_masks)
-        self._look = self.grammars.look(list(moved.values()), memory)
         for request_id, matcher in moved.items():
             if matcher.finished:
                 self._finish(request_id, FinishReason.STOP)
             elif matcher.stuck:
                 self._end_stuck(request_id, self._matched[request_id])
+
+    def _advance_matchers(
+        self, requests: Sequence[Request], tokens: Sequence[int], failed: Sequence[Request]
+    ) -> dict[str, Matcher]:
+        """Tell the matchers which tokens came, and start to look at what may follow; return those
+        that took one.
+        """
+        for request in failed:
+            self._matched.pop(request.request_id, None)
+        moved: dict[str, Matcher] = {}
+        brought = []
+        for request, token in zip(requests, tokens, strict=True):
+            if request.matcher is None:
+                continue
+            if request.finish_reason is not None:
+                self._matched.pop(request.request_id, None)
+                continue
+            brought.append((request.matcher, token))
+            moved[request.request_id] = request.matcher
+        # Some workers have memory that masks go to the device from as they are.
+        memory = getattr(self.worker, "new_masks", new_masks)
+        self._look = self.grammars.advance(brought, memory)
+        return moved
 
     def _keep_prompt_logprobs(self, step: _InFlight, top: TopLogprobs) -> None:
         """Row p of a prompt tells the log-probability of its token p + 1."""

@@ -162,12 +162,16 @@ class Look:
             for mine, other in zip(self.matchers, matchers, strict=True)
         )
 
-    def done(self) -> None:
-        """Wait for it, and have each matcher take what is its own."""
+    def wait(self) -> None:
+        """Until the masks are there."""
         if self._work is not None:
             sys.setswitchinterval(self._interval)
             work, self._work = self._work, None
             work.result()
+
+    def done(self) -> None:
+        """Wait for it, and have each matcher take what is its own."""
+        self.wait()
         for matcher, row in zip(self.matchers, self.words, strict=True):
             if matcher.look is self:
                 matcher.take(row)
@@ -262,12 +266,18 @@ class Grammars:
         with self._lock:
             self._kept.pop(wanted, None)
 
-    def look(self, matchers: Sequence[Matcher], new_masks: NewMasks = new_masks) -> Look | None:
-        """Start to find what may follow in each text, all at once on the cores that there are. A
-        text that is complete has no mask; None if there are no others. `new_masks` gives memory for
-        what is found.
+    def advance(
+        self, brought: Sequence[tuple[Matcher, int]], new_masks: NewMasks = new_masks
+    ) -> Look | None:
+        """Have texts take the tokens that followed, and start to find what may follow next, on the
+        cores that there are. A text that is complete has no mask; None if there are no others.
+        `new_masks` gives memory for what is found.
         """
-        open_texts = [matcher for matcher in matchers if not (matcher.finished or matcher.stuck)]
+        open_texts = []
+        for matcher, token in brought:
+            matcher.advance(token)
+            if not (matcher.finished or matcher.stuck):
+                open_texts.append(matcher)
         if not open_texts:
             return None
         # New for each call: a step that was packed keeps its masks.

@@ -217,10 +217,10 @@ def test_company_preemption_and_overlap_change_nothing(few, llm, monkeypatch):
 
 def test_a_mask_that_is_a_step_late_is_seen(llm, monkeypatch):
     """Else the tests above could not fail."""
-    look, kept = Grammars.look, []
+    advance, kept = Grammars.advance, []
 
-    def late(self, matchers, *memory):
-        found = look(self, matchers, *memory)
+    def late(self, brought, *memory):
+        found = advance(self, brought, *memory)
         if found is not None:
             found.done()
             kept.append(found.words.copy())
@@ -228,7 +228,7 @@ def test_a_mask_that_is_a_step_late_is_seen(llm, monkeypatch):
                 found.words[:] = kept[-2]
         return found
 
-    monkeypatch.setattr(Grammars, "look", late)
+    monkeypatch.setattr(Grammars, "advance", late)
     outputs = texts(llm, [params({"json": SCHEMA}, seed=i) for i in range(4)])
     assert any(output.finish_reason == "error" for output in outputs)
 

@@ -50,12 +50,11 @@ def tokens(request, tmp_path):
         pieces = text if spelled else [text]
         ids = [i for piece in pieces for i in backend.encode(piece, add_special_tokens=False).ids]
         for token in [*ids, eos]:
-            grammars.look([matcher])
             if matcher.finished:
                 return token == eos
             if not (int(matcher.mask[token // 32]) >> token % 32) & 1:
                 return False
-            matcher.advance(token)
+            grammars.advance([(matcher, token)])
         return matcher.finished
 
     return backend.token_to_id, accepts, request.param == "tokens"
