@@ -136,7 +136,7 @@ def test_when_requests_are_split_together(kernels):
     assert splitting(4096, 8, 8192, 0, setting) == (0, 1, 4096)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 40, 70])
+@pytest.mark.parametrize("rows", [1, 2, 9, 40, 70])
 @pytest.mark.parametrize(
     ("kind", "groups", "zeros"),
     [
@@ -165,7 +165,7 @@ def test_triton_products_of_narrow_weights(kernels, device, rows, kind, groups, 
     judge("linear_grouped", arguments, device)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 40])
+@pytest.mark.parametrize("rows", [1, 2, 9, 40])
 @pytest.mark.parametrize(
     ("op", "block"), [("linear_int8", 0), ("linear_fp8", 0), ("linear_fp8", 128)]
 )

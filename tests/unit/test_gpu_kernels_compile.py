@@ -173,8 +173,10 @@ def test_narrow_weights_compile(compiled, rows, kind, group, zeros):
         None,
         kind,
     )
-    few = "narrow_gemv_kernel"
-    by_rows = {1: few, 2: few, 16: "narrow_kernel", 300: "widen_kernel"}
+    fragments = kind == "int4" and group % 128 == 0
+    few = "fragment_kernel" if fragments else "narrow_gemv_kernel"
+    some = "fragment_kernel" if fragments else "narrow_kernel"
+    by_rows = {1: few, 2: few, 16: some, 300: "widen_kernel"}
     assert compiled == [by_rows[rows]]
 
 
@@ -193,7 +195,10 @@ def test_quantised_tokens_compile(compiled, rows, kind, block):
     weight = torch.zeros(n, k, dtype=values.dtype)
     shape = (n, k // block if block else 1)
     product(values, weight, scale, torch.zeros(shape), None, "bfloat16")
-    assert compiled == ["quantize_kernel", "narrow_gemv_kernel" if rows <= 2 else "narrow_kernel"]
+    others = "narrow_gemv_kernel" if rows <= 2 else "narrow_kernel"
+    assert compiled == [
+        "quantize_kernel", "fragment_kernel" if kind == "fp8" and rows <= 16 else others
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens", [2, 20, 300])
