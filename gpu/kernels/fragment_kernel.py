@@ -123,7 +123,6 @@ def fragment_kernel(
     j = gl.arange(0, words, layout=gl.SliceLayout(0, gl.SliceLayout(1, WEIGHT)))[None, None, :]
     row = n.to(gl.int64)
     place = weight + row * (K // STEP * words) + w * (steps * words) + j
-    of_zero = zero + row * groups + (w * slice_ + j * (STEP // words)) // GROUP
     # Where its scales are: those of the sums that it has.
     sum_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
     sum_n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
@@ -151,7 +150,8 @@ def fragment_kernel(
             a = _fp8_operand(asked[s], BLOCK_N, WARPS)
         else:
             if HAS_ZERO:
-                z = gl.load(of_zero + s * STEP // GROUP, mask=n < N, other=0)
+                of_zero = row * groups + (w * slice_ + s * STEP) // GROUP
+                z = gl.load(zero + of_zero, mask=(n < N) & (w < WARPS), other=0)
                 base = ones + z.to(gl.int32) * 0x00010001
             a = _int4_operand(asked[s], base, BLOCK_N, WARPS, dtype)
         a = gl.convert_layout(a, left, assert_trivial=True)

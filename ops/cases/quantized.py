@@ -285,10 +285,12 @@ def _grouped_cases(dtype: str) -> dict[str, Arguments]:
             bias = normal(55, dtype, 33) if groups == 3 else None
             name = f"{kind}, {groups} groups" + ", zeros" * zeros
             cases[name] = {"x": x, **made, "bias": bias}
-    for zeros in (False, True):
-        made = _grouped_case("int4", dtype, 2, zeros, 256)
-        x = rows(56, dtype, 11, 256, scale=1.0)
-        cases["int4, groups of 128" + ", zeros" * zeros] = {"x": x, **made, "bias": None}
+    # Kernels may divide k among warps: not always where groups end.
+    for k, groups, zeros in ((256, 2, False), (256, 2, True), (768, 3, True)):
+        made = _grouped_case("int4", dtype, groups, zeros, k)
+        x = rows(56, dtype, 11, k, scale=1.0)
+        name = f"int4, {groups} groups of {k // groups}" + ", zeros" * zeros
+        cases[name] = {"x": x, **made, "bias": None}
     return cases
 
 
