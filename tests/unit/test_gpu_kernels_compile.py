@@ -159,9 +159,10 @@ def test_experts_compile(compiled, dtype, tokens, rest):
         ("fp4", 16, False),
     ],
 )  # fmt: skip
-def test_narrow_weights_compile(compiled, rows, kind, group, zeros):
+def test_narrow_weights_compile(compiled, monkeypatch, rows, kind, group, zeros):
     from twinfer.gpu.kernels import narrow
 
+    monkeypatch.setitem(narrow.config("fragments"), "rows", 16)
     k, n = 1024, 512
     dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind, torch.uint8)
     shape = (n, k // group if group else 1)
@@ -184,9 +185,10 @@ def test_narrow_weights_compile(compiled, rows, kind, group, zeros):
 @pytest.mark.parametrize(
     ("kind", "block"), [("int8", 0), ("fp8", 0), ("fp8", 128)], ids=["int8", "fp8", "fp8-blocks"]
 )
-def test_quantised_tokens_compile(compiled, rows, kind, block):
+def test_quantised_tokens_compile(compiled, monkeypatch, rows, kind, block):
     from twinfer.gpu.kernels import narrow
 
+    monkeypatch.setitem(narrow.config("fragments"), "rows", 16)
     k, n = 1024, 512
     quantize = narrow.quantize_int8_dynamic if kind == "int8" else narrow.quantize_fp8_dynamic
     x = torch.zeros(rows, k, dtype=torch.bfloat16)
