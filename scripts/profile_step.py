@@ -123,6 +123,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--compilation-config", type=json.loads, default={})
+    parser.add_argument("--quantization")
     parser.add_argument("--op-priority", type=json.loads, default={})
     parser.add_argument(
         "--kernels", type=int, default=0, help="list this many kernels of a step, by time"
@@ -138,6 +139,7 @@ def load_engine(arguments: argparse.Namespace) -> Engine:
         model=folder,
         backend="torch",
         load_format="dummy",
+        quantization=arguments.quantization,
         enable_prefix_caching=False,
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.max_num_seqs,

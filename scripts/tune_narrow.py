@@ -32,6 +32,10 @@ GEMV = [
         (4096, 32768, 2, 4),
     ]
 ]  # fmt: skip
+FRAGMENTS = [
+    {"rows": 16, "block_n": n, "warps": w, "ahead": a}
+    for n, w, a in [(16, 8, 4), (16, 4, 4), (16, 4, 8), (32, 8, 4), (16, 8, 2)]
+]
 FEW = [
     {
         "block_m": 16, "block_n": n, "block_k": k, "programs": p, "steps": 2, "warps": w,
@@ -64,6 +68,8 @@ MANY = [
 
 def settings(rows: int) -> Iterator[tuple[str, dict[str, int]]]:
     """(kernel, configuration) to try for so many rows."""
+    if rows <= 16:
+        yield from (("fragments", x) for x in FRAGMENTS)
     if rows <= 2:
         yield from (("gemv", x) for x in GEMV)
     if rows <= 16:
@@ -119,11 +125,13 @@ def microseconds(call: Callable[[int], Any], copies: int) -> float:
 def product(kernel: str, setting: dict[str, int], given: tuple[Any, ...], out: Any) -> None:
     """One launch with a configuration."""
     narrow.config = lambda *names: setting  # type: ignore[assignment]
-    if kernel == "gemv":
-        function = narrow._gemv
-    else:
-        function = narrow._blocks
-    function(*given, out)
+    x, _, scale, _, x_scale, _, kind = given
+    if kernel == "fragments" and not narrow._fragments_take(x, scale, x_scale, kind):
+        raise ValueError("another kernel's")
+    kernels = {
+        "gemv": narrow._gemv, "blocks": narrow._blocks, "fragments": narrow._fragments
+    }  # fmt: skip
+    kernels[kernel](*given, out)
 
 
 def copied(given: tuple[Any, ...]) -> list[tuple[Any, ...]]:

@@ -17,6 +17,7 @@ from .launch import (
     capability,
     config,
     dtype_name,
+    hopper,
     overlap,
     power_of_2,
     processors,
@@ -224,7 +225,9 @@ def _product(
     if rows == 0:
         return out
     limit = config("narrow", kind)
-    if rows <= min(2, limit["gemv_rows"]):
+    if _fragments_take(x, scale, x_scale, kind):
+        _fragments(x, weight, scale, zero, x_scale, bias, kind, out)
+    elif rows <= min(2, limit["gemv_rows"]):
         _gemv(x, weight, scale, zero, x_scale, bias, kind, out)
     elif x_scale is None and rows > limit["widened_from"] and dtype_name(x) != "float32":
         return linear(x, _widened(weight, scale, zero, kind, x), bias)
@@ -289,6 +292,51 @@ def _gemv(
         N=n, K=k, ROWS=rows, KIND=kind, GROUP=group, X_GROUP=x_group, HAS_ZERO=zero is not None,
         HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=setting["warps"],
+        **overlap(early=True),
+    )  # fmt: skip
+
+
+def _fragments_take(
+    x: torch.Tensor, scale: torch.Tensor, x_scale: torch.Tensor | None, kind: str
+) -> bool:
+    """Whether `fragment_kernel` takes so many rows of this kind."""
+    rows, k = x.shape
+    by_fp8 = kind == "fp8" and x_scale is not None
+    by_halves = kind == "int4" and x_scale is None and dtype_name(x) in ("bfloat16", "float16")
+    if not hopper() or not (by_fp8 or by_halves) or rows > config("fragments")["rows"]:
+        return False
+    groups = (k // of.shape[1] for of in (scale, x_scale) if of is not None)
+    return k % 128 == 0 and all(group % 128 == 0 for group in groups)
+
+
+def _fragments(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    kind: str,
+    out: torch.Tensor,
+) -> None:
+    from .fragment_kernel import fragment_kernel, layouts  # in a language of its own
+
+    (rows, k), n = x.shape, weight.shape[0]
+    m = 8 if rows <= 8 else 16
+    setting = config("fragments", f"{kind}/{m}", kind)
+    warps, block_n = setting["warps"], setting["block_n"]
+    while k % (128 * warps):
+        warps //= 2
+    scales, x_group, x_stride = _scales_of(x, x_scale)
+    of_weight, of_tokens = layouts(kind, warps, block_n, m)
+    weight = weight.view(torch.int32)
+    words = x.contiguous().view(torch.int32) if kind == "fp8" else x
+    fragment_kernel[(triton.cdiv(n, block_n),)](
+        words, weight, scale, weight if zero is None else zero, scales,
+        out if bias is None else bias, out, rows, words.stride(0), x_stride,
+        N=n, K=k, KIND=kind, GROUP=k // scale.shape[1], X_GROUP=x_group,
+        HAS_ZERO=zero is not None, HAS_BIAS=bias is not None, M=m, BLOCK_N=block_n, WARPS=warps,
+        AHEAD=setting["ahead"], WEIGHT=of_weight, TOKENS=of_tokens, num_warps=warps,
         **overlap(early=True),
     )  # fmt: skip
 

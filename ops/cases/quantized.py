@@ -165,11 +165,13 @@ judged(
 )
 
 
-def _linear_case(kind: str, dtype: str, bias: bool, x_per: str) -> Arguments:
-    x, x_scale = quantized(kind, rows(53, "float32", 7, 96, scale=1.0), x_per)
-    weight, weight_scale = quantized(kind, normal(54, "float32", 33, 96), "row")
+def _linear_case(
+    kind: str, dtype: str, bias: bool, x_per: str, tokens: int = 7, n: int = 33, k: int = 96
+) -> Arguments:
+    x, x_scale = quantized(kind, rows(53, "float32", tokens, k, scale=1.0), x_per)
+    weight, weight_scale = quantized(kind, normal(54, "float32", n, k), "row")
     arguments = {"x": x, "weight": weight, "x_scale": x_scale, "weight_scale": weight_scale}
-    return {**arguments, "bias": normal(55, dtype, 33) if bias else None, "dtype": dtype}
+    return {**arguments, "bias": normal(55, dtype, n) if bias else None, "dtype": dtype}
 
 
 def _products(arguments: Arguments) -> Any:
@@ -220,6 +222,11 @@ def _quantized_linear(
                 for bias in (True, False)
                 for per in ("row", "tensor")
             }
+            # Kernels for tensor cores refuse other sizes, or take other roads for them.
+            | {
+                f"{tokens} rows of 256": _linear_case(kind, dtype, False, "row", tokens, 48, 256)
+                for tokens in (5, 20)
+            }
             | more(dtype)
         ),
         {
@@ -253,10 +260,10 @@ def _block_cases(dtype: str) -> dict[str, Arguments]:
 _quantized_linear(narrow.linear_fp8, "fp8", _block_cases)
 
 
-def _grouped_case(kind: str, dtype: str, groups: int, zeros: bool) -> Arguments:
+def _grouped_case(kind: str, dtype: str, groups: int, zeros: bool, k: int = 96) -> Arguments:
     """Every value of each kind occurs; neighbouring rows and groups have scales that differ."""
     rng = np.random.default_rng(57)
-    n, k = 33, 96
+    n = 33
     if kind == "fp8":
         weight = quantized("fp8", normal(54, "float32", n, k), "row")[0]
     elif kind == "int8":
@@ -278,6 +285,12 @@ def _grouped_cases(dtype: str) -> dict[str, Arguments]:
             bias = normal(55, dtype, 33) if groups == 3 else None
             name = f"{kind}, {groups} groups" + ", zeros" * zeros
             cases[name] = {"x": x, **made, "bias": bias}
+    # Kernels may divide k among warps: not always where groups end.
+    for k, groups, zeros in ((256, 2, False), (256, 2, True), (768, 3, True)):
+        made = _grouped_case("int4", dtype, groups, zeros, k)
+        x = rows(56, dtype, 11, k, scale=1.0)
+        name = f"int4, {groups} groups of {k // groups}" + ", zeros" * zeros
+        cases[name] = {"x": x, **made, "bias": None}
     return cases
 
 

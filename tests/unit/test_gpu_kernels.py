@@ -136,7 +136,7 @@ def test_when_requests_are_split_together(kernels):
     assert splitting(4096, 8, 8192, 0, setting) == (0, 1, 4096)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 40, 70])
+@pytest.mark.parametrize("rows", [1, 2, 9, 40, 70])
 @pytest.mark.parametrize(
     ("kind", "groups", "zeros"),
     [
@@ -144,8 +144,9 @@ def test_when_requests_are_split_together(kernels):
         ("int4", 3, True), ("int4", 12, True), ("int4", 1, True), ("fp4", 12, False),
     ],
 )  # fmt: skip
-def test_triton_products_of_narrow_weights(kernels, device, rows, kind, groups, zeros):
+def test_triton_products_of_narrow_weights(kernels, device, monkeypatch, rows, kind, groups, zeros):
     """Few rows, more than a block, and so many that the weight is widened; k is no power of 2."""
+    monkeypatch.setitem(kernels.config("fragments"), "rows", 16)
     n, k = 70, 384
     rng = np.random.default_rng(rows)
     if kind == "fp8":
@@ -165,11 +166,12 @@ def test_triton_products_of_narrow_weights(kernels, device, rows, kind, groups, 
     judge("linear_grouped", arguments, device)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 40])
+@pytest.mark.parametrize("rows", [1, 2, 9, 40])
 @pytest.mark.parametrize(
     ("op", "block"), [("linear_int8", 0), ("linear_fp8", 0), ("linear_fp8", 128)]
 )
-def test_triton_products_of_quantised_tokens(kernels, device, rows, op, block):
+def test_triton_products_of_quantised_tokens(kernels, device, monkeypatch, rows, op, block):
+    monkeypatch.setitem(kernels.config("fragments"), "rows", 16)
     kind = op.removeprefix("linear_")
     rng, per = np.random.default_rng(rows), "block" if block else "row"
     x, x_scale = quantized(kind, normal(rng, "float32", rows, 384), per, block)

@@ -159,9 +159,10 @@ def test_experts_compile(compiled, dtype, tokens, rest):
         ("fp4", 16, False),
     ],
 )  # fmt: skip
-def test_narrow_weights_compile(compiled, rows, kind, group, zeros):
+def test_narrow_weights_compile(compiled, monkeypatch, rows, kind, group, zeros):
     from twinfer.gpu.kernels import narrow
 
+    monkeypatch.setitem(narrow.config("fragments"), "rows", 16)
     k, n = 1024, 512
     dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind, torch.uint8)
     shape = (n, k // group if group else 1)
@@ -173,8 +174,10 @@ def test_narrow_weights_compile(compiled, rows, kind, group, zeros):
         None,
         kind,
     )
-    few = "narrow_gemv_kernel"
-    by_rows = {1: few, 2: few, 16: "narrow_kernel", 300: "widen_kernel"}
+    fragments = kind == "int4" and group % 128 == 0
+    few = "fragment_kernel" if fragments else "narrow_gemv_kernel"
+    some = "fragment_kernel" if fragments else "narrow_kernel"
+    by_rows = {1: few, 2: few, 16: some, 300: "widen_kernel"}
     assert compiled == [by_rows[rows]]
 
 
@@ -182,9 +185,10 @@ def test_narrow_weights_compile(compiled, rows, kind, group, zeros):
 @pytest.mark.parametrize(
     ("kind", "block"), [("int8", 0), ("fp8", 0), ("fp8", 128)], ids=["int8", "fp8", "fp8-blocks"]
 )
-def test_quantised_tokens_compile(compiled, rows, kind, block):
+def test_quantised_tokens_compile(compiled, monkeypatch, rows, kind, block):
     from twinfer.gpu.kernels import narrow
 
+    monkeypatch.setitem(narrow.config("fragments"), "rows", 16)
     k, n = 1024, 512
     quantize = narrow.quantize_int8_dynamic if kind == "int8" else narrow.quantize_fp8_dynamic
     x = torch.zeros(rows, k, dtype=torch.bfloat16)
@@ -193,7 +197,10 @@ def test_quantised_tokens_compile(compiled, rows, kind, block):
     weight = torch.zeros(n, k, dtype=values.dtype)
     shape = (n, k // block if block else 1)
     product(values, weight, scale, torch.zeros(shape), None, "bfloat16")
-    assert compiled == ["quantize_kernel", "narrow_gemv_kernel" if rows <= 2 else "narrow_kernel"]
+    others = "narrow_gemv_kernel" if rows <= 2 else "narrow_kernel"
+    assert compiled == [
+        "quantize_kernel", "fragment_kernel" if kind == "fp8" and rows <= 16 else others
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens", [2, 20, 300])

@@ -1,0 +1,205 @@
+"""Products of a few rows with a narrow weight, on tensor cores: each thread reads the words of the
+weight that its own part of the product needs, and widens them in its registers.
+
+A tensor core's operand is spread over a warp: of 16 rows and 16 entries of k a thread holds two
+rows and four entries. Which entries these are is free, as long as the other operand has the same
+ones: a sum over k minds no order. So a thread takes 16 neighbouring bytes of a row at a time, and
+nothing goes through shared memory but the sums of the warps, each of which has a slice of k.
+
+Registers hold words that were asked for, and little else: what a launch has asked for before its
+inputs are there is a good part of the weight.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._layouts import DistributedLinearLayout
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from .overlap import wait
+
+STEP = gl.constexpr(128)
+"""Entries of k that a warp takes at a time."""
+# Integers of 4 bits become the last bits of 2^m, which is 128 in bfloat16 and 1024 in float16.
+INT4_BFLOAT16 = gl.constexpr(
+    """{ .reg .b32 a, b, c, d, x, y;
+    mov.b32 x, 0x43004300; mov.b32 y, 0x3F803F80;
+    shr.u32 b, $8, 4; shr.u32 c, $8, 8; shr.u32 d, $8, 12;
+    lop3.b32 a, $8, 0x000f000f, x, 0xEA; lop3.b32 b, b, 0x000f000f, x, 0xEA;
+    lop3.b32 c, c, 0x000f000f, x, 0xEA; lop3.b32 d, d, 0x000f000f, x, 0xEA;
+    fma.rn.bf16x2 a, a, y, $9; fma.rn.bf16x2 b, b, y, $9;
+    fma.rn.bf16x2 c, c, y, $9; fma.rn.bf16x2 d, d, y, $9;
+    mov.b32 {$0, $4}, a; mov.b32 {$1, $5}, b; mov.b32 {$2, $6}, c; mov.b32 {$3, $7}, d; }"""
+)
+INT4_FLOAT16 = gl.constexpr(
+    """{ .reg .b32 a, b, c, d, x;
+    mov.b32 x, 0x64006400;
+    shr.u32 b, $8, 4; shr.u32 c, $8, 8; shr.u32 d, $8, 12;
+    lop3.b32 a, $8, 0x000f000f, x, 0xEA; lop3.b32 b, b, 0x000f000f, x, 0xEA;
+    lop3.b32 c, c, 0x000f000f, x, 0xEA; lop3.b32 d, d, 0x000f000f, x, 0xEA;
+    add.rn.f16x2 a, a, $9; add.rn.f16x2 b, b, $9;
+    add.rn.f16x2 c, c, $9; add.rn.f16x2 d, d, $9;
+    mov.b32 {$0, $4}, a; mov.b32 {$1, $5}, b; mov.b32 {$2, $6}, c; mov.b32 {$3, $7}, d; }"""
+)
+FP8_FLOAT16 = gl.constexpr(
+    """{ .reg .b16 x, y; .reg .b32 a, b;
+    mov.b32 {x, y}, $4;
+    cvt.rn.f16x2.e4m3x2 a, x; cvt.rn.f16x2.e4m3x2 b, y;
+    mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"""
+)
+
+
+@gluon.jit
+def _int4_operand(words, base, ROWS: gl.constexpr, WARPS: gl.constexpr, dtype: gl.constexpr):
+    """q - zero of words [warp row 16] as [warp row STEP] in the order that operands have: entry
+    32 t + 8 c + 4 e + 2 o + p, where thread t of four holds the two e side by side, is at
+    (c, o, p, t, e). `base` is -(2^m + zero) twice.
+    """
+    places: gl.constexpr = "=h,=h,=h,=h,=h,=h,=h,=h,r,r"
+    if dtype == gl.bfloat16:
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            INT4_BFLOAT16, places, [words, base], dtype=(gl.bfloat16,) * 8, is_pure=True, pack=1
+        )
+    else:
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            INT4_FLOAT16, places, [words, base], dtype=(gl.float16,) * 8, is_pure=True, pack=1
+        )
+    low = gl.join(gl.join(a, e), gl.join(b, f))
+    high = gl.join(gl.join(c, g), gl.join(d, h))
+    y = gl.join(low, high).reshape([WARPS, ROWS, 4, 4, 2, 2, 2])
+    return y.permute([0, 1, 3, 6, 5, 2, 4]).reshape([WARPS, ROWS, STEP])
+
+
+@gluon.jit
+def _fp8_operand(words, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Words [warp row 32] as float16, which holds them exactly, in the order that operands have:
+    entry 64 h + 16 t + 4 c + 2 p + e is at (h, c, p, t, e).
+    """
+    a, b, c, d = gl.inline_asm_elementwise(
+        FP8_FLOAT16, "=h,=h,=h,=h,r", [words], dtype=(gl.float16,) * 4, is_pure=True, pack=1
+    )
+    y = gl.join(gl.join(a, b), gl.join(c, d)).reshape([WARPS, ROWS, 2, 4, 4, 2, 2])
+    return y.permute([0, 1, 2, 4, 6, 3, 5]).reshape([WARPS, ROWS, STEP])
+
+
+@gluon.jit
+def _tokens(place, mask, KIND: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr):
+    """A step of x as the right operand [warp STEP M]."""
+    if KIND == "fp8":
+        y = _fp8_operand(gl.load(place, mask=mask, other=0), M, WARPS)
+    else:
+        y = gl.load(place, mask=mask, other=0.0).reshape([WARPS, M, 4, 4, 2, 2, 2])
+        y = y.permute([0, 1, 3, 5, 6, 2, 4]).reshape([WARPS, M, STEP])
+    return y.permute([0, 2, 1])
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def fragment_kernel(
+    x, weight, scale, zero, x_scale, bias, out, rows, x_stride, x_scale_stride, N: gl.constexpr,
+    K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, X_GROUP: gl.constexpr,
+    HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr,
+    WARPS: gl.constexpr, AHEAD: gl.constexpr, WEIGHT: gl.constexpr, TOKENS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Grid (block of results). KIND is int4, or fp8 with x of fp8 too. Weights are words, and so
+    are tokens of fp8; `x_stride` counts what x has. Groups, of the weight and of x, are of
+    multiples of STEP; X_GROUP is 0 where x has no scales. M is 8 or 16, and `rows` at most that. K
+    is a multiple of WARPS * STEP. Words are asked for AHEAD steps before they are used.
+    """
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    dtype: gl.constexpr = gl.float16 if KIND == "fp8" else x.dtype.element_ty
+    words: gl.constexpr = 32 if KIND == "fp8" else 16
+    entries: gl.constexpr = 32 if KIND == "fp8" else STEP
+    slice_: gl.constexpr = K // WARPS
+    steps: gl.constexpr = slice_ // STEP
+    groups: gl.constexpr = K // GROUP
+    in_parts: gl.constexpr = (groups > 1) | ((X_GROUP > 0) & (X_GROUP < K))
+    first = gl.program_id(0) * BLOCK_N
+    # Where the words are that a thread reads.
+    w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, WEIGHT)))[:, None, None]
+    n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, WEIGHT)))
+    n = n[None, :, None]
+    j = gl.arange(0, words, layout=gl.SliceLayout(0, gl.SliceLayout(1, WEIGHT)))[None, None, :]
+    row = n.to(gl.int64)
+    place = weight + row * (K // STEP * words) + w * (steps * words) + j
+    # Where its scales are: those of the sums that it has.
+    sum_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
+    sum_n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
+    of_scale = scale + sum_n.to(gl.int64)[None, :] * groups
+    real = (sum_n < N)[None, :] & (sum_w < WARPS)
+    # Where its part of x is, and the scales of that.
+    m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))[None, :, None]
+    x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))[:, None, None]
+    i = gl.arange(0, entries, layout=gl.SliceLayout(0, gl.SliceLayout(1, TOKENS)))[None, None, :]
+    of_x = x + m.to(gl.int64) * x_stride + x_w * (steps * entries) + i
+    token_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, mma)))[:, None]
+    token = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, :]
+    if KIND == "int4":
+        ones: gl.constexpr = -0x3CFF3D00 if dtype == gl.bfloat16 else -0x1BFF1C00
+        base = gl.full([1, 1, 1], ones + 0x00080008, gl.int32, layout=WEIGHT)
+    total = gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma)
+    asked = ()
+    for s in gl.static_range(min(AHEAD, steps)):
+        asked += (gl.load(place + s * words, mask=n < N, other=0),)  # type: ignore[assignment]
+    wait(OVERLAP)
+    for s in gl.static_range(steps):
+        if s + AHEAD < steps:
+            asked += (gl.load(place + (s + AHEAD) * words, mask=n < N, other=0),)  # type: ignore[assignment]
+        if KIND == "fp8":
+            a = _fp8_operand(asked[s], BLOCK_N, WARPS)
+        else:
+            if HAS_ZERO:
+                of_zero = row * groups + (w * slice_ + s * STEP) // GROUP
+                z = gl.load(zero + of_zero, mask=(n < N) & (w < WARPS), other=0)
+                base = ones + z.to(gl.int32) * 0x00010001
+            a = _int4_operand(asked[s], base, BLOCK_N, WARPS, dtype)
+        a = gl.convert_layout(a, left, assert_trivial=True)
+        b = _tokens(of_x + s * entries, m < rows, KIND, M, WARPS)
+        b = gl.convert_layout(b, right, assert_trivial=True)
+        if in_parts:
+            now = mma_v2(a, b, gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma))
+            if groups > 1:
+                share = gl.load(
+                    of_scale + (sum_w * slice_ + s * STEP) // GROUP, mask=real, other=0.0
+                )
+                now = now * share[:, :, None]
+            if (X_GROUP > 0) & (X_GROUP < K):
+                of = token * x_scale_stride + (token_w * slice_ + s * STEP) // X_GROUP
+                now = now * gl.load(x_scale + of, mask=token < rows, other=0.0)[:, None, :]
+            total += now
+        else:
+            total = mma_v2(a, b, total)
+    y = gl.sum(total, 0)
+    end_n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(0, mma)))
+    end_m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, mma)))
+    if X_GROUP == K:
+        y = y * gl.load(x_scale + end_m * x_scale_stride, mask=end_m < rows, other=0.0)[None, :]
+    if groups == 1:
+        y = y * gl.load(scale + end_n, mask=end_n < N, other=0.0)[:, None]
+    if HAS_BIAS:
+        y = y + gl.load(bias + end_n, mask=end_n < N, other=0.0).to(gl.float32)[:, None]
+    to = out + end_m.to(gl.int64)[None, :] * N + end_n[:, None]
+    gl.store(to, y.to(out.dtype.element_ty), mask=(end_m < rows)[None, :] & (end_n < N)[:, None])
+
+
+def layouts(
+    kind: str, warps: int, block_n: int, m: int
+) -> tuple[DistributedLinearLayout, DistributedLinearLayout]:
+    """Which thread reads what of a step: of the weight [warps, block_n, words], and of x [warps, m,
+    words, or entries of what is not quantised].
+    """
+    slices = [[1 << i, 0, 0] for i in range(warps.bit_length() - 1)]
+
+    def layout(
+        n: int, own: list[int], threads: list[int], more: list[int]
+    ) -> DistributedLinearLayout:
+        rows = [[0, 8 << i, 0] for i in range((n // 8).bit_length() - 1)]
+        by_thread = [*([0, 0, i] for i in threads), [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+        registers = [*([0, 0, i] for i in own), *rows, *([0, 0, i] for i in more)]
+        k = 1 << (len(own) + len(threads) + len(more))
+        return DistributedLinearLayout(registers, by_thread, slices, [], [warps, n, k])
+
+    if kind == "fp8":
+        return layout(block_n, [1, 2], [4, 8], [16]), layout(m, [1, 2], [4, 8], [16])
+    return layout(block_n, [1, 2], [4, 8], []), layout(m, [1, 2, 4, 8, 16], [32, 64], [])
