@@ -243,17 +243,22 @@ class RankProcesses(Protocol):
         ...
 
 
-def start_ranks(backend: str, device: str, count: int, progress: Progress) -> RankProcesses | None:
-    """The processes that `count` shards of a model need; None where one process runs them all.
+def start_ranks(
+    backend: str, device: str, count: int, progress: Progress, launcher: str = "mp"
+) -> RankProcesses | None:
+    """The processes that `count` shards of a model need, started by `launcher`: `mp` or `ray`; None
+    where one process runs them all.
 
     Raises BackendUnavailable, ConfigError.
     """
-    if backend != "torch" or count == 1:
+    if launcher == "ray":
+        check_ray(backend, count)
+    elif backend != "torch" or count == 1:
         return None
     check_installed(backend)
     try:
         ranks: RankProcesses = import_module(f"{__package__}.executor.worker").start(
-            backend, device, count, progress
+            backend, device, count, progress, launcher
         )
     except ImportError as error:
         raise BackendUnavailable(
@@ -262,11 +267,31 @@ def start_ranks(backend: str, device: str, count: int, progress: Progress) -> Ra
     return ranks
 
 
+def check_ray(backend: str, count: int) -> None:
+    """Raise ConfigError where Ray has nothing to place, BackendUnavailable where it is not."""
+    if count == 1 or backend == "torch-xla":
+        raise ConfigError(
+            "distributed_executor_backend: got ray, allowed with a tensor_parallel_size above 1 "
+            f"and the backends jax and torch; got {count} and {backend}"
+        )
+    if find_spec("ray") is None:
+        raise BackendUnavailable(
+            "distributed_executor_backend: got ray, which is not installed: "
+            "pip install 'twinfer[ray]'"
+        )
+
+
 def create_worker(
     model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str
 ) -> Worker:
     """A worker in this process, or several ranks as one."""
-    ranks = start_ranks(config.backend, device.platform, config.tensor_parallel_size, silent)
+    ranks = start_ranks(
+        config.backend,
+        device.platform,
+        config.tensor_parallel_size,
+        silent,
+        config.distributed_executor_backend,
+    )
     if ranks is not None:
         try:
             return ranks.make_worker(model, config, folder)

@@ -22,6 +22,7 @@ import jax
 from ..shared.config import ResolvedConfig
 from ..shared.errors import BackendUnavailable, ConfigError
 from ..shared.models.config import ModelConfig
+from ..shared.models.spec import Shard
 from ..shared.worker import Worker
 from .sharding import check_all_take_part
 
@@ -53,6 +54,19 @@ def join(coordinator: str, hosts: int, index: int) -> None:
         raise ConfigError(f"hosts: got {hosts}, must be at least 2")
     if not 0 <= index < hosts:
         raise ConfigError(f"host_index: got {index}, must be from 0 to {hosts - 1}")
+    _initialize(coordinator, hosts, index)
+    _joined = f"{host}:{int(port) + 1}", hosts, index
+
+
+def join_ranks(coordinator: str, shard: Shard) -> None:
+    """Make the devices of all ranks one; a driver sends the calls. Call it before anything else
+    uses JAX. Raises BackendUnavailable.
+    """
+    _initialize(coordinator, shard.count, shard.index)
+
+
+def _initialize(coordinator: str, hosts: int, index: int) -> None:
+    host, _, port = coordinator.rpartition(":")
     # Else JAX aborts a process of which another one is gone, before it can say why.
     jax.config.update("jax_enable_recoverability", True)
     try:
@@ -68,7 +82,6 @@ def join(coordinator: str, hosts: int, index: int) -> None:
         raise BackendUnavailable(
             f"coordinator: {coordinator}: {str(error).splitlines()[0]}"
         ) from error
-    _joined = f"{host}:{int(port) + 1}", hosts, index
 
 
 def _bind_address(host: str, port: str) -> str:
@@ -114,6 +127,8 @@ def on_all_hosts(worker: Worker, model: ModelConfig, config: ResolvedConfig, fol
     run the same.
     """
     if _joined is None:
+        if (count := jax.process_count()) > 1:
+            check_all_take_part(config.tensor_parallel_size, f"{count} ranks", jax.device_count())
         return worker
     address, hosts, index = _joined
     check_all_take_part(config.tensor_parallel_size, f"{hosts} hosts", jax.device_count())
