@@ -261,23 +261,20 @@ def start_ranks(
             backend, device, count, progress, launcher
         )
     except ImportError as error:
-        raise BackendUnavailable(
-            f"tensor_parallel_size: got {count}: {error}: pip install 'twinfer[ranks]'"
-        ) from error
+        asked = f"tensor_parallel_size: got {count}"
+        if launcher == "ray":
+            asked = "distributed_executor_backend: got ray"
+        extra = "ray" if launcher == "ray" else "ranks"
+        raise BackendUnavailable(f"{asked}: {error}: pip install 'twinfer[{extra}]'") from error
     return ranks
 
 
 def check_ray(backend: str, count: int) -> None:
-    """Raise ConfigError where Ray has nothing to place, BackendUnavailable where it is not."""
+    """Raise ConfigError where Ray has nothing to place."""
     if count == 1 or backend == "torch-xla":
         raise ConfigError(
             "distributed_executor_backend: got ray, allowed with a tensor_parallel_size above 1 "
             f"and the backends jax and torch; got {count} and {backend}"
-        )
-    if find_spec("ray") is None:
-        raise BackendUnavailable(
-            "distributed_executor_backend: got ray, which is not installed: "
-            "pip install 'twinfer[ray]'"
         )
 
 

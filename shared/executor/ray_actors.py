@@ -108,8 +108,11 @@ class Actor:
 
 def watched(process: subprocess.Popen[bytes]) -> str:
     """How a process has ended, or that it was stopped for too long."""
-    running = time.monotonic()
+    running, node = time.monotonic(), os.getppid()
     while True:
+        if os.getppid() != node:
+            # Ray would notice later; the rank ends with this process.
+            os._exit(1)
         with contextlib.suppress(subprocess.TimeoutExpired):
             return ending(process.wait(LOOK_S))
         if not is_stopped(process.pid):
