@@ -5,7 +5,6 @@ tokens, and what they agree on at start.
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,14 +17,15 @@ PATIENCE = timedelta(seconds=600)
 """How long a collective waits for a rank. Whoever started the ranks ends them sooner."""
 
 
-def join(shard: Shard, folder: str, platform: str) -> None:
-    """Make this process one of the ranks that meet in `folder`, which only its owner may enter.
-    Ranks on a GPU have chosen theirs before.
+def join(shard: Shard, meeting: str, platform: str) -> None:
+    """Make this process one of the ranks that meet there: at `file://PATH` in a folder that only
+    its owner may enter, or at `tcp://HOST:PORT` of the first. Ranks on a GPU have chosen theirs
+    before.
     """
     backend = "cpu:gloo,cuda:nccl" if platform == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        init_method=f"file://{Path(folder) / 'ranks'}",
+        init_method=meeting,
         rank=shard.index,
         world_size=shard.count,
         timeout=PATIENCE,

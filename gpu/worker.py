@@ -28,7 +28,7 @@ from ..shared.models import decoder
 from ..shared.models.caches import layout_of, request_pages, step_shape
 from ..shared.models.config import ModelConfig
 from ..shared.models.placement import shard_config
-from ..shared.models.spec import Shard
+from ..shared.models.spec import Place
 from ..shared.models.table import parameter_count
 from ..shared.packer import padding
 from ..shared.progress import Progress
@@ -83,29 +83,29 @@ def find_device(device: str) -> DeviceInfo:
     return DeviceInfo("cuda", properties.name, properties.total_memory, index)
 
 
-def find_rank_device(device: str, shard: Shard) -> DeviceInfo:
-    """The torch device of one of several ranks on this machine: each GPU has one of them. Raises
+def find_rank_device(device: str, place: Place) -> DeviceInfo:
+    """The torch device of one of several ranks: each GPU of a machine has one of them. Raises
     BackendUnavailable, ConfigError.
     """
     found = find_device(device)
     if found.platform != "cuda":
         return found
     count = torch.cuda.device_count()
-    if count < shard.count:
+    if count < place.here.count:
         raise ConfigError(
-            f"tensor_parallel_size: got {shard.count}, this machine has {count} GPUs: each takes "
-            "one of the ranks"
+            f"tensor_parallel_size: got {place.here.count}, this machine has {count} GPUs: each "
+            "takes one of the ranks"
         )
-    return find_device(f"cuda:{shard.index}")
+    return find_device(f"cuda:{place.here.index}")
 
 
-def join_ranks(shard: Shard, folder: str, device: DeviceInfo) -> None:
-    """Make this process one of the ranks that meet in `folder`."""
+def join_ranks(place: Place, device: DeviceInfo) -> None:
+    """Make this process one of the ranks."""
     if device.platform == "cuda":
         torch.cuda.set_device(device.index)
     else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // shard.count))
-    join(shard, folder, device.platform)
+        torch.set_num_threads(max(1, torch.get_num_threads() // place.here.count))
+    join(place.shard, place.meeting, device.platform)
 
 
 def make_worker(

@@ -19,7 +19,7 @@ import numpy as np
 
 from twinfer.bucketing import Descriptor
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
-from twinfer.shared.executor.driver import Ranks
+from twinfer.shared.executor.driver import Ranks, Subprocesses
 from twinfer.shared.executor.messages import encode
 from twinfer.shared.executor.worker import RanksWorker
 from twinfer.shared.models.config import load_config
@@ -47,7 +47,7 @@ def measure(count: int, requests: int) -> dict[str, float]:
     model = load_config(model_folder("demo"))
     asked = EngineConfig(model="demo", backend="torch", device="cpu", tensor_parallel_size=count)
     config = resolve(asked, model, DeviceInfo("cpu", "cpu", 1 << 40))[0]
-    ranks = Ranks("torch", "cpu", count, (sys.executable, str(FAKE)))
+    ranks = Ranks("torch", "cpu", count, Subprocesses((sys.executable, str(FAKE))))
     try:
         worker = RanksWorker(ranks, model, config, model_folder("demo"))
         send, trip = [], []

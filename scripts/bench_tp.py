@@ -6,7 +6,9 @@ First the sums by size, in microseconds inside of a CUDA graph, for each way to 
 check that all ranks get the same right bits. Then decode and prefill of a model with dummy weights
 on one GPU and on `--ranks` by each provider of the sum: a decode figure is (time for 65 tokens -
 time for 1) / 64 with prompts of 128 tokens, a prefill figure is of 32 prompts of 1 024, medians of
-three. At last the tokens of the bundled model in float32. Everything runs in processes of its own.
+three. `tokens` are those of the bundled model in float32, `graphs` compares tokens and
+log-probabilities of CUDA graphs with eager calls in bfloat16, bit by bit. Everything runs in
+processes of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 PROVIDERS = ("nccl", "peers")
@@ -40,7 +43,7 @@ def sums(rank: int, world: int, folder: str) -> dict[str, Any]:
     from twinfer.shared.models.spec import Shard
 
     torch.cuda.set_device(rank)
-    join(Shard(rank, world), folder, "cuda")
+    join(Shard(rank, world), f"file://{folder}/ranks", "cuda")
     reduce.meet_peers(max(ROWS), WIDTH, torch.bfloat16)
     name = dist.group.WORLD.group_name
     torch.manual_seed(rank)
@@ -157,8 +160,10 @@ def engine(model: str, options: dict[str, Any], sizes: list[int]) -> dict[str, A
     return found
 
 
-def tokens(options: dict[str, Any]) -> list[list[int]]:
-    """What the bundled model says in float32: greedy and drawn."""
+def tokens(options: dict[str, Any]) -> list[Any]:
+    """What the bundled model says: greedy and drawn, in float32 unless the options name another
+    dtype, and then with its log-probabilities.
+    """
     from twinfer import LLM, SamplingParams
 
     kinds = [
@@ -167,6 +172,8 @@ def tokens(options: dict[str, Any]) -> list[list[int]]:
         SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=6, max_tokens=24),
         SamplingParams(temperature=0.7, repetition_penalty=1.2, seed=7, max_tokens=24),
     ]
+    if "dtype" in options:
+        kinds = [replace(kind, logprobs=3) for kind in kinds]
     rng = random.Random(3)
     prompts = [[rng.randrange(5, 900) for _ in range(3 + 11 * i)] for i in range(12)]
     usual = dict(
@@ -175,7 +182,8 @@ def tokens(options: dict[str, Any]) -> list[list[int]]:
     )  # fmt: skip
     with LLM("demo", **(usual | options)) as llm:
         outputs = llm.generate(prompts, [kinds[i % 4] for i in range(12)], progress=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        said = [output.outputs[0] for output in outputs]
+        return [[list(one.token_ids), repr(one.logprobs)] for one in said]
 
 
 def child(*words: str, patience: float = 200.0) -> Any:
@@ -226,7 +234,8 @@ def main() -> None:
     parser.add_argument("--model", default="llama3-8b")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch-sizes", default="1,8,64,256")
-    parser.add_argument("--parts", default="sums,tokens,engines")
+    parser.add_argument("--parts", default="sums,tokens,graphs,engines")
+    parser.add_argument("--only", default="", help="engines: names that begin so, as 'tp 2'")
     parser.add_argument("--json")
     parser.add_argument("--sums", type=int)
     parser.add_argument("--at", default="")
@@ -266,9 +275,23 @@ def main() -> None:
         }
         print(result["same_tokens"], flush=True)
         keep()
+    if "graphs" in parts:
+        result["graphs_equal_eager"] = {}
+        for name, options in settings(arguments.ranks).items():
+            exact = options | {"dtype": "bfloat16"}
+            graphs, eager = (
+                child("--tokens", json.dumps(exact | more), patience=80)
+                for more in ({}, {"enforce_eager": True})
+            )
+            held = isinstance(graphs, list)
+            result["graphs_equal_eager"][name] = graphs == eager if held else graphs
+        print(result["graphs_equal_eager"], flush=True)
+        keep()
     if "engines" in parts:
         result["engines"] = {}
         for name, options in settings(arguments.ranks).items():
+            if not name.startswith(arguments.only):
+                continue
             words = ("--model", arguments.model, "--batch-sizes", arguments.batch_sizes)
             found = child("--engine", json.dumps(options), *words, patience=150)
             result["engines"][name] = found

@@ -111,7 +111,10 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
         "several hosts", "the same command on each; the first has the results"
     )
     g.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="JAX: the first host; the next port is used too"
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="JAX: the first host, whose next two ports are used too; auto: by the variables of "
+        "LeaderWorkerSet or a TPU VM",
     )
     g.add_argument(
         "--hosts",

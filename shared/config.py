@@ -138,6 +138,7 @@ class ResolvedConfig:
     enable_ops: tuple[str, ...]
     row_invariant: bool
     tensor_parallel_size: int
+    distributed_executor_backend: str
     restart_on_failure: bool
     decode_sizes: tuple[int, ...] | None
     mixed_sizes: tuple[int, ...] | None
@@ -223,11 +224,11 @@ def _check_shards(config: EngineConfig, model: ModelConfig) -> None:
         )
     if config.backend == "torch" and config.tensor_parallel_size > 1:
         _check_ranks(config, model)
-    elif config.restart_on_failure:
+    elif config.restart_on_failure and config.distributed_executor_backend == "mp":
         raise ConfigError(
-            "restart_on_failure: got True, allowed with the torch backend and a "
-            f"tensor_parallel_size above 1, got {config.tensor_parallel_size}: there are no ranks "
-            "that could be lost"
+            "restart_on_failure: got True, allowed with a tensor_parallel_size above 1, got "
+            f"{config.tensor_parallel_size}, and the torch backend or "
+            "--distributed-executor-backend ray: there are no ranks that could be lost"
         )
     _check_experts(config, model)
     check_pieces(parameters_of(model), model, config.tensor_parallel_size)

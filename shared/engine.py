@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from .backends import find_backend, first_installed
-from .config import Change, EngineConfig, ResolvedConfig, resolve
+from .config import Backend, Change, EngineConfig, ResolvedConfig, resolve
 from .demand import ANYTHING, Demand
 from .errors import (
     ConfigError,
@@ -141,8 +141,13 @@ class Engine:
         backend = config.backend
         if backend == "auto" and config.tensor_parallel_size > 1:
             backend = first_installed(config.device)
-        ranks = start_ranks(backend, config.device, config.tensor_parallel_size, progress)
+        ranks = start_ranks(
+            backend, config.device, config.tensor_parallel_size, progress,
+            config.distributed_executor_backend,
+        )  # fmt: skip
         try:
+            if ranks is not None:
+                config = replace(config, backend=cast(Backend, backend))
             self._start(config, model, folder, progress, demand, ranks)
         except BaseException:
             if ranks is not None:
@@ -164,7 +169,7 @@ class Engine:
             backend, self.device, chosen = find_backend(config.backend, config.device)
             config = replace(config, backend=backend)
         else:
-            config, self.device = replace(config, backend="torch"), ranks.device
+            self.device = ranks.device
         model, quantized = with_quantization(model, config.quantization)
         self.config, changes = resolve(config, model, self.device, demand)
         weights = None if self.config.load_format == "dummy" else folder
@@ -447,8 +452,9 @@ class Engine:
         self.worker.close()
         config = self._asked
         ranks = start_ranks(
-            config.backend, self.device.platform, config.tensor_parallel_size, self._progress
-        )
+            config.backend, self.device.platform, config.tensor_parallel_size, self._progress,
+            config.distributed_executor_backend,
+        )  # fmt: skip
         if ranks is None:
             raise lost
         try:

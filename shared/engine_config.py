@@ -47,6 +47,7 @@ BACKENDS: tuple[Backend, ...] = ("jax", "torch", "torch-xla")
 BACKEND_CHOICES = ("auto", *BACKENDS)
 DEVICES = ("auto", "cpu", "cuda", "tpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+EXECUTORS = ("mp", "ray")
 LOAD_FORMATS = ("auto", "dummy")
 POLICIES = ("fcfs", "priority")
 MAX_NUM_SEQS = 4096
@@ -141,6 +142,12 @@ class EngineConfig:
         Whole(1, MAX_SHARDS),
         help="devices that share each layer",
         short=("--tp", "-tp"),
+    )
+    distributed_executor_backend: str = _engine(
+        "mp",
+        Choice(EXECUTORS),
+        help="who places the processes of several devices: mp on this machine, ray in a cluster",
+        shapes=False,
     )
     restart_on_failure: bool = _engine(
         False,

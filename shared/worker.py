@@ -243,30 +243,52 @@ class RankProcesses(Protocol):
         ...
 
 
-def start_ranks(backend: str, device: str, count: int, progress: Progress) -> RankProcesses | None:
-    """The processes that `count` shards of a model need; None where one process runs them all.
+def start_ranks(
+    backend: str, device: str, count: int, progress: Progress, launcher: str = "mp"
+) -> RankProcesses | None:
+    """The processes that `count` shards of a model need, started by `launcher`: `mp` or `ray`; None
+    where one process runs them all.
 
     Raises BackendUnavailable, ConfigError.
     """
-    if backend != "torch" or count == 1:
+    if launcher == "ray":
+        check_ray(backend, count)
+    elif backend != "torch" or count == 1:
         return None
     check_installed(backend)
     try:
         ranks: RankProcesses = import_module(f"{__package__}.executor.worker").start(
-            backend, device, count, progress
+            backend, device, count, progress, launcher
         )
     except ImportError as error:
-        raise BackendUnavailable(
-            f"tensor_parallel_size: got {count}: {error}: pip install 'twinfer[ranks]'"
-        ) from error
+        asked = f"tensor_parallel_size: got {count}"
+        if launcher == "ray":
+            asked = "distributed_executor_backend: got ray"
+        extra = "ray" if launcher == "ray" else "ranks"
+        raise BackendUnavailable(f"{asked}: {error}: pip install 'twinfer[{extra}]'") from error
     return ranks
+
+
+def check_ray(backend: str, count: int) -> None:
+    """Raise ConfigError where Ray has nothing to place."""
+    if count == 1 or backend == "torch-xla":
+        raise ConfigError(
+            "distributed_executor_backend: got ray, allowed with a tensor_parallel_size above 1 "
+            f"and the backends jax and torch; got {count} and {backend}"
+        )
 
 
 def create_worker(
     model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str
 ) -> Worker:
     """A worker in this process, or several ranks as one."""
-    ranks = start_ranks(config.backend, device.platform, config.tensor_parallel_size, silent)
+    ranks = start_ranks(
+        config.backend,
+        device.platform,
+        config.tensor_parallel_size,
+        silent,
+        config.distributed_executor_backend,
+    )
     if ranks is not None:
         try:
             return ranks.make_worker(model, config, folder)

@@ -13,7 +13,9 @@ If a host fails or is not heard of any more, the others end within seconds, with
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +24,12 @@ import jax
 from ..shared.config import ResolvedConfig
 from ..shared.errors import BackendUnavailable, ConfigError
 from ..shared.models.config import ModelConfig
+from ..shared.models.spec import Shard
 from ..shared.worker import Worker
 from .sharding import check_all_take_part
 
+PORT = 8476
+"""Of a coordinator that variables name."""
 PATIENCE_S = 300
 """How long hosts wait for each other at start."""
 HEARTBEAT_S = 20
@@ -40,10 +45,17 @@ def join(coordinator: str, hosts: int, index: int) -> None:
     """Make the devices of all hosts one. Call it before anything else uses JAX, on every host with
     its index.
 
-    `coordinator` is HOST:PORT of the host with index 0; the next two ports are used too. Raises
-    ConfigError, BackendUnavailable.
+    `coordinator` is HOST:PORT of the host with index 0, or `auto`: what the variables of
+    LeaderWorkerSet or of a TPU VM say; the next two ports are used too. Raises ConfigError,
+    BackendUnavailable.
     """
     global _joined
+    if coordinator == "auto":
+        if (hosts, index) != (1, 0):
+            raise ConfigError(
+                f"hosts, host_index: got {hosts}, {index}; coordinator auto finds them itself"
+            )
+        coordinator, hosts, index = of_variables(os.environ)
     host, colon, port = coordinator.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65534:
         raise ConfigError(
@@ -53,6 +65,41 @@ def join(coordinator: str, hosts: int, index: int) -> None:
         raise ConfigError(f"hosts: got {hosts}, must be at least 2")
     if not 0 <= index < hosts:
         raise ConfigError(f"host_index: got {index}, must be from 0 to {hosts - 1}")
+    _initialize(coordinator, hosts, index)
+    _joined = f"{host}:{int(port) + 1}", hosts, index
+
+
+def of_variables(variables: Mapping[str, str]) -> tuple[str, int, int]:
+    """The coordinator, the number of hosts and the index of this one, from the variables that
+    LeaderWorkerSet sets in its pods, else those of a TPU VM or of GKE. Raises ConfigError.
+    """
+    leader = variables.get("LWS_LEADER_ADDRESS")
+    names = variables.get("TPU_WORKER_HOSTNAMES", "")
+    if leader:
+        first, size = leader, variables.get("LWS_GROUP_SIZE", "")
+        index = variables.get("LWS_WORKER_INDEX", "")
+        fields = "LWS_GROUP_SIZE, LWS_WORKER_INDEX"
+    elif names:
+        first, size = names.split(",")[0].strip(), str(names.count(",") + 1)
+        index, fields = variables.get("TPU_WORKER_ID", ""), "TPU_WORKER_HOSTNAMES, TPU_WORKER_ID"
+    else:
+        raise ConfigError(
+            "coordinator: got auto, allowed where LWS_LEADER_ADDRESS or TPU_WORKER_HOSTNAMES is set"
+        )
+    if not (size.isdigit() and index.isdigit()):
+        raise ConfigError(f"{fields}: got {size!r} and {index!r}, must be whole numbers")
+    return f"{first}:{PORT}", int(size), int(index)
+
+
+def join_ranks(coordinator: str, shard: Shard) -> None:
+    """Make the devices of all ranks one; a driver sends the calls. Call it before anything else
+    uses JAX. Raises BackendUnavailable.
+    """
+    _initialize(coordinator, shard.count, shard.index)
+
+
+def _initialize(coordinator: str, hosts: int, index: int) -> None:
+    host, _, port = coordinator.rpartition(":")
     # Else JAX aborts a process of which another one is gone, before it can say why.
     jax.config.update("jax_enable_recoverability", True)
     try:
@@ -68,7 +115,6 @@ def join(coordinator: str, hosts: int, index: int) -> None:
         raise BackendUnavailable(
             f"coordinator: {coordinator}: {str(error).splitlines()[0]}"
         ) from error
-    _joined = f"{host}:{int(port) + 1}", hosts, index
 
 
 def _bind_address(host: str, port: str) -> str:
@@ -114,6 +160,8 @@ def on_all_hosts(worker: Worker, model: ModelConfig, config: ResolvedConfig, fol
     run the same.
     """
     if _joined is None:
+        if (count := jax.process_count()) > 1:
+            check_all_take_part(config.tensor_parallel_size, f"{count} ranks", jax.device_count())
         return worker
     address, hosts, index = _joined
     check_all_take_part(config.tensor_parallel_size, f"{hosts} hosts", jax.device_count())

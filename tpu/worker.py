@@ -21,6 +21,7 @@ from ..shared.errors import ConfigError, InternalError, OutsideTable
 from ..shared.models import decoder
 from ..shared.models.caches import request_pages
 from ..shared.models.config import ModelConfig
+from ..shared.models.spec import Place
 from ..shared.packer import padding
 from ..shared.progress import Progress
 from ..shared.step import (
@@ -35,9 +36,8 @@ from ..shared.step import (
 )
 from ..shared.step_difference import StepBuffers, sampler_size, wider_processors
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Worker, step_temporaries
-from . import compilation, executables, footprint
+from . import compilation, executables, footprint, hosts
 from .compilation_cache import use_cache
-from .hosts import on_all_hosts
 from .kv_buffer import page_bytes
 from .ladder import describe, jobs, program_model
 from .plans import make_plans
@@ -47,14 +47,28 @@ from .sharding import make_mesh, on
 from .state import State, initial_state
 from .weights import load_weights
 
-__all__ = ["JaxWorker", "find_device", "make_plans", "make_worker"]
+__all__ = [
+    "JaxWorker", "find_device", "find_rank_device", "join_ranks", "make_plans", "make_worker",
+]  # fmt: skip
 
 
 def make_worker(
     model: ModelConfig, config: ResolvedConfig, device: DeviceInfo, folder: str
 ) -> Worker:
     """A worker on `device` for the model in `folder`, on all hosts if there are several."""
-    return on_all_hosts(JaxWorker(model, config, device, folder), model, config, folder)
+    return hosts.on_all_hosts(JaxWorker(model, config, device, folder), model, config, folder)
+
+
+def find_rank_device(device: str, place: Place) -> DeviceInfo:
+    """The JAX device of one of several ranks, each with all devices of its machine that it sees: as
+    JAX looks for devices once, they are joined here. Raises BackendUnavailable.
+    """
+    hosts.join_ranks(place.meeting.removeprefix("tcp://"), place.shard)
+    return find_device(device)
+
+
+def join_ranks(place: Place, device: DeviceInfo) -> None:
+    """Nothing: it was joined when its device was found."""
 
 
 @dataclass(slots=True)

@@ -13,9 +13,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -23,7 +24,7 @@ import zmq
 from .. import errors
 from ..config import DeviceInfo
 from ..errors import RankLost, RequestError, TwinferError
-from ..models.spec import Shard
+from ..models.spec import Place, Shard
 from ..progress import Progress, silent
 from ..step import StepOutput
 from .messages import (
@@ -50,7 +51,7 @@ compiled, which can keep a process busy.
 STOPPED_S = 2.0
 """How long a rank may be stopped by a signal."""
 BEAT_S = 1.0
-"""Between two signs of life of this end, while it waits for a start."""
+"""Between two signs of life of this end: for who waits for a start, and for ranks far away."""
 STEP_S = 300.0
 """How long a step may take. Who waits for the engine is less patient."""
 GRACE_S = 0.3
@@ -66,6 +67,120 @@ ENVIRONMENT = {
 }
 
 
+@dataclass(slots=True)
+class Doors:
+    """The driver's sockets: one that sends calls for each rank, the one where reports arrive, and
+    for ranks that are far away one that gives signs of life.
+    """
+
+    inboxes: list[Any]
+    outbox: Any
+    beats: Any = None
+
+
+class Launcher(Protocol):
+    """What starts the processes of ranks and watches them. All but `close` is called by the thread
+    of the driver that watches.
+    """
+
+    processes: list[int]
+    """The ranks' process ids, in order, of those on this machine that are known."""
+
+    def begin(self, context: Any, backend: str, device: str, count: int) -> Doors:
+        """Bind the sockets and start the ranks. Raises TwinferError."""
+        ...
+
+    def ended(self, rank: int) -> str | None:
+        """How a rank has ended; None while it runs."""
+        ...
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether a rank was stopped by a signal."""
+        ...
+
+    def kill(self) -> None:
+        """End all ranks, and wait for their ends."""
+        ...
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        ...
+
+
+class Subprocesses:
+    """Ranks as processes that this one starts, for each GPU of this machine one. They die with the
+    thread that starts them, so it is the one that watches them.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self.folder = Path(tempfile.mkdtemp(prefix="twinfer-"))  # only its owner may enter it
+        self.processes: list[int] = []
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def begin(self, context: Any, backend: str, device: str, count: int) -> Doors:
+        """See `Launcher`."""
+        address = f"ipc://{self.folder}"
+        doors = Doors(
+            [bound(context, zmq.PUSH, f"{address}/in{i}") for i in range(count)],
+            bound(context, zmq.PULL, f"{address}/out"),
+        )
+        for rank in range(count):
+            shard = Shard(rank, count)
+            place = Place(shard, shard, f"file://{self.folder}/ranks")
+            self._start(Job(place, backend, device, f"{address}/in{rank}", f"{address}/out"))
+        return doors
+
+    def _start(self, job: Job) -> None:
+        process = subprocess.Popen(
+            [*self._command],
+            stdin=subprocess.PIPE,
+            stdout=STANDARD_ERROR,  # their output would mix with what a command prints
+            env=os.environ | {n: os.environ.get(n, v) for n, v in ENVIRONMENT.items()},
+        )
+        self._started.append(process)
+        self.processes.append(process.pid)
+        give(process, job)
+
+    def ended(self, rank: int) -> str | None:
+        """See `Launcher`."""
+        code = self._started[rank].poll()
+        return None if code is None else ending(code)
+
+    def is_stopped(self, rank: int) -> bool:
+        """See `Launcher`."""
+        return is_stopped(self.processes[rank])
+
+    def kill(self) -> None:
+        """See `Launcher`."""
+        for process in self._started:
+            process.kill()
+        for process in self._started:
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+
+    def close(self) -> None:
+        """See `Launcher`."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def bound(context: Any, kind: int, address: str) -> Any:
+    """A socket that listens at an address."""
+    socket = context.socket(kind)
+    socket.set_hwm(0)
+    socket.bind(address)
+    return socket
+
+
+def give(process: subprocess.Popen[bytes], job: Job) -> None:
+    """Tell a process what it is to be."""
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):  # it has ended; who watches will say so
+            process.stdin.write(msgspec.json.encode(job) + b"\n")
+            process.stdin.flush()
+
+
 class Ranks:
     """The ranks of one engine. Calls come from one thread; another one listens and watches.
 
@@ -78,22 +193,17 @@ class Ranks:
         backend: str,
         device: str,
         count: int,
-        command: Sequence[str] | None = None,
+        launcher: Launcher | None = None,
         progress: Progress = silent,
     ) -> None:
         """Starts `count` ranks and waits until each has its device, telling `progress` how many
         have. Raises what they raise.
         """
+        self._launcher = Subprocesses(COMMAND) if launcher is None else launcher
         self.count = count
         self.late = 0
-        self._folder = Path(tempfile.mkdtemp(prefix="twinfer-"))  # only its owner may enter it
         self._context = zmq.Context()
-        self._inboxes = []
-        for rank in range(count):
-            socket = self._context.socket(zmq.PUSH)
-            socket.set_hwm(0)
-            socket.bind(f"ipc://{self._folder}/in{rank}")
-            self._inboxes.append(socket)
+        self._inboxes: list[Any] = []
         self._changed = threading.Condition(threading.RLock())
         self._error: TwinferError | None = None
         self._found: dict[int, DeviceInfo] = {}
@@ -106,14 +216,8 @@ class Ranks:
         self._ready = self._closing = self._closed = False
         self._heard = [time.monotonic()] * count
         self._running = [time.monotonic()] * count
-        self._processes: list[subprocess.Popen[bytes]] = []
-        jobs = [
-            Job(str(self._folder), Shard(rank, count), backend, device) for rank in range(count)
-        ]
-        # The ranks die with the thread that starts them, so it is the one that watches them.
-        self._watcher = threading.Thread(
-            target=self._watch, args=(command or COMMAND, jobs), daemon=True
-        )
+        self._left = False
+        self._watcher = threading.Thread(target=self._watch, args=(backend, device), daemon=True)
         self._watcher.start()
         try:
             self._wait(
@@ -134,7 +238,7 @@ class Ranks:
     @property
     def processes(self) -> tuple[int, ...]:
         """The ranks' process ids, in order."""
-        return tuple(process.pid for process in self._processes)
+        return tuple(self._launcher.processes)
 
     def call(
         self, name: str, value: Any = None, kind: Any = None, progress: Progress = silent
@@ -189,16 +293,14 @@ class Ranks:
             self._closing = True
             with contextlib.suppress(TwinferError):
                 self.start("close")
-            deadline = time.monotonic() + PARTING_S
-            for process in self._processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, deadline - time.monotonic()))
+            with self._changed:
+                self._changed.wait_for(lambda: self._left, PARTING_S)
         self._lose(RankLost("the ranks were closed"))
         self._watcher.join()
         for inbox in self._inboxes:
             inbox.close(linger=0)
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._launcher.close()
 
     def _wait(self, ready: Callable[[], bool], beat: Callable[[], None] | None = None) -> None:
         """Wait for what the other thread brings. With a `beat`, which is called once a second, it
@@ -218,45 +320,37 @@ class Ranks:
 
     # -- the thread that watches
 
-    def _watch(self, command: Sequence[str], jobs: Sequence[Job]) -> None:
-        outbox = self._context.socket(zmq.PULL)
-        outbox.set_hwm(0)
-        outbox.bind(f"ipc://{self._folder}/out")
+    def _watch(self, backend: str, device: str) -> None:
+        doors = None
         try:
-            self._begin(command, jobs)
-            looked = time.monotonic()
-            while self._error is None:
-                if outbox.poll(round(1000 * LOOK_S)):
-                    self._take(decode(outbox.recv(), Report))
-                if time.monotonic() - looked >= LOOK_S:
-                    looked = time.monotonic()
-                    while outbox.poll(0):
-                        self._take(decode(outbox.recv(), Report))
-                    self._look()
+            doors = self._launcher.begin(self._context, backend, device, self.count)
+            self._inboxes = doors.inboxes
+            self._heard = [time.monotonic()] * self.count
+            self._listen(doors)
+        except TwinferError as error:
+            self._lose(error)
         except Exception as error:
             self._lose(RankLost(f"the driver failed: {type(error).__name__}: {error}"))
         finally:
-            for process in self._processes:
-                process.kill()
-            for process in self._processes:
-                process.wait()
-                if process.stdin is not None:
-                    process.stdin.close()
-            outbox.close(linger=0)
+            self._launcher.kill()
+            for door in () if doors is None else (doors.outbox, doors.beats):
+                if door is not None:
+                    door.close(linger=0)
 
-    def _begin(self, command: Sequence[str], jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            process = subprocess.Popen(
-                [*command],
-                stdin=subprocess.PIPE,
-                stdout=STANDARD_ERROR,  # their output would mix with what a command prints
-                env=os.environ | {n: os.environ.get(n, v) for n, v in ENVIRONMENT.items()},
-            )
-            self._processes.append(process)
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):  # it has ended; `_look` will say so
-                    process.stdin.write(msgspec.json.encode(job) + b"\n")
-                    process.stdin.flush()
+    def _listen(self, doors: Doors) -> None:
+        looked = beaten = time.monotonic()
+        while self._error is None:
+            if doors.outbox.poll(round(1000 * LOOK_S)):
+                self._take(decode(doors.outbox.recv(), Report))
+            if time.monotonic() - looked < LOOK_S:
+                continue
+            looked = time.monotonic()
+            while doors.outbox.poll(0):
+                self._take(decode(doors.outbox.recv(), Report))
+            self._look()
+            if doors.beats is not None and looked - beaten >= BEAT_S:
+                beaten = looked
+                doors.beats.send(b"")
 
     def _take(self, report: Report) -> None:
         rank = 0 if isinstance(report, Progressed) else report.rank
@@ -297,22 +391,26 @@ class Ranks:
         """
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
-            for rank, process in enumerate(self._processes):
-                if rank != reporter and process.poll() is not None:
-                    self._lose(RankLost(f"rank {rank} {ending(process.returncode)}"))
+            for rank in range(self.count):
+                if rank != reporter and (how := self._launcher.ended(rank)) is not None:
+                    self._lose(RankLost(f"rank {rank} {how}"))
                     return
             time.sleep(GRACE_S / 10)
 
     def _look(self) -> None:
         """Lose the ranks if one of them has ended or gives no sign of life."""
         now, limit = time.monotonic(), SILENT_S if self._ready else SILENT_AT_START_S
-        for rank, process in enumerate(self._processes):
-            code = process.poll()
-            if code is not None:
+        ends = [self._launcher.ended(rank) for rank in range(self.count)]
+        if self._closing and all(ends):
+            with self._changed:
+                self._left = True
+                self._changed.notify_all()
+        for rank, how in enumerate(ends):
+            if how is not None:
                 if not self._closing:
-                    self._lose(RankLost(f"rank {rank} {ending(code)}"))
+                    self._lose(RankLost(f"rank {rank} {how}"))
                 continue
-            if not is_stopped(process.pid):
+            if not self._launcher.is_stopped(rank):
                 self._running[rank] = now
             for since, most, what in (
                 (self._running, STOPPED_S, "was stopped"),

@@ -14,19 +14,31 @@ import numpy as np
 
 from ..config import Change, DeviceInfo, ResolvedConfig
 from ..models.config import ModelConfig
-from ..models.spec import Shard
+from ..models.spec import Place
 from ..step import StepOutput
 
 
+class Keys(msgspec.Struct, forbid_unknown_fields=True):
+    """The CURVE keys of a rank, and the public one of the driver."""
+
+    public: str
+    secret: str
+    driver: str
+
+
 class Job(msgspec.Struct, forbid_unknown_fields=True):
-    """What a rank is to be; the first line of its standard input, as JSON. `folder` has the
-    sockets, and is where ranks meet; `device` is the option.
+    """What a rank is to be; the first line of its standard input, as JSON. `device` is the option.
+    `calls`, `reports` and `beats` are addresses of the driver's: those of another machine come with
+    keys, and with beats, as a rank does not see the end of a driver that is far away.
     """
 
-    folder: str
-    shard: Shard
+    place: Place
     backend: str
     device: str
+    calls: str
+    reports: str
+    beats: str = ""
+    keys: Keys | None = None
 
 
 class Make(msgspec.Struct, array_like=True):

@@ -6,6 +6,7 @@ It leaves when its standard input ends, and dies with the driver.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import hashlib
@@ -36,6 +37,7 @@ from .messages import (
     Failed,
     Found,
     Job,
+    Keys,
     Made,
     Make,
     Progressed,
@@ -46,8 +48,8 @@ from .messages import (
     shown,
 )
 
-BEAT_S = 1.0
-"""Between two signs of life."""
+BEAT_S, SILENT_S = 1.0, 8.0
+"""Between two signs of life, and how long the driver may give none."""
 DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of prctl."""
 ARGUMENTS: dict[str, Any] = {"allocate_kv": int, "warm_up": Table, "logits": StepInput}
@@ -59,9 +61,9 @@ class Rank:
 
     def __init__(self, job: Job, send: Callable[[Report], None]) -> None:
         self._job, self._send = job, send
-        self._index = job.shard.index
+        self._index = job.place.shard.index
         self._backend = backend_module(job.backend)
-        self._device = self._backend.find_rank_device(job.device, job.shard)
+        self._device = self._backend.find_rank_device(job.device, job.place)
         self._worker: Worker | None = None
         self._unsampled: tuple[int, Any] | None = None
         self._started: queue.Queue[tuple[int, Any]] = queue.Queue()
@@ -115,7 +117,7 @@ class Rank:
 
     def _make(self, given: Make) -> Made:
         backend = self._backend
-        backend.join_ranks(self._job.shard, self._job.folder, self._device)
+        backend.join_ranks(self._job.place, self._device)
         worker = backend.make_worker(given.model, given.config, self._device, given.folder)
         self._worker = worker
         digests = {
@@ -185,9 +187,10 @@ def main() -> int:
     threading.Thread(target=_leave_with_the_driver, daemon=True).start()
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for socket, name in ((inbox, f"in{job.shard.index}"), (outbox, "out")):
-        socket.set_hwm(0)
-        socket.connect(f"ipc://{job.folder}/{name}")
+    for socket, address in ((inbox, job.calls), (outbox, job.reports)):
+        _connect(socket, address, job.keys)
+    if job.beats:
+        threading.Thread(target=_leave_when_it_is_silent, args=(context, job), daemon=True).start()
     sending = threading.Lock()
 
     def send(report: Report) -> None:
@@ -195,14 +198,14 @@ def main() -> int:
         with sending:
             outbox.send(data)
 
-    threading.Thread(target=_beat, args=(job.shard.index, send), daemon=True).start()
+    threading.Thread(target=_beat, args=(job.place.shard.index, send), daemon=True).start()
     code = 0
     try:
         rank = Rank(job, send)
         while rank.take(decode(inbox.recv(), Call)):
             pass
     except Exception as error:
-        send(failure(job.shard.index, error))
+        send(failure(job.place.shard.index, error))
         code = 1
     with sending:
         inbox.close(linger=0)
@@ -215,6 +218,27 @@ def _beat(index: int, send: Callable[[Report], None]) -> None:
     while True:
         send(Beat(index))
         threading.Event().wait(BEAT_S)
+
+
+def _connect(socket: Any, address: str, keys: Keys | None) -> None:
+    socket.set_hwm(0)
+    if keys is not None:
+        socket.curve_serverkey = keys.driver.encode()
+        socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
+    socket.connect(address)
+
+
+def _leave_when_it_is_silent(context: Any, job: Job) -> None:
+    """End this process when a driver that was heard gives no sign of life any more."""
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt(zmq.SUBSCRIBE, b"")
+    _connect(socket, job.beats, job.keys)
+    with contextlib.suppress(zmq.ContextTerminated):
+        socket.recv()
+        while socket.poll(round(1000 * SILENT_S)):
+            socket.recv()
+        os._exit(0)
+    socket.close(linger=0)
 
 
 def _die_with_the_driver() -> None:

@@ -19,9 +19,15 @@ from .driver import Ranks
 from .messages import Made, Make
 
 
-def start(backend: str, device: str, count: int, progress: Progress) -> Processes:
+def start(backend: str, device: str, shards: int, progress: Progress, launcher: str) -> Processes:
     """Processes that run one model together, as `shared/worker.py` asks for them."""
-    return Processes(Ranks(backend, device, count, progress=progress))
+    if launcher == "mp":
+        return Processes(Ranks(backend, device, shards, progress=progress))
+    # Needs Ray, which not every machine has.
+    from .ray_actors import Actors, number_of_ranks
+
+    count = number_of_ranks(backend, device, shards)
+    return Processes(Ranks(backend, device, count, Actors(), progress))
 
 
 @dataclass(frozen=True, slots=True)

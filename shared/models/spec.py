@@ -139,6 +139,17 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where one of several processes stands: its shard, which process of its machine it is, and
+    where all of them meet: `file://PATH` or `tcp://HOST:PORT`.
+    """
+
+    shard: Shard
+    here: Shard
+    meeting: str
+
+
+@dataclass(frozen=True)
 class Sublayer:
     """x = pre(stream); y = post(mixer(x)) * scale; stream += y. `factor` names the weight [1] that
     the stream is multiplied by behind that.

@@ -230,6 +230,42 @@ def test_the_hosts_are_checked(coordinator, count, index, what):
         hosts.join(coordinator, count, index)
 
 
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        (
+            {"LWS_LEADER_ADDRESS": "a-0.a", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3",
+             "TPU_WORKER_HOSTNAMES": "x,y", "TPU_WORKER_ID": "0"},
+            ("a-0.a:8476", 4, 3),
+        ),
+        (
+            {"TPU_WORKER_HOSTNAMES": "10.0.0.2,10.0.0.3", "TPU_WORKER_ID": "1"},
+            ("10.0.0.2:8476", 2, 1),
+        ),
+    ],
+)  # fmt: skip
+def test_variables_name_the_hosts(variables, found):
+    assert hosts.of_variables(variables) == found
+
+
+@pytest.mark.parametrize(
+    ("variables", "what"),
+    [
+        ({}, "LWS_LEADER_ADDRESS or TPU_WORKER_HOSTNAMES"),
+        ({"LWS_LEADER_ADDRESS": "a", "LWS_GROUP_SIZE": "2"}, "LWS_WORKER_INDEX: got '2' and ''"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "x"}, "got '2' and 'x'"),
+    ],
+)
+def test_variables_that_are_missing_are_named(variables, what):
+    with pytest.raises(ConfigError, match=what):
+        hosts.of_variables(variables)
+
+
+def test_auto_finds_the_number_itself():
+    with pytest.raises(ConfigError, match="hosts, host_index: got 4, 0"):
+        hosts.join("auto", 4, 0)
+
+
 def start(devices, *arguments):
     """A command on a machine of so many devices."""
     environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}

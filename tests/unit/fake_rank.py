@@ -89,7 +89,8 @@ class FakeWorker:
         self.fault("close")
 
 
-def find_rank_device(device, shard):
+def find_rank_device(device, place):
+    shard = place.shard
     if FAULT[:2] == [str(shard.index), "device"]:
         raise BackendUnavailable("planted: no such device")
     return DeviceInfo("cpu", device, 100 - shard.index)
@@ -97,7 +98,7 @@ def find_rank_device(device, shard):
 
 fake = SimpleNamespace(
     find_rank_device=find_rank_device,
-    join_ranks=lambda shard, folder, device: setattr(fake, "shard", shard),
+    join_ranks=lambda place, device: setattr(fake, "shard", place.shard),
     make_worker=lambda model, config, device, folder: FakeWorker(fake.shard, config, folder),
 )
 

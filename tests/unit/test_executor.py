@@ -16,7 +16,7 @@ from twinfer.bucketing import Descriptor
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import BackendUnavailable, ConfigError, RankLost
 from twinfer.shared.executor import driver
-from twinfer.shared.executor.driver import Ranks
+from twinfer.shared.executor.driver import Ranks, Subprocesses
 from twinfer.shared.executor.messages import decode, encode
 from twinfer.shared.executor.worker import RanksWorker
 from twinfer.shared.models.config import ModelConfig, load_config
@@ -54,7 +54,7 @@ def step(number, requests=1):
 
 def start(monkeypatch, fault="", count=2):
     monkeypatch.setenv("FAULT", fault)
-    return Ranks("torch", "cpu", count, COMMAND)
+    return Ranks("torch", "cpu", count, Subprocesses(COMMAND))
 
 
 def gone(pids):
@@ -126,15 +126,15 @@ def test_calls_reach_all_ranks_and_the_least_counts(monkeypatch):
     finally:
         ranks.close()
     assert gone(pids)
-    assert not ranks._folder.exists()
+    assert not ranks._launcher.folder.exists()
 
 
 @pytest.mark.slow
 def test_only_their_owner_may_enter_the_folder_of_the_sockets(monkeypatch):
     ranks = start(monkeypatch)
     try:
-        assert ranks._folder.stat().st_mode & 0o777 == 0o700
-        assert {p.name for p in ranks._folder.iterdir()} == {"in0", "in1", "out"}
+        assert ranks._launcher.folder.stat().st_mode & 0o777 == 0o700
+        assert {p.name for p in ranks._launcher.folder.iterdir()} == {"in0", "in1", "out"}
     finally:
         ranks.close()
 
@@ -238,8 +238,8 @@ def test_a_rank_that_hangs_is_noticed_where_it_gives_no_answer(monkeypatch):
 
 DRIVER = """
 import sys, time
-from twinfer.shared.executor.driver import Ranks
-ranks = Ranks("torch", "cpu", 2, {command!r})
+from twinfer.shared.executor.driver import Ranks, Subprocesses
+ranks = Ranks("torch", "cpu", 2, Subprocesses({command!r}))
 print(*ranks.processes, flush=True)
 time.sleep(1000)
 """

@@ -171,6 +171,11 @@ def test_auto_takes_what_is_installed(hidden, found):
             "import twinfer.shared.worker as w; w.start_ranks('torch', 'cpu', 2, print)",
             "ranks",
         ),
+        (
+            ("ray",),
+            "import twinfer.shared.worker as w; w.start_ranks('torch', 'cpu', 2, print, 'ray')",
+            "ray",
+        ),
     ],
 )
 def test_what_an_extra_brings_is_missed_by_name(hidden, code, extra):

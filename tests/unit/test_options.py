@@ -226,6 +226,7 @@ TYPED = {
     "load_format": ("dummy", "dummy"),
     "seed": ("7", 7),
     "tensor_parallel_size": ("2", 2),
+    "distributed_executor_backend": ("ray", "ray"),
     "restart_on_failure": (True, True),
     "capture": ("d,nan", "d,nan"),
     "max_model_len": ("4k", 4000),

@@ -1,0 +1,117 @@
+"""Ranks that Ray places, on two nodes of a cluster: the tokens of one process, and what happens
+when an actor, a rank or a node is killed.
+"""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from twinfer.shared.errors import ConfigError, RankLost
+from twinfer.shared.models.locate import model_folder
+
+from .server_process import gone, served
+from .test_ranks import KINDS, children, engine_of, tokens_of
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+TWO_EACH = "--xla_force_host_platform_device_count=2"
+
+
+@pytest.fixture
+def cluster():
+    """A head that the driver is on, without room for a rank, and two nodes with room for one."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    made.nodes = [made.add_node(num_cpus=1) for _ in range(2)]
+    try:
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
+
+
+@pytest.mark.parametrize(("backend", "shards"), [("torch", 2), ("jax", 4)])
+def test_the_tokens_of_one_process(cluster, backend, shards, monkeypatch):
+    """Two gloo ranks of torch; two processes of JAX with two virtual devices each."""
+    monkeypatch.setenv("XLA_FLAGS", TWO_EACH)
+    ray.init(address=cluster.address, log_to_driver=False)
+    folder = model_folder("demo")
+    options = {"backend": backend, "distributed_executor_backend": "ray"}
+    together, metrics = tokens_of(folder, shards, **options)
+    assert together == tokens_of(folder, 1)[0]
+    assert metrics.preemptions > 0
+
+
+def step_for_ever(engine):
+    while True:
+        if not engine.has_work:
+            engine.add(f"late{time.monotonic()}", np.arange(5, 15), KINDS[0])
+        engine.step()
+
+
+@pytest.mark.parametrize("what", ["actor", "rank", "stopped", "node"])
+def test_what_is_killed_ends_all_within_seconds(cluster, what):
+    ray.init(address=cluster.address, log_to_driver=False)
+    engine = engine_of(model_folder("demo"), 2, distributed_executor_backend="ray")
+    try:
+        for number in range(4):
+            engine.add(str(number), np.arange(5, 15), KINDS[0])
+        engine.step()
+        actors = engine.worker.processes
+        ranks = [pid for actor in actors for pid in children(actor)]
+        assert len(ranks) == 2
+        began = time.monotonic()
+        if what == "node":
+            raylets = [n.all_processes["raylet"][0].process.pid for n in cluster.nodes]
+            lost = raylets[0]
+        else:
+            lost = actors[1] if what == "actor" else ranks[1]
+        os.kill(lost, signal.SIGSTOP if what == "stopped" else signal.SIGKILL)
+        with pytest.raises(RankLost, match=r"rank [01] ") as raised:
+            step_for_ever(engine)
+        assert time.monotonic() - began < 10
+        assert len(str(raised.value).splitlines()) == 1
+    finally:
+        engine.close()
+    assert all(gone(pid) for pid in [*ranks, *actors])
+
+
+def test_a_server_leaves_with_its_code(cluster):
+    flags = ["--backend", "torch", "--device", "cpu", "--tp", "2"]
+    flags += ["--distributed-executor-backend", "ray"]
+    with served(*flags, env={"RAY_ADDRESS": cluster.address}) as server:
+        with server.client() as client:
+            body = {"prompt": "Once", "max_tokens": 4, "temperature": 0}
+            assert client.post("/v1/completions", json=body).status_code == 200
+        ranks = [pid for pid in every("twinfer.shared.executor.rank") if pid != os.getpid()]
+        assert len(ranks) == 2
+        os.kill(ranks[0], signal.SIGKILL)
+        began = time.monotonic()
+        assert server.wait_exit() == 70
+        assert time.monotonic() - began < 10
+        lines = [line for line in server.log.splitlines() if "was ended by SIGKILL" in line]
+        assert len(lines) == 1
+        assert all(gone(pid) for pid in ranks)
+
+
+def every(word):
+    """The processes with a word in their command."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                words = file.read().split(b"\0")
+        except OSError:
+            continue
+        if word.encode() in words:
+            found.append(int(name))
+    return found
+
+
+def test_one_shard_has_nothing_to_place():
+    with pytest.raises(ConfigError, match="distributed_executor_backend: got ray"):
+        engine_of(model_folder("demo"), 1, distributed_executor_backend="ray")

@@ -1,0 +1,148 @@
+"""scripts/deploy/: what manifests name exists: flags, ports, paths, metrics, volumes."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from twinfer.serving import cli
+from twinfer.shared.models.arguments import settle_model
+
+from .test_dashboard import exported
+
+FOLDER = Path(__file__).parents[2] / "scripts" / "deploy"
+FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
+KINDS = {
+    "RayCluster": "ray.io/v1",
+    "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1",
+    "Deployment": "apps/v1",
+    "Service": "v1",
+    "InferencePool": "inference.networking.k8s.io/v1",
+    "HTTPRoute": "gateway.networking.k8s.io/v1",
+}
+
+
+def documents(name):
+    return list(yaml.safe_load_all((FOLDER / name).read_text()))
+
+
+def nodes(value):
+    """All mappings inside of a document."""
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value:
+        if isinstance(inner, (dict, list)):
+            yield from nodes(inner)
+
+
+def containers(document):
+    """Each container, with the pod that it is in."""
+    for node in nodes(document):
+        for container in node.get("containers", ()):
+            yield node, container
+
+
+def serving(document):
+    """Containers that serve, each with its pod and the words behind `twinfer`."""
+    for pod, container in containers(document):
+        text = " ".join([*container.get("command", ()), *container.get("args", ())])
+        if found := re.search(r"\btwinfer (serve [^;&]*)", text):
+            yield pod, container, shlex.split(found[1])
+
+
+def parsed(words):
+    """The arguments of a command, as the command line takes them."""
+    arguments, unknown = cli._parser()[0].parse_known_args(words)
+    assert not settle_model(arguments, unknown)
+    return arguments
+
+
+def test_there_is_one_for_each_way():
+    kinds = [document["kind"] for name in FILES for document in documents(name)]
+    assert {"RayCluster", "LeaderWorkerSet", "InferencePool"} <= set(kinds)
+    assert kinds.count("LeaderWorkerSet") == 2
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_versions_images_and_volumes(name):
+    for document in documents(name):
+        assert document["apiVersion"] == KINDS[document["kind"]]
+        assert document["metadata"]["name"]
+        for pod, container in containers(document):
+            assert container["image"]
+            mounted = {mount["name"] for mount in container.get("volumeMounts", ())}
+            assert mounted <= {volume["name"] for volume in pod.get("volumes", ())}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_commands_probes_and_drains(name):
+    found = [one for document in documents(name) for one in serving(document)]
+    assert found
+    for pod, container, words in found:
+        arguments = parsed(words)
+        assert arguments.host == "0.0.0.0"
+        assert arguments.port in [port["containerPort"] for port in container["ports"]]
+        for probe, path in (
+            ("startup", "/ready"),
+            ("readiness", "/ready"),
+            ("liveness", "/health"),
+        ):
+            asked = container[f"{probe}Probe"]["httpGet"]
+            assert asked == {"path": path, "port": arguments.port}
+        # The drain has to end before the pod is killed.
+        assert pod["terminationGracePeriodSeconds"] > arguments.drain_timeout + 10
+
+
+def test_devices_are_as_many_as_shards():
+    for name in ("kuberay-tpu.yaml", "lws-tpu.yaml", "lws-gpu.yaml"):
+        document = documents(name)[0]
+        (words,) = [words for _, _, words in serving(document)]
+        spec = document["spec"]
+        if document["kind"] == "RayCluster":
+            (group,) = spec["workerGroupSpecs"]
+            hosts, pod = group["numOfHosts"], group["template"]["spec"]
+        else:
+            template = spec["leaderWorkerTemplate"]
+            hosts, pod = template["size"], template["workerTemplate"]["spec"]
+        (limits,) = [container["resources"]["limits"] for container in pod["containers"]]
+        devices = sum(
+            int(n) for kind, n in limits.items() if kind in ("google.com/tpu", "nvidia.com/gpu")
+        )
+        assert hosts * devices == parsed(words).tensor_parallel_size
+        topology = pod["nodeSelector"].get("cloud.google.com/gke-tpu-topology")
+        if topology:
+            sides = [int(side) for side in topology.split("x")]
+            assert sides[0] * sides[1] == hosts * devices
+
+
+def test_the_pool_finds_pods_and_metrics():
+    made = {(d["kind"], d["metadata"]["name"]): d for d in documents("inference-pool.yaml")}
+    pool = made["InferencePool", "twinfer"]["spec"]
+    server = made["Deployment", "twinfer"]["spec"]["template"]
+    picker = made["Deployment", "twinfer-picker"]["spec"]["template"]["spec"]["containers"][0]
+    assert pool["selector"]["matchLabels"].items() <= server["metadata"]["labels"].items()
+    (container,) = server["spec"]["containers"]
+    assert [p["number"] for p in pool["targetPorts"]] == [
+        p["containerPort"] for p in container["ports"]
+    ]
+    assert ("Service", pool["endpointPickerRef"]["name"]) in made
+    words = dict(word.removeprefix("--").split("=", 1) for word in picker["args"])
+    assert words["pool-name"] == "twinfer"
+    assert int(words["grpc-port"]) == pool["endpointPickerRef"]["port"]["number"]
+    metrics = [value for key, value in words.items() if key.endswith("-metric")]
+    assert len(metrics) == 2
+    assert set(metrics) <= exported()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_services_reach_what_serves(name):
+    made = documents(name)
+    labels = [
+        n["metadata"]["labels"] for d in made for n in nodes(d) if "labels" in n.get("metadata", {})
+    ]
+    ports = {p["containerPort"] for d in made for _, c in containers(d) for p in c.get("ports", ())}
+    for service in (d["spec"] for d in made if d["kind"] == "Service"):
+        assert any(service["selector"].items() <= one.items() for one in labels)
+        assert {port["targetPort"] for port in service["ports"]} <= ports
