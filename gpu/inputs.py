@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -192,7 +193,7 @@ class StepInputs:
             self.fill_processors(step.descriptor.requests, step.sampler, processors)
             return
         place = layout.fields["masks"].offset
-        held = masks
+        held: Any = masks
         while isinstance(held, np.ndarray):
             held = held.base
         if not isinstance(held, torch.Tensor) or held.data_ptr() != masks.ctypes.data:
