@@ -556,16 +556,15 @@ class Engine:
             self._unsampled, step = False, self._in_flight[0]
             waiting = [] if step.packed.waiting is None else step.packed.waiting.tolist()
             requests = [step.scheduled.requests[index] for index in waiting]
-            # One that ended takes any token, which is dropped.
-            matchers = [r.matcher if r.finish_reason is None else None for r in requests]
-            if look is not None and look.is_all_of(matchers):
+            if look is not None and look.is_all_of([_open_matcher(r) for r in requests]):
                 # The device goes on before the matchers are asked whether they can.
                 look.wait()
                 self.worker.sample(look.words)
             else:
                 self._finish_look(look)
+                look = None
                 masks = np.empty((len(waiting), mask_words(self.model.vocab_size)), np.int32)
-                for row, matcher in zip(masks, matchers, strict=True):
+                for row, matcher in zip(masks, map(_open_matcher, requests), strict=True):
                     row[:] = -1 if matcher is None else matcher.mask
                 self.worker.sample(masks)
         self._finish_look(look)
@@ -680,6 +679,13 @@ class Engine:
             self._closed = True
             self._in_flight.clear()
             self.worker.close()
+
+
+def _open_matcher(request: Request) -> Matcher | None:
+    """What says which token may follow; None for a request that ended: it takes any, which is
+    dropped.
+    """
+    return request.matcher if request.finish_reason is None else None
 
 
 def _last_update(request: Request) -> Update:
