@@ -56,8 +56,9 @@ def _signs(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return rng.choice([-1.0, 1.0], shape)
 
 
-def _powers(rng: np.random.Generator, like: np.ndarray) -> np.ndarray:
-    return np.ldexp(1.0, rng.integers(-3, 4, like.shape)).astype(like.dtype)
+def _powers(rng: np.random.Generator, like: np.ndarray, largest: int = 3) -> np.ndarray:
+    """Powers of two from 2^-3 to 2^largest, in the shape and dtype of `like`."""
+    return np.ldexp(1.0, rng.integers(-3, largest + 1, like.shape)).astype(like.dtype)
 
 
 # --- products
@@ -81,7 +82,8 @@ def _product(x: str, weight: str, bias: str | None = None) -> Callable[..., Prob
 
 
 def _quantised_product(rng: np.random.Generator, a: Arguments) -> Probes:
-    scales = {n: _powers(rng, a[n]) for n in ("x_scale", "weight_scale") if n in a}
+    # Up to 1: greater ones would make sums over k that float16 cannot hold.
+    scales = {n: _powers(rng, a[n], 0) for n in ("x_scale", "weight_scale") if n in a}
     values = {n: integers(rng, a[n]) for n in ("x", "weight")}
     yield "integers, scales of powers of two", values | scales | {"bias": _or_none(rng, a["bias"])}
 
