@@ -140,6 +140,8 @@ class StepInputs:
         self._on_host = torch.zeros(size, dtype=torch.int32)
         layout = processor_layout(table.max_requests, shape)
         self._processors = torch.zeros(layout.size, dtype=torch.int32, device=device)
+        self._awaited: torch.Tensor | None = None
+        """Where the masks go that are all that a step waits for: [k, W]."""
         self._views: dict[Descriptor, dict[str, torch.Tensor]] = {}
         self._host_views: dict[Descriptor, dict[str, torch.Tensor]] = {}
 
@@ -172,34 +174,32 @@ class StepInputs:
 
     def fill_around_masks(self, step: StepInput) -> None:
         """The same of a step whose requests wait for masks, but for those: `fill_masks` is next."""
-        if step.processors is None:
+        if step.processors is None or step.waiting is None:
             raise InternalError(f"step {step.step_id} has no masks")
         layout = processor_layout(step.descriptor.requests, self._shape, step.sampler)
         tables = tables_of(layout, step.processors)
         masks = tables.pop("masks")
         self._fill_tables(layout, step.processors[: step.processors.size - masks.size], tables)
+        rows = layout.view(step.processors, "mask_row")[step.waiting]
+        self._awaited = None
+        if len(rows) == len(masks) and (rows == np.arange(len(masks))).all():
+            place = layout.fields["masks"].offset
+            self._awaited = self._processors[place : place + masks.size].view(masks.shape)
 
     def fill_masks(self, step: StepInput, masks: np.ndarray) -> None:
         """Bring the masks [k, W] that a step waited for. Where they are all that it has, they are
         sent as they are: from `new_masks`, without a copy on the host.
         """
-        if step.processors is None:
-            raise InternalError(f"step {step.step_id} has no masks")
-        layout = processor_layout(step.descriptor.requests, self._shape, step.sampler)
-        shape = tables_of(layout, step.processors)["masks"].shape
-        rows = layout.view(step.processors, "mask_row")[step.waiting]
-        if shape != masks.shape or (rows != np.arange(len(masks))).any():
+        if self._awaited is None or self._awaited.shape != masks.shape:
             processors = with_masks(step, masks)
             self.fill_processors(step.descriptor.requests, step.sampler, processors)
             return
-        place = layout.fields["masks"].offset
         held: Any = masks
         while isinstance(held, np.ndarray):
             held = held.base
         if not isinstance(held, torch.Tensor) or held.data_ptr() != masks.ctypes.data:
             held = self._pinned(masks)
-        given = held.view(-1)[: masks.size]
-        self._processors[place : place + masks.size].copy_(given, non_blocking=True)
+        self._awaited.copy_(held[: len(masks)], non_blocking=True)
 
     def new_masks(self, count: int, words: int) -> np.ndarray:
         """Memory [count, words] int32 that masks can be sent from. What nobody refers to any more

@@ -570,19 +570,19 @@ class Engine:
         self._finish_look(look)
 
     def _finish_look(self, look: Look | None) -> None:
-        """Wait for a look, and end the requests that cannot go on."""
+        """Wait for a look, and end the requests whose texts are complete, or cannot go on."""
         if look is None:
             return
         look.done()
         for request_id, request in list(self._matched.items()):
-            if request.matcher is not None and request.matcher.stuck:
-                self._end_stuck(request_id, request)
-
-    def _end_stuck(self, request_id: str, request: Request) -> None:
-        """No token may follow in the text of a request."""
-        self._finish(request_id, FinishReason.STUCK)
-        if request.params.structured_outputs is not None:
-            self.grammars.forget(request.params.structured_outputs)
+            matcher, form = request.matcher, request.params.structured_outputs
+            if matcher is None or form is None:
+                continue
+            if matcher.finished:
+                self._finish(request_id, FinishReason.STOP)
+            elif matcher.stuck:
+                self._finish(request_id, FinishReason.STUCK)
+                self.grammars.forget(form)
 
     def _read(self, step: _InFlight, output: StepOutput) -> None:
         """Take what a step brought; `_updates` say what that was."""
@@ -591,7 +591,8 @@ class Engine:
             self._keep_prompt_logprobs(step, output.prompt_logprobs)
         events = self.scheduler.update(step.scheduled, output.tokens)
         requests, tokens, indices = events.requests, events.tokens.tolist(), events.indices.tolist()
-        moved = self._advance_matchers(requests, tokens, events.failed) if self._matched else {}
+        if self._matched:
+            self._advance_matchers(requests, tokens, events.failed)
         first, count = 0, len(tokens)
         while first < count:
             request, last = requests[first], first + 1
@@ -620,21 +621,13 @@ class Engine:
             )
             first = last
         self._updates += map(_last_update, events.failed)
-        for request_id, matcher in moved.items():
-            if matcher.finished:
-                self._finish(request_id, FinishReason.STOP)
-            elif matcher.stuck:
-                self._end_stuck(request_id, self._matched[request_id])
 
     def _advance_matchers(
         self, requests: Sequence[Request], tokens: Sequence[int], failed: Sequence[Request]
-    ) -> dict[str, Matcher]:
-        """Tell the matchers which tokens came, and start to look at what may follow; return those
-        that took one.
-        """
+    ) -> None:
+        """Start to tell the matchers which tokens came, and to look at what may follow."""
         for request in failed:
             self._matched.pop(request.request_id, None)
-        moved: dict[str, Matcher] = {}
         brought = []
         for request, token in zip(requests, tokens, strict=True):
             if request.matcher is None:
@@ -643,11 +636,9 @@ class Engine:
                 self._matched.pop(request.request_id, None)
                 continue
             brought.append((request.matcher, token))
-            moved[request.request_id] = request.matcher
         # Some workers have memory that masks go to the device from as they are.
         memory = getattr(self.worker, "new_masks", new_masks)
         self._look = self.grammars.advance(brought, memory)
-        return moved
 
     def _keep_prompt_logprobs(self, step: _InFlight, top: TopLogprobs) -> None:
         """Row p of a prompt tells the log-probability of its token p + 1."""

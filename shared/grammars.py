@@ -63,8 +63,8 @@ def is_available() -> bool:
 
 
 class Matcher:
-    """The state of one request's text. `finished`: it is complete and nothing can follow. `stuck`:
-    no token may follow, and it is not complete; known for certain once its look is `done`.
+    """The state of one request's text, as it was when its last look was done. `finished`: it is
+    complete and nothing can follow. `stuck`: no token may follow, and it is not complete.
     """
 
     def __init__(self, matcher: Any, base: np.ndarray | None, lexer: int = 0) -> None:
@@ -72,8 +72,7 @@ class Matcher:
         """The library's own."""
         self.lexer = lexer
         """Matchers whose number is the same have one lock."""
-        self.finished = matcher.is_stopped() and not matcher.is_error()
-        self.stuck = False
+        self.finished = self.stuck = False
         self.look: Look | None = None
         """The last look at what may follow, if that is not done."""
         self._base = base
@@ -90,21 +89,17 @@ class Matcher:
             raise InternalError("nobody has looked at what may follow")
         return self._mask
 
-    def advance(self, token: int) -> None:
-        """Take the token that followed."""
-        if not self.library.consume_token(token):
-            self.stuck = True
-        elif self.library.is_stopped() and not self.library.is_error():
-            self.finished = True
-
     def take(self, words: np.ndarray) -> None:
-        """Have the tokens `words` [W] that may follow here, of those that may anywhere."""
+        """Have the tokens `words` [W] that may follow here, of those that may anywhere; whatever
+        they are once the text is complete.
+        """
         self.look, self._mask = None, words
-        # Where none may, the library is in error.
+        # Where none may, the library is in error, and after a token that was none of them.
         self.stuck = self.library.is_error()
+        self.finished = not self.stuck and self.library.is_stopped()
         if self._base is not None:
             self._mask = words & self._base
-            self.stuck |= not self._mask.any()
+            self.stuck |= not self.finished and not self._mask.any()
 
     @property
     def plain(self) -> bool:
@@ -118,32 +113,37 @@ class Matcher:
 
 
 class Look:
-    """Finds what may follow in several texts, in a thread that holds no lock of Python's while it
-    does; until `done`, nobody may touch their matchers. `words` [n, W] int32 are the masks.
+    """Has several texts take the token that followed, and finds what may follow next, in a thread
+    that holds no lock of Python's while it does; until `done`, nobody may touch their matchers.
+    `words` [n, W] int32 are the masks.
     """
 
-    def __init__(self, matchers: Sequence[Matcher], words: np.ndarray) -> None:
-        self.matchers = matchers
+    def __init__(self, brought: Sequence[tuple[Matcher, int]], words: np.ndarray) -> None:
+        self.matchers = [matcher for matcher, _ in brought]
         self.words = words
+        self._tokens = [token for _, token in brought]
         self._work: Future[None] | None = None
         self._interval = 0.0
-        for matcher in matchers:
+        for matcher in self.matchers:
             matcher.look = self
 
     def start(self, executor: Any, thread: ThreadPoolExecutor) -> None:
         """Begin. A few texts take less time than a thread takes to wake: they are done at once."""
-        words, matchers = self.words, self.matchers
+        words, matchers, tokens = self.words, self.matchers, self._tokens
         # Threads take neighbours, so those of one lock stand together.
         order = sorted(range(len(matchers)), key=lambda row: matchers[row].lexer)
+        followed = [(matchers[row].library, tokens[row]) for row in order]
         places = [(matchers[row].library, row) for row in order]
 
         def work() -> None:
+            executor.consume_token_par(followed)
             executor.unsafe_compute_mask_ptr(
                 places, words.ctypes.data, words.strides[0], len(words)
             )
 
         if len(places) < FEW:
             work()
+            self.done()
             return
         # The thread needs Python's lock for a moment to begin.
         self._interval = sys.getswitchinterval()
@@ -269,20 +269,15 @@ class Grammars:
     def advance(
         self, brought: Sequence[tuple[Matcher, int]], new_masks: NewMasks = new_masks
     ) -> Look | None:
-        """Have texts take the tokens that followed, and start to find what may follow next, on the
-        cores that there are. A text that is complete has no mask; None if there are no others.
-        `new_masks` gives memory for what is found.
+        """Start to have texts, none of which has ended, take the tokens that followed, and to find
+        what may follow next, on the cores that there are; None if there are no texts. `new_masks`
+        gives memory for what is found.
         """
-        open_texts = []
-        for matcher, token in brought:
-            matcher.advance(token)
-            if not (matcher.finished or matcher.stuck):
-                open_texts.append(matcher)
-        if not open_texts:
+        if not brought:
             return None
         # New for each call: a step that was packed keeps its masks.
-        words = new_masks(len(open_texts), -(-self._vocab_size // 32))
-        look = Look(open_texts, words)
+        words = new_masks(len(brought), -(-self._vocab_size // 32))
+        look = Look(brought, words)
         look.start(self._threads, self._thread)
         return look
 
