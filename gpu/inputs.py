@@ -228,9 +228,11 @@ class StepInputs:
             views[name] = part.view(torch.float32) if floating else part
         return views
 
-    def fill(self, step: StepInput, host: bool = False) -> None:
+    def fill(
+        self, step: StepInput, stream: torch.cuda.Stream | None = None, host: bool = False
+    ) -> None:
         """Bring a step's inputs to the device without waiting for it; `host` keeps the lengths here
-        too.
+        too. `stream` is that of the steps; None: the current one.
 
         Raises OutsideTable for a program that was not in the table, InternalError if a step was
         lost.
@@ -252,7 +254,7 @@ class StepInputs:
             self._on_host.numpy()[: places.size] = slot.array[: places.size]
         if slot.read is not None:
             target.device.copy_(target.host, non_blocking=True)
-            slot.read.record()
+            slot.read.record(stream)
 
     def _stage_pages(self, step: StepInput, target: _Target) -> None:
         """Write the new entries of page tables, flat index and page, into the step's fields."""

@@ -125,7 +125,7 @@ def make_worker(
 
 class Download:
     """Brings the sampled tokens to the host on a stream of its own, through pinned buffers that
-    are used again.
+    are used again. `stream` is that of the steps, None on a CPU.
     """
 
     def __init__(self, rows: int, cuda: bool) -> None:
@@ -135,14 +135,16 @@ class Download:
         self._made = torch.cuda.Event() if cuda else None
         self._last: torch.cuda.Event | None = None
 
-    def wait_for_last(self) -> None:
+    def wait_for_last(self, stream: torch.cuda.Stream | None) -> None:
         """Let the device finish the last copy before the tokens are written again."""
         if self._last is not None:
-            self._last.wait()
+            self._last.wait(stream)
 
-    def start(self, tokens: torch.Tensor) -> Callable[[], np.ndarray]:
+    def start(
+        self, tokens: torch.Tensor, stream: torch.cuda.Stream | None
+    ) -> Callable[[], np.ndarray]:
         """Copy tokens [R], or [steps R] of a loop, and return what waits for them."""
-        if self._stream is None or self._made is None:
+        if self._stream is None or self._made is None or stream is None:
             kept = tokens.numpy().copy()
             return lambda: kept
         if not self._free:
@@ -151,11 +153,15 @@ class Download:
             )
         host, done = self._free.pop()
         target = host[: tokens.numel()].view(tokens.shape)
-        self._made.record()
+        # Streams are named: to ask for the current one each time takes longer than the calls.
+        self._made.record(stream)
         self._stream.wait_event(self._made)
-        with torch.cuda.stream(self._stream):
+        torch.cuda.set_stream(self._stream)
+        try:
             target.copy_(tokens, non_blocking=True)
-            done.record()
+        finally:
+            torch.cuda.set_stream(stream)
+        done.record(self._stream)
         self._last = done
 
         def wait() -> np.ndarray:
@@ -488,7 +494,8 @@ class TorchWorker:
                 self._programs.backbone(d)
 
     def _fill_padding(self, d: Descriptor) -> None:
-        self._inputs.fill(padding(d, self._shape), host=self._programs.host_metadata[d.kind])
+        step = padding(d, self._shape)
+        self._inputs.fill(step, self._current_stream(), host=self._programs.host_metadata[d.kind])
 
     def _free_memory(self) -> str:
         return (
@@ -519,7 +526,8 @@ class TorchWorker:
         if self._unsampled is not None:
             raise InternalError(f"step {self._unsampled.step.step_id} has no sampler yet")
         programs, d = self._programs, step.descriptor
-        self._inputs.fill(step, host=programs.host_metadata[d.kind])
+        stream = self._current_stream()
+        self._inputs.fill(step, stream, host=programs.host_metadata[d.kind])
         prompt = None
         if step.prompt_targets is not None:
             prompt = self._prompt_logprobs(step.prompt_targets, programs.hidden(d))
@@ -527,13 +535,13 @@ class TorchWorker:
         kept = programs.kept_streams(d)
         streams = None if kept is None else [kept]
         if step.loop is not None:
-            self._download.wait_for_last()
+            self._download.wait_for_last(stream)
             made = self._decode(step, step.loop.steps, streams)
-            return Handle(step, self._download.start(made), None, None, None, streams)
+            return Handle(step, self._download.start(made, stream), None, None, None, streams)
         drops = streams is not None and programs.drops_rows(d)
         handle = Handle(step, None, None, prompt, None, streams, drops)
         if step.waiting is None:
-            self._sample(handle)
+            self._sample(handle, stream)
         else:
             # All but the masks, which are awaited.
             self._inputs.fill_around_masks(step)
@@ -547,17 +555,26 @@ class TorchWorker:
         handle, self._unsampled = self._unsampled, None
         if handle is None:
             raise InternalError("no step waits for masks")
-        self._sample(handle, masks)
+        self._sample(handle, self._current_stream(), masks)
 
     def new_masks(self, count: int, words: int) -> np.ndarray:
         """Memory for masks [count, words] that `sample` sends without a copy."""
         return self._inputs.new_masks(count, words)
 
-    def _sample(self, handle: Handle, masks: np.ndarray | None = None) -> None:
+    def _current_stream(self) -> torch.cuda.Stream | None:
+        """That of the steps."""
+        return torch.cuda.current_stream() if self._where.type == "cuda" else None
+
+    def _sample(
+        self,
+        handle: Handle,
+        stream: torch.cuda.Stream | None,
+        masks: np.ndarray | None = None,
+    ) -> None:
         """`masks`: what the step has waited for."""
         programs, step = self._programs, handle.step
         requests = step.descriptor.requests
-        self._download.wait_for_last()
+        self._download.wait_for_last(stream)
         if masks is not None:
             self._inputs.fill_masks(step, masks)
         elif step.processors is not None:
@@ -567,10 +584,10 @@ class TorchWorker:
         if step.logprobs:
             handle.top = self._to_host(programs.sample(requests, TOP))
         on_its_way = handle.top is not None or handle.prompt is not None
-        if on_its_way and self._where.type == "cuda":
+        if on_its_way and stream is not None:
             handle.ready = torch.cuda.Event()
-            handle.ready.record()
-        handle.tokens = self._download.start(tokens)
+            handle.ready.record(stream)
+        handle.tokens = self._download.start(tokens, stream)
 
     def _decode(
         self, step: StepInput, steps: int, streams: list[torch.Tensor] | None
@@ -596,7 +613,8 @@ class TorchWorker:
         """Run a step and return its logits at every token: [T, vocab] float32. For comparisons
         only.
         """
-        self._inputs.fill(step, host=self._programs.host_metadata[step.descriptor.kind])
+        host = self._programs.host_metadata[step.descriptor.kind]
+        self._inputs.fill(step, self._current_stream(), host=host)
         logits: np.ndarray = (
             self._programs.logits(self._programs.hidden(step.descriptor)).cpu().numpy()
         )

@@ -39,8 +39,10 @@ LEXERS_S = 0.02
 """How long compiling a grammar again, for one more lexer, may have taken in all."""
 FEW = 8
 """Texts that are looked at without a thread."""
-SWITCH_S = 1e-4
-"""How long a thread waits for Python's lock while a look begins: usually it is 5 ms."""
+SWITCH_S = 1e-5
+"""How long the thread of a look waits for Python's lock, which it needs three times for a moment:
+usually it is 5 ms.
+"""
 WHITESPACE = r"[ \n\t]{0,20}"
 """Between parts of JSON. Without a bound a model may go on with blanks for ever."""
 
@@ -145,7 +147,6 @@ class Look:
             work()
             self.done()
             return
-        # The thread needs Python's lock for a moment to begin.
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         self._work = thread.submit(work)

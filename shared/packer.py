@@ -221,7 +221,7 @@ def _processors(
     rows, padded = step.rows, _padded_rows(step, table)
     listed = rows.tolist()
     numbers = table.processors.take(padded, axis=1)
-    bans = step.ends < table.min_total[rows]
+    bans = (step.ends < table.min_total[rows]).tolist()
     masked = [i for i, row in enumerate(listed) if row in table.masks or bans[i]]
     biased, remembered = [], []
     if sampler == "processed":
@@ -245,9 +245,8 @@ def _processors(
     for index, mask in zip(masked, entries["masks"], strict=True):
         if index in late:
             continue  # `with_masks` brings it
-        mask[:] = -1
-        if listed[index] in table.masks:
-            mask[:] = _base_mask(table, listed[index], shape.vocab_size)
+        own_mask = listed[index] in table.masks
+        mask[:] = _base_mask(table, listed[index], shape.vocab_size) if own_mask else -1
         if bans[index]:
             _ban(mask, table.stop_ids[rows[index]], shape.vocab_size)
     for index, history in zip(remembered, entries["histories"], strict=True):

@@ -21,7 +21,16 @@ from twinfer.ops.cases.generators import generator, normal
 from twinfer.ops.cases.moe import mixture
 from twinfer.ops.cases.quantized import quantized
 from twinfer.ops.cases.sampling import _sample_arguments
-from twinfer.ops.testing import DTYPES, TESTING, Judge, ci_cases, oracle, run
+from twinfer.ops.testing import (
+    DTYPES,
+    TESTING,
+    Judge,
+    _to_torch,
+    bound_function,
+    ci_cases,
+    oracle,
+    run,
+)
 
 load_all()
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
@@ -247,6 +256,62 @@ def test_triton_few_tokens_behind_many_slots(kernels, device, monkeypatch, size,
     )  # fmt: skip
     monkeypatch.setitem(kernels.config("hopper", str(size)), "parts", 8)
     judge("paged_attention", released(arguments | reach | {"sinks": SINKS_OF_6}), device)
+
+
+@pytest.mark.parametrize("reach", [{}, {"window": 9000}], ids=str)
+def test_triton_long_contexts(kernels, device, reach):
+    """Contexts of 20 000 and 130 000 slots: of decodes, of a turn, and of the end of a prompt."""
+    if device == "cpu":
+        pytest.skip("takes the interpreter minutes")
+    arguments = paged(
+        generator("contexts"), "bfloat16", [20_000, 130_000, 20_500], [1, 1, 60], (4, 1), 128, 16,
+        tokens=64,
+    )  # fmt: skip
+    judge("paged_attention", released(arguments | reach | {"sinks": SINKS}), device)
+
+
+@pytest.mark.parametrize("reach", [{}, {"window": 300}], ids=str)
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_triton_caches_of_more_than_2_31_entries(kernels, device, size, reach):
+    """Pages behind the 2^31st entry are read and written as the first ones are, bit for bit."""
+    if device == "cpu":
+        pytest.skip("takes 4 GiB, and the interpreter minutes")
+    import torch
+
+    arguments = paged(
+        generator("far"), "bfloat16", [700, 3, 1100, 900], [1, 1, 40, 900], (6, 2), size, 16,
+        tokens=960,
+    )  # fmt: skip
+    near = {n: _to_torch(v, device) for n, v in (arguments | reach).items()}
+    kv = near["kv"]
+    before = 2**31 // kv[0].numel()
+    far = torch.full((before + len(kv), *kv.shape[1:]), float("nan"), device=device, dtype=kv.dtype)
+    far[before:] = kv
+    used = torch.arange(near["page_table"].shape[1], device=device) * 16 < near["kv_lens"][:, None]
+    table = torch.where(used, near["page_table"] + before, 0).int()
+
+    def equal(x, y):
+        return torch.equal(x.view(torch.int16), y.view(torch.int16))
+
+    attend = bound_function("paged_attention", "torch", "triton")
+    assert equal(attend(**near), attend(**near | {"kv": far, "page_table": table}))
+    tokens = 40
+    slots = torch.randperm(len(kv) * 16 - 1, device=device)[:tokens].int()
+    # The last slot of a cache is scratch, so that no row without one is there.
+    qkv = torch.randn(tokens, 10 * size, device=device, dtype=kv.dtype)
+    weight, angles = torch.ones(size, device=device), torch.rand(tokens, size // 2, device=device)
+    write = bound_function("write_kv", "torch", "triton")
+    fused = bound_function("norm_rope_write_kv", "torch", "triton")
+    k, v = torch.randn(2, tokens, 2, size, device=device, dtype=kv.dtype)
+    norm = weight.to(kv.dtype)
+    for put in (
+        lambda cache, at: write(kv=cache, k=k, v=v, slots=at),
+        lambda cache, at: fused(qkv, cache, norm, norm, angles, angles, at, 1e-6),
+    ):
+        put(kv, slots)
+        put(far, slots + before * 16)
+        assert equal(far[before:], kv)
+        assert far[:before].isnan().all()
 
 
 @pytest.mark.parametrize("sinks", [False, True])
