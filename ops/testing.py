@@ -12,7 +12,9 @@ bfloat16, 2^-4 e4m3); `roundings` is how often the contract rounds the result to
 `accumulated` counts float32 operations in a chain (with headroom for any order), each off by 2^-24
 of `magnitude`: what was added up, in absolute values, |want| unless the op says otherwise; `inner`
 is how often the contract rounds values to the storage dtype on the way, and `rounded` what a
-relative error of 1 in those would do. Where the oracle rounds on the way too, a value beside a tie
+relative error of 1 in those would do. (Values below the dtype's smallest normal number are off by
+half of its smallest number, and not by u of themselves: what that may do is `small`, which an op
+whose values on the way are that small adds.) Where the oracle rounds on the way too, a value beside a tie
 may fall to its other side, which is 2 u and not u: `ties` is 1. Few do, so what follows leaves it
 out. On top of it the *gain* of each row, sum(got want) / sum(want^2), must be 1 to what independent
 roundings allow: a scale that is off by half a percent hides inside the rounding of every bfloat16
@@ -83,7 +85,9 @@ class Testing:
     `cases(dtype)` makes the cases for a storage dtype; `mutants` are wrong references with the
     reference's signature, each of which the bound must reject in at least one case.
     `magnitude(arguments)` gives, for each output, what was added up in absolute values (None:
-    |want|), `rounded` the same for inner roundings (None: the magnitude).
+    |want|), `rounded` the same for inner roundings (None: the magnitude). `small(arguments, least)`
+    is how far each output may be off, in absolute terms, where inner roundings are off by `least`,
+    half of the storage dtype's smallest number.
 
     `bitwise`: the oracle runs in the dtypes of the arguments, and outputs must equal it bit for
     bit. `free(arguments)` marks, for each output, elements that the contract leaves open. `rows`
@@ -98,6 +102,7 @@ class Testing:
     mutants: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     magnitude: Callable[[Arguments], Any] | None = None
     rounded: Callable[[Arguments], Any] | None = None
+    small: Callable[[Arguments, float], Any] | None = None
     dtypes: tuple[str, ...] = FLOATS
     bitwise: bool = False
     free: Callable[[Arguments], Any] | None = None
@@ -272,6 +277,9 @@ class Judge:
         with np.errstate(all="ignore"):
             self.magnitudes = self._each(self.testing.magnitude, wide)
             self.rounded = self._each(self.testing.rounded or self.testing.magnitude, wide)
+            small, storage = self.testing.small, _storage(arguments)
+            least = 0.0 if storage is None else limits(storage).half_ulp * limits(storage).tiny
+            self.small = self._each(None if small is None else lambda a: small(a, least), wide)
         self.free = self._each(self.testing.free, arguments)
         self.by_dot = self._each(self.testing.dots[dot] if dot else None, wide)
 
@@ -290,17 +298,17 @@ class Judge:
         """
         worst = Verdict(0.0, 0.0, "nothing compared")
         parts = zip(
-            outputs, self.wanted, self.magnitudes, self.rounded, self.free, self.by_dot,
+            outputs, self.wanted, self.magnitudes, self.rounded, self.small, self.free, self.by_dot,
             strict=True,
         )  # fmt: skip
-        for index, (got, want, magnitude, rounded, free, by_dot) in enumerate(parts):
+        for index, (got, want, magnitude, rounded, small, free, by_dot) in enumerate(parts):
             got, want = np.asarray(got), np.asarray(want)
             if free is not None and got.shape == want.shape:
                 got = np.where(np.broadcast_to(free, got.shape), want.astype(got.dtype), got)
             extra = more[index] if more else None
             if by_dot is not None:
                 extra = by_dot if extra is None else extra + by_dot
-            verdict = _judge_one(got, want, magnitude, rounded, self.testing, extra)
+            verdict = _judge_one(got, want, magnitude, rounded, small, self.testing, extra)
             if not (verdict.error <= worst.error and verdict.gain <= worst.gain):
                 where = f"output {index}, {verdict.where}"
                 worst = Verdict(
@@ -324,7 +332,7 @@ def _judge_equal(got: np.ndarray, want: np.ndarray) -> Verdict:
 
 
 def _judge_one(
-    got: np.ndarray, want: np.ndarray, magnitude: Any, rounded: Any, testing: Testing,
+    got: np.ndarray, want: np.ndarray, magnitude: Any, rounded: Any, small: Any, testing: Testing,
     more: np.ndarray | None = None,
 ) -> Verdict:  # fmt: skip
     if got.shape != want.shape:
@@ -340,6 +348,7 @@ def _judge_one(
             for m in (magnitude, rounded)
         )
         before = bound.inner * u * inner + bound.accumulated * 2.0**-24 * size
+        before = before if small is None else before + bound.inner * small
         before = before if more is None else before + more
     special = ~np.isfinite(want)
     same = np.where(np.isnan(want), np.isnan(wide), wide == want)

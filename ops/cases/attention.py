@@ -497,6 +497,22 @@ def equal_values(queries: int) -> Arguments:
     }
 
 
+def _small_weights() -> Arguments:
+    """Attention in float16 whose result comes from weights below its smallest normal number, each
+    167.45 times its smallest: of 16 slots one has nearly all the weight, and values of 0.
+    """
+    arguments = equal_values(1)
+    q, kv = arguments["q"], arguments["kv"].copy()
+    kv[:, :, 1] = 4.0
+    kv[:, 0, 1] = 0.0
+    given = {"q": q.astype(np.float16), "kv": kv.astype(np.float16)}
+    return arguments | given | {"kv_lens": np.array([16], np.int32), "scale": SMALL}
+
+
+SMALL = -math.log(167.45 * 2.0**-24)
+"""How far the scores of `_small_weights` are below the largest."""
+
+
 def _attention_cases(dtype: str) -> Iterator[Case]:
     rng = generator("paged_attention")
     decode = paged(rng, dtype, [1, 16, 17, 61, 33], [1] * 5, (4, 2), 32, 16, requests=8, tokens=8)
@@ -526,6 +542,8 @@ def _attention_cases(dtype: str) -> Iterator[Case]:
     yield Case("window that ends with a block", edge | {"window": 40})
     few = paged(rng, dtype, [9, 5], [1, 5], (4, 2), 32, 16, requests=32, tokens=16)
     yield Case("more requests than tokens", few)
+    if dtype == "float16":
+        yield Case("weights below the smallest normal number", _small_weights)
     sharp = {
         name: value.copy() if isinstance(value, np.ndarray) else value
         for name, value in decode.items()
@@ -690,11 +708,11 @@ def _spoil_last(a: Arguments) -> np.ndarray:
 
 class _Fault:
     """paged_attention with one thing wrong; "" is the plain truth. `sizes` gives magnitudes
-    instead of results.
+    instead of results, of weights that count as `least` at most.
     """
 
-    def __init__(self, fault: str = "", sizes: str = "") -> None:
-        self.fault, self.sizes = fault, sizes
+    def __init__(self, fault: str = "", sizes: str = "", least: float = math.inf) -> None:
+        self.fault, self.sizes, self.least = fault, sizes, least
 
     def __call__(
         self, xp: Any, q: Any, kv: Any, page_table: Any, query_start: Any, kv_lens: Any,
@@ -823,7 +841,9 @@ class _Fault:
             )
             spread = spread + 1.0 + (weights * spread).sum(-1, keepdims=True)
             return np.einsum(
-                "hts,shd->thd", weights * spread, np.abs(np.where(np.isnan(values), 0.0, values))
+                "hts,shd->thd",
+                np.minimum(weights, self.least) * spread,
+                np.abs(np.where(np.isnan(values), 0.0, values)),
             )
         mean = np.einsum("hts,shd->thd", weights, np.where(np.isnan(values), 0.0, values))
         return np.where(
@@ -833,6 +853,11 @@ class _Fault:
 
 def _sizes(a: Arguments, which: str) -> Any:
     return _Fault(sizes=which)(None, **a)
+
+
+def _small(a: Arguments, least: float) -> Any:
+    """What weights do that are off by `least`, or by all that they are."""
+    return _Fault(sizes="weights", least=least)(None, **a)
 
 
 ATTENTION_FAULTS = (
@@ -890,6 +915,7 @@ judged_by(
         ),
         magnitude=partial(_sizes, which="sums"),
         rounded=partial(_sizes, which="weights"),
+        small=_small,
         free=_open,
         rows=("q",),
         mutants={fault: _Fault(fault) for fault in ATTENTION_FAULTS},
