@@ -571,9 +571,8 @@ class Engine:
 
     def _finish_look(self, look: Look | None) -> None:
         """Wait for a look, and end the requests whose texts are complete, or cannot go on."""
-        if look is None:
+        if look is None or not look.done():
             return
-        look.done()
         for request_id, request in list(self._matched.items()):
             matcher, form = request.matcher, request.params.structured_outputs
             if matcher is None or form is None:

@@ -170,12 +170,13 @@ class Look:
             work, self._work = self._work, None
             work.result()
 
-    def done(self) -> None:
-        """Wait for it, and have each matcher take what is its own."""
+    def done(self) -> bool:
+        """Wait for it, and have each matcher take what is its own; whether a text has ended."""
         self.wait()
         for matcher, row in zip(self.matchers, self.words, strict=True):
             if matcher.look is self:
                 matcher.take(row)
+        return any(matcher.finished or matcher.stuck for matcher in self.matchers)
 
 
 class Compiled(NamedTuple):

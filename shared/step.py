@@ -212,8 +212,10 @@ def tables_of(layout: Layout, processors: np.ndarray) -> dict[str, np.ndarray]:
     found, at = {}, layout.fields["histories"].offset
     for name, row in TABLES.items():
         most, width = layout.fields[name].shape
-        # an entry of no size is everybody's, and nobody's
-        count = most if whole and width else int(layout.view(processors, row).max()) + 1
+        if whole or not width:
+            count = most if width else 0
+        else:
+            count = int(layout.view(processors, row).max()) + 1
         found[name] = processors[at : at + count * width].reshape(count, width)
         at += count * width
     return found
