@@ -22,12 +22,12 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from ..bucketing import Table
 from ..shared.config import ResolvedConfig
 from ..shared.errors import BackendUnavailable, ConfigError, InternalError
-from ..shared.executor.messages import Beat, Call, Done, Failed, Report, decode, encode
+from ..shared.executor.curve import CurveServer, connected
+from ..shared.executor.messages import Beat, Call, Done, Failed, Keys, Report, decode, encode
 from ..shared.executor.rank import checkpoint_digest, digest_of, failure
 from ..shared.models.config import ModelConfig
 from ..shared.progress import Progress, silent
@@ -138,27 +138,18 @@ class FirstHost:
         self._lose, self._number = lose, 0
         self._context = zmq.Context()
         self._sending = threading.Lock()
-        public, secret = zmq.curve_keypair()
-        self._keys: set[bytes] = set()
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(credentials_provider=self)
         ip, port = interface(address)
-        self._calls = self._context.socket(zmq.XPUB)
-        self._reports = self._context.socket(zmq.PULL)
-        for number, socket in enumerate((self._calls, self._reports)):
-            socket.set_hwm(0)
-            socket.linger = 5000
-            socket.curve_server = True
-            socket.curve_publickey, socket.curve_secretkey = public, secret
-            socket.bind(f"tcp://{ip}:{port + number}")
+        self._server = CurveServer(self._context)
+        self._calls, _ = self._server.bind(zmq.XPUB, ip, port)
+        self._reports, _ = self._server.bind(zmq.PULL, ip, port + 1)
+        self._calls.linger = self._reports.linger = 5000
         self._calls.setsockopt(zmq.XPUB_VERBOSE, 1)  # one message for each host that subscribes
         self._answers: dict[int, dict[int, Any]] = {}
         self._met = threading.Event()
         self._changed = threading.Condition()
         self._closing = False
-        board.put("hosts/key", public.decode())
-        self._keys |= {board.get(f"hosts/key/{host}").encode() for host in self._others}
+        board.put("hosts/key", self._server.public_key)
+        self._server.allow(board.get(f"hosts/key/{host}") for host in self._others)
         self._watch = Watch(self._told, self._beat)
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -167,10 +158,6 @@ class FirstHost:
         except BaseException:
             self._leave()
             raise
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a host with this public key may connect."""
-        return key in self._keys
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)
@@ -285,7 +272,7 @@ class FirstHost:
             self._closing = True
         self._listener.join()
         self._calls.close()
-        self._authenticator.stop()
+        self._server.close()
         self._context.term()
 
 
@@ -300,22 +287,14 @@ def follow(
     """Make the calls that the first host makes, until it closes."""
     public, secret = zmq.curve_keypair()
     board.put(f"hosts/key/{host}", public.decode())
-    server = board.get("hosts/key").encode()
+    keys = Keys(public.decode(), secret.decode(), board.get("hosts/key"))
     ip, port = interface(address)
     context = zmq.Context()
     sending = threading.Lock()
-
-    def connected(kind: int, number: int) -> Any:
-        socket = context.socket(kind)
-        socket.set_hwm(0)
-        socket.curve_serverkey = server
-        socket.curve_publickey, socket.curve_secretkey = public, secret
-        if kind == zmq.SUB:
-            socket.setsockopt(zmq.SUBSCRIBE, b"")
-        socket.connect(f"tcp://{ip}:{port + number}")
-        return socket
-
-    calls, beats, reports = connected(zmq.SUB, 0), connected(zmq.SUB, 0), connected(zmq.PUSH, 1)
+    calls, beats, reports = (
+        connected(context, kind, f"tcp://{ip}:{port + number}", keys)
+        for kind, number in ((zmq.SUB, 0), (zmq.SUB, 0), (zmq.PUSH, 1))
+    )
 
     def send(report: Report) -> None:
         with sending:
