@@ -5,7 +5,7 @@
 First the sums by size, in microseconds inside of a CUDA graph, for each way to make them, after a
 check that all ranks get the same right bits. Then decode and prefill of a model with dummy weights
 on one GPU and on `--ranks` by each provider of the sum: a decode figure is (time for 65 tokens -
-time for 1) / 64 with prompts of 128 tokens, a prefill figure is of 32 prompts of 1 024, medians of
+time for 1) / 64 with prompts of `--input-len` tokens, a prefill figure is of 32 prompts of 1 024, medians of
 `--repeats`, and `--mixed` has so many requests of random lengths at once (`twinfer bench offline`'s
 load). `tokens` are those of the bundled model in float32, `graphs` compares tokens and
 log-probabilities of CUDA graphs with eager calls in bfloat16, bit by bit, `limits` measures a copy
@@ -146,9 +146,11 @@ def limits() -> dict[str, Any]:
 
 
 def engine(
-    model: str, options: dict[str, Any], sizes: list[int], repeats: int, requests: int
+    model: str, options: dict[str, Any], sizes: list[int], length: int, repeats: int, requests: int
 ) -> dict[str, Any]:
-    """Decode and prefill of one engine, and `requests` at once if there are to be any."""
+    """Decode behind prompts of `length` tokens and prefill of one engine, and `requests` at once if
+    there are to be any.
+    """
     from twinfer import LLM
     from twinfer.serving.bench import Runner, Workload, mixed
     from twinfer.shared.limits import decode_bytes
@@ -170,15 +172,15 @@ def engine(
         }
         say(found)
         rng = random.Random(0)
-        seconds(llm, min(sizes), 128, 4, rng)
+        seconds(llm, min(sizes), length, 4, rng)
         for size in sizes:
             both = [
-                (seconds(llm, size, 128, 1 + STEPS, rng), seconds(llm, size, 128, 1, rng))
+                (seconds(llm, size, length, 1 + STEPS, rng), seconds(llm, size, length, 1, rng))
                 for _ in range(repeats)
             ]
             step = statistics.median(a - b for a, b in both) / STEPS * 1e3
             found["decode_ms"][size] = round(step, 3)
-            lengths = [128 + (STEPS + 1) / 2] * size
+            lengths = [length + (STEPS + 1) / 2] * size
             found["decode_bytes"][size] = decode_bytes(llm.engine.model, lengths, 2, 2)
             say(size, found["decode_ms"][size])
         took = statistics.median(seconds(llm, 32, 1024, 1, rng) for _ in range(repeats))
@@ -213,7 +215,9 @@ def tokens(options: dict[str, Any]) -> list[Any]:
         backend="torch", dtype="float32", max_model_len=256, max_num_seqs=16, progress=False,
         max_num_batched_tokens=64, num_pages=200,
     )  # fmt: skip
+    start = time.perf_counter()
     with LLM("demo", **(usual | options)) as llm:
+        say("tokens", options, f"started after {time.perf_counter() - start:.0f} s")
         outputs = llm.generate(prompts, [kinds[i % 4] for i in range(12)], progress=False)
         said = [output.outputs[0] for output in outputs]
         return [[list(one.token_ids), repr(one.logprobs)] for one in said]
@@ -270,9 +274,10 @@ def main() -> None:
     parser.add_argument("--parts", default="sums,tokens,graphs,engines")
     parser.add_argument("--only", default="", help="names that begin so: 'tp 1,tp 2 peers'")
     parser.add_argument("--options", type=json.loads, default={}, help="more, of the engines")
+    parser.add_argument("--input-len", type=int, default=128, help="tokens of decode's prompts")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--mixed", type=int, default=0, metavar="REQUESTS")
-    parser.add_argument("--patience", type=float, default=150.0, help="seconds for an engine")
+    parser.add_argument("--patience", type=float, default=150.0, help="seconds for a process")
     parser.add_argument("--json")
     parser.add_argument("--sums", type=int)
     parser.add_argument("--at", default="")
@@ -287,7 +292,7 @@ def main() -> None:
     elif arguments.limits:
         made = limits()
     elif arguments.engine is not None:
-        more = arguments.repeats, arguments.mixed
+        more = arguments.input_len, arguments.repeats, arguments.mixed
         made = engine(arguments.model, arguments.engine, sizes, *more)
     elif arguments.tokens is not None:
         made = tokens(arguments.tokens)
@@ -312,10 +317,14 @@ def main() -> None:
         result["sums_us"] = sums_of_all(arguments.ranks)
         keep()
     if "tokens" in parts:
-        first = child("--tokens", "{}", patience=80)
+        first = child("--tokens", "{}", patience=arguments.patience)
         result["same_tokens"] = {}
         for name, options in chosen.items():
-            words = child("--tokens", json.dumps(options), patience=80) if options else first
+            words = (
+                child("--tokens", json.dumps(options), patience=arguments.patience)
+                if options
+                else first
+            )
             result["same_tokens"][name] = words == first if isinstance(words, list) else words
         keep()
     if "graphs" in parts:
@@ -323,7 +332,7 @@ def main() -> None:
         for name, options in chosen.items():
             exact = options | {"dtype": "bfloat16"}
             graphs, eager = (
-                child("--tokens", json.dumps(exact | more), patience=80)
+                child("--tokens", json.dumps(exact | more), patience=arguments.patience)
                 for more in ({}, {"enforce_eager": True})
             )
             held = isinstance(graphs, list)
@@ -334,6 +343,7 @@ def main() -> None:
         for name, options in chosen.items():
             words = ["--model", arguments.model, "--batch-sizes", arguments.batch_sizes]
             words += ["--repeats", str(arguments.repeats), "--mixed", str(arguments.mixed)]
+            words += ["--input-len", str(arguments.input_len)]
             asked = json.dumps(options | arguments.options)
             found = child("--engine", asked, *words, patience=arguments.patience)
             result["engines"][name] = found

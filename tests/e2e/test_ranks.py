@@ -36,6 +36,9 @@ KINDS = [
     SamplingParams(temperature=0, max_tokens=5, logprobs=2, prompt_logprobs=1),
     SamplingParams(temperature=0.9, min_p=0.1, presence_penalty=0.5, max_tokens=8, seed=8),
 ]
+FORM = SamplingParams(
+    temperature=0.8, seed=3, max_tokens=12, structured_outputs={"regex": "[a-f]{3,9}"}
+)
 SIX_HEADS = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 48, "intermediate_size": 90,
     "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 333,
@@ -116,12 +119,7 @@ def test_forms_loops_and_streams():
     ranks, whose digests are compared in each step.
     """
     folder = model_folder("demo")
-    kinds = [
-        SamplingParams(
-            temperature=0.8, seed=3, max_tokens=12, structured_outputs={"regex": "[a-f]{3,9}"}
-        ),
-        *KINDS[:3],
-    ]
+    kinds = [FORM, *KINDS[:3]]
     options = {"max_num_batched_tokens": 16}
     assert tokens_of(folder, 2, kinds, **options)[0] == tokens_of(folder, 1, kinds, **options)[0]
     loops = {"decode_steps": 4, "demand": Demand(streams=True)}
@@ -231,40 +229,44 @@ def test_a_lost_rank_ends_streams_and_server(rank, number, words):
         assert all(gone(pid) for pid in (engine, *ranks))
 
 
+def requests_of(folder, shards, lost=None, **options):
+    """The tokens of requests of all kinds, some running, some waiting, one with a form, and how much
+    was compiled late. `lost`: what is done to the engine, and before which step.
+    """
+    engine = engine_of(folder, shards, **options)
+    try:
+        rng = np.random.default_rng(5)
+        prompts = [rng.integers(5, 900, n) for n in (5, 23, 40, 3, 17, 9, 30)]
+        made = [engine.add(str(i), p, [*KINDS, FORM][i]) for i, p in enumerate(prompts)]
+        updates, steps = [], 0
+        while engine.has_work:
+            steps += 1
+            if lost is not None and steps == lost[1]:
+                lost[0](engine)
+            updates += engine.step()
+        engine.scheduler.check_integrity()
+        ended = [u.request_id for u in updates if u.finish_reason is not None]
+        assert sorted(ended) == [str(i) for i in range(len(prompts))]
+        tokens = {str(i): [] for i in range(len(prompts))}
+        for update in updates:
+            tokens[update.request_id] += update.tokens
+        assert tokens == {request.request_id: request.output for request in made}
+        return tokens, engine.late_compilations()
+    finally:
+        engine.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "after"), [(0, 3), (1, 9)])
 def test_requests_go_on_with_their_tokens_where_ranks_are_started_anew(rank, after):
-    """Of all kinds, some running, some waiting, one with a form; then nothing else is lost."""
+    """Then nothing else is lost."""
     folder = model_folder("demo")
-    form = SamplingParams(
-        temperature=0.8, seed=3, max_tokens=12, structured_outputs={"regex": "[a-f]{3,9}"}
-    )
 
-    def run(shards, lost=None):
-        options = {"restart_on_failure": True} if lost is not None else {}
-        engine = engine_of(folder, shards, **options)
-        try:
-            rng = np.random.default_rng(5)
-            prompts = [rng.integers(5, 900, n) for n in (5, 23, 40, 3, 17, 9, 30)]
-            made = [engine.add(str(i), p, [*KINDS, form][i]) for i, p in enumerate(prompts)]
-            updates, steps = [], 0
-            while engine.has_work:
-                steps += 1
-                if lost is not None and steps == after:
-                    os.kill(engine.worker.processes[rank], signal.SIGKILL)
-                updates += engine.step()
-            engine.scheduler.check_integrity()
-            ended = [u.request_id for u in updates if u.finish_reason is not None]
-            assert sorted(ended) == [str(i) for i in range(len(prompts))]
-            tokens = {str(i): [] for i in range(len(prompts))}
-            for update in updates:
-                tokens[update.request_id] += update.tokens
-            assert tokens == {request.request_id: request.output for request in made}
-            return tokens, engine.late_compilations()
-        finally:
-            engine.close()
+    def lose(engine):
+        os.kill(engine.worker.processes[rank], signal.SIGKILL)
 
-    assert run(2, rank) == run(1)
+    lost = requests_of(folder, 2, (lose, after), restart_on_failure=True)
+    assert lost == requests_of(folder, 1)
 
 
 @pytest.mark.slow

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from twinfer.shared.errors import ConfigError, RankLost
+from twinfer.shared.executor.driver import Ranks
 from twinfer.shared.models.locate import model_folder
 
+from ..unit.test_executor import COMMAND, make_calls, worker_of
 from .server_process import gone, served
-from .test_ranks import KINDS, children, engine_of, tokens_of
+from .test_ranks import FORM, KINDS, children, engine_of, requests_of, tokens_of
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -40,10 +42,55 @@ def test_the_tokens_of_one_process(cluster, backend, shards, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", TWO_EACH)
     ray.init(address=cluster.address, log_to_driver=False)
     folder = model_folder("demo")
-    options = {"backend": backend, "distributed_executor_backend": "ray"}
-    together, metrics = tokens_of(folder, shards, **options)
-    assert together == tokens_of(folder, 1)[0]
+    how = {"backend": backend, "distributed_executor_backend": "ray"}
+    kinds = [*KINDS, FORM]
+    together, metrics = tokens_of(folder, shards, kinds, **how)
+    assert together == tokens_of(folder, 1, kinds)[0]
     assert metrics.preemptions > 0
+
+
+@pytest.mark.parametrize("what", ["rank", "actor"])
+def test_requests_go_on_with_their_tokens_where_ranks_are_placed_anew(cluster, what):
+    """Where a rank, or the actor that has started it, is killed."""
+    ray.init(address=cluster.address, log_to_driver=False)
+    folder, lost = model_folder("demo"), []
+
+    def lose(engine):
+        actors = engine.worker.processes
+        ranks = [pid for actor in actors for pid in children(actor)]
+        os.kill((ranks if what == "rank" else actors)[1], signal.SIGKILL)
+        lost.extend([*ranks, *actors])
+
+    how = {"restart_on_failure": True, "distributed_executor_backend": "ray"}
+    assert requests_of(folder, 2, (lose, 5), **how) == requests_of(folder, 1)
+    assert all(gone(pid) for pid in lost)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("1,load,kill", "rank 1 on .* was ended by SIGKILL"),
+        ("0,warm_up,stop", r"rank 0 on .* was stopped for 2 s"),
+        ("1,load,raise", "rank 1 failed with ValueError: planted in two lines"),
+        ("0,result,raise", "rank 0 failed with ValueError: planted in two lines"),
+    ],
+)
+def test_what_fails_in_a_rank_ends_all_within_seconds(cluster, fault, words):
+    """Ranks whose workers compute nothing."""
+    from twinfer.shared.executor.ray_actors import Actors
+
+    ray.init(address=cluster.address, log_to_driver=False)
+    ranks = Ranks("torch", "cpu", 2, Actors(2, [*COMMAND, fault]))
+    try:
+        processes = [pid for actor in ranks.processes for pid in [actor, *children(actor)]]
+        worker, began = worker_of(ranks), time.monotonic()
+        with pytest.raises(RankLost, match=words) as raised:
+            make_calls(worker)
+        assert time.monotonic() - began < 10
+        assert len(str(raised.value).splitlines()) == 1
+        assert all(gone(pid) for pid in processes)
+    finally:
+        ranks.close()
 
 
 def step_for_ever(engine):

@@ -86,6 +86,13 @@ def worker_of(ranks):
     return RanksWorker(ranks, model, config, model_folder("demo"))
 
 
+def make_calls(worker):
+    worker.load(print)
+    worker.warm_up(options()[1].table(), print)
+    for number in range(1, 6):
+        worker.execute(step(number)).result()
+
+
 def test_what_is_sent_arrives_as_it_was():
     model, config = options(op_priority={"linear": ("native",)})
     assert decode(encode(model), ModelConfig) == model
@@ -181,10 +188,7 @@ def test_a_rank_that_fails_ends_all(monkeypatch, rank, place, what, kind, words)
         ranks = start(monkeypatch, f"{rank},{place},{what}")
         worker = worker_of(ranks)
         began = time.monotonic()
-        worker.load(print)
-        worker.warm_up(options()[1].table(), print)
-        for n in range(1, 6):
-            worker.execute(step(n)).result()
+        make_calls(worker)
 
     with pytest.raises(kind) as caught:
         run()
