@@ -5,11 +5,11 @@
 First the sums by size, in microseconds inside of a CUDA graph, for each way to make them, after a
 check that all ranks get the same right bits. Then decode and prefill of a model with dummy weights
 on one GPU and on `--ranks` by each provider of the sum: a decode figure is (time for 65 tokens -
-time for 1) / 64 with prompts of `--input-len` tokens, a prefill figure is of 32 prompts of 1 024, medians of
-`--repeats`, and `--mixed` has so many requests of random lengths at once (`twinfer bench offline`'s
-load). `tokens` are those of the bundled model in float32, `graphs` compares tokens and
-log-probabilities of CUDA graphs with eager calls in bfloat16, bit by bit, `limits` measures a copy
-and a product on one GPU. Everything runs in processes of its own.
+time for 1) / 64 with prompts of `--input-len` tokens, a prefill figure is of 32 prompts of 1 024,
+medians of `--repeats`, and `--mixed` has so many requests of random lengths at once (the load of
+`twinfer bench offline`). `tokens` are those of the bundled model in float32, `graphs` compares
+tokens and log-probabilities of CUDA graphs with eager calls in bfloat16, bit by bit, `limits`
+measures a copy and a product on one GPU. Everything runs in processes of its own.
 
 A shape that needs two GPUs, on cards that it nearly fills:
 
