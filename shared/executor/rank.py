@@ -220,10 +220,9 @@ def _beat(index: int, send: Callable[[Report], None]) -> None:
 
 
 def _leave_when_it_is_silent(context: Any, job: Job) -> None:
-    """End this process when a driver that was heard gives no sign of life any more."""
+    """End this process when the driver gives no sign of life."""
     socket = connected(context, zmq.SUB, job.beats, job.keys)
     with contextlib.suppress(zmq.ContextTerminated):
-        socket.recv()
         while socket.poll(round(1000 * SILENT_S)):
             socket.recv()
         os._exit(0)

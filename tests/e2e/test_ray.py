@@ -4,6 +4,8 @@ when an actor, a rank or a node is killed.
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -91,6 +93,37 @@ def test_what_fails_in_a_rank_ends_all_within_seconds(cluster, fault, words):
         assert all(gone(pid) for pid in processes)
     finally:
         ranks.close()
+
+
+DRIVER = """
+import time, ray
+from twinfer.shared.executor.driver import Ranks
+from twinfer.shared.executor.ray_actors import Actors
+ray.init(address={address!r}, log_to_driver=False)
+ranks = Ranks("torch", "cpu", 2, Actors(2, {command!r}))
+print(*ranks.processes, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_ranks_end_with_the_driver(cluster, number):
+    """Its actors too, unless it is only stopped: then Ray has no reason to."""
+    script = DRIVER.format(address=cluster.address, command=[*COMMAND])
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        actors = [int(word) for word in process.stdout.readline().split()]
+        ranks = [pid for actor in actors for pid in children(actor)]
+        assert len(actors) == len(ranks) == 2
+        began = time.monotonic()
+        os.kill(process.pid, number)
+        assert all(gone(pid) for pid in ranks)
+        assert time.monotonic() - began < 10
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert all(gone(pid) for pid in actors)
 
 
 def step_for_ever(engine):
