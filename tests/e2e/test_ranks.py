@@ -283,32 +283,38 @@ def test_what_ends_new_ranks_at_once_ends_the_engine(monkeypatch):
         engine.close()
 
 
+def streamed(*flags, lose=None, env=None):
+    """The texts of 50 streams of a server, what it has said, and whether it serves still. `lose` is
+    called with the server once the first has begun.
+    """
+    usual = ["--backend", "torch", "--device", "cpu", "--dtype", "float32", "--max-num-seqs", "50"]
+    with served(*usual, *flags, env=env) as server:
+        streams = [Stream(server, prompt=f"x{i}", max_tokens=60) for i in range(50)]
+        assert streams[0].begun.wait(60)
+        if lose is not None:
+            lose(server)
+        for stream in streams:
+            stream.join(120)
+            assert stream.lines[-1] == "data: [DONE]"
+        with server.client() as client:
+            assert client.get("/health").status_code == 200
+        # Lines without an event say that the stream lives.
+        events = [
+            [json.loads(line[6:]) for line in stream.lines if line.startswith("data: {")]
+            for stream in streams
+        ]
+        words = ["".join(e["choices"][0]["text"] for e in each) for each in events]
+        return words, server.log
+
+
 @pytest.mark.slow
 def test_streams_go_on_where_a_rank_is_lost():
     """All of 50 end with the text of an undisturbed run, and the server serves."""
-    flags = ["--backend", "torch", "--device", "cpu", "--dtype", "float32", "--max-num-seqs", "50"]
-    body = {"max_tokens": 60}
 
-    def texts(*more, lost=False):
-        with served(*flags, *more) as server:
-            streams = [Stream(server, prompt=f"x{i}", **body) for i in range(50)]
-            assert streams[0].begun.wait(60)
-            if lost:
-                os.kill(children(server.engine_pid())[1], signal.SIGKILL)
-            for stream in streams:
-                stream.join(120)
-                assert stream.lines[-1] == "data: [DONE]"
-            with server.client() as client:
-                assert client.get("/health").status_code == 200
-            # Lines without an event say that the stream lives.
-            events = [
-                [json.loads(line[6:]) for line in stream.lines if line.startswith("data: {")]
-                for stream in streams
-            ]
-            words = ["".join(e["choices"][0]["text"] for e in each) for each in events]
-            return words, server.log
+    def lose(server):
+        os.kill(children(server.engine_pid())[1], signal.SIGKILL)
 
-    undisturbed, _ = texts()
-    lost, log = texts("--tp", "2", "--restart-on-failure", lost=True)
+    undisturbed, _ = streamed()
+    lost, log = streamed("--tp", "2", "--restart-on-failure", lose=lose)
     assert lost == undisturbed
     assert "starting again: rank 1 was ended by SIGKILL" in log

@@ -17,7 +17,7 @@ from twinfer.shared.models.locate import model_folder
 
 from ..unit.test_executor import COMMAND, make_calls, worker_of
 from .server_process import gone, served
-from .test_ranks import FORM, KINDS, children, engine_of, requests_of, tokens_of
+from .test_ranks import FORM, KINDS, children, engine_of, requests_of, streamed, tokens_of
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -167,7 +167,7 @@ def test_a_server_leaves_with_its_code(cluster):
         with server.client() as client:
             body = {"prompt": "Once", "max_tokens": 4, "temperature": 0}
             assert client.post("/v1/completions", json=body).status_code == 200
-        ranks = [pid for pid in every("twinfer.shared.executor.rank") if pid != os.getpid()]
+        ranks = ranks_in(cluster)
         assert len(ranks) == 2
         os.kill(ranks[0], signal.SIGKILL)
         began = time.monotonic()
@@ -176,6 +176,27 @@ def test_a_server_leaves_with_its_code(cluster):
         lines = [line for line in server.log.splitlines() if "was ended by SIGKILL" in line]
         assert len(lines) == 1
         assert all(gone(pid) for pid in ranks)
+
+
+def test_streams_go_on_where_a_rank_is_lost(cluster):
+    """All of 50 end with the text of an undisturbed run."""
+    flags = ["--tp", "2", "--distributed-executor-backend", "ray", "--restart-on-failure"]
+
+    def lose(server):
+        os.kill(ranks_in(cluster)[1], signal.SIGKILL)
+
+    lost, log = streamed(*flags, lose=lose, env={"RAY_ADDRESS": cluster.address})
+    assert lost == streamed()[0]
+    assert "was ended by SIGKILL" in log
+    assert log.count("starting again: rank ") == 1
+
+
+def ranks_in(cluster):
+    """The ranks that the cluster's nodes run: what their actors have started."""
+    raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.nodes]
+    actors = [pid for raylet in raylets for pid in children(raylet)]
+    started = {pid for actor in actors for pid in children(actor)}
+    return [pid for pid in every("twinfer.shared.executor.rank") if pid in started]
 
 
 def every(word):
