@@ -44,8 +44,10 @@ ARGUMENTS: dict[str, Any] = {
     "allocate_kv": int, "warm_up": Table, "execute": StepInput, "sample": np.ndarray,
 }  # fmt: skip
 """The calls of a worker that all hosts make and that take something, and what."""
-ANSWERED = ("digests", "measure")
+ANSWERED = ("digests", "measure", "close")
 """The calls whose results the first host waits for."""
+PARTING_S = 5.0
+"""How long it waits for the others to leave: the last of them needs it still."""
 
 
 class Board(Protocol):
@@ -176,7 +178,7 @@ class FirstHost:
         for host, other in self._call("digests", dict[str, str]).items():
             for name, digest in other.items():
                 if digest != digests[name]:
-                    self._send("close")
+                    self._wait_for_leaving(self._send("close"))
                     raise ConfigError(
                         f"{name}: host {host} has {digest}, host 0 has {digests[name]}; all hosts "
                         "must have the same"
@@ -262,9 +264,17 @@ class FirstHost:
 
     def close(self) -> None:
         """See `Worker`. The other hosts leave."""
-        self._send("close")
+        number = self._send("close")
         self._worker.close()
+        self._wait_for_leaving(number)
         self._leave()
+
+    def _wait_for_leaving(self, number: int) -> None:
+        """Wait for the others' answers to the call `number`, which told them to leave."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: len(self._answers.get(number, ())) == len(self._others), PARTING_S
+            )
 
     def _leave(self) -> None:
         self._watch.stop()
@@ -283,8 +293,11 @@ def follow(
     board: Board,
     digests: Mapping[str, str],
     lose: Callable[[str], None] = end_process,
+    leave: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make the calls that the first host makes, until it closes."""
+    """Make the calls that the first host makes, until it closes. It stays until `leave` has run
+    here.
+    """
     public, secret = zmq.curve_keypair()
     board.put(f"hosts/key/{host}", public.decode())
     keys = Keys(public.decode(), secret.decode(), board.get("hosts/key"))
@@ -312,7 +325,7 @@ def follow(
     listener = threading.Thread(target=hear, daemon=True)
     listener.start()
     try:
-        _make_calls(worker, calls, host, send, digests)
+        _make_calls(worker, calls, host, send, digests, leave)
     except Exception as error:
         send(failure(host, error))
         time.sleep(BEAT_S)  # the first host ends all; what it says is the reason
@@ -332,6 +345,7 @@ def _make_calls(
     host: int,
     send: Callable[[Report], None],
     digests: Mapping[str, str],
+    leave: Callable[[], None],
 ) -> None:
     number = 0
     while True:
@@ -348,6 +362,8 @@ def _make_calls(
             found: Any = dict(digests)
         else:
             found = getattr(worker, call.name)(*given)
+        if call.name == "close":
+            leave()
         if call.name in ANSWERED:
             send(Done(host, number, msgspec.Raw(encode(found))))
         if call.name == "close":
