@@ -15,8 +15,9 @@ import socket as sockets
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -31,7 +32,7 @@ from ..shared.executor.messages import Beat, Call, Done, Failed, Keys, Report, d
 from ..shared.executor.rank import checkpoint_digest, digest_of, failure
 from ..shared.models.config import ModelConfig
 from ..shared.progress import Progress, silent
-from ..shared.step import StepInput
+from ..shared.step import StepInput, StepOutput
 from ..shared.worker import ProgramReport, StepHandle, Worker
 
 BEAT_S, SILENT_S = 1.0, 8.0
@@ -95,6 +96,10 @@ class Watch:
     def heard(self, host: int) -> None:
         """A host has given a sign of life."""
         self._heard[host] = time.monotonic()
+
+    def all_heard_since(self, then: float) -> bool:
+        """Whether every host that was ever heard has given a sign of life since then."""
+        return all(last > then for last in list(self._heard.values()))
 
     def stop(self) -> None:
         """Nobody is waited for any more."""
@@ -227,36 +232,57 @@ class FirstHost:
         if not self._closing:
             self._lose(why)
 
+    @contextmanager
+    def reasoned(self) -> Iterator[None]:
+        """Let an error of device work pass once all other hosts were heard after it: it may say no
+        more than that one is gone, and who has lost that one says so and ends this process.
+        """
+        try:
+            yield
+        except Exception:
+            met = time.monotonic()
+            while time.monotonic() < met + SILENT_S + 2 * BEAT_S:
+                if self._watch.all_heard_since(met):
+                    break
+                time.sleep(BEAT_S / 10)
+            raise
+
     def load(self, progress: Progress) -> None:
         """See `Worker`."""
         self._send("load")
-        self._worker.load(progress)
+        with self.reasoned():
+            self._worker.load(progress)
 
     def measure(self) -> int:
         """See `Worker`: what the host with the least has."""
         number = self._send("measure")
-        own = self._worker.measure()
+        with self.reasoned():
+            own = self._worker.measure()
         return min(own, *self._collect(number, int).values())
 
     def allocate_kv(self, num_pages: int) -> None:
         """See `Worker`."""
         self._send("allocate_kv", num_pages)
-        self._worker.allocate_kv(num_pages)
+        with self.reasoned():
+            self._worker.allocate_kv(num_pages)
 
     def warm_up(self, table: Table, progress: Progress) -> list[ProgramReport]:
         """See `Worker`."""
         self._send("warm_up", table)
-        return self._worker.warm_up(table, progress)
+        with self.reasoned():
+            return self._worker.warm_up(table, progress)
 
     def execute(self, step: StepInput) -> StepHandle:
         """See `Worker`."""
         self._send("execute", step)
-        return self._worker.execute(step)
+        with self.reasoned():
+            return Handle(self._worker.execute(step), self)
 
     def sample(self, masks: np.ndarray) -> None:
         """See `Worker`."""
         self._send("sample", masks)
-        self._worker.sample(masks)
+        with self.reasoned():
+            self._worker.sample(masks)
 
     def logits(self, step: StepInput) -> np.ndarray:
         """Not on several hosts: no host holds all logits."""
@@ -284,6 +310,19 @@ class FirstHost:
         self._calls.close()
         self._server.close()
         self._context.term()
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A step that all hosts have started."""
+
+    own: StepHandle
+    host: FirstHost
+
+    def result(self) -> StepOutput:
+        """See `StepHandle`."""
+        with self.host.reasoned():
+            return self.own.result()
 
 
 def follow(
