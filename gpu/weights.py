@@ -4,6 +4,7 @@ shard has.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -24,12 +25,16 @@ from ..shared.shard_reading import read_shard
 from ..shared.weights import (
     check_checkpoint,
     dummy_parameter,
-    dummy_size,
     is_made,
     pieces,
     read_parameter,
 )
 from .module import Decoder
+
+DUMMY_ENTRIES = 1 << 24
+"""How many dummy weights are made at a time. Each takes several words while it is made, and a
+device may be nearly full of weights.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,9 @@ def _fill(target: torch.Tensor, parameter: Parameter, source: Source, layer: int
     if source.shard is not None:
         _fill_shard(target, parameter, source, layer, source.shard)
     elif source.checkpoint is None:
-        target.copy_(_dummy(parameter, max(layer, 0), source.seed, target.device))
+        for rows in _blocks(target):
+            made = _dummy(parameter, rows, max(layer, 0), source.seed, target.device)
+            target[rows].copy_(made)
     else:
         target.copy_(from_numpy(read_parameter(source.checkpoint, parameter, layer)))
 
@@ -99,8 +106,10 @@ def _fill_shard(
         of_shard = None
         if placement.source is not None and placement.axis is not None:
             of_shard = placement.source[entries[placement.axis]]
-        made = _dummy_shard(parameter, placement, of_shard, max(layer, 0), source.seed, target)
-        target.copy_(made)
+        numbers = max(layer, 0), source.seed
+        for rows in _blocks(target):
+            made = _dummy_shard(parameter, placement, of_shard, *numbers, target[rows], rows)
+            target[rows].copy_(made)
         return
     held = np.empty(tuple(target.shape), DTYPES[str(target.dtype).removeprefix("torch.")])
     read_shard(source.checkpoint, parameter, placement, layer, tuple(entries), held)
@@ -132,9 +141,22 @@ def _make(
         getattr(owner, piece_name(parameter.name, piece)).copy_(values)
 
 
-def _dummy(parameter: Parameter, layer: int, seed: int, device: torch.device) -> torch.Tensor:
-    index = torch.arange(dummy_size(parameter), dtype=torch.int32, device=device)
-    return dummy_parameter(namespace("torch"), parameter, layer, seed, index).view(parameter.shape)
+def _blocks(target: torch.Tensor) -> Iterator[slice]:
+    """The rows of a parameter whose dummy weights are made at a time."""
+    count, width = len(target), prod(target.shape[1:])
+    rows = max(1, DUMMY_ENTRIES // max(1, width))
+    for first in range(0, count, rows):
+        yield slice(first, min(first + rows, count))
+
+
+def _dummy(
+    parameter: Parameter, rows: slice, layer: int, seed: int, device: torch.device
+) -> torch.Tensor:
+    """Rows of a layer's dummy weights."""
+    shape = (rows.stop - rows.start, *parameter.shape[1:])
+    first, size = rows.start * prod(shape[1:]), prod(shape)
+    index = torch.arange(first, first + size, dtype=torch.int32, device=device)
+    return dummy_parameter(namespace("torch"), parameter, layer, seed, index).view(shape)
 
 
 def _dummy_shard(
@@ -144,20 +166,23 @@ def _dummy_shard(
     layer: int,
     seed: int,
     target: torch.Tensor,
+    rows: slice,
 ) -> torch.Tensor:
-    """A shard of the numbers that `_dummy` makes; `source` are the entries of the placement's axis
-    that it has, -1 for its padding.
+    """Rows of a shard of the numbers that `_dummy` makes, shaped as `target`; `source` are the
+    entries of the placement's axis that the shard has, -1 for its padding.
     """
     index = torch.zeros((), dtype=torch.int32, device=target.device)
     real: torch.Tensor | None = None
     for axis, size in enumerate(parameter.shape):
         count = size if axis != placement.axis or source is None else len(source)
-        along = torch.arange(count, dtype=torch.int32, device=target.device)
+        entries = np.arange(count, dtype=np.int32)
         if axis == placement.axis and source is not None:
-            along = torch.from_numpy(source.astype(np.int32)).to(target.device)
-            real = (along >= 0).view([-1 if dim == axis else 1 for dim in range(target.ndim)])
-            along = along.clamp(min=0)
+            entries = source.astype(np.int32)
+        along = torch.from_numpy(entries[rows] if axis == 0 else entries).to(target.device)
         shape = [-1 if dim == axis else 1 for dim in range(target.ndim)]
+        if axis == placement.axis and source is not None:
+            real = (along >= 0).view(shape)
+            along = along.clamp(min=0)
         index = index * size + along.view(shape)
     xp = namespace("torch")
     flat = index.expand(target.shape).reshape(prod(target.shape))

@@ -5,10 +5,16 @@
 First the sums by size, in microseconds inside of a CUDA graph, for each way to make them, after a
 check that all ranks get the same right bits. Then decode and prefill of a model with dummy weights
 on one GPU and on `--ranks` by each provider of the sum: a decode figure is (time for 65 tokens -
-time for 1) / 64 with prompts of 128 tokens, a prefill figure is of 32 prompts of 1 024, medians of
-three. `tokens` are those of the bundled model in float32, `graphs` compares tokens and
-log-probabilities of CUDA graphs with eager calls in bfloat16, bit by bit. Everything runs in
-processes of its own.
+time for 1) / 64 with prompts of `--input-len` tokens, a prefill figure is of 32 prompts of 1 024,
+medians of `--repeats`, and `--mixed` has so many requests of random lengths at once (the load of
+`twinfer bench offline`). `tokens` are those of the bundled model in float32, `graphs` compares
+tokens and log-probabilities of CUDA graphs with eager calls in bfloat16, bit by bit, `limits`
+measures a copy and a product on one GPU. Everything runs in processes of its own.
+
+A shape that needs two GPUs, on cards that it nearly fills:
+
+    python scripts/bench_tp.py --model llama3.1-70b --parts engines --only 'tp 2 peers'
+        --mixed 128 --options '{"memory_utilization": 0.98, "max_num_batched_tokens": 4096}'
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 PROVIDERS = ("nccl", "peers")
@@ -126,9 +132,28 @@ def seconds(llm: Any, batch: int, length: int, tokens: int, rng: random.Random) 
     return time.perf_counter() - start
 
 
-def engine(model: str, options: dict[str, Any], sizes: list[int]) -> dict[str, Any]:
-    """Decode and prefill of one engine."""
+def say(*words: Any) -> None:
+    """Tell how far it has come, for a run that is cut off."""
+    print(*words, file=sys.stderr, flush=True)
+
+
+def limits() -> dict[str, Any]:
+    """What one GPU does at most, by measurement."""
+    from twinfer.gpu.limits import measure_limits
+    from twinfer.gpu.worker import find_device
+
+    return asdict(measure_limits(find_device("cuda"), "bfloat16"))
+
+
+def engine(
+    model: str, options: dict[str, Any], sizes: list[int], length: int, repeats: int, requests: int
+) -> dict[str, Any]:
+    """Decode behind prompts of `length` tokens and prefill of one engine, and `requests` at once if
+    there are to be any.
+    """
     from twinfer import LLM
+    from twinfer.serving.bench import Runner, Workload, mixed
+    from twinfer.shared.limits import decode_bytes
 
     usual = dict(
         backend="torch", load_format="dummy", max_model_len=2048, max_num_seqs=max(sizes),
@@ -143,19 +168,29 @@ def engine(model: str, options: dict[str, Any], sizes: list[int]) -> dict[str, A
             "phases_s": {k: round(v, 1) for k, v in llm.engine.report.seconds.items()},
             "num_pages": llm.engine.report.num_pages,
             "decode_ms": {},
+            "decode_bytes": {},
         }
+        say(found)
         rng = random.Random(0)
-        seconds(llm, min(sizes), 128, 4, rng)
+        seconds(llm, min(sizes), length, 4, rng)
         for size in sizes:
             both = [
-                (seconds(llm, size, 128, 1 + STEPS, rng), seconds(llm, size, 128, 1, rng))
-                for _ in range(3)
+                (seconds(llm, size, length, 1 + STEPS, rng), seconds(llm, size, length, 1, rng))
+                for _ in range(repeats)
             ]
             step = statistics.median(a - b for a, b in both) / STEPS * 1e3
             found["decode_ms"][size] = round(step, 3)
-            print(options, size, found["decode_ms"][size], file=sys.stderr, flush=True)
-        took = statistics.median(seconds(llm, 32, 1024, 1, rng) for _ in range(3))
+            lengths = [length + (STEPS + 1) / 2] * size
+            found["decode_bytes"][size] = decode_bytes(llm.engine.model, lengths, 2, 2)
+            say(size, found["decode_ms"][size])
+        took = statistics.median(seconds(llm, 32, 1024, 1, rng) for _ in range(repeats))
         found["prefill_tok_s"] = round(32 * 1024 / took)
+        say("prefill", found["prefill_tok_s"])
+        if requests:
+            found["mixed"] = mixed(Runner(llm), Workload(mixed_requests=requests))
+            say("mixed", found["mixed"])
+        metrics = llm.engine.metrics()
+        found["preemptions"] = metrics.preemptions
         found["late"] = llm.engine.worker.compilations_after_ready()
     return found
 
@@ -180,7 +215,9 @@ def tokens(options: dict[str, Any]) -> list[Any]:
         backend="torch", dtype="float32", max_model_len=256, max_num_seqs=16, progress=False,
         max_num_batched_tokens=64, num_pages=200,
     )  # fmt: skip
+    start = time.perf_counter()
     with LLM("demo", **(usual | options)) as llm:
+        say("tokens", options, f"started after {time.perf_counter() - start:.0f} s")
         outputs = llm.generate(prompts, [kinds[i % 4] for i in range(12)], progress=False)
         said = [output.outputs[0] for output in outputs]
         return [[list(one.token_ids), repr(one.logprobs)] for one in said]
@@ -235,69 +272,82 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch-sizes", default="1,8,64,256")
     parser.add_argument("--parts", default="sums,tokens,graphs,engines")
-    parser.add_argument("--only", default="", help="engines: names that begin so, as 'tp 2'")
+    parser.add_argument("--only", default="", help="names that begin so: 'tp 1,tp 2 peers'")
+    parser.add_argument("--options", type=json.loads, default={}, help="more, of the engines")
+    parser.add_argument("--input-len", type=int, default=128, help="tokens of decode's prompts")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--mixed", type=int, default=0, metavar="REQUESTS")
+    parser.add_argument("--patience", type=float, default=150.0, help="seconds for a process")
     parser.add_argument("--json")
     parser.add_argument("--sums", type=int)
     parser.add_argument("--at", default="")
+    parser.add_argument("--limits", action="store_true")
     parser.add_argument("--engine", type=json.loads)
     parser.add_argument("--tokens", type=json.loads)
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.batch_sizes.split(",")]
+    made: Any = None
     if arguments.sums is not None:
-        print(json.dumps(sums(arguments.sums, arguments.ranks, arguments.at)), flush=True)
-        return
-    if arguments.engine is not None:
-        print(json.dumps(engine(arguments.model, arguments.engine, sizes)), flush=True)
-        return
-    if arguments.tokens is not None:
-        print(json.dumps(tokens(arguments.tokens)), flush=True)
+        made = sums(arguments.sums, arguments.ranks, arguments.at)
+    elif arguments.limits:
+        made = limits()
+    elif arguments.engine is not None:
+        more = arguments.input_len, arguments.repeats, arguments.mixed
+        made = engine(arguments.model, arguments.engine, sizes, *more)
+    elif arguments.tokens is not None:
+        made = tokens(arguments.tokens)
+    if made is not None:
+        print(json.dumps(made), flush=True)
         return
     result: dict[str, Any] = {"model": arguments.model, "date": time.strftime("%Y-%m-%d")}
     parts = arguments.parts.split(",")
+    begins = tuple(arguments.only.split(","))
+    chosen = {n: o for n, o in settings(arguments.ranks).items() if n.startswith(begins)}
 
     def keep() -> None:
+        print(json.dumps(result), flush=True)
         if arguments.json:
             with open(arguments.json, "w", encoding="utf-8") as file:
                 json.dump(result, file, indent=1)
 
+    if "limits" in parts:
+        result["limits"] = child("--limits", patience=60)
+        keep()
     if "sums" in parts:
         result["sums_us"] = sums_of_all(arguments.ranks)
         keep()
     if "tokens" in parts:
-        said = {
-            name: child("--tokens", json.dumps(options), patience=80)
-            for name, options in settings(arguments.ranks).items()
-        }
-        first = said["tp 1"]
-        result["same_tokens"] = {
-            name: words == first if isinstance(words, list) else words
-            for name, words in said.items()
-        }
-        print(result["same_tokens"], flush=True)
+        first = child("--tokens", "{}", patience=arguments.patience)
+        result["same_tokens"] = {}
+        for name, options in chosen.items():
+            words = (
+                child("--tokens", json.dumps(options), patience=arguments.patience)
+                if options
+                else first
+            )
+            result["same_tokens"][name] = words == first if isinstance(words, list) else words
         keep()
     if "graphs" in parts:
         result["graphs_equal_eager"] = {}
-        for name, options in settings(arguments.ranks).items():
+        for name, options in chosen.items():
             exact = options | {"dtype": "bfloat16"}
             graphs, eager = (
-                child("--tokens", json.dumps(exact | more), patience=80)
+                child("--tokens", json.dumps(exact | more), patience=arguments.patience)
                 for more in ({}, {"enforce_eager": True})
             )
             held = isinstance(graphs, list)
             result["graphs_equal_eager"][name] = graphs == eager if held else graphs
-        print(result["graphs_equal_eager"], flush=True)
-        keep()
+            keep()
     if "engines" in parts:
         result["engines"] = {}
-        for name, options in settings(arguments.ranks).items():
-            if not name.startswith(arguments.only):
-                continue
-            words = ("--model", arguments.model, "--batch-sizes", arguments.batch_sizes)
-            found = child("--engine", json.dumps(options), *words, patience=150)
+        for name, options in chosen.items():
+            words = ["--model", arguments.model, "--batch-sizes", arguments.batch_sizes]
+            words += ["--repeats", str(arguments.repeats), "--mixed", str(arguments.mixed)]
+            words += ["--input-len", str(arguments.input_len)]
+            asked = json.dumps(options | arguments.options)
+            found = child("--engine", asked, *words, patience=arguments.patience)
             result["engines"][name] = found
-            print(name, json.dumps(found), flush=True)
             keep()
-    print(json.dumps(result))
 
 
 if __name__ == "__main__":

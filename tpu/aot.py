@@ -16,16 +16,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..bucketing import Descriptor
 from ..ops import OpError
 from ..shared.checkpoint import has_weights
 from ..shared.config import EngineConfig, ResolvedConfig, resolve
 from ..shared.errors import ConfigError
 from ..shared.kv_scales import with_scales
 from ..shared.models import decoder
-from ..shared.models.caches import cached_tokens, layout_of, request_pages
+from ..shared.models.caches import cached_tokens, layout_of, request_pages, step_shape
 from ..shared.models.config import ModelConfig
+from ..shared.packer import padding
 from ..shared.progress import Progress
 from ..shared.quantized import with_quantization
+from ..shared.step_cost import Devices, Estimate, estimate, ici
 from ..shared.worker import cache_pages
 from . import compilation, executables, footprint
 from .aot_report import AotReport, ProgramCost, program_cost
@@ -37,6 +40,8 @@ from .sharding import check_all_take_part, make_mesh
 
 PROGRAMS = ("largest", "steps", "all")
 """Which programs `build` compiles."""
+USUAL_LENGTH = 1024
+"""Tokens of the requests whose times are estimated, if the cache holds so many."""
 
 
 def build(
@@ -104,6 +109,8 @@ def build(
                 out, executables.key(model, config, plans.hash, mesh, report.num_pages)
             )
         slice_.compile(report, known, writer)
+        report.estimates = slice_.estimates(report.kv_tokens)
+        report.step_message = slice_.step_message()
         report.fits = not report.too_large
         if writer is not None and report.fits:
             report.written_to = writer.finish()
@@ -230,6 +237,32 @@ class Slice:
             parts[p.name] = parts.get(p.name, 0) + size
         most = sorted(parts.items(), key=lambda part: -part[1])[:5]
         report.too_large += [{"what": f"whole model: {what}", "bytes": size} for what, size in most]
+
+    def estimates(self, kv_tokens: int) -> list[Estimate]:
+        """What steps should take: decodes of one request and of all, and prompts."""
+        config, chip = self.config, self.target.chip
+        itemsizes = (
+            jnp.dtype(config.dtype).itemsize,
+            jnp.dtype(config.kv_cache_dtype).itemsize,
+        )
+        count = config.tensor_parallel_size
+        devices = Devices(count, chip.read, chip.flops, ici(chip.ici))
+        most, tokens = config.max_num_seqs, config.max_num_batched_tokens
+        length = min(USUAL_LENGTH, config.max_model_len, max(1, kv_tokens // most))
+        prompt = min(USUAL_LENGTH, config.max_model_len, tokens)
+        asked = [("decode", 1, length), ("decode", most, length)]
+        asked.append(("prefill", tokens // prompt, prompt))
+        return [
+            estimate(what, self.model, [each] * requests, itemsizes, devices)
+            for what, requests, each in asked
+        ]
+
+    def step_message(self) -> int:
+        """Bytes of a decode step of all requests, as hosts send it."""
+        size = max(self.config.table().decode_sizes)
+        shape = step_shape(self.model, self.config)
+        step = padding(Descriptor("decode", size, size, 1), shape)
+        return step.batch.nbytes + step.sampling.nbytes
 
     def compile(
         self, report: AotReport, built: footprint.Built, writer: executables.Writer | None

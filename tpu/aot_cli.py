@@ -73,6 +73,26 @@ def show(report: AotReport, console: Console) -> None:
                 f"{len(report.programs)} of {report.ladder} programs: the largest of each kind "
                 "(--programs)"
             )
+    if report.estimates:
+        table = Table(
+            "step", "bytes", "memory", "arithmetic", "sums between devices", "together",
+            title="an estimate by published rates and one ring over ICI; nothing ran on a TPU",
+        )  # fmt: skip
+        for one in report.estimates:
+            table.add_row(
+                f"{one.what}, {one.requests} of {one.length} tokens",
+                _size(int(one.bytes)),
+                _ms(one.bytes_ms),
+                _ms(one.flops_ms),
+                f"{_ms(one.sums_ms)}: {one.sums} of {_kib(one.sum_bytes)}" if one.sums else "-",
+                _ms(one.ms),
+            )
+        console.print(table)
+    if report.estimates and report.hosts > 1:
+        console.print(
+            f"each other host gets {_kib(report.step_message)} a decode step, over the hosts' own "
+            "network"
+        )
     if report.besides:
         parts = ", ".join(f"{what} {_size(size)}" for what, size in report.besides.items())
         console.print(f"each device, besides the cache: {parts}")
@@ -88,6 +108,14 @@ def show(report: AotReport, console: Console) -> None:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.2f} ms"
+
+
+def _kib(count: int) -> str:
+    return f"{count / 2**10:.0f} KiB"
 
 
 def _counts(kinds: dict[str, int]) -> str:

@@ -9,6 +9,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..shared.step_cost import Estimate
+
 COLLECTIVE = re.compile(
     r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
     r"|ragged-all-to-all)(?:-start)?\("
@@ -41,7 +43,8 @@ class AotReport:
     `besides` is what is held besides the cache, by what for. Where weights and one request do not
     fit, nothing is compiled: it is empty, and `num_pages` and `kv_tokens` are what would fit if
     steps took no memory. `ladder` counts the programs that a worker builds, of which `programs`
-    were compiled here.
+    were compiled here. `estimates` are no figures of the compiler's: what steps take by published
+    rates of the chip. `step_message` is what each other host gets of a decode step of all requests.
     """
 
     model: str
@@ -63,11 +66,15 @@ class AotReport:
     ladder: int = 0
     programs: list[ProgramCost] = field(default_factory=list)
     too_large: list[dict[str, Any]] = field(default_factory=list)
+    estimates: list[Estimate] = field(default_factory=list)
+    step_message: int = 0
     written_to: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        return asdict(self) | {
+            "estimates": [asdict(one) | {"ms": one.ms} for one in self.estimates]
+        }
 
     def set_pages(self, pages: int, tokens: int) -> None:
         """Say how large the cache is."""

@@ -15,23 +15,24 @@ import socket as sockets
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from ..bucketing import Table
 from ..shared.config import ResolvedConfig
 from ..shared.errors import BackendUnavailable, ConfigError, InternalError
-from ..shared.executor.messages import Beat, Call, Done, Failed, Report, decode, encode
+from ..shared.executor.curve import CurveServer, connected
+from ..shared.executor.messages import Beat, Call, Done, Failed, Keys, Report, decode, encode
 from ..shared.executor.rank import checkpoint_digest, digest_of, failure
 from ..shared.models.config import ModelConfig
 from ..shared.progress import Progress, silent
-from ..shared.step import StepInput
+from ..shared.step import StepInput, StepOutput
 from ..shared.worker import ProgramReport, StepHandle, Worker
 
 BEAT_S, SILENT_S = 1.0, 8.0
@@ -44,8 +45,10 @@ ARGUMENTS: dict[str, Any] = {
     "allocate_kv": int, "warm_up": Table, "execute": StepInput, "sample": np.ndarray,
 }  # fmt: skip
 """The calls of a worker that all hosts make and that take something, and what."""
-ANSWERED = ("digests", "measure")
+ANSWERED = ("digests", "measure", "close")
 """The calls whose results the first host waits for."""
+PARTING_S = 5.0
+"""How long it waits for the others to leave: the last of them needs it still."""
 
 
 class Board(Protocol):
@@ -94,6 +97,10 @@ class Watch:
         """A host has given a sign of life."""
         self._heard[host] = time.monotonic()
 
+    def all_heard_since(self, then: float) -> bool:
+        """Whether every host that was ever heard has given a sign of life since then."""
+        return all(last > then for last in list(self._heard.values()))
+
     def stop(self) -> None:
         """Nobody is waited for any more."""
         self._done.set()
@@ -138,27 +145,18 @@ class FirstHost:
         self._lose, self._number = lose, 0
         self._context = zmq.Context()
         self._sending = threading.Lock()
-        public, secret = zmq.curve_keypair()
-        self._keys: set[bytes] = set()
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(credentials_provider=self)
         ip, port = interface(address)
-        self._calls = self._context.socket(zmq.XPUB)
-        self._reports = self._context.socket(zmq.PULL)
-        for number, socket in enumerate((self._calls, self._reports)):
-            socket.set_hwm(0)
-            socket.linger = 5000
-            socket.curve_server = True
-            socket.curve_publickey, socket.curve_secretkey = public, secret
-            socket.bind(f"tcp://{ip}:{port + number}")
+        self._server = CurveServer(self._context)
+        self._calls, _ = self._server.bind(zmq.XPUB, ip, port)
+        self._reports, _ = self._server.bind(zmq.PULL, ip, port + 1)
+        self._calls.linger = self._reports.linger = 5000
         self._calls.setsockopt(zmq.XPUB_VERBOSE, 1)  # one message for each host that subscribes
         self._answers: dict[int, dict[int, Any]] = {}
         self._met = threading.Event()
         self._changed = threading.Condition()
         self._closing = False
-        board.put("hosts/key", public.decode())
-        self._keys |= {board.get(f"hosts/key/{host}").encode() for host in self._others}
+        board.put("hosts/key", self._server.public_key)
+        self._server.allow(board.get(f"hosts/key/{host}") for host in self._others)
         self._watch = Watch(self._told, self._beat)
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -167,10 +165,6 @@ class FirstHost:
         except BaseException:
             self._leave()
             raise
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a host with this public key may connect."""
-        return key in self._keys
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)
@@ -189,7 +183,7 @@ class FirstHost:
         for host, other in self._call("digests", dict[str, str]).items():
             for name, digest in other.items():
                 if digest != digests[name]:
-                    self._send("close")
+                    self._wait_for_leaving(self._send("close"))
                     raise ConfigError(
                         f"{name}: host {host} has {digest}, host 0 has {digests[name]}; all hosts "
                         "must have the same"
@@ -238,36 +232,57 @@ class FirstHost:
         if not self._closing:
             self._lose(why)
 
+    @contextmanager
+    def reasoned(self) -> Iterator[None]:
+        """Let an error of device work pass once all other hosts were heard after it: it may say no
+        more than that one is gone, and who has lost that one says so and ends this process.
+        """
+        try:
+            yield
+        except Exception:
+            met = time.monotonic()
+            while time.monotonic() < met + SILENT_S + 2 * BEAT_S:
+                if self._watch.all_heard_since(met):
+                    break
+                time.sleep(BEAT_S / 10)
+            raise
+
     def load(self, progress: Progress) -> None:
         """See `Worker`."""
         self._send("load")
-        self._worker.load(progress)
+        with self.reasoned():
+            self._worker.load(progress)
 
     def measure(self) -> int:
         """See `Worker`: what the host with the least has."""
         number = self._send("measure")
-        own = self._worker.measure()
+        with self.reasoned():
+            own = self._worker.measure()
         return min(own, *self._collect(number, int).values())
 
     def allocate_kv(self, num_pages: int) -> None:
         """See `Worker`."""
         self._send("allocate_kv", num_pages)
-        self._worker.allocate_kv(num_pages)
+        with self.reasoned():
+            self._worker.allocate_kv(num_pages)
 
     def warm_up(self, table: Table, progress: Progress) -> list[ProgramReport]:
         """See `Worker`."""
         self._send("warm_up", table)
-        return self._worker.warm_up(table, progress)
+        with self.reasoned():
+            return self._worker.warm_up(table, progress)
 
     def execute(self, step: StepInput) -> StepHandle:
         """See `Worker`."""
         self._send("execute", step)
-        return self._worker.execute(step)
+        with self.reasoned():
+            return Handle(self._worker.execute(step), self)
 
     def sample(self, masks: np.ndarray) -> None:
         """See `Worker`."""
         self._send("sample", masks)
-        self._worker.sample(masks)
+        with self.reasoned():
+            self._worker.sample(masks)
 
     def logits(self, step: StepInput) -> np.ndarray:
         """Not on several hosts: no host holds all logits."""
@@ -275,9 +290,17 @@ class FirstHost:
 
     def close(self) -> None:
         """See `Worker`. The other hosts leave."""
-        self._send("close")
+        number = self._send("close")
         self._worker.close()
+        self._wait_for_leaving(number)
         self._leave()
+
+    def _wait_for_leaving(self, number: int) -> None:
+        """Wait for the others' answers to the call `number`, which told them to leave."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: len(self._answers.get(number, ())) == len(self._others), PARTING_S
+            )
 
     def _leave(self) -> None:
         self._watch.stop()
@@ -285,8 +308,21 @@ class FirstHost:
             self._closing = True
         self._listener.join()
         self._calls.close()
-        self._authenticator.stop()
+        self._server.close()
         self._context.term()
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A step that all hosts have started."""
+
+    own: StepHandle
+    host: FirstHost
+
+    def result(self) -> StepOutput:
+        """See `StepHandle`."""
+        with self.host.reasoned():
+            return self.own.result()
 
 
 def follow(
@@ -296,26 +332,21 @@ def follow(
     board: Board,
     digests: Mapping[str, str],
     lose: Callable[[str], None] = end_process,
+    leave: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make the calls that the first host makes, until it closes."""
+    """Make the calls that the first host makes, until it closes. It stays until `leave` has run
+    here.
+    """
     public, secret = zmq.curve_keypair()
     board.put(f"hosts/key/{host}", public.decode())
-    server = board.get("hosts/key").encode()
+    keys = Keys(public.decode(), secret.decode(), board.get("hosts/key"))
     ip, port = interface(address)
     context = zmq.Context()
     sending = threading.Lock()
-
-    def connected(kind: int, number: int) -> Any:
-        socket = context.socket(kind)
-        socket.set_hwm(0)
-        socket.curve_serverkey = server
-        socket.curve_publickey, socket.curve_secretkey = public, secret
-        if kind == zmq.SUB:
-            socket.setsockopt(zmq.SUBSCRIBE, b"")
-        socket.connect(f"tcp://{ip}:{port + number}")
-        return socket
-
-    calls, beats, reports = connected(zmq.SUB, 0), connected(zmq.SUB, 0), connected(zmq.PUSH, 1)
+    calls, beats, reports = (
+        connected(context, kind, f"tcp://{ip}:{port + number}", keys)
+        for kind, number in ((zmq.SUB, 0), (zmq.SUB, 0), (zmq.PUSH, 1))
+    )
 
     def send(report: Report) -> None:
         with sending:
@@ -333,7 +364,7 @@ def follow(
     listener = threading.Thread(target=hear, daemon=True)
     listener.start()
     try:
-        _make_calls(worker, calls, host, send, digests)
+        _make_calls(worker, calls, host, send, digests, leave)
     except Exception as error:
         send(failure(host, error))
         time.sleep(BEAT_S)  # the first host ends all; what it says is the reason
@@ -353,6 +384,7 @@ def _make_calls(
     host: int,
     send: Callable[[Report], None],
     digests: Mapping[str, str],
+    leave: Callable[[], None],
 ) -> None:
     number = 0
     while True:
@@ -369,6 +401,8 @@ def _make_calls(
             found: Any = dict(digests)
         else:
             found = getattr(worker, call.name)(*given)
+        if call.name == "close":
+            leave()
         if call.name in ANSWERED:
             send(Done(host, number, msgspec.Raw(encode(found))))
         if call.name == "close":

@@ -172,6 +172,7 @@ def on_all_hosts(worker: Worker, model: ModelConfig, config: ResolvedConfig, fol
     digests = host_link.digests_of(model, config, worker.plan_hash(), folder)
     # Not jax.process_index(): a TPU slice numbers its hosts by their place in it.
     if index > 0:
-        host_link.follow(worker, address, index, board, digests)
+        # By itself JAX would leave when this process ends, and abort it if the first host is gone.
+        host_link.follow(worker, address, index, board, digests, leave=jax.distributed.shutdown)
         raise SystemExit(0)
     return host_link.FirstHost(worker, address, hosts - 1, board, digests)

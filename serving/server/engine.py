@@ -25,11 +25,12 @@ import zmq
 import zmq.asyncio
 
 from ...shared.errors import EngineDead, InternalError, Overloaded, RequestError
+from ...shared.executor.driver import clear_up, is_stopped
 from ...shared.progress import Progress, silent
 from ...shared.sampling_params import SamplingParams
 from ...shared.tokenizer import Tokenizer
 from ..batch import settings_of
-from .child import EXIT_ENGINE
+from .child import EXIT_ENGINE, EXIT_FAILED
 from .fields import FORM, renamed
 from .live import Live
 from .messages import (
@@ -58,6 +59,10 @@ WATCH_S = 0.2
 """How often it is looked after."""
 STOPPED_S = 1.0
 """This process was stopped, or held up, if it did not look for so long."""
+ENGINE_STOPPED_S = 5.0
+"""How long a signal may stop the engine, if nothing says how long it may hang: while it starts,
+nothing else would notice.
+"""
 STACKS_S = 0.5
 """How long a hung engine has to say where it hangs."""
 PARTING_S = 10.0
@@ -129,7 +134,7 @@ class EngineProcess:
         self._waiting: dict[int, int] = {}
         self._waiting_tokens = 0
         self._resets: deque[asyncio.Future[bool]] = deque()
-        self._heard = self._looked = time.monotonic()
+        self._heard = self._looked = self._runs = time.monotonic()
         self._folder = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -177,6 +182,7 @@ class EngineProcess:
                 await asyncio.to_thread(process.wait, PARTING_S)
             self._kill()
             process.wait()
+            clear_up(process.pid)
         if self._context is not None:
             self._inbox.close(linger=0)
             self._outbox.close(linger=0)
@@ -231,18 +237,25 @@ class EngineProcess:
             self._looked = time.monotonic()
             await asyncio.sleep(WATCH_S)
             now = time.monotonic()
-            self._heard = min(now, self._heard + max(0.0, now - self._looked - STOPPED_S))
+            held_up = max(0.0, now - self._looked - STOPPED_S)
+            self._heard = min(now, self._heard + held_up)
+            self._runs = min(now, self._runs + held_up) if is_stopped(process.pid) else now
             code = process.poll()
             if code is not None:
                 await asyncio.sleep(0.2)  # what it said last is on its way
                 if self.exit_code is None:
                     how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-                    self._finish(EXIT_ENGINE if self.ready else 1, f"the engine ended {how}")
-            elif not self.alive:
+                    code = EXIT_ENGINE if self.ready else EXIT_FAILED
+                    self._finish(code, f"the engine ended {how}")
+            elif self.exit_code is None and not self.alive:
                 process.send_signal(signal.SIGUSR1)  # its stacks, on standard error
                 silence = self._silence()
                 await asyncio.sleep(STACKS_S)
                 self._finish(EXIT_ENGINE, f"the engine has hung for {silence:.0f} s; killed")
+                self._kill()
+            elif now - self._runs > (self._hang_s or ENGINE_STOPPED_S):
+                why = f"the engine was stopped for {now - self._runs:.0f} s; killed"
+                self._finish(EXIT_ENGINE if self.ready else EXIT_FAILED, why)
                 self._kill()
 
     async def _listen(self) -> None:

@@ -114,7 +114,8 @@ class Subprocesses:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
-        self.folder = Path(tempfile.mkdtemp(prefix="twinfer-"))  # only its owner may enter it
+        # Only its owner may enter it.
+        self.folder = Path(tempfile.mkdtemp(prefix=folder_prefix(os.getpid())))
         self.processes: list[int] = []
         self._started: list[subprocess.Popen[bytes]] = []
 
@@ -163,6 +164,19 @@ class Subprocesses:
     def close(self) -> None:
         """See `Launcher`."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def folder_prefix(pid: int) -> str:
+    """How the folders of sockets begin that the driver in this process makes."""
+    return f"twinfer-ranks-{pid}-"
+
+
+def clear_up(pid: int) -> None:
+    """Remove what a driver leaves that was killed, or left without closing its ranks. The process
+    has ended.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(folder_prefix(pid) + "*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def bound(context: Any, kind: int, address: str) -> Any:
@@ -266,8 +280,20 @@ class Ranks:
         self._numbers += 1
         data = encode(Call(self._numbers, name, msgspec.Raw(encode(value))))
         for inbox in self._inboxes:
-            inbox.send(data)
+            self._send(inbox, data)
         return self._numbers
+
+    def _send(self, inbox: Any, data: bytes) -> None:
+        """Send to a rank. To one that has just ended nothing can be sent: that its end is noticed
+        is waited for, and raised.
+        """
+        while True:
+            try:
+                inbox.send(data, zmq.DONTWAIT)
+                return
+            except zmq.Again:
+                self.check()
+                inbox.poll(round(1000 * LOOK_S), zmq.POLLOUT)
 
     def output(self, number: int) -> StepOutput:
         """Wait for what the step that was call `number` brought: the same on all ranks."""
@@ -341,23 +367,23 @@ class Ranks:
         looked = beaten = time.monotonic()
         while self._error is None:
             if doors.outbox.poll(round(1000 * LOOK_S)):
-                self._take(decode(doors.outbox.recv(), Report))
+                self._take(doors.outbox)
             if time.monotonic() - looked < LOOK_S:
                 continue
             looked = time.monotonic()
             while doors.outbox.poll(0):
-                self._take(decode(doors.outbox.recv(), Report))
+                self._take(doors.outbox)
             self._look()
             if doors.beats is not None and looked - beaten >= BEAT_S:
                 beaten = looked
                 doors.beats.send(b"")
 
-    def _take(self, report: Report) -> None:
+    def _take(self, outbox: Any) -> None:
+        report = decode(outbox.recv(), Report)
         rank = 0 if isinstance(report, Progressed) else report.rank
         self._heard[rank] = time.monotonic()
         if isinstance(report, Failed):
-            self._look_for_the_dead(rank)
-            self._lose(error_of(report))
+            self._lose(self._reason(report, outbox))
             return
         with self._changed:
             if isinstance(report, Found):
@@ -385,17 +411,22 @@ class Ranks:
             else:
                 self._agreed.add(report.number)
 
-    def _look_for_the_dead(self, reporter: int) -> None:
-        """Lose the ranks if another one than the `reporter` of an error has ended: an error may
-        say no more than that a peer is gone, and what is left of a process takes a moment to go.
+    def _reason(self, first: Failed, outbox: Any) -> TwinferError:
+        """Why the ranks are lost: what the first one to report an error has met, or that another
+        one has ended without a report. An error may say no more than that a peer is gone, and what
+        is left of a process takes a moment to go.
         """
-        deadline = time.monotonic() + GRACE_S
+        reported, deadline = {first.rank}, time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
+            if outbox.poll(round(1000 * GRACE_S / 10)):
+                report = decode(outbox.recv(), Report)
+                if isinstance(report, Failed):
+                    reported.add(report.rank)
+                continue
             for rank in range(self.count):
-                if rank != reporter and (how := self._launcher.ended(rank)) is not None:
-                    self._lose(RankLost(f"rank {rank} {how}"))
-                    return
-            time.sleep(GRACE_S / 10)
+                if rank not in reported and (how := self._launcher.ended(rank)) is not None:
+                    return RankLost(f"rank {rank} {how}")
+        return error_of(first)
 
     def _look(self) -> None:
         """Lose the ranks if one of them has ended or gives no sign of life."""

@@ -30,6 +30,7 @@ from ..errors import InternalError
 from ..progress import silent
 from ..step import StepInput, StepOutput
 from ..worker import Worker, backend_module
+from .curve import connected
 from .messages import (
     Beat,
     Call,
@@ -37,7 +38,6 @@ from .messages import (
     Failed,
     Found,
     Job,
-    Keys,
     Made,
     Make,
     Progressed,
@@ -186,9 +186,8 @@ def main() -> int:
     _die_with_the_driver()
     threading.Thread(target=_leave_with_the_driver, daemon=True).start()
     context = zmq.Context()
-    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for socket, address in ((inbox, job.calls), (outbox, job.reports)):
-        _connect(socket, address, job.keys)
+    inbox = connected(context, zmq.PULL, job.calls, job.keys)
+    outbox = connected(context, zmq.PUSH, job.reports, job.keys)
     if job.beats:
         threading.Thread(target=_leave_when_it_is_silent, args=(context, job), daemon=True).start()
     sending = threading.Lock()
@@ -220,21 +219,10 @@ def _beat(index: int, send: Callable[[Report], None]) -> None:
         threading.Event().wait(BEAT_S)
 
 
-def _connect(socket: Any, address: str, keys: Keys | None) -> None:
-    socket.set_hwm(0)
-    if keys is not None:
-        socket.curve_serverkey = keys.driver.encode()
-        socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
-    socket.connect(address)
-
-
 def _leave_when_it_is_silent(context: Any, job: Job) -> None:
-    """End this process when a driver that was heard gives no sign of life any more."""
-    socket = context.socket(zmq.SUB)
-    socket.setsockopt(zmq.SUBSCRIBE, b"")
-    _connect(socket, job.beats, job.keys)
+    """End this process when the driver gives no sign of life."""
+    socket = connected(context, zmq.SUB, job.beats, job.keys)
     with contextlib.suppress(zmq.ContextTerminated):
-        socket.recv()
         while socket.poll(round(1000 * SILENT_S)):
             socket.recv()
         os._exit(0)

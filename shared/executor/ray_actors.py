@@ -18,6 +18,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import msgspec
@@ -25,11 +26,11 @@ import ray
 import zmq
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from zmq.auth.thread import ThreadAuthenticator
 
 from ..config import parse_device
 from ..errors import BackendUnavailable, ConfigError
 from ..models.spec import Place, Shard
+from .curve import CurveServer
 from .driver import COMMAND, ENVIRONMENT, STANDARD_ERROR, STOPPED_S, Doors, ending, give, is_stopped
 from .messages import Job, Keys
 
@@ -180,7 +181,7 @@ class Slice:
 
 
 def slices_of(members: Sequence[Mapping[str, Any]]) -> list[Slice]:
-    """The whole TPU slices among the nodes of a cluster."""
+    """The TPU slices among the nodes of a cluster, without those of which a host is missing."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for node in members:
         name = node["Labels"].get("ray.io/tpu-slice-name")
@@ -192,9 +193,9 @@ def slices_of(members: Sequence[Mapping[str, Any]]) -> list[Slice]:
         generation = labels["ray.io/tpu-pod-type"].partition("-")[0]
         chips = sum(int(node["Resources"].get("TPU", 0)) for node in hosts)
         per_chip = 2 if generation.endswith("7x") else 1
-        slices.append(
-            Slice(labels["ray.io/tpu-topology"], generation, chips * per_chip, len(hosts))
-        )
+        topology = labels["ray.io/tpu-topology"]
+        if chips == prod(map(int, topology.split("x"))):
+            slices.append(Slice(topology, generation, chips * per_chip, len(hosts)))
     return slices
 
 
@@ -240,9 +241,10 @@ def number_of_ranks(backend: str, device: str, shards: int) -> int:
 class Actors:
     """See `driver.Launcher`."""
 
-    def __init__(self, command: Sequence[str] = ()) -> None:
-        """`command` starts a rank instead of the usual one."""
+    def __init__(self, shards: int, command: Sequence[str] = ()) -> None:
+        """Of a model of so many shards. `command` starts a rank instead of the usual one."""
         self.processes: list[int] = []
+        self._shards = shards
         self._command = list(command)
         self._actors: list[Any] = []
         self._runs: list[Any] = []
@@ -250,8 +252,7 @@ class Actors:
         self._ends: dict[int, str] = {}
         self._group: Any = None
         self._slice: Any = None
-        self._authenticator: ThreadAuthenticator | None = None
-        self._keys: set[bytes] = set()
+        self._server: CurveServer | None = None
 
     def begin(self, context: Any, backend: str, device: str, count: int) -> Doors:
         """See `Launcher`."""
@@ -271,7 +272,7 @@ class Actors:
         if backend == "jax" and is_tpu(device):
             from ray.util.tpu import slice_placement_group
 
-            chosen = next(one for one in slices_of(nodes()) if one.hosts == count)
+            chosen = slice_for(self._shards, nodes())
             self._slice = slice_placement_group(chosen.topology, chosen.generation)
             self._group = self._slice.placement_group
             resources = self._slice.bundle_resources
@@ -309,40 +310,25 @@ class Actors:
 
     def _start(self, context: Any, backend: str, device: str) -> Doors:
         count = len(self._actors)
-        public, secret = zmq.curve_keypair()
-        self._keys = {site.public_key.encode() for site in self._sites}
-        self._authenticator = ThreadAuthenticator(context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(credentials_provider=self)
+        self._server = CurveServer(context)
+        self._server.allow(site.public_key for site in self._sites)
         ip = address()
-
-        def open_door(kind: int) -> tuple[Any, str]:
-            door = context.socket(kind)
-            door.set_hwm(0)
-            door.curve_server = True
-            door.curve_publickey, door.curve_secretkey = public, secret
-            return door, f"tcp://{ip}:{door.bind_to_random_port(f'tcp://{ip}')}"
-
-        reports, reports_at = open_door(zmq.PULL)
-        beats, beats_at = open_door(zmq.PUB)
+        reports, reports_at = self._server.bind(zmq.PULL, ip)
+        beats, beats_at = self._server.bind(zmq.PUB, ip)
         doors = Doors([], reports, beats)
         meeting = f"tcp://{self._sites[0].ip}:{ray.get(self._actors[0].free_port.remote())}"
         for rank, actor in enumerate(self._actors):
-            inbox, calls_at = open_door(zmq.PUSH)
+            inbox, calls_at = self._server.bind(zmq.PUSH, ip)
             doors.inboxes.append(inbox)
             place = Place(Shard(rank, count), here(self._sites, rank), meeting)
             job = Job(place, backend, device, calls_at, reports_at, beats_at)
             environment = environment_of(self._sites, rank)
             self._runs.append(
                 actor.run.remote(
-                    msgspec.json.encode(job), public.decode(), self._command, environment
+                    msgspec.json.encode(job), self._server.public_key, self._command, environment
                 )
             )
         return doors
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a rank with this public key may connect."""
-        return key in self._keys
 
     def ended(self, rank: int) -> str | None:
         """See `Launcher`."""
@@ -375,8 +361,8 @@ class Actors:
                 self._slice.shutdown()
             elif self._group is not None:
                 remove_placement_group(self._group)
-        if self._authenticator is not None:
-            self._authenticator.stop()
+        if self._server is not None:
+            self._server.close()
 
     def close(self) -> None:
         """See `Launcher`. The connection to the cluster stays, for the next ranks."""

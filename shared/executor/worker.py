@@ -27,7 +27,7 @@ def start(backend: str, device: str, shards: int, progress: Progress, launcher: 
     from .ray_actors import Actors, number_of_ranks
 
     count = number_of_ranks(backend, device, shards)
-    return Processes(Ranks(backend, device, count, Actors(), progress))
+    return Processes(Ranks(backend, device, count, Actors(shards), progress))
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,9 @@ KINDS = [
     SamplingParams(temperature=0, max_tokens=5, logprobs=2, prompt_logprobs=1),
     SamplingParams(temperature=0.9, min_p=0.1, presence_penalty=0.5, max_tokens=8, seed=8),
 ]
+FORM = SamplingParams(
+    temperature=0.8, seed=3, max_tokens=12, structured_outputs={"regex": "[a-f]{3,9}"}
+)
 SIX_HEADS = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 48, "intermediate_size": 90,
     "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 333,
@@ -116,12 +119,7 @@ def test_forms_loops_and_streams():
     ranks, whose digests are compared in each step.
     """
     folder = model_folder("demo")
-    kinds = [
-        SamplingParams(
-            temperature=0.8, seed=3, max_tokens=12, structured_outputs={"regex": "[a-f]{3,9}"}
-        ),
-        *KINDS[:3],
-    ]
+    kinds = [FORM, *KINDS[:3]]
     options = {"max_num_batched_tokens": 16}
     assert tokens_of(folder, 2, kinds, **options)[0] == tokens_of(folder, 1, kinds, **options)[0]
     loops = {"decode_steps": 4, "demand": Demand(streams=True)}
@@ -231,40 +229,44 @@ def test_a_lost_rank_ends_streams_and_server(rank, number, words):
         assert all(gone(pid) for pid in (engine, *ranks))
 
 
+def requests_of(folder, shards, lost=None, **options):
+    """The tokens of requests of all kinds, some running, some waiting, one with a form, and how much
+    was compiled late. `lost`: what is done to the engine, and before which step.
+    """
+    engine = engine_of(folder, shards, **options)
+    try:
+        rng = np.random.default_rng(5)
+        prompts = [rng.integers(5, 900, n) for n in (5, 23, 40, 3, 17, 9, 30)]
+        made = [engine.add(str(i), p, [*KINDS, FORM][i]) for i, p in enumerate(prompts)]
+        updates, steps = [], 0
+        while engine.has_work:
+            steps += 1
+            if lost is not None and steps == lost[1]:
+                lost[0](engine)
+            updates += engine.step()
+        engine.scheduler.check_integrity()
+        ended = [u.request_id for u in updates if u.finish_reason is not None]
+        assert sorted(ended) == [str(i) for i in range(len(prompts))]
+        tokens = {str(i): [] for i in range(len(prompts))}
+        for update in updates:
+            tokens[update.request_id] += update.tokens
+        assert tokens == {request.request_id: request.output for request in made}
+        return tokens, engine.late_compilations()
+    finally:
+        engine.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "after"), [(0, 3), (1, 9)])
 def test_requests_go_on_with_their_tokens_where_ranks_are_started_anew(rank, after):
-    """Of all kinds, some running, some waiting, one with a form; then nothing else is lost."""
+    """Then nothing else is lost."""
     folder = model_folder("demo")
-    form = SamplingParams(
-        temperature=0.8, seed=3, max_tokens=12, structured_outputs={"regex": "[a-f]{3,9}"}
-    )
 
-    def run(shards, lost=None):
-        options = {"restart_on_failure": True} if lost is not None else {}
-        engine = engine_of(folder, shards, **options)
-        try:
-            rng = np.random.default_rng(5)
-            prompts = [rng.integers(5, 900, n) for n in (5, 23, 40, 3, 17, 9, 30)]
-            made = [engine.add(str(i), p, [*KINDS, form][i]) for i, p in enumerate(prompts)]
-            updates, steps = [], 0
-            while engine.has_work:
-                steps += 1
-                if lost is not None and steps == after:
-                    os.kill(engine.worker.processes[rank], signal.SIGKILL)
-                updates += engine.step()
-            engine.scheduler.check_integrity()
-            ended = [u.request_id for u in updates if u.finish_reason is not None]
-            assert sorted(ended) == [str(i) for i in range(len(prompts))]
-            tokens = {str(i): [] for i in range(len(prompts))}
-            for update in updates:
-                tokens[update.request_id] += update.tokens
-            assert tokens == {request.request_id: request.output for request in made}
-            return tokens, engine.late_compilations()
-        finally:
-            engine.close()
+    def lose(engine):
+        os.kill(engine.worker.processes[rank], signal.SIGKILL)
 
-    assert run(2, rank) == run(1)
+    lost = requests_of(folder, 2, (lose, after), restart_on_failure=True)
+    assert lost == requests_of(folder, 1)
 
 
 @pytest.mark.slow
@@ -281,32 +283,38 @@ def test_what_ends_new_ranks_at_once_ends_the_engine(monkeypatch):
         engine.close()
 
 
+def streamed(*flags, lose=None, env=None):
+    """The texts of 50 streams of a server, what it has said, and whether it serves still. `lose` is
+    called with the server once the first has begun.
+    """
+    usual = ["--backend", "torch", "--device", "cpu", "--dtype", "float32", "--max-num-seqs", "50"]
+    with served(*usual, *flags, env=env) as server:
+        streams = [Stream(server, prompt=f"x{i}", max_tokens=60) for i in range(50)]
+        assert streams[0].begun.wait(60)
+        if lose is not None:
+            lose(server)
+        for stream in streams:
+            stream.join(120)
+            assert stream.lines[-1] == "data: [DONE]"
+        with server.client() as client:
+            assert client.get("/health").status_code == 200
+        # Lines without an event say that the stream lives.
+        events = [
+            [json.loads(line[6:]) for line in stream.lines if line.startswith("data: {")]
+            for stream in streams
+        ]
+        words = ["".join(e["choices"][0]["text"] for e in each) for each in events]
+        return words, server.log
+
+
 @pytest.mark.slow
 def test_streams_go_on_where_a_rank_is_lost():
     """All of 50 end with the text of an undisturbed run, and the server serves."""
-    flags = ["--backend", "torch", "--device", "cpu", "--dtype", "float32", "--max-num-seqs", "50"]
-    body = {"max_tokens": 60}
 
-    def texts(*more, lost=False):
-        with served(*flags, *more) as server:
-            streams = [Stream(server, prompt=f"x{i}", **body) for i in range(50)]
-            assert streams[0].begun.wait(60)
-            if lost:
-                os.kill(children(server.engine_pid())[1], signal.SIGKILL)
-            for stream in streams:
-                stream.join(120)
-                assert stream.lines[-1] == "data: [DONE]"
-            with server.client() as client:
-                assert client.get("/health").status_code == 200
-            # Lines without an event say that the stream lives.
-            events = [
-                [json.loads(line[6:]) for line in stream.lines if line.startswith("data: {")]
-                for stream in streams
-            ]
-            words = ["".join(e["choices"][0]["text"] for e in each) for each in events]
-            return words, server.log
+    def lose(server):
+        os.kill(children(server.engine_pid())[1], signal.SIGKILL)
 
-    undisturbed, _ = texts()
-    lost, log = texts("--tp", "2", "--restart-on-failure", lost=True)
+    undisturbed, _ = streamed()
+    lost, log = streamed("--tp", "2", "--restart-on-failure", lose=lose)
     assert lost == undisturbed
     assert "starting again: rank 1 was ended by SIGKILL" in log

@@ -4,16 +4,20 @@ when an actor, a rank or a node is killed.
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 
 from twinfer.shared.errors import ConfigError, RankLost
+from twinfer.shared.executor.driver import Ranks
 from twinfer.shared.models.locate import model_folder
 
+from ..unit.test_executor import COMMAND, make_calls, worker_of
 from .server_process import gone, served
-from .test_ranks import KINDS, children, engine_of, tokens_of
+from .test_ranks import FORM, KINDS, children, engine_of, requests_of, streamed, tokens_of
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -40,10 +44,86 @@ def test_the_tokens_of_one_process(cluster, backend, shards, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", TWO_EACH)
     ray.init(address=cluster.address, log_to_driver=False)
     folder = model_folder("demo")
-    options = {"backend": backend, "distributed_executor_backend": "ray"}
-    together, metrics = tokens_of(folder, shards, **options)
-    assert together == tokens_of(folder, 1)[0]
+    how = {"backend": backend, "distributed_executor_backend": "ray"}
+    kinds = [*KINDS, FORM]
+    together, metrics = tokens_of(folder, shards, kinds, **how)
+    assert together == tokens_of(folder, 1, kinds)[0]
     assert metrics.preemptions > 0
+
+
+@pytest.mark.parametrize("what", ["rank", "actor"])
+def test_requests_go_on_with_their_tokens_where_ranks_are_placed_anew(cluster, what):
+    """Where a rank, or the actor that has started it, is killed."""
+    ray.init(address=cluster.address, log_to_driver=False)
+    folder, lost = model_folder("demo"), []
+
+    def lose(engine):
+        actors = engine.worker.processes
+        ranks = [pid for actor in actors for pid in children(actor)]
+        os.kill((ranks if what == "rank" else actors)[1], signal.SIGKILL)
+        lost.extend([*ranks, *actors])
+
+    how = {"restart_on_failure": True, "distributed_executor_backend": "ray"}
+    assert requests_of(folder, 2, (lose, 5), **how) == requests_of(folder, 1)
+    assert all(gone(pid) for pid in lost)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("1,load,kill", "rank 1 on .* was ended by SIGKILL"),
+        ("0,warm_up,stop", r"rank 0 on .* was stopped for 2 s"),
+        ("1,load,raise", "rank 1 failed with ValueError: planted in two lines"),
+        ("0,result,raise", "rank 0 failed with ValueError: planted in two lines"),
+    ],
+)
+def test_what_fails_in_a_rank_ends_all_within_seconds(cluster, fault, words):
+    """Ranks whose workers compute nothing."""
+    from twinfer.shared.executor.ray_actors import Actors
+
+    ray.init(address=cluster.address, log_to_driver=False)
+    ranks = Ranks("torch", "cpu", 2, Actors(2, [*COMMAND, fault]))
+    try:
+        processes = [pid for actor in ranks.processes for pid in [actor, *children(actor)]]
+        worker, began = worker_of(ranks), time.monotonic()
+        with pytest.raises(RankLost, match=words) as raised:
+            make_calls(worker)
+        assert time.monotonic() - began < 10
+        assert len(str(raised.value).splitlines()) == 1
+        assert all(gone(pid) for pid in processes)
+    finally:
+        ranks.close()
+
+
+DRIVER = """
+import time, ray
+from twinfer.shared.executor.driver import Ranks
+from twinfer.shared.executor.ray_actors import Actors
+ray.init(address={address!r}, log_to_driver=False)
+ranks = Ranks("torch", "cpu", 2, Actors(2, {command!r}))
+print(*ranks.processes, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_ranks_end_with_the_driver(cluster, number):
+    """Its actors too, unless it is only stopped: then Ray has no reason to."""
+    script = DRIVER.format(address=cluster.address, command=[*COMMAND])
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        actors = [int(word) for word in process.stdout.readline().split()]
+        ranks = [pid for actor in actors for pid in children(actor)]
+        assert len(actors) == len(ranks) == 2
+        began = time.monotonic()
+        os.kill(process.pid, number)
+        assert all(gone(pid) for pid in ranks)
+        assert time.monotonic() - began < 10
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert all(gone(pid) for pid in actors)
 
 
 def step_for_ever(engine):
@@ -87,7 +167,7 @@ def test_a_server_leaves_with_its_code(cluster):
         with server.client() as client:
             body = {"prompt": "Once", "max_tokens": 4, "temperature": 0}
             assert client.post("/v1/completions", json=body).status_code == 200
-        ranks = [pid for pid in every("twinfer.shared.executor.rank") if pid != os.getpid()]
+        ranks = ranks_in(cluster)
         assert len(ranks) == 2
         os.kill(ranks[0], signal.SIGKILL)
         began = time.monotonic()
@@ -96,6 +176,27 @@ def test_a_server_leaves_with_its_code(cluster):
         lines = [line for line in server.log.splitlines() if "was ended by SIGKILL" in line]
         assert len(lines) == 1
         assert all(gone(pid) for pid in ranks)
+
+
+def test_streams_go_on_where_a_rank_is_lost(cluster):
+    """All of 50 end with the text of an undisturbed run."""
+    flags = ["--tp", "2", "--distributed-executor-backend", "ray", "--restart-on-failure"]
+
+    def lose(server):
+        os.kill(ranks_in(cluster)[1], signal.SIGKILL)
+
+    lost, log = streamed(*flags, lose=lose, env={"RAY_ADDRESS": cluster.address})
+    assert lost == streamed()[0]
+    assert "was ended by SIGKILL" in log
+    assert log.count("starting again: rank ") == 1
+
+
+def ranks_in(cluster):
+    """The ranks that the cluster's nodes run: what their actors have started."""
+    raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.nodes]
+    actors = [pid for raylet in raylets for pid in children(raylet)]
+    started = {pid for actor in actors for pid in children(actor)}
+    return [pid for pid in every("twinfer.shared.executor.rank") if pid in started]
 
 
 def every(word):

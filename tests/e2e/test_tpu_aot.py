@@ -83,6 +83,13 @@ def check(report, programs=2, whole_embedding=False):
         assert program["seconds"] > 0
         assert program["code"] > 0
         assert program["arguments"] >= report["weights"]
+    shards = report["tensor_parallel_size"]
+    for one in report["estimates"]:
+        assert one["sums"] == (2 * layers + 1 if shards > 1 else 0)
+        assert one["ms"] == max(one["bytes_ms"], one["flops_ms"]) + one["sums_ms"]
+        assert one["bytes"] >= 0.7 * report["weights"]  # of embeddings, a few rows are read
+    assert [one["what"] for one in report["estimates"]] == ["decode", "decode", "prefill"]
+    assert 0 < report["step_message"] < 1 << 16
 
 
 def test_a_model_that_does_not_fit_says_what_is_too_large():

@@ -126,7 +126,7 @@ def test_what_starts_device_work_is_done_by_every_host_in_the_same_order():
     assert first.measure() == 5
     first.allocate_kv(12)
     first.warm_up(Table((8,), (16,), 8), print)
-    assert first.execute(STEP) == "execute"
+    assert first.execute(STEP).own == "execute"
     first.close()
     hosts_.join()
     assert hosts_.lost == hosts_.errors == []
@@ -173,6 +173,39 @@ def test_a_host_that_raises_is_told_of_at_once(monkeypatch):
     first.close()
     hosts_.join()
     assert [str(error) for error in hosts_.errors] == ["planted\nin two lines"]
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_an_error_of_the_first_host_waits_for_its_reason(monkeypatch, silent):
+    """Where all others live it is its own. Where one does not, that is said before."""
+    monkeypatch.setattr(host_link, "BEAT_S", 0.05)
+    monkeypatch.setattr(host_link, "SILENT_S", 0.5)
+    hosts_ = Hosts(Recorder(5))
+    mine = Recorder(6)
+    first = hosts_.first(mine)
+    deadline = time.monotonic() + 5
+    while not first._watch.all_heard_since(0.0) or not first._watch._heard:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    monkeypatch.setattr(mine, "execute", lambda step: Broken(), raising=False)
+    if silent:
+        monkeypatch.setattr(first._watch, "heard", lambda host: None)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="reset by peer"):
+        first.execute(STEP).result()
+    if silent:
+        assert hosts_.lost[0].startswith("host 1 gave no sign of life")
+        assert time.monotonic() - began > 0.4
+    else:
+        assert hosts_.lost == []
+        assert time.monotonic() - began < 0.4
+    first.close()
+    hosts_.join()
+
+
+class Broken:
+    def result(self):
+        raise ValueError("reset by peer")
 
 
 def test_a_host_that_is_silent_is_lost(monkeypatch):

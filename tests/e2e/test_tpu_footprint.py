@@ -45,7 +45,7 @@ def resolved(*given):
     return replace(config, platform="tpu"), changes
 
 
-aot.topology = lambda name: Slice(name, chips.Chip("cpu", memory, 0), devices)
+aot.topology = lambda name: Slice(name, chips.Chip("cpu", memory, 0, 1e12, 1e14, 1e10), devices)
 aot.make_plans = lambda model, config: worker.make_plans(model, replace(config, platform="cpu"))
 aot.resolve = resolved
 options = json.loads(sys.argv[4]) | {"tensor_parallel_size": shards, "load_format": "dummy"}

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from twinfer.serving.cli import main
 from twinfer.serving.progress import print_progress
+from twinfer.shared.step_cost import Estimate
 from twinfer.tpu import aot_cli
 from twinfer.tpu.aot_report import AotReport, ProgramCost
 
@@ -59,11 +60,23 @@ def test_the_report_says_what_was_chosen_and_what_was_left_out():
         num_pages=10, kv_tokens=1280, fits=True, ladder=83,
         besides={"code of all programs": 3 << 20},
         programs=[ProgramCost("backbone_decode_8", 1.0, 2 << 20, 0, 0, 0, {"all-reduce": 2}, {})],
+        estimates=[Estimate("decode", 64, 1024, 3 << 30, 1e12, 65, 2 << 20, 4.0, 1.0, 0.5)],
+        step_message=17 << 10,
     )  # fmt: skip
     console = Console(width=160, record=True, file=io.StringIO())
     aot_cli.show(report, console)
     text = console.export_text()
     assert "page_size: None -> 128 (why [not])" in text
+    (line,) = [line for line in text.splitlines() if "decode, 64 of 1024 tokens" in line]
+    assert [cell.strip() for cell in line.split("│")[2:-1]] == [
+        "3.00 GiB",
+        "4.00 ms",
+        "1.00 ms",
+        "0.50 ms: 65 of 2048 KiB",
+        "4.50 ms",
+    ]
+    assert "each other host gets" not in text  # there is one
+    assert report.as_dict()["estimates"][0]["ms"] == 4.5
     assert "1 of 83 programs: the largest of each kind" in text
     assert "besides the cache: code of all programs 3.00 MiB" in text
     assert "KV cache for 1280 tokens (10 pages of 7.00 MiB)" in text

@@ -1,5 +1,6 @@
 """scripts/deploy/: what manifests name exists: flags, ports, paths, metrics, volumes."""
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -15,6 +16,7 @@ from .test_dashboard import exported
 FOLDER = Path(__file__).parents[2] / "scripts" / "deploy"
 FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
 KINDS = {
+    "RayService": "ray.io/v1",
     "RayCluster": "ray.io/v1",
     "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1",
     "Deployment": "apps/v1",
@@ -61,7 +63,7 @@ def parsed(words):
 
 def test_there_is_one_for_each_way():
     kinds = [document["kind"] for name in FILES for document in documents(name)]
-    assert {"RayCluster", "LeaderWorkerSet", "InferencePool"} <= set(kinds)
+    assert {"RayCluster", "RayService", "LeaderWorkerSet", "InferencePool"} <= set(kinds)
     assert kinds.count("LeaderWorkerSet") == 2
 
 
@@ -76,7 +78,7 @@ def test_versions_images_and_volumes(name):
             assert mounted <= {volume["name"] for volume in pod.get("volumes", ())}
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [name for name in FILES if name != "rayservice.yaml"])
 def test_commands_probes_and_drains(name):
     found = [one for document in documents(name) for one in serving(document)]
     assert found
@@ -115,6 +117,36 @@ def test_devices_are_as_many_as_shards():
         if topology:
             sides = [int(side) for side in topology.split("x")]
             assert sides[0] * sides[1] == hosts * devices
+
+
+def test_ray_serve_imports_what_is_there():
+    """The application, its one argument, its deployment; each replica has a GPU for each shard, and
+    pods of the cluster have as many.
+    """
+    (document,) = documents("rayservice.yaml")
+    config = yaml.safe_load(document["spec"]["serveConfigV2"])
+    (application,) = config["applications"]
+    module, name = application["import_path"].split(":")
+    tree = ast.parse((FOLDER / f"{module}.py").read_text())
+    defined = {node.name: node for node in tree.body if hasattr(node, "name")}
+    assert isinstance(defined[name], ast.FunctionDef)
+    (deployment,) = application["deployments"]
+    assert isinstance(defined[deployment["name"]], ast.ClassDef)
+    assert set(application["args"]) == {"serve"}
+    arguments = parsed(["serve", *shlex.split(application["args"]["serve"])])
+    gpus = deployment["ray_actor_options"]["num_gpus"]
+    assert arguments.tensor_parallel_size == gpus
+    cluster = document["spec"]["rayClusterConfig"]
+    (group,) = cluster["workerGroupSpecs"]
+    pod = group["template"]["spec"]
+    (container,) = pod["containers"]
+    assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == gpus
+    assert group["maxReplicas"] == deployment["autoscaling_config"]["max_replicas"]
+    assert pod["terminationGracePeriodSeconds"] > arguments.drain_timeout + 10
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    assert config["http_options"]["port"] in [port["containerPort"] for port in head["ports"]]
+    for one in (head, container):
+        assert {"name": "PYTHONPATH", "value": "/app/deploy"} in one["env"]
 
 
 def test_the_pool_finds_pods_and_metrics():

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -67,9 +68,29 @@ def gone(pids):
     return False
 
 
+def test_the_first_of_two_errors_is_the_reason(monkeypatch):
+    """A rank meets an error, and its peer meets the end of it and ends too, before anybody looks:
+    that is no sudden end.
+    """
+    monkeypatch.setattr(driver, "LOOK_S", 2.0)
+    ranks = start(monkeypatch, "*,load,raise")
+    try:
+        with pytest.raises(RankLost, match=r"rank [01] failed with ValueError"):
+            worker_of(ranks).load(print)
+    finally:
+        ranks.close()
+
+
 def worker_of(ranks):
     model, config = options()
     return RanksWorker(ranks, model, config, model_folder("demo"))
+
+
+def make_calls(worker):
+    worker.load(print)
+    worker.warm_up(options()[1].table(), print)
+    for number in range(1, 6):
+        worker.execute(step(number)).result()
 
 
 def test_what_is_sent_arrives_as_it_was():
@@ -167,10 +188,7 @@ def test_a_rank_that_fails_ends_all(monkeypatch, rank, place, what, kind, words)
         ranks = start(monkeypatch, f"{rank},{place},{what}")
         worker = worker_of(ranks)
         began = time.monotonic()
-        worker.load(print)
-        worker.warm_up(options()[1].table(), print)
-        for n in range(1, 6):
-            worker.execute(step(n)).result()
+        make_calls(worker)
 
     with pytest.raises(kind) as caught:
         run()
@@ -182,6 +200,22 @@ def test_a_rank_that_fails_ends_all(monkeypatch, rank, place, what, kind, words)
     if kind is RankLost:
         assert f"rank {rank}" in str(caught.value)
     assert time.monotonic() - began < LATEST
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_call_does_not_wait_for_a_rank_that_has_just_ended(monkeypatch, rank):
+    """Its end was not noticed yet, and nothing takes what is sent to it."""
+    monkeypatch.setattr(driver, "LOOK_S", 2.0)
+    ranks = start(monkeypatch)
+    try:
+        worker = worker_of(ranks)
+        os.kill(ranks.processes[rank], signal.SIGKILL)
+        time.sleep(0.5)
+        caller = ThreadPoolExecutor(1).submit(lambda: worker.execute(step(1)).result())
+        with pytest.raises(RankLost, match=f"rank {rank} was ended by SIGKILL"):
+            caller.result(LATEST)
+    finally:
+        ranks.close()
 
 
 def test_a_rank_that_samples_another_token_is_caught(monkeypatch):

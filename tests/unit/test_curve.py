@@ -1,0 +1,86 @@
+"""Sockets between machines: who was not told of hears nothing and is not heard."""
+
+import pytest
+
+zmq = pytest.importorskip("zmq")
+
+from twinfer.shared.executor.curve import CurveServer, connected  # noqa: E402
+from twinfer.shared.executor.messages import Keys  # noqa: E402
+
+WAIT_MS = 2000
+"""For what comes; for what does not, a quarter of it."""
+
+
+@pytest.fixture
+def link():
+    """Binds and connects, and closes all of it."""
+    made = Link()
+    yield made
+    made.close()
+
+
+class Link:
+    def __init__(self):
+        self.context = zmq.Context()
+        self.server = CurveServer(self.context)
+        self._sockets = []
+
+    def bind(self, kind, port=0):
+        socket, at = self.server.bind(kind, "127.0.0.1", port)
+        self._sockets.append(socket)
+        return socket, at
+
+    def connect(self, kind, at, keys):
+        self._sockets.append(connected(self.context, kind, at, keys))
+        return self._sockets[-1]
+
+    def close(self):
+        for socket in self._sockets:
+            socket.close(linger=0)
+        self.server.close()
+        self.context.term()
+
+
+def pair():
+    return tuple(key.decode() for key in zmq.curve_keypair())
+
+
+def test_both_ways_for_who_is_known(link):
+    public, secret = pair()
+    link.server.allow([public])
+    keys = Keys(public, secret, link.server.public_key)
+    inbox, at = link.bind(zmq.PULL)
+    link.connect(zmq.PUSH, at, keys).send(b"up")
+    assert inbox.poll(WAIT_MS)
+    assert inbox.recv() == b"up"
+    outbox, at = link.bind(zmq.PUSH)
+    client = link.connect(zmq.PULL, at, keys)
+    outbox.send(b"down")
+    assert client.poll(WAIT_MS)
+
+
+@pytest.mark.parametrize("how", ["unknown key", "other server", "no keys"])
+def test_nothing_for_anybody_else(link, how):
+    public, secret = pair()
+    link.server.allow([pair()[0]] if how == "unknown key" else [public])
+    whose = pair()[0] if how == "other server" else link.server.public_key
+    keys = None if how == "no keys" else Keys(public, secret, whose)
+    inbox, at = link.bind(zmq.PULL)
+    link.connect(zmq.PUSH, at, keys).send(b"up")
+    assert not inbox.poll(WAIT_MS // 4)
+    told, at = link.bind(zmq.PUB)
+    client = link.connect(zmq.SUB, at, keys)
+    assert not client.poll(WAIT_MS // 4)
+    told.send(b"secret")
+    assert not client.poll(WAIT_MS // 4)
+
+
+def test_the_port_is_the_one_that_is_asked_for():
+    first = Link()
+    _, at = first.bind(zmq.PULL)
+    first.close()
+    second = Link()
+    try:
+        assert second.bind(zmq.PULL, int(at.rpartition(":")[2]))[1] == at
+    finally:
+        second.close()
