@@ -48,6 +48,26 @@ FP8_FLOAT16 = gl.constexpr(
 )
 
 
+@gluon.constexpr_function
+def _layout(warps, rows, run, twice):
+    """Which thread reads what of a step [warps, rows, k]: four of a warp share a row, and each has
+    2^run neighbours of it; `twice`, once more behind those of all four.
+
+    Here and not an argument: a launch is noted as text (`precompile.py`), which layouts have none.
+    """
+    neighbours = [[0, 0, 1 << i] for i in range(run)]
+    threads = [[0, 0, 1 << run], [0, 0, 2 << run]]
+    more = [[0, 0, 4 << run]] if twice else []
+    blocks = [[0, 8 << i, 0] for i in range((rows // 8).bit_length() - 1)]
+    return DistributedLinearLayout(
+        [*neighbours, *blocks, *more],
+        [*threads, [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[1 << i, 0, 0] for i in range(warps.bit_length() - 1)],
+        [],
+        [warps, rows, 1 << run + 2 + len(more)],
+    )
+
+
 @gluon.jit
 def _int4_operand(words, base, ROWS: gl.constexpr, WARPS: gl.constexpr, dtype: gl.constexpr):
     """q - zero of words [warp row 16] as [warp row STEP] in the order that operands have: entry
@@ -97,20 +117,22 @@ def fragment_kernel(
     x, weight, scale, zero, x_scale, bias, out, rows, x_stride, x_scale_stride, N: gl.constexpr,
     K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, X_GROUP: gl.constexpr,
     HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr,
-    WARPS: gl.constexpr, AHEAD: gl.constexpr, WEIGHT: gl.constexpr, TOKENS: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    WARPS: gl.constexpr, AHEAD: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Grid (block of results). KIND is int4, or fp8 with x of fp8 too. Weights are words, and so
     are tokens of fp8; `x_stride` counts what x has. Groups, of the weight and of x, are of
     multiples of STEP; X_GROUP is 0 where x has no scales. M is 8 or 16, and `rows` at most that. K
     is a multiple of WARPS * STEP. Words are asked for AHEAD steps before they are used.
     """
+    fp8: gl.constexpr = KIND == "fp8"
+    WEIGHT: gl.constexpr = _layout(WARPS, BLOCK_N, 2, fp8)
+    TOKENS: gl.constexpr = _layout(WARPS, M, 2 if fp8 else 5, fp8)
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    dtype: gl.constexpr = gl.float16 if KIND == "fp8" else x.dtype.element_ty
-    words: gl.constexpr = 32 if KIND == "fp8" else 16
-    entries: gl.constexpr = 32 if KIND == "fp8" else STEP
+    dtype: gl.constexpr = gl.float16 if fp8 else x.dtype.element_ty
+    words: gl.constexpr = 32 if fp8 else 16
+    entries: gl.constexpr = 32 if fp8 else STEP
     slice_: gl.constexpr = K // WARPS
     steps: gl.constexpr = slice_ // STEP
     groups: gl.constexpr = K // GROUP
@@ -146,7 +168,7 @@ def fragment_kernel(
     for s in gl.static_range(steps):
         if s + AHEAD < steps:
             asked += (gl.load(place + (s + AHEAD) * words, mask=n < N, other=0),)  # type: ignore[assignment]
-        if KIND == "fp8":
+        if fp8:
             a = _fp8_operand(asked[s], BLOCK_N, WARPS)
         else:
             if HAS_ZERO:
@@ -182,24 +204,3 @@ def fragment_kernel(
     to = out + end_m.to(gl.int64)[None, :] * N + end_n[:, None]
     gl.store(to, y.to(out.dtype.element_ty), mask=(end_m < rows)[None, :] & (end_n < N)[:, None])
 
-
-def layouts(
-    kind: str, warps: int, block_n: int, m: int
-) -> tuple[DistributedLinearLayout, DistributedLinearLayout]:
-    """Which thread reads what of a step: of the weight [warps, block_n, words], and of x [warps, m,
-    words, or entries of what is not quantised].
-    """
-    slices = [[1 << i, 0, 0] for i in range(warps.bit_length() - 1)]
-
-    def layout(
-        n: int, own: list[int], threads: list[int], more: list[int]
-    ) -> DistributedLinearLayout:
-        rows = [[0, 8 << i, 0] for i in range((n // 8).bit_length() - 1)]
-        by_thread = [*([0, 0, i] for i in threads), [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-        registers = [*([0, 0, i] for i in own), *rows, *([0, 0, i] for i in more)]
-        k = 1 << (len(own) + len(threads) + len(more))
-        return DistributedLinearLayout(registers, by_thread, slices, [], [warps, n, k])
-
-    if kind == "fp8":
-        return layout(block_n, [1, 2], [4, 8], [16]), layout(m, [1, 2], [4, 8], [16])
-    return layout(block_n, [1, 2], [4, 8], []), layout(m, [1, 2, 4, 8, 16], [32, 64], [])

@@ -319,7 +319,7 @@ def _fragments(
     kind: str,
     out: torch.Tensor,
 ) -> None:
-    from .fragment_kernel import fragment_kernel, layouts  # in a language of its own
+    from .fragment_kernel import fragment_kernel  # in a language of its own
 
     (rows, k), n = x.shape, weight.shape[0]
     m = 8 if rows <= 8 else 16
@@ -328,7 +328,6 @@ def _fragments(
     while k % (128 * warps):
         warps //= 2
     scales, x_group, x_stride = _scales_of(x, x_scale)
-    of_weight, of_tokens = layouts(kind, warps, block_n, m)
     weight = weight.view(torch.int32)
     words = x.contiguous().view(torch.int32) if kind == "fp8" else x
     fragment_kernel[(triton.cdiv(n, block_n),)](
@@ -336,8 +335,7 @@ def _fragments(
         out if bias is None else bias, out, rows, words.stride(0), x_stride,
         N=n, K=k, KIND=kind, GROUP=k // scale.shape[1], X_GROUP=x_group,
         HAS_ZERO=zero is not None, HAS_BIAS=bias is not None, M=m, BLOCK_N=block_n, WARPS=warps,
-        AHEAD=setting["ahead"], WEIGHT=of_weight, TOKENS=of_tokens, num_warps=warps,
-        **overlap(early=True),
+        AHEAD=setting["ahead"], num_warps=warps, **overlap(early=True),
     )  # fmt: skip
 
 
