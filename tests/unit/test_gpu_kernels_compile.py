@@ -204,10 +204,9 @@ def test_experts_compile(compiled, dtype, tokens, rest):
         ("fp4", 16, False),
     ],
 )  # fmt: skip
-def test_narrow_weights_compile(compiled, monkeypatch, rows, kind, group, zeros):
+def test_narrow_weights_compile(compiled, rows, kind, group, zeros):
     from twinfer.gpu.kernels import narrow
 
-    monkeypatch.setitem(narrow.config("fragments"), "rows", 16)
     k, n = 1024, 512
     dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind, torch.uint8)
     shape = (n, k // group if group else 1)
@@ -230,10 +229,9 @@ def test_narrow_weights_compile(compiled, monkeypatch, rows, kind, group, zeros)
 @pytest.mark.parametrize(
     ("kind", "block"), [("int8", 0), ("fp8", 0), ("fp8", 128)], ids=["int8", "fp8", "fp8-blocks"]
 )
-def test_quantised_tokens_compile(compiled, monkeypatch, rows, kind, block):
+def test_quantised_tokens_compile(compiled, rows, kind, block):
     from twinfer.gpu.kernels import narrow
 
-    monkeypatch.setitem(narrow.config("fragments"), "rows", 16)
     k, n = 1024, 512
     quantize = narrow.quantize_int8_dynamic if kind == "int8" else narrow.quantize_fp8_dynamic
     x = torch.zeros(rows, k, dtype=torch.bfloat16)
@@ -243,14 +241,14 @@ def test_quantised_tokens_compile(compiled, monkeypatch, rows, kind, block):
     shape = (n, k // block if block else 1)
     product(values, weight, scale, torch.zeros(shape), None, "bfloat16")
     others = "narrow_gemv_kernel" if rows <= 2 else "narrow_kernel"
-    assert compiled == [
-        "quantize_kernel", "fragment_kernel" if kind == "fp8" and rows <= 16 else others
-    ]  # fmt: skip
+    fragments = kind == "fp8" and 2 <= rows <= 16
+    assert compiled == ["quantize_kernel", "fragment_kernel" if fragments else others]
 
 
-@pytest.mark.parametrize("tokens", [2, 20, 300])
+@pytest.mark.parametrize("tokens", [2, 20, 50, 100, 300])
 @pytest.mark.parametrize(
-    ("kind", "group", "clamped"), [("fp4", 32, True), ("fp8", 0, False), ("int4", 128, False)]
+    ("kind", "group", "clamped"),
+    [("fp4", 32, True), ("fp4", 32, False), ("fp8", 0, False), ("int4", 128, False)],
 )
 def test_narrow_experts_compile(compiled, tokens, kind, group, clamped):
     from twinfer.gpu.kernels import moe_narrow
@@ -274,18 +272,21 @@ def test_narrow_experts_compile(compiled, tokens, kind, group, clamped):
         1.702 if clamped else 0.0,
         7.0 if clamped else 0.0,
     )
+    fragments = kind == "fp4"
     few = ["narrow_few_gated_kernel", "narrow_few_down_kernel"]
-    many = ["sort_kernel", *["narrow_product_kernel"] * 2, "combine_kernel"]
+    product = "expert_kernel" if fragments and tokens < 300 else "narrow_product_kernel"
+    many = ["sort_kernel", product, product, "combine_kernel"]
+    if fragments:
+        few = ["expert_kernel", "token_down_kernel"]
     assert compiled == (few if tokens == 2 else many)
 
 
 @pytest.mark.parametrize("kind", ["int4", "tokens", "attention"])
-def test_noted_kernels_are_those_that_are_launched(driver, monkeypatch, kind):
+def test_noted_kernels_are_those_that_are_launched(driver, kind):
     """A start notes launches as text, and compiles from that: later launches find the kernels."""
     from twinfer.gpu.kernels import attention, narrow
     from twinfer.gpu.precompile import compile_together, kernels_noted
 
-    monkeypatch.setitem(narrow.config("fragments"), "rows", 16)
     ones, k, n = torch.ones(1, 1), 1024, 512
     fp8 = torch.zeros(n, k, dtype=torch.float8_e4m3fn)
     int4 = torch.zeros(n, k // 2, dtype=torch.uint8)
@@ -299,7 +300,8 @@ def test_noted_kernels_are_those_that_are_launched(driver, monkeypatch, kind):
     }
     with kernels_noted() as noted:
         calls[kind]()
-    assert noted and not driver.launches
+    assert noted
+    assert not driver.launches
     compile_together(noted, lambda done: None)
     with kernels_noted() as missing:
         calls[kind]()
