@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ...ops.declare import Array
+from ...ops.declare import Array, dtype_name
 from ...ops.implement import Refusal, implement
 from ...ops.reference.narrow import FP8_UNITS
 from .counters import COUNTERS, counters
@@ -18,7 +18,6 @@ from .launch import (
     FLOATS,
     capability,
     config,
-    dtype_name,
     hopper,
     overlap,
     power_of_2,

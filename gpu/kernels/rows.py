@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 
-from ...ops.declare import Array
+from ...ops.declare import Array, dtype_name
 from .counters import COUNTERS, counters
-from .launch import FLOATS, config, dtype_name, overlap, power_of_2, processors, triton_kernel
+from .launch import FLOATS, config, overlap, power_of_2, processors, triton_kernel
 from .row_kernels import (
     act_and_mul_kernel,
     add_gated_kernel,

@@ -197,7 +197,7 @@ def test_triton_narrow_experts_of_few_tokens(kernels, device, tokens, kind):
 )
 def test_triton_experts_of_mxfp4(kernels, device, tokens, top_k, alpha):
     """Blocks of 8, 16 and 32 rows, k that ends within a step, an expert that nobody chooses."""
-    rng, (dim, inter, experts) = np.random.default_rng(tokens), (160, 96, 6)
+    rng, (dim, inter, experts) = np.random.default_rng(tokens), (480, 96, 6)
     chosen = _chosen(rng.normal(size=(tokens, experts - 1)), top_k, True)
     chosen["experts"][-1, -1] = -1
     arguments = {"x": normal(rng, "bfloat16", tokens, dim), "kind": "fp4", "alpha": alpha}
