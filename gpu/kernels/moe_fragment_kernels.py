@@ -5,6 +5,8 @@ A thread's 16 neighbouring bytes of a row are 32 entries, which share a scale. A
 is STEP entries of k for each of its warps, next to each other; k may end within a step.
 """
 
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import DistributedLinearLayout
@@ -33,6 +35,12 @@ def _words(warps, rows):
         [],
         [warps, rows, 4, 4],
     )
+
+
+@triton.jit
+def _barrier():
+    """Gluon's own has another name from release to release."""
+    tl.debug_barrier()
 
 
 @gluon.jit
@@ -68,7 +76,7 @@ def _sums(
             asked += (gl.load(here, mask=inside, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
             shares += (gl.load(scales + s * (PARTS * 4), mask=inside, other=0.0),)  # type: ignore[assignment]
         if s == min(AHEAD, steps) - 1:
-            gl.thread_barrier()  # or the assembler asks for the words of a step when it needs them
+            _barrier()  # or the assembler asks for the words of a step when it needs them
         if s >= AHEAD:
             a = fp4_operand(asked[s - AHEAD], shares[s - AHEAD], BLOCK_N, WARPS)
             a = gl.convert_layout(a, left, assert_trivial=True)
