@@ -33,7 +33,7 @@ GEMV = [
     ]
 ]  # fmt: skip
 FRAGMENTS = [
-    {"from_rows": 1, "rows": 16, "block_n": n, "warps": w, "ahead": a, "whole": 0}
+    {"from_rows": 1, "rows": 16, "block_n": n, "warps": w, "ahead": a}
     for n, w, a in [(16, 8, 4), (16, 4, 4), (16, 4, 8), (32, 8, 4), (32, 4, 8), (16, 8, 8)]
 ]
 FEW = [

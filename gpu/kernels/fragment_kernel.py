@@ -148,12 +148,12 @@ def _fp8_operand(words, ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def tokens_operand(x, KIND: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr):
-    """A step of x as the right operand [warp STEP M]: words of fp8, or entries."""
+def tokens_operand(place, mask, KIND: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr):
+    """A step of x as the right operand [warp STEP M]."""
     if KIND == "fp8":
-        y = _fp8_operand(x, M, WARPS)
+        y = _fp8_operand(gl.load(place, mask=mask, other=0), M, WARPS)
     else:
-        y = x.reshape([WARPS, M, 4, 4, 2, 2, 2])
+        y = gl.load(place, mask=mask, other=0.0).reshape([WARPS, M, 4, 4, 2, 2, 2])
         y = y.permute([0, 1, 3, 5, 6, 2, 4]).reshape([WARPS, M, STEP])
     return y.permute([0, 2, 1])
 
@@ -198,7 +198,6 @@ def fragment_kernel(
     real = (sum_n < N)[None, :] & (sum_w < WARPS)
     # Where its part of x is, and the scales of that.
     m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))[None, :, None]
-    m = gl.minimum(m, rows - 1)  # sums with a row once more are of no use, but cost no mask
     x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))[:, None, None]
     i = gl.arange(0, entries, layout=gl.SliceLayout(0, gl.SliceLayout(1, TOKENS)))[None, None, :]
     of_x = x + m.to(gl.int64) * x_stride + x_w * (steps * entries) + i
@@ -208,44 +207,39 @@ def fragment_kernel(
         ones: gl.constexpr = -0x3CFF3D00 if dtype == gl.bfloat16 else -0x1BFF1C00
         base = gl.full([1, 1, 1], ones + 0x00080008, gl.int32, layout=WEIGHT)
     total = gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma)
-    # Words are asked for past the L1 cache, which has x for the programs of a processor. It has the
-    # scales of neighbouring steps too, so two steps ahead are enough for these.
-    soon: gl.constexpr = min(AHEAD, 2)
-    asked, shares, zeros = (), (), ()
-    for s in gl.static_range(steps + AHEAD):
-        if s < steps:
-            asked += (gl.load(place + s * words, mask=n < N, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
-        if (s >= AHEAD - soon) & (s < steps + AHEAD - soon):
-            k = (s - AHEAD + soon) * STEP
-            if groups > 1:
-                of_share = of_scale + (sum_w * slice_ + k) // GROUP
-                shares += (gl.load(of_share, mask=real, other=0.0),)  # type: ignore[assignment]
+    # Past the L1 cache, which has x for the programs of a processor.
+    asked = ()
+    for s in gl.static_range(min(AHEAD, steps)):
+        asked += (gl.load(place + s * words, mask=n < N, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
+    wait(OVERLAP)
+    for s in gl.static_range(steps):
+        if s + AHEAD < steps:
+            later = place + (s + AHEAD) * words
+            asked += (gl.load(later, mask=n < N, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
+        if fp8:
+            a = _fp8_operand(asked[s], BLOCK_N, WARPS)
+        else:
             if HAS_ZERO:
-                of_zero = row * groups + (w * slice_ + k) // GROUP
-                zeros += (gl.load(zero + of_zero, mask=(n < N) & (w < WARPS), other=0),)  # type: ignore[assignment]
-        if s == min(AHEAD, steps) - 1:
-            wait(OVERLAP)
-        if s >= AHEAD:
-            if fp8:
-                a = _fp8_operand(asked[s - AHEAD], BLOCK_N, WARPS)
-            else:
-                if HAS_ZERO:
-                    base = ones + zeros[s - AHEAD].to(gl.int32) * 0x00010001
-                a = _int4_operand(asked[s - AHEAD], base, BLOCK_N, WARPS, dtype)
-            a = gl.convert_layout(a, left, assert_trivial=True)
-            b = tokens_operand(gl.load(of_x + (s - AHEAD) * entries), KIND, M, WARPS)
-            b = gl.convert_layout(b, right, assert_trivial=True)
-            if in_parts:
-                now = mma_v2(a, b, gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma))
-                if groups > 1:
-                    now = now * shares[s - AHEAD][:, :, None]
-                if (X_GROUP > 0) & (X_GROUP < K):
-                    of = token * x_scale_stride
-                    of += (token_w * slice_ + (s - AHEAD) * STEP) // X_GROUP
-                    now = now * gl.load(x_scale + of, mask=token < rows, other=0.0)[:, None, :]
-                total += now
-            else:
-                total = mma_v2(a, b, total)
+                of_zero = row * groups + (w * slice_ + s * STEP) // GROUP
+                z = gl.load(zero + of_zero, mask=(n < N) & (w < WARPS), other=0)
+                base = ones + z.to(gl.int32) * 0x00010001
+            a = _int4_operand(asked[s], base, BLOCK_N, WARPS, dtype)
+        a = gl.convert_layout(a, left, assert_trivial=True)
+        b = tokens_operand(of_x + s * entries, m < rows, KIND, M, WARPS)
+        b = gl.convert_layout(b, right, assert_trivial=True)
+        if in_parts:
+            now = mma_v2(a, b, gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma))
+            if groups > 1:
+                share = gl.load(
+                    of_scale + (sum_w * slice_ + s * STEP) // GROUP, mask=real, other=0.0
+                )
+                now = now * share[:, :, None]
+            if (X_GROUP > 0) & (X_GROUP < K):
+                of = token * x_scale_stride + (token_w * slice_ + s * STEP) // X_GROUP
+                now = now * gl.load(x_scale + of, mask=token < rows, other=0.0)[:, None, :]
+            total += now
+        else:
+            total = mma_v2(a, b, total)
     y = gl.sum(total, 0)
     end_n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(0, mma)))
     end_m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, mma)))

@@ -5,8 +5,6 @@ A thread's 16 neighbouring bytes of a row are 32 entries, which share a scale. A
 is STEP entries of k for each of its warps, next to each other; k may end within a step.
 """
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import DistributedLinearLayout
@@ -37,15 +35,9 @@ def _words(warps, rows):
     )
 
 
-@triton.jit
-def _barrier():
-    """Gluon's own has another name from release to release."""
-    tl.debug_barrier()
-
-
 @gluon.jit
 def _sums(
-    weight, scale, of_weight, real, x, of_x, K: gl.constexpr, PARTS: gl.constexpr,
+    weight, scale, of_weight, real, x, of_x, x_real, K: gl.constexpr, PARTS: gl.constexpr,
     M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
     LAYOUT: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
@@ -75,17 +67,11 @@ def _sums(
             here = words + s * (PARTS * WORDS)
             asked += (gl.load(here, mask=inside, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
             shares += (gl.load(scales + s * (PARTS * 4), mask=inside, other=0.0),)  # type: ignore[assignment]
-        if s == min(AHEAD, steps) - 1:
-            _barrier()  # or the assembler asks for the words of a step when it needs them
         if s >= AHEAD:
             a = fp4_operand(asked[s - AHEAD], shares[s - AHEAD], BLOCK_N, WARPS)
             a = gl.convert_layout(a, left, assert_trivial=True)
             k = at + (s - AHEAD) * (PARTS * STEP)
-            if (s - AHEAD + 1) * (PARTS * STEP) > K:
-                y = gl.load(x + of_x + k, mask=k < K, other=0.0)
-            else:
-                y = gl.load(x + of_x + k)
-            b = tokens_operand(y, "fp4", M, WARPS)
+            b = tokens_operand(x + of_x + k, x_real & (k < K), "fp4", M, WARPS)
             b = gl.convert_layout(b, right, assert_trivial=True)
             total = mma_v2(a, b, total)
     return total
@@ -137,12 +123,12 @@ def expert_kernel(
         row = n // 2 + n % 2 * N if GATED and not CLAMPED else n
         row = expert.to(gl.int64) * rows + row
         m = first + gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))
-        m = gl.minimum(m, stop - 1)  # sums with a row once more are of no use, but cost no mask
-        choice = gl.load(order + m) if SORTED else m
+        choice = gl.load(order + m, mask=m < stop, other=0) if SORTED else m
         of_x = (choice // TOP_K if GATED else m).to(gl.int64) * x_stride
         total = _sums(
             weight, scale, row[None, :, None, None], (n < rows)[None, :, None, None], x,
-            of_x[None, :, None], K, WARPS, M, BLOCK_N, WARPS, AHEAD, LAYOUT, TOKENS,
+            of_x[None, :, None], (m < stop)[None, :, None], K, WARPS, M, BLOCK_N, WARPS, AHEAD,
+            LAYOUT, TOKENS,
         )  # fmt: skip
         # Two rows of the weight, gate and up, are one thread's.
         results: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -198,12 +184,13 @@ def token_down_kernel(
     expert = _chosen(experts, t, w // PARTS, TOP_K)[:, None, None, None]
     row = expert.to(gl.int64) * N + n[None, :, None, None]
     real = (n < N)[None, :, None, None] & (expert >= 0) & (expert < EXPERTS)
-    x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))[:, None, None]
     m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))[None, :, None]
-    # All rows are the same one: the first is taken.
-    of_x = (t * TOP_K + gl.minimum(x_w // PARTS, TOP_K - 1) + m * 0).to(gl.int64) * K
+    x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))[:, None, None]
+    of_x = (t * TOP_K + x_w // PARTS).to(gl.int64) * K
+    own = _chosen(experts, t, x_w // PARTS, TOP_K)
     total = _sums(
-        weight, scale, row, real, hidden, of_x, K, PARTS, M, BLOCK_N, WARPS, AHEAD, LAYOUT, TOKENS,
+        weight, scale, row, real, hidden, of_x, (m < 1) & (own >= 0) & (own < EXPERTS), K, PARTS,
+        M, BLOCK_N, WARPS, AHEAD, LAYOUT, TOKENS,
     )  # fmt: skip
     sum_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
     sum_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))

@@ -362,18 +362,15 @@ def _fragments(product: _Product) -> None:
     rows, n, k = product.sizes
     m = 8 if rows <= 8 else 16
     setting = config("fragments", f"{product.kind}/{m}", product.kind)
-    warps, ahead, block_n = setting["warps"], setting["ahead"], setting["block_n"]
+    warps, block_n = setting["warps"], setting["block_n"]
     while k % (128 * warps):
         warps //= 2
-    if k <= 128 * 4 * setting["whole"] and k % (128 * 4) == 0:
-        # So few warps that ask for all of their words at once leave room for other programs.
-        warps, ahead = 4, setting["whole"]
     x = product.x
     x = x.contiguous().view(torch.int32) if product.kind == "fp8" else x
     words = product._replace(x=x, weight=product.weight.view(torch.int32))
     fragment_kernel[(triton.cdiv(n, block_n),)](
         *words.arrays, rows, *words.strides, **product.constants, M=m, BLOCK_N=block_n,
-        WARPS=warps, AHEAD=ahead, num_warps=warps, **overlap(early=True),
+        WARPS=warps, AHEAD=setting["ahead"], num_warps=warps, **overlap(early=True),
     )  # fmt: skip
 
 
