@@ -16,7 +16,17 @@ from typing import Any, Literal
 from .annotations import PARAMETERS, Array, signature_in_words
 from .dimensions import Choose, Shapes, ShapesError, parse
 
-__all__ = ["DOT", "REGISTRY", "Array", "Contract", "Op", "OpError", "Registry", "define"]
+__all__ = [
+    "DOT",
+    "REGISTRY",
+    "Array",
+    "Contract",
+    "Op",
+    "OpError",
+    "Registry",
+    "define",
+    "dtype_name",
+]
 
 
 class OpError(Exception):
@@ -37,6 +47,11 @@ class Contract:
     dot: str = "none"
     masked: str = "each row depends on its own input row only"
     nan: str = "NaN in, NaN out, in the same row"
+
+
+def dtype_name(x: Any) -> str:
+    """float32, bfloat16 ... of a torch or numpy array."""
+    return str(x.dtype).removeprefix("torch.")
 
 
 DOT = "BF16_BF16_F32 for bfloat16, F32_F32_F32 for float32: never the framework's default"

@@ -33,8 +33,8 @@ GEMV = [
     ]
 ]  # fmt: skip
 FRAGMENTS = [
-    {"rows": 16, "block_n": n, "warps": w, "ahead": a}
-    for n, w, a in [(16, 8, 4), (16, 4, 4), (16, 4, 8), (32, 8, 4), (16, 8, 2)]
+    {"from_rows": 1, "rows": 16, "block_n": n, "warps": w, "ahead": a}
+    for n, w, a in [(16, 8, 4), (16, 4, 4), (16, 4, 8), (32, 8, 4), (32, 4, 8), (16, 8, 8)]
 ]
 FEW = [
     {
@@ -125,13 +125,13 @@ def microseconds(call: Callable[[int], Any], copies: int) -> float:
 def product(kernel: str, setting: dict[str, int], given: tuple[Any, ...], out: Any) -> None:
     """One launch with a configuration."""
     narrow.config = lambda *names: setting  # type: ignore[assignment]
-    x, _, scale, _, x_scale, _, kind = given
-    if kernel == "fragments" and not narrow._fragments_take(x, scale, x_scale, kind):
+    asked = narrow._Product(*given, out)
+    if kernel == "fragments" and not narrow._fragments_take(asked):
         raise ValueError("another kernel's")
     kernels = {
         "gemv": narrow._gemv, "blocks": narrow._blocks, "fragments": narrow._fragments
     }  # fmt: skip
-    kernels[kernel](*given, out)
+    kernels[kernel](asked)
 
 
 def copied(given: tuple[Any, ...]) -> list[tuple[Any, ...]]:

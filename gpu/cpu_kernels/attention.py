@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import get_num_threads
 
-from ...ops.declare import Array, OpError
+from ...ops.declare import Array, OpError, dtype_name
 from ...ops.reference.paged import check_reach
-from .call import DTYPES, MAX_WIDTH, address, cpu_kernel, dense, dtype_name, kernel
+from .call import DTYPES, MAX_WIDTH, address, cpu_kernel, dense, kernel
 
 
 def _takes_cache(x: Array, kv: Array, k_scale: Array | None, v_scale: Array | None) -> bool:

@@ -44,11 +44,6 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def dtype_name(x: Any) -> str:
-    """float32, bfloat16 ... of a torch or numpy array."""
-    return str(x.dtype).removeprefix("torch.")
-
-
 @cache
 def kernel(name: str, dtype: torch.dtype | None = None) -> Callable[..., int]:
     """The kernel of a name, for a dtype if it has several. Raises OpError."""

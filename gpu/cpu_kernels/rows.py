@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import get_num_threads
 
-from ...ops.declare import Array, OpError
-from .call import DTYPES, MAX_WIDTH, cpu_kernel, dense, dtype_name, kernel
+from ...ops.declare import Array, OpError, dtype_name
+from .call import DTYPES, MAX_WIDTH, cpu_kernel, dense, kernel
 
 
 def _takes_norm(x: Array, weight: Array, eps: float) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from ...ops.declare import Array, OpError
+from ...ops.declare import Array, OpError, dtype_name
 from ...ops.implement import Refusal
 from ...ops.reference.paged import check_reach
 from .counters import COUNTERS, counters
@@ -15,7 +15,6 @@ from .decode_kernel import ALL, EACH, WHOLE, decode_kernel
 from .launch import (
     FLOATS,
     config,
-    dtype_name,
     head_scales,
     hopper,
     overlap,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 import triton
 
-from ...ops.declare import Array, OpError
+from ...ops.declare import Array, OpError, dtype_name
 from ...ops.implement import Refusal
 from .cache_kernels import norm_rope_write_kernel, write_kernel
 from .launch import (
     FLOATS,
     config,
-    dtype_name,
     head_scales,
     overlap,
     power_of_2,

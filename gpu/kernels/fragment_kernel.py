@@ -46,6 +46,47 @@ FP8_FLOAT16 = gl.constexpr(
     cvt.rn.f16x2.e4m3x2 a, x; cvt.rn.f16x2.e4m3x2 b, y;
     mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"""
 )
+# Numbers of e2m1 become bfloat16 of 2^-126 their size, the least of which has no exponent. Times
+# a scale of two parts of which the first is so short that its product is exact: rounded once.
+FP4_BFLOAT16 = gl.constexpr(
+    """{ .reg .b32 a, b, c, d, t, big;
+    mov.b32 big, 0x7E807E80;
+    shl.b32 a, $8, 6; shl.b32 t, $8, 12;
+    and.b32 t, t, 0x80008000; lop3.b32 a, a, 0x01C001C0, t, 0xEA;
+    shl.b32 b, $8, 2; shl.b32 t, $8, 8;
+    and.b32 t, t, 0x80008000; lop3.b32 b, b, 0x01C001C0, t, 0xEA;
+    shr.u32 c, $8, 2; shl.b32 t, $8, 4;
+    and.b32 t, t, 0x80008000; lop3.b32 c, c, 0x01C001C0, t, 0xEA;
+    shr.u32 d, $8, 6;
+    and.b32 t, $8, 0x80008000; lop3.b32 d, d, 0x01C001C0, t, 0xEA;
+    mul.rn.bf16x2 a, a, big; mul.rn.bf16x2 b, b, big;
+    mul.rn.bf16x2 c, c, big; mul.rn.bf16x2 d, d, big;
+    mul.rn.bf16x2 t, a, $9; fma.rn.bf16x2 a, a, $10, t;
+    mul.rn.bf16x2 t, b, $9; fma.rn.bf16x2 b, b, $10, t;
+    mul.rn.bf16x2 t, c, $9; fma.rn.bf16x2 c, c, $10, t;
+    mul.rn.bf16x2 t, d, $9; fma.rn.bf16x2 d, d, $10, t;
+    mov.b32 {$0, $4}, a; mov.b32 {$1, $5}, b; mov.b32 {$2, $6}, c; mov.b32 {$3, $7}, d; }"""
+)
+
+
+@gluon.constexpr_function
+def step_layout(warps, rows, run, twice):
+    """Which thread reads what of a step [warps, rows, k]: four of a warp share a row, and each has
+    2^run neighbours of it; `twice`, once more behind those of all four.
+
+    Here and not an argument: a launch is noted as text (`precompile.py`), which layouts have none.
+    """
+    neighbours = [[0, 0, 1 << i] for i in range(run)]
+    threads = [[0, 0, 1 << run], [0, 0, 2 << run]]
+    more = [[0, 0, 4 << run]] if twice else []
+    blocks = [[0, 8 << i, 0] for i in range((rows // 8).bit_length() - 1)]
+    return DistributedLinearLayout(
+        [*neighbours, *blocks, *more],
+        [*threads, [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[1 << i, 0, 0] for i in range(warps.bit_length() - 1)],
+        [],
+        [warps, rows, 1 << run + 2 + len(more)],
+    )
 
 
 @gluon.jit
@@ -63,10 +104,35 @@ def _int4_operand(words, base, ROWS: gl.constexpr, WARPS: gl.constexpr, dtype: g
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
             INT4_FLOAT16, places, [words, base], dtype=(gl.float16,) * 8, is_pure=True, pack=1
         )
+    return _by_word(a, b, c, d, e, f, g, h, ROWS, WARPS)
+
+
+@gluon.jit
+def _by_word(a, b, c, d, e, f, g, h, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Entries 0 to 7 of words, in the order that operands have."""
     low = gl.join(gl.join(a, e), gl.join(b, f))
     high = gl.join(gl.join(c, g), gl.join(d, h))
     y = gl.join(low, high).reshape([WARPS, ROWS, 4, 4, 2, 2, 2])
     return y.permute([0, 1, 3, 6, 5, 2, 4]).reshape([WARPS, ROWS, STEP])
+
+
+@gluon.jit
+def fp4_operand(words, scale, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Words [warp row 4 4] of e2m1 times scales [warp row 4 1] float32, one for a thread's 32
+    entries, as bfloat16 [warp row STEP] in the order of `_int4_operand`.
+    """
+    high = (scale.to(gl.int32, bitcast=True) >> 16) & 0xFFFC
+    rest = scale - (high << 16).to(gl.float32, bitcast=True)
+    low = rest.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+        FP4_BFLOAT16,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+        [words, high * 0x10001, low * 0x10001],
+        dtype=(gl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+    return _by_word(a, b, c, d, e, f, g, h, ROWS, WARPS)
 
 
 @gluon.jit
@@ -82,7 +148,7 @@ def _fp8_operand(words, ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _tokens(place, mask, KIND: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr):
+def tokens_operand(place, mask, KIND: gl.constexpr, M: gl.constexpr, WARPS: gl.constexpr):
     """A step of x as the right operand [warp STEP M]."""
     if KIND == "fp8":
         y = _fp8_operand(gl.load(place, mask=mask, other=0), M, WARPS)
@@ -97,20 +163,22 @@ def fragment_kernel(
     x, weight, scale, zero, x_scale, bias, out, rows, x_stride, x_scale_stride, N: gl.constexpr,
     K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, X_GROUP: gl.constexpr,
     HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr,
-    WARPS: gl.constexpr, AHEAD: gl.constexpr, WEIGHT: gl.constexpr, TOKENS: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    WARPS: gl.constexpr, AHEAD: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Grid (block of results). KIND is int4, or fp8 with x of fp8 too. Weights are words, and so
     are tokens of fp8; `x_stride` counts what x has. Groups, of the weight and of x, are of
     multiples of STEP; X_GROUP is 0 where x has no scales. M is 8 or 16, and `rows` at most that. K
     is a multiple of WARPS * STEP. Words are asked for AHEAD steps before they are used.
     """
+    fp8: gl.constexpr = KIND == "fp8"
+    WEIGHT: gl.constexpr = step_layout(WARPS, BLOCK_N, 2, fp8)
+    TOKENS: gl.constexpr = step_layout(WARPS, M, 2 if fp8 else 5, fp8)
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    dtype: gl.constexpr = gl.float16 if KIND == "fp8" else x.dtype.element_ty
-    words: gl.constexpr = 32 if KIND == "fp8" else 16
-    entries: gl.constexpr = 32 if KIND == "fp8" else STEP
+    dtype: gl.constexpr = gl.float16 if fp8 else x.dtype.element_ty
+    words: gl.constexpr = 32 if fp8 else 16
+    entries: gl.constexpr = 32 if fp8 else STEP
     slice_: gl.constexpr = K // WARPS
     steps: gl.constexpr = slice_ // STEP
     groups: gl.constexpr = K // GROUP
@@ -139,14 +207,16 @@ def fragment_kernel(
         ones: gl.constexpr = -0x3CFF3D00 if dtype == gl.bfloat16 else -0x1BFF1C00
         base = gl.full([1, 1, 1], ones + 0x00080008, gl.int32, layout=WEIGHT)
     total = gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma)
+    # Past the L1 cache, which has x for the programs of a processor.
     asked = ()
     for s in gl.static_range(min(AHEAD, steps)):
-        asked += (gl.load(place + s * words, mask=n < N, other=0),)  # type: ignore[assignment]
+        asked += (gl.load(place + s * words, mask=n < N, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
     wait(OVERLAP)
     for s in gl.static_range(steps):
         if s + AHEAD < steps:
-            asked += (gl.load(place + (s + AHEAD) * words, mask=n < N, other=0),)  # type: ignore[assignment]
-        if KIND == "fp8":
+            later = place + (s + AHEAD) * words
+            asked += (gl.load(later, mask=n < N, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
+        if fp8:
             a = _fp8_operand(asked[s], BLOCK_N, WARPS)
         else:
             if HAS_ZERO:
@@ -155,7 +225,7 @@ def fragment_kernel(
                 base = ones + z.to(gl.int32) * 0x00010001
             a = _int4_operand(asked[s], base, BLOCK_N, WARPS, dtype)
         a = gl.convert_layout(a, left, assert_trivial=True)
-        b = _tokens(of_x + s * entries, m < rows, KIND, M, WARPS)
+        b = tokens_operand(of_x + s * entries, m < rows, KIND, M, WARPS)
         b = gl.convert_layout(b, right, assert_trivial=True)
         if in_parts:
             now = mma_v2(a, b, gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma))
@@ -181,25 +251,3 @@ def fragment_kernel(
         y = y + gl.load(bias + end_n, mask=end_n < N, other=0.0).to(gl.float32)[:, None]
     to = out + end_m.to(gl.int64)[None, :] * N + end_n[:, None]
     gl.store(to, y.to(out.dtype.element_ty), mask=(end_m < rows)[None, :] & (end_n < N)[:, None])
-
-
-def layouts(
-    kind: str, warps: int, block_n: int, m: int
-) -> tuple[DistributedLinearLayout, DistributedLinearLayout]:
-    """Which thread reads what of a step: of the weight [warps, block_n, words], and of x [warps, m,
-    words, or entries of what is not quantised].
-    """
-    slices = [[1 << i, 0, 0] for i in range(warps.bit_length() - 1)]
-
-    def layout(
-        n: int, own: list[int], threads: list[int], more: list[int]
-    ) -> DistributedLinearLayout:
-        rows = [[0, 8 << i, 0] for i in range((n // 8).bit_length() - 1)]
-        by_thread = [*([0, 0, i] for i in threads), [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-        registers = [*([0, 0, i] for i in own), *rows, *([0, 0, i] for i in more)]
-        k = 1 << (len(own) + len(threads) + len(more))
-        return DistributedLinearLayout(registers, by_thread, slices, [], [warps, n, k])
-
-    if kind == "fp8":
-        return layout(block_n, [1, 2], [4, 8], [16]), layout(m, [1, 2], [4, 8], [16])
-    return layout(block_n, [1, 2], [4, 8], []), layout(m, [1, 2, 4, 8, 16], [32, 64], [])

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from ...ops.declare import Array
+from ...ops.declare import Array, dtype_name
 from .counters import COUNTERS, counters
 from .gemv_kernels import gemv_kernel, skinny_kernel
-from .launch import config, dtype_name, overlap, power_of_2, processors, triton_kernel
+from .launch import config, overlap, power_of_2, processors, triton_kernel
 from .rows import gelu_and_mul, silu_and_mul
 
 HALVES = ("bfloat16", "float16")

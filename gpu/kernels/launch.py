@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from ...ops.declare import OpError
+from ...ops.declare import OpError, dtype_name
 from ...ops.implement import Refusal, implement
 from .overlap import EARLY, LATE
 
@@ -60,11 +60,6 @@ def refused_cache(kv: Any) -> Refusal | None:
         return None
     needs, has = (".".join(map(str, version)) for version in (FP8_CAPABILITY, capability()))
     return Refusal(f"a cache of float8_e4m3fn needs compute capability {needs}, this GPU has {has}")
-
-
-def dtype_name(x: Any) -> str:
-    """float32, bfloat16 ... of a torch or numpy array."""
-    return str(x.dtype).removeprefix("torch.")
 
 
 @cache

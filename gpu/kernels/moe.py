@@ -7,10 +7,10 @@ from __future__ import annotations
 import torch
 import triton
 
-from ...ops.declare import Array
+from ...ops.declare import Array, dtype_name
 from ...ops.implement import Refusal
 from .gemv import block_columns, block_rows
-from .launch import FLOATS, config, dtype_name, overlap, power_of_2, processors, triton_kernel
+from .launch import FLOATS, config, overlap, power_of_2, processors, triton_kernel
 from .moe_kernels import (
     combine_kernel,
     few_down_kernel,

@@ -9,10 +9,18 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ...ops.declare import Array
+from ...ops.declare import Array, dtype_name
 from ...ops.implement import Refusal
 from .gemv import block_rows
-from .launch import FLOATS, config, dtype_name, overlap, power_of_2, processors, triton_kernel
+from .launch import (
+    FLOATS,
+    config,
+    hopper,
+    overlap,
+    power_of_2,
+    processors,
+    triton_kernel,
+)
 from .moe import MAX_CHOSEN, MAX_EXPERTS, combined, rows_of_block, sorted_by_expert
 from .moe_narrow_kernels import (
     narrow_few_down_kernel,
@@ -55,7 +63,8 @@ class _Weight(NamedTuple):
     def block_k(self, most: int) -> int:
         """Entries along k that a program takes at a time: whole groups, or parts of one."""
         block = min(most, power_of_2(self.k))
-        while self.k % block and block > max(32, self.group):
+        # Up to an eighth more than there is costs less than shorter blocks.
+        while triton.cdiv(self.k, block) * block > 9 * self.k // 8 and block > max(32, self.group):
             block //= 2
         return min(block, self.group) if block < self.group < self.k else block
 
@@ -88,8 +97,69 @@ def moe_experts_narrow(
     inter = gate_up.shape[1] // 2
     up = _Weight(gate_up.contiguous(), gate_up_scale, gate_up_zero, gate_up_bias, x.shape[1], kind)
     out = _Weight(down.contiguous(), down_scale, down_zero, down_bias, inter, kind)
-    product = _few if x.shape[0] <= config("moe_narrow", dtype_name(x))["few"] else _many
+    few = x.shape[0] <= config("moe_narrow", dtype_name(x))["few"]
+    product = _few if few else _many
+    if few and experts.shape[1] <= 16 and _fragments_take(x, up) and _fragments_take(x, out):
+        product = _few_fragments
     return product(x, weights, experts, up, out, alpha, limit)
+
+
+def _fragments_take(x: torch.Tensor, weight: _Weight, rows: int = 1) -> bool:
+    """Whether `expert_kernel` takes a product whose experts have so many rows on average."""
+    mxfp4 = weight.kind == "fp4" and weight.group == 32 and dtype_name(x) == "bfloat16"
+    return mxfp4 and hopper() and rows <= config("moe_fragments")["rows"]
+
+
+def _fragments(
+    x: torch.Tensor, weight: _Weight, out: torch.Tensor, experts: torch.Tensor,
+    order: torch.Tensor | None, starts: torch.Tensor | None, alpha: float, limit: float, *,
+    gated: bool,
+) -> None:  # fmt: skip
+    """Rows by the weights of their experts: of each choice, or of choices as they are sorted."""
+    from .moe_fragment_kernels import expert_kernel  # in a language of its own
+
+    (tokens, top_k), count, n = experts.shape, weight.values.shape[0], out.shape[1]
+    choices = tokens * top_k
+    if starts is None:
+        m, blocks, setting = 8, choices, config("moe_fragments", "few")
+    else:
+        # Experts that have twice as many rows as others on average still have one block.
+        m = next((rows for rows in (8, 16) if 2 * choices <= rows * count), 32)
+        blocks = choices // m + min(count, choices)
+        setting = config("moe_fragments", str(m))
+    block_n, warps = setting["block_n"], setting["warps"]
+    values, scale, _, bias = weight.arrays
+    expert_kernel[(triton.cdiv(2 * n if gated else n, block_n), blocks)](
+        x, values.view(torch.int32), scale, bias, out, experts,
+        experts if order is None else order, experts if starts is None else starts, alpha, limit,
+        x.stride(0), N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated,
+        SORTED=starts is not None, HAS_BIAS=weight.bias is not None, CLAMPED=alpha > 0, M=m,
+        BLOCK_N=block_n, WARPS=warps, AHEAD=setting["ahead"], BLOCK_E=power_of_2(count),
+        num_warps=warps, **overlap(early=True),
+    )  # fmt: skip
+
+
+def _few_fragments(
+    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, up: _Weight, down: _Weight,
+    alpha: float, limit: float,
+) -> torch.Tensor:  # fmt: skip
+    from .moe_fragment_kernels import token_down_kernel
+
+    (tokens, top_k), (count, dim, _) = experts.shape, down.values.shape
+    hidden = torch.empty((tokens * top_k, down.k), dtype=x.dtype, device=x.device)
+    _fragments(x, up, hidden, experts, None, None, alpha, limit, gated=True)
+    out = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
+    setting = config("moe_fragments", "few_down")
+    block_n, slots = setting["block_n"], power_of_2(top_k)
+    warps = max(setting["warps"], slots)
+    values, scale, _, bias = down.arrays
+    token_down_kernel[(triton.cdiv(dim, block_n), tokens)](
+        hidden, values.view(torch.int32), scale, bias, weights, experts, out,
+        N=dim, K=down.k, EXPERTS=count, TOP_K=top_k, HAS_BIAS=down.bias is not None,
+        BLOCK_N=block_n, WARPS=warps, PARTS=warps // slots, AHEAD=setting["ahead"],
+        num_warps=warps, **overlap(early=True),
+    )  # fmt: skip
+    return out
 
 
 def _few(
@@ -127,6 +197,11 @@ def _many(
     hidden = torch.empty((tokens * top_k, down.k), dtype=x.dtype, device=x.device)
     rows = torch.empty((tokens * top_k, dim), dtype=x.dtype, device=x.device)
     for source, weight, target, gated in ((x, up, hidden, True), (hidden, down, rows, False)):
+        if _fragments_take(x, weight, triton.cdiv(tokens * top_k, count)):
+            _fragments(
+                source, weight, target, experts, order, starts, alpha, limit, gated=gated
+            )  # fmt: skip
+            continue
         setting = config("moe_narrow_product", dtype_name(x), rows_of_block(tokens * top_k, count))
         n, block_m = target.shape[1], setting["block_m"]
         blocks = tokens * top_k // block_m + min(count, tokens * top_k)

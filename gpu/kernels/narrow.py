@@ -4,10 +4,12 @@ weights as they lie, and widen them in registers.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 
-from ...ops.declare import Array
+from ...ops.declare import Array, dtype_name
 from ...ops.implement import Refusal, implement
 from ...ops.reference.narrow import FP8_UNITS
 from .counters import COUNTERS, counters
@@ -16,7 +18,6 @@ from .launch import (
     FLOATS,
     capability,
     config,
-    dtype_name,
     hopper,
     overlap,
     power_of_2,
@@ -203,6 +204,70 @@ def linear_int8(
     return _product(x, weight, weight_scale, None, x_scale, bias, "int8", getattr(torch, dtype))
 
 
+class _Product(NamedTuple):
+    """A product as kernels take it: x [row k], the weight and its scales [n k / group], zeros of
+    these or None, scales of x or None, a bias [n] or None, and where it goes [row n].
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    x_scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    kind: str
+    out: torch.Tensor
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Rows, results of each, entries of k."""
+        return self.x.shape[0], self.weight.shape[0], self.x.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Entries along k that share a scale of the weight."""
+        return self.x.shape[1] // self.scale.shape[1]
+
+    @property
+    def x_group(self) -> int:
+        """Entries along k that share a scale of x, 0 if it has none."""
+        return 0 if self.x_scale is None else self.x.shape[1] // self.x_scale.shape[1]
+
+    @property
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        """Its arrays; what it does not have is stood in for."""
+        return (
+            self.x,
+            self.weight,
+            self.scale,
+            self.weight if self.zero is None else self.zero,
+            self.x if self.x_scale is None else self.x_scale,
+            self.out if self.bias is None else self.bias,
+            self.out,
+        )
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """From row to row of x, and of its scales."""
+        if self.x_scale is None or self.x_scale.shape[0] == 1:
+            return self.x.stride(0), 0
+        return self.x.stride(0), self.x_scale.stride(0)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels are compiled for."""
+        _, n, k = self.sizes
+        return {
+            "N": n,
+            "K": k,
+            "KIND": self.kind,
+            "GROUP": self.group,
+            "X_GROUP": self.x_group,
+            "HAS_ZERO": self.zero is not None,
+            "HAS_BIAS": self.bias is not None,
+        }
+
+
 def _product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -221,18 +286,21 @@ def _product(
     scale = (scale if scale.shape[0] == n else scale.expand(n, -1)).contiguous()
     zero = None if zero is None else zero.contiguous()
     bias = None if bias is None else bias.contiguous()
+    if x_scale is not None and x_scale.stride(1) != 1:
+        x_scale = x_scale.contiguous()
     out = torch.empty((rows, n), dtype=dtype, device=x.device)
     if rows == 0:
         return out
+    product = _Product(x, weight, scale, zero, x_scale, bias, kind, out)
     limit = config("narrow", kind)
-    if _fragments_take(x, scale, x_scale, kind):
-        _fragments(x, weight, scale, zero, x_scale, bias, kind, out)
+    if _fragments_take(product):
+        _fragments(product)
     elif rows <= min(2, limit["gemv_rows"]):
-        _gemv(x, weight, scale, zero, x_scale, bias, kind, out)
+        _gemv(product)
     elif x_scale is None and rows > limit["widened_from"] and dtype_name(x) != "float32":
         return linear(x, _widened(weight, scale, zero, kind, x), bias)
     else:
-        _blocks(x, weight, scale, zero, x_scale, bias, kind, out)
+        _blocks(product)
     return out
 
 
@@ -256,106 +324,61 @@ def _widened(
     return out
 
 
-def _scales_of(x: torch.Tensor, x_scale: torch.Tensor | None) -> tuple[torch.Tensor, int, int]:
-    """(scales, entries that share one or 0, stride of rows) of x."""
-    if x_scale is None:
-        return x, 0, 0
-    x_scale = x_scale if x_scale.stride(1) == 1 else x_scale.contiguous()
-    stride = 0 if x_scale.shape[0] == 1 else x_scale.stride(0)
-    return x_scale, x.shape[1] // x_scale.shape[1], stride
-
-
-def _gemv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    kind: str,
-    out: torch.Tensor,
-) -> None:
-    (rows, k), n = x.shape, weight.shape[0]
-    setting = config("narrow_gemv", kind)
-    group = k // scale.shape[1]
+def _gemv(product: _Product) -> None:
+    rows, n, k = product.sizes
+    setting = config("narrow_gemv", product.kind)
     most = max(2, min(setting["block_k"], setting["entries"] // rows))
-    if group < k:
-        most = max(most, group)
+    if product.group < k:
+        most = max(most, product.group)
     block_k = block_columns(k, most)
     block_n = block_rows(
         n, setting["entries"] // (block_k * rows), setting["programs"] * processors()
     )
-    scales, x_group, x_stride = _scales_of(x, x_scale)
     narrow_gemv_kernel[(triton.cdiv(n, block_n),)](
-        x, weight, scale, weight if zero is None else zero, scales, out if bias is None else bias,
-        out, x.stride(0), x_stride,
-        N=n, K=k, ROWS=rows, KIND=kind, GROUP=group, X_GROUP=x_group, HAS_ZERO=zero is not None,
-        HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=setting["warps"],
-        **overlap(early=True),
+        *product.arrays, *product.strides, **product.constants, ROWS=rows, BLOCK_N=block_n,
+        BLOCK_K=block_k, num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
 
 
-def _fragments_take(
-    x: torch.Tensor, scale: torch.Tensor, x_scale: torch.Tensor | None, kind: str
-) -> bool:
+def _fragments_take(product: _Product) -> bool:
     """Whether `fragment_kernel` takes so many rows of this kind."""
-    rows, k = x.shape
-    by_fp8 = kind == "fp8" and x_scale is not None
-    by_halves = kind == "int4" and x_scale is None and dtype_name(x) in ("bfloat16", "float16")
-    if not hopper() or not (by_fp8 or by_halves) or rows > config("fragments")["rows"]:
+    rows, _, k = product.sizes
+    if product.kind == "fp8":
+        takes = product.x_scale is not None
+    else:
+        halves = dtype_name(product.x) in ("bfloat16", "float16")
+        takes = product.kind == "int4" and product.x_scale is None and halves
+    if not hopper() or not takes:
         return False
-    groups = (k // of.shape[1] for of in (scale, x_scale) if of is not None)
-    return k % 128 == 0 and all(group % 128 == 0 for group in groups)
+    setting = config("fragments", product.kind)
+    groups = (product.group, product.x_group)
+    fits = k % 128 == 0 and all(group % 128 == 0 for group in groups)
+    return fits and setting["from_rows"] <= rows <= setting["rows"]
 
 
-def _fragments(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    kind: str,
-    out: torch.Tensor,
-) -> None:
-    from .fragment_kernel import fragment_kernel, layouts  # in a language of its own
+def _fragments(product: _Product) -> None:
+    from .fragment_kernel import fragment_kernel  # in a language of its own
 
-    (rows, k), n = x.shape, weight.shape[0]
+    rows, n, k = product.sizes
     m = 8 if rows <= 8 else 16
-    setting = config("fragments", f"{kind}/{m}", kind)
+    setting = config("fragments", f"{product.kind}/{m}", product.kind)
     warps, block_n = setting["warps"], setting["block_n"]
     while k % (128 * warps):
         warps //= 2
-    scales, x_group, x_stride = _scales_of(x, x_scale)
-    of_weight, of_tokens = layouts(kind, warps, block_n, m)
-    weight = weight.view(torch.int32)
-    words = x.contiguous().view(torch.int32) if kind == "fp8" else x
+    x = product.x
+    x = x.contiguous().view(torch.int32) if product.kind == "fp8" else x
+    words = product._replace(x=x, weight=product.weight.view(torch.int32))
     fragment_kernel[(triton.cdiv(n, block_n),)](
-        words, weight, scale, weight if zero is None else zero, scales,
-        out if bias is None else bias, out, rows, words.stride(0), x_stride,
-        N=n, K=k, KIND=kind, GROUP=k // scale.shape[1], X_GROUP=x_group,
-        HAS_ZERO=zero is not None, HAS_BIAS=bias is not None, M=m, BLOCK_N=block_n, WARPS=warps,
-        AHEAD=setting["ahead"], WEIGHT=of_weight, TOKENS=of_tokens, num_warps=warps,
-        **overlap(early=True),
+        *words.arrays, rows, *words.strides, **product.constants, M=m, BLOCK_N=block_n,
+        WARPS=warps, AHEAD=setting["ahead"], num_warps=warps, **overlap(early=True),
     )  # fmt: skip
 
 
-def _blocks(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    kind: str,
-    out: torch.Tensor,
-) -> None:
-    (rows, k), n = x.shape, weight.shape[0]
+def _blocks(product: _Product) -> None:
+    rows, n, k = product.sizes
     few = next((str(most) for most in (16, 32, 64) if rows <= most), "128")
-    setting = config("narrow", f"{kind}/{few}", few)
-    scales, x_group, x_stride = _scales_of(x, x_scale)
-    group = k // scale.shape[1]
+    setting = config("narrow", f"{product.kind}/{few}", few)
+    group, x_group = product.group, product.x_group
     block_m, block_n = setting["block_m"], setting["block_n"]
     # Groups from 64 entries on have sums of their own; several smaller ones share a block.
     block_k = min(setting["block_k"], group) if 64 <= group < k else setting["block_k"]
@@ -368,18 +391,14 @@ def _blocks(
     part = triton.cdiv(triton.cdiv(k, parts), block_k) * block_k
     parts = triton.cdiv(k, part) if blocks * blocks_m <= COUNTERS else 1
     part = part if parts > 1 else triton.cdiv(k, block_k) * block_k
-    sums = arrived = out
+    sums = arrived = product.out
     if parts > 1:
-        exact = kind == "int8" and x_group > 0
-        sums = torch.empty(
-            parts * rows * n, dtype=torch.int32 if exact else torch.float32, device=x.device
-        )
-        arrived = counters(x.device)
+        exact = product.kind == "int8" and x_group > 0
+        dtype, device = torch.int32 if exact else torch.float32, product.x.device
+        sums = torch.empty(parts * rows * n, dtype=dtype, device=device)
+        arrived = counters(device)
     narrow_kernel[(blocks_m, blocks, parts)](
-        x, weight, scale, weight if zero is None else zero, scales, out if bias is None else bias,
-        out, sums, arrived, rows, x.stride(0), x_stride,
-        N=n, K=k, KIND=kind, GROUP=group, X_GROUP=x_group, HAS_ZERO=zero is not None,
-        HAS_BIAS=bias is not None, PARTS=parts, PART=part, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_K=block_k, STAGES=setting["stages"], num_warps=setting["warps"],
-        **overlap(early=True),
+        *product.arrays, sums, arrived, rows, *product.strides, **product.constants, PARTS=parts,
+        PART=part, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=setting["stages"],
+        num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip

@@ -38,14 +38,15 @@ def _offset(q, dtype: tl.constexpr):
 
 @triton.jit
 def _e2m1(q, dtype: tl.constexpr):
-    """The numbers that four bits stand for: a sign, two bits of exponent, one of mantissa."""
+    """The numbers that four bits stand for: a sign, two bits of exponent, one of mantissa. In the
+    place of float32's bits they are 2^-126 of their size, the smallest without an exponent too.
+    """
     if dtype == tl.float32:
         wide = q.to(tl.uint32)
-        sign = (wide & 8) << 28
-        size = wide & 7
-        some = tl.where(size < 2, size * 0x3F000000, 0x3F000000 + (size << 22))
-        return (sign | some).to(tl.float32, bitcast=True)
+        small = ((wide & 8) << 28) | ((wide & 7) << 22)
+        return small.to(tl.float32, bitcast=True) * 2.0**126
     else:
+        # Not so here: the interpreter has no products of bfloat16.
         half: tl.constexpr = 0x3F00 if dtype == tl.bfloat16 else 0x3800
         shift: tl.constexpr = 6 if dtype == tl.bfloat16 else 9
         wide = q.to(tl.uint16)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...ops.declare import Array
+from ...ops.declare import Array, dtype_name
 from ...ops.implement import implement
 from ...ops.native.torch_parallel import group, in_group
-from .launch import FLOATS, dtype_name, overlap, power_of_2, processors
+from .launch import FLOATS, overlap, power_of_2, processors
 from .reduce_kernels import reduce_kernel
 from .rows import MAX_WIDTH, _takes_add_norm, fused_add_rms_norm
 

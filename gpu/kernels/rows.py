@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 
-from ...ops.declare import Array
+from ...ops.declare import Array, dtype_name
 from .counters import COUNTERS, counters
-from .launch import FLOATS, config, dtype_name, overlap, power_of_2, processors, triton_kernel
+from .launch import FLOATS, config, overlap, power_of_2, processors, triton_kernel
 from .row_kernels import (
     act_and_mul_kernel,
     add_gated_kernel,
@@ -15,6 +15,7 @@ from .row_kernels import (
     add_rms_norm_kernel,
     gelu_gate_kernel,
     greedy_kernel,
+    norm_add_rms_norm_kernel,
     rms_norm_kernel,
     wide_qk_norm_kernel,
 )
@@ -76,6 +77,41 @@ def fused_add_rms_norm(x: Array, residual: Array, weight: Array, eps: float) -> 
     add_rms_norm_kernel[(triton.cdiv(rows, several),)](
         x, residual, weight.contiguous(), rows, eps, x.stride(0), residual.stride(0),
         N=n, ROWS=several, BLOCK_N=width, num_warps=_warps(several * width),
+        **overlap(early=True),
+    )  # fmt: skip
+    return x, residual
+
+
+def _takes_norm_add(
+    x: Array,
+    x_weight: Array,
+    residual: Array,
+    weight: Array,
+    x_eps: float,
+    eps: float,
+) -> bool:
+    return dtype_name(x_weight) in FLOATS and _takes_add_norm(x, residual, weight, eps)
+
+
+@triton_kernel("norm_add_rms_norm", supports_args=_takes_norm_add, inplace=True)
+def norm_add_rms_norm(
+    x: Array,
+    x_weight: Array,
+    residual: Array,
+    weight: Array,
+    x_eps: float,
+    eps: float,
+) -> tuple[Array, Array]:
+    """See the op: in place, x becomes the norm and residual the sum."""
+    if x.stride(1) != 1 or residual.stride(1) != 1:
+        dense = x.contiguous(), x_weight, residual.contiguous(), weight
+        y, total = norm_add_rms_norm(*dense, x_eps, eps)
+        return x.copy_(y), residual.copy_(total)
+    rows, n = x.shape
+    several, width = _blocks(n, rows, config("rows"))
+    norm_add_rms_norm_kernel[(triton.cdiv(rows, several),)](
+        x, x_weight.contiguous(), residual, weight.contiguous(), rows, x_eps, eps, x.stride(0),
+        residual.stride(0), N=n, ROWS=several, BLOCK_N=width, num_warps=_warps(several * width),
         **overlap(early=True),
     )  # fmt: skip
     return x, residual

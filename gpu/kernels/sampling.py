@@ -7,9 +7,9 @@ from __future__ import annotations
 import torch
 import triton
 
-from ...ops.declare import Array
+from ...ops.declare import Array, dtype_name
 from .counters import COUNTERS, counters
-from .launch import config, dtype_name, overlap, power_of_2, processors, triton_kernel
+from .launch import config, overlap, power_of_2, processors, triton_kernel
 from .sample_kernels import (
     COLUMNS,
     LEVELS,

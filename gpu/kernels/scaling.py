@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 import triton
 
-from ...ops.declare import Array
-from .launch import FLOATS, dtype_name, overlap, triton_kernel
+from ...ops.declare import Array, dtype_name
+from .launch import FLOATS, overlap, triton_kernel
 from .scaling_kernel import scale_kernel, scale_tokens_kernel
 
 BLOCK = 1024

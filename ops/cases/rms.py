@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..testing import Arguments, Case, Testing, judged_by, limits
+from ..testing import Arguments, Bound, Case, Testing, judged_by, limits
 from .generators import generator, hostile_rows, normal, strided, to_bfloat16, weights
 
 EPS = 1e-6
@@ -262,6 +262,75 @@ FUSED = Testing(
 # Over one shard the sum is what it is of.
 for _op in ("fused_add_rms_norm", "reduce_add_rms_norm"):
     judged_by(_op, FUSED)
+
+
+# --- norm_add_rms_norm
+# ----------------------------------------------------------------------------------------------
+
+
+def _sandwich_cases(dtype: str) -> Iterator[Case]:
+    """Those of fused_add_rms_norm, whose second norm has the smaller eps."""
+    rng = generator("norm_add_rms_norm")
+    for case in _fused_cases(dtype):
+        width = case.arguments["x"].shape[-1]
+        more = {"x_weight": weights(rng, dtype, width), "x_eps": 10 * EPS}
+        yield Case(case.name, case.arguments | more, case.tags)
+    wide = {name: weights(rng, "float32", width) for name in ("x_weight", "weight")}
+    yield Case("weights in float32", case.arguments | more | wide)
+
+
+def _wrong_sandwich(
+    ops: Any, x: Any, x_weight: Any, residual: Any, weight: Any, x_eps: float, eps: float,
+    fault: str,
+) -> Any:  # fmt: skip
+    if fault == "weights swapped":
+        x_weight, weight = weight, x_weight
+    if fault == "eps swapped":
+        x_eps, eps = eps, x_eps
+    if fault.startswith("first norm: "):
+        normed = ops.rounded(_norm(x, x_weight, x_eps, fault.removeprefix("first norm: ")))
+    else:
+        normed = x if fault == "x not normed" else ops.rounded(_norm(x, x_weight, x_eps))
+    if fault == "sum normed twice":
+        total = ops.rounded(_norm(x + residual, x_weight, x_eps))
+        return _norm(total, weight, eps), total
+    return _wrong_fused(ops, normed, residual, weight, eps, fault)
+
+
+def _sandwich_sizes(a: Arguments) -> Any:
+    """What relative errors of 1 in the first norm and in the sum do to the norm of the sum, and
+    to the sum.
+    """
+    normed = _norm(a["x"], a["x_weight"], a["x_eps"])
+    total = normed + a["residual"]
+    sizes = np.abs(normed) + np.abs(total)
+    scale = np.abs(a["weight"]) / np.sqrt((total**2).mean(-1, keepdims=True) + a["eps"])
+    return sizes * scale, sizes
+
+
+SANDWICH_FAULTS = (
+    *("weights swapped", "eps swapped", "x not normed", "sum normed twice"),
+    *(f"first norm: {fault}" for fault in NORM_FAULTS),
+    *("norm of x only", "residual returned", "norm returned twice", "residual twice"),
+    *NORM_FAULTS,
+)
+"""Not that the sum is rounded before it is normed: that the first norm is hides it."""
+
+judged_by(
+    "norm_add_rms_norm",
+    Testing(
+        _sandwich_cases,
+        Bound(
+            inner=1.0,
+            ties=1.0,
+            reason="the first norm and the sum are rounded on the way, by the oracle too",
+        ),
+        magnitude=_sandwich_sizes,
+        rows=("x", "residual"),
+        mutants={fault: partial(_wrong_sandwich, fault=fault) for fault in SANDWICH_FAULTS},
+        truth=partial(_wrong_sandwich, fault=""),
+    ),
+)
 
 
 # --- wide_qk_norm

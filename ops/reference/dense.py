@@ -14,6 +14,10 @@ PRODUCT = Contract(dot=DOT)
 FUSED_ADD = Contract(
     rounds="the sum once, then the norm once; the norm reads the sum as it was rounded"
 )
+SANDWICH = Contract(
+    rounds="the norm of x, the sum and its norm once each; what reads the first two reads them as "
+    "they were rounded"
+)
 MLP = Contract(
     rounds="where its finer ops do: gate and up, their product, the output; an implementation may "
     "skip the first two",
@@ -84,6 +88,32 @@ def fused_add_rms_norm(
     """
     total = ops.add(x, residual)
     return ops.rms_norm(total, weight, eps), total
+
+
+@define(
+    shapes="x [tok dim], x_weight [dim], residual [tok dim], weight [dim] -> [tok dim] x, "
+    "[tok dim] x",
+    shards=(),
+    level="coarse",
+    activations=("x", "residual"),
+    composition=("rms_norm", "fused_add_rms_norm"),
+    contract=SANDWICH,
+)
+def norm_add_rms_norm(
+    ops: Any,
+    x: Array,
+    x_weight: Array,
+    residual: Array,
+    weight: Array,
+    x_eps: float,
+    eps: float,
+) -> tuple[Array, Array]:
+    """(rms_norm(s), s) with s = rms_norm(x) + residual, each norm with its own weight [dim] and
+    eps: what is between two sublayers if the result of the first is normed.
+    """
+    normed = ops.rms_norm(x, x_weight, x_eps)
+    both: tuple[Array, Array] = ops.fused_add_rms_norm(normed, residual, weight, eps)
+    return both
 
 
 @define(

@@ -138,8 +138,19 @@ def layer(
     """
     hidden, residual = stream
     narrowing = None if batch.rows is None else last_mixing(spec)
+    post: Norm | None = None
     for number, sub in enumerate(spec):
-        x, residual = pre_norm(ops, sub.pre, weights, hidden, residual, sub.reduces_before)
+        if post is not None and sub.pre is not None:
+            x, residual = ops.norm_add_rms_norm(
+                hidden,
+                weights[post.weight],
+                residual,
+                weights[sub.pre.weight],
+                post.eps,
+                sub.pre.eps,
+            )
+        else:
+            x, residual = pre_norm(ops, sub.pre, weights, hidden, residual, sub.reduces_before)
         rows = batch.rows if number == narrowing else None
         stage = stage_of(sub.mixer)
         hidden, cache = stage(ops, sub.mixer, weights, x, cache, batch._replace(rows=rows))
@@ -148,7 +159,8 @@ def layer(
             batch = batch.narrowed(rows)
         if sub.reduces:
             hidden = ops.all_reduce(hidden)
-        if sub.post is not None:
+        post = sub.post if added_as_it_is(spec, number) else None
+        if sub.post is not None and post is None:
             hidden = ops.rms_norm(hidden, weights[sub.post.weight], sub.post.eps)
         hidden = scaled(ops, hidden, sub.scale)
         if sub.factor is not None:
@@ -174,6 +186,15 @@ def pre_norm(
     add = ops.reduce_add_rms_norm if reduces else ops.fused_add_rms_norm
     x, residual = add(hidden, residual, weights[norm.weight], norm.eps)
     return x, residual
+
+
+def added_as_it_is(spec: Layer, number: int) -> bool:
+    """Whether nothing stands between the norm behind a sublayer and the sum that the next one of
+    the layer norms.
+    """
+    sub = spec[number]
+    plain = sub.scale == 1.0 and sub.factor is None
+    return plain and number + 1 < len(spec) and spec[number + 1].pre is not None
 
 
 def last_mixing(spec: Layer) -> int:

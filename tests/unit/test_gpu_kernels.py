@@ -18,7 +18,7 @@ from twinfer.ops.cases import load_all
 from twinfer.ops.cases.attention import by_head, paged, released
 from twinfer.ops.cases.dense import _product
 from twinfer.ops.cases.generators import generator, normal
-from twinfer.ops.cases.moe import mixture
+from twinfer.ops.cases.moe import _chosen, _named, _narrow, mixture
 from twinfer.ops.cases.quantized import quantized
 from twinfer.ops.cases.sampling import _sample_arguments
 from twinfer.ops.testing import (
@@ -153,9 +153,8 @@ def test_when_requests_are_split_together(kernels):
         ("int4", 3, True), ("int4", 12, True), ("int4", 1, True), ("fp4", 12, False),
     ],
 )  # fmt: skip
-def test_triton_products_of_narrow_weights(kernels, device, monkeypatch, rows, kind, groups, zeros):
+def test_triton_products_of_narrow_weights(kernels, device, rows, kind, groups, zeros):
     """Few rows, more than a block, and so many that the weight is widened; k is no power of 2."""
-    monkeypatch.setitem(kernels.config("fragments"), "rows", 16)
     n, k = 70, 384
     rng = np.random.default_rng(rows)
     if kind == "fp8":
@@ -179,8 +178,7 @@ def test_triton_products_of_narrow_weights(kernels, device, monkeypatch, rows, k
 @pytest.mark.parametrize(
     ("op", "block"), [("linear_int8", 0), ("linear_fp8", 0), ("linear_fp8", 128)]
 )
-def test_triton_products_of_quantised_tokens(kernels, device, monkeypatch, rows, op, block):
-    monkeypatch.setitem(kernels.config("fragments"), "rows", 16)
+def test_triton_products_of_quantised_tokens(kernels, device, rows, op, block):
     kind = op.removeprefix("linear_")
     rng, per = np.random.default_rng(rows), "block" if block else "row"
     x, x_scale = quantized(kind, normal(rng, "float32", rows, 384), per, block)
@@ -200,6 +198,23 @@ def test_triton_narrow_experts_of_few_tokens(kernels, device, tokens, kind):
         arguments = dict(cases[name])
         arguments |= {x: arguments[x][:tokens] for x in ("x", "weights", "experts")}
         judge("moe_experts_narrow", arguments, device)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "alpha"),
+    [(1, 4, 1.702), (2, 3, 0.0), (4, 3, 0.0), (9, 4, 1.702), (15, 4, 0.0)],
+)
+def test_triton_experts_of_mxfp4(kernels, device, tokens, top_k, alpha):
+    """Blocks of 8, 16 and 32 rows, k that ends within a step, an expert that nobody chooses."""
+    rng, (dim, inter, experts) = np.random.default_rng(tokens), (480, 96, 6)
+    chosen = _chosen(rng.normal(size=(tokens, experts - 1)), top_k, True)
+    chosen["experts"][-1, -1] = -1
+    arguments = {"x": normal(rng, "bfloat16", tokens, dim), "kind": "fp4", "alpha": alpha}
+    for name, n, k in (("gate_up", 2 * inter, dim), ("down", dim, inter)):
+        bias = normal(rng, "bfloat16", experts, n) if alpha else None
+        weight = _narrow(rng, "fp4", "bfloat16", k // 32, experts, n, k)
+        arguments |= _named(name, weight, bias)
+    judge("moe_experts_narrow", arguments | chosen | {"limit": 0.9 if alpha else 0.0}, device)
 
 
 @pytest.mark.parametrize(

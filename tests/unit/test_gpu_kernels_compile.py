@@ -2,6 +2,8 @@
 shows what they compute, takes programs that the compiler refuses.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -35,17 +37,35 @@ def signature(value):
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def hopper(monkeypatch):
+    """What the kernels' launches ask of the chip is answered as by one of compute capability 9.0."""
+    from twinfer.gpu.kernels import counters, launch
+
+    if launch.INTERPRETED:
+        pytest.skip("the interpreter has taken the compiler's place")
+    monkeypatch.setattr(launch, "capability", lambda: (9, 0))
+    for module in ("attention", "sampling", "moe", "moe_narrow", "narrow", "reduce"):
+        monkeypatch.setattr(f"twinfer.gpu.kernels.{module}.processors", lambda: 132)
+    for module in ("attention", "sampling", "narrow"):
+        monkeypatch.setattr(
+            f"twinfer.gpu.kernels.{module}.counters",
+            lambda device: torch.zeros(counters.COUNTERS, dtype=torch.int32),
+        )
+    for cached in (launch.overlap, launch.hopper):
+        cached.cache_clear()
+    yield
+    for cached in (launch.overlap, launch.hopper):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def compiled(hopper, monkeypatch):
     """Kernels are compiled for a chip instead of being launched: their names, in order."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import JITFunction
 
-    from twinfer.gpu.kernels import counters, launch
-
-    if launch.INTERPRETED:
-        pytest.skip("the interpreter has taken the compiler's place")
     names, done = [], set()
 
     def run(kernel, *args, grid, warmup, **named):
@@ -63,19 +83,44 @@ def compiled(monkeypatch):
         names.append(kernel.fn.__name__)
 
     monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(launch, "capability", lambda: (9, 0))
-    for module in ("attention", "sampling", "moe", "moe_narrow", "narrow", "reduce"):
-        monkeypatch.setattr(f"twinfer.gpu.kernels.{module}.processors", lambda: 132)
-    for module in ("attention", "sampling", "narrow"):
-        monkeypatch.setattr(
-            f"twinfer.gpu.kernels.{module}.counters",
-            lambda device: torch.zeros(counters.COUNTERS, dtype=torch.int32),
+    return names
+
+
+class Loaded:
+    """A driver of Triton for a GPU that is not there: it takes compiled kernels and counts their
+    launches.
+    """
+
+    def __init__(self, device):
+        self.device, self.launches = device, []
+        self.utils = SimpleNamespace(
+            load_binary=lambda name, *_: (name, name, 32, 0, 1024),
+            get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
         )
-    for cached in (launch.overlap, launch.hopper):
-        cached.cache_clear()
-    yield names
-    for cached in (launch.overlap, launch.hopper):
-        cached.cache_clear()
+
+    def launcher_cls(self, source, metadata):
+        return lambda *_: self.launches.append(metadata.name)
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return self.device
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture
+def driver(hopper, monkeypatch, request):
+    from triton.runtime import driver
+
+    # Kernels keep what they have compiled by device: each test has its own.
+    loaded = Loaded(request.node.name)
+    monkeypatch.setattr(driver, "_active", loaded)
+    return loaded
 
 
 def arguments_of(op, arguments):
@@ -159,10 +204,9 @@ def test_experts_compile(compiled, dtype, tokens, rest):
         ("fp4", 16, False),
     ],
 )  # fmt: skip
-def test_narrow_weights_compile(compiled, monkeypatch, rows, kind, group, zeros):
+def test_narrow_weights_compile(compiled, rows, kind, group, zeros):
     from twinfer.gpu.kernels import narrow
 
-    monkeypatch.setitem(narrow.config("fragments"), "rows", 16)
     k, n = 1024, 512
     dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind, torch.uint8)
     shape = (n, k // group if group else 1)
@@ -185,10 +229,9 @@ def test_narrow_weights_compile(compiled, monkeypatch, rows, kind, group, zeros)
 @pytest.mark.parametrize(
     ("kind", "block"), [("int8", 0), ("fp8", 0), ("fp8", 128)], ids=["int8", "fp8", "fp8-blocks"]
 )
-def test_quantised_tokens_compile(compiled, monkeypatch, rows, kind, block):
+def test_quantised_tokens_compile(compiled, rows, kind, block):
     from twinfer.gpu.kernels import narrow
 
-    monkeypatch.setitem(narrow.config("fragments"), "rows", 16)
     k, n = 1024, 512
     quantize = narrow.quantize_int8_dynamic if kind == "int8" else narrow.quantize_fp8_dynamic
     x = torch.zeros(rows, k, dtype=torch.bfloat16)
@@ -198,14 +241,14 @@ def test_quantised_tokens_compile(compiled, monkeypatch, rows, kind, block):
     shape = (n, k // block if block else 1)
     product(values, weight, scale, torch.zeros(shape), None, "bfloat16")
     others = "narrow_gemv_kernel" if rows <= 2 else "narrow_kernel"
-    assert compiled == [
-        "quantize_kernel", "fragment_kernel" if kind == "fp8" and rows <= 16 else others
-    ]  # fmt: skip
+    fragments = kind == "fp8" and 2 <= rows <= 16
+    assert compiled == ["quantize_kernel", "fragment_kernel" if fragments else others]
 
 
-@pytest.mark.parametrize("tokens", [2, 20, 300])
+@pytest.mark.parametrize("tokens", [2, 20, 50, 100, 300])
 @pytest.mark.parametrize(
-    ("kind", "group", "clamped"), [("fp4", 32, True), ("fp8", 0, False), ("int4", 128, False)]
+    ("kind", "group", "clamped"),
+    [("fp4", 32, True), ("fp4", 32, False), ("fp8", 0, False), ("int4", 128, False)],
 )
 def test_narrow_experts_compile(compiled, tokens, kind, group, clamped):
     from twinfer.gpu.kernels import moe_narrow
@@ -229,9 +272,41 @@ def test_narrow_experts_compile(compiled, tokens, kind, group, clamped):
         1.702 if clamped else 0.0,
         7.0 if clamped else 0.0,
     )
+    fragments = kind == "fp4"
     few = ["narrow_few_gated_kernel", "narrow_few_down_kernel"]
-    many = ["sort_kernel", *["narrow_product_kernel"] * 2, "combine_kernel"]
+    product = "expert_kernel" if fragments and tokens < 300 else "narrow_product_kernel"
+    many = ["sort_kernel", product, product, "combine_kernel"]
+    if fragments:
+        few = ["expert_kernel", "token_down_kernel"]
     assert compiled == (few if tokens == 2 else many)
+
+
+@pytest.mark.parametrize("kind", ["int4", "tokens", "attention"])
+def test_noted_kernels_are_those_that_are_launched(driver, kind):
+    """A start notes launches as text, and compiles from that: later launches find the kernels."""
+    from twinfer.gpu.kernels import attention, narrow
+    from twinfer.gpu.precompile import compile_together, kernels_noted
+
+    ones, k, n = torch.ones(1, 1), 1024, 512
+    fp8 = torch.zeros(n, k, dtype=torch.float8_e4m3fn)
+    int4 = torch.zeros(n, k // 2, dtype=torch.uint8)
+    paging = paged(generator("noted"), "bfloat16", [90, 150], [1, 40], (8, 2), 128, 16, tokens=64)
+    calls = {
+        "int4": lambda: narrow.linear_grouped(
+            torch.zeros(8, k, dtype=torch.bfloat16), int4, torch.ones(n, 8), None, None, kind
+        ),
+        "tokens": lambda: narrow.linear_fp8(fp8[:8], fp8, ones, ones, None, "bfloat16"),
+        "attention": lambda: attention.paged_attention(**arguments_of("paged_attention", paging)),
+    }
+    with kernels_noted() as noted:
+        calls[kind]()
+    assert noted
+    assert not driver.launches
+    compile_together(noted, lambda done: None)
+    with kernels_noted() as missing:
+        calls[kind]()
+    assert not missing
+    assert driver.launches == [kernel.fn.__name__ for kernel in noted.values()]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

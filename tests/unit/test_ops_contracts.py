@@ -365,6 +365,14 @@ UNSEEN_IN_HALF = {
     "logits": frozenset({"tf32 product"}),
     # less than its other roundings may be off by
     "moe_experts": frozenset({"weights rounded to bfloat16"}),
+    "norm_add_rms_norm": frozenset(
+        {
+            "eps ignored",
+            "eps outside the root",
+            "squares rounded to bfloat16",
+            "first norm: squares rounded to bfloat16",
+        }
+    ),
 }
 
 

@@ -1,0 +1,213 @@
+"""The products of a mixture of experts whose weights are e2m1 with a scale for each 32 entries of k
+(mxfp4), on tensor cores: as those of `moe_narrow_kernels.py`, by the means of `fragment_kernel`.
+
+A thread's 16 neighbouring bytes of a row are 32 entries, which share a scale. A step of a program
+is STEP entries of k for each of its warps, next to each other; k may end within a step.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._layouts import DistributedLinearLayout
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from .fragment_kernel import STEP, fp4_operand, step_layout, tokens_operand
+from .moe_narrow_kernels import _between
+from .overlap import wait
+
+WORDS = gl.constexpr(16)
+"""32-bit words of a step of a row."""
+GROUP = gl.constexpr(32)
+
+
+@gluon.constexpr_function
+def _words(warps, rows):
+    """Which thread reads what of a step [warps, rows, 4 threads, 4 words]."""
+    return DistributedLinearLayout(
+        [
+            [0, 0, 0, 1],
+            [0, 0, 0, 2],
+            *([0, 8 << i, 0, 0] for i in range((rows // 8).bit_length() - 1)),
+        ],
+        [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
+        [[1 << i, 0, 0, 0] for i in range(warps.bit_length() - 1)],
+        [],
+        [warps, rows, 4, 4],
+    )
+
+
+@gluon.jit
+def _sums(
+    weight, scale, of_weight, real, x, of_x, x_real, K: gl.constexpr, PARTS: gl.constexpr,
+    M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
+    LAYOUT: gl.constexpr, TOKENS: gl.constexpr,
+):  # fmt: skip
+    """Sums [warp n m] float32 of each warp over its part of k: of rows `of_weight` [warp n 1 1]
+    of the weight by rows at `of_x` [warp m 1] of x. Warp w takes the steps w % PARTS, then every
+    PARTS-th.
+    """
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    steps: gl.constexpr = (K + PARTS * STEP - 1) // (PARTS * STEP)
+    w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    part = w[:, None, None, None] % PARTS
+    t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
+    g = part * 4 + t[None, None, :, None]
+    j = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    words = weight + of_weight * (K // 8) + g * 4 + j[None, None, None, :]
+    scales = scale + of_weight * (K // GROUP) + g
+    x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))[:, None, None]
+    i = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(1, TOKENS)))[None, None, :]
+    at = x_w % PARTS * STEP + i
+    total = gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma)
+    asked, shares = (), ()
+    for s in gl.static_range(steps + AHEAD):
+        if s < steps:
+            inside = real & (g + s * (PARTS * 4) < K // GROUP)
+            here = words + s * (PARTS * WORDS)
+            asked += (gl.load(here, mask=inside, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
+            shares += (gl.load(scales + s * (PARTS * 4), mask=inside, other=0.0),)  # type: ignore[assignment]
+        if s >= AHEAD:
+            a = fp4_operand(asked[s - AHEAD], shares[s - AHEAD], BLOCK_N, WARPS)
+            a = gl.convert_layout(a, left, assert_trivial=True)
+            k = at + (s - AHEAD) * (PARTS * STEP)
+            b = tokens_operand(x + of_x + k, x_real & (k < K), "fp4", M, WARPS)
+            b = gl.convert_layout(b, right, assert_trivial=True)
+            total = mma_v2(a, b, total)
+    return total
+
+
+@gluon.jit
+def _plus(a, b):
+    return a + b
+
+
+@gluon.jit(do_not_specialize=["alpha", "limit"])
+def expert_kernel(
+    x, weight, scale, bias, out, experts, order, starts, alpha, limit, x_stride, N: gl.constexpr,
+    K: gl.constexpr, EXPERTS: gl.constexpr, TOP_K: gl.constexpr, GATED: gl.constexpr,
+    SORTED: gl.constexpr, HAS_BIAS: gl.constexpr, CLAMPED: gl.constexpr, M: gl.constexpr,
+    BLOCK_N: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr, BLOCK_E: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Grid (block of rows of an expert's weight, block of rows of x if SORTED, else choice).
+
+    N results of K entries. If GATED a block of the weight has gate and up of BLOCK_N / 2 of them,
+    in turns. Rows of x are those of choices if GATED, else the choices themselves, sorted; blocks
+    of M of them are one expert's. Not SORTED, a choice is a block.
+    """
+    wait(OVERLAP)
+    LAYOUT: gl.constexpr = _words(WARPS, BLOCK_N)
+    TOKENS: gl.constexpr = step_layout(WARPS, M, 5, False)
+    block = gl.program_id(1)
+    if SORTED:
+        line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        e = gl.arange(0, BLOCK_E, layout=line)
+        begin = gl.load(starts + e, mask=e < EXPERTS, other=0)
+        end = gl.load(starts + 1 + e, mask=e < EXPERTS, other=0)
+        blocks = (end - begin + M - 1) // M
+        last = gl.associative_scan(blocks, 0, _plus)
+        expert = gl.sum(((last <= block) & (e < EXPERTS)).to(gl.int32), 0)
+        own = e == expert
+        first = gl.sum(gl.where(own, begin + (block - last + blocks) * M, 0), 0)
+        stop = gl.sum(gl.where(own, end, 0), 0)
+    else:
+        expert = gl.load(experts + block)
+        first = block
+        stop = block + 1
+    if (expert >= 0) & (expert < EXPERTS):
+        # The rows of the weight: of gate and up in turns, or in two halves.
+        of_n: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+        n = gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, layout=of_n)
+        rows: gl.constexpr = 2 * N if GATED else N
+        row = n // 2 + n % 2 * N if GATED and not CLAMPED else n
+        row = expert.to(gl.int64) * rows + row
+        m = first + gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))
+        choice = gl.load(order + m, mask=m < stop, other=0) if SORTED else m
+        of_x = (choice // TOP_K if GATED else m).to(gl.int64) * x_stride
+        total = _sums(
+            weight, scale, row[None, :, None, None], (n < rows)[None, :, None, None], x,
+            of_x[None, :, None], (m < stop)[None, :, None], K, WARPS, M, BLOCK_N, WARPS, AHEAD,
+            LAYOUT, TOKENS,
+        )  # fmt: skip
+        # Two rows of the weight, gate and up, are one thread's.
+        results: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+        end_layout: gl.constexpr = gl.BlockedLayout([2, 1], [4, 8], [WARPS, 1], [0, 1])
+        y = gl.convert_layout(gl.sum(total, 0), end_layout)
+        line_n = gl.program_id(0) * BLOCK_N + gl.arange(
+            0, BLOCK_N, layout=gl.SliceLayout(1, end_layout)
+        )
+        if HAS_BIAS:
+            at = line_n // 2 + line_n % 2 * N if GATED and not CLAMPED else line_n
+            of_bias = bias + expert.to(gl.int64) * rows + at
+            y += gl.load(of_bias, mask=line_n < rows, other=0.0).to(gl.float32)[:, None]
+        if GATED:
+            pairs = y.reshape([results, 2, M]).permute([0, 2, 1])
+            gate, up = gl.split(pairs)
+            y = _between(gate, up, alpha, limit, CLAMPED)
+        to: gl.constexpr = y.type.layout
+        out_m = first + gl.arange(0, M, layout=gl.SliceLayout(0, to))
+        out_n = gl.program_id(0) * results + gl.arange(0, results, layout=gl.SliceLayout(1, to))
+        target = out_m
+        if SORTED and not GATED:
+            target = gl.load(order + out_m, mask=out_m < stop, other=0)
+        place = out + target.to(gl.int64)[None, :] * N + out_n[:, None]
+        mask = (out_m < stop)[None, :] & (out_n < N)[:, None]
+        gl.store(place, y.to(out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _chosen(experts, t, choice, TOP_K: gl.constexpr):
+    """The experts of choices of token t, -1 where it has no such choice."""
+    return gl.load(experts + t * TOP_K + choice, mask=choice < TOP_K, other=-1)
+
+
+@gluon.jit
+def token_down_kernel(
+    hidden, weight, scale, bias, weights, experts, out, N: gl.constexpr, K: gl.constexpr,
+    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, HAS_BIAS: gl.constexpr, BLOCK_N: gl.constexpr,
+    WARPS: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Grid (block of results, token): the results of its choices, each of which is PARTS warps',
+    by weight. WARPS / PARTS is at least TOP_K.
+    """
+    wait(OVERLAP)
+    M: gl.constexpr = 8
+    LAYOUT: gl.constexpr = _words(WARPS, BLOCK_N)
+    TOKENS: gl.constexpr = step_layout(WARPS, M, 5, False)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    t = gl.program_id(1)
+    of_w: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    of_n: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    w = gl.arange(0, WARPS, layout=of_w)
+    n = gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, layout=of_n)
+    expert = _chosen(experts, t, w // PARTS, TOP_K)[:, None, None, None]
+    row = expert.to(gl.int64) * N + n[None, :, None, None]
+    real = (n < N)[None, :, None, None] & (expert >= 0) & (expert < EXPERTS)
+    m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))[None, :, None]
+    x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))[:, None, None]
+    of_x = (t * TOP_K + x_w // PARTS).to(gl.int64) * K
+    own = _chosen(experts, t, x_w // PARTS, TOP_K)
+    total = _sums(
+        weight, scale, row, real, hidden, of_x, (m < 1) & (own >= 0) & (own < EXPERTS), K, PARTS,
+        M, BLOCK_N, WARPS, AHEAD, LAYOUT, TOKENS,
+    )  # fmt: skip
+    sum_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
+    sum_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
+    sum_n = (gl.program_id(0) * BLOCK_N + sum_n)[None, :]
+    of = _chosen(experts, t, sum_w // PARTS, TOP_K)
+    valid = (of >= 0) & (of < EXPERTS)
+    if HAS_BIAS:
+        # One warp of each choice adds it.
+        has = valid & (sum_w % PARTS == 0) & (sum_n < N)
+        added = gl.load(bias + of.to(gl.int64) * N + sum_n, mask=has, other=0.0)
+        total += added.to(gl.float32)[:, :, None]
+    share = gl.load(weights + t * TOP_K + sum_w // PARTS, mask=valid, other=0.0)
+    total = gl.where(valid[:, :, None], total * share[:, :, None], 0.0)
+    y = gl.sum(total, 0)
+    out_n = gl.program_id(0) * BLOCK_N + gl.arange(
+        0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(0, mma))
+    )
+    out_m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, mma)))
+    place = out + t.to(gl.int64) * N + out_n[:, None] + out_m[None, :] * 0
+    gl.store(place, y.to(out.dtype.element_ty), mask=(out_n < N)[:, None] & (out_m < 1)[None, :])
