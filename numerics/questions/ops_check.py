@@ -36,14 +36,13 @@ from ...ops.testing import (
 from ...shared.errors import ConfigError, InternalError
 from ...shared.worker import backend_module
 from ..errors import EQUAL, FAILED, NOT_COMPARED
-from ..faults.planting import faulty
 from ..judging.gates import ALL_MODES, Mode
 from ..judging.metrics import jsonable
 from ..judging.record import dumps
 from ..showing.terminal import LINES, WORDS
 from ..sides.environment import versions
+from ..sides.fault import Fault, faulty
 from ..sides.one_op import FRAMEWORKS, PLATFORMS, run_op
-from ..sides.runners import Fault
 from ..sides.subject import Target
 from .exact import ExactJudge
 from .exact_probes import probes

@@ -77,10 +77,8 @@ def test_a_fault_that_is_blamed_on_another_op_fails(monkeypatch):
 
 
 def test_a_false_alarm_fails(monkeypatch):
-    create = room.create_runner
-    monkeypatch.setattr(
-        room, "create_runner", lambda subject, target: create(subject, target, plant("norm-eps@1"))
-    )
+    create = room.WorkerSide
+    monkeypatch.setattr(room, "WorkerSide", lambda *given: create(*given[:3], plant("norm-eps@1")))
     report = selftest([TORCH], names=["vocab-tail-lost"], modes=("S",), seeds=1)
     assert report.exit_code == 1
     assert any("seed 1" in alarm for alarm in report.alarms)
