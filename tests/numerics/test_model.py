@@ -13,6 +13,7 @@ from twinfer.numerics.faults.making import changed
 from twinfer.numerics.faults.planting import plant
 from twinfer.numerics.judging.diff import Diff, layer_sigmas
 from twinfer.numerics.questions.model import Comparison, compare_model
+from twinfer.numerics.questions.selftest_model import open_model
 from twinfer.numerics.showing.junit import junit
 from twinfer.numerics.showing.terminal import LINES, render
 from twinfer.numerics.sides.fault import Fault
@@ -193,6 +194,27 @@ def test_a_planted_fault_is_found_in_its_op_and_layer(tmp_path, backend, name):
     assert {f.layer for f in diff.failures if f.scope in ("op", "layer")} == {1}
     with pytest.raises(AssertionError, match=r"layer\.1"):
         diff.assert_ok()
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("jax", "page-table-row@1"),
+        ("torch", "page-table-row@1"),
+        ("torch", "kv-row-lost@0"),
+        ("torch", "attention-scale-1e-3@0"),
+        ("torch", "bias-forgotten@1"),
+    ],
+)
+def test_what_a_worker_executed_shows_a_fault_without_its_ops(tmp_path, backend, name):
+    """Its streams are those of the programs that serve, which have the fault too."""
+    where = open_model(tmp_path, 1)
+    steps = make_steps(where, default_prompts(where, 1))[: None if backend == "torch" else 1]
+    fault = plant(name, where.model)
+    ask = partial(compare_model, where, [parse_target(f"{backend}:cpu")], steps, modes=("S",))
+    diff = ask(taps=(), faults={"a": fault})
+    assert {f.layer for f in diff.failures if f.scope == "layer"} == {fault.layer}
+    assert not [f for f in diff.findings if f.scope == "op"]
 
 
 def in_bfloat16(x: float) -> float:
