@@ -326,6 +326,20 @@ def _check(
         report.missing.append(f"{side}: {cases[0].op}={provider} takes no case")
 
 
+def can_show(result: OpResult, target: Target, fault: Fault) -> bool:
+    """Whether a case that an implementation takes shows a fault: in the reference it does."""
+    implementation = providers(result.op, FRAMEWORKS[target.backend])[result.provider]
+    takes = implementation.supports_args if implementation is not None else None
+    wrap = partial(faulty, fault, "numpy", result.op)
+    for probe in _probes(result.op, (result.mode,), (result.dtype,)):
+        arguments = probe.case.arguments
+        if takes is not None and not takes(**arguments):
+            continue
+        if not probe.judge(run(result.op, "numpy", None, arguments, wrap=wrap)).passed:
+            return True
+    return False
+
+
 def _check_definition(report: OpsReport, op: str, cases: Sequence[_Probe]) -> None:
     """Judge the op's definition itself, where its cases bring another one that was written apart:
     a mistake in the reference, which many implementations run, is none of theirs.
