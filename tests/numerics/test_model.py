@@ -18,7 +18,7 @@ from twinfer.numerics.showing.junit import junit
 from twinfer.numerics.showing.terminal import LINES, render
 from twinfer.numerics.sides.fault import Fault
 from twinfer.numerics.sides.side import WorkerSide
-from twinfer.numerics.sides.steps import default_prompts, make_steps
+from twinfer.numerics.sides.steps import cache_shapes, default_prompts, make_steps, pages_of
 from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.ops.declare import Array
 from twinfer.ops.implement import IMPLEMENTATIONS, implement
@@ -215,6 +215,23 @@ def test_what_a_worker_executed_shows_a_fault_without_its_ops(tmp_path, backend,
     diff = ask(taps=(), faults={"a": fault})
     assert {f.layer for f in diff.failures if f.scope == "layer"} == {fault.layer}
     assert not [f for f in diff.findings if f.scope == "op"]
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_a_worker_starts_on_the_cache_that_it_is_given(tmp_path, backend):
+    where = subject(tmp_path, SMALL)
+    steps = make_steps(where, default_prompts(where, 1))[:1]
+    side = WorkerSide(where, parse_target(f"{backend}:cpu"), steps)
+    rng = np.random.default_rng(1)
+    shapes = cache_shapes(where, pages_of(steps))
+    start = [rng.normal(size=shape).astype(ml_dtypes.bfloat16) for shape in shapes]
+    side.begin(start)
+    ran = side.execute(steps[0])
+    slots = steps[0].field("slots")
+    written = np.unique(slots[slots >= 0])
+    for before, after in zip(ran.before, ran.after, strict=True):
+        differs = (before != after).reshape(-1, *before.shape[2:])[:-1].any((1, 2))
+        assert np.flatnonzero(differs).tolist() == written.tolist()
 
 
 def in_bfloat16(x: float) -> float:
