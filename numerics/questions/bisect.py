@@ -203,8 +203,8 @@ def _name_causes(report: BisectReport, search: _Search) -> None:
     if judged.tables is not None:
         what = "the rotary tables cos, sin, as the device holds them, are not the definition's"
         report.culprits.append(Culprit(-1, "embed", "", "", "", what))
-    if diff.problems:
-        report.problems += [text.removeprefix("suspect: ") for text in diff.problems]
+    report.problems += [text.removeprefix("suspect: ") for text in diff.problems]
+    if report.culprits:
         report.verdict = "weights"
         return
     innermost = [

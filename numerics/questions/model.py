@@ -20,7 +20,7 @@ import numpy as np
 
 from ...ops.testing import limits
 from ...shared.models import decoder
-from ...shared.step import StepInput
+from ...shared.step import PROCESSING, StepInput
 from ..errors import NotComparable
 from ..judging.amplification import TRIES, amplification, worth_trying
 from ..judging.diff import Diff, Finding, beyond_dtype, pooled_problems
@@ -29,6 +29,7 @@ from ..judging.logits_metrics import compare_logits
 from ..judging.metrics import Metrics, measure
 from ..judging.outputs import FEW, OpJudge, gate_for
 from ..judging.power import power
+from ..judging.served import judge_row
 from ..judging.weights import check_tables, check_weights
 from ..sides.environment import describe
 from ..sides.fault import Fault
@@ -36,8 +37,9 @@ from ..sides.jitter import HALF_ULP32, Jitter
 from ..sides.jittered_run import run_whole
 from ..sides.passes import run_stepwise
 from ..sides.reference import Reference, State, sources_of, storage_dtype, total
+from ..sides.sampling import chooser_of, sampled_rows, sampling_field
 from ..sides.side import Executed, Program, Side, WorkerSide, plan_of
-from ..sides.steps import cache_shapes, groups_of, pages_of, place, real_tokens
+from ..sides.steps import cache_shapes, groups_of, pages_of, place, real_tokens, where
 from ..sides.subject import HostWeights, Subject, Target
 from ..sides.taps import Call, Declared, Tracer, declare
 from .exact import ExactComparison
@@ -312,6 +314,8 @@ class Comparison:
                 judged.name, "logits", -1, "final logits", judged.ran.logits, logits[True],
                 logits[False], self._amplified_run(judged.name, -1),
             )  # fmt: skip
+            if judged.ran.tokens is not None and not self._has_failed(judged.name):
+                self._tokens(judged.name, judged.ran.tokens, logits[True], logits[False])
         self._logits(logits[True], logits[False])
 
     def _ending(self, judged: Judged) -> None:
@@ -325,6 +329,37 @@ class Comparison:
         self._ops(judged, "finish", self.local_faithful.calls)
         self.local_faithful.head(top, rows)
         self._ops(judged, "head", self.local_faithful.calls)
+
+    def _has_failed(self, side: str) -> bool:
+        return any(f.side == side and not f.passed for f in self.diff.findings)
+
+    def _tokens(
+        self, side: str, tokens: np.ndarray, exact: np.ndarray, faithful: np.ndarray
+    ) -> None:
+        """Judge the tokens [request] that a side sampled: what it did behind the layers is in
+        nothing else.
+        """
+        step = self.step
+        if step.sampler in PROCESSING:
+            self.diff.notes.append(
+                f"step {step.step_id}: tokens with penalties, bias or masks are not judged"
+            )
+            return
+        for request, row in sampled_rows(step):
+            token = int(tokens[request])
+            place = f"step {step.step_id}, {where(step, row)}"
+            if token < 0:
+                self.diff.problems.append(f"{side}: {place}: a logit was not finite")
+                continue
+            choose = chooser_of(step, request)
+            greedy = bool(sampling_field(step, "greedy")[request])
+            judged = judge_row(place, exact[row], faithful[row], {}, token, choose, greedy)
+            if judged.flip is not None and not judged.flip.tie:
+                flip = judged.flip
+                self.diff.problems.append(
+                    f"{side}: {place}: token {flip.a} was served, {flip.b} is that of the "
+                    f"logits, by a margin of {flip.margin:.3g} nats and noise of {flip.noise:.3g}"
+                )
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         real = self.real

@@ -18,7 +18,7 @@ from ...shared.config import DeviceInfo
 from ...shared.errors import ConfigError
 from ...shared.models import decoder
 from ...shared.models.spec import Layer, Model
-from ...shared.step import PROCESSING, StepInput
+from ...shared.step import StepInput
 from ..bundles.bundle import Bundle, arrays_of
 from ..bundles.capturing import with_rows
 from ..errors import NotComparable
@@ -27,9 +27,7 @@ from ..judging.gates import Mode
 from ..judging.logits_metrics import compare_logits
 from ..judging.metrics import measure
 from ..judging.outputs import gate_for
-from ..judging.served import judge_row
 from ..sides.fault import Fault
-from ..sides.sampling import chooser_of, sampled_rows, sampling_field
 from ..sides.side import (
     Executed,
     Program,
@@ -221,8 +219,11 @@ class FromStart(Comparison):
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         super()._logits(exact, faithful)
-        self._tokens(exact, faithful)
-        logits = self._recorded[id(self.step)].arrays.get("logits")
+        arrays = self._recorded[id(self.step)].arrays
+        # What the recorded engine did behind the layers is in nothing else.
+        if "tokens" in arrays:
+            self._tokens(self.name, arrays["tokens"], exact, faithful)
+        logits = arrays.get("logits")
         if logits is None or self.name in self.diff.sides:
             return
         if logits.shape != exact[: self.real].shape:
@@ -255,35 +256,6 @@ class FromStart(Comparison):
         for judged in self.sides:
             got = judged.ran.logits
             self.diff.logits.append(compare_logits(logits, got, right, noisy, self.step, self.mode))
-
-    def _tokens(self, exact: np.ndarray, faithful: np.ndarray) -> None:
-        """Judge the tokens that the recorded engine served, if they are there: what it did behind
-        the layers is in nothing else.
-        """
-        step = self.step
-        tokens = self._recorded[id(step)].arrays.get("tokens")
-        if tokens is None:
-            return
-        if step.sampler in PROCESSING:
-            self.diff.notes.append(
-                f"step {step.step_id}: tokens with penalties, bias or masks are not judged"
-            )
-            return
-        for request, row in sampled_rows(step):
-            token = int(tokens[request])
-            place = f"step {step.step_id}, {where(step, row)}"
-            if token < 0:
-                self.diff.problems.append(f"{self.name}: {place}: a logit was not finite")
-                continue
-            choose = chooser_of(step, request)
-            greedy = bool(sampling_field(step, "greedy")[request])
-            judged = judge_row(place, exact[row], faithful[row], {}, token, choose, greedy)
-            if judged.flip is not None and not judged.flip.tie:
-                flip = judged.flip
-                self.diff.problems.append(
-                    f"{self.name}: {place}: token {flip.a} was served, {flip.b} is that of the "
-                    f"logits, by a margin of {flip.margin:.3g} nats and noise of {flip.noise:.3g}"
-                )
 
 
 def replay(

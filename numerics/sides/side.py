@@ -22,12 +22,12 @@ from ...shared.demand import Demand
 from ...shared.models import decoder
 from ...shared.models.spec import Model, source_of
 from ...shared.progress import silent
-from ...shared.step import StepInput
+from ...shared.step import PROCESSING, StepInput
 from ...shared.worker import backend_module, create_worker
 from .fault import Fault, faulty_checkpoint, planted
 from .one_op import PlannedOps
 from .reference import State, total
-from .sampling import sampled_rows
+from .sampling import sampled_rows, sampling_field
 from .steps import pages_of, real_tokens
 from .subject import Subject, Target
 from .taps import Call, Declared, declare
@@ -41,7 +41,8 @@ DEMAND = Demand(samplers=("greedy",), logprobs=False, prompt_logprobs=False, str
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """What a step did. `streams` [layer + 1, 2, tok, dim] are hidden and residual before the layers
+    """What a step did. `tokens` are those that it sampled [request], if all are the best ones.
+    `streams` [layer + 1, 2, tok, dim] are hidden and residual before the layers
     and behind each. `before` and `after` are the cache of each layer [page slot 2*kvhead hdim],
     `logits` those of each real token [tok vocab]. `rows` are the real tokens that the last layer
     finished; it may drop those that nothing is sampled from.
@@ -53,6 +54,7 @@ class Executed:
     after: Sequence[np.ndarray]
     logits: np.ndarray
     rows: np.ndarray
+    tokens: np.ndarray | None = None
 
     def given(self, index: int, source: int) -> State:
         """hidden, residual and the cache that a layer was given; `source` is the layer whose cache
@@ -201,7 +203,9 @@ class WorkerSide:
         logits = np.asarray(self._worker.logits(plain))[: real_tokens(step)]
         streams = output.streams[0]
         rows = finished_rows(step, streams[-1])
-        return Executed(step, streams, before, self._cache, logits, rows)
+        greedy = sampling_field(step, "greedy")[: int(step.field("counts")[1])]
+        tokens = output.tokens if step.sampler not in PROCESSING and greedy.all() else None
+        return Executed(step, streams, before, self._cache, logits, rows, tokens)
 
     def weights(self, layer: int) -> Mapping[str, np.ndarray]:
         """See `Side`."""

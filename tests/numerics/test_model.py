@@ -217,6 +217,25 @@ def test_what_a_worker_executed_shows_a_fault_without_its_ops(tmp_path, backend,
     assert not [f for f in diff.findings if f.scope == "op"]
 
 
+def test_a_token_that_is_not_that_of_the_logits_is_named(tmp_path, monkeypatch):
+    """Everything up to the logits is right; rows are sampled one too late."""
+    from twinfer.gpu.programs import Programs
+
+    right = Programs.sample
+
+    def sample(self, requests, sampler):
+        self.rows[:requests] = self.rows[:requests].roll(1, 0)
+        return right(self, requests, sampler)
+
+    monkeypatch.setattr(Programs, "sample", sample)
+    where = subject(tmp_path, SMALL)
+    steps = make_steps(where, default_prompts(where, 0))
+    diff = compare_model(where, [parse_target("torch:cpu")], steps, modes=("S",))
+    assert diff.exit_code == 1
+    assert not diff.failures
+    assert "is that of the logits" in diff.problems[0]
+
+
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_a_worker_starts_on_the_cache_that_it_is_given(tmp_path, backend):
     where = subject(tmp_path, SMALL)
