@@ -58,7 +58,27 @@ def faulty(
     elsewhere.
     """
     make = fault.ops.get(op)
-    return function if make is None else make(namespace(framework), function)
+    if make is None:
+        return function
+    wrong = make(namespace(framework), function)
+    return _on_arrays(wrong) if framework == "jax" else wrong
+
+
+def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` on weights that are taken out of the stacks of a scan: a fault knows arrays."""
+    import jax  # what imports this module need not have it
+
+    from ...ops.namespaces.jax_ import OneOf, taken
+
+    def array(x: Any) -> Any:
+        if isinstance(x, OneOf):
+            return jax.lax.switch(x.index, [lambda matrix=m: matrix for m in x.matrices])
+        return taken(x)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(array, args), **{name: array(x) for name, x in kwargs.items()})
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)
