@@ -161,6 +161,9 @@ class WorkerSide:
             held = stack.enter_context(faulty_checkpoint(subject, fault))
             self.config = held.resolved(target, steps, DEMAND)
             self.device = backend_module(target.backend).find_device(target.device)
+            if target.backend == "jax":
+                # Of a rounding that is left out between ops, ops by themselves say nothing.
+                backend_module("jax", "compilation").check_rounding(self.device)
             self.spec = decoder.model_of(subject.model)
             self._sources = [source_of(x, i) for i, x in enumerate(self.spec.layers)]
             self._worker: Any = create_worker(subject.model, self.config, self.device, held.folder)

@@ -22,7 +22,7 @@ from twinfer.numerics.sides.steps import cache_shapes, default_prompts, make_ste
 from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.ops.declare import Array
 from twinfer.ops.implement import IMPLEMENTATIONS, implement
-from twinfer.shared.errors import ConfigError
+from twinfer.shared.errors import BackendUnavailable, ConfigError
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300,
@@ -234,6 +234,16 @@ def test_a_token_that_is_not_that_of_the_logits_is_named(tmp_path, monkeypatch):
     assert diff.exit_code == 1
     assert not diff.failures
     assert "is that of the logits" in diff.problems[0]
+
+
+def test_a_compiler_that_leaves_out_roundings_is_no_side(tmp_path, monkeypatch):
+    from twinfer.tpu import compilation
+
+    where = subject(tmp_path, SMALL)
+    steps = make_steps(where, default_prompts(where, 1))[:1]
+    monkeypatch.setitem(compilation.OPTIONS, "xla_allow_excess_precision", True)
+    with pytest.raises(BackendUnavailable, match="leaves out roundings"):
+        WorkerSide(where, parse_target("jax:cpu"), steps)
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
