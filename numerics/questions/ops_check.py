@@ -331,7 +331,9 @@ def can_show(result: OpResult, target: Target, fault: Fault) -> bool:
     implementation = providers(result.op, FRAMEWORKS[target.backend])[result.provider]
     takes = implementation.supports_args if implementation is not None else None
     wrap = partial(faulty, fault, "numpy", result.op)
-    for probe in _probes(result.op, (result.mode,), (result.dtype,)):
+    for probe in _probes(result.op, ALL_MODES, (result.dtype,)):
+        if probe.mode != result.mode:
+            continue
         arguments = probe.case.arguments
         if takes is not None and not takes(**arguments):
             continue
