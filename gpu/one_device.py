@@ -24,6 +24,7 @@ CALLS = (
     "sample",
     "logits",
     "read_pages",
+    "write_pages",
     "read_weights",
     "read_tables",
     "close",

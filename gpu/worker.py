@@ -18,7 +18,7 @@ import torch
 from ..bucketing import Descriptor, Table
 from ..ops import BoundPlans, Choice, OpError, Plan, Plans
 from ..ops.bindings.torch import bind
-from ..ops.namespaces.torch_ import to_numpy
+from ..ops.namespaces.torch_ import from_numpy, to_numpy
 from ..ops.plan import NATIVE
 from ..shared.cache_folder import write_atomically
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation, check_wrapping
@@ -649,15 +649,16 @@ class TorchWorker:
         )
 
     @torch.inference_mode()
-    def read_pages(self, pages: Sequence[int]) -> np.ndarray:
-        """What pages hold in all layers; waits for the steps in flight.
-
-        Raises InternalError if layers have page tables of their own.
-        """
-        if len(self._layout.groups) > 1:
-            raise InternalError("pages of several groups are not those of all layers")
+    def read_pages(self, layer: int, pages: Sequence[int]) -> np.ndarray:
+        """What pages hold of a layer; waits for the steps in flight."""
         index = torch.as_tensor(np.asarray(pages), device=self._where)
-        return to_numpy(torch.stack([layer[index] for layer in self._kv]))
+        return to_numpy(self._kv[layer][index])
+
+    @torch.inference_mode()
+    def write_pages(self, layer: int, pages: Sequence[int], content: np.ndarray) -> None:
+        """Let pages hold `content` of a layer."""
+        index = torch.as_tensor(np.asarray(pages), device=self._where)
+        self._kv[layer][index] = from_numpy(content).to(self._where)
 
     def read_weights(self, layer: int) -> Mapping[str, np.ndarray]:
         """The weights of a layer as the programs get them; -1: those outside of layers."""

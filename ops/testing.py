@@ -533,6 +533,18 @@ def run(
     """
     function = bound_function(op, framework, provider)
     function = wrap(function) if wrap is not None else function
+    implementation = IMPLEMENTATIONS.get((op, framework), {}).get(provider or NATIVE)
+    on_host = implementation is not None and implementation.host_metadata
+    return call(function, framework, arguments, device, REGISTRY[op].host if on_host else ())
+
+
+def call(
+    function: Callable[..., Any], framework: Framework, arguments: Arguments, device: str,
+    host: Sequence[str] = (),
+) -> tuple[np.ndarray, ...]:  # fmt: skip
+    """The outputs of a bound op as numpy arrays. Arguments are copied to the device; those that
+    `host` names stay on the host, for torch.
+    """
     if framework == "numpy":
         with np.errstate(all="ignore"):
             copies = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in arguments.items()}
@@ -546,8 +558,6 @@ def run(
             for n, v in arguments.items()
         }
         return tuple(np.asarray(out) for out in _tuple(function(**given)))
-    implementation = IMPLEMENTATIONS.get((op, framework), {}).get(provider or NATIVE)
-    host = REGISTRY[op].host if implementation is not None and implementation.host_metadata else ()
     moved = {n: _to_torch(v, "cpu" if n in host else device) for n, v in arguments.items()}
     from .namespaces.torch_ import to_numpy
 

@@ -29,8 +29,8 @@ from typing import Any
 
 from twinfer.numerics.faults.catalogue import CATALOGUE
 from twinfer.numerics.faults.making import Entry
-from twinfer.numerics.faults.planting import faulty
 from twinfer.numerics.questions.selftest_model import CONFIG, write_model
+from twinfer.numerics.sides.fault import faulty
 from twinfer.ops import Op, Plan
 from twinfer.shared.models import decoder
 

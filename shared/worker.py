@@ -138,9 +138,15 @@ class Worker(Protocol):
         """
         ...
 
-    def read_pages(self, pages: Sequence[int]) -> np.ndarray:
-        """What pages hold in all layers, [layer page slot 2*kvhead hdim], after the steps that were
-        started. Slow; for comparing backends.
+    def read_pages(self, layer: int, pages: Sequence[int]) -> np.ndarray:
+        """What pages hold of a layer, [page slot 2*kvhead hdim], after the steps that were started.
+        Slow; for comparing backends. One shard only.
+        """
+        ...
+
+    def write_pages(self, layer: int, pages: Sequence[int], content: np.ndarray) -> None:
+        """Let pages hold `content` [page slot 2*kvhead hdim] of a layer, before the next step.
+        Slow; for comparing backends. One shard only.
         """
         ...
 

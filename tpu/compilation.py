@@ -15,13 +15,18 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from ..shared.config import DeviceInfo
+from ..shared.errors import BackendUnavailable
 from ..shared.progress import Progress
 from ..shared.worker import ProgramReport
 from . import programs
 from .executables import Reader
 from .ladder import Job
+from .platforms import devices_of
+from .sharding import make_mesh, on
 
 OPTIONS: dict[str, bool | str] = {"xla_allow_excess_precision": False}
 """A rounding that an op's contract states must happen: XLA may otherwise keep float32 between
@@ -131,6 +136,22 @@ def compile_one(
     compiled = lowered.compile(compiler_options=options)
     seconds = time.perf_counter() - start
     return Program(job.name, compiled), report(job.name, compiled, seconds)
+
+
+def check_rounding(device: DeviceInfo) -> None:
+    """Raise BackendUnavailable if XLA leaves out roundings between ops of programs that are
+    compiled as a worker's.
+    """
+    mesh = make_mesh(devices_of(device), 1)
+    number = jax.ShapeDtypeStruct((1,), jnp.bfloat16, sharding=on(mesh))
+    sums = lambda x, y: (x + y).astype(jnp.float32)  # noqa: E731
+    program, _ = compile_one(Job("rounding", sums, (), (number, number), on(mesh)), mesh, "check")
+    total = program(*(jax.device_put(jnp.full(1, x, jnp.bfloat16), on(mesh)) for x in (256, 1)))
+    # 257 has nine digits, bfloat16 eight.
+    if float(total[0]) != 256.0:
+        raise BackendUnavailable(
+            f"XLA leaves out roundings between ops of programs that are compiled with {OPTIONS}"
+        )
 
 
 def report(name: str, compiled: Any, seconds: float) -> ProgramReport:

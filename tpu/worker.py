@@ -38,7 +38,7 @@ from ..shared.step_difference import StepBuffers, sampler_size, wider_processors
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Worker, step_temporaries
 from . import compilation, executables, footprint, hosts
 from .compilation_cache import use_cache
-from .kv_buffer import page_bytes
+from .kv_buffer import as_buffer, as_heads, page_bytes
 from .ladder import describe, jobs, program_model
 from .plans import make_plans
 from .platforms import devices_of, find_device, memory_of
@@ -358,19 +358,23 @@ class JaxWorker:
         hidden = self._backbone(step)[1]
         return np.asarray(self._logits(self._head, hidden))
 
-    def read_pages(self, pages: Sequence[int]) -> np.ndarray:
-        """What pages hold in all layers; waits for the steps in flight, and compiles. One shard
-        only.
+    def read_pages(self, layer: int, pages: Sequence[int]) -> np.ndarray:
+        """What pages hold of a layer; waits for the steps in flight, and compiles. One shard."""
+        return np.asarray(self._heads(layer)[self._pages_of(layer, pages)])
 
-        Raises InternalError if layers have page tables of their own.
-        """
-        layout = self._model.layout
-        if len(layout.groups) > 1:
-            raise InternalError("pages of several groups are not those of all layers")
-        index = np.arange(layout.stripe)[:, None] * (self._num_pages + 1) + np.asarray(pages)
-        shape = (*index.shape, *layout.page_shape(0))
-        held = np.asarray(self._kv[index.reshape(-1)])
-        return held.view(jnp.dtype(self.config.kv_cache_dtype)).reshape(shape)
+    def write_pages(self, layer: int, pages: Sequence[int], content: np.ndarray) -> None:
+        """Let pages hold `content` of a layer; compiles. One shard only."""
+        heads = self._heads(layer).at[self._pages_of(layer, pages)].set(content)
+        self._kv = jax.device_put(as_buffer(heads, self._kv, 1), self._shapes.kv.format)
+
+    def _heads(self, layer: int) -> jax.Array:
+        """The cache of all layers, in pages as those of a layer see them."""
+        shape = self._model.layout.page_shape(layer)
+        return as_heads(self._kv, shape, 1, jnp.dtype(self.config.kv_cache_dtype))
+
+    def _pages_of(self, layer: int, pages: Sequence[int]) -> np.ndarray:
+        """Where pages of a layer stand in the cache of all layers."""
+        return self._model.layout.places[layer].index * (self._num_pages + 1) + np.asarray(pages)
 
     def read_weights(self, layer: int) -> Mapping[str, np.ndarray]:
         """The weights of a layer as the programs get them; -1: those outside of layers."""

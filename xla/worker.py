@@ -19,7 +19,7 @@ from ..bucketing import Table
 from ..gpu.recording import CACHE_DTYPES, DTYPES
 from ..ops import BoundPlans, OpError, Plans
 from ..ops.bindings.torch import bind
-from ..ops.namespaces.torch_ import to_numpy
+from ..ops.namespaces.torch_ import from_numpy, to_numpy
 from ..shared.config import Change, DeviceInfo, ResolvedConfig
 from ..shared.errors import ConfigError, InternalError, OutsideTable
 from ..shared.models import decoder
@@ -282,16 +282,18 @@ class XlaWorker:
             self._programs[key] = trace(f"logits_{key[1]}", head, self._held, (hidden,))
         return to_numpy(self._programs[key](hidden))
 
-    def read_pages(self, pages: Sequence[int]) -> np.ndarray:
-        """What pages hold in all layers; waits for the steps in flight.
+    def read_pages(self, layer: int, pages: Sequence[int]) -> np.ndarray:
+        """What pages hold of a layer; waits for the steps in flight."""
+        layout = self._setting.layout
+        held = to_numpy(self._kv[layout.places[layer].index])[np.asarray(pages)]
+        return held.reshape(-1, *layout.page_shape(layer))
 
-        Raises InternalError if layers have page tables of their own.
-        """
-        if len(self._setting.layout.groups) > 1:
-            raise InternalError("pages of several groups are not those of all layers")
-        shape = self._setting.layout.page_shape(0)
-        held = [to_numpy(buffer)[np.asarray(pages)] for buffer in self._kv]
-        return np.stack([x.reshape(-1, *shape) for x in held])
+    def write_pages(self, layer: int, pages: Sequence[int], content: np.ndarray) -> None:
+        """Let pages hold `content` of a layer."""
+        index = self._setting.layout.places[layer].index
+        held = to_numpy(self._kv[index]).copy()
+        held[np.asarray(pages)] = content.reshape(len(content), -1)
+        self._kv[index] = from_numpy(held).to(self._where)
 
     def read_weights(self, layer: int) -> Mapping[str, np.ndarray]:
         """The weights of a layer as the programs get them; -1: those outside of layers."""

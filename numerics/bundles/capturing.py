@@ -1,10 +1,10 @@
-"""Captures a run of a model on one backend: each step, what every layer gave, and the taps of
-its ops.
+"""Captures a run of a model on one backend: each step as its worker executed it, what went in and
+out of every layer, and the ops of the layers, each run on what it was given there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,11 @@ from ...shared.models import decoder
 from ...shared.step import StepInput
 from ..errors import NotComparable
 from ..sides.environment import describe_side
-from ..sides.passes import run_stepwise
+from ..sides.fault import Fault
 from ..sides.reference import Reference, storage_dtype
-from ..sides.runners import Fault, Runner, TapValues, create_runner
-from ..sides.steps import pages_of, real_tokens
+from ..sides.side import Executed, Program, Tap, WorkerSide
+from ..sides.steps import cache_shapes, pages_of
 from ..sides.subject import HostWeights, Subject, Target, check_recordable
-from ..sides.taps import Declared
-from ..sides.tracing import declare_programs, traced
 from .bundle import Bundle
 from .steps import Recorded
 
@@ -38,82 +36,59 @@ def capture_model(
     if not steps:
         raise NotComparable("there are no steps to capture")
     check_recordable(subject, "a bundle")
-    runner = create_runner(subject, target, fault)
+    side = WorkerSide(subject, target, steps, fault)
     try:
-        camera = _Camera(subject, runner, pages_of(steps), taps)
-        recorded = []
+        dtype = storage_dtype(subject.dtype)
+        side.begin([np.full(x, np.nan, dtype) for x in cache_shapes(subject, pages_of(steps))])
+        camera, recorded = _Camera(subject, side, taps), []
         for number, step in enumerate(steps):
             progress(f"step {number + 1} of {len(steps)}, {step.descriptor}")
             recorded.append(camera.take(step))
-        return Bundle(subject, recorded, describe_side(runner.target, runner.device, runner.plans))
+        return Bundle(subject, recorded, describe_side(side.target, side.device, side.plans))
     finally:
-        runner.close()
+        side.close()
 
 
 class _Camera:
-    """Runs steps one after the other, each on the cache that the one before left."""
+    """Keeps what a worker does. The reference says which ops are called, and on what."""
 
-    def __init__(self, subject: Subject, runner: Runner, pages: int, taps: Sequence[str]) -> None:
-        self._runner, self._taps, self._model = runner, tuple(taps), subject.model
+    def __init__(self, subject: Subject, side: WorkerSide, taps: Sequence[str]) -> None:
+        self._side, self._taps = side, tuple(taps)
         self._weights = HostWeights(subject)
-        self._tracer = Reference(
-            self._model, decoder.rotary_tables(self._model, subject.max_model_len), exact=True
-        )
-        c = self._model
-        empty = np.full(
-            (pages, subject.page_size, 2 * c.num_kv_heads, c.head_dim),
-            np.nan,
-            storage_dtype(subject.dtype),
-        )
-        runner.allocate(pages)
-        self._host = [empty] * c.num_layers
-        self._kv = [runner.upload(empty) for _ in range(c.num_layers)]
+        tables = decoder.rotary_tables(subject.model, subject.max_model_len)
+        self._reference = Reference(subject.model, tables, exact=False)
 
     def take(self, step: StepInput) -> Recorded:
         """Run one step."""
-        runner, found = self._runner, Recorded(step)
-        self._tracer.begin(step)
-        calls = traced(self._tracer, self._weights, self._host)
-        declared = declare_programs(calls, runner.plans, step.descriptor.kind, self._taps)
-        runner.prepare(step, declared)
-        runner.begin(step)
-
-        def start() -> tuple[Any, Any]:
-            hidden, taps = runner.embed()
-            found.arrays["embed.hidden"] = runner.download(hidden)
-            keep_taps(found, "embed", declared["embed"], taps)
-            return hidden, runner.upload(np.zeros_like(found.arrays["embed.hidden"]))
-
-        def layer(index: int, stream: tuple[Any, Any], cache: Any) -> tuple[tuple[Any, Any], Any]:
-            name, before = f"layer.{index}", self._host[index]
-            (hidden, residual, cache), taps = runner.layer(index, *stream, cache)
-            after = runner.download(cache)
-            found.arrays |= {
-                f"{name}.hidden": runner.download(hidden),
-                f"{name}.residual": runner.download(residual),
-            }
-            keep_cache(found, name, before, after)
-            keep_taps(
-                found,
-                name,
-                declared[runner.spec.layers[index]],
-                taps,
-                {"kv_in": before, "kv_out": after},
-            )
-            self._host[index] = after
-            return (hidden, residual), cache
-
-        def end(stream: tuple[Any, Any]) -> Any:
-            rows, taps = runner.finish(*stream)
-            found.arrays["finish.rows"] = runner.download(rows)
-            keep_taps(found, "finish", declared["finish"], taps)
-            return rows
-
-        rows, self._kv = run_stepwise(start, layer, end, self._kv)
-        logits, taps = runner.head(rows)
-        found.arrays["logits"] = runner.download(logits)[: real_tokens(step)]
-        keep_taps(found, "head", declared["head"], taps)
+        ran, found = self._side.execute(step), Recorded(step)
+        found.arrays["embed.hidden"] = ran.streams[0, 0]
+        for index, (hidden, residual) in enumerate(ran.streams[1:]):
+            name = f"layer.{index}"
+            found.arrays |= {f"{name}.hidden": hidden, f"{name}.residual": residual}
+            keep_cache(found, name, ran.before[index], ran.after[index])
+        found.arrays["logits"] = ran.logits
+        if self._taps:
+            self._run_ops(found, ran)
         return found
+
+    def _run_ops(self, found: Recorded, ran: Executed) -> None:
+        reference, top = self._reference, self._weights.top()
+        reference.begin(ran.step)
+        reference.embed(top)
+        keep_taps(found, "embed", self._run("embed", ran))
+        for index in range(len(ran.before)):
+            reference.layer(index, self._weights.layer(index), ran.given(index, index))
+            caches = {"kv_in": ran.before[index], "kv_out": ran.after[index]}
+            keep_taps(found, f"layer.{index}", self._run(index, ran), caches)
+        rows = reference.finish(top, *ran.given_end())
+        keep_taps(found, "finish", self._run("finish", ran))
+        reference.head(top, rows)
+        keep_taps(found, "head", self._run("head", ran))
+
+    def _run(self, program: Program, ran: Executed) -> Iterable[Tap]:
+        """The ops of the program that the reference ran last."""
+        kind = ran.step.descriptor.kind
+        return self._side.taps(kind, program, self._reference.calls, self._taps)
 
 
 def keep_cache(found: Recorded, name: str, before: np.ndarray, after: np.ndarray) -> None:
@@ -145,7 +120,7 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def keep_taps(
-    found: Recorded, program: str, declared: Sequence[Declared], taps: TapValues,
+    found: Recorded, program: str, taps: Iterable[Tap],
     caches: dict[str, np.ndarray] | None = None,
 ) -> None:  # fmt: skip
     """Keep the taps of a program. What is a whole cache of its layer is only named."""
@@ -159,10 +134,7 @@ def keep_taps(
         return ""
 
     entries: list[dict[str, Any]] = []
-    for tap, values in zip(declared, taps, strict=True):
-        if values is None:
-            continue
-        kept, outputs = values
+    for tap, kept, outputs in taps:
         name = f"{program}/{tap.key}"
         entries.append(
             {

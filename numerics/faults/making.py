@@ -17,7 +17,7 @@ import numpy as np
 from ...ops import REGISTRY
 from ...ops.namespaces import device_of
 from ...shared.models.config import ModelConfig
-from ..sides.runners import Fault
+from ..sides.fault import Fault
 
 Given = dict[str, Any]
 """The arguments of a call, by name."""
@@ -46,13 +46,12 @@ class Entry:
     missing: str = ""
 
     def fault(self, layer: int | None = None) -> Fault:
-        """As a runner takes it."""
+        """As a worker has it."""
         return Fault(
             self.name,
             self.ops,
             self.weights,
             self.tables,
-            None,
             -1 if self.place == "top" else layer,
         )
 

@@ -11,15 +11,11 @@ Most wrap the ops that the decoder itself calls, which every plan has, fused or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from ...ops import Op, Plan, Plans
-from ...ops.namespaces import namespace
 from ...shared.errors import ConfigError
 from ...shared.models.config import ModelConfig
-from ..sides.runners import Fault
+from ..sides.fault import Fault
 from .catalogue import CATALOGUE
 
 
@@ -62,65 +58,6 @@ def plant_by_side(
             raise ConfigError(f"plant: got {text!r}, allowed is one [a=|b=]NAME[@LAYER] a side")
         found[side] = plant(rest, model)
     return found
-
-
-def faulty(
-    fault: Fault, framework: str, op: str, function: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`function`, an implementation of `op`, with the fault, or as it is if the fault is
-    elsewhere.
-    """
-    make = fault.ops.get(op)
-    return function if make is None else make(namespace(framework), function)
-
-
-@dataclass(frozen=True, slots=True)
-class FaultyPlan(Plan):
-    """A plan whose bound ops have a fault, in all layers: for workers, which bind their plans
-    themselves.
-    """
-
-    fault: Fault = field(default_factory=lambda: Fault("none"))
-
-    def bind(
-        self, wrap: Callable[[Op, Callable[..., Any]], Callable[..., Any]] | None = None
-    ) -> Any:
-        """As `Plan.bind`; what is wrapped is faulty already."""
-
-        def both(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
-            wrong = faulty(self.fault, self.framework, op.name, function)
-            return wrap(op, wrong) if wrap else wrong
-
-        return Plan.bind(self, both)
-
-    @property
-    def hash(self) -> str:
-        """Not that of the plan without the fault: nothing compiled may be taken from there."""
-        return f"{Plan(self.framework, self.choices).hash}+{self.fault.name}"
-
-
-def faulty_plans(plans: Plans, fault: Fault) -> Plans:
-    """`plans` with the fault in them. Raises ConfigError for one that is not in an op, or in one
-    layer only.
-    """
-    if not fault.ops or fault.layer is not None:
-        raise ConfigError(
-            f"plant: {fault.name} cannot be planted in a plan: allowed are faults of ops, in all "
-            "layers"
-        )
-
-    def faulty_plan(plan: Plan) -> Plan:
-        return FaultyPlan(plan.framework, plan.choices, fault=fault)
-
-    kinds = {kind: faulty_plan(plan) for kind, plan in plans.by_kind.items()}
-    layers = {
-        kind: {
-            layer: replace(planned, plan=faulty_plan(planned.plan))
-            for layer, planned in of_kind.items()
-        }
-        for kind, of_kind in plans.layers.items()
-    }
-    return Plans(kinds, layers)
 
 
 def describe() -> Iterator[str]:

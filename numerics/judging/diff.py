@@ -316,7 +316,7 @@ def pooled_layers(
     """Each layer of a side over all steps."""
     sums: dict[int, list[float]] = {}
     for f in diff.findings:
-        if (f.side, f.scope, f.mode) == (side, scope, mode):
+        if (f.side, f.scope, f.mode) == (side, scope, mode) and f.layer >= 0:
             m, entry = f.metrics, sums.setdefault(f.layer, [0.0] * 4)
             entry[0] += m.error_power
             entry[1] += m.noise_power

@@ -15,10 +15,13 @@ Read = Callable[[int], Mapping[str, np.ndarray]]
 """The weights of a layer as a side holds them, by name; -1: those outside of layers."""
 
 
-def check_weights(diff: Diff, side: str, read: Read, weights: HostWeights, layers: int) -> None:
+def check_weights(
+    diff: Diff, side: str, read: Read, weights: HostWeights, layers: int
+) -> dict[int, Mapping[str, np.ndarray]]:
     """Note in `diff` which weights of a side, outside of layers and in all `layers`, are missing
-    or differ.
+    or differ. Returns those of the layers that have a wrong one.
     """
+    wrong: dict[int, Mapping[str, np.ndarray]] = {}
     for layer in range(-1, layers):
         wanted = weights.top() if layer < 0 else weights.layer(layer)
         found = read(layer)
@@ -31,12 +34,17 @@ def check_weights(diff: Diff, side: str, read: Read, weights: HostWeights, layer
                 diff.problems.append(
                     f"{side}: weights {where} differ in {share:.1%} of the elements"
                 )
+                wrong[layer] = found
+    return wrong
 
 
 def check_tables(
     diff: Diff, side: str, found: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...]
-) -> None:
-    """Note in `diff` where rotary tables [position r] of a side, cos and sin, are not `wanted`."""
+) -> bool:
+    """Note in `diff` where rotary tables [position r] of a side, cos and sin, are not `wanted`.
+    Returns whether they differ anywhere.
+    """
+    before = len(diff.problems)
     for name, got, right in zip(("cos", "sin"), found, wanted, strict=True):
         if got.shape != right.shape or got.dtype != right.dtype:
             diff.problems.append(
@@ -51,6 +59,7 @@ def check_tables(
                 f"{side}: the rotary table {name} is wrong at {len(wrong)} of {len(right)} "
                 f"positions, the first {wrong[0]}, by {most:.3g} at most"
             )
+    return len(diff.problems) > before
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

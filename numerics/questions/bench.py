@@ -7,11 +7,9 @@ one worker, through the programs that it serves with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
@@ -29,7 +27,7 @@ from ...shared.scheduler import Scheduler
 from ...shared.scheduler_config import SchedulerConfig
 from ...shared.step import StepInput, batch_layout
 from ...shared.worker import Worker, backend_module, create_worker
-from ..sides.runners import Fault
+from ..sides.fault import Fault, faulty_checkpoint, planted
 from ..sides.sampling import sampled_rows
 from ..sides.steps import real_tokens
 from ..sides.subject import Subject, Target
@@ -113,11 +111,12 @@ class Bench:
         self.shape = step_shape(subject.model, self.config)
         self.layout = layout_of(subject.model, self.config)
         self.pages = sum(self.pages_of(length) for length in lengths)
-        with _planted(target.backend, fault):
-            self.worker: Worker = create_worker(subject.model, self.config, device, subject.folder)
-        self.worker.load(silent)
-        self.worker.allocate_kv(self.pages)
-        self.worker.warm_up(self.table, silent)
+        with planted(target.backend, fault), faulty_checkpoint(subject, fault) as held:
+            resolved = replace(self.config, load_format=held.load_format)
+            self.worker: Worker = create_worker(subject.model, resolved, device, held.folder)
+            self.worker.load(silent)
+            self.worker.allocate_kv(self.pages)
+            self.worker.warm_up(self.table, silent)
 
     def close(self) -> None:
         """Free the device."""
@@ -293,20 +292,6 @@ class Bench:
 def _as_difference(step: StepInput, scheduled: ScheduledStep) -> StepInput:
     """The step as an engine sends it, with its new pages instead of its page table."""
     return replace(step, page_table=None, new_pages=scheduled.new_pages)
-
-
-@contextmanager
-def _planted(backend: str, fault: Fault | None) -> Iterator[None]:
-    """Let a worker that is made within the block have a fault in its plan."""
-    if fault is None:
-        yield
-        return
-    from ..faults.planting import faulty_plans
-
-    module = backend_module(backend)
-    right = module.make_plans
-    with patch.object(module, "make_plans", lambda *args: faulty_plans(right(*args), fault)):
-        yield
 
 
 # --- changes of steps

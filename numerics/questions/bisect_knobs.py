@@ -9,6 +9,7 @@ the verdict hangs on one switch or on a few together.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,14 +23,42 @@ from ..judging.gates import Mode
 from ..judging.metrics import measure
 from ..judging.outputs import gate_for
 from ..sides.environment import describe_side
-from ..sides.runners import Fault
+from ..sides.fault import Fault
 from ..sides.subject import Subject, Target
 from .bench import Bench, Rows, Schedule
-from .bisect import BisectReport, Culprit, _bound, smallest
+from .bisect import BisectReport, Culprit
 from .invariants import SPARE, best_logprobs, reference_rows
 
 Progress = Callable[[str], None]
 COMPILED, GRAPHS, SCAN = "compiled", "graphs", "scan_layers"
+
+
+def smallest(units: Sequence[Any], fails: Callable[[list[Any]], bool]) -> list[Any]:
+    """A smallest part of `units` that fails: without any one of it, it passes. All of them together
+    must fail.
+
+    Takes log2(n) + 1 runs for each unit that it finds; more units than needed may fail with them,
+    never fewer.
+    """
+    found: list[Any] = []
+    end = len(units)
+    while end and not (found and fails(found)):
+        low, high = 0, end
+        # found + units[:low] passes, found + units[:high] fails.
+        while high - low > 1:
+            middle = (low + high) // 2
+            if fails(found + list(units[:middle])):
+                high = middle
+            else:
+                low = middle
+        found.append(units[high - 1])
+        end = high - 1
+    return found
+
+
+def _bound(units: int, found: int) -> int:
+    """Runs that a search in halves takes at most for `found` of `units`."""
+    return found * (math.ceil(math.log2(max(units, 2))) + 1)
 
 
 class _Engines:

@@ -260,12 +260,13 @@ def _ask_model(asked: _Asked) -> _Answer:
     first = diff.first_divergence()
     if first is not None:
         again = asked.again("model", *asked.both(), "--mode", first.mode)
-        local = first.scope in ("op", "layer")
         text = (
             f"{first.side}, mode {first.mode}: {first.name} [{first.implementation or first.scope}]"
             f", {first.place or 'place unknown'}: {'; '.join(first.complaints)}"
         )
-        causes.append(Cause(4 if local else 6, text, again))
+        # What is wrong in a layer, and in no op of it, engines showed where they served.
+        depth = {"op": 4, "layer": 5}.get(first.scope, 6)
+        causes.append(Cause(depth, text, again))
     elif diff.exit_code == FAILED:
         found = [*diff.problems, *(c for entry in diff.logits for c in entry.complaints)]
         causes += [Cause(6, text, asked.again("model", *asked.both())) for text in found[:1]]

@@ -36,9 +36,9 @@ from ..judging.metrics import Metrics, jsonable, log_softmax, measure
 from ..judging.record import dumps
 from ..showing.terminal import LINES, WORDS
 from ..sides.environment import describe_side
+from ..sides.fault import Fault
 from ..sides.jitter import Jitter
 from ..sides.reference import Reference, storage_dtype
-from ..sides.runners import Fault
 from ..sides.steps import pages_of, real_tokens
 from ..sides.subject import HostWeights, Subject, Target
 from ..sides.taps import Tracer

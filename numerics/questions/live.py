@@ -138,7 +138,8 @@ class Camera:
         known = self._known(step)
         size = self._engine.config.page_size
         pages = used_pages(known, size)
-        before = self._worker.read_pages(pages)
+        layers = range(self._engine.model.num_layers)
+        before = np.stack([self._worker.read_pages(layer, pages) for layer in layers])
         logits = np.asarray(self._worker.logits(known))[: real_tokens(known)]
         handle = self._started(step)
         if not why and self._policy.nan and not np.isfinite(logits).all():

@@ -17,7 +17,6 @@ import numpy as np
 
 from ...ops.testing import limits
 from ...shared.errors import BackendUnavailable, ConfigError
-from ...shared.models.table import TOP, keys
 from ...shared.tokenizer import Tokenizer
 from ..bundles.dump import Dump, read_dump
 from ..judging.diff import Diff, Finding
@@ -27,11 +26,11 @@ from ..judging.metrics import measure
 from ..judging.server_metrics import NamedRow, judge_server, named_row
 from ..judging.weights import check_tables, check_weights
 from ..sides.environment import describe_side
+from ..sides.fault import Fault
 from ..sides.http_server import Reading, Served, Tops, read_server
 from ..sides.reference import total
-from ..sides.runners import Fault
 from ..sides.steps import NEW_TOKENS, make_owned_steps, owned_rows, place, where
-from ..sides.subject import HostWeights, Subject, Target, parse_target
+from ..sides.subject import HostWeights, Subject, Target, checkpoint_of, parse_target
 from .bench import Bench, Schedule
 from .model import LIMITS, Caches, Comparison, Streams
 
@@ -173,14 +172,14 @@ class _Ends(Comparison):
         self._texts = Tokenizer.load(subject.folder)
         self.named: list[NamedRow] = []
 
-    def check_weights(self) -> None:
+    def check_held(self) -> None:
         """What each worker's programs are given must be the checkpoint's, and the definition's."""
         for name, bench in self._benches.items():
             worker = bench.worker
             check_weights(self.diff, name, worker.read_weights, self.weights, self.model.num_layers)
             check_tables(self.diff, name, worker.read_tables(), self._tables)
 
-    def _comparisons(self, declared: Mapping[str, Any]) -> int:
+    def _comparisons(self) -> int:
         tensors = len(self._names) if self._dump is None else len(self._dump[1].names) + 1
         return LIMITS * tensors
 
@@ -220,7 +219,10 @@ class _Ends(Comparison):
         for name, logits in self._whole.items():
             rows[name] = np.stack([logits[prompt][position] for prompt, position in places])
             if name in self._benches:
-                self._find(name, "logits", -1, "final logits", rows[name], exact, faithful)
+                amplified = self._amplified_run(name, -1)
+                self._find(
+                    name, "logits", -1, "final logits", rows[name], exact, faithful, amplified
+                )
             else:
                 self._foreign(name, rows[name], exact, faithful)
         first = self._names[0]
@@ -376,14 +378,6 @@ def _state(subject: Subject) -> dict[str, Any]:
     """The seeded random weights under their names in a checkpoint, as torch tensors."""
     from ...ops.namespaces.torch_ import from_numpy
 
-    weights, found = HostWeights(subject), dict[str, np.ndarray]()
-    for parameter, layer in weights.table.placed():
-        array = (weights.top() if layer == TOP else weights.layer(layer))[parameter.name]
-        array = array / array.dtype.type(parameter.factor) - array.dtype.type(parameter.offset)
-        start = 0
-        for part, key in zip(parameter.parts, keys(parameter.parts, layer), strict=True):
-            tensor = found.setdefault(key, np.empty(parameter.part_shape(part), array.dtype))
-            rows = part.rows_in_tensor(np.arange(part.rows))
-            tensor[rows] = array[start : start + part.rows]
-            start += part.rows
+    weights = HostWeights(subject)
+    found = checkpoint_of(weights, weights.layer)
     return {key: from_numpy(tensor) for key, tensor in found.items()}

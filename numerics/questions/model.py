@@ -1,17 +1,18 @@
-"""The comparison of whole models, layer by layer: every side runs the same steps in lockstep with
-both references.
+"""The comparison of whole models, layer by layer: every side's worker executes the same steps, in
+lockstep with both references.
 
-At each layer a side runs twice: on the exact reference's inputs, rounded to the run dtype (*local*:
-what this layer does wrong by itself), and on its own (*inherited*: what it has become by now).
-Within the local run each op is judged on its own inputs. Nothing is kept but the findings, so
-memory does not grow with the model.
+What a worker's programs passed from layer to layer is judged twice behind each layer: against
+references that were given what the layer was given, stream and cache (*local*: what this layer does
+wrong by itself), and against references that ran from the start (*inherited*: what it has become by
+now). Then each op of the layer runs by itself, as the worker's plans have it, on what it is given
+there. Nothing is kept but the findings, so memory does not grow with the model.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from ...ops.testing import limits
 from ...shared.models import decoder
-from ...shared.step import StepInput
+from ...shared.step import PROCESSING, StepInput
 from ..errors import NotComparable
 from ..judging.amplification import TRIES, amplification, worth_trying
 from ..judging.diff import Diff, Finding, beyond_dtype, pooled_problems
@@ -28,21 +29,21 @@ from ..judging.logits_metrics import compare_logits
 from ..judging.metrics import Metrics, measure
 from ..judging.outputs import FEW, OpJudge, gate_for
 from ..judging.power import power
-from ..judging.weights import check_weights
+from ..judging.served import judge_row
+from ..judging.weights import check_tables, check_weights
 from ..sides.environment import describe
+from ..sides.fault import Fault
 from ..sides.jitter import HALF_ULP32, Jitter
 from ..sides.jittered_run import run_whole
 from ..sides.passes import run_stepwise
-from ..sides.reference import Reference, State, cache_shapes, sources_of, storage_dtype, total
-from ..sides.runners import Fault, Program, Runner, create_runner, plan_of
-from ..sides.steps import pages_of, place, real_tokens
+from ..sides.reference import Reference, State, sources_of, storage_dtype, total
+from ..sides.sampling import chooser_of, sampled_rows, sampling_field
+from ..sides.side import Executed, Program, Side, WorkerSide, plan_of
+from ..sides.steps import cache_shapes, groups_of, pages_of, place, real_tokens, where
 from ..sides.subject import HostWeights, Subject, Target
-from ..sides.taps import Declared, Tracer
-from ..sides.tracing import declare_programs, traced
+from ..sides.taps import Call, Declared, Tracer, declare
 from .exact import ExactComparison
 
-OUTSIDE = "embed", "finish", "head"
-"""Programs that are not layers."""
 LIMITS = 5
 """Of a tensor, on average: mode S has two, mode P four for an op and three for a run."""
 AMPLIFIED = 4.0
@@ -57,23 +58,23 @@ Caches = dict[bool, np.ndarray]
 
 
 @dataclass(slots=True)
-class _Side:
-    """One backend under comparison, its carried state, and the taps of each program."""
+class Judged:
+    """One side, what it did in the step under way, and what it holds that is not the checkpoint's
+    or the definition's: weights by layer, and rotary tables.
+    """
 
-    runner: Runner
+    side: Side
     name: str
-    kv: list[Any]
-    hidden: Any = None
-    residual: Any = None
-    rows: Any = None
-    logits: Any = None
+    ran: Executed = field(init=False)
+    weights: dict[int, Mapping[str, np.ndarray]] = field(default_factory=dict)
+    tables: tuple[np.ndarray, np.ndarray] | None = None
 
 
 class Comparison:
-    """Compares runners on one subject. Use `compare_model`."""
+    """Compares sides on one subject. Use `compare_model`."""
 
     def __init__(
-        self, subject: Subject, runners: Mapping[str, Runner], mode: Mode, *,
+        self, subject: Subject, sides: Mapping[str, Side], mode: Mode, *,
         layers: Sequence[int] | None = None, taps: Sequence[str] = ("*",),
     ) -> None:  # fmt: skip
         self.subject, self.mode, self.taps = subject, mode, tuple(taps)
@@ -82,14 +83,13 @@ class Comparison:
         self.layers = set(range(self.model.num_layers) if layers is None else layers)
         self.weights = HostWeights(subject)
         self.sources = sources_of(self.model)
-        tables = decoder.rotary_tables(self.model, subject.max_model_len)
-        self._tables = tables
-        self.exact = Reference(self.model, tables, exact=True)
-        self.faithful = Reference(self.model, tables, exact=False)
-        self.local = Reference(self.model, tables, exact=True)
-        self.local_faithful = Reference(self.model, tables, exact=False)
-        self.sides = [_Side(runner, name, []) for name, runner in runners.items()]
-        self.diff = Diff(tuple(runners))
+        self._tables = decoder.rotary_tables(self.model, subject.max_model_len)
+        self.exact = self._reference(exact=True)
+        self.faithful = self._reference(exact=False)
+        self.local = self._reference(exact=True)
+        self.local_faithful = self._reference(exact=False)
+        self.sides = [Judged(side, name) for name, side in sides.items()]
+        self.diff = Diff(tuple(sides))
         self.reduction = max(self.model.hidden_size, self.model.intermediate_size)
         # In float32 a faithful reference has one order of sums where a backend has another: there
         # is no rounding that both make, and mode P is mode S.
@@ -100,19 +100,30 @@ class Comparison:
         self._numbers = float("inf")
         self._made: dict[int, float] = {}
         self._noise: dict[tuple[str, int], tuple[float, float]] = {}
+        self._tensors: dict[str, int] = {}
+
+    def _reference(
+        self, *, exact: bool, tracer: Tracer | None = None,
+        tables: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> Reference:  # fmt: skip
+        tables, groups = tables or self._tables, groups_of(self.subject)
+        return Reference(self.model, tables, exact=exact, groups=groups, tracer=tracer)
 
     # --- weights
     # ----------------------------------------------------------------------------------------------
 
-    def check_weights(self) -> None:
-        """Every side's weights must be those of the checkpoint, bit for bit."""
-        for side in self.sides:
-            check_weights(
-                self.diff, side.name, side.runner.weights, self.weights, self.model.num_layers
+    def check_held(self) -> None:
+        """What every side's programs are given must be the checkpoint's, and the definition's, bit
+        for bit.
+        """
+        for judged in self.sides:
+            side, name = judged.side, judged.name
+            judged.weights = check_weights(
+                self.diff, name, side.weights, self.weights, self.model.num_layers
             )
-
-    # --- what layers are given; a replay gives what was recorded
-    # -----------------------------------------------------
+            tables = side.tables()
+            if check_tables(self.diff, name, tables, self._tables):
+                judged.tables = tables
 
     def start(self, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """The cache of each layer before the first step."""
@@ -120,48 +131,30 @@ class Comparison:
         empty = {shape: np.full(shape, np.nan, self.dtype) for shape in shapes}
         return [empty[shape] for shape in shapes]
 
-    def given(self, index: int, cache: np.ndarray) -> State:
-        """What a layer is given in a local run, where the exact reference has this cache."""
-        hidden, residual = self.given_end()
-        return hidden, residual, cache.astype(self.dtype)
-
-    def given_end(self) -> tuple[np.ndarray, np.ndarray]:
-        """What the final norm is given."""
-        hidden, residual = self._streams[True]
-        return hidden.astype(self.dtype), residual.astype(self.dtype)
-
-    def given_rows(self, exact: np.ndarray) -> np.ndarray:
-        """What the head is given, where the exact reference has `exact`."""
-        return exact.astype(self.dtype)
-
     # --- a step
     # ----------------------------------------------------------------------------------------------
 
     def run(self, steps: Sequence[StepInput], progress: Progress = lambda text: None) -> Diff:
-        """Compare all steps. Raises NotComparable if there are none, or a program calls other
-        ops.
-        """
+        """Compare all steps. Raises NotComparable if there are none."""
         if not steps:
             raise NotComparable("there are no steps to compare")
         started = time.perf_counter()
-        pages = pages_of(steps)
         # Slots that nobody wrote hold NaN: whoever reads one shows it.
-        start = self.start(cache_shapes(self.model, pages, self.subject.page_size))
+        start = self.start(cache_shapes(self.subject, pages_of(steps)))
         self._kv = [{True: x.astype(np.float64), False: x} for x in start]
         self._steps, self._start = steps, start
-        for side in self.sides:
-            side.runner.allocate(pages)
-            side.kv = [side.runner.upload(x) for x in start]
-        self.check_weights()
+        for judged in self.sides:
+            judged.side.begin(start)
+        self.check_held()
         self.steps = len(steps)
         for number, step in enumerate(steps):
             progress(f"step {number + 1} of {len(steps)}, {step.descriptor}")
             self._step(number, step)
         self.diff.environment = describe(
-            self.subject, {s.name: s.runner for s in self.sides}, steps
+            self.subject, {judged.name: judged.side for judged in self.sides}, steps
         )
         self.diff.problems += pooled_problems(self.diff) if self.gates == "P" else []
-        self.diff.missing += beyond_dtype(self.diff, self.subject.dtype)
+        self.diff.missing[:0] = beyond_dtype(self.diff, self.subject.dtype)
         self.diff.seconds = time.perf_counter() - started
         return self.diff
 
@@ -169,201 +162,281 @@ class Comparison:
         self.number, self.step, self.real = number, step, real_tokens(step)
         for reference in (self.exact, self.faithful, self.local, self.local_faithful):
             reference.begin(step)
-        declared = self._declare()
-        for side in self.sides:
-            side.runner.prepare(step, declared[side.name])
-            side.runner.begin(step)
-        self._declared = declared
-        self.family = Family(self.steps * self._comparisons(declared))
+        for judged in self.sides:
+            judged.ran = judged.side.execute(step)
+        self.family = Family(self.steps * max(self._comparisons(), 1))
         self._numbers, self._made = float(self.real * self.model.hidden_size), {}
         _, self._kv = run_stepwise(self._embed, self._layer, self._end, self._kv, self.sources)
 
-    def _declare(self) -> dict[str, dict[Program, tuple[Declared, ...]]]:
-        """The taps of each side's programs."""
-        calls = traced(self.local, self.weights, [cache[True] for cache in self._kv])
-        return {
-            side.name: declare_programs(
-                calls, side.runner.plans, self.step.descriptor.kind, self.taps
-            )
-            for side in self.sides
-        }
-
-    def _comparisons(self, declared: Mapping[str, Mapping[Program, Sequence[Declared]]]) -> int:
+    def _comparisons(self) -> int:
         """Limits in a step, of all sides."""
-        layers = len(self.layers)
-        tensors = 0
-        for programs in declared.values():
-            taps = {program: len(found) for program, found in programs.items()}
-            outside = sum(taps.get(name, 0) for name in OUTSIDE)
-            inside = max((n for name, n in taps.items() if name not in OUTSIDE), default=0)
-            tensors += outside + 1 + layers * (inside + 2)
-        return max(tensors * LIMITS, 1)
+        kind = self.step.descriptor.kind
+        if kind not in self._tensors:
+            calls = self._traced() if self.taps else {}
+            self._tensors[kind] = sum(
+                self._taps_of(judged.side, calls) + 2 + 2 * len(self.layers)
+                for judged in self.sides
+            )
+        return LIMITS * self._tensors[kind]
+
+    def _taps_of(self, side: Side, calls: Mapping[Program, Sequence[Call]]) -> int:
+        """Taps in a step."""
+        kind = self.step.descriptor.kind
+        return sum(
+            declared.kept
+            for program, found in calls.items()
+            for declared in declare(found, plan_of(side.plans, side.spec, kind, program), self.taps)
+        )
+
+    def _traced(self) -> dict[Program, list[Call]]:
+        """The calls of each program in the step under way, from a dry run of the reference."""
+        reference, top = self.local_faithful, self.weights.top()
+        hidden = reference.embed(top)
+        calls: dict[Program, list[Call]] = {"embed": reference.calls}
+        of_kind: dict[Any, list[Call]] = {}
+        for index, kind in enumerate(reference.spec.layers):
+            if kind not in of_kind and index in self.layers:
+                given = hidden, hidden, self._kv[self.sources[index]][False]
+                reference.layer(index, self.weights.layer(index), given)
+                of_kind[kind] = reference.calls
+            if index in self.layers:
+                calls[index] = of_kind[kind]
+        rows = reference.finish(top, hidden, hidden)
+        calls["finish"] = reference.calls
+        reference.head(top, rows)
+        calls["head"] = reference.calls
+        return calls
 
     def _embed(self) -> Streams:
         top = self.weights.top()
         hidden = {True: self.exact.embed(top), False: self.faithful.embed(top)}
-        for reference in (self.local, self.local_faithful):
-            reference.embed(top)  # for layers that have inputs of their own
-        self._streams: Streams = {exact: (x, np.zeros_like(x)) for exact, x in hidden.items()}
-        for side in self.sides:
-            side.hidden, taps = side.runner.embed()
-            side.residual = side.runner.upload(np.zeros(hidden[False].shape, self.dtype))
-            self._ops(side, "embed", -1, self.exact.calls, taps)
-        return self._streams
+        self.local.embed(top)  # for layers that have inputs of their own
+        self.local_faithful.embed(top)
+        streams = {exact: (x, np.zeros_like(x)) for exact, x in hidden.items()}
+        for judged in self.sides:
+            self._ops(judged, "embed", self.local_faithful.calls)
+            got = total(judged.ran.streams[0])
+            right, noisy = (total(streams[exact]) for exact in (True, False))
+            self._find(judged.name, "inherited", -1, "embedding", got, right, noisy)
+        return streams
 
     def _layer(self, index: int, streams: Streams, caches: Caches) -> tuple[Streams, Caches]:
-        weights, inputs = self.weights.layer(index), self.given(index, caches[True])
-        source = self.sources[index]
+        weights = self.weights.layer(index)
         after, written = {}, {}
         for exact, reference in ((True, self.exact), (False, self.faithful)):
             *stream, cache = reference.layer(index, weights, (*streams[exact], caches[exact]))
             after[exact], written[exact] = (stream[0], stream[1]), cache
-        self._streams = after
-        judged = index in self.layers
-        if judged:
-            expected = total(self.local.layer(index, weights, inputs))
-            noisy = total(self.local_faithful.layer(index, weights, inputs))
-            calls = self.local.calls
-        for side in self.sides:
-            runner = side.runner
-            if judged:
-                out, taps = runner.layer(index, *(runner.upload(x) for x in inputs))
-                self._ops(side, self.exact.spec.layers[index], index, calls, taps)
-                output = total(tuple(runner.download(x) for x in out[:2]))
-                self._find(
-                    side.name, "layer", index, "output", output, expected, noisy,
-                    lambda tries: self._amplified(index, weights, inputs, expected, tries),
-                )  # fmt: skip
-            (side.hidden, side.residual, side.kv[source]), _ = runner.layer(
-                index, side.hidden, side.residual, side.kv[source]
-            )
-            if judged:
-                inherited = total(tuple(runner.download(x) for x in (side.hidden, side.residual)))
-                run_expected, run_noisy = (total(after[exact]) for exact in (True, False))
-                self._find(
-                    side.name, "inherited", index, "output", inherited, run_expected, run_noisy
-                )
+        for judged in self.sides if index in self.layers else ():
+            ran = judged.ran
+            inputs, rows = ran.given(index, self.sources[index]), ran.finished(index)
+            output = total(ran.streams[index + 1])
+            if not self._is_lost(inputs, streams):
+                self._local(judged, index, weights, inputs, output, rows)
+            self._inherited(judged, index, output, after, rows)
         return after, written
+
+    def _local(
+        self, judged: Judged, index: int, weights: Mapping[str, np.ndarray], inputs: State,
+        output: np.ndarray, rows: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Judge a layer and its ops on what the layer was given."""
+        expected = total(self.local.layer(index, weights, inputs))
+        noisy = total(self.local_faithful.layer(index, weights, inputs))
+        self._ops(judged, index, self.local_faithful.calls, inputs)
+        amplified = partial(self._amplified, index, weights, inputs, expected, rows)
+        self._find(judged.name, "layer", index, "output", output, expected, noisy, amplified, rows)
+
+    def _is_lost(self, inputs: State, streams: Streams) -> bool:
+        """Whether a layer was given numbers that are not finite, and should not have been: nothing
+        can be said of what it makes of them.
+        """
+        given = total(inputs)[: self.real]
+        right = total(streams[False])[: self.real]
+        return bool((np.isfinite(right) & ~np.isfinite(given)).any())
+
+    def _inherited(
+        self, judged: Judged, index: int, output: np.ndarray, after: Streams, rows: np.ndarray
+    ) -> None:
+        expected, noisy = (total(after[exact]) for exact in (True, False))
+        amplified = self._amplified_run(judged.name, index)
+        self._find(
+            judged.name, "inherited", index, "output", output, expected, noisy, amplified, rows
+        )
 
     def _amplified(
         self, index: int, weights: Mapping[str, np.ndarray], inputs: State, expected: np.ndarray,
-        tries: int,
+        rows: np.ndarray, tries: int,
     ) -> Amplified:  # fmt: skip
         """What a layer makes of errors of its ops' inputs."""
 
         def run(rng: np.random.Generator) -> list[np.ndarray]:
             jitter = Jitter(rng, self._half_ulp)
-            reference = Reference(self.model, self._tables, exact=True, tracer=jitter)
+            reference = self._reference(exact=True, tracer=jitter)
             reference.begin(self.step)
             reference.embed(self.weights.top())  # for layers that have inputs of their own
-            return [total(reference.layer(index, weights, inputs))[: self.real]]
+            return [total(reference.layer(index, weights, inputs))[rows]]
 
-        return amplification(run, [expected[: self.real]], tries)[0]
+        return amplification(run, [expected[rows]], tries)[0]
 
     def _carried(self, layer: int, tries: int) -> Amplified:
         """What the run so far makes of errors of its ops' inputs, behind a layer; -1: logits."""
         key = self.number, tries
         if self._run_amplified[0] != key:
-            given = self.model, self._tables, self.weights, self._start
+            given = self.weights, self._start
             steps = self._steps[: self.number + 1]
 
             def run(tracer: Tracer | None) -> list[np.ndarray]:
-                return [x[: self.real] for x in run_whole(*given, steps, tracer)]
+                reference = self._reference(exact=True, tracer=tracer)
+                return [x[: self.real] for x in run_whole(reference, *given, steps)]
 
             found = amplification(lambda rng: run(Jitter(rng, self._half_ulp)), run(None), tries)
             self._run_amplified = key, found
         return self._run_amplified[1][layer]
 
-    def _is_wrong_before(self, side: str) -> bool:
-        """Whether an op or a layer of a side failed, which explains what is carried on."""
-        return any(
+    def _amplified_run(self, side: str, layer: int) -> Callable[[int], Amplified] | None:
+        """`_carried` of a layer. None if an op or a layer of the side failed, which explains what
+        is carried on.
+        """
+        is_explained = any(
             f.side == side and not f.passed and f.scope in ("op", "layer")
             for f in self.diff.findings
         )
+        return None if is_explained else partial(self._carried, layer)
 
     def _end(self, streams: Streams) -> None:
         top = self.weights.top()
-        given = self.given_end()
-        rows = {
-            exact: reference.finish(top, *streams[exact])
-            for exact, reference in ((True, self.exact), (False, self.faithful))
-        }
-        self.local.finish(top, *given)
-        calls = self.local.calls
-        for side in self.sides:
-            runner = side.runner
-            _out, taps = runner.finish(*(runner.upload(x) for x in given))
-            self._ops(side, "finish", -1, calls, taps)
-            side.rows, _ = runner.finish(side.hidden, side.residual)
-        logits = {
-            True: self.exact.head(top, rows[True]),
-            False: self.faithful.head(top, rows[False]),
-        }
-        rounded = self.given_rows(rows[True])
-        self.local.head(top, rounded)
-        for side in self.sides:
-            runner = side.runner
-            _, taps = runner.head(runner.upload(rounded))
-            self._ops(side, "head", -1, self.local.calls, taps)
-            side.logits = runner.download(runner.head(side.rows)[0])
+        logits = {}
+        for exact, reference in ((True, self.exact), (False, self.faithful)):
+            logits[exact] = reference.head(top, reference.finish(top, *streams[exact]))
+        for judged in self.sides:
+            self._ending(judged)
             self._find(
-                side.name, "logits", -1, "final logits", side.logits, logits[True], logits[False]
-            )
+                judged.name, "logits", -1, "final logits", judged.ran.logits, logits[True],
+                logits[False], self._amplified_run(judged.name, -1),
+            )  # fmt: skip
+            if judged.ran.tokens is not None and not self._has_failed(judged.name):
+                self._tokens(judged.name, judged.ran.tokens, logits[True], logits[False])
         self._logits(logits[True], logits[False])
+
+    def _ending(self, judged: Judged) -> None:
+        """Judge the ops behind the layers on what they were given."""
+        top, given = self.weights.top(), judged.ran.given_end()
+        if not total(given).any():
+            what = f"the ops behind the layers in step {self.number}: no stream is finite"
+            self.diff.missing.append(f"{judged.name}: {what}")
+            return
+        rows = self.local_faithful.finish(top, *given)
+        self._ops(judged, "finish", self.local_faithful.calls)
+        self.local_faithful.head(top, rows)
+        self._ops(judged, "head", self.local_faithful.calls)
+
+    def _has_failed(self, side: str) -> bool:
+        return any(f.side == side and not f.passed for f in self.diff.findings)
+
+    def _tokens(
+        self, side: str, tokens: np.ndarray, exact: np.ndarray, faithful: np.ndarray
+    ) -> None:
+        """Judge the tokens [request] that a side sampled: what it did behind the layers is in
+        nothing else.
+        """
+        step = self.step
+        if step.sampler in PROCESSING:
+            self.diff.notes.append(
+                f"step {step.step_id}: tokens with penalties, bias or masks are not judged"
+            )
+            return
+        for request, row in sampled_rows(step):
+            token = int(tokens[request])
+            if token < 0 and not np.isfinite(faithful[row]).all():
+                continue  # what the run dtype cannot hold, which is said of the logits
+            place = f"step {step.step_id}, {where(step, row)}"
+            if token < 0:
+                self.diff.problems.append(f"{side}: {place}: a logit was not finite")
+                continue
+            choose = chooser_of(step, request)
+            greedy = bool(sampling_field(step, "greedy")[request])
+            judged = judge_row(place, exact[row], faithful[row], {}, token, choose, greedy)
+            if judged.flip is not None and not judged.flip.tie:
+                flip = judged.flip
+                self.diff.problems.append(
+                    f"{side}: {place}: token {flip.a} was served, {flip.b} is that of the "
+                    f"logits, by a margin of {flip.margin:.3g} nats and noise of {flip.noise:.3g}"
+                )
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         real = self.real
         for other in self.sides[1:]:
-            a, b = (side.logits[:real] for side in (self.sides[0], other))
+            a, b = (judged.ran.logits for judged in (self.sides[0], other))
             self.diff.logits.append(
                 compare_logits(
-                    a,
-                    b,
-                    exact[:real],
-                    faithful[:real],
-                    self.step,
-                    self.mode,
-                    family=self.family,
-                    numbers=self._numbers,
+                    a, b, exact[:real], faithful[:real], self.step, self.mode,
+                    family=self.family, numbers=self._numbers,
                 )
-            )
+            )  # fmt: skip
 
     # --- findings
     # ----------------------------------------------------------------------------------------------
 
-    def _ops(self, side: _Side, program: Program, layer: int, calls: Any, taps: Any) -> None:
+    def _ops(
+        self, judged: Judged, program: Program, calls: Sequence[Call], inputs: State | None = None
+    ) -> None:
+        """Judge each op of a program on what it is given in `calls`, those of the reference.
+        `inputs` are those of a layer.
+        """
+        kind = self.step.descriptor.kind
+        own = self._as_held(judged, program, inputs) or calls
+        for tap, kept, outputs in judged.side.taps(kind, program, own, self.taps):
+            self.diff.findings += self._op(judged, program, calls, own, tap, kept, outputs)
+
+    def _op(
+        self, judged: Judged, program: Program, calls: Sequence[Call], own: Sequence[Call],
+        tap: Declared, kept: Mapping[str, np.ndarray], outputs: Sequence[np.ndarray],
+    ) -> list[Finding]:  # fmt: skip
+        """Judge one op, which was given what it is in `own` and is called as in `calls`."""
+        side, layer = judged.side, program if isinstance(program, int) else -1
         judge = OpJudge(self.gates, calls, self.real, self.reduction, self.family)
-        plan = plan_of(side.runner.plans, self.step.descriptor.kind, program)
-        for declared, tap in zip(self._declared[side.name][program], taps, strict=True):
-            if tap is None:
-                continue
-            for found, output in zip(judge(declared, *tap), tap[1], strict=True):
-                self.diff.findings.append(
-                    Finding(
-                        side.name,
-                        self.mode,
-                        "op",
-                        self.number,
-                        layer,
-                        found.name,
-                        plan[declared.op].provider,
-                        found.metrics,
-                        found.complaints,
-                        found.bound,
-                        place(self.step, found.metrics.worst, output.ndim, self.subject.page_size),
-                        found.shares,
-                    )
-                )
+        plan = plan_of(side.plans, side.spec, self.step.descriptor.kind, program)
+        provider = plan[tap.op].provider
+        return [
+            Finding(
+                judged.name, self.mode, "op", self.number, layer, found.name, provider,
+                found.metrics, found.complaints, found.bound,
+                place(self.step, found.metrics.worst, output.ndim, self.subject.page_size),
+                found.shares,
+            )
+            for found, output in zip(judge(tap, kept, outputs), outputs, strict=True)
+        ]  # fmt: skip
+
+    def _as_held(self, judged: Judged, program: Program, inputs: State | None) -> list[Call] | None:
+        """The calls of a program on the weights and tables that a side holds; None where these are
+        right.
+        """
+        layer = program if isinstance(program, int) else -1
+        wrong = judged.weights.get(layer)
+        if wrong is None and (judged.tables is None or inputs is None):
+            return None
+        reference = self._reference(exact=False, tables=judged.tables)
+        reference.begin(self.step)
+        top = self.weights.top() if wrong is None or layer >= 0 else {**self.weights.top(), **wrong}
+        reference.embed(top)
+        if inputs is not None:
+            reference.layer(layer, {**self.weights.layer(layer), **(wrong or {})}, inputs)
+        elif program != "embed":
+            rows = reference.finish(top, *judged.ran.given_end())
+            if program == "head":
+                reference.head(top, rows)
+        return reference.calls
 
     def _find(
         self, side: str, scope: Any, layer: int, tap: str, got: Any, right: Any, noisy: Any,
-        amplified: Callable[[int], Amplified] | None = None,
+        amplified: Callable[[int], Amplified] | None = None, rows: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        got, right, noisy = (x[: self.real] for x in (got, right, noisy))
-        metrics = measure(got, right, noisy)
+        """Judge the `rows` of a tensor [tok ...], all real ones by default. `amplified` says what
+        is made of errors of ops' inputs, by the number of tries.
+        """
+        rows = np.arange(self.real) if rows is None else rows
+        metrics = measure(got[rows], right[rows], noisy[rows])
         gate = self.gate(scope, layer, metrics)
-        if amplified is None and not self._is_wrong_before(side):
-            amplified = partial(self._carried, layer)
         few = scope != "layer" or metrics.effective < FEW
         tried = self.gates == "S" or few
         if tried and amplified is not None and worth_trying(gate, metrics):
@@ -371,22 +444,14 @@ class Comparison:
                 gate = self.gate(scope, layer, metrics, amplified(tries))
                 if list(gate.complaints(metrics)):
                     break
+        worst = (int(rows[metrics.worst[0]]), *metrics.worst[1:]) if metrics.worst else ()
         self.diff.findings.append(
             Finding(
-                side,
-                self.mode,
-                scope,
-                self.number,
-                layer,
-                tap,
-                "",
-                metrics,
-                tuple(gate.complaints(metrics)),
-                None,
-                place(self.step, metrics.worst, got.ndim, self.subject.page_size),
-                gate.shares(metrics),
+                side, self.mode, scope, self.number, layer, tap, "", metrics,
+                tuple(gate.complaints(metrics)), None,
+                place(self.step, worst, got.ndim, self.subject.page_size), gate.shares(metrics),
             )
-        )
+        )  # fmt: skip
 
     def gate(self, scope: Any, layer: int, m: Metrics, amplified: Amplified | None = None) -> Gate:
         """The gate of a layer's output, or of the logits."""
@@ -440,21 +505,22 @@ def compare_model(
     for mode in modes:
         where_ = subject if mode != "S" else subject.with_dtype("float32")
         progress(f"mode {mode}: loading")
-        runners: dict[str, Runner] = {}
+        sides: dict[str, WorkerSide] = {}
         try:
             for name, target in zip(names, targets, strict=True):
-                runners[name] = create_runner(where_, target, (faults or {}).get(name[0]))
+                fault = (faults or {}).get(name[0])
+                sides[name] = WorkerSide(where_, target, steps, fault)
 
             def tell(text: str, mode: str = mode) -> None:
                 progress(f"mode {mode}: {text}")
 
             if mode == "X":
-                diff = ExactComparison(where_, runners).run(steps, layers, tell)
+                diff = ExactComparison(where_).run(sides, steps, layers, tell)
             else:
-                diff = Comparison(where_, runners, mode, layers=layers, taps=taps).run(steps, tell)
+                diff = Comparison(where_, sides, mode, layers=layers, taps=taps).run(steps, tell)
         finally:
-            for runner in runners.values():
-                runner.close()
+            for side in sides.values():
+                side.close()
         merged.extend(diff)
         merged.environment |= {
             k: v for k, v in diff.environment.items() if mode == "P" or k not in merged.environment

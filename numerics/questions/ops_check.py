@@ -36,14 +36,13 @@ from ...ops.testing import (
 from ...shared.errors import ConfigError, InternalError
 from ...shared.worker import backend_module
 from ..errors import EQUAL, FAILED, NOT_COMPARED
-from ..faults.planting import faulty
 from ..judging.gates import ALL_MODES, Mode
 from ..judging.metrics import jsonable
 from ..judging.record import dumps
 from ..showing.terminal import LINES, WORDS
 from ..sides.environment import versions
+from ..sides.fault import Fault, faulty
 from ..sides.one_op import FRAMEWORKS, PLATFORMS, run_op
-from ..sides.runners import Fault
 from ..sides.subject import Target
 from .exact import ExactJudge
 from .exact_probes import probes
@@ -325,6 +324,22 @@ def _check(
     ]
     if not any(r.compared or r.raised for r in results.values()):
         report.missing.append(f"{side}: {cases[0].op}={provider} takes no case")
+
+
+def can_show(result: OpResult, target: Target, fault: Fault) -> bool:
+    """Whether a case that an implementation takes shows a fault: in the reference it does."""
+    implementation = providers(result.op, FRAMEWORKS[target.backend])[result.provider]
+    takes = implementation.supports_args if implementation is not None else None
+    wrap = partial(faulty, fault, "numpy", result.op)
+    for probe in _probes(result.op, ALL_MODES, (result.dtype,)):
+        if probe.mode != result.mode:
+            continue
+        arguments = probe.case.arguments
+        if takes is not None and not takes(**arguments):
+            continue
+        if not probe.judge(run(result.op, "numpy", None, arguments, wrap=wrap)).passed:
+            return True
+    return False
 
 
 def _check_definition(report: OpsReport, op: str, cases: Sequence[_Probe]) -> None:

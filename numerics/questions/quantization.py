@@ -24,8 +24,8 @@ from ...shared.models.quantization import WHEN_LOADED, Quantization
 from ...shared.models.table import piece_name
 from ...shared.step import StepInput
 from ..sides.environment import steps_hash, versions
-from ..sides.reference import Reference, cache_shapes, sources_of, total
-from ..sides.steps import make_steps, pages_of, real_tokens
+from ..sides.reference import Reference, sources_of, total
+from ..sides.steps import cache_shapes, groups_of, make_steps, pages_of, real_tokens
 from ..sides.subject import HostWeights, Subject, check_recordable
 
 Progress = Callable[[str], None]
@@ -155,12 +155,12 @@ class _Pair:
         narrow = replace(subject, model=replace(subject.model, quantization=quantization))
         tables = decoder.rotary_tables(subject.model, subject.max_model_len)
         self._subject = subject
-        self._shapes = cache_shapes(subject.model, pages, subject.page_size)
+        self._shapes = cache_shapes(subject, pages)
         self._sources = sources_of(subject.model)
         self._plain, self._narrow = HostWeights(subject), HostWeights(narrow)
         self._sides = (
-            Reference(subject.model, tables, exact=False),
-            Reference(narrow.model, tables, exact=False),
+            Reference(subject.model, tables, exact=False, groups=groups_of(subject)),
+            Reference(narrow.model, tables, exact=False, groups=groups_of(subject)),
         )
 
     def _weights(self, index: int, narrow: bool) -> Mapping[str, np.ndarray]:

@@ -19,7 +19,7 @@ from ..judging.diff import Diff, layer_sigmas, load
 from ..judging.gates import Mode
 from ..judging.logits_metrics import compare_logits
 from ..showing.report import read_record
-from .replay import RECORDED, Recording, Replayed
+from .replay import RECORDED, FromStart, Recording
 
 DRIFT = 1.05
 """Sigma of a layer in a later run over that of an earlier one: correct runs keep it to a few
@@ -86,17 +86,15 @@ def _what(bundle: Bundle) -> str:
     return f"{bundle.subject.name} ({bundle.subject.identity}) in {bundle.subject.dtype}"
 
 
-class _Beside(Replayed):
+class _Beside(FromStart):
     """Judges a bundle; logits are compared with those of bundles of the same steps."""
 
-    def __init__(
-        self, bundle: Bundle, recording: Recording, others: Sequence[Bundle], mode: Mode
-    ) -> None:
-        super().__init__(bundle, recording, {f"{RECORDED} {bundle.name}": recording}, mode)
+    def __init__(self, bundle: Bundle, others: Sequence[Bundle], mode: Mode) -> None:
+        super().__init__(bundle, {f"{RECORDED} {bundle.name}": Recording(bundle)}, mode)
         self._others = others
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
-        own = self._recording.array("logits")
+        own = self.sides[0].ran.logits
         for other in self._others:
             logits = other.steps[self.number].arrays.get("logits")
             if logits is None or logits.shape != own.shape:
@@ -114,7 +112,7 @@ def judge_bundle(
     other bundles.
     """
     mode: Mode = "S" if bundle.subject.dtype == "float32" else "P"
-    return _Beside(bundle, Recording(bundle), others, mode).run(bundle.inputs, progress)
+    return _Beside(bundle, others, mode).run(bundle.inputs, progress)
 
 
 def merge(diffs: Sequence[Diff], labels: Sequence[str]) -> Diff:

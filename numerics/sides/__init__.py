@@ -1,1 +1,1 @@
-"""What is compared: the subject, its steps, the exact reference, and runners of both backends."""
+"""What is compared: the subject, its steps, the references, and workers as sides."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...shared.config import DeviceInfo
 from ...shared.step import StepInput
-from .runners import Runner
+from .side import Side
 from .subject import Subject
 
 PACKAGES = (
@@ -51,7 +51,7 @@ def steps_hash(steps: Sequence[StepInput]) -> str:
 
 
 def describe(
-    subject: Subject, runners: Mapping[str, Runner], steps: Sequence[StepInput]
+    subject: Subject, sides: Mapping[str, Side], steps: Sequence[StepInput]
 ) -> dict[str, Any]:
     """The environment of a comparison, fit for JSON."""
     return {
@@ -69,7 +69,7 @@ def describe(
         ),
         "machine": platform.machine(),
         "versions": versions(),
-        "sides": {name: describe_side(r.target, r.device, r.plans) for name, r in runners.items()},
+        "sides": {name: describe_side(s.target, s.device, s.plans) for name, s in sides.items()},
     }
 
 

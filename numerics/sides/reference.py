@@ -20,7 +20,6 @@ from ...ops.namespaces import namespace
 from ...ops.reference.paged import check_reach, oldest_seen
 from ...ops.testing import widened
 from ...shared.models import decoder
-from ...shared.models.caches import cache_of
 from ...shared.models.config import ModelConfig
 from ...shared.models.spec import source_of
 from ...shared.step import StepInput
@@ -34,26 +33,12 @@ State = tuple[np.ndarray, np.ndarray, np.ndarray]
 FIELDS = "positions", "slots", "page_table", "query_start", "kv_lens", "counts"
 
 
-def step_batch(
-    step: StepInput,
-    tables: tuple[np.ndarray, np.ndarray],
-    change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None,
-) -> decoder.Batch:
-    """What a step gives every layer besides weights and activations, in numpy; `change` plants a
-    fault.
-    """
+def step_batch(step: StepInput, tables: tuple[np.ndarray, np.ndarray]) -> decoder.Batch:
+    """What a step gives every layer besides weights and activations, in numpy."""
     fields = {name: np.array(step.field(name)) for name in FIELDS}
-    if change is not None:
-        fields = change(fields)
     positions = fields.pop("positions")
     cos, sin = (table[positions] for table in tables)
     return decoder.Batch(cos, sin, **fields, max_query_len=step.descriptor.max_query_len)
-
-
-def cache_shapes(model: ModelConfig, pages: int, page_size: int) -> list[tuple[int, ...]]:
-    """The cache of each layer [page slot 2*kvhead hdim], where all have pages of one length."""
-    kept = [cache_of(layer) for layer in decoder.model_of(model).layers]
-    return [(pages, page_size, 2 * one.kv_heads, one.head_dim) for one in kept]
 
 
 def sources_of(model: ModelConfig) -> list[int]:
@@ -132,10 +117,10 @@ class Reference:
 
     def run(
         self, top: Mapping[str, np.ndarray], weights: Callable[[int], Mapping[str, np.ndarray]],
-        caches: Sequence[np.ndarray],
+        caches: Sequence[np.ndarray], behind: Callable[[State], None] = lambda state: None,
     ) -> tuple[np.ndarray, list[np.ndarray]]:  # fmt: skip
         """A whole pass: (finished hidden states [tok dim], the caches behind it). `weights` are
-        those of a layer.
+        those of a layer, and `behind` gets what each layer gave.
         """
 
         def start() -> tuple[np.ndarray, np.ndarray]:
@@ -144,6 +129,7 @@ class Reference:
 
         def layer(index: int, stream: tuple[np.ndarray, np.ndarray], cache: np.ndarray) -> Any:
             hidden, residual, cache = self.layer(index, weights(index), (*stream, cache))
+            behind((hidden, residual, cache))
             return (hidden, residual), cache
 
         return run_stepwise(

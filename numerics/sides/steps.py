@@ -115,17 +115,21 @@ def make_owned_steps(
     table = Table(
         (subject.max_num_seqs,), (max(subject.tokens, subject.max_num_seqs),), subject.max_num_seqs
     )
+    groups = subject.layout.groups
     config = SchedulerConfig(
         max_num_seqs=subject.max_num_seqs,
         max_num_batched_tokens=table.mixed_sizes[-1],
         max_model_len=subject.max_model_len,
         page_size=subject.page_size,
-        num_pages=subject.num_pages,
+        num_pages=subject.num_pages * len(groups),
         enable_prefix_caching=False,
         pipeline_depth=1,
+        groups=groups,
     )
     pages = -(-subject.max_model_len // subject.page_size)
-    shape = StepShape(pages, subject.max_num_seqs, subject.max_model_len, subject.model.vocab_size)
+    shape = StepShape(
+        pages, subject.max_num_seqs, subject.max_model_len, subject.model.vocab_size, len(groups)
+    )
     scheduler = Scheduler(config, table)
     for index, ids in enumerate(prompts):
         _check(ids, index, subject, new_tokens)
@@ -152,6 +156,17 @@ def _check(ids: np.ndarray, index: int, subject: Subject, new_tokens: int) -> No
         )
     if ids.min() < 0 or ids.max() >= subject.model.vocab_size:
         raise RequestError("prompts", f"prompt {index} has a token outside of the vocabulary")
+
+
+def groups_of(subject: Subject) -> list[int]:
+    """The page group of each layer in the steps that are compared."""
+    return [place.group for place in subject.layout.places]
+
+
+def cache_shapes(subject: Subject, pages: int) -> list[tuple[int, ...]]:
+    """The cache of each layer [page slot 2*kvhead hdim]."""
+    layout = subject.layout
+    return [(pages, *layout.page_shape(layer)) for layer in range(subject.model.num_layers)]
 
 
 def real_tokens(step: StepInput) -> int:

@@ -5,7 +5,7 @@ device (`Target`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,14 +15,17 @@ from ...ops import REGISTRY
 from ...ops.namespaces import namespace
 from ...ops.plugins import load_plugins
 from ...shared.config import BACKENDS, DEVICES, LOAD_FORMATS, EngineConfig, ResolvedConfig, resolve
+from ...shared.demand import ANYTHING, Demand
 from ...shared.errors import ConfigError
 from ...shared.models import decoder
+from ...shared.models.caches import CacheLayout, cache_layout
 from ...shared.models.calls import DTYPES
 from ...shared.models.config import ModelConfig, load_config
 from ...shared.models.locate import model_folder
 from ...shared.models.shapes import check_weights
-from ...shared.models.table import TOP, Parameter, ParameterTable
+from ...shared.models.table import TOP, Parameter, ParameterTable, keys
 from ...shared.narrow_checkpoint import open_checkpoint
+from ...shared.step import StepInput
 from ...shared.weights import (
     check_checkpoint,
     dummy_parameter,
@@ -129,8 +132,13 @@ class Subject:
         """The same in another run dtype."""
         return replace(self, dtype=dtype)
 
-    def resolved(self, target: Target) -> ResolvedConfig:
-        """The engine configuration on `target`. Raises ConfigError, BackendUnavailable."""
+    def resolved(
+        self, target: Target, steps: Sequence[StepInput] = (), demand: Demand = ANYTHING
+    ) -> ResolvedConfig:
+        """The engine configuration on `target`, with the programs of `steps`, or of any. Raises
+        ConfigError, BackendUnavailable.
+        """
+        most = max(self.tokens, self.max_num_seqs)
         config = EngineConfig(
             model=self.name,
             backend=target.backend,  # type: ignore[arg-type]
@@ -140,19 +148,33 @@ class Subject:
             seed=self.seed,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=max(self.tokens, self.max_num_seqs),
+            max_num_batched_tokens=most,
             page_size=self.page_size,
             num_pages=self.num_pages,
-            # The only place that switches page groups off. Layers are compared one by one, each
-            # with a cache of its own, and bundles and comparisons of them hold one page table.
-            # What runs a worker through its scheduler (`questions/bench.py`) has groups.
+            # The only place that switches page groups off: bundles hold one page table. Layers
+            # whose caches are of two shapes are in two groups nevertheless. What runs a worker
+            # through its scheduler (`questions/bench.py`) has all groups.
             page_groups=False,
             op_priority=dict(target.providers),
             **target.options,
         )
-        return resolve(
-            config, self.model, backend_module(target.backend).find_device(target.device)
-        )[0]
+        device = backend_module(target.backend).find_device(target.device)
+        resolved = resolve(config, self.model, device, demand)[0]
+        if not steps:
+            return resolved
+        shapes = {step.descriptor for step in steps}
+        decode = {self.max_num_seqs} | {d.tokens for d in shapes if d.kind == "decode"}
+        mixed = {most} | {d.tokens for d in shapes if d.kind == "mixed"}
+        return replace(
+            resolved, decode_sizes=tuple(sorted(decode)), mixed_sizes=tuple(sorted(mixed))
+        )
+
+    @property
+    def layout(self) -> CacheLayout:
+        """Where the layers keep keys and values in the steps that are compared."""
+        return cache_layout(
+            decoder.model_of(self.model), self.page_size, self.max_model_len, windows=False
+        )
 
     @property
     def identity(self) -> str:
@@ -276,3 +298,20 @@ class HostWeights:
             namespace("numpy"), parameter, max(layer, 0), self._subject.seed, index
         )
         return np.asarray(values).astype(dtype).reshape(parameter.shape)
+
+
+def checkpoint_of(
+    weights: HostWeights, layer_weights: Callable[[int], Mapping[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
+    """Weights under their names in a checkpoint; `layer_weights` are those of each layer."""
+    found: dict[str, np.ndarray] = {}
+    for parameter, layer in weights.table.placed():
+        array = (weights.top() if layer == TOP else layer_weights(layer))[parameter.name]
+        array = array / array.dtype.type(parameter.factor) - array.dtype.type(parameter.offset)
+        start = 0
+        for part, key in zip(parameter.parts, keys(parameter.parts, layer), strict=True):
+            tensor = found.setdefault(key, np.empty(parameter.part_shape(part), array.dtype))
+            rows = part.rows_in_tensor(np.arange(part.rows))
+            tensor[rows] = array[start : start + part.rows]
+            start += part.rows
+    return found

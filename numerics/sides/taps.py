@@ -1,16 +1,14 @@
-"""Taps: what an op got and gave, at one call. Models are made of ops, so traces align by op, layer
-and call.
+"""Taps: what an op got and gave, at one call. Models are made of ops, so calls align by op, layer
+and place.
 
 The reference is traced with everything nested (`Tracer`). From that trace follows what a backend
-must offer under its plan (`declare`): a coarse op that it implements as one has nothing inside. The
-declared taps become extra outputs of the backend's programs before these are compiled (`Tapped`),
-so nothing is compiled again because somebody looks.
+runs under its plan (`declare`): a coarse op that it implements as one has nothing inside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,7 +16,6 @@ import numpy as np
 
 from ...ops import Op, Plan
 from ...ops.plan import COMPOSITION
-from ..errors import NotComparable
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +102,8 @@ class Tracer:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A tap that is built into a program: `arguments` are kept, and the outputs. Not kept at all
-    unless `kept`.
+    """A call that a program makes: `arguments` are the activations that it is given. Looked at only
+    if `kept`.
     """
 
     op: str
@@ -135,59 +132,3 @@ def declare(
         kept = any(fnmatchcase(call.key, pattern) for pattern in patterns)
         declared.append(Declared(call.op, call.key, call.activations, kept))
     return tuple(declared)
-
-
-@dataclass(slots=True)
-class Tapped:
-    """Wraps a backend's ops while a program is traced. `values` are the program's extra outputs,
-    one per declared tap.
-
-    `copy` keeps a value as it is now, where ops write in place. `faults` wrap the functions of some
-    ops, `replaced` are other functions for the calls with some keys; what these would call inside
-    is not called then, and has no value.
-    """
-
-    declared: Sequence[Declared]
-    copy: Callable[[Any], Any] = lambda value: value
-    faults: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = field(
-        default_factory=dict
-    )
-    values: list[Any] = field(default_factory=list)
-    replaced: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-
-    def wrap(self, op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, tapped."""
-        name, names, declared, values, copy = (
-            op.name,
-            tuple(op.signature.parameters),
-            self.declared,
-            self.values,
-            self.copy,
-        )
-        replaced = self.replaced
-        fault = self.faults.get(name)
-        faulty = fault(function) if fault is not None else function
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            number = len(values)
-            if number >= len(declared) or declared[number].op != name:
-                expected = declared[number].op if number < len(declared) else "the end"
-                raise NotComparable(
-                    f"taps: the program calls {name} where the reference has {expected}"
-                )
-            given = dict(zip(names, args, strict=False)) | kwargs
-            tap = declared[number]
-            values.append(())
-            kept = (
-                {argument: copy(given[argument]) for argument in tap.arguments} if tap.kept else {}
-            )
-            other = replaced.get(tap.key)
-            result = faulty(*args, **kwargs) if other is None else other(*args, **kwargs)
-            if other is not None:
-                values.extend(() for inner in declared if inner.key.startswith(f"{tap.key}/"))
-            if tap.kept:
-                outputs = result if isinstance(result, tuple) else (result,)
-                values[number] = (kept, tuple(copy(value) for value in outputs))
-            return result
-
-        return call

@@ -6,7 +6,7 @@ What takes the KV cache stands there as what it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -50,3 +50,14 @@ def named_jit(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
     states = {name for known in REGISTRY for name in known.state}
     inline = not states.isdisjoint(op.signature.parameters)
     return jax.jit(call, static_argnames=op.static_parameters, inline=inline)
+
+
+def alone(op: Op, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """A bound op as a program of its own, compiled with these options of the compiler. It takes
+    arguments by name.
+    """
+    return jax.jit(
+        lambda **arguments: function(**arguments),
+        static_argnames=op.static_parameters,
+        compiler_options=dict(options),
+    )

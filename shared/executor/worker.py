@@ -126,9 +126,13 @@ class RanksWorker:
         found: np.ndarray = self._ranks.call("logits", step, np.ndarray | None)[0]
         return found
 
-    def read_pages(self, pages: Sequence[int]) -> np.ndarray:
+    def read_pages(self, layer: int, pages: Sequence[int]) -> np.ndarray:
         """Not of several ranks: none holds whole pages."""
         raise BackendUnavailable("read_pages: each rank holds its own heads")
+
+    def write_pages(self, layer: int, pages: Sequence[int], content: np.ndarray) -> None:
+        """Not of several ranks: none holds whole pages."""
+        raise BackendUnavailable("write_pages: each rank holds its own heads")
 
     def read_weights(self, layer: int) -> Mapping[str, np.ndarray]:
         """Not of several ranks: none holds whole weights."""

@@ -61,7 +61,7 @@ LONG = {
     "--on jax:cpu": "compiles on JAX",
     "load_module": "compiles on JAX",
     "numerics replay": "judges every op",
-    "numerics bisect": "a dozen runs",
+    "numerics bisect": "judges every op",
     'compare_targets("demo", "torch:cpu", "jax:cpu"': "judges every op on two backends",
     'capture="bundles': "compiles on JAX",
 }

@@ -80,7 +80,9 @@ def run(device, ops, folder, max_num_seqs=2, **config):
         )
         worker = llm.engine.worker
         assert worker.compilations_after_ready() == 0
-        return [output.outputs[0].token_ids for output in outputs], worker.read_pages(range(PAGES))
+        layers = range(llm.engine.model.num_layers)
+        cache = np.stack([worker.read_pages(layer, range(PAGES)) for layer in layers])
+        return [output.outputs[0].token_ids for output in outputs], cache
 
 
 def assert_equal(got, want):

@@ -15,15 +15,12 @@ from twinfer.numerics.faults.catalogue import (
 )
 from twinfer.numerics.faults.making import changed, instead
 from twinfer.numerics.faults.planting import (
-    FaultyPlan,
     describe,
-    faulty,
-    faulty_plans,
     plant,
     plant_by_side,
 )
 from twinfer.numerics.questions.selftest_model import CONFIG
-from twinfer.numerics.sides.runners import Fault
+from twinfer.numerics.sides.fault import FaultyPlan, faulty, faulty_plans
 from twinfer.ops import Plans, resolve
 from twinfer.ops.cases import load_all
 from twinfer.ops.namespaces import namespace
@@ -141,10 +138,10 @@ def test_a_faulty_plan_has_another_hash_and_other_functions():
     assert plans["mixed"].bind(lambda op, function: None).linear is None
 
 
-@pytest.mark.parametrize("fault", [plant("rope-base"), plant("norm-eps@1"), Fault("none")])
-def test_a_plan_takes_only_faults_of_ops_in_all_layers(fault):
-    with pytest.raises(ConfigError, match="plan"):
-        faulty_plans(Plans({"mixed": resolve("numpy")}), fault)
+def test_a_fault_of_one_layer_leaves_programs_outside_of_layers_alone():
+    plans = Plans({"mixed": resolve("numpy")})
+    assert faulty_plans(plans, plant("norm-eps@1"))["mixed"] is plans["mixed"]
+    assert faulty_plans(plans, plant("logits-rounded"))["mixed"].hash != plans["mixed"].hash
 
 
 def test_a_fault_leaves_other_ops_alone():

@@ -1,7 +1,6 @@
 """`twinfer numerics model`: equal backends pass, planted faults are found where they are."""
 
 import json
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,17 +9,20 @@ import numpy as np
 import pytest
 import torch
 
+from twinfer.numerics.faults.making import changed
 from twinfer.numerics.faults.planting import plant
 from twinfer.numerics.judging.diff import Diff, layer_sigmas
 from twinfer.numerics.questions.model import Comparison, compare_model
+from twinfer.numerics.questions.selftest_model import open_model
 from twinfer.numerics.showing.junit import junit
 from twinfer.numerics.showing.terminal import LINES, render
-from twinfer.numerics.sides.runners import Fault, create_runner
-from twinfer.numerics.sides.steps import default_prompts, make_steps
+from twinfer.numerics.sides.fault import Fault
+from twinfer.numerics.sides.side import WorkerSide
+from twinfer.numerics.sides.steps import cache_shapes, default_prompts, make_steps, pages_of
 from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.ops.declare import Array
 from twinfer.ops.implement import IMPLEMENTATIONS, implement
-from twinfer.shared.errors import ConfigError
+from twinfer.shared.errors import BackendUnavailable, ConfigError
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300,
@@ -84,9 +86,9 @@ def compare(where: Any, backend: str, mode: str, fault: Fault | None = None) -> 
     program less to compile.
     """
     run = where.with_dtype("float32") if mode == "S" else where
-    runner = create_runner(run, parse_target(f"{backend}:cpu"), fault)
     steps = make_steps(run, default_prompts(run, seed=1))[: None if fault is None else 1]
-    return Comparison(run, {backend: runner}, mode).run(steps)  # type: ignore[arg-type]
+    side = WorkerSide(run, parse_target(f"{backend}:cpu"), steps, fault)
+    return Comparison(run, {backend: side}, mode).run(steps)  # type: ignore[arg-type]
 
 
 def jax_slow(values: list[tuple[str, Any]], quick: tuple[str, ...]) -> list[Any]:
@@ -154,72 +156,29 @@ def test_a_plan_that_lacks_what_is_inside_of_one_piece_is_compared(tmp_path, mon
     monkeypatch.setitem(IMPLEMENTATIONS, ("fused_add_rms_norm", "torch"), dict(known))
     implement("fused_add_rms_norm", provider="whole", framework="torch")(fused)
     where = subject(tmp_path, config).with_dtype("float32")
-    runner = create_runner(where, parse_target("torch:cpu:fused_add_rms_norm=whole"))
-    assert "add" not in runner.plans["mixed"]
     steps = make_steps(where, default_prompts(where, seed=1))[:1]
-    diff = Comparison(where, {"torch": runner}, "S").run(steps)
+    side = WorkerSide(where, parse_target("torch:cpu:fused_add_rms_norm=whole"), steps)
+    assert "add" not in side.plans["mixed"]
+    diff = Comparison(where, {"torch": side}, "S").run(steps)
     diff.assert_ok()
     providers = {f.implementation for f in diff.findings if f.tap.startswith("fused_add_rms_norm")}
     assert providers == {"whole"}
 
 
-def arguments(**change: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A fault that changes arguments of an op by name."""
-
-    def make(xp: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            return function(
-                *(
-                    change[i](xp, x) if i in change else x
-                    for i, x in zip(NAMES[len(args)], args, strict=True)
-                )
-            )
-
-        return call
-
-    return make
-
-
-NAMES = {
-    2: ("x", "factor"),
-    3: ("x", "weight", "eps"),
-    4: ("x", "residual", "weight", "eps"),
-    12: (
-        "q",
-        "kv",
-        "page_table",
-        "query_start",
-        "kv_lens",
-        "counts",
-        "scale",
-        "window",
-        "soft_cap",
-        "max_query_len",
-        "k_scale",
-        "v_scale",
-    ),
-}
-
-
 ATTENTION = "paged_attention"
+NORM = "fused_add_rms_norm"
 FAULTS = {
     "attention scale off by 0.1 %": (
-        "S",
-        {ATTENTION: arguments(scale=lambda xp, x: x * 1.001)},
-        ATTENTION,
+        "S", dict([changed(ATTENTION, scale=lambda xp, a: a["scale"] * 1.001)]), ATTENTION
     ),
-    "window of 8": ("P", {ATTENTION: arguments(window=lambda xp, x: 8)}, ATTENTION),
-    "eps of 1e-5": (
-        "S",
-        {"fused_add_rms_norm": arguments(eps=lambda xp, x: 1e-5)},
-        "fused_add_rms_norm",
-    ),
+    "window of 8": ("P", dict([changed(ATTENTION, window=lambda xp, a: 8)]), ATTENTION),
+    "eps of 1e-5": ("S", dict([changed(NORM, eps=lambda xp, a: 1e-5)]), NORM),
     "page table rolled": (
         "P",
-        {ATTENTION: arguments(page_table=lambda xp, x: xp.roll(x, 1, axis=0))},
+        dict([changed(ATTENTION, page_table=lambda xp, a: xp.roll(a["page_table"], 1, axis=0))]),
         ATTENTION,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -238,14 +197,85 @@ def test_a_planted_fault_is_found_in_its_op_and_layer(tmp_path, backend, name):
 
 
 @pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("jax", "page-table-row@1"),
+        ("torch", "page-table-row@1"),
+        ("torch", "kv-row-lost@0"),
+        ("torch", "attention-scale-1e-3@0"),
+        ("torch", "bias-forgotten@1"),
+    ],
+)
+def test_what_a_worker_executed_shows_a_fault_without_its_ops(tmp_path, backend, name):
+    """Its streams are those of the programs that serve, which have the fault too."""
+    where = open_model(tmp_path, 1)
+    steps = make_steps(where, default_prompts(where, 1))[: None if backend == "torch" else 1]
+    fault = plant(name, where.model)
+    ask = partial(compare_model, where, [parse_target(f"{backend}:cpu")], steps, modes=("S",))
+    diff = ask(taps=(), faults={"a": fault})
+    assert {f.layer for f in diff.failures if f.scope == "layer"} == {fault.layer}
+    assert not [f for f in diff.findings if f.scope == "op"]
+
+
+def test_a_token_that_is_not_that_of_the_logits_is_named(tmp_path, monkeypatch):
+    """Everything up to the logits is right; rows are sampled one too late."""
+    from twinfer.gpu.programs import Programs
+
+    right = Programs.sample
+
+    def sample(self, requests, sampler):
+        self.rows[:requests] = self.rows[:requests].roll(1, 0)
+        return right(self, requests, sampler)
+
+    monkeypatch.setattr(Programs, "sample", sample)
+    where = subject(tmp_path, SMALL)
+    steps = make_steps(where, default_prompts(where, 0))
+    diff = compare_model(where, [parse_target("torch:cpu")], steps, modes=("S",))
+    assert diff.exit_code == 1
+    assert not diff.failures
+    assert "is that of the logits" in diff.problems[0]
+
+
+def test_a_compiler_that_leaves_out_roundings_is_no_side(tmp_path, monkeypatch):
+    from twinfer.tpu import compilation
+
+    where = subject(tmp_path, SMALL)
+    steps = make_steps(where, default_prompts(where, 1))[:1]
+    monkeypatch.setitem(compilation.OPTIONS, "xla_allow_excess_precision", True)
+    with pytest.raises(BackendUnavailable, match="leaves out roundings"):
+        WorkerSide(where, parse_target("jax:cpu"), steps)
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_a_worker_starts_on_the_cache_that_it_is_given(tmp_path, backend):
+    where = subject(tmp_path, SMALL)
+    steps = make_steps(where, default_prompts(where, 1))[:1]
+    side = WorkerSide(where, parse_target(f"{backend}:cpu"), steps)
+    rng = np.random.default_rng(1)
+    shapes = cache_shapes(where, pages_of(steps))
+    start = [rng.normal(size=shape).astype(ml_dtypes.bfloat16) for shape in shapes]
+    side.begin(start)
+    ran = side.execute(steps[0])
+    slots = steps[0].field("slots")
+    written = np.unique(slots[slots >= 0])
+    for before, after in zip(ran.before, ran.after, strict=True):
+        differs = (before != after).reshape(-1, *before.shape[2:])[:-1].any((1, 2))
+        assert np.flatnonzero(differs).tolist() == written.tolist()
+
+
+def in_bfloat16(x: float) -> float:
+    return float(np.float32(x).astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize(
     ("backend", "layer"),
     jax_slow([("inside", 1), ("outside", -1)], ()),
 )
 def test_a_multiplier_that_is_rounded_is_found(tmp_path, backend, layer):
     """In bfloat16 0.22 is off by 0.1 %, and 1 / 13, outside of the layers, by 0.3 %."""
-    rounded = arguments(factor=lambda xp, x: float(np.float32(x).astype(ml_dtypes.bfloat16)))
+    rounded = dict([changed("scale", factor=lambda xp, a: in_bfloat16(a["factor"]))])
     where = subject(tmp_path, GRANITE | {"num_hidden_layers": 2})
-    diff = compare(where, backend, "S", Fault("rounded", ops={"scale": rounded}, layer=layer))
+    diff = compare(where, backend, "S", Fault("rounded", ops=rounded, layer=layer))
     assert diff.exit_code == 1
     assert {f.layer for f in diff.failures if f.scope == "op"} == {layer}
     assert all("scale" in f.tap for f in diff.failures if f.scope == "op")
@@ -288,7 +318,7 @@ def test_a_rope_table_in_bfloat16_is_found(tmp_path, backend):
 
 
 def test_views_say_the_same(tmp_path):
-    fault = Fault("window", ops={"paged_attention": arguments(window=lambda xp, x: 8)}, layer=1)
+    fault = Fault("window", ops=FAULTS["window of 8"][1], layer=1)
     diff = compare(subject(tmp_path, SMALL), "torch", "P", fault)
     text = render(diff)
     assert text.startswith("DIFFERENT")

@@ -56,6 +56,13 @@ def test_everything_is_seen_on_both_backends():
     assert report.clean == 20 * 4 * 2
 
 
+def test_what_takes_no_case_of_a_fault_need_not_show_it():
+    """Attention in C takes no cache with scales; all other implementations do."""
+    report = selftest([TORCH], names=["kv-scales-swapped"], modes=("S",), seeds=0)
+    assert report.exit_code == 0, render(report)
+    assert report.faults[0].modes("a torch:cpu") == ["S"]
+
+
 def test_a_fault_that_nothing_sees_fails(monkeypatch):
     same = dict([changed("linear", bias=lambda xp, a: a["bias"])])
     monkeypatch.setitem(CATALOGUE, "nothing", Entry("nothing", "nothing is wrong", "layer", same))
@@ -77,10 +84,8 @@ def test_a_fault_that_is_blamed_on_another_op_fails(monkeypatch):
 
 
 def test_a_false_alarm_fails(monkeypatch):
-    create = room.create_runner
-    monkeypatch.setattr(
-        room, "create_runner", lambda subject, target: create(subject, target, plant("norm-eps@1"))
-    )
+    create = room.WorkerSide
+    monkeypatch.setattr(room, "WorkerSide", lambda *given: create(*given[:3], plant("norm-eps@1")))
     report = selftest([TORCH], names=["vocab-tail-lost"], modes=("S",), seeds=1)
     assert report.exit_code == 1
     assert any("seed 1" in alarm for alarm in report.alarms)

@@ -1,0 +1,244 @@
+"""What a backend offers to a comparison: its worker, which runs steps by the programs that it
+serves with.
+
+Of a step come the stream before the layers and behind each, as the step's own program passed it on,
+the cache that each layer found and left, and the logits. Ops are run one by one besides, as the
+worker's plans have them: on what is given to them in the layer, they say which of them is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...bucketing import Table
+from ...ops import Plan, Plans
+from ...shared.config import DeviceInfo
+from ...shared.demand import Demand
+from ...shared.models import decoder
+from ...shared.models.spec import Model, source_of
+from ...shared.progress import silent
+from ...shared.step import PROCESSING, StepInput
+from ...shared.worker import backend_module, create_worker
+from .fault import Fault, faulty_checkpoint, planted
+from .one_op import PlannedOps
+from .reference import State, total
+from .sampling import sampled_rows, sampling_field
+from .steps import pages_of, real_tokens
+from .subject import Subject, Target
+from .taps import Call, Declared, declare
+
+Program = str | int
+"""`embed`, `finish`, `head`, or the number of a layer."""
+Tap = tuple[Declared, Mapping[str, np.ndarray], tuple[np.ndarray, ...]]
+"""A call of an op: the activations that it was given, and its outputs."""
+DEMAND = Demand(samplers=("greedy",), logprobs=False, prompt_logprobs=False, streams=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """What a step did. `tokens` are those that it sampled [request], if all are the best ones.
+    `streams` [layer + 1, 2, tok, dim] are hidden and residual before the layers
+    and behind each. `before` and `after` are the cache of each layer [page slot 2*kvhead hdim],
+    `logits` those of each real token [tok vocab]. `rows` are the real tokens that the last layer
+    finished; it may drop those that nothing is sampled from.
+    """
+
+    step: StepInput
+    streams: np.ndarray
+    before: Sequence[np.ndarray]
+    after: Sequence[np.ndarray]
+    logits: np.ndarray
+    rows: np.ndarray
+    tokens: np.ndarray | None = None
+
+    def given(self, index: int, source: int) -> State:
+        """hidden, residual and the cache that a layer was given; `source` is the layer whose cache
+        it reads.
+        """
+        hidden, residual = self.streams[index]
+        return hidden, residual, (self.before if source == index else self.after)[source]
+
+    def given_end(self) -> tuple[np.ndarray, np.ndarray]:
+        """hidden and residual that the final norm was given. Zeros for tokens that it was not, and
+        for those whose stream is not finite, which the judgement of the last layer says.
+        """
+        last = np.zeros_like(self.streams[-1])
+        finite = np.isfinite(total(self.streams[-1][:, self.rows])).all(1)
+        rows = self.rows[finite]
+        last[:, rows] = self.streams[-1][:, rows]
+        return last[0], last[1]
+
+    def finished(self, index: int) -> np.ndarray:
+        """The rows that layer `index` finished."""
+        is_last = index == len(self.streams) - 2
+        return self.rows if is_last else np.arange(real_tokens(self.step))
+
+
+def finished_rows(step: StepInput, last: np.ndarray) -> np.ndarray:
+    """The real tokens that the last layer finished, whose stream [2, tok, dim] is NaN for those
+    that it dropped: all that nothing is sampled from. One that is sampled from is finished, or it
+    is wrong.
+    """
+    real = np.arange(real_tokens(step))
+    named = step.field("sample_index")
+    kept = np.union1d(named, [row for _, row in sampled_rows(step)]).astype(np.int64)
+    others = np.setdiff1d(real, kept)
+    dropped = len(others) > 0 and bool(np.isnan(last[:, others].astype(np.float32)).all())
+    return np.intersect1d(real, kept) if dropped else real
+
+
+class Side(Protocol):
+    """A side of a comparison: a worker, or what one has left behind."""
+
+    target: Any
+    device: DeviceInfo
+    plans: Any
+    spec: Model
+
+    def begin(self, start: Sequence[np.ndarray]) -> None:
+        """Take the cache of each layer before the first step."""
+        ...
+
+    def execute(self, step: StepInput) -> Executed:
+        """Run the next step."""
+        ...
+
+    def weights(self, layer: int) -> Mapping[str, np.ndarray]:
+        """The weights of a layer as the programs get them; -1: those outside of layers."""
+        ...
+
+    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rotary tables as the programs get them."""
+        ...
+
+    def taps(
+        self, kind: str, program: Program, calls: Sequence[Call], patterns: Sequence[str]
+    ) -> Iterator[Tap]:
+        """The calls of ops in a program of a kind whose names match `patterns`, each on what it is
+        given in `calls`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the device."""
+        ...
+
+
+def plan_of(plans: Any, spec: Model, kind: str, program: Program) -> Any:
+    """The plan that a program of a model runs under, in steps of a kind."""
+    if isinstance(program, str):
+        return plans["sample" if program == "head" else kind]
+    return plans.of(kind, spec.layers[program])
+
+
+def plans_of(subject: Subject, target: Target, fault: Fault | None) -> Plans:
+    """The plans of a worker that is not there. Raises ConfigError, OpError, BackendUnavailable."""
+    with planted(target.backend, fault):
+        plans: Plans = backend_module(target.backend).make_plans(
+            subject.model, subject.resolved(target)
+        )
+    return plans
+
+
+class WorkerSide:
+    """A `Side` that runs a worker on some steps, in order."""
+
+    def __init__(
+        self, subject: Subject, target: Target, steps: Sequence[StepInput],
+        fault: Fault | None = None,
+    ) -> None:  # fmt: skip
+        """Raises ConfigError, ModelError, BackendUnavailable."""
+        self.target, self._shapes = target, {step.descriptor for step in steps}
+        self._pages = pages_of(steps)
+        self._ops: dict[str, PlannedOps] = {}
+        with ExitStack() as stack:
+            stack.enter_context(planted(target.backend, fault))
+            held = stack.enter_context(faulty_checkpoint(subject, fault))
+            self.config = held.resolved(target, steps, DEMAND)
+            self.device = backend_module(target.backend).find_device(target.device)
+            if target.backend == "jax":
+                # Of a rounding that is left out between ops, ops by themselves say nothing.
+                backend_module("jax", "compilation").check_rounding(self.device)
+            self.spec = decoder.model_of(subject.model)
+            self._sources = [source_of(x, i) for i, x in enumerate(self.spec.layers)]
+            self._worker: Any = create_worker(subject.model, self.config, self.device, held.folder)
+            self._worker.load(silent)
+            # The last page is scratch.
+            self._worker.allocate_kv(self._pages - 1)
+            self._worker.warm_up(self._table(), silent)
+        self.plans = self._worker.plans()
+
+    def _table(self) -> Table:
+        """The programs that the steps need, and no others. Torch builds all that it has."""
+        if self.target.backend == "torch":
+            return self.config.table()
+        sizes = {
+            kind: tuple(sorted({d.tokens for d in self._shapes if d.kind == kind}))
+            for kind in ("decode", "mixed")
+        }
+        return Table(sizes["decode"], sizes["mixed"], self.config.max_num_seqs)
+
+    def begin(self, start: Sequence[np.ndarray]) -> None:
+        """See `Side`."""
+        for layer, cache in enumerate(start):
+            if self._sources[layer] == layer:
+                self._worker.write_pages(layer, range(len(cache)), cache)
+        self._cache: Sequence[np.ndarray] = list(start)
+
+    def execute(self, step: StepInput) -> Executed:
+        """See `Side`."""
+        before = self._cache
+        # What is sampled changes nothing here, and a sampler more is a program more.
+        plain = replace(
+            step, sampler="greedy", logprobs=False, processors=None, prompt_targets=None,
+            waiting=None,
+        )  # fmt: skip
+        output = self._worker.execute(plain).result()
+        pages = range(self._pages)
+        own = {source: self._worker.read_pages(source, pages) for source in set(self._sources)}
+        self._cache = [own[source] for source in self._sources]
+        # Written once more, the cache stays as it is.
+        logits = np.asarray(self._worker.logits(plain))[: real_tokens(step)]
+        streams = output.streams[0]
+        rows = finished_rows(step, streams[-1])
+        greedy = sampling_field(step, "greedy")[: int(step.field("counts")[1])]
+        tokens = output.tokens if step.sampler not in PROCESSING and greedy.all() else None
+        return Executed(step, streams, before, self._cache, logits, rows, tokens)
+
+    def weights(self, layer: int) -> Mapping[str, np.ndarray]:
+        """See `Side`."""
+        return self._worker.read_weights(layer)
+
+    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """See `Side`."""
+        return self._worker.read_tables()
+
+    def taps(
+        self, kind: str, program: Program, calls: Sequence[Call], patterns: Sequence[str]
+    ) -> Iterator[Tap]:
+        """See `Side`."""
+        plan, by_key = (
+            plan_of(self.plans, self.spec, kind, program),
+            {call.key: call for call in calls},
+        )
+        for declared in declare(calls, plan, patterns):
+            if declared.kept:
+                arguments = by_key[declared.key].arguments
+                kept = {name: arguments[name] for name in declared.arguments}
+                yield declared, kept, self.run_op(plan, declared.op, arguments)
+
+    def run_op(self, plan: Plan, op: str, arguments: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+        """The outputs of one op as a plan of the worker has it."""
+        if plan.hash not in self._ops:
+            self._ops[plan.hash] = PlannedOps(self.target.backend, plan, self.device.platform)
+        return self._ops[plan.hash](op, arguments)
+
+    def close(self) -> None:
+        """See `Side`."""
+        self._worker.close()
+        self._ops.clear()
