@@ -14,12 +14,12 @@ of `magnitude`: what was added up, in absolute values, |want| unless the op says
 is how often the contract rounds values to the storage dtype on the way, and `rounded` what a
 relative error of 1 in those would do. (Values below the dtype's smallest normal number are off by
 half of its smallest number, and not by u of themselves: what that may do is `small`, which an op
-whose values on the way are that small adds.) Where the oracle rounds on the way too, a value beside a tie
-may fall to its other side, which is 2 u and not u: `ties` is 1. Few do, so what follows leaves it
-out. On top of it the *gain* of each row, sum(got want) / sum(want^2), must be 1 to what independent
-roundings allow: a scale that is off by half a percent hides inside the rounding of every bfloat16
-element, but not in their sum. Integers, and every output of an op that is judged `bitwise`, must be
-equal. So must a cache of fp8 that an op writes: the oracle writes it too.
+whose values on the way are that small adds.) Where the oracle rounds on the way too, a value beside
+a tie may fall to its other side, which is 2 u and not u: `ties` is 1. Few do, so what follows
+leaves it out. On top of it the *gain* of each row, sum(got want) / sum(want^2), must be 1 to what
+independent roundings allow: a scale that is off by half a percent hides inside the rounding of
+every bfloat16 element, but not in their sum. Integers, and every output of an op that is judged
+`bitwise`, must be equal. So must a cache of fp8 that an op writes: the oracle writes it too.
 """
 
 from __future__ import annotations
