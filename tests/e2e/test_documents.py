@@ -212,7 +212,7 @@ def find_problem(command: str, whole: bool = True) -> str | None:
             named = [
                 extra
                 for package in packages
-                for names in re.findall(r"\[(.*)", package)
+                for names in re.findall(r"^twinfer\[(.*)", package)
                 for extra in names.split(",")
             ]
             absent = sorted({extra.strip("]") for extra in named} - set(extras))
