@@ -52,9 +52,10 @@ class Stream(threading.Thread):
 
 
 def test_a_failed_step_ends_all_streams_with_an_error_and_the_server_with_70(tmp_path):
-    with served(*FLAGS, env=fault(tmp_path, "raise ValueError('broken')", 60)) as server:
+    # So late that the last stream has begun by then.
+    with served(*FLAGS, env=fault(tmp_path, "raise ValueError('broken')", 600)) as server:
         engine = server.engine_pid()
-        streams = [Stream(server, prompt=f"x{i}") for i in range(3)]
+        streams = [Stream(server, prompt=f"x{i}", max_tokens=900) for i in range(3)]
         for stream in streams:
             stream.join(30)
             assert '"error"' in stream.lines[-2]

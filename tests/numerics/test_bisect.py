@@ -182,9 +182,9 @@ def test_tokens_that_read_anothers_pages_fail_where_they_are_read(subject, monke
 
     right = StepInputs.fill
 
-    def fill(self, step, **options):
+    def fill(self, step, *stream, **options):
         table = np.roll(step.page_table, 1, axis=0)
-        return right(self, replace(step, page_table=table), **options)
+        return right(self, replace(step, page_table=table), *stream, **options)
 
     monkeypatch.setattr(StepInputs, "fill", fill)
     report = search(subject, TORCH)
