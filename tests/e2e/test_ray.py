@@ -20,7 +20,11 @@ from .server_process import gone, served
 from .test_ranks import FORM, KINDS, children, engine_of, requests_of, streamed, tokens_of
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+# Ray forks to start its own processes, which is said where another test has imported JAX.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called:RuntimeWarning"),
+]
 TWO_EACH = "--xla_force_host_platform_device_count=2"
 
 

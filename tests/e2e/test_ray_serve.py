@@ -21,7 +21,11 @@ from .test_ray import every
 
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
-pytestmark = pytest.mark.slow
+# Ray forks to start its own processes, which is said where another test has imported JAX.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called:RuntimeWarning"),
+]
 FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "deploy"
 WORDS = "demo --backend torch --device cpu --dtype float32 --max-model-len 256"
 
