@@ -212,10 +212,9 @@ def tables_of(layout: Layout, processors: np.ndarray) -> dict[str, np.ndarray]:
     found, at = {}, layout.fields["histories"].offset
     for name, row in TABLES.items():
         most, width = layout.fields[name].shape
-        if whole or not width:
-            count = most if width else 0
-        else:
-            count = int(layout.view(processors, row).max()) + 1
+        count = 0
+        if width:
+            count = most if whole else int(layout.view(processors, row).max()) + 1
         found[name] = processors[at : at + count * width].reshape(count, width)
         at += count * width
     return found

@@ -25,7 +25,6 @@ from twinfer.ops.testing import (
     DTYPES,
     TESTING,
     Judge,
-    _to_torch,
     bound_function,
     ci_cases,
     oracle,
@@ -293,11 +292,14 @@ def test_triton_caches_of_more_than_2_31_entries(kernels, device, size, reach):
         pytest.skip("takes 4 GiB, and the interpreter minutes")
     import torch
 
+    from twinfer.ops.namespaces.torch_ import from_numpy
+
     arguments = paged(
         generator("far"), "bfloat16", [700, 3, 1100, 900], [1, 1, 40, 900], (6, 2), size, 16,
         tokens=960,
     )  # fmt: skip
-    near = {n: _to_torch(v, device) for n, v in (arguments | reach).items()}
+    near = arguments | reach
+    near |= {n: from_numpy(v).to(device) for n, v in near.items() if isinstance(v, np.ndarray)}
     kv = near["kv"]
     before = 2**31 // kv[0].numel()
     far = torch.full((before + len(kv), *kv.shape[1:]), float("nan"), device=device, dtype=kv.dtype)
@@ -311,8 +313,8 @@ def test_triton_caches_of_more_than_2_31_entries(kernels, device, size, reach):
     attend = bound_function("paged_attention", "torch", "triton")
     assert equal(attend(**near), attend(**near | {"kv": far, "page_table": table}))
     tokens = 40
+    # But for the last slot of a cache, which is scratch.
     slots = torch.randperm(len(kv) * 16 - 1, device=device)[:tokens].int()
-    # The last slot of a cache is scratch, so that no row without one is there.
     qkv = torch.randn(tokens, 10 * size, device=device, dtype=kv.dtype)
     weight, angles = torch.ones(size, device=device), torch.rand(tokens, size // 2, device=device)
     write = bound_function("write_kv", "torch", "triton")
