@@ -142,6 +142,11 @@ class StepInputs:
         self._processors = torch.zeros(layout.size, dtype=torch.int32, device=device)
         self._awaited: torch.Tensor | None = None
         """Where the masks go that are all that a step waits for: [k, W]."""
+        # They come beside the model, which may run still; behind the sampler that read the last.
+        self._beside = torch.cuda.Stream() if self._cuda else None
+        self._were_read, self._there = (
+            torch.cuda.Event() if self._cuda else None for _ in range(2)
+        )
         self._views: dict[Descriptor, dict[str, torch.Tensor]] = {}
         self._host_views: dict[Descriptor, dict[str, torch.Tensor]] = {}
 
@@ -186,9 +191,12 @@ class StepInputs:
             place = layout.fields["masks"].offset
             self._awaited = self._processors[place : place + masks.size].view(masks.shape)
 
-    def fill_masks(self, step: StepInput, masks: np.ndarray) -> None:
+    def fill_masks(
+        self, step: StepInput, masks: np.ndarray, stream: torch.cuda.Stream | None
+    ) -> None:
         """Bring the masks [k, W] that a step waited for. Where they are all that it has, they are
-        sent as they are: from `new_masks`, without a copy on the host.
+        sent as they are: from `new_masks`, without a copy on the host. `stream` is that of the
+        steps.
         """
         if self._awaited is None or self._awaited.shape != masks.shape:
             processors = with_masks(step, masks)
@@ -199,7 +207,22 @@ class StepInputs:
             held = held.base
         if not isinstance(held, torch.Tensor) or held.data_ptr() != masks.ctypes.data:
             held = self._pinned(masks)
-        self._awaited.copy_(held[: len(masks)], non_blocking=True)
+        if self._beside is None or self._were_read is None or self._there is None or stream is None:
+            self._awaited.copy_(held[: len(masks)])
+            return
+        self._beside.wait_event(self._were_read)
+        torch.cuda.set_stream(self._beside)
+        try:
+            self._awaited.copy_(held[: len(masks)], non_blocking=True)
+        finally:
+            torch.cuda.set_stream(stream)
+        self._there.record(self._beside)
+        stream.wait_event(self._there)
+
+    def processors_were_read(self, stream: torch.cuda.Stream | None) -> None:
+        """The sampler that reads the processors was started on the stream of the steps."""
+        if self._were_read is not None:
+            self._were_read.record(stream)
 
     def new_masks(self, count: int, words: int) -> np.ndarray:
         """Memory [count, words] int32 that masks can be sent from. What nobody refers to any more
@@ -215,11 +238,12 @@ class StepInputs:
         at = layout.fields["histories"].offset
         self._processors[:at].copy_(given[:at], non_blocking=True)
         for name, entries in tables.items():
-            place = layout.fields[name].offset
-            part = given[at : at + entries.size]
-            if entries.size:
-                self._processors[place : place + entries.size].copy_(part, non_blocking=True)
-            at += entries.size
+            size = entries.size
+            if size:
+                place = layout.fields[name].offset
+                part = given[at : at + size]
+                self._processors[place : place + size].copy_(part, non_blocking=True)
+                at += size
 
     def _cut(self, buffer: torch.Tensor, descriptor: Descriptor) -> dict[str, torch.Tensor]:
         views = {}

@@ -2,8 +2,9 @@
 captured.
 
 A step is two programs: the backbone of its descriptor, which leaves one finished row per request in
-`rows`, and the sampler of its number of requests, which reads them. Each is a plain function until
-`warm_up` has captured it.
+`rows`, and the sampler of its number of requests, which reads them. Samplers with processors read
+the logits of a third one, the head, so that it runs while masks are awaited. Each is a plain
+function until `warm_up` has captured it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from ..bucketing import Descriptor, Table
 from ..ops import BoundPlans, Plans
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
+from ..shared.errors import InternalError
 from ..shared.models import decoder
 from ..shared.models.caches import Place
 from ..shared.models.sampler import SETTINGS, sample
@@ -32,6 +34,9 @@ from .ranks import Ranks
 from .regional import RegionalPass
 
 TOP = "top"
+HEAD = "head"
+IN_ORDER = (*(each for each in SAMPLERS if each not in PROCESSING), TOP, HEAD, *PROCESSING)
+"""Samplers as they are built: those that read the logits of the head directly behind it."""
 
 
 class Programs:
@@ -83,6 +88,9 @@ class Programs:
         self._by_requests = {d.requests: d for d in table}
         self._backbones: dict[Descriptor, Callable[[], Any]] = {}
         self._samplers: dict[tuple[int, str], tuple[Callable[[], Any], Any]] = {}
+        # Of the head that ran last, for the sampler that is next: of a capture, nothing that is
+        # captured meanwhile may take their memory.
+        self._logits: torch.Tensor | None = None
         self._kv: tuple[torch.Tensor, ...] = ()
         self._recorder: GraphRecorder | None = None
         self._whole: Callable[..., torch.Tensor] | None = None
@@ -140,16 +148,24 @@ class Programs:
             self._rows(d)
 
     def sample(self, requests: int, sampler: str) -> Any:
-        """Sample from `rows` into `tokens` and `last_tokens`.
+        """Sample from `rows` into `tokens` and `last_tokens`. The samplers PROCESSING need the
+        `head` before, and no other program between.
 
         The sampler `top` gives the log-probabilities of what was just sampled instead: the results
         of `top_logprobs`, valid until the next call.
         """
         made = self._samplers.get((requests, sampler))
-        if made is None:
-            return self._sample(requests, sampler)
-        made[0]()
-        return made[1]
+        if made is not None:
+            made[0]()
+            return made[1]
+        found = self._sample(requests, sampler)
+        if sampler in PROCESSING:
+            self._logits = None
+        return found
+
+    def head(self, requests: int) -> None:
+        """Compute the logits of `rows` for a sampler that needs processors."""
+        self.sample(requests, HEAD)
 
     def hidden(self, d: Descriptor) -> torch.Tensor:
         """Run the model without a graph; finished hidden states [T dim] of all tokens."""
@@ -183,6 +199,7 @@ class Programs:
         for sampler in self._samplers_of(d):
             if samplers or sampler == "greedy" or (self._sample_is_kernel and sampler != TOP):
                 self._sample(d.requests, sampler)
+        self._logits = None
 
     def capture(self, recorder: GraphRecorder, d: Descriptor) -> None:
         """Capture what the graph mode asks for; `run_eagerly` went before."""
@@ -197,6 +214,7 @@ class Programs:
                     self._samplers[d.requests, sampler] = recorder.capture(
                         d, CUDAGraphMode.FULL, run
                     )
+            self._logits = None
 
     def _is_captured(self, d: Descriptor, mode: CUDAGraphMode) -> bool:
         if mode is CUDAGraphMode.NONE:
@@ -206,7 +224,7 @@ class Programs:
         return d.tokens <= self._compilation.cudagraph_mixed_limit
 
     def _samplers_of(self, d: Descriptor) -> tuple[str, ...]:
-        return (*SAMPLERS, TOP) if self._by_requests[d.requests] == d else ()
+        return IN_ORDER if self._by_requests[d.requests] == d else ()
 
     def _rows(self, d: Descriptor, every_layer: bool = True) -> None:
         # In a decode program the token of request i is token i.
@@ -333,9 +351,16 @@ class Programs:
         f = self._inputs.fields(self._by_requests[requests])
         if sampler == TOP:
             return ops.top_logprobs(self.logits(self.rows[:requests]), self.tokens[:requests])
-        logits = self._module.logits(self.rows[:requests])
+        if sampler == HEAD:
+            self._logits = self._module.logits(self.rows[:requests])
+            return None
         processors = None
-        if sampler in PROCESSING:
+        if sampler not in PROCESSING:
+            logits = self._module.logits(self.rows[:requests])
+        elif self._logits is None:
+            raise InternalError(f"the sampler {sampler!r} has no logits: its head did not run")
+        else:
+            logits = self._logits
             fields = self._inputs.processors(requests, sampler)
             processors = self._plumbing.processors(fields, self.last_tokens)
         if self._ranks is None:

@@ -32,7 +32,7 @@ from ..shared.models.spec import Place
 from ..shared.models.table import parameter_count
 from ..shared.packer import padding
 from ..shared.progress import Progress
-from ..shared.step import StepInput, StepOutput, TopLogprobs
+from ..shared.step import PROCESSING, StepInput, StepOutput, TopLogprobs
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Worker, cache_pages, kv_page_bytes
 from . import advice, cpu_kernels
 from .advice import advise
@@ -532,6 +532,8 @@ class TorchWorker:
         if step.prompt_targets is not None:
             prompt = self._prompt_logprobs(step.prompt_targets, programs.hidden(d))
         programs.backbone(d)
+        if step.sampler in PROCESSING:
+            programs.head(d.requests)
         kept = programs.kept_streams(d)
         streams = None if kept is None else [kept]
         if step.loop is not None:
@@ -576,10 +578,12 @@ class TorchWorker:
         requests = step.descriptor.requests
         self._download.wait_for_last(stream)
         if masks is not None:
-            self._inputs.fill_masks(step, masks)
+            self._inputs.fill_masks(step, masks, stream)
         elif step.processors is not None:
             self._inputs.fill_processors(requests, step.sampler, step.processors)
         programs.sample(requests, step.sampler)
+        if step.processors is not None:
+            self._inputs.processors_were_read(stream)
         tokens = programs.tokens[:requests]
         if step.logprobs:
             handle.top = self._to_host(programs.sample(requests, TOP))

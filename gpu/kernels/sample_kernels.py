@@ -496,6 +496,9 @@ def few_kernel(
         return
     first_wins, factor = tl.load(greedy + row) > 0, tl.load(scale + row)
     k, p, most = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    if (first_wins == 0) & (k <= 0) & (p >= ONE) & (most >= FAR):
+        tl.store(done + row, 0)  # nothing is filtered
+        return
     best = _best(bests + row * parts, parts, BLOCK_PARTS)
     group = tl.arange(0, BLOCK_GROUPS)
     of_group = tl.load(
@@ -609,8 +612,10 @@ def draw_kernel(
                 most, _limit(p_sums, p_found, p, p < ONE, row, parts, True, BLOCK_PARTS)
             )
     key, other = _seeds(seed_lo, seed_hi, position, row)
-    top = tl.full([BLOCK], LEAST, tl.int32)
-    top_word = tl.full([BLOCK], VOCAB, tl.int32)
+    # Where no word is kept, the first one has what each has.
+    first_words = part * size + tl.arange(0, BLOCK)
+    blank = (first_wins == 0) & (first_words < VOCAB)
+    top, top_word = tl.where(blank, MASKED, LEAST), tl.where(blank, first_words, VOCAB)
     # The largest value so far of any thread: what cannot exceed it needs no noise.
     reached = tl.full((), LEAST, tl.int32)
     end = tl.minimum(part * size + size, VOCAB)
@@ -629,7 +634,7 @@ def draw_kernel(
         else:
             far, bits = _far(score, best, factor), _bits(word, key, other)
             keep = (score > MASKED) & (far <= most)
-            may = (keep & _may_exceed(bits, reached + far)) | (reached <= MASKED)
+            may = keep & (_may_exceed(bits, reached + far) | (reached <= MASKED))
             if tl.max(may.to(tl.int32), 0) > 0:
                 value = tl.where(keep, gumbel_log2(bits) - far, MASKED)
                 value = tl.where(real, value, LEAST)

@@ -102,6 +102,8 @@ def penalties(
         logits, counts, *kept, *per_row, mask, scores, logits.stride(0), mask.stride(0), **launch
     )
     length = bias_ids.shape[1]
+    if length == 0:
+        return scores
     bias_kernel[(rows, max(1, triton.cdiv(length, block)))](
         logits, bias_ids, bias, mask, scores, length, logits.stride(0), bias_ids.stride(0),
         bias.stride(0),

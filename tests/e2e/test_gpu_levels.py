@@ -218,7 +218,7 @@ def test_interleaved_graphs_equal_eager_bit_for_bit(cuda, mode, tmp_path):
     """
     import torch
 
-    from twinfer.gpu.programs import TOP
+    from twinfer.gpu.programs import HEAD, TOP
     from twinfer.shared.step import PROCESSING, SAMPLERS
 
     with LLM(
@@ -236,6 +236,10 @@ def test_interleaved_graphs_equal_eager_bit_for_bit(cuda, mode, tmp_path):
             torch.cuda.synchronize()
             return made if isinstance(made, tuple) else ()
 
+        def behind_its_head(sample, requests, sampler):
+            sample(requests, HEAD)
+            return sample(requests, sampler)
+
         def run(step, captured):
             """Finished rows, and by sampler what it leaves in `tokens` and returns: of the real
             requests.
@@ -252,13 +256,18 @@ def test_interleaved_graphs_equal_eager_bit_for_bit(cuda, mode, tmp_path):
                     if sampler in PROCESSING:
                         given = processors(d.requests, worker._shape, sampler)
                         worker._inputs.fill_processors(d.requests, sampler, given)
-                    results = poisoned(sample, d.requests, sampler)
+                        # The one program whose result the next finds in the memory that all share.
+                        results = poisoned(behind_its_head, sample, d.requests, sampler)
+                    else:
+                        results = poisoned(sample, d.requests, sampler)
                     found[sampler] = [x[:count].clone() for x in (programs.tokens, *results)]
             return found
 
         assert set(programs._backbones) == {step.descriptor for step in steps}
         samplers = {
-            (step.descriptor.requests, sampler) for step in steps for sampler in (*SAMPLERS, TOP)
+            (step.descriptor.requests, sampler)
+            for step in steps
+            for sampler in (*SAMPLERS, TOP, HEAD)
         }
         assert set(programs._samplers) == samplers
         want = [run(step, captured=False) for step in steps]

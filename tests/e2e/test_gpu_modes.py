@@ -185,7 +185,7 @@ CAPTURED = {
     "FULL_DECODE_ONLY": (WHOLE, None),
     "FULL_AND_PIECEWISE": (WHOLE, PIECES),
 }
-ALL_SAMPLERS = {"greedy", "random", "filtered", "masked", "processed", "top"}
+ALL_SAMPLERS = {"greedy", "random", "filtered", "masked", "processed", "top", "head"}
 
 
 def test_every_mode_has_an_expectation():

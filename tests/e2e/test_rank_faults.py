@@ -38,6 +38,10 @@ def fail():
     Path(os.environ["FAILED"]).write_text(f"{os.getpid()} {os.getppid()} {time.monotonic()}")
     if what == "raise":
         raise ValueError("planted\\nin two lines")
+    if what == "node":  # Ray's process that has started this one's parent
+        words = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+        os.kill(int(words[1]), signal.SIGKILL)
+        time.sleep(1000)
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
 
 def faulty(method, is_now):

@@ -3,10 +3,12 @@ when an actor, a rank or a node is killed.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +19,9 @@ from twinfer.shared.models.locate import model_folder
 
 from ..unit.test_executor import COMMAND, make_calls, worker_of
 from .server_process import gone, served
+from .test_rank_faults import FAULT, FLAGS, LATEST, STARTS, STREAMS, wait_for
 from .test_ranks import FORM, KINDS, children, engine_of, requests_of, streamed, tokens_of
+from .test_server_failures import Stream
 
 ray = pytest.importorskip("ray")
 # Ray forks to start its own processes, which is said where another test has imported JAX.
@@ -150,8 +154,7 @@ def test_what_is_killed_ends_all_within_seconds(cluster, what):
         assert len(ranks) == 2
         began = time.monotonic()
         if what == "node":
-            raylets = [n.all_processes["raylet"][0].process.pid for n in cluster.nodes]
-            lost = raylets[0]
+            lost = raylets_of(cluster)[0]
         else:
             lost = actors[1] if what == "actor" else ranks[1]
         os.kill(lost, signal.SIGSTOP if what == "stopped" else signal.SIGKILL)
@@ -182,23 +185,70 @@ def test_a_server_leaves_with_its_code(cluster):
         assert all(gone(pid) for pid in ranks)
 
 
-def test_streams_go_on_where_a_rank_is_lost(cluster):
-    """All of 50 end with the text of an undisturbed run."""
+@pytest.mark.parametrize("phase", [*STARTS, "prefill", "decode"])
+@pytest.mark.parametrize("who", ["0", "1"])
+def test_all_ends_where_a_node_is_lost(tmp_path, monkeypatch, request, who, phase):
+    """The node of a rank, in each phase of a server's life, the last with 50 streams."""
+    (tmp_path / "sitecustomize.py").write_text(FAULT.replace("STREAMS", str(STREAMS)))
+    failed = tmp_path / "failed"
+    # The processes of a node have the environment that it was started with.
+    with monkeypatch.context() as of_nodes:
+        of_nodes.setenv("FAULT", f"{who},{phase},node")
+        of_nodes.setenv("FAILED", str(failed))
+        of_nodes.setenv("PYTHONPATH", str(tmp_path), os.pathsep)
+        cluster = request.getfixturevalue("cluster")
+    flags = [*FLAGS, "--distributed-executor-backend", "ray"]
+    with served(*flags, ready=phase not in STARTS, env={"RAY_ADDRESS": cluster.address}) as server:
+        streams = []
+        if phase not in STARTS:
+            streams = [
+                Stream(server, prompt=f"{i}: once upon a time there was", max_tokens=900)
+                for i in range(STREAMS)
+            ]
+        pid, parent, when = wait_for(failed)
+        ranks = ranks_in(cluster)
+        code = server.wait_exit()
+        assert time.monotonic() - when < LATEST, server.log
+        for stream in streams:
+            stream.join(LATEST)
+            assert stream.error is not None or '"error"' in "".join(stream.lines[-2:])
+        assert code == (1 if phase in STARTS else 70), server.log
+        assert len(re.findall(r" ERROR .*rank [01] ", server.log)) == 1, server.log
+        assert all(gone(one, LATEST) for one in (pid, parent, *ranks))
+        assert time.monotonic() - when < LATEST
+
+
+@pytest.mark.parametrize("what", ["rank", "node"])
+def test_streams_go_on_where_a_rank_is_lost(cluster, what):
+    """All of 50 end with the text of an undisturbed run; of a node, where there is another one."""
     flags = ["--tp", "2", "--distributed-executor-backend", "ray", "--restart-on-failure"]
+    if what == "node":
+        cluster.nodes.append(cluster.add_node(num_cpus=1))
 
     def lose(server):
-        os.kill(ranks_in(cluster)[1], signal.SIGKILL)
+        rank = ranks_in(cluster)[1]
+        lost = rank if what == "rank" else parent(parent(rank))
+        os.kill(lost, signal.SIGKILL)
 
     lost, log = streamed(*flags, lose=lose, env={"RAY_ADDRESS": cluster.address})
     assert lost == streamed()[0]
-    assert "was ended by SIGKILL" in log
+    assert what == "node" or "was ended by SIGKILL" in log
     assert log.count("starting again: rank ") == 1
+
+
+def parent(pid):
+    """The process that has started another."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def raylets_of(cluster):
+    """Ray's process of each node that ranks may be placed on."""
+    return [node.all_processes["raylet"][0].process.pid for node in cluster.nodes]
 
 
 def ranks_in(cluster):
     """The ranks that the cluster's nodes run: what their actors have started."""
-    raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.nodes]
-    actors = [pid for raylet in raylets for pid in children(raylet)]
+    actors = [pid for raylet in raylets_of(cluster) for pid in children(raylet)]
     started = {pid for actor in actors for pid in children(actor)}
     return [pid for pid in every("twinfer.shared.executor.rank") if pid in started]
 

@@ -20,7 +20,7 @@ from twinfer.ops.cases.dense import _product
 from twinfer.ops.cases.generators import generator, normal
 from twinfer.ops.cases.moe import _chosen, _named, _narrow, mixture
 from twinfer.ops.cases.quantized import quantized
-from twinfer.ops.cases.sampling import _sample_arguments
+from twinfer.ops.cases.sampling import FAR, MASKED, ONE, _sample_arguments
 from twinfer.ops.testing import (
     DTYPES,
     TESTING,
@@ -580,6 +580,35 @@ def test_triton_sampling_in_parts(kernels, device, filtered, few):
         )
         np.testing.assert_array_equal(got, want)
         assert len(set(want)) > rows // 2
+    finally:
+        setting.update(before)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_triton_draws_from_words_that_a_mask_leaves(kernels, device, filtered):
+    """Masks that leave all words of one part, one word of the last part, and none, in rows without
+    filters: parts without a word to draw are passed over.
+    """
+    setting = kernels.config("sample")
+    before = dict(setting)
+    try:
+        if device == "cpu":
+            setting.update(block=64, least=64, narrow=32, groups=32)
+        rows, vocab = 16, 250 if device == "cpu" else 40000
+        arguments = _sample_arguments(generator("words of masks"), rows, vocab, filtered)
+        scores = arguments["scores"]
+        scores[2, :-1] = scores[3] = scores[5, 64:] = MASKED
+        scores[6, :70] = scores[6, 80:] = MASKED
+        arguments |= {
+            "top_k": np.zeros(rows, np.int32),
+            "top_p": np.full(rows, ONE, np.int32),
+            "min_p": np.full(rows, FAR, np.int32),
+        }
+        (want,) = oracle("sample", arguments)
+        (got,) = run("sample", "torch", "triton", arguments, device)
+        np.testing.assert_array_equal(got, want)
+        assert (want[2], want[3]) == (vocab - 1, 0)
+        assert 70 <= want[6] < 80
     finally:
         setting.update(before)
 
