@@ -524,8 +524,10 @@ class Engine:
                 break
             self._step_id += 1
             packed = pack(scheduled, self.scheduler.table, self.shape, self._step_id)
-            self._sample()
+            look = self._sample()
             self._in_flight.append(_InFlight(scheduled, packed, self.worker.execute(packed)))
+            # After the device has its work: what ends here is in the step already.
+            self._finish_look(look)
             if packed.waiting is not None and len(self._in_flight) == 1:
                 raise InternalError(f"step {self._step_id} waits, and no step is before it")
         if not self._in_flight:
@@ -534,7 +536,7 @@ class Engine:
                     "requests wait, nothing is in flight, and nothing can be scheduled"
                 )
         else:
-            self._sample()
+            self._finish_look(self._sample())
             oldest = self._in_flight.popleft()
             self._read(oldest, oldest.handle.result())
             self._unsampled = bool(self._in_flight) and (
@@ -542,32 +544,33 @@ class Engine:
             )
             # While a thread looks, the next step is packed, and what came is told.
             if self._look is None or not (self._unsampled and self._look.runs):
-                self._sample()
+                self._finish_look(self._sample())
         updates, self._updates = self._updates, []
         return updates
 
-    def _sample(self) -> None:
+    def _sample(self) -> Look | None:
         """Start the sampler of the step whose requests waited for the tokens that were read last,
         if there is one: before another step is started, and after all that the host can do
-        meanwhile.
+        meanwhile. Returns a look that is to be finished, which may wait.
         """
         look, self._look = self._look, None
-        if self._unsampled:
-            self._unsampled, step = False, self._in_flight[0]
-            waiting = [] if step.packed.waiting is None else step.packed.waiting.tolist()
-            requests = [step.scheduled.requests[index] for index in waiting]
-            if look is not None and look.is_all_of([_open_matcher(r) for r in requests]):
-                # The device goes on before the matchers are asked whether they can.
-                look.wait()
-                self.worker.sample(look.words)
-            else:
-                self._finish_look(look)
-                look = None
-                masks = np.empty((len(waiting), mask_words(self.model.vocab_size)), np.int32)
-                for row, matcher in zip(masks, map(_open_matcher, requests), strict=True):
-                    row[:] = -1 if matcher is None else matcher.mask
-                self.worker.sample(masks)
+        if not self._unsampled:
+            self._finish_look(look)
+            return None
+        self._unsampled, step = False, self._in_flight[0]
+        waiting = [] if step.packed.waiting is None else step.packed.waiting.tolist()
+        requests = [step.scheduled.requests[index] for index in waiting]
+        if look is not None and look.is_all_of([_open_matcher(r) for r in requests]):
+            # The device goes on before the matchers are asked whether they can.
+            look.wait()
+            self.worker.sample(look.words)
+            return look
         self._finish_look(look)
+        masks = np.empty((len(waiting), mask_words(self.model.vocab_size)), np.int32)
+        for row, matcher in zip(masks, map(_open_matcher, requests), strict=True):
+            row[:] = -1 if matcher is None else matcher.mask
+        self.worker.sample(masks)
+        return None
 
     def _finish_look(self, look: Look | None) -> None:
         """Wait for a look, and end the requests whose texts are complete, or cannot go on."""

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 
@@ -40,7 +39,7 @@ def sampler_of(params: SamplingParams) -> Sampler:
     """
     if params.changes_scores:
         return "processed"
-    if replace(params, min_tokens=0).needs_processors:
+    if params.masks_always:
         return "masked"
     if params.greedy:
         return "greedy"

@@ -152,10 +152,14 @@ class SamplingParams:
     @property
     def needs_processors(self) -> bool:
         """Whether logits are changed before sampling: by penalties, a bias or masks."""
-        return self.changes_scores or bool(
+        return self.changes_scores or self.masks_always or bool(self.min_tokens)
+
+    @property
+    def masks_always(self) -> bool:
+        """Whether some tokens are masked at every step: `min_tokens` masks the first ones alone."""
+        return bool(
             self.allowed_token_ids is not None
             or self.banned_token_ids
-            or self.min_tokens
             or self.structured_outputs is not None
         )
 
