@@ -240,8 +240,10 @@ def _processors(
     layout.view(buffer, "rows")[:] = padded
     for name, values in zip(PROCESSOR_FIELDS, numbers, strict=True):
         layout.view(buffer, name).view(np.int32)[:] = values
+    late = set() if waiting is None else set(waiting.tolist())
+    if not biased and not remembered and late.issuperset(masked):
+        return buffer
     entries = tables_of(layout, buffer)
-    late = () if waiting is None else set(waiting.tolist())
     for index, mask in zip(masked, entries["masks"], strict=True):
         if index in late:
             continue  # `with_masks` brings it
