@@ -315,7 +315,8 @@ class Comparison:
                 logits[False], self._amplified_run(judged.name, -1),
             )  # fmt: skip
             if judged.ran.tokens is not None and not self._has_failed(judged.name):
-                self._tokens(judged.name, judged.ran.tokens, logits[True], logits[False])
+                ends = logits[True], logits[False]
+                self._tokens(judged.name, judged.ran.tokens, *ends, judged.ran.given_end())
         self._logits(logits[True], logits[False])
 
     def _ending(self, judged: Judged) -> None:
@@ -333,11 +334,23 @@ class Comparison:
     def _has_failed(self, side: str) -> bool:
         return any(f.side == side and not f.passed for f in self.diff.findings)
 
+    def ends_of(self, hidden: np.ndarray, residual: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Logits [tok vocab] that the exact reference and the faithful one make of a stream."""
+        top = self.weights.top()
+        given = hidden, residual
+        exact, faithful = (
+            reference.head(top, reference.finish(top, *given))
+            for reference in (self.local, self.local_faithful)
+        )
+        return exact, faithful
+
     def _tokens(
-        self, side: str, tokens: np.ndarray, exact: np.ndarray, faithful: np.ndarray
-    ) -> None:
+        self, side: str, tokens: np.ndarray, exact: np.ndarray, faithful: np.ndarray,
+        stream: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> None:  # fmt: skip
         """Judge the tokens [request] that a side sampled: what it did behind the layers is in
-        nothing else.
+        nothing else. One that is not that of the logits may be that of the side's own `stream`,
+        hidden and residual [tok dim], which is judged by itself.
         """
         step = self.step
         if step.sampler in PROCESSING:
@@ -355,9 +368,12 @@ class Comparison:
                 continue
             choose = chooser_of(step, request)
             greedy = bool(sampling_field(step, "greedy")[request])
-            judged = judge_row(place, exact[row], faithful[row], {}, token, choose, greedy)
-            if judged.flip is not None and not judged.flip.tie:
-                flip = judged.flip
+            judge = partial(judge_row, place, token=token, choose=choose, by_logits=greedy)
+            flip = judge(exact[row], faithful[row], {}).flip
+            if stream is not None and flip is not None and not flip.tie:
+                own, noisy = self.ends_of(stream[0][[row]], stream[1][[row]])
+                flip = judge(own[0], noisy[0], {}).flip
+            if flip is not None and not flip.tie:
                 self.diff.problems.append(
                     f"{side}: {place}: token {flip.a} was served, {flip.b} is that of the "
                     f"logits, by a margin of {flip.margin:.3g} nats and noise of {flip.noise:.3g}"
