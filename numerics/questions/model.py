@@ -310,10 +310,11 @@ class Comparison:
             logits[exact] = reference.head(top, reference.finish(top, *streams[exact]))
         for judged in self.sides:
             self._ending(judged)
-            self._find(
-                judged.name, "logits", -1, "final logits", judged.ran.logits, logits[True],
-                logits[False], self._amplified_run(judged.name, -1),
-            )  # fmt: skip
+            if judged.ran.logits is not None:
+                self._find(
+                    judged.name, "logits", -1, "final logits", judged.ran.logits, logits[True],
+                    logits[False], self._amplified_run(judged.name, -1),
+                )  # fmt: skip
             if judged.ran.tokens is not None and not self._has_failed(judged.name):
                 ends = logits[True], logits[False]
                 self._tokens(judged.name, judged.ran.tokens, *ends, judged.ran.given_end())
@@ -382,7 +383,9 @@ class Comparison:
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         real = self.real
         for other in self.sides[1:]:
-            a, b = (judged.ran.logits for judged in (self.sides[0], other))
+            a, b = self.sides[0].ran.logits, other.ran.logits
+            if a is None or b is None:
+                continue  # of what an engine served, tokens and log-probabilities are judged
             self.diff.logits.append(
                 compare_logits(
                     a, b, exact[:real], faithful[:real], self.step, self.mode,

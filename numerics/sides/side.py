@@ -44,15 +44,16 @@ class Executed:
     """What a step did. `tokens` are those that it sampled [request], if all are the best ones.
     `streams` [layer + 1, 2, tok, dim] are hidden and residual before the layers
     and behind each. `before` and `after` are the cache of each layer [page slot 2*kvhead hdim],
-    `logits` those of each real token [tok vocab]. `rows` are the real tokens that the last layer
-    finished; it may drop those that nothing is sampled from.
+    `logits` those of each real token [tok vocab]: None of a step that an engine served, which
+    brings out none. `rows` are the real tokens that the last layer finished; it may drop those that
+    nothing is sampled from.
     """
 
     step: StepInput
     streams: np.ndarray
     before: Sequence[np.ndarray]
     after: Sequence[np.ndarray]
-    logits: np.ndarray
+    logits: np.ndarray | None
     rows: np.ndarray
     tokens: np.ndarray | None = None
 
