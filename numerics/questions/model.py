@@ -30,7 +30,7 @@ from ..judging.metrics import Metrics, measure
 from ..judging.outputs import FEW, OpJudge, gate_for
 from ..judging.power import power
 from ..judging.served import judge_row
-from ..judging.weights import check_tables, check_weights
+from ..judging.weights import check_page_tables, check_tables, check_weights
 from ..sides.environment import describe
 from ..sides.fault import Fault
 from ..sides.jitter import HALF_ULP32, Jitter
@@ -163,7 +163,10 @@ class Comparison:
         for reference in (self.exact, self.faithful, self.local, self.local_faithful):
             reference.begin(step)
         for judged in self.sides:
-            judged.ran = judged.side.execute(step)
+            judged.ran = ran = judged.side.execute(step)
+            if ran.page_tables is not None:
+                groups = self.subject.layout.groups
+                check_page_tables(self.diff, judged.name, step, ran.page_tables, groups)
         self.family = Family(self.steps * max(self._comparisons(), 1))
         self._numbers, self._made = float(self.real * self.model.hidden_size), {}
         _, self._kv = run_stepwise(self._embed, self._layer, self._end, self._kv, self.sources)
