@@ -413,6 +413,8 @@ class _Positions(Comparison):
         references' logits say nothing of what is behind.
         """
         hidden, residual = self._passes[run].ends(row)
+        if not len(hidden):  # no pass finished it
+            return flip
         for ends in zip(*self.ends_of(hidden, residual), strict=True):
             own = judge(*ends, {}).flip
             if own is None or own.tie:
