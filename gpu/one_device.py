@@ -27,6 +27,7 @@ CALLS = (
     "write_pages",
     "read_weights",
     "read_tables",
+    "read_page_tables",
     "close",
 )
 """What a worker does on its device. The other calls, and reading a step that was started, touch

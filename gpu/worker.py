@@ -675,6 +675,11 @@ class TorchWorker:
         cos, sin = (to_numpy(x) for x in self._programs.tables)
         return cos, sin
 
+    def read_page_tables(self) -> np.ndarray:
+        """The page tables on the device; waits for the steps in flight."""
+        found: np.ndarray = to_numpy(self._inputs.pages)
+        return found
+
     def plans(self) -> Plans:
         """The implementation of each op."""
         return self._plans

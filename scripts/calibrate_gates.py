@@ -387,6 +387,7 @@ def planned(arguments: argparse.Namespace, done: set[tuple[int, int]]) -> list[l
         if arguments.on:
             model = replace(model, shape=SHAPES[number % len(SHAPES)])
         runs = [Run(model, i, number * per + i, tuple(arguments.on)) for i in range(per)]
+        runs = [run for run in runs if run.question not in arguments.skip]
         found.append([run for run in runs if (model.seed, run.number) not in done])
     return [runs for runs in found if runs]
 
@@ -403,6 +404,10 @@ def main() -> None:
     parser.add_argument(
         "--on", action="append", default=[], metavar="T", help="targets, on each shape in turn"
     )
+    parser.add_argument(
+        "--skip", action="append", default=[], choices=tuple(QUESTIONS),
+        help="leave runs of this question out; jax takes half of the time",
+    )  # fmt: skip
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes")
     parser.add_argument("--seconds", type=float, metavar="S", help="begin no model after so many")
     parser.add_argument("--out", type=Path, metavar="FILE", help="a table that goes on")

@@ -55,7 +55,8 @@ EXPERTS = {
 @dataclass(frozen=True, slots=True)
 class Fault:
     """`old` becomes `new` in `file`; it stands there `count` times. `backend` has the fault, which
-    a right first cause names by `cause`, a regular expression.
+    a right first cause names by `cause`, a regular expression. `options` of the target name an
+    implementation that has it, where the plan has another one.
     """
 
     name: str
@@ -66,10 +67,17 @@ class Fault:
     cause: str
     count: int = 1
     model: str = "demo"
+    options: str = ""
+
+    @property
+    def target(self) -> str:
+        """The side that is checked."""
+        return f"{self.backend}:cpu" + (f":{self.options}" if self.options else "")
 
 
 OURS = "^our definition"
 BEHIND = "behind the layers"
+NATIVE = "paged_attention=native"
 TORCH_ATTENTION = "ops/native/torch_attention.py"
 JAX_ATTENTION = "ops/native/jax_attention.py"
 PLUMBING = "gpu/plumbing.py"
@@ -81,19 +89,19 @@ FAULTS = (
         "attention-scale-of-padded-heads", "torch", TORCH_ATTENTION,
         "attn_mask=mask, scale=scale)",
         "attn_mask=mask, scale=scale * (size / (1 << (size - 1).bit_length())) ** 0.5)",
-        r"torch:cpu: paged_attention=native",
+        r"torch:cpu:\S+ paged_attention=native", options=NATIVE,
     ),
     Fault(
         "second-block-has-first-positions", "torch", TORCH_ATTENTION,
         "torch.arange(past + first - start, past + last - start, device=q.device)",
         "torch.arange(past, past + last - first, device=q.device)",
-        r"torch:cpu: paged_attention=native",
+        r"torch:cpu:\S+ paged_attention=native", options=NATIVE,
     ),
     Fault(
         "slots-in-16-bits", "torch", TORCH_ATTENTION,
         "target = slots.remainder(",
         "target = slots.to(torch.int16).to(torch.int64).remainder(",
-        r"torch:cpu: write_kv=native",
+        r"torch:cpu:\S+ write_kv=native", options="norm_rope_write_kv=composition",
     ),
     Fault(
         "sums-in-random-order", "torch", "ops/namespaces/torch_.py",
@@ -185,7 +193,7 @@ FAULTS = (
         "            target.page_value[: len(index)] = pages",
         "            target.page_index[: len(index) // 2 * 2] = index[: len(index) // 2 * 2]\n"
         "            target.page_value[: len(index) // 2 * 2] = pages[: len(index) // 2 * 2]",
-        r"torch:cpu, \w+, mode S: layer\.0",
+        r"torch:cpu: the page table",
     ),
     Fault(
         "matrices-in-reverse", "jax", "tpu/layers.py",
@@ -197,7 +205,7 @@ FAULTS = (
         "last-page-not-sent", "jax", "tpu/state.py",
         '        .at[f["page_at"]]\n        .set(f["page"], mode="drop")',
         '        .at[f["page_at"][1:]]\n        .set(f["page"][1:], mode="drop")',
-        r"jax:cpu, \w+, mode S: layer\.0",
+        r"jax:cpu: the page table",
     ),
     Fault(
         "angles-of-the-position-before", "torch", PLUMBING,
@@ -464,10 +472,11 @@ def copy_sources(folder: Path) -> Path:
 
 
 def check(
-    folder: Path, backend: str, words: list[str], model: str = "demo", planted: str = ""
-) -> tuple[int, str, float]:
+    folder: Path, backend: str, target: str, words: list[str], model: str = "demo",
+    planted: str = "",
+) -> tuple[int, str, float]:  # fmt: skip
     """(exit code, first cause, seconds) of `twinfer numerics check` on the copy in `folder`."""
-    result, target = folder / "result.json", f"{backend}:cpu"
+    result = folder / "result.json"
     result.unlink(missing_ok=True)
     where = str(folder / model) if model in MODELS else model
     command = ["numerics", "check", where, "--a", target, "--b", target, "--json", str(result)]
@@ -538,14 +547,14 @@ def judge_in(
 ) -> Result:
     """Check the copy in `folder` with one fault, or clean."""
     if fault is None:
-        code, cause, seconds = check(folder, backend, words, model)
+        code, cause, seconds = check(folder, backend, f"{backend}:cpu", words, model)
         return Result("clean", backend, code, cause, not code, seconds)
     if fault.file:
         before = plant(folder / "twinfer", fault)
-        code, cause, seconds = check(folder, backend, words, model)
+        code, cause, seconds = check(folder, backend, fault.target, words, model)
         (folder / "twinfer" / fault.file).write_text(before)
     else:
-        code, cause, seconds = check(folder, backend, words, model, fault.name)
+        code, cause, seconds = check(folder, backend, fault.target, words, model, fault.name)
     is_right = code == 1 and re.search(fault.cause, cause) is not None
     return Result(fault.name, backend, code, cause, is_right, seconds)
 

@@ -164,6 +164,9 @@ class Engine:
         ranks: RankProcesses | None,
     ) -> None:
         self._folder, self._progress = folder, progress
+        if config.capture is not None:
+            # What is kept of a step is what its own program passed from layer to layer.
+            demand = replace(demand, streams=True)
         chosen: list[Change] = []
         if ranks is None:
             backend, self.device, chosen = find_backend(config.backend, config.device)

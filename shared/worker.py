@@ -160,6 +160,12 @@ class Worker(Protocol):
         """The rotary tables [position r] float32 as the programs get them: cos and sin."""
         ...
 
+    def read_page_tables(self) -> np.ndarray:
+        """The page tables on the device, [group row, P] int32 as `StepShape` has them, after the
+        steps that were started. Slow; for comparing with those of a step.
+        """
+        ...
+
     def plans(self) -> Plans:
         """The implementation of each op, by kind of program."""
         ...

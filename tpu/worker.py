@@ -391,6 +391,10 @@ class JaxWorker:
         cos, sin = self._tables
         return np.asarray(cos), np.asarray(sin)
 
+    def read_page_tables(self) -> np.ndarray:
+        """The page tables on the device; waits for the steps in flight."""
+        return np.asarray(self._state.pages)
+
     def _prompt_logprobs(
         self, targets: np.ndarray, hidden: jax.Array
     ) -> list[tuple[jax.Array, ...]]:

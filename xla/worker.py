@@ -304,6 +304,10 @@ class XlaWorker:
         """The rotary tables as the programs get them."""
         return to_numpy(self._held.cos), to_numpy(self._held.sin)
 
+    def read_page_tables(self) -> np.ndarray:
+        """The page tables on the device; waits for the steps in flight."""
+        return to_numpy(self._state.pages)
+
     def plans(self) -> Plans:
         """The implementation of each op."""
         return self._plans

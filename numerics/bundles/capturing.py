@@ -22,6 +22,10 @@ from .bundle import Bundle
 from .steps import Recorded
 
 Progress = Callable[[str], None]
+LOGPROBS = "logprobs.ids", "logprobs.values", "logprobs.chosen"
+"""Names of the best tokens [request, 20] of a step that served log-probabilities, of theirs, and of
+those of the tokens that it sampled [request].
+"""
 
 
 def capture_model(
@@ -61,12 +65,9 @@ class _Camera:
     def take(self, step: StepInput) -> Recorded:
         """Run one step."""
         ran, found = self._side.execute(step), Recorded(step)
-        found.arrays["embed.hidden"] = ran.streams[0, 0]
-        for index, (hidden, residual) in enumerate(ran.streams[1:]):
-            name = f"layer.{index}"
-            found.arrays |= {f"{name}.hidden": hidden, f"{name}.residual": residual}
-            keep_cache(found, name, ran.before[index], ran.after[index])
-        found.arrays["logits"] = ran.logits
+        keep_layers(found, ran.streams, ran.before, ran.after)
+        if ran.logits is not None:
+            found.arrays["logits"] = ran.logits
         if self._taps:
             self._run_ops(found, ran)
         return found
@@ -89,6 +90,19 @@ class _Camera:
         """The ops of the program that the reference ran last."""
         kind = ran.step.descriptor.kind
         return self._side.taps(kind, program, self._reference.calls, self._taps)
+
+
+def keep_layers(
+    found: Recorded, streams: np.ndarray, before: Sequence[np.ndarray], after: Sequence[np.ndarray]
+) -> None:
+    """Keep `streams` [layer + 1, 2, tok, dim], before the layers and behind each, and what each
+    layer wrote to its cache.
+    """
+    found.arrays["embed.hidden"] = streams[0, 0]
+    for index, (hidden, residual) in enumerate(streams[1:]):
+        name = f"layer.{index}"
+        found.arrays |= {f"{name}.hidden": hidden, f"{name}.residual": residual}
+        keep_cache(found, name, before[index], after[index])
 
 
 def keep_cache(found: Recorded, name: str, before: np.ndarray, after: np.ndarray) -> None:

@@ -1,13 +1,15 @@
-"""Whether a backend holds what it should, bit for bit: the checkpoint's weights, and the rotary
-tables.
+"""Whether a backend holds what it should, bit for bit: the checkpoint's weights, the rotary tables,
+and the page tables of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from ...shared.page_groups import PageGroup
+from ...shared.step import StepInput
 from ..sides.subject import HostWeights
 from .diff import Diff
 
@@ -60,6 +62,33 @@ def check_tables(
                 f"positions, the first {wrong[0]}, by {most:.3g} at most"
             )
     return len(diff.problems) > before
+
+
+PAGE_TABLE = "the page table"
+
+
+def check_page_tables(
+    diff: Diff, side: str, step: StepInput, found: np.ndarray, groups: Sequence[PageGroup]
+) -> None:
+    """Note in `diff` the first entry of the page tables `found` [group row, P] of a side, after
+    `step`, that is not the step's. Only pages that hold tokens count.
+    """
+    shape, count = step.shape, int(step.field("counts")[1])
+    rows, lengths = step.field("rows")[:count], step.field("kv_lens")[:count]
+    wanted = step.field("page_table").reshape(len(groups), -1, shape.pages_per_request)
+    held = found.reshape(len(groups), -1, shape.pages_per_request)
+    for number, group in enumerate(groups):
+        used = np.arange(shape.pages_per_request) < -(-lengths[:, None] // group.page_size)
+        wrong = np.argwhere(used & (held[number, rows] != wanted[number, :count]))
+        if len(wrong):
+            request, place = wrong[0].tolist()
+            got = held[number, rows[request], place]
+            right = wanted[number, request, place]
+            diff.problems.append(
+                f"{side}: {PAGE_TABLE} on the device is wrong in {len(wrong)} entries after step "
+                f"{step.step_id}, the first that of page {place} of request {request}: {got}, not "
+                f"{right}"
+            )
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

@@ -25,6 +25,7 @@ from ..errors import EQUAL, FAILED, NOT_COMPARED
 from ..judging.diff import Diff
 from ..judging.gates import MODES, Mode
 from ..judging.record import dumps
+from ..judging.weights import PAGE_TABLE
 from ..sides.steps import default_prompts, make_steps
 from ..sides.subject import Subject, Target
 from .invariants import InvariantsReport, check_invariants
@@ -256,7 +257,11 @@ def _ask_model(asked: _Asked) -> _Answer:
     steps = make_steps(subject, prompts)
     diff = compare_model(subject, asked.targets, steps, modes=asked.modes, progress=asked.progress)
     what = f"{len(diff.findings)} tensors in {len(steps)} steps, layer by layer"
-    causes = []
+    causes = [
+        Cause(2, text, asked.again("model", *asked.both(), "--mode", "S"))
+        for text in diff.problems
+        if PAGE_TABLE in text
+    ]
     first = diff.first_divergence()
     if first is not None:
         again = asked.again("model", *asked.both(), "--mode", first.mode)

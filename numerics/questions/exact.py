@@ -1,9 +1,9 @@
 """Mode X: the exact probes of `numerics/questions/exact_probes.py`, run and compared bit for bit.
 
-For a model: weights and rotary tables must have reached the device as they are, and every op of
-every program must give the bits of the reference on probes of the shapes that it is called with,
-under the plan that the model runs under. Ops run one by one here; that they do the same inside of
-the model's compiled programs, on what steps say, is what modes S and P look at.
+For a model: weights, rotary tables and the page tables of each step must have reached the device as
+they are, and every op of every program must give the bits of the reference on probes of the shapes
+that it is called with, under the plan that the model runs under. Ops run one by one here; that they
+do the same inside of the model's compiled programs is what modes S and P look at.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ...shared.step import StepInput
 from ..errors import NotComparable
 from ..judging.diff import Diff, Finding
 from ..judging.metrics import measure
-from ..judging.weights import check_tables, check_weights
+from ..judging.weights import check_page_tables, check_tables, check_weights
 from ..sides.environment import describe
-from ..sides.reference import Reference
+from ..sides.reference import Reference, storage_dtype
 from ..sides.side import Program, WorkerSide, plan_of
 from ..sides.steps import cache_shapes, groups_of, pages_of
 from ..sides.subject import HostWeights, Subject
@@ -120,6 +120,7 @@ class ExactComparison:
         for name, side in sides.items():
             check_weights(diff, name, side.weights, self.weights, self.model.num_layers)
             check_tables(diff, name, side.tables(), self._tables)
+            self._check_page_tables(diff, name, side, steps)
         for kind, (number, step) in sorted(first.items(), key=lambda entry: entry[1][0]):
             calls = self._calls(step, pages_of(steps), judged)
             for name, side in sides.items():
@@ -135,6 +136,20 @@ class ExactComparison:
         diff.environment = describe(self.subject, sides, steps)
         diff.seconds = time.perf_counter() - started
         return diff
+
+    def _check_page_tables(
+        self, diff: Diff, name: str, side: WorkerSide, steps: Sequence[StepInput]
+    ) -> None:
+        """Run the steps: what a step says of pages must be what the device has of them."""
+        dtype, shapes = (
+            storage_dtype(self.subject.dtype),
+            cache_shapes(self.subject, pages_of(steps)),
+        )
+        side.begin([np.full(shape, np.nan, dtype) for shape in shapes])
+        for step in steps:
+            found = side.execute(step).page_tables
+            if found is not None:
+                check_page_tables(diff, name, step, found, self.subject.layout.groups)
 
     def _calls(
         self, step: StepInput, pages: int, layers: Sequence[int]

@@ -21,7 +21,7 @@ from ...shared.errors import ConfigError, TwinferError
 from ...shared.models import decoder
 from ...shared.models.caches import CacheLayout
 from ..errors import EQUAL, FAILED, NOT_COMPARED
-from ..judging.amplification import HOPELESS, TRIES, amplification
+from ..judging.amplification import TRIES, amplification
 from ..judging.gates import (
     HALF_ULP32,
     MODES,
@@ -403,11 +403,12 @@ class Judge:
         # In float32 the noise of a reference is one order of sums: mode P is mode S.
         self._gates: Mode = "S" if subject.dtype == "float32" else mode
         self._noise: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] | None = None
+        self._errors: dict[tuple[Any, ...], Amplified] = {}
 
     def __call__(self, relation: Relation, pair: tuple[Rows, Rows]) -> Result:
         """The result of a relation."""
         if pair[0] is not self._usual:
-            self._usual, self._noise = pair[0], None
+            self._usual, self._noise, self._errors = pair[0], None, {}
         one, other = pair[0].first(), pair[1]
         result = Result(relation.name, self._mode, relation.promise, relation.reason)
         keys = [key for key in other.keys if key in one]
@@ -448,7 +449,9 @@ class Judge:
     ) -> None:
         judge = self._semantics if self._gates == "S" else self._precision
         found = judge(keys, a, b, None)
-        if 1.0 < found.figure < HOPELESS:
+        if 1.0 < found.figure < np.inf:
+            # However far it is: the limit is that of a row, and one row in which attention is all
+            # but tied may be any number, beside others of full precision.
             for tries in TRIES:
                 found = judge(keys, a, b, self._amplified(keys, a.shape[1], tries))
                 if found.complaints:
@@ -509,8 +512,11 @@ class Judge:
 
     def _amplified(self, keys: Sequence[tuple[int, int]], width: int, tries: int) -> Amplified:
         """What the run makes of errors of its ops' inputs. The references take as long as the runs:
-        this is asked only if the limits without are exceeded.
+        this is asked only if the limits without are exceeded, and once for all relations.
         """
+        asked = (*keys, width, tries)
+        if asked in self._errors:
+            return self._errors[asked]
 
         def run(tracer: Tracer | None) -> list[np.ndarray]:
             found = reference_logits(self._subject, self._usual, self._layout, True, tracer)
@@ -519,7 +525,9 @@ class Judge:
         half_ulp = HALF_ULP32
         if self._gates == "P":
             half_ulp = limits(storage_dtype(self._subject.dtype)).half_ulp
-        return amplification(lambda rng: run(Jitter(rng, half_ulp)), run(None), tries)[0]
+        (found,) = amplification(lambda rng: run(Jitter(rng, half_ulp)), run(None), tries)
+        self._errors[asked] = found
+        return found
 
     def _of_noise(
         self, keys: Sequence[tuple[int, int]], width: int

@@ -2,8 +2,10 @@
 those that another backend computes otherwise. It is on only where an engine has the option
 `capture`; an engine without it has no part of this.
 
-A step that is kept costs: the cache that it reads is copied, the model runs once more for the
-logits, and the next step waits. With `nan` and `mismatch` every step costs that (with `every=N`
+What is kept is what the step itself did, by the program that served it: the stream before the
+layers and behind each, what it wrote to the cache, its tokens and their log-probabilities. So all
+steps bring their streams to the host. A step that is kept costs besides: the cache that it reads is
+copied, and the next step waits. With `nan` and `mismatch` every step costs that (with `every=N`
 each N-th), with `mismatch` a run on the other backend and of the references too.
 """
 
@@ -21,10 +23,12 @@ from ...shared.errors import ConfigError
 from ...shared.packer import page_table_of
 from ...shared.step import StepInput, StepOutput, batch_layout
 from ..bundles.bundle import Bundle, write
+from ..bundles.capturing import LOGPROBS, keep_layers
 from ..bundles.steps import Recorded, filled, renumbered, used_pages
 from ..errors import FAILED
 from ..sides.environment import describe_side
 from ..sides.sampling import sampled_rows
+from ..sides.side import finished_rows
 from ..sides.steps import real_tokens
 from ..sides.subject import Subject, Target, parse_target
 from .replay import replay
@@ -136,18 +140,16 @@ class Camera:
         if len(self.kept) >= self._policy.most or not (why or looked_at):
             return self._started(step)
         known = self._known(step)
-        size = self._engine.config.page_size
-        pages = used_pages(known, size)
-        layers = range(self._engine.model.num_layers)
-        before = np.stack([self._worker.read_pages(layer, pages) for layer in layers])
-        logits = np.asarray(self._worker.logits(known))[: real_tokens(known)]
+        pages = used_pages(known, self._engine.config.page_size)
+        before = self._pages(pages)
         handle = self._started(step)
-        if not why and self._policy.nan and not np.isfinite(logits).all():
+        output = handle.result()
+        if not why and self._policy.nan and _is_broken(known, output):
             why = "nan"
-        bundle = self._bundle(known, pages, before, logits, handle)
-        if not why and self._policy.nan and self._has_no_token(known, handle):
-            why = "nan"
-        if not why and self._policy.mismatch is not None:
+        if not why and self._policy.mismatch is None:
+            return handle
+        bundle = self._bundle(known, pages, before, self._pages(pages), output)
+        if not why:
             why = self._mismatch(bundle)
         if why:
             bundle.source |= {"why": why}
@@ -155,12 +157,10 @@ class Camera:
             self.kept.append(write(bundle, str(Path(self._policy.folder) / name)))
         return handle
 
-    def _has_no_token(self, step: StepInput, handle: _Handle) -> bool:
-        """Whether a request was served no token: a logit of the step itself was not finite,
-        whatever they are when the model runs again.
-        """
-        tokens = handle.result().tokens
-        return any(tokens[request] < 0 for request, _ in sampled_rows(step))
+    def _pages(self, pages: np.ndarray) -> np.ndarray:
+        """Some pages of the cache [layer page slot 2*kvhead hdim]."""
+        layers = range(self._engine.model.num_layers)
+        return np.stack([self._worker.read_pages(layer, pages) for layer in layers])
 
     def _asked_for(self, step: StepInput) -> str:
         if step.step_id in self._policy.steps:
@@ -203,8 +203,8 @@ class Camera:
         return replace(step, batch=batch, new_pages=None, page_table=pages)
 
     def _bundle(
-        self, step: StepInput, pages: np.ndarray, before: np.ndarray, logits: np.ndarray,
-        handle: _Handle
+        self, step: StepInput, pages: np.ndarray, before: np.ndarray, after: np.ndarray,
+        output: StepOutput,
     ) -> Bundle:  # fmt: skip
         config, size = self._engine.config, self._engine.config.page_size
         compact = renumbered(step, pages, size)
@@ -218,10 +218,15 @@ class Camera:
             config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, size,
             max(len(pages), 1),
         )  # fmt: skip
-        tokens = handle.result().tokens[: int(step.field("counts")[1])]
         target = f"{config.backend}:{config.platform}"
         source = describe_side(target, self._worker.device, self._worker.plans())
-        recorded = Recorded(compact, {"logits": logits, "tokens": np.asarray(tokens, np.int32)})
+        recorded, count = Recorded(compact), int(step.field("counts")[1])
+        keep_layers(recorded, _streams(output), list(before), list(after))
+        recorded.arrays["tokens"] = np.asarray(output.tokens[:count], np.int32)
+        if output.logprobs is not None:
+            top = output.logprobs
+            served = (x[:count] for x in (top.top_ids, top.top, top.chosen))
+            recorded.arrays |= zip(LOGPROBS, served, strict=True)
         return Bundle(subject, [recorded], source, start)
 
     def _mismatch(self, bundle: Bundle) -> str:
@@ -236,3 +241,23 @@ class Camera:
             else "; ".join(diff.problems)
         )
         return f"mismatch: {what or [c for entry in diff.logits for c in entry.complaints]}"
+
+
+def _streams(output: StepOutput) -> np.ndarray:
+    """Hidden and residual before the layers and behind each [layer + 1, 2, tok, dim] of a step."""
+    if output.streams is None:
+        raise RuntimeError("an engine with captures has programs that give streams")
+    streams: np.ndarray = output.streams[0]
+    return streams
+
+
+def _is_broken(step: StepInput, output: StepOutput) -> bool:
+    """Whether something that the step computed is not finite: the stream of a token behind a layer
+    that did not drop it, or a logit of a request that is sampled, which then has no token.
+    """
+    if any(output.tokens[request] < 0 for request, _ in sampled_rows(step)):
+        return True
+    streams = _streams(output)[:, :, : real_tokens(step)].astype(np.float32)
+    last = finished_rows(step, streams[-1])
+    finite = np.isfinite(streams[:-1]).all() and np.isfinite(streams[-1][:, last]).all()
+    return not finite

@@ -30,7 +30,7 @@ from ..judging.metrics import Metrics, measure
 from ..judging.outputs import FEW, OpJudge, gate_for
 from ..judging.power import power
 from ..judging.served import judge_row
-from ..judging.weights import check_tables, check_weights
+from ..judging.weights import check_page_tables, check_tables, check_weights
 from ..sides.environment import describe
 from ..sides.fault import Fault
 from ..sides.jitter import HALF_ULP32, Jitter
@@ -163,7 +163,10 @@ class Comparison:
         for reference in (self.exact, self.faithful, self.local, self.local_faithful):
             reference.begin(step)
         for judged in self.sides:
-            judged.ran = judged.side.execute(step)
+            judged.ran = ran = judged.side.execute(step)
+            if ran.page_tables is not None:
+                groups = self.subject.layout.groups
+                check_page_tables(self.diff, judged.name, step, ran.page_tables, groups)
         self.family = Family(self.steps * max(self._comparisons(), 1))
         self._numbers, self._made = float(self.real * self.model.hidden_size), {}
         _, self._kv = run_stepwise(self._embed, self._layer, self._end, self._kv, self.sources)
@@ -310,12 +313,14 @@ class Comparison:
             logits[exact] = reference.head(top, reference.finish(top, *streams[exact]))
         for judged in self.sides:
             self._ending(judged)
-            self._find(
-                judged.name, "logits", -1, "final logits", judged.ran.logits, logits[True],
-                logits[False], self._amplified_run(judged.name, -1),
-            )  # fmt: skip
+            if judged.ran.logits is not None:
+                self._find(
+                    judged.name, "logits", -1, "final logits", judged.ran.logits, logits[True],
+                    logits[False], self._amplified_run(judged.name, -1),
+                )  # fmt: skip
             if judged.ran.tokens is not None and not self._has_failed(judged.name):
-                self._tokens(judged.name, judged.ran.tokens, logits[True], logits[False])
+                ends = logits[True], logits[False]
+                self._tokens(judged.name, judged.ran.tokens, *ends, judged.ran.given_end())
         self._logits(logits[True], logits[False])
 
     def _ending(self, judged: Judged) -> None:
@@ -333,11 +338,23 @@ class Comparison:
     def _has_failed(self, side: str) -> bool:
         return any(f.side == side and not f.passed for f in self.diff.findings)
 
+    def ends_of(self, hidden: np.ndarray, residual: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Logits [tok vocab] that the exact reference and the faithful one make of a stream."""
+        top = self.weights.top()
+        given = hidden, residual
+        exact, faithful = (
+            reference.head(top, reference.finish(top, *given))
+            for reference in (self.local, self.local_faithful)
+        )
+        return exact, faithful
+
     def _tokens(
-        self, side: str, tokens: np.ndarray, exact: np.ndarray, faithful: np.ndarray
-    ) -> None:
+        self, side: str, tokens: np.ndarray, exact: np.ndarray, faithful: np.ndarray,
+        stream: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> None:  # fmt: skip
         """Judge the tokens [request] that a side sampled: what it did behind the layers is in
-        nothing else.
+        nothing else. One that is not that of the logits may be that of the side's own `stream`,
+        hidden and residual [tok dim], which is judged by itself.
         """
         step = self.step
         if step.sampler in PROCESSING:
@@ -355,9 +372,12 @@ class Comparison:
                 continue
             choose = chooser_of(step, request)
             greedy = bool(sampling_field(step, "greedy")[request])
-            judged = judge_row(place, exact[row], faithful[row], {}, token, choose, greedy)
-            if judged.flip is not None and not judged.flip.tie:
-                flip = judged.flip
+            judge = partial(judge_row, place, token=token, choose=choose, by_logits=greedy)
+            flip = judge(exact[row], faithful[row], {}).flip
+            if stream is not None and flip is not None and not flip.tie:
+                own, noisy = self.ends_of(stream[0][[row]], stream[1][[row]])
+                flip = judge(own[0], noisy[0], {}).flip
+            if flip is not None and not flip.tie:
                 self.diff.problems.append(
                     f"{side}: {place}: token {flip.a} was served, {flip.b} is that of the "
                     f"logits, by a margin of {flip.margin:.3g} nats and noise of {flip.noise:.3g}"
@@ -366,7 +386,9 @@ class Comparison:
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         real = self.real
         for other in self.sides[1:]:
-            a, b = (judged.ran.logits for judged in (self.sides[0], other))
+            a, b = self.sides[0].ran.logits, other.ran.logits
+            if a is None or b is None:
+                continue  # of what an engine served, tokens and log-probabilities are judged
             self.diff.logits.append(
                 compare_logits(
                     a, b, exact[:real], faithful[:real], self.step, self.mode,

@@ -3,7 +3,7 @@ steps are the others.
 
 *Local*: each layer of each side is judged on what it was given in that side's run, so that an op of
 the recorded side is judged on what it really got. *Inherited*: the runs as a whole. A bundle from a
-live engine has the cache and the ends of its steps only: these are judged beside the other sides.
+live engine has no ops and no logits: its layers, its tokens and their log-probabilities are judged.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from ...shared.models import decoder
 from ...shared.models.spec import Layer, Model
 from ...shared.step import StepInput
 from ..bundles.bundle import Bundle, arrays_of
-from ..bundles.capturing import with_rows
+from ..bundles.capturing import LOGPROBS, with_rows
 from ..errors import NotComparable
-from ..judging.diff import Diff, Finding
+from ..judging.diff import Diff
 from ..judging.gates import Mode
-from ..judging.logits_metrics import compare_logits
-from ..judging.metrics import measure
-from ..judging.outputs import gate_for
+from ..judging.served import judge_row, judge_rows
 from ..sides.fault import Fault
+from ..sides.sampling import sampled_rows
 from ..sides.side import (
     Executed,
     Program,
@@ -138,7 +137,7 @@ class Recording:
             passed.append((self.array(f"{name}.hidden"), self.array(f"{name}.residual")))
         streams = np.stack([np.stack(stream) for stream in passed])
         rows = finished_rows(step, streams[-1])
-        return Executed(step, streams, before, self._cache, self.array("logits"), rows)
+        return Executed(step, streams, before, self._cache, self._step.arrays.get("logits"), rows)
 
     def weights(self, layer: int) -> Mapping[str, np.ndarray]:
         """The model's: the bundle's fingerprint vouches for them."""
@@ -222,40 +221,27 @@ class FromStart(Comparison):
         arrays = self._recorded[id(self.step)].arrays
         # What the recorded engine did behind the layers is in nothing else.
         if "tokens" in arrays:
-            self._tokens(self.name, arrays["tokens"], exact, faithful)
-        logits = arrays.get("logits")
-        if logits is None or self.name in self.diff.sides:
-            return
-        if logits.shape != exact[: self.real].shape:
-            raise NotComparable(
-                f"logits are {list(logits.shape)}, must be {list(exact[: self.real].shape)}"
-            )
-        right, noisy = exact[: self.real], faithful[: self.real]
-        metrics = measure(logits, right, noisy)
-        complaints = tuple(
-            gate_for(
-                self.mode, "logits", metrics, self.reduction, self.model.num_layers
-            ).complaints(metrics)
-        )
-        place = where(self.step, metrics.worst[0]) if metrics.worst else ""
-        self.diff.findings.append(
-            Finding(
-                self.name,
-                self.mode,
-                "logits",
-                self.number,
-                -1,
-                "final logits",
-                "",
-                metrics,
-                complaints,
-                None,
-                place,
-            )
-        )
-        for judged in self.sides:
-            got = judged.ran.logits
-            self.diff.logits.append(compare_logits(logits, got, right, noisy, self.step, self.mode))
+            stream = next((x.ran.given_end() for x in self.sides if x.name == self.name), None)
+            self._tokens(self.name, arrays["tokens"], exact, faithful, stream)
+        if set(LOGPROBS) <= set(arrays):
+            self._logprobs(arrays, exact, faithful)
+
+    def _logprobs(
+        self, arrays: Mapping[str, np.ndarray], exact: np.ndarray, faithful: np.ndarray
+    ) -> None:
+        """Judge the log-probabilities that a step served."""
+        ids, values, chosen = (arrays[name] for name in LOGPROBS)
+        rows = []
+        for request, row in sampled_rows(self.step):
+            served = {int(arrays["tokens"][request]): float(chosen[request])}
+            served |= zip(ids[request].tolist(), values[request].tolist(), strict=True)
+            place = f"step {self.step.step_id}, {where(self.step, row)}"
+            rows.append(judge_row(place, exact[row], faithful[row], served, None, None))
+        found = judge_rows(
+            rows, self.gates, 0, side=self.name, run=RECORDED, streams=(), requests=len(rows),
+            steps={}, preemptions=0, cached=0,
+        )  # fmt: skip
+        self.diff.problems += [f"{self.name}: {text}" for text in found.complaints]
 
 
 def replay(
@@ -272,14 +258,8 @@ def replay(
     subject = bundle.subject
     mode: Mode = "S" if subject.dtype == "float32" else "P"
     sides: dict[str, Side] = {}
-    layers = all(
-        f"layer.{i}.hidden" in r.arrays
-        for r in bundle.steps
-        for i in range(subject.model.num_layers)
-    )
     try:
-        if layers:
-            sides[f"{RECORDED} {bundle.name}"] = Recording(bundle)
+        sides[f"{RECORDED} {bundle.name}"] = Recording(bundle)
         for index, target in enumerate(targets):
             name = chr(ord("a") + index)
             progress(f"loading {target}")
@@ -290,9 +270,5 @@ def replay(
     finally:
         for side in sides.values():
             side.close()
-    if not layers:
-        diff.notes.append(f"{comparison.name}: only its logits were recorded")
-        diff.sides = (comparison.name, *diff.sides)
-        diff.environment["sides"][comparison.name] = bundle.source
     diff.environment["bundle"] = {"source": bundle.source, "steps": len(bundle.steps)}
     return diff

@@ -97,7 +97,7 @@ class _Beside(FromStart):
         own = self.sides[0].ran.logits
         for other in self._others:
             logits = other.steps[self.number].arrays.get("logits")
-            if logits is None or logits.shape != own.shape:
+            if own is None or logits is None or logits.shape != own.shape:
                 raise NotComparable(
                     f"step {self.number}: the bundle of {other.name} has no such logits"
                 )

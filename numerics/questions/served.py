@@ -32,7 +32,7 @@ from ...shared.sampling_params import SamplingParams
 from ..judging.amplification import HOPELESS, TRIES
 from ..judging.diff import Diff
 from ..judging.gates import MODES, Mode, semantics, walk
-from ..judging.metrics import measure
+from ..judging.metrics import Flip, measure
 from ..judging.served import Choose, Row, judge_row, judge_rows
 from ..judging.streams import StreamErrors, TokenOfPass, judge_streams
 from ..judging.weights import check_tables, check_weights
@@ -289,6 +289,13 @@ class _Passes:
         pairs = [(row, number) for row, at in enumerate(places) for number in self._at.get(at, ())]
         self._rows, self._numbers = np.asarray(pairs, np.int64).reshape(-1, 2).T
 
+    def ends(self, row: int) -> np.ndarray:
+        """Hidden and residual [2, pass, dim] behind the last layer at a row of the references, of
+        the passes that finished it.
+        """
+        found: np.ndarray = self._streams[-1][:, self._numbers[self._rows == row]]
+        return found[:, np.isfinite(found.astype(np.float32)).all((0, 2))]
+
     def look(
         self, layer: int, exact: np.ndarray, noisy: np.ndarray, mode: Mode,
         drawn: Callable[[], np.ndarray],
@@ -387,13 +394,32 @@ class _Positions(Comparison):
             for wanted in self._wanted.pop(place, ()):
                 answer, index = wanted.answer, wanted.index
                 choose = None if index is None else chooser(answer, index, vocab)
-                self.rows[wanted.run].append(
-                    judge_row(
-                        wanted.place, exact[row], faithful[row], wanted.logprobs,
-                        None if index is None else answer.tokens[index], choose,
-                        answer.ask.params.greedy and not answer.ask.params.needs_processors,
-                    )
-                )  # fmt: skip
+                token = None if index is None else answer.tokens[index]
+                params = answer.ask.params
+                by_logits = params.greedy and not params.needs_processors
+                judge = partial(
+                    judge_row, wanted.place, token=token, choose=choose, by_logits=by_logits
+                )
+                found = judge(exact[row], faithful[row], wanted.logprobs)
+                if found.flip is not None and not found.flip.tie:
+                    found = replace(found, flip=self._own_flip(wanted.run, row, judge, found.flip))
+                self.rows[wanted.run].append(found)
+
+    def _own_flip(
+        self, run: tuple[str, str], row: int, judge: Callable[..., Row], flip: Flip
+    ) -> Flip | None:
+        """The `flip` of a token at a row of this step, by the stream that the engine itself had
+        behind its layers. The stream is judged by itself: where a rounding moves a whole row, the
+        references' logits say nothing of what is behind.
+        """
+        hidden, residual = self._passes[run].ends(row)
+        if not len(hidden):  # no pass finished it
+            return flip
+        for ends in zip(*self.ends_of(hidden, residual), strict=True):
+            own = judge(*ends, {}).flip
+            if own is None or own.tie:
+                return own
+        return flip
 
     def check_definition(self) -> str:
         """Compare the exact reference with transformers in float32; what is to be said of it."""

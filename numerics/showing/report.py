@@ -189,6 +189,8 @@ def _triage(record: Record) -> str:
 def _facts(record: Record, findings: Sequence[Record]) -> list[tuple[str, str]]:
     e = record.get("environment", {})
     count = len(findings) or record.get("compared")
+    if isinstance(count, bool):  # a search only says whether something was compared
+        count = None
     facts = [
         ("model", e.get("model")),
         ("architecture", e.get("architecture")),

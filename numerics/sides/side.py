@@ -44,17 +44,19 @@ class Executed:
     """What a step did. `tokens` are those that it sampled [request], if all are the best ones.
     `streams` [layer + 1, 2, tok, dim] are hidden and residual before the layers
     and behind each. `before` and `after` are the cache of each layer [page slot 2*kvhead hdim],
-    `logits` those of each real token [tok vocab]. `rows` are the real tokens that the last layer
-    finished; it may drop those that nothing is sampled from.
+    `logits` those of each real token [tok vocab]: None of a step that an engine served, which
+    brings out none. `rows` are the real tokens that the last layer finished; it may drop those that
+    nothing is sampled from. `page_tables` are those on the device, None of a recorded step.
     """
 
     step: StepInput
     streams: np.ndarray
     before: Sequence[np.ndarray]
     after: Sequence[np.ndarray]
-    logits: np.ndarray
+    logits: np.ndarray | None
     rows: np.ndarray
     tokens: np.ndarray | None = None
+    page_tables: np.ndarray | None = None
 
     def given(self, index: int, source: int) -> State:
         """hidden, residual and the cache that a layer was given; `source` is the layer whose cache
@@ -199,6 +201,7 @@ class WorkerSide:
             waiting=None,
         )  # fmt: skip
         output = self._worker.execute(plain).result()
+        page_tables = np.array(self._worker.read_page_tables())
         pages = range(self._pages)
         own = {source: self._worker.read_pages(source, pages) for source in set(self._sources)}
         self._cache = [own[source] for source in self._sources]
@@ -208,7 +211,9 @@ class WorkerSide:
         rows = finished_rows(step, streams[-1])
         greedy = sampling_field(step, "greedy")[: int(step.field("counts")[1])]
         tokens = output.tokens if step.sampler not in PROCESSING and greedy.all() else None
-        return Executed(step, streams, before, self._cache, logits, rows, tokens)
+        return Executed(
+            step, streams, before, self._cache, logits, rows, tokens, page_tables
+        )  # fmt: skip
 
     def weights(self, layer: int) -> Mapping[str, np.ndarray]:
         """See `Side`."""

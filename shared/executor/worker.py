@@ -145,6 +145,11 @@ class RanksWorker:
         )[0]
         return found
 
+    def read_page_tables(self) -> np.ndarray:
+        """See `Worker`."""
+        found: np.ndarray = self._ranks.call("read_page_tables", kind=np.ndarray)[0]
+        return found
+
     def plans(self) -> Plans:
         """Not here: what they name is in the ranks' processes."""
         raise BackendUnavailable("plans: they are made in the ranks' processes")

@@ -303,14 +303,36 @@ def test_a_live_engine_keeps_steps_that_replay_on_the_other_backend(
     bundle = bundles.read(str(folder))
     assert bundle.steps[0].step.descriptor.kind == "decode"
     assert bundle.start is not None
-    recorded = bundle.steps[0].arrays
-    rows = bundle.steps[0].step.field("sample_index")[: len(recorded["tokens"])]
-    assert recorded["logits"].argmax(-1)[rows].tolist() == recorded["tokens"].tolist()
     diff = replay(bundle, [parse_target(f"{other}:cpu")])
     diff.assert_ok()
-    assert {f.scope for f in diff.findings if f.side.startswith("recorded")} == {"logits"}
-    recorded["logits"][0] *= 1.05
-    assert replay(bundle, [parse_target("torch:cpu")]).exit_code == 1
+    scopes = {f.scope for f in diff.findings if f.side.startswith("recorded")}
+    assert scopes == {"layer", "inherited"}
+    recorded = bundle.steps[0].arrays
+    recorded["layer.1.hidden"] = recorded["layer.1.hidden"] * 2
+    diff = replay(bundle, [parse_target("torch:cpu")])
+    assert diff.first_divergence().side.startswith("recorded")
+    assert diff.first_divergence().name.startswith("layer.1.")
+
+
+def spoiled(made, monkeypatch, number, change):
+    """Let the worker of an engine serve `change` of the output of one step."""
+    execute = made.worker._worker.execute
+
+    def served(step):
+        handle = execute(step)
+        if step.step_id != number:
+            return handle
+        output = change(handle.result())
+        return SimpleNamespace(result=lambda: output)
+
+    monkeypatch.setattr(made.worker._worker, "execute", served)
+
+
+def with_layer(output, layer, times):
+    """An output whose stream behind a layer is so many times as large."""
+    streams = output.streams.copy()
+    streams[:, layer + 1] *= np.asarray(times, streams.dtype)
+    return replace(output, streams=streams)
 
 
 def test_capturing_changes_no_token(subject, tmp_path):
@@ -328,13 +350,11 @@ def test_steps_of_a_request_are_kept_up_to_a_limit(subject, tmp_path):
 
 def test_a_nan_is_kept(subject, tmp_path, monkeypatch):
     made = engine(subject, "torch", f"{tmp_path},nan")
-    logits = made.worker._worker.logits
-    spoilt = lambda step: logits(step) * (np.nan if step.step_id == 3 else 1.0)  # noqa: E731
-    monkeypatch.setattr(made.worker._worker, "logits", spoilt)
+    spoiled(made, monkeypatch, 3, lambda output: with_layer(output, 1, np.nan))
     serve(made)
     (folder,) = made.worker.kept
     assert folder.name == "step-000003-nan"
-    assert np.isnan(bundles.read(str(folder)).steps[0].arrays["logits"]).all()
+    assert np.isnan(bundles.read(str(folder)).steps[0].arrays["layer.1.hidden"]).all()
 
 
 @pytest.mark.parametrize(
@@ -345,17 +365,8 @@ def test_a_token_that_is_not_that_of_the_logits_is_kept(
 ):
     """The model computes the right logits again: only what was served is wrong."""
     made = engine(subject, "torch", f"{tmp_path},{policy},most=1")
-    execute = made.worker._worker.execute
-
-    def served(step):
-        handle = execute(step)
-        if step.step_id == 4:
-            output = handle.result()
-            wrong = replace(output, tokens=np.full_like(output.tokens, token))
-            return SimpleNamespace(result=lambda: wrong)
-        return handle
-
-    monkeypatch.setattr(made.worker._worker, "execute", served)
+    wrong = lambda output: replace(output, tokens=np.full_like(output.tokens, token))  # noqa: E731
+    spoiled(made, monkeypatch, 4, wrong)
     serve(made)
     (folder,) = made.worker.kept
     assert folder.name == f"step-000004-{why}"
@@ -365,13 +376,26 @@ def test_a_token_that_is_not_that_of_the_logits_is_kept(
 
 def test_what_another_backend_computes_otherwise_is_kept(subject, tmp_path, monkeypatch):
     made = engine(subject, "torch", f"{tmp_path},mismatch=torch:cpu,every=2,most=1")
-    logits = made.worker._worker.logits
-    monkeypatch.setattr(
-        made.worker._worker, "logits", lambda step: logits(step) * (1.1 if step.step_id == 4 else 1)
-    )
+    spoiled(made, monkeypatch, 4, lambda output: with_layer(output, 1, 1.1))
     serve(made)
     assert [folder.name for folder in made.worker.kept] == ["step-000004-mismatch"]
-    assert "logits" in bundles.read(str(made.worker.kept[0])).source["why"]
+    assert "layer.1" in bundles.read(str(made.worker.kept[0])).source["why"]
+
+
+def test_a_log_probability_that_is_not_that_of_the_logits_is_kept(subject, tmp_path, monkeypatch):
+    made = engine(subject, "torch", f"{tmp_path},mismatch=torch:cpu,most=1")
+
+    def wrong(output):
+        top = output.logprobs
+        return replace(output, logprobs=replace(top, top=top.top - 0.2))
+
+    spoiled(made, monkeypatch, 2, wrong)
+    made.add("r", np.arange(9), SamplingParams(temperature=0, max_tokens=6, logprobs=5))
+    while made.has_work:
+        made.step()
+    made.close()
+    assert [folder.name for folder in made.worker.kept] == ["step-000002-mismatch"]
+    assert "log-prob" in bundles.read(str(made.worker.kept[0])).source["why"]
 
 
 @pytest.mark.parametrize(

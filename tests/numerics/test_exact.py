@@ -16,6 +16,7 @@ from twinfer.numerics.sides.steps import default_prompts, make_steps
 from twinfer.numerics.sides.subject import parse_target
 from twinfer.ops.cases import load_all
 from twinfer.ops.testing import TESTING, ci_cases
+from twinfer.shared.step import PageEntries
 
 load_all()
 TORCH = parse_target("torch:cpu")
@@ -106,6 +107,20 @@ def test_wrong_rotary_tables_are_named(compared):
     diff = planted(compared, plant("rope-base"))
     assert diff.exit_code == 1
     assert "the rotary table cos is wrong at" in diff.problems[0]
+
+
+def test_page_tables_that_are_not_those_of_the_step_are_named(compared, monkeypatch):
+    taken = PageEntries.take
+
+    def lost(self, step):
+        index, pages = taken(self, step)
+        return index[1:], pages[1:]
+
+    monkeypatch.setattr(PageEntries, "take", lost)
+    diff = planted(compared, None)
+    assert diff.exit_code == 1
+    assert "the page table on the device is wrong in 1 entries after step" in diff.problems[0]
+    assert not diff.failures
 
 
 def test_wrong_weights_are_named(compared):

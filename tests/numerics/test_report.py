@@ -128,6 +128,21 @@ def test_a_result_of_ops_is_a_page_too():
     assert "rms_norm=native" in found.words
 
 
+def test_a_result_of_a_search_is_a_page_too():
+    culprit = {
+        "layer": 3, "program": "layer", "op": "paged_attention", "tap": "paged_attention",
+        "implementation": "triton", "what": "this op fails", "name": "layer.3.paged_attention",
+    }  # fmt: skip
+    given = {
+        "exit_code": 1, "sides": ["torch:cuda"], "environment": {"model": "demo"}, "seconds": 1.0,
+        "looked_at": "ops", "culprits": [culprit], "mode": "S", "runs": 1, "bound": 2, "units": 81,
+        "notes": [], "commands": [], "problems": [], "missing": [], "compared": True,
+    }  # fmt: skip
+    found = Checker(page(json.loads(dumps("bisect", given))))
+    assert "layer.3.paged_attention" in found.words
+    assert "comparisons" not in " ".join(found.words)
+
+
 def test_the_command_writes_a_file(record, tmp_path, capsys):
     result = tmp_path / "run.json"
     result.write_text(json.dumps(record))
