@@ -117,28 +117,40 @@ def linear_grouped(
 def _takes_quantised(
     x: Array,
     weight: Array,
-    x_scale: Array,
+    x_scale: Array | None,
     weight_scale: Array,
     bias: Array | None,
     dtype: str,
 ) -> bool | Refusal:
     """Scales are of whole rows, or of blocks that are powers of 2."""
-    for scale in (x_scale, weight_scale):
+    if x_scale is None:
+        taken = _takes_quantized(x, "row", 0)
+        if taken is not True:
+            return taken
+    for scale in (weight_scale, x_scale):
+        if scale is None:
+            continue
         refusal = refused_groups(x.shape[1], scale.shape[1])
         if refusal is not None:
             return refusal
-    return dtype in FLOATS and dtype_name(weight_scale) == dtype_name(x_scale) == "float32"
+        if dtype_name(scale) != "float32":
+            return False
+    return dtype in FLOATS
 
 
 def _takes_units(
     x: Array,
     weight: Array,
-    x_scale: Array,
+    x_scale: Array | None,
     weight_scale: Array,
     bias: Array | None,
     dtype: str,
 ) -> bool | Refusal:
-    if x_scale.shape[1] > 1 or weight_scale.shape[1] > 1:
+    if x_scale is None:
+        taken = _takes_quantized(x, "row", 0)
+        if taken is not True:
+            return taken
+    if (x_scale is not None and x_scale.shape[1] > 1) or weight_scale.shape[1] > 1:
         return Refusal("scales of blocks; these are of rows")
     if dtype != "bfloat16" or weight.shape[0] % 16 or weight.shape[1] % 16:
         return Refusal(f"{dtype} of {list(weight.shape)}; these are bfloat16 of multiples of 16")
@@ -158,14 +170,16 @@ def _takes_units(
 def linear_fp8_units(
     x: Array,
     weight: Array,
-    x_scale: Array,
+    x_scale: Array | None,
     weight_scale: Array,
     bias: Array | None,
     dtype: str,
 ) -> Array:
     """See the op: a few rows by the kernel, more by the chip's fp8 units."""
     if x.shape[0] <= UNITS_FROM:
-        return _product(x, weight, weight_scale, None, x_scale, bias, "fp8", torch.bfloat16)
+        return linear_fp8(x, weight, x_scale, weight_scale, bias, dtype)
+    if x_scale is None:
+        x, x_scale = quantize_fp8_dynamic(x, "row", 0)
     rows, n = x.shape[0], weight.shape[0]
     return torch._scaled_mm(
         x,
@@ -181,13 +195,20 @@ def linear_fp8_units(
 def linear_fp8(
     x: Array,
     weight: Array,
-    x_scale: Array,
+    x_scale: Array | None,
     weight_scale: Array,
     bias: Array | None,
     dtype: str,
 ) -> Array:
-    """See the op: products of e4m3 in bfloat16, sums in float32."""
-    return _product(x, weight, weight_scale, None, x_scale, bias, "fp8", getattr(torch, dtype))
+    """See the op: products of e4m3 in bfloat16, sums in float32. One or two rows are quantised by
+    each program of the product.
+    """
+    if x_scale is None and not _few(x, "fp8"):
+        x, x_scale = quantize_fp8_dynamic(x, "row", 0)
+    return _product(
+        x, weight, weight_scale, None, x_scale, bias, "fp8", getattr(torch, dtype),
+        quantises=x_scale is None,
+    )  # fmt: skip
 
 
 def _takes_int8(
@@ -206,7 +227,8 @@ def linear_int8(
 
 class _Product(NamedTuple):
     """A product as kernels take it: x [row k], the weight and its scales [n k / group], zeros of
-    these or None, scales of x or None, a bias [n] or None, and where it goes [row n].
+    these or None, scales of x or None, a bias [n] or None, and where it goes [row n]. If
+    `quantises`, x is quantised by row on its way.
     """
 
     x: torch.Tensor
@@ -217,6 +239,7 @@ class _Product(NamedTuple):
     bias: torch.Tensor | None
     kind: str
     out: torch.Tensor
+    quantises: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -231,6 +254,8 @@ class _Product(NamedTuple):
     @property
     def x_group(self) -> int:
         """Entries along k that share a scale of x, 0 if it has none."""
+        if self.quantises:
+            return self.x.shape[1]
         return 0 if self.x_scale is None else self.x.shape[1] // self.x_scale.shape[1]
 
     @property
@@ -277,6 +302,8 @@ def _product(
     bias: torch.Tensor | None,
     kind: str,
     dtype: torch.dtype,
+    *,
+    quantises: bool = False,
 ) -> torch.Tensor:
     """The product by the kernel for so many rows."""
     rows, n = x.shape[0], weight.shape[0]
@@ -291,17 +318,22 @@ def _product(
     out = torch.empty((rows, n), dtype=dtype, device=x.device)
     if rows == 0:
         return out
-    product = _Product(x, weight, scale, zero, x_scale, bias, kind, out)
+    product = _Product(x, weight, scale, zero, x_scale, bias, kind, out, quantises)
     limit = config("narrow", kind)
     if _fragments_take(product):
         _fragments(product)
-    elif rows <= min(2, limit["gemv_rows"]):
+    elif _few(x, kind):
         _gemv(product)
     elif x_scale is None and rows > limit["widened_from"] and dtype_name(x) != "float32":
         return linear(x, _widened(weight, scale, zero, kind, x), bias)
     else:
         _blocks(product)
     return out
+
+
+def _few(x: torch.Tensor, kind: str) -> bool:
+    """Whether so many rows are `narrow_gemv_kernel`'s."""
+    return x.shape[0] <= min(2, config("narrow", kind)["gemv_rows"])
 
 
 def _widened(
@@ -326,7 +358,7 @@ def _widened(
 
 def _gemv(product: _Product) -> None:
     rows, n, k = product.sizes
-    setting = config("narrow_gemv", product.kind)
+    setting = config("narrow_gemv", "quantises" if product.quantises else product.kind)
     most = max(2, min(setting["block_k"], setting["entries"] // rows))
     if product.group < k:
         most = max(most, product.group)
@@ -335,8 +367,8 @@ def _gemv(product: _Product) -> None:
         n, setting["entries"] // (block_k * rows), setting["programs"] * processors()
     )
     narrow_gemv_kernel[(triton.cdiv(n, block_n),)](
-        *product.arrays, *product.strides, **product.constants, ROWS=rows, BLOCK_N=block_n,
-        BLOCK_K=block_k, num_warps=setting["warps"], **overlap(early=True),
+        *product.arrays, *product.strides, **product.constants, ROWS=rows,
+        QUANTISES=product.quantises, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
 
 

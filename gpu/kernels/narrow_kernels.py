@@ -102,11 +102,12 @@ def _block(weight, n, at, N: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constex
 def narrow_gemv_kernel(
     x, weight, scale, zero, x_scale, bias, out, x_stride, x_scale_stride, N: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-    X_GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+    X_GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    QUANTISES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of results). ROWS is 1 or 2. X_GROUP: entries of x that share a scale, 0 if it
-    has none. Blocks of k hold whole groups, or all of k.
+    has none. Blocks of k hold whole groups, or all of k. QUANTISES: x becomes e4m3 by row, with the
+    bits of `quantize_kernel`, in each program anew: that is less than a launch.
     """
     packed: tl.constexpr = 2 if (KIND == "int4") | (KIND == "fp4") else 1
     width: tl.constexpr = K // packed
@@ -121,6 +122,15 @@ def narrow_gemv_kernel(
     groups: tl.constexpr = K // GROUP
     w = _block(weight, n, j, N, width, even)
     wait(OVERLAP)
+    own, own_b = 1.0, 1.0
+    if QUANTISES:
+        own = _row_scale(x, K, BLOCK_K)
+        if ROWS > 1:
+            own_b = _row_scale(x + x_stride, K, BLOCK_K)
+    elif X_GROUP == K:
+        own = tl.load(x_scale)
+        if ROWS > 1:
+            own_b = tl.load(x_scale + x_scale_stride)
     a, b = tl.zeros([BLOCK_N, BLOCK_K], kind), tl.zeros([BLOCK_N, BLOCK_K], kind)
     for start in tl.static_range(0, K, BLOCK_K):
         at = start + k
@@ -142,13 +152,13 @@ def narrow_gemv_kernel(
                 )
             q = _entries(raw, base, KIND, kind)
             q = q * _spread(tl.load(scale + of, mask=inside, other=0.0), GROUP)
-        a += q * _tokens(x, x_scale, at, K, X_GROUP, kind)
+        a += q * _tokens(x, x_scale, own, at, K, X_GROUP, QUANTISES, kind)
         if ROWS > 1:
-            b += q * _tokens(x + x_stride, x_scale + x_scale_stride, at, K, X_GROUP, kind)
-    _put(out, n, N, tl.sum(a, 1), scale, x_scale, added, K, X_GROUP, groups)
+            second = x_scale + x_scale_stride
+            b += q * _tokens(x + x_stride, second, own_b, at, K, X_GROUP, QUANTISES, kind)
+    _put(out, n, N, tl.sum(a, 1), scale, own, added, K, X_GROUP, groups)
     if ROWS > 1:
-        second = x_scale + x_scale_stride
-        _put(out + N, n, N, tl.sum(b, 1), scale, second, added, K, X_GROUP, groups)
+        _put(out + N, n, N, tl.sum(b, 1), scale, own_b, added, K, X_GROUP, groups)
 
 
 @triton.jit
@@ -176,9 +186,33 @@ def widen_kernel(
 
 
 @triton.jit
-def _tokens(x, x_scale, at, K: tl.constexpr, X_GROUP: tl.constexpr, kind: tl.constexpr):
+def _size(y):
+    """What counts towards the largest of a row: no NaN, and infinities as the largest number."""
+    size = tl.abs(y)
+    return tl.where(size == size, tl.minimum(size, LARGEST), 0.0)
+
+
+@triton.jit
+def _row_scale(x, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The scale of a row as e4m3: that of `quantize_kernel`."""
+    k = tl.arange(0, BLOCK_K)
+    size = tl.zeros([BLOCK_K], tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        at = start + k
+        size = tl.maximum(size, _size(tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)))
+    amax = tl.max(size, 0)
+    return tl.where(amax < SMALLEST, 1.0, amax * FP8_SHARE)
+
+
+@triton.jit
+def _tokens(
+    x, x_scale, own, at, K: tl.constexpr, X_GROUP: tl.constexpr, QUANTISES: tl.constexpr,
+    kind: tl.constexpr,
+):  # fmt: skip
     """A block of one row [1 k], times its scales where these are of blocks."""
     y = tl.load(x + at, mask=at < K, other=0.0 if x.dtype.element_ty.is_floating() else 0)
+    if QUANTISES:
+        y = _narrowed(y.to(tl.float32) * tl.div_rn(1.0, own), True)
     y = y.to(kind)
     if (X_GROUP > 0) & (X_GROUP < K):
         y = y * tl.load(x_scale + at // X_GROUP, mask=at < K, other=0.0)
@@ -198,12 +232,12 @@ def _narrowed(y, FP8: tl.constexpr):
 
 @triton.jit
 def _put(
-    out, n, N: tl.constexpr, total, scale, x_scale, added, K: tl.constexpr, X_GROUP: tl.constexpr,
+    out, n, N: tl.constexpr, total, scale, own, added, K: tl.constexpr, X_GROUP: tl.constexpr,
     groups: tl.constexpr,
 ):  # fmt: skip
     y = total.to(tl.float32)
     if X_GROUP == K:
-        y = y * tl.load(x_scale)
+        y = y * own
     if groups == 1:
         y = y * tl.load(scale + n, mask=n < N, other=0.0)
     tl.store(out + n, (y + added).to(out.dtype.element_ty), mask=n < N)
@@ -338,8 +372,7 @@ def quantize_kernel(
     at = first + tl.arange(0, BLOCK_K)
     wait(OVERLAP)
     y = tl.load(x + row * x_stride + at, mask=at < K, other=0.0).to(tl.float32)
-    size = tl.abs(y)
-    size = tl.where(size == size, tl.minimum(size, LARGEST), 0.0)
+    size = _size(y)
     groups: tl.constexpr = K // GROUP
     share: tl.constexpr = FP8_SHARE if FP8 else INT8_SHARE
     if groups == 1:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..declare import DOT, Array, Contract, OpError, define
-from .quantization import rounded
+from .quantization import quantize_fp8_dynamic, rounded
 
 KINDS = ("int8", "fp8", "int4", "fp4")
 FP8_UNITS = "E4M3_F32_13BIT_PER_128"
@@ -68,7 +68,7 @@ def linear_fp8(
     xp: Any,
     x: Array,
     weight: Array,
-    x_scale: Array,
+    x_scale: Array | None,
     weight_scale: Array,
     bias: Array | None,
     dtype: str,
@@ -76,11 +76,16 @@ def linear_fp8(
     """x [tok k] fp8 times weight [n k] fp8 transposed, scaled, plus bias [n] or None -> [tok n] of
     `dtype`.
 
+    Without x_scale x is of a float dtype, and quantised as `quantize_fp8_dynamic` per row does: the
+    same bits. A product of few rows can do so itself where another launch would cost more.
+
     x_scale [tok u] or [1 u], weight_scale [n v] or [1 v]: u and v equal blocks of k have scales of
     their own. Where these are 1, scales come behind the sum, else before it. Sums are float32: the
     14 bits that some fp8 units keep between their own steps do not meet the contract. What uses
     them keeps another one, `FP8_UNITS`, and says so (`Implementation.dot`).
     """
+    if x_scale is None:
+        x, x_scale = quantize_fp8_dynamic(xp, x, "row", 0)
     if x_scale.shape[1] == weight_scale.shape[1] == 1:
         total = xp.linear_accumulated(rounded(xp, x, "bfloat16"), rounded(xp, weight, "bfloat16"))
         total = total * x_scale * _across(xp, weight_scale)

@@ -95,9 +95,13 @@ def project(
     if narrow.activations is None:
         zero = weights.get(f"{name}_zero")
         return ops.linear_grouped(x, weight, scale, zero, bias, narrow.kind)
+    dtype = str(x.dtype).removeprefix("torch.")
+    whole_rows = not (narrow.static_activations or narrow.activation_group)
+    if narrow.activations == "fp8" and whole_rows:
+        return ops.linear_fp8(x, weight, None, scale, bias, dtype)
     values, own = quantized(ops, weights, name, x, narrow)
     linear = ops.linear_int8 if narrow.activations == "int8" else ops.linear_fp8
-    return linear(values, weight, own, scale, bias, str(x.dtype).removeprefix("torch."))
+    return linear(values, weight, own, scale, bias, dtype)
 
 
 def quantized(

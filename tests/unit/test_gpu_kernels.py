@@ -187,6 +187,32 @@ def test_triton_products_of_quantised_tokens(kernels, device, rows, op, block):
         judge(op, arguments | {"bias": normal(rng, dtype, 70), "dtype": dtype}, device)
 
 
+@pytest.mark.parametrize("k", [384, 5120])
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_triton_products_that_quantise_tokens(kernels, device, monkeypatch, rows, k):
+    """The bits of two launches, whether a row is one block of k or several: its largest entry is in
+    the last one, and one entry has no number.
+    """
+    # The same kernel for both.
+    monkeypatch.setitem(kernels.config("fragments", "fp8"), "from_rows", 3)
+    rng = np.random.default_rng(rows)
+    x = normal(rng, "bfloat16", rows, k)
+    x[:, -1], x[0, 3] = 30.0, np.nan
+    weight, scale = quantized("fp8", normal(rng, "float32", 20, k), "row")
+    rest = {"weight": weight, "weight_scale": scale, "bias": None, "dtype": "bfloat16"}
+    (got,) = run("linear_fp8", "torch", "triton", {"x": x, "x_scale": None, **rest}, device)
+    values, x_scale = run(
+        "quantize_fp8_dynamic", "torch", "triton", {"x": x, "per": "row", "block": 0}, device
+    )
+    (want,) = run(
+        "linear_fp8", "torch", "triton", {"x": values, "x_scale": x_scale, **rest}, device
+    )
+    assert np.isnan(got[0].astype(np.float32)).all()
+    np.testing.assert_array_equal(got[1:], want[1:])
+    x[0, 3] = 0.0
+    judge("linear_fp8", {"x": x, "x_scale": None, **rest}, device)
+
+
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("kind", ["plain", "fp8", "int4", "fp4"])
 def test_triton_narrow_experts_of_few_tokens(kernels, device, tokens, kind):

@@ -245,6 +245,19 @@ def test_quantised_tokens_compile(compiled, rows, kind, block):
     assert compiled == ["quantize_kernel", "fragment_kernel" if fragments else others]
 
 
+@pytest.mark.parametrize("rows", [1, 2, 16, 300])
+def test_products_that_quantise_tokens_compile(compiled, rows):
+    """One launch where rows are few, else two."""
+    from twinfer.gpu.kernels import narrow
+
+    n, k = 512, 14336
+    weight = torch.zeros(n, k, dtype=torch.float8_e4m3fn)
+    x = torch.zeros(rows, k, dtype=torch.bfloat16)
+    narrow.linear_fp8(x, weight, None, torch.zeros(n, 1), None, "bfloat16")
+    more = ["quantize_kernel", "fragment_kernel" if rows <= 16 else "narrow_kernel"]
+    assert compiled == (["narrow_gemv_kernel"] if rows <= 2 else more)
+
+
 @pytest.mark.parametrize("tokens", [2, 20, 50, 100, 300])
 @pytest.mark.parametrize(
     ("kind", "group", "clamped"),
