@@ -34,8 +34,10 @@ GEMV = [
 ]  # fmt: skip
 FRAGMENTS = [
     {"from_rows": 1, "rows": 16, "block_n": n, "warps": w, "ahead": a}
-    for n, w, a in [(16, 8, 4), (16, 4, 4), (16, 4, 8), (32, 8, 4), (32, 4, 8), (16, 8, 8)]
-]
+    for n, w, a in [
+        (16, 8, 4), (16, 8, 8), (16, 8, 2), (16, 16, 2), (16, 16, 4), (16, 4, 8), (16, 4, 4),
+    ]
+]  # fmt: skip
 FEW = [
     {
         "block_m": 16, "block_n": n, "block_k": k, "programs": p, "steps": 2, "warps": w,

@@ -207,39 +207,41 @@ def fragment_kernel(
         ones: gl.constexpr = -0x3CFF3D00 if dtype == gl.bfloat16 else -0x1BFF1C00
         base = gl.full([1, 1, 1], ones + 0x00080008, gl.int32, layout=WEIGHT)
     total = gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma)
-    # Past the L1 cache, which has x for the programs of a processor.
-    asked = ()
-    for s in gl.static_range(min(AHEAD, steps)):
-        asked += (gl.load(place + s * words, mask=n < N, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
-    wait(OVERLAP)
-    for s in gl.static_range(steps):
-        if s + AHEAD < steps:
-            later = place + (s + AHEAD) * words
-            asked += (gl.load(later, mask=n < N, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
-        if fp8:
-            a = _fp8_operand(asked[s], BLOCK_N, WARPS)
-        else:
-            if HAS_ZERO:
-                of_zero = row * groups + (w * slice_ + s * STEP) // GROUP
-                z = gl.load(zero + of_zero, mask=(n < N) & (w < WARPS), other=0)
-                base = ones + z.to(gl.int32) * 0x00010001
-            a = _int4_operand(asked[s], base, BLOCK_N, WARPS, dtype)
-        a = gl.convert_layout(a, left, assert_trivial=True)
-        b = tokens_operand(of_x + s * entries, m < rows, KIND, M, WARPS)
-        b = gl.convert_layout(b, right, assert_trivial=True)
-        if in_parts:
-            now = mma_v2(a, b, gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma))
+    asked, shares, zeros = (), (), ()
+    for s in gl.static_range(steps + AHEAD):
+        if s == AHEAD:
+            wait(OVERLAP)
+        if s < steps:
+            # Past the L1 cache, which has x for the programs of a processor.
+            asked += (gl.load(place + s * words, mask=n < N, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
             if groups > 1:
-                share = gl.load(
-                    of_scale + (sum_w * slice_ + s * STEP) // GROUP, mask=real, other=0.0
-                )
-                now = now * share[:, :, None]
-            if (X_GROUP > 0) & (X_GROUP < K):
-                of = token * x_scale_stride + (token_w * slice_ + s * STEP) // X_GROUP
-                now = now * gl.load(x_scale + of, mask=token < rows, other=0.0)[:, None, :]
-            total += now
-        else:
-            total = mma_v2(a, b, total)
+                of_share = of_scale + (sum_w * slice_ + s * STEP) // GROUP
+                shares += (gl.load(of_share, mask=real, other=0.0),)  # type: ignore[assignment]
+            if HAS_ZERO:
+                of_zero = zero + row * groups + (w * slice_ + s * STEP) // GROUP
+                zeros += (gl.load(of_zero, mask=(n < N) & (w < WARPS), other=0),)  # type: ignore[assignment]
+        if s >= AHEAD:
+            if fp8:
+                a = _fp8_operand(asked[s - AHEAD], BLOCK_N, WARPS)
+            else:
+                if HAS_ZERO:
+                    base = ones + zeros[s - AHEAD].to(gl.int32) * 0x00010001
+                a = _int4_operand(asked[s - AHEAD], base, BLOCK_N, WARPS, dtype)
+            a = gl.convert_layout(a, left, assert_trivial=True)
+            of_step = of_x + (s - AHEAD) * entries
+            b = tokens_operand(of_step, m < rows, KIND, M, WARPS)
+            b = gl.convert_layout(b, right, assert_trivial=True)
+            if in_parts:
+                now = mma_v2(a, b, gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma))
+                if groups > 1:
+                    now = now * shares[s - AHEAD][:, :, None]
+                if (X_GROUP > 0) & (X_GROUP < K):
+                    of = token * x_scale_stride + (token_w * slice_ + (s - AHEAD) * STEP) // X_GROUP
+                    own = gl.load(x_scale + of, mask=token < rows, other=0.0)
+                    now = now * own[:, None, :]
+                total += now
+            else:
+                total = mma_v2(a, b, total)
     y = gl.sum(total, 0)
     end_n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(0, mma)))
     end_m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, mma)))

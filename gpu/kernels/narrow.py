@@ -368,7 +368,8 @@ def _gemv(product: _Product) -> None:
     )
     narrow_gemv_kernel[(triton.cdiv(n, block_n),)](
         *product.arrays, *product.strides, **product.constants, ROWS=rows,
-        QUANTISES=product.quantises, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=setting["warps"], **overlap(early=True),
+        QUANTISES=product.quantises, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
 
 
