@@ -111,10 +111,10 @@ def linear_grouped(
     """See the op. Scales of 64 entries and more multiply sums, others the entries, which are
     rounded then.
     """
-    return _product(x, weight, scale, zero, None, bias, kind, x.dtype)
+    return product(x, weight, scale, zero, None, bias, kind, x.dtype)
 
 
-def _takes_quantised(
+def takes_quantised(
     x: Array,
     weight: Array,
     x_scale: Array | None,
@@ -138,7 +138,7 @@ def _takes_quantised(
     return dtype in FLOATS
 
 
-def _takes_units(
+def takes_units(
     x: Array,
     weight: Array,
     x_scale: Array | None,
@@ -162,7 +162,7 @@ def _takes_units(
     provider="scaled_mm",
     framework="torch",
     supported=lambda: capability() >= UNITS_CAPABILITY,
-    supports_args=_takes_units,
+    supports_args=takes_units,
     opaque=True,
     preferred_on=("cuda",),
     dot=FP8_UNITS,
@@ -191,7 +191,7 @@ def linear_fp8_units(
     )
 
 
-@triton_kernel("linear_fp8", supports_args=_takes_quantised)
+@triton_kernel("linear_fp8", supports_args=takes_quantised)
 def linear_fp8(
     x: Array,
     weight: Array,
@@ -203,9 +203,9 @@ def linear_fp8(
     """See the op: products of e4m3 in bfloat16, sums in float32. One or two rows are quantised by
     each program of the product.
     """
-    if x_scale is None and not _few(x, "fp8"):
+    if x_scale is None and not few_rows(x, "fp8"):
         x, x_scale = quantize_fp8_dynamic(x, "row", 0)
-    return _product(
+    return product(
         x, weight, weight_scale, None, x_scale, bias, "fp8", getattr(torch, dtype),
         quantises=x_scale is None,
     )  # fmt: skip
@@ -214,7 +214,7 @@ def linear_fp8(
 def _takes_int8(
     x: Array, weight: Array, x_scale: Array, weight_scale: Array, bias: Array | None, dtype: str
 ) -> bool | Refusal:
-    return _takes_quantised(x, weight, x_scale, weight_scale, bias, dtype)
+    return takes_quantised(x, weight, x_scale, weight_scale, bias, dtype)
 
 
 @triton_kernel("linear_int8", supports_args=_takes_int8, row_invariant=True)
@@ -222,13 +222,14 @@ def linear_int8(
     x: Array, weight: Array, x_scale: Array, weight_scale: Array, bias: Array | None, dtype: str
 ) -> Array:
     """See the op: sums in int32."""
-    return _product(x, weight, weight_scale, None, x_scale, bias, "int8", getattr(torch, dtype))
+    return product(x, weight, weight_scale, None, x_scale, bias, "int8", getattr(torch, dtype))
 
 
 class _Product(NamedTuple):
     """A product as kernels take it: x [row k], the weight and its scales [n k / group], zeros of
     these or None, scales of x or None, a bias [n] or None, and where it goes [row n]. If
-    `quantises`, x is quantised by row on its way.
+    `quantises`, x is quantised by row on its way; if `gated`, the weight is that of gate and up,
+    and [row n / 2] is silu(gate) * up.
     """
 
     x: torch.Tensor
@@ -240,6 +241,7 @@ class _Product(NamedTuple):
     kind: str
     out: torch.Tensor
     quantises: bool = False
+    gated: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -293,7 +295,7 @@ class _Product(NamedTuple):
         }
 
 
-def _product(
+def product(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
@@ -304,8 +306,9 @@ def _product(
     dtype: torch.dtype,
     *,
     quantises: bool = False,
+    gated: bool = False,
 ) -> torch.Tensor:
-    """The product by the kernel for so many rows."""
+    """The product by the kernel for so many rows: see `_Product`. Few rows can be `gated`."""
     rows, n = x.shape[0], weight.shape[0]
     x = x if x.stride(1) == 1 else x.contiguous()
     weight = weight.contiguous()
@@ -315,23 +318,23 @@ def _product(
     bias = None if bias is None else bias.contiguous()
     if x_scale is not None and x_scale.stride(1) != 1:
         x_scale = x_scale.contiguous()
-    out = torch.empty((rows, n), dtype=dtype, device=x.device)
+    out = torch.empty((rows, n // 2 if gated else n), dtype=dtype, device=x.device)
     if rows == 0:
         return out
-    product = _Product(x, weight, scale, zero, x_scale, bias, kind, out, quantises)
+    asked = _Product(x, weight, scale, zero, x_scale, bias, kind, out, quantises, gated)
     limit = config("narrow", kind)
-    if _fragments_take(product):
-        _fragments(product)
-    elif _few(x, kind):
-        _gemv(product)
+    if _fragments_take(asked):
+        _fragments(asked)
+    elif few_rows(x, kind):
+        _gemv(asked)
     elif x_scale is None and rows > limit["widened_from"] and dtype_name(x) != "float32":
         return linear(x, _widened(weight, scale, zero, kind, x), bias)
     else:
-        _blocks(product)
+        _blocks(asked)
     return out
 
 
-def _few(x: torch.Tensor, kind: str) -> bool:
+def few_rows(x: torch.Tensor, kind: str) -> bool:
     """Whether so many rows are `narrow_gemv_kernel`'s."""
     return x.shape[0] <= min(2, config("narrow", kind)["gemv_rows"])
 
@@ -366,9 +369,10 @@ def _gemv(product: _Product) -> None:
     block_n = block_rows(
         n, setting["entries"] // (block_k * rows), setting["programs"] * processors()
     )
+    block_n = max(2, block_n) if product.gated else block_n
     narrow_gemv_kernel[(triton.cdiv(n, block_n),)](
         *product.arrays, *product.strides, **product.constants, ROWS=rows,
-        QUANTISES=product.quantises, BLOCK_N=block_n, BLOCK_K=block_k,
+        QUANTISES=product.quantises, GATED=product.gated, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
 

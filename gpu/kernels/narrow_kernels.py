@@ -13,7 +13,7 @@ moves to where the exponent is.
 import triton
 import triton.language as tl
 
-from .arithmetic import FP8_MAX, INT8_MAX, NEAREST, dot
+from .arithmetic import FP8_MAX, INT8_MAX, NEAREST, dot, gated
 from .overlap import wait
 
 LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -103,17 +103,22 @@ def narrow_gemv_kernel(
     x, weight, scale, zero, x_scale, bias, out, x_stride, x_scale_stride, N: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
     X_GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    QUANTISES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+    QUANTISES: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of results). ROWS is 1 or 2. X_GROUP: entries of x that share a scale, 0 if it
     has none. Blocks of k hold whole groups, or all of k. QUANTISES: x becomes e4m3 by row, with the
-    bits of `quantize_kernel`, in each program anew: that is less than a launch.
+    bits of `quantize_kernel`, in each program anew: that is less than a launch. GATED: rows of gate
+    and up are taken in turns, and [N / 2] results are silu(gate) * up of them as they are rounded.
     """
     packed: tl.constexpr = 2 if (KIND == "int4") | (KIND == "fp4") else 1
     width: tl.constexpr = K // packed
     exact: tl.constexpr = (KIND == "int8") & (X_GROUP > 0)
     kind: tl.constexpr = tl.int32 if exact else tl.float32
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if GATED:
+        # Past the last result: no row.
+        n = tl.where(n < N, n // 2 + n % 2 * (N // 2), N)
     j, k = tl.arange(0, BLOCK_K // packed), tl.arange(0, BLOCK_K)
     even: tl.constexpr = (K % BLOCK_K == 0) & (N % BLOCK_N == 0)
     added = tl.zeros([BLOCK_N], tl.float32)
@@ -156,9 +161,10 @@ def narrow_gemv_kernel(
         if ROWS > 1:
             second = x_scale + x_scale_stride
             b += q * _tokens(x + x_stride, second, own_b, at, K, X_GROUP, QUANTISES, kind)
-    _put(out, n, N, tl.sum(a, 1), scale, own, added, K, X_GROUP, groups)
+    _put(out, n, N, tl.sum(a, 1), scale, own, added, K, X_GROUP, groups, GATED)
     if ROWS > 1:
-        _put(out + N, n, N, tl.sum(b, 1), scale, own_b, added, K, X_GROUP, groups)
+        second_out = out + (N // 2 if GATED else N)
+        _put(second_out, n, N, tl.sum(b, 1), scale, own_b, added, K, X_GROUP, groups, GATED)
 
 
 @triton.jit
@@ -233,14 +239,22 @@ def _narrowed(y, FP8: tl.constexpr):
 @triton.jit
 def _put(
     out, n, N: tl.constexpr, total, scale, own, added, K: tl.constexpr, X_GROUP: tl.constexpr,
-    groups: tl.constexpr,
+    groups: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     y = total.to(tl.float32)
     if X_GROUP == K:
         y = y * own
     if groups == 1:
         y = y * tl.load(scale + n, mask=n < N, other=0.0)
-    tl.store(out + n, (y + added).to(out.dtype.element_ty), mask=n < N)
+    y = (y + added).to(out.dtype.element_ty)
+    if GATED:
+        results: tl.constexpr = n.shape[0] // 2
+        gate, up = tl.split(tl.reshape(y.to(tl.float32), [results, 2]))
+        i = tl.program_id(0) * results + tl.arange(0, results)
+        hidden = gated(gate, up).to(out.dtype.element_ty)
+        tl.store(out + i, hidden, mask=i < N // 2)
+    else:
+        tl.store(out + n, y, mask=n < N)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -390,3 +404,22 @@ def quantize_kernel(
         y = tl.reshape(tl.reshape(y, [each, GROUP]) * inverse[:, None], [BLOCK_K])
     found = _narrowed(y, FP8)
     tl.store(values + row * K + at, found, mask=at < K)
+
+
+@triton.jit
+def silu_quantize_kernel(
+    x, values, scale, x_stride, INTER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (row): silu(gate) * up of x (gate, up), as it is rounded to the dtype of x, as e4m3 by a
+    scale of the row. The bits of `act_and_mul_kernel` and `quantize_kernel`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    wait(OVERLAP)
+    gate = tl.load(x + row * x_stride + n, mask=n < INTER, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + INTER + n, mask=n < INTER, other=0.0).to(tl.float32)
+    y = gated(gate, up).to(x.dtype.element_ty).to(tl.float32)
+    amax = tl.max(_size(y), 0)
+    of = tl.where(amax < SMALLEST, 1.0, amax * FP8_SHARE)
+    tl.store(scale + row, of)
+    tl.store(values + row * INTER + n, _narrowed(y * tl.div_rn(1.0, of), True), mask=n < INTER)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..declare import DOT, Array, Contract, OpError, define
+from ..declare import DOT, Array, Contract, OpError, define, dtype_name
 from .quantization import quantize_fp8_dynamic, rounded
 
 KINDS = ("int8", "fp8", "int4", "fp4")
@@ -92,6 +92,35 @@ def linear_fp8(
     else:
         total = xp.linear_accumulated(_scaled(xp, x, x_scale), _scaled(xp, weight, weight_scale))
     return rounded(xp, _with_bias(xp, total, bias), dtype)
+
+
+@define(
+    shapes="x [tok dim], gate_up [2*inter dim], gate_up_scale [s u], gate_up_bias [2*inter], "
+    "down [dim inter], down_scale [t v], down_bias [dim] -> [tok dim] x",
+    level="coarse",
+    composition=("linear_fp8", "silu_and_mul", "linear_fp8"),
+    contract=Contract(
+        rounds="where its finer ops do; what goes into a product is quantised as it was rounded",
+        dot="as linear_fp8",
+    ),
+)
+def gated_mlp_fp8(
+    ops: Any,
+    x: Array,
+    gate_up: Array,
+    gate_up_scale: Array,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_scale: Array,
+    down_bias: Array | None,
+) -> Array:
+    """down(silu(gate(x)) * up(x)) by weights of fp8, tokens quantised by row on the way: x [tok
+    dim], gate_up [2 inter dim], down [dim inter], scales as `linear_fp8` has them, biases may be
+    None.
+    """
+    dtype = dtype_name(x)
+    both = ops.linear_fp8(x, gate_up, None, gate_up_scale, gate_up_bias, dtype)
+    return ops.linear_fp8(ops.silu_and_mul(both), down, None, down_scale, down_bias, dtype)
 
 
 @define(

@@ -96,12 +96,17 @@ def project(
         zero = weights.get(f"{name}_zero")
         return ops.linear_grouped(x, weight, scale, zero, bias, narrow.kind)
     dtype = str(x.dtype).removeprefix("torch.")
-    whole_rows = not (narrow.static_activations or narrow.activation_group)
-    if narrow.activations == "fp8" and whole_rows:
+    if quantises_rows(narrow):
         return ops.linear_fp8(x, weight, None, scale, bias, dtype)
     values, own = quantized(ops, weights, name, x, narrow)
     linear = ops.linear_int8 if narrow.activations == "int8" else ops.linear_fp8
     return linear(values, weight, own, scale, bias, dtype)
+
+
+def quantises_rows(narrow: Narrow) -> bool:
+    """Whether tokens are quantised to fp8 by row: `linear_fp8` does that itself."""
+    whole = not (narrow.static_activations or narrow.activation_group)
+    return narrow.activations == "fp8" and whole
 
 
 def quantized(
@@ -131,10 +136,17 @@ def gated_mlp(
     act: Activation,
     narrow: Narrow | None,
 ) -> Array:
-    """Two projections and what is between them: as the one op that covers them, if their weights
-    are plain.
+    """Two projections and what is between them: as the one op that covers them, if there is one
+    for their weights.
     """
     if narrow is not None:
+        if act == "silu" and quantises_rows(narrow):
+            pieces = [
+                weights.get(f"{name}{piece}")
+                for name in (up, down)
+                for piece in ("", "_scale", "_bias")
+            ]
+            return ops.gated_mlp_fp8(x, *pieces)
         both = project(ops, weights, up, x, batch, narrow)
         hidden = ops.silu_and_mul(both) if act == "silu" else ops.gelu_and_mul(both, "tanh")
         return project(ops, weights, down, hidden, batch, narrow)

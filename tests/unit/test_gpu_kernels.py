@@ -19,7 +19,7 @@ from twinfer.ops.cases.attention import by_head, paged, released
 from twinfer.ops.cases.dense import _product
 from twinfer.ops.cases.generators import generator, normal
 from twinfer.ops.cases.moe import _chosen, _named, _narrow, mixture
-from twinfer.ops.cases.quantized import quantized
+from twinfer.ops.cases.quantized import _mlp_case, quantized
 from twinfer.ops.cases.sampling import _sample_arguments
 from twinfer.ops.testing import (
     DTYPES,
@@ -211,6 +211,31 @@ def test_triton_products_that_quantise_tokens(kernels, device, monkeypatch, rows
     np.testing.assert_array_equal(got[1:], want[1:])
     x[0, 3] = 0.0
     judge("linear_fp8", {"x": x, "x_scale": None, **rest}, device)
+
+
+@pytest.mark.parametrize("inter", [45, 208])
+@pytest.mark.parametrize("rows", [1, 2, 9, 33])
+def test_triton_mlp_of_fp8(kernels, device, monkeypatch, rows, inter):
+    """The bits of the finer ops by their kernels, joined in two ways; results of a block may be
+    fewer than it holds.
+    """
+    monkeypatch.setitem(kernels.config("fragments", "fp8"), "from_rows", 3)
+    x, arguments = _mlp_case("bfloat16", rows, 96, inter, True), {"dtype": "bfloat16"}
+    (got,) = run("gated_mlp_fp8", "torch", "triton", x, device)
+    first = {"weight": x["gate_up"], "weight_scale": x["gate_up_scale"], "bias": x["gate_up_bias"]}
+    second = {"weight": x["down"], "weight_scale": x["down_scale"], "bias": x["down_bias"]}
+
+    def product(x, weight):
+        return run("linear_fp8", "torch", "triton", arguments | x | weight, device)[0]
+
+    both = product({"x": x["x"], "x_scale": None}, first)
+    (hidden,) = run("silu_and_mul", "torch", "triton", {"x": both}, device)
+    values, scale = run(
+        "quantize_fp8_dynamic", "torch", "triton", {"x": hidden, "per": "row", "block": 0}, device
+    )
+    want = product({"x": values, "x_scale": scale}, second)
+    np.testing.assert_array_equal(got, want)
+    judge("gated_mlp_fp8", x, device)
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

@@ -258,6 +258,19 @@ def test_products_that_quantise_tokens_compile(compiled, rows):
     assert compiled == (["narrow_gemv_kernel"] if rows <= 2 else more)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 16, 300])
+def test_mlp_of_fp8_compiles(compiled, rows):
+    from twinfer.gpu.kernels import narrow_mlp
+
+    dim, inter = 1024, 14336
+    up = torch.zeros(2 * inter, dim, dtype=torch.float8_e4m3fn), torch.zeros(2 * inter, 1), None
+    down = torch.zeros(dim, inter, dtype=torch.float8_e4m3fn), torch.zeros(dim, 1), None
+    narrow_mlp.gated_mlp_fp8(torch.zeros(rows, dim, dtype=torch.bfloat16), *up, *down)
+    product = "fragment_kernel" if rows <= 16 else "narrow_kernel"
+    more = ["quantize_kernel", product, "silu_quantize_kernel", product]
+    assert compiled == (["narrow_gemv_kernel"] * 2 if rows <= 2 else more)
+
+
 @pytest.mark.parametrize("tokens", [2, 20, 50, 100, 300])
 @pytest.mark.parametrize(
     ("kind", "group", "clamped"),
