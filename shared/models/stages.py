@@ -258,11 +258,15 @@ def of_experts(spec: Experts, weights: Weights, name: str) -> Array | None:
 def route(ops: Any, spec: Experts, weights: Weights, x: Array, batch: Batch) -> tuple[Array, Array]:
     """The weights [tok k] float32 and numbers [tok k] int32 of each token's experts."""
     logits, slots = ops.logits(x, weights["router"]), batch.slots
+    if spec.score == "softmax":
+        # Left out where it is the default, as above.
+        more = {"shift": weights["router_shift"]} if spec.biases else {}
+        found: tuple[Array, Array] = ops.moe_route(
+            logits, slots, spec.top_k, spec.renormalize, **more
+        )
+        return found
     if spec.biases:
         logits = logits + weights["router_shift"][None, :]
-    if spec.score == "softmax":
-        found: tuple[Array, Array] = ops.moe_route(logits, slots, spec.top_k, spec.renormalize)
-        return found
     scored: tuple[Array, Array] = ops.moe_route_sigmoid(
         logits, weights["router_bias"], slots, spec.top_k, spec.renormalize, spec.groups,
         spec.groups_kept, spec.scale,
