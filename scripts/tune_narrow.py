@@ -32,6 +32,12 @@ GEMV = [
         (4096, 32768, 2, 4), (2048, 16384, 2, 8),
     ]
 ]  # fmt: skip
+QUANTIZING = [
+    {"rows": 2, "most_k": 8192, "entries": e, "programs": p, "warps": w}
+    for e, p, w in [
+        (16384, 5, 4), (16384, 10, 4), (16384, 4, 8), (8192, 8, 4), (8192, 4, 8), (32768, 3, 8)
+    ]
+]  # fmt: skip
 FRAGMENTS = [
     {"from_rows": 1, "rows": 16, "block_n": n, "warps": w, "ahead": a, "programs": p}
     for n, w, a, p in [
@@ -72,7 +78,7 @@ MANY = [
 def settings(kind: str, rows: int) -> Iterator[tuple[str, dict[str, int]]]:
     """(kernel, configuration) to try for so many rows."""
     if kind == "quantises":
-        yield from (("gemv", x) for x in GEMV)
+        yield from (("quantizing", x) for x in QUANTIZING)
         return
     if rows <= 16:
         yield from (("fragments", x) for x in FRAGMENTS)
@@ -130,12 +136,16 @@ def microseconds(call: Callable[[int], Any], copies: int) -> float:
     return statistics.median(times)
 
 
-def product(
-    kind: str, kernel: str, setting: dict[str, int], given: tuple[Any, ...], out: Any
-) -> None:
+def product(kernel: str, setting: dict[str, int], given: tuple[Any, ...], out: Any) -> None:
     """One launch with a configuration."""
     narrow.config = lambda *names: setting  # type: ignore[assignment]
-    asked = narrow._Product(*given, out, kind == "quantises")
+    if kernel == "quantizing":
+        x, weight, scale = given[:3]
+        if not narrow._quantises(x, weight, scale):
+            raise ValueError("another kernel's")
+        narrow._quantizing_gemv(x, weight, scale, None, out.dtype)
+        return
+    asked = narrow._Product(*given, out)
     if kernel == "fragments" and not narrow._fragments_take(asked):
         raise ValueError("another kernel's")
     kernels = {
@@ -162,7 +172,7 @@ def measure(kind: str, rows: int) -> dict[str, Any]:
         for kernel, setting in settings(kind, rows):
             try:
                 time = microseconds(
-                    lambda i, a=kernel, b=setting, c=every, d=out: product(kind, a, b, c[i], d),
+                    lambda i, a=kernel, b=setting, c=every, d=out: product(a, b, c[i], d),
                     len(every),
                 )
             except Exception as why:
@@ -246,7 +256,7 @@ def compile_only(triples: list[str]) -> None:
         given = arguments(kind, n, k, int(rows))
         out = torch.empty(int(rows), n, dtype=torch.bfloat16, device="cuda")
         try:
-            product(kind, kernel, setting, given, out)
+            product(kernel, setting, given, out)
         except Exception:
             continue
     torch.cuda.synchronize()

@@ -28,6 +28,7 @@ from .narrow_kernels import (
     narrow_gemv_kernel,
     narrow_kernel,
     quantize_kernel,
+    quantizing_gemv_kernel,
     widen_kernel,
 )
 
@@ -111,7 +112,7 @@ def linear_grouped(
     """See the op. Scales of 64 entries and more multiply sums, others the entries, which are
     rounded then.
     """
-    return product(x, weight, scale, zero, None, bias, kind, x.dtype)
+    return _product(x, weight, scale, zero, None, bias, kind, x.dtype)
 
 
 def takes_quantised(
@@ -200,15 +201,12 @@ def linear_fp8(
     bias: Array | None,
     dtype: str,
 ) -> Array:
-    """See the op: products of e4m3 in bfloat16, sums in float32. One or two rows are quantised by
-    each program of the product.
-    """
-    if x_scale is None and not few_rows(x, "fp8"):
+    """See the op: products of e4m3 in bfloat16, sums in float32."""
+    if x_scale is None and _quantises(x, weight, weight_scale):
+        return _quantizing_gemv(x, weight, weight_scale, bias, getattr(torch, dtype))
+    if x_scale is None:
         x, x_scale = quantize_fp8_dynamic(x, "row", 0)
-    return product(
-        x, weight, weight_scale, None, x_scale, bias, "fp8", getattr(torch, dtype),
-        quantises=x_scale is None,
-    )  # fmt: skip
+    return _product(x, weight, weight_scale, None, x_scale, bias, "fp8", getattr(torch, dtype))
 
 
 def _takes_int8(
@@ -222,14 +220,12 @@ def linear_int8(
     x: Array, weight: Array, x_scale: Array, weight_scale: Array, bias: Array | None, dtype: str
 ) -> Array:
     """See the op: sums in int32."""
-    return product(x, weight, weight_scale, None, x_scale, bias, "int8", getattr(torch, dtype))
+    return _product(x, weight, weight_scale, None, x_scale, bias, "int8", getattr(torch, dtype))
 
 
 class _Product(NamedTuple):
     """A product as kernels take it: x [row k], the weight and its scales [n k / group], zeros of
-    these or None, scales of x or None, a bias [n] or None, and where it goes [row n]. If
-    `quantises`, x is quantised by row on its way; if `gated`, the weight is that of gate and up,
-    and [row n / 2] is silu(gate) * up.
+    these or None, scales of x or None, a bias [n] or None, and where it goes [row n].
     """
 
     x: torch.Tensor
@@ -240,8 +236,6 @@ class _Product(NamedTuple):
     bias: torch.Tensor | None
     kind: str
     out: torch.Tensor
-    quantises: bool = False
-    gated: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -256,8 +250,6 @@ class _Product(NamedTuple):
     @property
     def x_group(self) -> int:
         """Entries along k that share a scale of x, 0 if it has none."""
-        if self.quantises:
-            return self.x.shape[1]
         return 0 if self.x_scale is None else self.x.shape[1] // self.x_scale.shape[1]
 
     @property
@@ -295,7 +287,7 @@ class _Product(NamedTuple):
         }
 
 
-def product(
+def _product(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
@@ -304,11 +296,8 @@ def product(
     bias: torch.Tensor | None,
     kind: str,
     dtype: torch.dtype,
-    *,
-    quantises: bool = False,
-    gated: bool = False,
 ) -> torch.Tensor:
-    """The product by the kernel for so many rows: see `_Product`. Few rows can be `gated`."""
+    """The product by the kernel for so many rows."""
     rows, n = x.shape[0], weight.shape[0]
     x = x if x.stride(1) == 1 else x.contiguous()
     weight = weight.contiguous()
@@ -318,14 +307,14 @@ def product(
     bias = None if bias is None else bias.contiguous()
     if x_scale is not None and x_scale.stride(1) != 1:
         x_scale = x_scale.contiguous()
-    out = torch.empty((rows, n // 2 if gated else n), dtype=dtype, device=x.device)
+    out = torch.empty((rows, n), dtype=dtype, device=x.device)
     if rows == 0:
         return out
-    asked = _Product(x, weight, scale, zero, x_scale, bias, kind, out, quantises, gated)
+    asked = _Product(x, weight, scale, zero, x_scale, bias, kind, out)
     limit = config("narrow", kind)
     if _fragments_take(asked):
         _fragments(asked)
-    elif few_rows(x, kind):
+    elif rows <= min(2, limit["gemv_rows"]):
         _gemv(asked)
     elif x_scale is None and rows > limit["widened_from"] and dtype_name(x) != "float32":
         return linear(x, _widened(weight, scale, zero, kind, x), bias)
@@ -334,9 +323,41 @@ def product(
     return out
 
 
-def few_rows(x: torch.Tensor, kind: str) -> bool:
-    """Whether so many rows are `narrow_gemv_kernel`'s."""
-    return x.shape[0] <= min(2, config("narrow", kind)["gemv_rows"])
+def _quantises(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether `quantizing_gemv_kernel` takes these rows: it holds each as a whole."""
+    setting, k = config("quantizing_gemv"), x.shape[1]
+    few = x.shape[0] <= min(2, setting["rows"]) and scale.shape[1] == 1
+    return few and power_of_2(k) <= min(setting["most_k"], 9 * k // 8)
+
+
+def _programs(blocks: int, most: int) -> int:
+    """How many programs, at most `most`, take as many blocks each as the busiest has to."""
+    return triton.cdiv(blocks, triton.cdiv(blocks, most))
+
+
+def _quantizing_gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    rows, (n, k) = x.shape[0], weight.shape
+    setting, block_k = config("quantizing_gemv"), power_of_2(k)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    scale = (scale if scale.shape[0] == n else scale.expand(n, -1)).contiguous()
+    out = torch.empty((rows, n), dtype=dtype, device=x.device)
+    if rows == 0:
+        return out
+    most = setting["programs"] * processors()
+    block_n = block_rows(n, setting["entries"] // (block_k * rows), most)
+    quantizing_gemv_kernel[(_programs(triton.cdiv(n, block_n), most),)](
+        x, weight.contiguous(), scale, out if bias is None else bias.contiguous(), out,
+        x.stride(0),
+        N=n, K=k, ROWS=rows, HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip
+    return out
 
 
 def _widened(
@@ -361,7 +382,7 @@ def _widened(
 
 def _gemv(product: _Product) -> None:
     rows, n, k = product.sizes
-    setting = config("narrow_gemv", "quantises" if product.quantises else product.kind)
+    setting = config("narrow_gemv", product.kind)
     most = max(2, min(setting["block_k"], setting["entries"] // rows))
     if product.group < k:
         most = max(most, product.group)
@@ -369,11 +390,9 @@ def _gemv(product: _Product) -> None:
     block_n = block_rows(
         n, setting["entries"] // (block_k * rows), setting["programs"] * processors()
     )
-    block_n = max(2, block_n) if product.gated else block_n
     narrow_gemv_kernel[(triton.cdiv(n, block_n),)](
-        *product.arrays, *product.strides, **product.constants, ROWS=rows,
-        QUANTISES=product.quantises, GATED=product.gated, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=setting["warps"], **overlap(early=True),
+        *product.arrays, *product.strides, **product.constants, ROWS=rows, BLOCK_N=block_n,
+        BLOCK_K=block_k, num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
 
 
@@ -407,7 +426,7 @@ def _fragments(product: _Product) -> None:
     words = product._replace(x=x, weight=product.weight.view(torch.int32))
     programs = blocks = triton.cdiv(n, block_n)
     if k // (128 * warps) <= setting["ahead"]:
-        programs = min(blocks, setting["programs"] * processors())
+        programs = _programs(blocks, setting["programs"] * processors())
     fragment_kernel[(programs,)](
         *words.arrays, rows, *words.strides, **product.constants, M=m, BLOCK_N=block_n,
         WARPS=warps, AHEAD=setting["ahead"], num_warps=warps, **overlap(early=True),

@@ -1,7 +1,8 @@
 """Products with weights of 8 or 4 bits an entry, and the quantisation of what goes into them.
 
-Two shapes of program, each for a block of the n results. `narrow_gemv_kernel`: multiply and add in
-float32 (int32 where both are int8), for one or two rows. `narrow_kernel`: the tensor cores, whose
+Shapes of programs, for blocks of the n results. `narrow_gemv_kernel`: multiply and add in float32
+(int32 where both are int8), for one or two rows. `quantizing_gemv_kernel`: the same in fp8, of rows
+that programs quantise, which are kept for many blocks. `narrow_kernel`: the tensor cores, whose
 left operand is the weight as it was widened in registers, for any number of rows; k may be split
 among programs, the last of which to arrive adds the parts in their order.
 
@@ -102,23 +103,17 @@ def _block(weight, n, at, N: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constex
 def narrow_gemv_kernel(
     x, weight, scale, zero, x_scale, bias, out, x_stride, x_scale_stride, N: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-    X_GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    QUANTISES: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    X_GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of results). ROWS is 1 or 2. X_GROUP: entries of x that share a scale, 0 if it
-    has none. Blocks of k hold whole groups, or all of k. QUANTISES: x becomes e4m3 by row, with the
-    bits of `quantize_kernel`, in each program anew: that is less than a launch. GATED: rows of gate
-    and up are taken in turns, and [N / 2] results are silu(gate) * up of them as they are rounded.
+    has none. Blocks of k hold whole groups, or all of k.
     """
     packed: tl.constexpr = 2 if (KIND == "int4") | (KIND == "fp4") else 1
     width: tl.constexpr = K // packed
     exact: tl.constexpr = (KIND == "int8") & (X_GROUP > 0)
     kind: tl.constexpr = tl.int32 if exact else tl.float32
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if GATED:
-        # Past the last result: no row.
-        n = tl.where(n < N, n // 2 + n % 2 * (N // 2), N)
     j, k = tl.arange(0, BLOCK_K // packed), tl.arange(0, BLOCK_K)
     even: tl.constexpr = (K % BLOCK_K == 0) & (N % BLOCK_N == 0)
     added = tl.zeros([BLOCK_N], tl.float32)
@@ -127,15 +122,6 @@ def narrow_gemv_kernel(
     groups: tl.constexpr = K // GROUP
     w = _block(weight, n, j, N, width, even)
     wait(OVERLAP)
-    own, own_b = 1.0, 1.0
-    if QUANTISES:
-        own = _row_scale(x, K, BLOCK_K)
-        if ROWS > 1:
-            own_b = _row_scale(x + x_stride, K, BLOCK_K)
-    elif X_GROUP == K:
-        own = tl.load(x_scale)
-        if ROWS > 1:
-            own_b = tl.load(x_scale + x_scale_stride)
     a, b = tl.zeros([BLOCK_N, BLOCK_K], kind), tl.zeros([BLOCK_N, BLOCK_K], kind)
     for start in tl.static_range(0, K, BLOCK_K):
         at = start + k
@@ -157,14 +143,95 @@ def narrow_gemv_kernel(
                 )
             q = _entries(raw, base, KIND, kind)
             q = q * _spread(tl.load(scale + of, mask=inside, other=0.0), GROUP)
-        a += q * _tokens(x, x_scale, own, at, K, X_GROUP, QUANTISES, kind)
+        a += q * _tokens(x, x_scale, at, K, X_GROUP, kind)
         if ROWS > 1:
-            second = x_scale + x_scale_stride
-            b += q * _tokens(x + x_stride, second, own_b, at, K, X_GROUP, QUANTISES, kind)
-    _put(out, n, N, tl.sum(a, 1), scale, own, added, K, X_GROUP, groups, GATED)
+            b += q * _tokens(x + x_stride, x_scale + x_scale_stride, at, K, X_GROUP, kind)
+    _put(out, n, N, tl.sum(a, 1), scale, x_scale, added, K, X_GROUP, groups)
     if ROWS > 1:
-        second_out = out + (N // 2 if GATED else N)
-        _put(second_out, n, N, tl.sum(b, 1), scale, own_b, added, K, X_GROUP, groups, GATED)
+        second = x_scale + x_scale_stride
+        _put(out + N, n, N, tl.sum(b, 1), scale, second, added, K, X_GROUP, groups)
+
+
+@triton.jit
+def _size(y):
+    """What counts towards the largest of a row: no NaN, and infinities as the largest number."""
+    size = tl.abs(y)
+    return tl.where(size == size, tl.minimum(size, LARGEST), 0.0)
+
+
+@triton.jit
+def _as_e4m3(y):
+    """A row of float32 as (values in e4m3, its scale): the bits of `quantize_kernel`."""
+    amax = tl.max(_size(y), 0)
+    of = tl.where(amax < SMALLEST, 1.0, amax * FP8_SHARE)
+    return _narrowed(y * tl.div_rn(1.0, of), True), of
+
+
+@triton.jit
+def quantizing_gemv_kernel(
+    x, weight, scale, bias, out, x_stride, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (program): each takes every num_programs-th block of results. Weights are fp8 with a
+    scale for each row. ROWS, 1 or 2, of x are quantised to e4m3 by each program, once. BLOCK_K is
+    at least K.
+    """
+    k = tl.arange(0, BLOCK_K)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w = _kept_block(weight, n, k, N, K)
+    wait(OVERLAP)
+    a, of_a = _as_e4m3(tl.load(x + k, mask=k < K, other=0.0).to(tl.float32))
+    a = a.to(tl.float32)[None, :]
+    _put_kept(w, n, a, of_a, scale, bias, out, N, HAS_BIAS)
+    if ROWS > 1:
+        b, of_b = _as_e4m3(tl.load(x + x_stride + k, mask=k < K, other=0.0).to(tl.float32))
+        b = b.to(tl.float32)[None, :]
+        _put_kept(w, n, b, of_b, scale, bias, out + N, N, HAS_BIAS)
+    # Not asked for an iteration ahead: bytes that are kept over one take a register each. There are
+    # other programs to multiply meanwhile.
+    for block in range(
+        tl.program_id(0) + tl.num_programs(0), tl.cdiv(N, BLOCK_N), tl.num_programs(0)
+    ):
+        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        w = _kept_block(weight, n, k, N, K)
+        _put_kept(w, n, a, of_a, scale, bias, out, N, HAS_BIAS)
+        if ROWS > 1:
+            _put_kept(w, n, b, of_b, scale, bias, out + N, N, HAS_BIAS)
+
+
+@triton.jit
+def _put_kept(w, n, x, of_x, scale, bias, out, N: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Results [n] of a block of the weight [n k] by a row [1 k] float32, to their place."""
+    of = tl.load(scale + n, mask=n < N, other=0.0)
+    y = tl.sum(w.to(tl.float32) * x, 1) * of_x * of
+    if HAS_BIAS:
+        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _kept_block(weight, n, k, N: tl.constexpr, K: tl.constexpr):
+    """A block of whole rows of a weight."""
+    place = weight + n.to(tl.int64)[:, None] * K + k[None, :]
+    mask = (n < N)[:, None] & (k < K)[None, :]
+    return tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def silu_quantize_kernel(
+    x, values, scale, x_stride, INTER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (row): silu(gate) * up of x = (gate, up), as it is rounded to the dtype of x, as e4m3 by
+    a scale of the row. The bits of `act_and_mul_kernel` and `quantize_kernel`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    wait(OVERLAP)
+    gate = tl.load(x + row * x_stride + n, mask=n < INTER, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + INTER + n, mask=n < INTER, other=0.0).to(tl.float32)
+    found, of = _as_e4m3(gated(gate, up).to(x.dtype.element_ty).to(tl.float32))
+    tl.store(scale + row, of)
+    tl.store(values + row * INTER + n, found, mask=n < INTER)
 
 
 @triton.jit
@@ -192,33 +259,9 @@ def widen_kernel(
 
 
 @triton.jit
-def _size(y):
-    """What counts towards the largest of a row: no NaN, and infinities as the largest number."""
-    size = tl.abs(y)
-    return tl.where(size == size, tl.minimum(size, LARGEST), 0.0)
-
-
-@triton.jit
-def _row_scale(x, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The scale of a row as e4m3: that of `quantize_kernel`."""
-    k = tl.arange(0, BLOCK_K)
-    size = tl.zeros([BLOCK_K], tl.float32)
-    for start in tl.static_range(0, K, BLOCK_K):
-        at = start + k
-        size = tl.maximum(size, _size(tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)))
-    amax = tl.max(size, 0)
-    return tl.where(amax < SMALLEST, 1.0, amax * FP8_SHARE)
-
-
-@triton.jit
-def _tokens(
-    x, x_scale, own, at, K: tl.constexpr, X_GROUP: tl.constexpr, QUANTISES: tl.constexpr,
-    kind: tl.constexpr,
-):  # fmt: skip
+def _tokens(x, x_scale, at, K: tl.constexpr, X_GROUP: tl.constexpr, kind: tl.constexpr):
     """A block of one row [1 k], times its scales where these are of blocks."""
     y = tl.load(x + at, mask=at < K, other=0.0 if x.dtype.element_ty.is_floating() else 0)
-    if QUANTISES:
-        y = _narrowed(y.to(tl.float32) * tl.div_rn(1.0, own), True)
     y = y.to(kind)
     if (X_GROUP > 0) & (X_GROUP < K):
         y = y * tl.load(x_scale + at // X_GROUP, mask=at < K, other=0.0)
@@ -238,23 +281,15 @@ def _narrowed(y, FP8: tl.constexpr):
 
 @triton.jit
 def _put(
-    out, n, N: tl.constexpr, total, scale, own, added, K: tl.constexpr, X_GROUP: tl.constexpr,
-    groups: tl.constexpr, GATED: tl.constexpr,
+    out, n, N: tl.constexpr, total, scale, x_scale, added, K: tl.constexpr, X_GROUP: tl.constexpr,
+    groups: tl.constexpr,
 ):  # fmt: skip
     y = total.to(tl.float32)
     if X_GROUP == K:
-        y = y * own
+        y = y * tl.load(x_scale)
     if groups == 1:
         y = y * tl.load(scale + n, mask=n < N, other=0.0)
-    y = (y + added).to(out.dtype.element_ty)
-    if GATED:
-        results: tl.constexpr = n.shape[0] // 2
-        gate, up = tl.split(tl.reshape(y.to(tl.float32), [results, 2]))
-        i = tl.program_id(0) * results + tl.arange(0, results)
-        hidden = gated(gate, up).to(out.dtype.element_ty)
-        tl.store(out + i, hidden, mask=i < N // 2)
-    else:
-        tl.store(out + n, y, mask=n < N)
+    tl.store(out + n, (y + added).to(out.dtype.element_ty), mask=n < N)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -404,22 +439,3 @@ def quantize_kernel(
         y = tl.reshape(tl.reshape(y, [each, GROUP]) * inverse[:, None], [BLOCK_K])
     found = _narrowed(y, FP8)
     tl.store(values + row * K + at, found, mask=at < K)
-
-
-@triton.jit
-def silu_quantize_kernel(
-    x, values, scale, x_stride, INTER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Grid (row): silu(gate) * up of x (gate, up), as it is rounded to the dtype of x, as e4m3 by a
-    scale of the row. The bits of `act_and_mul_kernel` and `quantize_kernel`.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, BLOCK)
-    wait(OVERLAP)
-    gate = tl.load(x + row * x_stride + n, mask=n < INTER, other=0.0).to(tl.float32)
-    up = tl.load(x + row * x_stride + INTER + n, mask=n < INTER, other=0.0).to(tl.float32)
-    y = gated(gate, up).to(x.dtype.element_ty).to(tl.float32)
-    amax = tl.max(_size(y), 0)
-    of = tl.where(amax < SMALLEST, 1.0, amax * FP8_SHARE)
-    tl.store(scale + row, of)
-    tl.store(values + row * INTER + n, _narrowed(y * tl.div_rn(1.0, of), True), mask=n < INTER)

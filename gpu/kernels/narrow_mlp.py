@@ -1,6 +1,4 @@
-"""gated_mlp_fp8: the activation within the first product where rows are few, else with the
-quantisation of what goes into the second.
-"""
+"""gated_mlp_fp8: the activation and the quantisation of what it gives are one launch."""
 
 from __future__ import annotations
 
@@ -14,10 +12,8 @@ from ...ops.reference.narrow import FP8_UNITS
 from .launch import capability, config, overlap, power_of_2, triton_kernel
 from .narrow import (
     UNITS_CAPABILITY,
-    few_rows,
     linear_fp8,
     linear_fp8_units,
-    product,
     takes_quantised,
     takes_units,
 )
@@ -108,7 +104,7 @@ def gated_mlp_fp8(
     down_scale: Array,
     down_bias: Array | None,
 ) -> Array:
-    """See the op: two launches for one or two rows, else four."""
+    """See the op."""
     weights = (gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias)
     return _mlp(linear_fp8, x, *weights)
 
@@ -123,14 +119,8 @@ def _mlp(
     down_scale: torch.Tensor,
     down_bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The MLP, by an implementation of `linear_fp8` where rows are not few."""
+    """The MLP, by an implementation of `linear_fp8`."""
     dtype = dtype_name(x)
-    if few_rows(x, "fp8"):
-        hidden = product(
-            x, gate_up, gate_up_scale, None, None, gate_up_bias, "fp8", x.dtype,
-            quantises=True, gated=True,
-        )  # fmt: skip
-        return linear_fp8(hidden, down, None, down_scale, down_bias, dtype)
     both = linear(x, gate_up, None, gate_up_scale, gate_up_bias, dtype)
     values, scale = _silu_quantised(both)
     return linear(values, down, scale, down_scale, down_bias, dtype)
