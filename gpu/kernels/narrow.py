@@ -417,7 +417,7 @@ def _fragments(product: _Product) -> None:
 
     rows, n, k = product.sizes
     m = 8 if rows <= 8 else 16
-    setting = config("fragments", f"{product.kind}/{m}", product.kind)
+    setting = config("fragments", f"{product.kind}/{k}", product.kind)
     warps, block_n = setting["warps"], setting["block_n"]
     while k % (128 * warps):
         warps //= 2
