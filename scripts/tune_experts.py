@@ -1,12 +1,15 @@
-"""Time the experts of gpt-oss-20b in mxfp4 on this GPU, and try launch configurations.
+"""Time the experts of a layer on this GPU, and try launch configurations.
 
-    python scripts/tune_experts.py [--tokens 1,8,64,256] [--json F] [--jobs 8]
+    python scripts/tune_experts.py [--shape gpt-oss-20b] [--kind fp4] [--routing even,zipf]
+    [--tokens 1,8,64,256] [--json F] [--jobs 8]
 
 Each figure is microseconds of the experts of one layer inside a CUDA graph of many, each of which
 has a routing of its own. `share` is that of the time in which a copy on this GPU moves the bytes
-of the experts that are chosen. The first candidate is what `gpu/kernels/configs.json` has,
-`plain` are the kernels for any kind of weight; `error` is the largest difference to these, in
-units of the largest result. `--jobs` processes compile all configurations before.
+of the experts that are chosen, `experts` how many these are. `even`: all are as likely; `zipf`:
+the i-th is chosen 1/i as often as the first. Configurations are tried of fp4 only: the first
+candidate is what `gpu/kernels/configs.json` has, `plain` are the kernels for any kind of weight;
+`error` is the largest difference to these, in units of the largest result. `--jobs` processes
+compile all configurations before.
 """
 
 from __future__ import annotations
@@ -16,23 +19,41 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tune_narrow import microseconds
 
-from twinfer.gpu.kernels import launch, moe_narrow
+from twinfer.gpu.kernels import launch, moe, moe_narrow
 
-EXPERTS, TOP_K, DIM, INTER = 32, 4, 2880, 2880
 ROUTINGS = 16
+
+
+class Shape(NamedTuple):
+    """Experts of a layer: how many, how many a token goes through, and their sizes."""
+
+    experts: int
+    top_k: int
+    dim: int
+    inter: int
+
+
+SHAPES = {
+    "gpt-oss-20b": Shape(32, 4, 2880, 2880),
+    "qwen3-30b-a3b": Shape(128, 8, 2048, 768),
+}
+BYTES = {"plain": 2.0, "fp8": 1.0, "fp4": 0.5 + 4 / 32}
+"""Of an entry of a weight, with its share of a scale."""
 FEW = [(16, 4, 6), (16, 4, 4), (16, 4, 3), (16, 4, 2), (16, 2, 6)]
 FEW_DOWN = [(16, 16, 6), (16, 16, 3), (16, 16, 2), (16, 8, 6), (16, 8, 3)]
 PRODUCT = [(16, 4, 1), (16, 4, 2), (16, 4, 3), (16, 4, 6), (32, 4, 2), (16, 2, 3)]
 
 
-def settings(tokens: int) -> Iterator[tuple[str, dict[str, dict[str, int]]]]:
+def settings(kind: str, tokens: int) -> Iterator[tuple[str, dict[str, dict[str, int]]]]:
     """(name, entries of `configs.json`) to try for so many tokens."""
     yield "configs.json", {}
+    if kind != "fp4":
+        return
     yield "plain", {"moe_fragments": {"rows": 0}}
     base = {"moe_fragments": {"rows": 64}}
     if tokens <= 2:
@@ -46,20 +67,31 @@ def settings(tokens: int) -> Iterator[tuple[str, dict[str, dict[str, int]]]]:
         yield f"rows {n} {w} {a}", base | {f"moe_fragments/{m}": entry for m in (8, 16, 32)}
 
 
-def weights() -> list[Any]:
-    """Of gate and up, and of down: values, scales, no zeros, biases."""
+def weights(shape: Shape, kind: str) -> list[Any]:
+    """Of gate and up, and of down: values, scales, no zeros, biases; of plain ones values alone."""
     found: list[Any] = []
-    for n, k in ((2 * INTER, DIM), (DIM, INTER)):
-        values = torch.randint(0, 256, (EXPERTS, n, k // 2), dtype=torch.uint8, device="cuda")
-        scale = torch.exp2(torch.randint(-8, -5, (EXPERTS, n, k // 32), device="cuda").float())
-        bias = torch.randn(EXPERTS, n, device="cuda").bfloat16()
-        found += [values, scale, None, bias]
+    for n, k in ((2 * shape.inter, shape.dim), (shape.dim, shape.inter)):
+        size = (shape.experts, n, k)
+        if kind == "plain":
+            found.append(torch.randn(size, device="cuda", dtype=torch.bfloat16) * 0.02)
+        elif kind == "fp8":
+            values = torch.randn(size, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+            found += [values, torch.full((shape.experts, n, 1), 0.02, device="cuda"), None, None]
+        else:
+            packed = (shape.experts, n, k // 2)
+            values = torch.randint(0, 256, packed, dtype=torch.uint8, device="cuda")
+            powers = torch.randint(-8, -5, (shape.experts, n, k // 32), device="cuda")
+            bias = torch.randn(shape.experts, n, device="cuda").bfloat16()
+            found += [values, torch.exp2(powers.float()), None, bias]
     return found
 
 
-def chosen(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and experts of tokens that choose evenly."""
-    best = torch.randn(tokens, EXPERTS, device="cuda").topk(TOP_K)
+def chosen(shape: Shape, tokens: int, routing: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and experts of tokens, drawn without putting back."""
+    noise = -torch.rand(tokens, shape.experts, device="cuda").log().neg().log()
+    if routing == "zipf":
+        noise -= torch.arange(1, shape.experts + 1, device="cuda").log()[None, :]
+    best = noise.topk(shape.top_k)
     return best.values.softmax(-1), best.indices.int()
 
 
@@ -72,24 +104,33 @@ def configured(entries: dict[str, dict[str, int]]) -> None:
     moe_narrow.config = config  # type: ignore[assignment]
 
 
-def experts(x: torch.Tensor, routing: tuple[torch.Tensor, torch.Tensor], layer: Any) -> Any:
+def experts(
+    kind: str, x: torch.Tensor, routing: tuple[torch.Tensor, torch.Tensor], layer: list[Any]
+) -> torch.Tensor:
     """The experts of a layer."""
-    return moe_narrow.moe_experts_narrow(x, *routing, *layer, "fp4", 1.702, 7.0)
+    if kind == "plain":
+        plain: torch.Tensor = moe.moe_experts(x, *routing, *layer)
+        return plain
+    clamped = (1.702, 7.0) if kind == "fp4" else (0.0, 0.0)
+    narrow: torch.Tensor = moe_narrow.moe_experts_narrow(x, *routing, *layer, kind, *clamped)
+    return narrow
 
 
-def measure(tokens: int, layer: list[Any], rate: float) -> dict[str, Any]:
+def measure(
+    shape: Shape, kind: str, tokens: int, routing: str, layer: list[Any], rate: float
+) -> dict[str, Any]:
     """Figures by configuration."""
-    x = torch.randn(tokens, DIM, device="cuda").bfloat16() * 0.1
-    routings = [chosen(tokens) for _ in range(ROUTINGS)]
+    x = torch.randn(tokens, shape.dim, device="cuda").bfloat16() * 0.1
+    routings = [chosen(shape, tokens, routing) for _ in range(ROUTINGS)]
     distinct = sum(len(ids.unique()) for _, ids in routings) / ROUTINGS
-    bytes_read = distinct * 3 * INTER * DIM * (0.5 + 4 / 32)
+    bytes_read = distinct * 3 * shape.inter * shape.dim * BYTES[kind]
     found: dict[str, Any] = {}
     reference = None
-    for name, entries in sorted(settings(tokens), key=lambda pair: pair[0] != "plain"):
+    for name, entries in sorted(settings(kind, tokens), key=lambda pair: pair[0] != "plain"):
         configured(entries)
         try:
-            result = experts(x, routings[0], layer).float()
-            time = microseconds(lambda i: experts(x, routings[i], layer), ROUTINGS)
+            result = experts(kind, x, routings[0], layer).float()
+            time = microseconds(lambda i: experts(kind, x, routings[i], layer), ROUTINGS)
         except Exception as why:
             print(f"{tokens} tokens, {name}: {str(why)[:120]}", flush=True)
             continue
@@ -97,32 +138,41 @@ def measure(tokens: int, layer: list[Any], rate: float) -> dict[str, Any]:
         error = float((result - reference).abs().max() / reference.abs().max())
         share = bytes_read / rate / time * 1e6
         found[name] = {"us": round(time, 2), "share": round(share, 3), "error": round(error, 5)}
-        print(f"{tokens} tokens, {name}: {found[name]}", flush=True)
+        found[name]["experts"] = round(distinct, 1)
+        print(f"{kind}, {tokens} tokens, {routing}, {name}: {found[name]}", flush=True)
     return found
 
 
-def compile_only(tokens: list[int], job: int, jobs: int) -> None:
+def compile_only(shape: Shape, kind: str, tokens: list[int], job: int, jobs: int) -> None:
     """Launch every `jobs`-th configuration once: Triton keeps what it compiled on disk."""
-    layer, every = weights(), [(n, entries) for n in tokens for _, entries in settings(n)]
+    layer = weights(shape, kind)
+    every = [(n, entries) for n in tokens for _, entries in settings(kind, n)]
     for n, entries in every[job::jobs]:
         configured(entries)
-        experts(torch.zeros(n, DIM, device="cuda").bfloat16(), chosen(n), layer)
+        x = torch.zeros(n, shape.dim, device="cuda").bfloat16()
+        experts(kind, x, chosen(shape, n, "even"), layer)
     torch.cuda.synchronize()
 
 
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="gpt-oss-20b")
+    parser.add_argument("--kind", choices=BYTES, default="fp4")
+    parser.add_argument("--routing", default="even")
     parser.add_argument("--tokens", default="1,8,64,256")
     parser.add_argument("--json", default="")
     parser.add_argument("--jobs", type=int, default=0)
     parser.add_argument("--compile", default="", help="JOB/JOBS: what a process of --jobs does")
     given = parser.parse_args()
-    tokens = [int(n) for n in given.tokens.split(",")]
+    tokens, shape = [int(n) for n in given.tokens.split(",")], SHAPES[given.shape]
     if given.compile:
-        compile_only(tokens, *map(int, given.compile.split("/")))
+        compile_only(shape, given.kind, tokens, *map(int, given.compile.split("/")))
         return
-    command = [sys.executable, __file__, "--tokens", given.tokens, "--compile"]
+    command = [
+        sys.executable, __file__, "--shape", given.shape, "--kind", given.kind, "--tokens",
+        given.tokens, "--compile",
+    ]  # fmt: skip
     running = [
         subprocess.Popen([*command, f"{job}/{given.jobs}"], stderr=subprocess.DEVNULL)
         for job in range(given.jobs)
@@ -133,8 +183,12 @@ def main() -> None:
     other = torch.empty_like(big)
     rate = 2 * big.numel() / microseconds(lambda i: other.copy_(big), 1) * 1e6
     print(f"a copy moves {rate / 1e12:.2f} TB/s", flush=True)
-    layer = weights()
-    found = {n: measure(n, layer, rate) for n in tokens}
+    layer = weights(shape, given.kind)
+    found = {
+        f"{n} {routing}": measure(shape, given.kind, n, routing, layer, rate)
+        for routing in given.routing.split(",")
+        for n in tokens
+    }
     if given.json:
         with open(given.json, "w", encoding="utf-8") as file:
             json.dump({"copy": rate, "us": found}, file, indent=1)

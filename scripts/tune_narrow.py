@@ -1,8 +1,8 @@
 """Time products with narrow weights on this GPU, by shape, kind and number of rows, and try launch
 configurations of them.
 
-    python scripts/tune_narrow.py [--kinds int8,fp8,int4,tokens] [--rows 1,8,64,2048] [--json F]
-    [--jobs 12]
+    python scripts/tune_narrow.py [--kinds int8,fp8,int4,tokens,quantises] [--rows 1,8,64,2048]
+    [--json F] [--jobs 12]
 
 Each figure is microseconds of one call inside a CUDA graph of many, over so many copies of the
 weight that the L2 cache holds none. bf16 is cuBLAS (`F.linear`); `scaled_mm` is the fp8 units with
@@ -29,13 +29,22 @@ GEMV = [
     {"block_k": k, "entries": e, "programs": p, "warps": w}
     for k, e, p, w in [
         (4096, 16384, 2, 4), (2048, 8192, 4, 4), (4096, 32768, 2, 8), (2048, 16384, 2, 4),
-        (4096, 32768, 2, 4),
+        (4096, 32768, 2, 4), (2048, 16384, 2, 8),
+    ]
+]  # fmt: skip
+QUANTIZING = [
+    {"rows": 2, "most_k": 8192, "entries": e, "programs": p, "warps": w}
+    for e, p, w in [
+        (16384, 5, 4), (16384, 10, 4), (16384, 4, 8), (8192, 8, 4), (8192, 4, 8), (32768, 3, 8)
     ]
 ]  # fmt: skip
 FRAGMENTS = [
-    {"from_rows": 1, "rows": 16, "block_n": n, "warps": w, "ahead": a}
-    for n, w, a in [(16, 8, 4), (16, 4, 4), (16, 4, 8), (32, 8, 4), (32, 4, 8), (16, 8, 8)]
-]
+    {"from_rows": 1, "rows": 16, "block_n": n, "warps": w, "ahead": a, "programs": p}
+    for n, w, a, p in [
+        (16, 8, 4, 2), (16, 8, 4, 99), (16, 8, 2, 2), (16, 8, 2, 99), (16, 16, 2, 2),
+        (16, 16, 2, 99), (16, 16, 4, 2), (16, 4, 8, 4), (16, 4, 8, 99), (32, 8, 4, 1),
+    ]
+]  # fmt: skip
 FEW = [
     {
         "block_m": 16, "block_n": n, "block_k": k, "programs": p, "steps": 2, "warps": w,
@@ -66,8 +75,11 @@ MANY = [
 ]  # fmt: skip
 
 
-def settings(rows: int) -> Iterator[tuple[str, dict[str, int]]]:
+def settings(kind: str, rows: int) -> Iterator[tuple[str, dict[str, int]]]:
     """(kernel, configuration) to try for so many rows."""
+    if kind == "quantises":
+        yield from (("quantizing", x) for x in QUANTIZING)
+        return
     if rows <= 16:
         yield from (("fragments", x) for x in FRAGMENTS)
     if rows <= 2:
@@ -81,7 +93,9 @@ def settings(rows: int) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def arguments(kind: str, n: int, k: int, rows: int) -> tuple[Any, ...]:
-    """(x, weight, scale, zero, x_scale, bias, kind) of a product; `tokens` are fp8 by fp8."""
+    """(x, weight, scale, zero, x_scale, bias, kind) of a product; `tokens` are fp8 by fp8, and
+    `quantises` the same of tokens that each program quantises.
+    """
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(rows, k, device="cuda", generator=generator).bfloat16()
     w = torch.randn(n, k, device="cuda", generator=generator).bfloat16() * 0.02
@@ -94,8 +108,8 @@ def arguments(kind: str, n: int, k: int, rows: int) -> tuple[Any, ...]:
         weight, scale = narrow.quantize_int8_dynamic(w, "row", 0)
         return x, weight, scale, None, None, None, kind
     weight, scale = narrow.quantize_fp8_dynamic(w, "row", 0)
-    if kind == "fp8":
-        return x, weight, scale, None, None, None, kind
+    if kind in ("fp8", "quantises"):
+        return x, weight, scale, None, None, None, "fp8"
     values, x_scale = narrow.quantize_fp8_dynamic(x, "row", 0)
     return values, weight, scale, None, x_scale, None, "fp8"
 
@@ -125,6 +139,12 @@ def microseconds(call: Callable[[int], Any], copies: int) -> float:
 def product(kernel: str, setting: dict[str, int], given: tuple[Any, ...], out: Any) -> None:
     """One launch with a configuration."""
     narrow.config = lambda *names: setting  # type: ignore[assignment]
+    if kernel == "quantizing":
+        x, weight, scale = given[:3]
+        if not narrow._quantises(x, weight, scale):
+            raise ValueError("another kernel's")
+        narrow._quantizing_gemv(x, weight, scale, None, out.dtype)
+        return
     asked = narrow._Product(*given, out)
     if kernel == "fragments" and not narrow._fragments_take(asked):
         raise ValueError("another kernel's")
@@ -149,7 +169,7 @@ def measure(kind: str, rows: int) -> dict[str, Any]:
         every = copied(given)
         out = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
         figures: list[Any] = []
-        for kernel, setting in settings(rows):
+        for kernel, setting in settings(kind, rows):
             try:
                 time = microseconds(
                     lambda i, a=kernel, b=setting, c=every, d=out: product(a, b, c[i], d),
@@ -209,10 +229,15 @@ def plain(rows: int) -> dict[str, float]:
 
 def warm(kinds: list[str], rows: list[int], jobs: int) -> None:
     """Compile everything in processes of their own; Triton keeps it on disk."""
-    todo = [(kind, row) for row in rows for kind in kinds]
+    todo = [
+        (kind, row, i)
+        for row in rows
+        for kind in kinds
+        for i in range(len(list(settings(kind, row))) * len(SHAPES))
+    ]
     running: list[subprocess.Popen[bytes]] = []
     for index in range(jobs):
-        mine = [f"{kind}:{row}" for kind, row in todo[index::jobs]]
+        mine = [f"{kind}:{row}:{i}" for kind, row, i in todo[index::jobs]]
         if mine:
             running.append(
                 subprocess.Popen([sys.executable, __file__, "--compile", ",".join(mine)])
@@ -221,18 +246,19 @@ def warm(kinds: list[str], rows: list[int], jobs: int) -> None:
         process.wait()
 
 
-def compile_only(pairs: list[str]) -> None:
-    """Launch each configuration once."""
-    for pair in pairs:
-        kind, rows = pair.split(":")
-        for n, k in SHAPES:
-            given = arguments(kind, n, k, int(rows))
-            out = torch.empty(int(rows), n, dtype=torch.bfloat16, device="cuda")
-            for kernel, setting in settings(int(rows)):
-                try:
-                    product(kernel, setting, given, out)
-                except Exception:
-                    continue
+def compile_only(triples: list[str]) -> None:
+    """Launch each configuration once: (kind, rows, which of its shapes and configurations)."""
+    for triple in triples:
+        kind, rows, which = triple.split(":")
+        index, shape = divmod(int(which), len(SHAPES))
+        kernel, setting = list(settings(kind, int(rows)))[index]
+        n, k = SHAPES[shape]
+        given = arguments(kind, n, k, int(rows))
+        out = torch.empty(int(rows), n, dtype=torch.bfloat16, device="cuda")
+        try:
+            product(kernel, setting, given, out)
+        except Exception:
+            continue
     torch.cuda.synchronize()
 
 

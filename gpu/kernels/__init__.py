@@ -20,6 +20,7 @@ if find_spec("triton") is not None:
         moe,
         moe_narrow,
         narrow,
+        narrow_mlp,
         reduce,
         rows,
         sampling,

@@ -24,14 +24,19 @@ MAX_EXPERTS = 1024
 MAX_CHOSEN = 64
 
 
-def _takes_route(logits: Array, slots: Array, top_k: int, renormalize: bool) -> bool:
+def _takes_route(
+    logits: Array, slots: Array, top_k: int, renormalize: bool, shift: Array | None = None
+) -> bool:
     return dtype_name(logits) in FLOATS and logits.shape[1] <= MAX_EXPERTS and top_k <= MAX_CHOSEN
 
 
 @triton_kernel("moe_route", supports_args=_takes_route, row_invariant=True)
-def moe_route(logits: Array, slots: Array, top_k: int, renormalize: bool) -> tuple[Array, Array]:
+def moe_route(
+    logits: Array, slots: Array, top_k: int, renormalize: bool, shift: Array | None = None
+) -> tuple[Array, Array]:
     """See the op: a row is one program's, or one of a few."""
-    return _route(logits, None, slots, top_k, renormalize, 1.0)
+    shift = None if shift is None else shift.contiguous()
+    return _route(logits, shift, slots, top_k, renormalize, 1.0, sigmoid=False)
 
 
 def _takes_sigmoid(
@@ -61,7 +66,7 @@ def moe_route_sigmoid(
     scale: float,
 ) -> tuple[Array, Array]:
     """See the op."""
-    return _route(logits, bias.contiguous(), slots, top_k, renormalize, scale)
+    return _route(logits, bias.contiguous(), slots, top_k, renormalize, scale, sigmoid=True)
 
 
 def _route(
@@ -71,8 +76,10 @@ def _route(
     top_k: int,
     renormalize: bool,
     scale: float,
+    *,
+    sigmoid: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and experts; with a bias by sigmoids."""
+    """Weights and experts; a bias is added to sigmoids, or to the logits themselves."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, experts = logits.shape
     weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
@@ -82,7 +89,8 @@ def _route(
     route_kernel[(triton.cdiv(rows, several),)](
         logits, logits if bias is None else bias, slots.contiguous(), weights, ids, rows, scale,
         logits.stride(0),
-        EXPERTS=experts, TOP_K=top_k, SIGMOID=bias is not None, RENORMALIZE=renormalize,
+        EXPERTS=experts, TOP_K=top_k, HAS_BIAS=bias is not None, SIGMOID=sigmoid,
+        RENORMALIZE=renormalize,
         ROWS=several, BLOCK_E=width, BLOCK_K=power_of_2(top_k), num_warps=setting["warps"],
         **overlap(early=True),
     )  # fmt: skip

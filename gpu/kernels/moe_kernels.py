@@ -15,23 +15,27 @@ from .overlap import wait
 @triton.jit(do_not_specialize=["rows"])
 def route_kernel(
     logits, bias, slots, weights, experts, rows, scale, row_stride, EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of ROWS rows): the best experts one after the other. SIGMOID: by sigmoids plus
-    bias, else by the logits.
+    bias, else by the logits, plus bias if it HAS_BIAS.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     inside = (n < EXPERTS)[None, :] & (row < rows)[:, None]
+    b = tl.zeros([BLOCK_E], tl.float32)
+    if HAS_BIAS:
+        b = tl.load(bias + n, mask=n < EXPERTS, other=0.0).to(tl.float32)
     wait(OVERLAP)
     place = logits + row.to(tl.int64)[:, None] * row_stride + n[None, :]
     x = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
+    if not SIGMOID:
+        x += b[None, :]
     spoiled = tl.max((x != x).to(tl.int32), 1) > 0
     if SIGMOID:
         e = exp(-tl.abs(x))
         scores = tl.where(x < 0, e, 1.0) / (1.0 + e)
-        b = tl.load(bias + n, mask=n < EXPERTS, other=0.0).to(tl.float32)
         y = scores + b[None, :]
     else:
         scores = x

@@ -60,6 +60,10 @@ class _Weight(NamedTuple):
             "HAS_BIAS": self.bias is not None,
         }
 
+    def few_block_k(self, most: int) -> int:
+        """The same where all of a row at once is better than no lane without an entry."""
+        return min(most, power_of_2(self.k)) if self.group == self.k else self.block_k(most)
+
     def block_k(self, most: int) -> int:
         """Entries along k that a program takes at a time: whole groups, or parts of one."""
         block = min(most, power_of_2(self.k))
@@ -167,9 +171,9 @@ def _few(
     alpha: float, limit: float,
 ) -> torch.Tensor:  # fmt: skip
     (tokens, top_k), (count, dim, _) = experts.shape, down.values.shape
-    setting, inter = config("moe_narrow_few"), down.k
+    setting, inter = config("moe_narrow_few", up.kind), down.k
     hidden = torch.empty((tokens * top_k, inter), dtype=x.dtype, device=x.device)
-    block_k = up.block_k(setting["block_k"])
+    block_k = up.few_block_k(setting["block_k"])
     wanted = setting["programs"] * processors()
     block_n = block_rows(inter, setting["entries"] // (2 * block_k), wanted // (tokens * top_k))
     narrow_few_gated_kernel[(triton.cdiv(inter, block_n), tokens * top_k)](
@@ -178,12 +182,13 @@ def _few(
         BLOCK_N=block_n, BLOCK_K=block_k, num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
     out = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
-    block_k = down.block_k(setting["block_k"])
-    block_n = block_rows(dim, setting["entries"] // block_k, wanted // tokens)
+    choices = power_of_2(top_k)
+    block_k = down.few_block_k(max(32, min(setting["block_k"], setting["entries"] // choices)))
+    block_n = block_rows(dim, setting["entries"] // (block_k * choices), wanted // tokens)
     narrow_few_down_kernel[(triton.cdiv(dim, block_n), tokens)](
         hidden, *down.arrays, weights, experts, out,
-        N=dim, K=inter, EXPERTS=count, TOP_K=top_k, **down.constants, BLOCK_N=block_n,
-        BLOCK_K=block_k, num_warps=setting["warps"], **overlap(early=True),
+        N=dim, K=inter, EXPERTS=count, TOP_K=top_k, **down.constants, BLOCK_C=choices,
+        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
     return out
 

@@ -18,7 +18,9 @@ def _wide_rows(
     weight, scale, zero, row, real, start, K: tl.constexpr, KIND: tl.constexpr,
     GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Entries [n BLOCK_K] float32 of rows [n] int64 of a weight, from `start` on."""
+    """Entries [n BLOCK_K] float32 of rows [n] int64 of a weight, from `start` on; without their
+    scale where a row has one (`_row_scales`).
+    """
     packed: tl.constexpr = 2 if (KIND == "int4") | (KIND == "fp4") else 1
     width: tl.constexpr = K // packed
     groups: tl.constexpr = K // GROUP
@@ -32,7 +34,11 @@ def _wide_rows(
     base = tl.full([1, 1], INT4_ZERO, tl.int32)
     if KIND == "plain":
         return raw.to(tl.float32)
-    elif GROUP % BLOCK_K == 0 or groups == 1:
+    elif groups == 1:
+        if HAS_ZERO:
+            base = tl.load(zero + row, mask=real, other=0).to(tl.int32)[:, None]
+        return _entries(raw, base, KIND, tl.float32)
+    elif GROUP % BLOCK_K == 0:
         of = row * groups + start // GROUP
         share = tl.load(scale + of, mask=real, other=0.0)
         if HAS_ZERO:
@@ -48,6 +54,15 @@ def _wide_rows(
             return _entries(raw, _spread(zeros, GROUP // packed), KIND, tl.float32) * each
         else:
             return _entries(raw, base, KIND, tl.float32) * each
+
+
+@triton.jit
+def _row_scales(scale, row, real, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr):
+    """What sums of `_wide_rows` over k are multiplied by [n]."""
+    if KIND == "plain" or GROUP < K:
+        return tl.full(row.shape, 1.0, tl.float32)
+    else:
+        return tl.load(scale + row, mask=real, other=0.0)
 
 
 @triton.jit
@@ -102,7 +117,8 @@ def narrow_few_gated_kernel(
             b += y * _wide_rows(
                 weight, scale, zero, of_up, real, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
             )  # fmt: skip
-        gate, up = tl.sum(a, 1), tl.sum(b, 1)
+        gate = tl.sum(a, 1) * _row_scales(scale, of_gate, real, K, KIND, GROUP)
+        up = tl.sum(b, 1) * _row_scales(scale, of_up, real, K, KIND, GROUP)
         if HAS_BIAS:
             gate += tl.load(bias + of_gate, mask=real, other=0.0).to(tl.float32)
             up += tl.load(bias + of_up, mask=real, other=0.0).to(tl.float32)
@@ -114,32 +130,36 @@ def narrow_few_gated_kernel(
 def narrow_few_down_kernel(
     hidden, weight, scale, zero, bias, weights, experts, out, N: tl.constexpr, K: tl.constexpr,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-    HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (block of results, token): the results of its choices by weight, in their order."""
+    """Grid (block of results, token): the results of its choices by weight. All of them, at most
+    BLOCK_C, are asked for at once.
+    """
     wait(OVERLAP)
     t = tl.program_id(1).to(tl.int64)
-    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    total = tl.zeros([BLOCK_N], tl.float32)
-    for j in range(TOP_K):
-        expert = tl.load(experts + t * TOP_K + j)
-        valid = (expert >= 0) & (expert < EXPERTS)
-        share = tl.load(weights + t * TOP_K + j)
-        row = tl.cast(expert, tl.int64) * N + n
-        real = (n < N) & valid
-        a = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        for start in tl.range(0, K, BLOCK_K):
-            at = start + k
-            y = tl.load(hidden + (t * TOP_K + j) * K + at, mask=(at < K) & valid, other=0.0)
-            a += y.to(tl.float32)[None, :] * _wide_rows(
-                weight, scale, zero, row, real, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
-            )  # fmt: skip
-        y = tl.sum(a, 1)
-        if HAS_BIAS:
-            y += tl.load(bias + row, mask=real, other=0.0).to(tl.float32)
-        total += tl.where(valid, share * y, 0.0)
-    tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)
+    i, k = tl.arange(0, BLOCK_C * BLOCK_N), tl.arange(0, BLOCK_K)
+    n, choice = tl.program_id(0) * BLOCK_N + i % BLOCK_N, t * TOP_K + i // BLOCK_N
+    expert = tl.load(experts + choice, mask=i // BLOCK_N < TOP_K, other=-1)
+    valid = (expert >= 0) & (expert < EXPERTS)
+    share = tl.load(weights + choice, mask=valid, other=0.0)
+    row, real = tl.cast(expert, tl.int64) * N + n, (n < N) & valid
+    a = tl.zeros([BLOCK_C * BLOCK_N, BLOCK_K], tl.float32)
+    for start in tl.range(0, K, BLOCK_K):
+        at = start + k
+        y = tl.load(
+            hidden + choice[:, None] * K + at[None, :], mask=real[:, None] & (at < K)[None, :],
+            other=0.0,
+        )  # fmt: skip
+        a += y.to(tl.float32) * _wide_rows(
+            weight, scale, zero, row, real, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
+        )  # fmt: skip
+    y = tl.sum(a, 1) * _row_scales(scale, row, real, K, KIND, GROUP)
+    if HAS_BIAS:
+        y += tl.load(bias + row, mask=real, other=0.0).to(tl.float32)
+    total = tl.sum(tl.reshape(tl.where(valid, share * y, 0.0), [BLOCK_C, BLOCK_N]), 0)
+    result = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tl.store(out + t * N + result, total.to(out.dtype.element_ty), mask=result < N)
 
 
 @triton.jit(do_not_specialize=["alpha", "limit"])
@@ -189,9 +209,11 @@ def narrow_product_kernel(
                     weight, scale, zero, of_up, inside, start, K, KIND, GROUP, HAS_ZERO, BLOCK_K
                 )  # fmt: skip
                 up = dot(a, tl.trans(u.to(dtype)), up)
+        acc *= _row_scales(scale, of_first, inside, K, KIND, GROUP)[None, :]
         if HAS_BIAS:
             acc += tl.load(bias + of_first, mask=inside, other=0.0).to(tl.float32)[None, :]
         if GATED:
+            up *= _row_scales(scale, of_up, inside, K, KIND, GROUP)[None, :]
             if HAS_BIAS:
                 up += tl.load(bias + of_up, mask=inside, other=0.0).to(tl.float32)[None, :]
             acc = _between(acc, up, alpha, limit, CLAMPED)

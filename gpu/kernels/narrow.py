@@ -28,6 +28,7 @@ from .narrow_kernels import (
     narrow_gemv_kernel,
     narrow_kernel,
     quantize_kernel,
+    quantizing_gemv_kernel,
     widen_kernel,
 )
 
@@ -114,31 +115,43 @@ def linear_grouped(
     return _product(x, weight, scale, zero, None, bias, kind, x.dtype)
 
 
-def _takes_quantised(
+def takes_quantised(
     x: Array,
     weight: Array,
-    x_scale: Array,
+    x_scale: Array | None,
     weight_scale: Array,
     bias: Array | None,
     dtype: str,
 ) -> bool | Refusal:
     """Scales are of whole rows, or of blocks that are powers of 2."""
-    for scale in (x_scale, weight_scale):
+    if x_scale is None:
+        taken = _takes_quantized(x, "row", 0)
+        if taken is not True:
+            return taken
+    for scale in (weight_scale, x_scale):
+        if scale is None:
+            continue
         refusal = refused_groups(x.shape[1], scale.shape[1])
         if refusal is not None:
             return refusal
-    return dtype in FLOATS and dtype_name(weight_scale) == dtype_name(x_scale) == "float32"
+        if dtype_name(scale) != "float32":
+            return False
+    return dtype in FLOATS
 
 
-def _takes_units(
+def takes_units(
     x: Array,
     weight: Array,
-    x_scale: Array,
+    x_scale: Array | None,
     weight_scale: Array,
     bias: Array | None,
     dtype: str,
 ) -> bool | Refusal:
-    if x_scale.shape[1] > 1 or weight_scale.shape[1] > 1:
+    if x_scale is None:
+        taken = _takes_quantized(x, "row", 0)
+        if taken is not True:
+            return taken
+    if (x_scale is not None and x_scale.shape[1] > 1) or weight_scale.shape[1] > 1:
         return Refusal("scales of blocks; these are of rows")
     if dtype != "bfloat16" or weight.shape[0] % 16 or weight.shape[1] % 16:
         return Refusal(f"{dtype} of {list(weight.shape)}; these are bfloat16 of multiples of 16")
@@ -150,7 +163,7 @@ def _takes_units(
     provider="scaled_mm",
     framework="torch",
     supported=lambda: capability() >= UNITS_CAPABILITY,
-    supports_args=_takes_units,
+    supports_args=takes_units,
     opaque=True,
     preferred_on=("cuda",),
     dot=FP8_UNITS,
@@ -158,14 +171,16 @@ def _takes_units(
 def linear_fp8_units(
     x: Array,
     weight: Array,
-    x_scale: Array,
+    x_scale: Array | None,
     weight_scale: Array,
     bias: Array | None,
     dtype: str,
 ) -> Array:
     """See the op: a few rows by the kernel, more by the chip's fp8 units."""
     if x.shape[0] <= UNITS_FROM:
-        return _product(x, weight, weight_scale, None, x_scale, bias, "fp8", torch.bfloat16)
+        return linear_fp8(x, weight, x_scale, weight_scale, bias, dtype)
+    if x_scale is None:
+        x, x_scale = quantize_fp8_dynamic(x, "row", 0)
     rows, n = x.shape[0], weight.shape[0]
     return torch._scaled_mm(
         x,
@@ -177,23 +192,27 @@ def linear_fp8_units(
     )
 
 
-@triton_kernel("linear_fp8", supports_args=_takes_quantised)
+@triton_kernel("linear_fp8", supports_args=takes_quantised)
 def linear_fp8(
     x: Array,
     weight: Array,
-    x_scale: Array,
+    x_scale: Array | None,
     weight_scale: Array,
     bias: Array | None,
     dtype: str,
 ) -> Array:
     """See the op: products of e4m3 in bfloat16, sums in float32."""
+    if x_scale is None and _quantises(x, weight, weight_scale):
+        return _quantizing_gemv(x, weight, weight_scale, bias, getattr(torch, dtype))
+    if x_scale is None:
+        x, x_scale = quantize_fp8_dynamic(x, "row", 0)
     return _product(x, weight, weight_scale, None, x_scale, bias, "fp8", getattr(torch, dtype))
 
 
 def _takes_int8(
     x: Array, weight: Array, x_scale: Array, weight_scale: Array, bias: Array | None, dtype: str
 ) -> bool | Refusal:
-    return _takes_quantised(x, weight, x_scale, weight_scale, bias, dtype)
+    return takes_quantised(x, weight, x_scale, weight_scale, bias, dtype)
 
 
 @triton_kernel("linear_int8", supports_args=_takes_int8, row_invariant=True)
@@ -291,16 +310,53 @@ def _product(
     out = torch.empty((rows, n), dtype=dtype, device=x.device)
     if rows == 0:
         return out
-    product = _Product(x, weight, scale, zero, x_scale, bias, kind, out)
+    asked = _Product(x, weight, scale, zero, x_scale, bias, kind, out)
     limit = config("narrow", kind)
-    if _fragments_take(product):
-        _fragments(product)
+    if _fragments_take(asked):
+        _fragments(asked)
     elif rows <= min(2, limit["gemv_rows"]):
-        _gemv(product)
+        _gemv(asked)
     elif x_scale is None and rows > limit["widened_from"] and dtype_name(x) != "float32":
         return linear(x, _widened(weight, scale, zero, kind, x), bias)
     else:
-        _blocks(product)
+        _blocks(asked)
+    return out
+
+
+def _quantises(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether `quantizing_gemv_kernel` takes these rows: it holds each as a whole."""
+    setting, k = config("quantizing_gemv"), x.shape[1]
+    few = x.shape[0] <= min(2, setting["rows"]) and scale.shape[1] == 1
+    return few and power_of_2(k) <= min(setting["most_k"], 9 * k // 8)
+
+
+def _programs(blocks: int, most: int) -> int:
+    """How many programs, at most `most`, take as many blocks each as the busiest has to."""
+    return triton.cdiv(blocks, triton.cdiv(blocks, most))
+
+
+def _quantizing_gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    rows, (n, k) = x.shape[0], weight.shape
+    setting, block_k = config("quantizing_gemv"), power_of_2(k)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    scale = (scale if scale.shape[0] == n else scale.expand(n, -1)).contiguous()
+    out = torch.empty((rows, n), dtype=dtype, device=x.device)
+    if rows == 0:
+        return out
+    most = setting["programs"] * processors()
+    block_n = block_rows(n, setting["entries"] // (block_k * rows), most)
+    quantizing_gemv_kernel[(_programs(triton.cdiv(n, block_n), most),)](
+        x, weight.contiguous(), scale, out if bias is None else bias.contiguous(), out,
+        x.stride(0),
+        N=n, K=k, ROWS=rows, HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=setting["warps"], **overlap(early=True),
+    )  # fmt: skip
     return out
 
 
@@ -361,14 +417,17 @@ def _fragments(product: _Product) -> None:
 
     rows, n, k = product.sizes
     m = 8 if rows <= 8 else 16
-    setting = config("fragments", f"{product.kind}/{m}", product.kind)
+    setting = config("fragments", f"{product.kind}/{k}", product.kind)
     warps, block_n = setting["warps"], setting["block_n"]
     while k % (128 * warps):
         warps //= 2
     x = product.x
     x = x.contiguous().view(torch.int32) if product.kind == "fp8" else x
     words = product._replace(x=x, weight=product.weight.view(torch.int32))
-    fragment_kernel[(triton.cdiv(n, block_n),)](
+    programs = blocks = triton.cdiv(n, block_n)
+    if k // (128 * warps) <= setting["ahead"]:
+        programs = _programs(blocks, setting["programs"] * processors())
+    fragment_kernel[(programs,)](
         *words.arrays, rows, *words.strides, **product.constants, M=m, BLOCK_N=block_n,
         WARPS=warps, AHEAD=setting["ahead"], num_warps=warps, **overlap(early=True),
     )  # fmt: skip

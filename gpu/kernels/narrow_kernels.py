@@ -1,7 +1,8 @@
 """Products with weights of 8 or 4 bits an entry, and the quantisation of what goes into them.
 
-Two shapes of program, each for a block of the n results. `narrow_gemv_kernel`: multiply and add in
-float32 (int32 where both are int8), for one or two rows. `narrow_kernel`: the tensor cores, whose
+Shapes of programs, for blocks of the n results. `narrow_gemv_kernel`: multiply and add in float32
+(int32 where both are int8), for one or two rows. `quantizing_gemv_kernel`: the same in fp8, of rows
+that programs quantise, which are kept for many blocks. `narrow_kernel`: the tensor cores, whose
 left operand is the weight as it was widened in registers, for any number of rows; k may be split
 among programs, the last of which to arrive adds the parts in their order.
 
@@ -13,7 +14,7 @@ moves to where the exponent is.
 import triton
 import triton.language as tl
 
-from .arithmetic import FP8_MAX, INT8_MAX, NEAREST, dot
+from .arithmetic import FP8_MAX, INT8_MAX, NEAREST, dot, gated
 from .overlap import wait
 
 LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -149,6 +150,88 @@ def narrow_gemv_kernel(
     if ROWS > 1:
         second = x_scale + x_scale_stride
         _put(out + N, n, N, tl.sum(b, 1), scale, second, added, K, X_GROUP, groups)
+
+
+@triton.jit
+def _size(y):
+    """What counts towards the largest of a row: no NaN, and infinities as the largest number."""
+    size = tl.abs(y)
+    return tl.where(size == size, tl.minimum(size, LARGEST), 0.0)
+
+
+@triton.jit
+def _as_e4m3(y):
+    """A row of float32 as (values in e4m3, its scale): the bits of `quantize_kernel`."""
+    amax = tl.max(_size(y), 0)
+    of = tl.where(amax < SMALLEST, 1.0, amax * FP8_SHARE)
+    return _narrowed(y * tl.div_rn(1.0, of), True), of
+
+
+@triton.jit
+def quantizing_gemv_kernel(
+    x, weight, scale, bias, out, x_stride, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (program): each takes every num_programs-th block of results. Weights are fp8 with a
+    scale for each row. ROWS, 1 or 2, of x are quantised to e4m3 by each program, once. BLOCK_K is
+    at least K.
+    """
+    k = tl.arange(0, BLOCK_K)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w = _kept_block(weight, n, k, N, K)
+    wait(OVERLAP)
+    a, of_a = _as_e4m3(tl.load(x + k, mask=k < K, other=0.0).to(tl.float32))
+    a = a.to(tl.float32)[None, :]
+    _put_kept(w, n, a, of_a, scale, bias, out, N, HAS_BIAS)
+    if ROWS > 1:
+        b, of_b = _as_e4m3(tl.load(x + x_stride + k, mask=k < K, other=0.0).to(tl.float32))
+        b = b.to(tl.float32)[None, :]
+        _put_kept(w, n, b, of_b, scale, bias, out + N, N, HAS_BIAS)
+    # Not asked for an iteration ahead: bytes that are kept over one take a register each. There are
+    # other programs to multiply meanwhile.
+    for block in range(
+        tl.program_id(0) + tl.num_programs(0), tl.cdiv(N, BLOCK_N), tl.num_programs(0)
+    ):
+        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        w = _kept_block(weight, n, k, N, K)
+        _put_kept(w, n, a, of_a, scale, bias, out, N, HAS_BIAS)
+        if ROWS > 1:
+            _put_kept(w, n, b, of_b, scale, bias, out + N, N, HAS_BIAS)
+
+
+@triton.jit
+def _put_kept(w, n, x, of_x, scale, bias, out, N: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Results [n] of a block of the weight [n k] by a row [1 k] float32, to their place."""
+    of = tl.load(scale + n, mask=n < N, other=0.0)
+    y = tl.sum(w.to(tl.float32) * x, 1) * of_x * of
+    if HAS_BIAS:
+        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _kept_block(weight, n, k, N: tl.constexpr, K: tl.constexpr):
+    """A block of whole rows of a weight."""
+    place = weight + n.to(tl.int64)[:, None] * K + k[None, :]
+    mask = (n < N)[:, None] & (k < K)[None, :]
+    return tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def silu_quantize_kernel(
+    x, values, scale, x_stride, INTER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (row): silu(gate) * up of x = (gate, up), as it is rounded to the dtype of x, as e4m3 by
+    a scale of the row. The bits of `act_and_mul_kernel` and `quantize_kernel`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    wait(OVERLAP)
+    gate = tl.load(x + row * x_stride + n, mask=n < INTER, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + INTER + n, mask=n < INTER, other=0.0).to(tl.float32)
+    found, of = _as_e4m3(gated(gate, up).to(x.dtype.element_ty).to(tl.float32))
+    tl.store(scale + row, of)
+    tl.store(values + row * INTER + n, found, mask=n < INTER)
 
 
 @triton.jit
@@ -338,8 +421,7 @@ def quantize_kernel(
     at = first + tl.arange(0, BLOCK_K)
     wait(OVERLAP)
     y = tl.load(x + row * x_stride + at, mask=at < K, other=0.0).to(tl.float32)
-    size = tl.abs(y)
-    size = tl.where(size == size, tl.minimum(size, LARGEST), 0.0)
+    size = _size(y)
     groups: tl.constexpr = K // GROUP
     share: tl.constexpr = FP8_SHARE if FP8 else INT8_SHARE
     if groups == 1:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ...ops.reference.paged import oldest_seen
+from ...ops.reference.quantization import FP8_MAX
 from ...ops.testing import TESTING, Arguments, Case, limits
 
 Probes = Iterator[tuple[str, Arguments]]
@@ -83,8 +84,11 @@ def _product(x: str, weight: str, bias: str | None = None) -> Callable[..., Prob
 
 def _quantised_product(rng: np.random.Generator, a: Arguments) -> Probes:
     # Up to 1: greater ones would make sums over k that float16 cannot hold.
-    scales = {n: _powers(rng, a[n], 0) for n in ("x_scale", "weight_scale") if n in a}
+    scales = {n: _powers(rng, a[n], 0) for n in ("x_scale", "weight_scale") if a.get(n) is not None}
     values = {n: integers(rng, a[n]) for n in ("x", "weight")}
+    if a["x_scale"] is None:
+        # So that a row is quantised by a scale of 1.
+        values["x"][:, 0] = FP8_MAX
     yield "integers, scales of powers of two", values | scales | {"bias": _or_none(rng, a["bias"])}
 
 

@@ -45,6 +45,9 @@ def _route_cases(dtype: str) -> Iterator[Case]:
             name = f"{top_k} of 33, {renormalize=}"
             yield Case(name, _routing(x, top_k, renormalize))
     yield Case("strided", _routing(strided(x), 4, True))
+    rng = generator("moe_route shift")
+    shift = normal(rng, dtype, 33, scale=3.0)
+    yield Case("shifted", _routing(normal(rng, dtype, 12, 33), 4, True) | {"shift": shift})
     padded = x.copy()
     padded[5:] = x[:7]
     yield Case("rows of padding", _routing(padded, 3, True, np.arange(12) % 5 - 1))
@@ -70,12 +73,23 @@ def _routing(
 def _route_magnitude(a: Arguments) -> Any:
     """An error e of a distance to the best logit is a factor exp(e) of the weight."""
     weights, experts = _route(None, **a)
-    chosen = np.take_along_axis(a["logits"], np.maximum(experts, 0), -1)
-    gap = np.max(a["logits"], axis=-1, keepdims=True) - chosen
+    logits = a["logits"] + (0.0 if a.get("shift") is None else a["shift"])
+    chosen = np.take_along_axis(logits, np.maximum(experts, 0), -1)
+    gap = np.max(logits, axis=-1, keepdims=True) - chosen
     return weights * (1.0 + np.where(np.isfinite(gap), gap, 0.0)) + FLUSHED, None
 
 
-def _route(xp: Any, logits: Any, slots: Any, top_k: int, renormalize: bool, fault: str = "") -> Any:
+def _route(
+    xp: Any,
+    logits: Any,
+    slots: Any,
+    top_k: int,
+    renormalize: bool,
+    shift: Any = None,
+    fault: str = "",
+) -> Any:
+    if shift is not None and fault != "shift left out":
+        logits = logits + shift
     keys = np.where(np.isnan(logits), -np.inf, logits)
     if fault == "chosen by rounded logits":
         keys = to_bfloat16(keys)
@@ -121,6 +135,7 @@ ROUTE_FAULTS = (
         "rounded to bfloat16",
     ),
     *("weights shifted", "scaled by 1.005", "slot 0 is padding", "padding chooses expert 0"),
+    "shift left out",
 )
 
 judged_by(

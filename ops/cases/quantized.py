@@ -4,7 +4,8 @@ adapters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -174,13 +175,23 @@ def _linear_case(
     return {**arguments, "bias": normal(55, dtype, n) if bias else None, "dtype": dtype}
 
 
-def _products(arguments: Arguments) -> Any:
-    numpy = namespace("numpy")
-    x, weight = (
-        np.abs(quantization.dequantize(numpy, arguments[name], scale.astype(np.float64), "float64"))
-        for name, scale in (("x", arguments["x_scale"]), ("weight", arguments["weight_scale"]))
+def _wide(arguments: Arguments) -> tuple[np.ndarray, np.ndarray]:
+    """(x [tok k], weight [n k]) of a product as they are multiplied, in float64."""
+    x, x_scale = arguments["x"], arguments["x_scale"]
+    if x_scale is None:
+        x, x_scale = quantized("fp8", x, "row")
+    numpy, weight_scale = namespace("numpy"), arguments["weight_scale"]
+    return (
+        quantization.dequantize(numpy, x, x_scale.astype(np.float64), "float64"),
+        quantization.dequantize(
+            numpy, arguments["weight"], weight_scale.astype(np.float64), "float64"
+        ),
     )
-    size = x @ weight.T
+
+
+def _products(arguments: Arguments) -> Any:
+    x, weight = _wide(arguments)
+    size = np.abs(x) @ np.abs(weight).T
     return size if arguments["bias"] is None else size + np.abs(arguments["bias"])
 
 
@@ -197,12 +208,7 @@ def cut_sums(arguments: Arguments) -> Any:
     """How far products may be off that keep `narrow.FP8_UNITS` [tok n]: 4 times 2^-13 of the
     largest sum on the way, for each 128 entries.
     """
-    x, weight = (
-        quantization.dequantize(
-            namespace("numpy"), arguments[name], arguments[of].astype(np.float64), "float64"
-        )
-        for name, of in (("x", "x_scale"), ("weight", "weight_scale"))
-    )
+    x, weight = _wide(arguments)
     total = np.zeros((len(x), len(weight)))
     for first in range(0, x.shape[1], 128):
         products = x[:, None, first : first + 128] * weight[None, :, first : first + 128]
@@ -212,7 +218,10 @@ def cut_sums(arguments: Arguments) -> Any:
 
 
 def _quantized_linear(
-    reference: Function, kind: str, more: Callable[[str], dict[str, Arguments]] = lambda _: {}
+    reference: Function,
+    kind: str,
+    more: Callable[[str], dict[str, Arguments]] = lambda _: {},
+    mutants: Mapping[str, Function] = MappingProxyType({}),
 ) -> None:
     judged(
         reference.__name__,
@@ -232,6 +241,7 @@ def _quantized_linear(
         {
             **_product_mutants(reference),
             "scale of another block": altered(reference, weight_scale=lambda s: np.roll(s, 1, 1)),
+            **mutants,
         }
         if kind == "fp8"
         else _product_mutants(reference),
@@ -244,9 +254,23 @@ def _quantized_linear(
 _quantized_linear(narrow.linear_int8, "int8")
 
 
-def _block_cases(dtype: str) -> dict[str, Arguments]:
-    """fp8 by blocks of 32 along k: of the weight, and of both."""
-    cases = {}
+def _unquantised(dtype: str, tokens: int, bias: bool) -> Arguments:
+    """fp8 of tokens as they come: rows of 256 whose largest entry is in one half or the other."""
+    arguments = _linear_case("fp8", dtype, bias, "row", n=48, k=256)
+    x = normal(58, dtype, tokens, 256)
+    x[:, 200] = 30.0
+    x[1::2] = x[1::2, ::-1]
+    return {**arguments, "x": x, "x_scale": None}
+
+
+def _fp8_cases(dtype: str) -> dict[str, Arguments]:
+    """fp8 by blocks of 32 along k, of the weight and of both; and of tokens that are not
+    quantised.
+    """
+    cases = {
+        f"{tokens} tokens as they come": _unquantised(dtype, tokens, tokens > 2)
+        for tokens in (1, 2, 20)
+    }
     weight, of_blocks = quantized("fp8", normal(54, "float32", 33, 96), "block", 32)
     for per in ("row", "block"):
         x, x_scale = quantized("fp8", rows(53, "float32", 7, 96, scale=1.0), per, 32)
@@ -257,7 +281,128 @@ def _block_cases(dtype: str) -> dict[str, Arguments]:
     return cases
 
 
-_quantized_linear(narrow.linear_fp8, "fp8", _block_cases)
+def _scales_of_halves(xp: Any, x: Any, x_scale: Any, weight_scale: Any, **rest: Any) -> Any:
+    """Each half of a row that comes unquantised has a scale of its own."""
+    if x_scale is None:
+        x, x_scale = quantization.quantize_fp8_dynamic(xp, x, "block", x.shape[1] // 2)
+        weight_scale = np.repeat(weight_scale, 2, axis=1)
+    return narrow.linear_fp8(xp, x, x_scale=x_scale, weight_scale=weight_scale, **rest)
+
+
+def _not_rounded(xp: Any, x: Any, x_scale: Any, **rest: Any) -> Any:
+    """Rows that come unquantised are multiplied as they are."""
+    scale = np.ones((1, 1)) if x_scale is None else x_scale
+    return narrow.linear_fp8(xp, x, x_scale=scale, **rest)
+
+
+_quantized_linear(
+    narrow.linear_fp8,
+    "fp8",
+    _fp8_cases,
+    {"scales of halves of a row": _scales_of_halves, "tokens not quantised": _not_rounded},
+)
+
+
+def _mlp_case(dtype: str, tokens: int, dim: int, inter: int, bias: bool) -> Arguments:
+    gate_up, gate_up_scale = quantized("fp8", normal(64, "float32", 2 * inter, dim), "row")
+    down, down_scale = quantized("fp8", normal(65, "float32", dim, inter), "row")
+    return {
+        "x": normal(66, dtype, tokens, dim),
+        "gate_up": gate_up, "gate_up_scale": gate_up_scale * np.float32(dim**-0.5),
+        "gate_up_bias": normal(67, dtype, 2 * inter) if bias else None,
+        "down": down, "down_scale": down_scale * np.float32(inter**-0.5),
+        "down_bias": normal(68, dtype, dim) if bias else None,
+    }  # fmt: skip
+
+
+def _mlp_sides(a: Arguments) -> tuple[Arguments, Arguments, np.ndarray, np.ndarray]:
+    """(arguments of the first product, of the second, gate, up)."""
+    first = {
+        "x": a["x"], "weight": a["gate_up"], "x_scale": None, "weight_scale": a["gate_up_scale"],
+        "bias": a["gate_up_bias"],
+    }  # fmt: skip
+    x, weight = _wide(first)
+    both = x @ weight.T + (0.0 if a["gate_up_bias"] is None else a["gate_up_bias"])
+    gate, up = np.split(both, 2, axis=1)
+    second = {
+        "x": gate / (1.0 + np.exp(-gate)) * up, "weight": a["down"], "x_scale": None,
+        "weight_scale": a["down_scale"], "bias": a["down_bias"],
+    }  # fmt: skip
+    return first, second, gate, up
+
+
+def _mlp_products(a: Arguments) -> Any:
+    return _products(_mlp_sides(a)[1])
+
+
+def _mlp_cut_sums(a: Arguments) -> Any:
+    """What cut sums of the first product do to the second, and those of the second. An entry that
+    is off by less than a step of e4m3 may be a step off after it was rounded: as often as its
+    error is of a step. So errors count twice.
+    """
+    first, second, gate, up = _mlp_sides(a)
+    of_gate, of_up = np.split(cut_sums(first), 2, axis=1)
+    sigmoid = 1.0 / (1.0 + np.exp(-gate))
+    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    off = np.abs(slope * up) * of_gate + np.abs(gate * sigmoid) * of_up
+    return 2.0 * off @ np.abs(_wide(second)[1]).T + cut_sums(second)
+
+
+def _mlp_with(change: Callable[[Any, Any], Any]) -> Function:
+    """The op with what goes into its second product changed: (ops, hidden) -> (values, scales)."""
+
+    def mutant(ops: Any, **a: Any) -> Any:
+        both = ops.linear_fp8(
+            a["x"], a["gate_up"], None, a["gate_up_scale"], a["gate_up_bias"], "float64"
+        )
+        hidden, scale = change(ops, ops.silu_and_mul(both))
+        return ops.linear_fp8(hidden, a["down"], scale, a["down_scale"], a["down_bias"], "float64")
+
+    return mutant
+
+
+def _swapped(x: Any) -> Any:
+    return None if x is None else np.roll(x, len(x) // 2, 0)
+
+
+judged(
+    "gated_mlp_fp8",
+    lambda dtype: {
+        "odd sizes, biases": _mlp_case(dtype, 6, 67, 45, True),
+        **{
+            f"{tokens} tokens of 64": _mlp_case(dtype, tokens, 64, 48, False)
+            for tokens in (1, 2, 20)
+        },
+    },
+    {
+        "scale 1.005": scaled(narrow.gated_mlp_fp8, 1.005),
+        "tail skipped": altered(narrow.gated_mlp_fp8, x=without_tail),
+        "gate and up swapped": altered(
+            narrow.gated_mlp_fp8, gate_up=_swapped, gate_up_scale=_swapped, gate_up_bias=_swapped
+        ),
+        "scale of another channel": altered(
+            narrow.gated_mlp_fp8, down_scale=lambda s: np.roll(s, 1, 0)
+        ),
+        "no biases": altered(
+            narrow.gated_mlp_fp8, gate_up_bias=lambda _: None, down_bias=lambda _: None
+        ),
+        "not quantised between": _mlp_with(lambda ops, h: (ops.rounded(h), np.ones((1, 1)))),
+        "scale of the first half of a row": _mlp_with(
+            lambda ops, h: (
+                h,
+                np.abs(ops.rounded(h)[:, : h.shape[1] // 2]).max(1, keepdims=True) / 448.0,
+            )
+        ),
+    },
+    bound=Bound(
+        accumulated=16.0,
+        inner=1.0,
+        ties=1.0,
+        reason="an entry beside a tie of e4m3 may fall to its other side, few do",
+    ),
+    magnitude=_mlp_products,
+    dots={narrow.FP8_UNITS: _mlp_cut_sums},
+)
 
 
 def _grouped_case(kind: str, dtype: str, groups: int, zeros: bool, k: int = 96) -> Arguments:

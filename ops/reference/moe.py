@@ -48,15 +48,21 @@ EXPERTS = Contract(
 
 
 @define(
-    shapes="logits [tok expert], slots [tok] -> [tok top_k] float32, [tok top_k] int32",
+    shapes="logits [tok expert], slots [tok], shift [expert] -> [tok top_k] float32, "
+    "[tok top_k] int32",
     contract=ROUTED,
     sums=True,
 )
 def moe_route(
-    xp: Any, logits: Array, slots: Array, top_k: int, renormalize: bool
+    xp: Any,
+    logits: Array,
+    slots: Array,
+    top_k: int,
+    renormalize: bool,
+    shift: Array | None = None,
 ) -> tuple[Array, Array]:
     """(weights [tok k] float32, experts [tok k] int32) of the k largest of logits [tok expert],
-    ties to the lower id.
+    plus shift [expert] if there is one (gpt-oss: the router's bias), ties to the lower id.
 
     Weights are the softmax over all experts (Qwen3-MoE with `norm_topk_prob` off), or over the
     chosen ones if `renormalize` (Mixtral, arXiv:2401.04088, equation 3). Best first. A token whose
@@ -64,6 +70,8 @@ def moe_route(
     read for it.
     """
     y = xp.accumulate(logits)
+    if shift is not None:
+        y = y + xp.accumulate(shift)[None, :]
     best = xp.max(y, axis=-1, keepdims=True)  # NaN if the row has one, so that all its weights are
     values, experts = xp.top(xp.where(xp.isnan(y), -float("inf"), y), top_k)
     chosen = xp.exp(values - best)

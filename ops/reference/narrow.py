@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..declare import DOT, Array, Contract, OpError, define
-from .quantization import rounded
+from ..declare import DOT, Array, Contract, OpError, define, dtype_name
+from .quantization import quantize_fp8_dynamic, rounded
 
 KINDS = ("int8", "fp8", "int4", "fp4")
 FP8_UNITS = "E4M3_F32_13BIT_PER_128"
@@ -68,7 +68,7 @@ def linear_fp8(
     xp: Any,
     x: Array,
     weight: Array,
-    x_scale: Array,
+    x_scale: Array | None,
     weight_scale: Array,
     bias: Array | None,
     dtype: str,
@@ -76,17 +76,51 @@ def linear_fp8(
     """x [tok k] fp8 times weight [n k] fp8 transposed, scaled, plus bias [n] or None -> [tok n] of
     `dtype`.
 
+    Without x_scale x is of a float dtype, and quantised as `quantize_fp8_dynamic` per row does: the
+    same bits. A product of few rows can do so itself where another launch would cost more.
+
     x_scale [tok u] or [1 u], weight_scale [n v] or [1 v]: u and v equal blocks of k have scales of
     their own. Where these are 1, scales come behind the sum, else before it. Sums are float32: the
     14 bits that some fp8 units keep between their own steps do not meet the contract. What uses
     them keeps another one, `FP8_UNITS`, and says so (`Implementation.dot`).
     """
+    if x_scale is None:
+        x, x_scale = quantize_fp8_dynamic(xp, x, "row", 0)
     if x_scale.shape[1] == weight_scale.shape[1] == 1:
         total = xp.linear_accumulated(rounded(xp, x, "bfloat16"), rounded(xp, weight, "bfloat16"))
         total = total * x_scale * _across(xp, weight_scale)
     else:
         total = xp.linear_accumulated(_scaled(xp, x, x_scale), _scaled(xp, weight, weight_scale))
     return rounded(xp, _with_bias(xp, total, bias), dtype)
+
+
+@define(
+    shapes="x [tok dim], gate_up [2*inter dim], gate_up_scale [s u], gate_up_bias [2*inter], "
+    "down [dim inter], down_scale [t v], down_bias [dim] -> [tok dim] x",
+    level="coarse",
+    composition=("linear_fp8", "silu_and_mul", "linear_fp8"),
+    contract=Contract(
+        rounds="where its finer ops do; what goes into a product is quantised as it was rounded",
+        dot="as linear_fp8",
+    ),
+)
+def gated_mlp_fp8(
+    ops: Any,
+    x: Array,
+    gate_up: Array,
+    gate_up_scale: Array,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_scale: Array,
+    down_bias: Array | None,
+) -> Array:
+    """down(silu(gate(x)) * up(x)) by weights of fp8, tokens quantised by row on the way: x [tok
+    dim], gate_up [2 inter dim], down [dim inter], scales as `linear_fp8` has them, biases may be
+    None.
+    """
+    dtype = dtype_name(x)
+    both = ops.linear_fp8(x, gate_up, None, gate_up_scale, gate_up_bias, dtype)
+    return ops.linear_fp8(ops.silu_and_mul(both), down, None, down_scale, down_bias, dtype)
 
 
 @define(

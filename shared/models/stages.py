@@ -95,9 +95,18 @@ def project(
     if narrow.activations is None:
         zero = weights.get(f"{name}_zero")
         return ops.linear_grouped(x, weight, scale, zero, bias, narrow.kind)
+    dtype = str(x.dtype).removeprefix("torch.")
+    if quantises_rows(narrow):
+        return ops.linear_fp8(x, weight, None, scale, bias, dtype)
     values, own = quantized(ops, weights, name, x, narrow)
     linear = ops.linear_int8 if narrow.activations == "int8" else ops.linear_fp8
-    return linear(values, weight, own, scale, bias, str(x.dtype).removeprefix("torch."))
+    return linear(values, weight, own, scale, bias, dtype)
+
+
+def quantises_rows(narrow: Narrow) -> bool:
+    """Whether tokens are quantised to fp8 by row: `linear_fp8` does that itself."""
+    whole = not (narrow.static_activations or narrow.activation_group)
+    return narrow.activations == "fp8" and whole
 
 
 def quantized(
@@ -127,10 +136,17 @@ def gated_mlp(
     act: Activation,
     narrow: Narrow | None,
 ) -> Array:
-    """Two projections and what is between them: as the one op that covers them, if their weights
-    are plain.
+    """Two projections and what is between them: as the one op that covers them, if there is one
+    for their weights.
     """
     if narrow is not None:
+        if act == "silu" and quantises_rows(narrow):
+            pieces = [
+                weights.get(f"{name}{piece}")
+                for name in (up, down)
+                for piece in ("", "_scale", "_bias")
+            ]
+            return ops.gated_mlp_fp8(x, *pieces)
         both = project(ops, weights, up, x, batch, narrow)
         hidden = ops.silu_and_mul(both) if act == "silu" else ops.gelu_and_mul(both, "tanh")
         return project(ops, weights, down, hidden, batch, narrow)
@@ -242,11 +258,15 @@ def of_experts(spec: Experts, weights: Weights, name: str) -> Array | None:
 def route(ops: Any, spec: Experts, weights: Weights, x: Array, batch: Batch) -> tuple[Array, Array]:
     """The weights [tok k] float32 and numbers [tok k] int32 of each token's experts."""
     logits, slots = ops.logits(x, weights["router"]), batch.slots
+    if spec.score == "softmax":
+        # Left out where it is the default, as above.
+        more = {"shift": weights["router_shift"]} if spec.biases else {}
+        found: tuple[Array, Array] = ops.moe_route(
+            logits, slots, spec.top_k, spec.renormalize, **more
+        )
+        return found
     if spec.biases:
         logits = logits + weights["router_shift"][None, :]
-    if spec.score == "softmax":
-        found: tuple[Array, Array] = ops.moe_route(logits, slots, spec.top_k, spec.renormalize)
-        return found
     scored: tuple[Array, Array] = ops.moe_route_sigmoid(
         logits, weights["router_bias"], slots, spec.top_k, spec.renormalize, spec.groups,
         spec.groups_kept, spec.scale,

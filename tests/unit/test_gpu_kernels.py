@@ -19,7 +19,7 @@ from twinfer.ops.cases.attention import by_head, paged, released
 from twinfer.ops.cases.dense import _product
 from twinfer.ops.cases.generators import generator, normal
 from twinfer.ops.cases.moe import _chosen, _named, _narrow, mixture
-from twinfer.ops.cases.quantized import quantized
+from twinfer.ops.cases.quantized import _mlp_case, quantized
 from twinfer.ops.cases.sampling import FAR, MASKED, ONE, _sample_arguments
 from twinfer.ops.testing import (
     DTYPES,
@@ -185,6 +185,55 @@ def test_triton_products_of_quantised_tokens(kernels, device, rows, op, block):
     arguments = {"x": x, "weight": weight, "x_scale": x_scale, "weight_scale": scale}
     for dtype in ("float32", "bfloat16"):
         judge(op, arguments | {"bias": normal(rng, dtype, 70), "dtype": dtype}, device)
+
+
+@pytest.mark.parametrize("k", [480, 384])
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_triton_products_that_quantise_tokens(kernels, device, rows, k):
+    """A product by ones on the diagonal shows what x became: the bits of the launch that quantises,
+    whose scale is of the whole row. Rows of 480 fit a program, rows of 384 are a launch's.
+    """
+    rng = np.random.default_rng(rows)
+    x = normal(rng, "bfloat16", rows, k)
+    x[:, -1] = 30.0
+    scale = np.ones((k, 1), np.float32)
+    ones = np.eye(k).astype(DTYPES["float8_e4m3fn"])
+    rest = {"x_scale": None, "weight_scale": scale, "bias": None, "dtype": "float32"}
+    (got,) = run("linear_fp8", "torch", "triton", {"x": x, "weight": ones, **rest}, device)
+    values, x_scale = run(
+        "quantize_fp8_dynamic", "torch", "triton", {"x": x, "per": "row", "block": 0}, device
+    )
+    np.testing.assert_array_equal(got, values.astype(np.float32) * x_scale)
+    weight, scale = quantized("fp8", normal(rng, "float32", 70, k), "row")
+    bias, dtype = normal(rng, "bfloat16", 70), "bfloat16"
+    rest |= {"weight": weight, "weight_scale": scale, "bias": bias, "dtype": dtype}
+    judge("linear_fp8", {"x": x, **rest}, device)
+    x[0, 3] = np.nan
+    (got,) = run("linear_fp8", "torch", "triton", {"x": x, **rest}, device)
+    assert np.isnan(got[0].astype(np.float32)).all()
+    assert not np.isnan(got[1:].astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("inter", [45, 208])
+@pytest.mark.parametrize("rows", [1, 2, 9, 33])
+def test_triton_mlp_of_fp8(kernels, device, rows, inter):
+    """The bits of the finer ops by their kernels."""
+    x, arguments = _mlp_case("bfloat16", rows, 96, inter, True), {"dtype": "bfloat16"}
+    (got,) = run("gated_mlp_fp8", "torch", "triton", x, device)
+    first = {"weight": x["gate_up"], "weight_scale": x["gate_up_scale"], "bias": x["gate_up_bias"]}
+    second = {"weight": x["down"], "weight_scale": x["down_scale"], "bias": x["down_bias"]}
+
+    def product(x, weight):
+        return run("linear_fp8", "torch", "triton", arguments | x | weight, device)[0]
+
+    both = product({"x": x["x"], "x_scale": None}, first)
+    (hidden,) = run("silu_and_mul", "torch", "triton", {"x": both}, device)
+    values, scale = run(
+        "quantize_fp8_dynamic", "torch", "triton", {"x": hidden, "per": "row", "block": 0}, device
+    )
+    want = product({"x": values, "x_scale": scale}, second)
+    np.testing.assert_array_equal(got, want)
+    judge("gated_mlp_fp8", x, device)
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

@@ -245,6 +245,35 @@ def test_quantised_tokens_compile(compiled, rows, kind, block):
     assert compiled == ["quantize_kernel", "fragment_kernel" if fragments else others]
 
 
+@pytest.mark.parametrize("k", [4096, 14336])
+@pytest.mark.parametrize("rows", [1, 2, 16, 300])
+def test_products_that_quantise_tokens_compile(compiled, rows, k):
+    """One launch where rows are few and not long, else two."""
+    from twinfer.gpu.kernels import narrow
+
+    n = 512
+    weight = torch.zeros(n, k, dtype=torch.float8_e4m3fn)
+    x = torch.zeros(rows, k, dtype=torch.bfloat16)
+    narrow.linear_fp8(x, weight, None, torch.zeros(n, 1), None, "bfloat16")
+    product = "narrow_gemv_kernel" if rows == 1 else "fragment_kernel"
+    two = ["quantize_kernel", product if rows <= 16 else "narrow_kernel"]
+    assert compiled == (["quantizing_gemv_kernel"] if rows <= 2 and k == 4096 else two)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 300])
+def test_mlp_of_fp8_compiles(compiled, rows):
+    from twinfer.gpu.kernels import narrow_mlp
+
+    dim, inter = 1024, 14336
+    up = torch.zeros(2 * inter, dim, dtype=torch.float8_e4m3fn), torch.zeros(2 * inter, 1), None
+    down = torch.zeros(dim, inter, dtype=torch.float8_e4m3fn), torch.zeros(dim, 1), None
+    narrow_mlp.gated_mlp_fp8(torch.zeros(rows, dim, dtype=torch.bfloat16), *up, *down)
+    product = "fragment_kernel" if rows <= 16 else "narrow_kernel"
+    first = ["quantizing_gemv_kernel"] if rows <= 2 else ["quantize_kernel", product]
+    second = "narrow_gemv_kernel" if rows == 1 else product
+    assert compiled == [*first, "silu_quantize_kernel", second]
+
+
 @pytest.mark.parametrize("tokens", [2, 20, 50, 100, 300])
 @pytest.mark.parametrize(
     ("kind", "group", "clamped"),

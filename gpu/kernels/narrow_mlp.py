@@ -1,0 +1,140 @@
+"""gated_mlp_fp8: the activation and the quantisation of what it gives are one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ...ops.declare import Array, dtype_name
+from ...ops.implement import Refusal, implement
+from ...ops.reference.narrow import FP8_UNITS
+from .launch import capability, config, overlap, power_of_2, triton_kernel
+from .narrow import (
+    UNITS_CAPABILITY,
+    linear_fp8,
+    linear_fp8_units,
+    takes_quantised,
+    takes_units,
+)
+from .narrow_kernels import silu_quantize_kernel
+
+MOST_GATED = 1 << 15
+"""Entries of a row that one program takes through the activation."""
+
+Product = Callable[..., torch.Tensor]
+
+
+def _takes(
+    x: Array,
+    gate_up: Array,
+    gate_up_scale: Array,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_scale: Array,
+    down_bias: Array | None,
+) -> bool | Refusal:
+    return _both_take(takes_quantised, x, gate_up, gate_up_scale, gate_up_bias, down, down_scale,
+                      down_bias)  # fmt: skip
+
+
+def _units_take(
+    x: Array,
+    gate_up: Array,
+    gate_up_scale: Array,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_scale: Array,
+    down_bias: Array | None,
+) -> bool | Refusal:
+    return _both_take(takes_units, x, gate_up, gate_up_scale, gate_up_bias, down, down_scale,
+                      down_bias)  # fmt: skip
+
+
+def _both_take(
+    takes: Callable[..., bool | Refusal],
+    x: Array,
+    gate_up: Array,
+    gate_up_scale: Array,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_scale: Array,
+    down_bias: Array | None,
+) -> bool | Refusal:
+    """Whether a predicate of `linear_fp8` takes both products, of tokens that come unquantised."""
+    if down.shape[1] > MOST_GATED:
+        return Refusal(f"{down.shape[1]} entries between the products; these take {MOST_GATED}")
+    dtype = dtype_name(x)
+    taken = takes(x, gate_up, None, gate_up_scale, gate_up_bias, dtype)
+    # What goes into the second has the dtype of x; its width has been looked at.
+    return takes(x, down, None, down_scale, down_bias, dtype) if taken is True else taken
+
+
+@implement(
+    "gated_mlp_fp8",
+    provider="scaled_mm",
+    framework="torch",
+    supported=lambda: capability() >= UNITS_CAPABILITY,
+    supports_args=_units_take,
+    opaque=True,
+    preferred_on=("cuda",),
+    dot=FP8_UNITS,
+)
+def gated_mlp_fp8_units(
+    x: Array,
+    gate_up: Array,
+    gate_up_scale: Array,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_scale: Array,
+    down_bias: Array | None,
+) -> Array:
+    """See the op: many rows by the chip's fp8 units."""
+    weights = (gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias)
+    return _mlp(linear_fp8_units, x, *weights)
+
+
+@triton_kernel("gated_mlp_fp8", supports_args=_takes)
+def gated_mlp_fp8(
+    x: Array,
+    gate_up: Array,
+    gate_up_scale: Array,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_scale: Array,
+    down_bias: Array | None,
+) -> Array:
+    """See the op."""
+    weights = (gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias)
+    return _mlp(linear_fp8, x, *weights)
+
+
+def _mlp(
+    linear: Product,
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+    down_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """The MLP, by an implementation of `linear_fp8`."""
+    dtype = dtype_name(x)
+    both = linear(x, gate_up, None, gate_up_scale, gate_up_bias, dtype)
+    values, scale = _silu_quantised(both)
+    return linear(values, down, scale, down_scale, down_bias, dtype)
+
+
+def _silu_quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu(gate) * up of x = (gate, up) [row 2 inter], as fp8 [row inter] and scales [row 1]."""
+    rows, inter = x.shape[0], x.shape[1] // 2
+    values = torch.empty((rows, inter), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    if rows:
+        silu_quantize_kernel[(rows,)](
+            x, values, scale, x.stride(0),
+            INTER=inter, BLOCK=power_of_2(inter), num_warps=config("silu_quantize")["warps"],
+            **overlap(early=True),
+        )  # fmt: skip
+    return values, scale
