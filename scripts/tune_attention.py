@@ -76,7 +76,7 @@ PROMPT = 8192
 SKEWED = [102_400] + [1024] * 63
 """Slots of requests, one of them long."""
 NAMES = {
-    "decode": ("block_n", "warps", "stages", "chunk", "programs", "parts"),
+    "decode": ("block_n", "warps", "stages", "chunk", "programs", "parts", "most"),
     "prefill": ("block_m", "block_n", "warps", "stages"),
     "hopper": ("block_n", "stages"),
 }
@@ -87,7 +87,8 @@ _NARROW_PREFILL = [
 _NARROW_DECODE = [
     (64, 4, 3, 64, 4), (64, 4, 2, 64, 4), (64, 2, 3, 64, 4), (64, 2, 2, 64, 8), (32, 1, 3, 32, 8),
     (32, 2, 4, 32, 4), (32, 2, 2, 32, 8), (32, 2, 3, 32, 8), (64, 4, 3, 64, 8), (128, 4, 2, 128, 4),
-    (32, 4, 3, 32, 8), (16, 1, 4, 32, 8), (32, 2, 3, 32, 4, 64), (64, 4, 3, 64, 4, 64),
+    (32, 4, 3, 32, 8), (16, 1, 4, 32, 8), (32, 2, 3, 32, 4, 32, 32), (64, 2, 3, 64, 4, 32, 32), (64, 2, 3, 64, 4, 32, 64),
+    (64, 2, 3, 64, 4, 32, 128),
 ]  # fmt: skip
 CANDIDATES: dict[tuple[str, int], list[tuple[int, ...]]] = {
     ("decode", 128): _NARROW_DECODE,

@@ -129,14 +129,18 @@ def test_triton_decode_in_parts(kernels, device, dtype, reach, programs, chunk, 
 
 
 def test_when_requests_are_split_together(kernels):
-    """Few have all the parts that pay each; many share what runs at once; none is split where the
-    longest is one part.
+    """Few have all the parts that pay each, and if there are very few, as many as run at once; many
+    share what runs at once; none is split where the longest is one part.
     """
     from twinfer.gpu.kernels.attention import splitting
 
-    setting = {"block_n": 64, "chunk": 64, "parts": 32, "programs": 4 * 132 // kernels.processors()}
+    setting = {"block_n": 64, "chunk": 64, "parts": 32, "most": 128}
+    setting["programs"] = 4 * 132 // kernels.processors()
     resident = setting["programs"] * kernels.processors() // 8
-    assert splitting(1, 8, 8192, 0, setting) == (1, 32, 32)
+    assert splitting(1, 8, 131_072, 0, setting) == (1, resident, resident)
+    assert splitting(1, 1, 131_072, 0, setting) == (1, 128, 128)
+    assert splitting(1, 8, 1024, 0, setting) == (1, 16, 16)
+    assert splitting(2, 8, 8192, 0, setting) == (1, resident // 2, resident // 2 * 2)
     assert splitting(4, 8, 8192, 0, setting) == (1, 32, 128)
     assert splitting(8, 8, 8192, 0, setting) == (2, resident, 8 + resident)
     assert splitting(8, 8, 8192, 60, setting) == (1, 2, 16)
