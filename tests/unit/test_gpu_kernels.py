@@ -36,8 +36,8 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 HERE = Path(__file__)
 
 
-TRITON = "triton and not [sample-torch-triton]"
-"""384 rows of filters take the interpreter minutes: test_triton_sampling_in_parts has a few."""
+TRITON = "triton and not [sample-torch-triton] and not [penalised_sample-torch-triton]"
+"""Many rows of filters take the interpreter minutes: tests here have a few."""
 QUICK = " and not ".join(
     [
         TRITON,
@@ -615,6 +615,17 @@ def test_triton_filters_of_rows_that_tell(kernels, device, monkeypatch, groups):
         chosen += rows[:4].tolist()
     arguments = case.arguments | {name: case.arguments[name][chosen] for name in testing.rows}
     judge("sample", arguments, device)
+
+
+@pytest.mark.parametrize("name", ["60 rows", "flat rows"])
+def test_triton_penalised_sampling_reads_logits_of_plain_rows_alone(kernels, device, name):
+    """Greedy rows of which one thing or nothing is asked, and two that draw."""
+    cases = ci_cases(TESTING["penalised_sample"], "float32")
+    (arguments,) = (case.arguments for case in cases if case.name == name)
+    chosen = [2, 10, *range(34, 41)]
+    rows = TESTING["penalised_sample"].rows
+    arguments = arguments | {row: arguments[row][chosen] for row in rows}
+    judge("penalised_sample", arguments, device)
 
 
 def test_triton_samples_from_more_than_2_18_words(kernels, device):
