@@ -281,9 +281,7 @@ def layer_function(
         max_query_len = 1 if decode else hidden.shape[0]
         inside = batch.within(max_query_len, rows[0] if rows else None)
         stream = decoder.Stream(hidden, residual)
-        stream, _ = decoder.layer(
-            ops, spec, weights, stream, kv, inside, before, joins_next
-        )
+        stream, _ = decoder.layer(ops, spec, weights, stream, kv, inside, before, joins_next)
         return stream.hidden, stream.residual
 
     return layer  # type: ignore[return-value]  # mypy does not take a function for a FunctionType

@@ -530,8 +530,8 @@ def _smallest(far, weight, total, wanted, MASS: tl.constexpr):
 def few_kernel(
     logits, scores, plain, bests, groups, broken, totals, chosen, listed, position, seed_lo,
     seed_hi, greedy, scale, top_k, top_p, min_p, done, out, logits_stride, row_stride, parts, size,
-    SKIPS: tl.constexpr, FEW: tl.constexpr, LISTED: tl.constexpr, VOCAB: tl.constexpr, LANES: tl.constexpr,
-    WORDS: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    SKIPS: tl.constexpr, FEW: tl.constexpr, LISTED: tl.constexpr, VOCAB: tl.constexpr,
+    LANES: tl.constexpr, WORDS: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row): the token of rows whose filters leave a few words; `done` [row] says of which.
@@ -637,12 +637,12 @@ def draw_kernel(
     logits, scores, plain, bests, broken, k_sums, k_found, p_sums, p_found, done, position,
     seed_lo, seed_hi, greedy, scale, top_k, top_p,
     min_p, keys, ids, arrived, out, logits_stride, row_stride, parts, size,
-    SKIPS: tl.constexpr, FILTERED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SKIPS: tl.constexpr, FILTERED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row, part of the words): the last program of a row to arrive takes the best of all
     parts. FILTERED: rows that are `done` have their token. A part of a greedy row is read only
-    where it has the best score.
+    where it has the best score. SKIPS is as in `best_kernel`.
     """
     wait(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)

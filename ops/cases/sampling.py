@@ -637,7 +637,10 @@ def _penalised_cases(dtype: str) -> Iterator[Case]:
     yield Case("60 rows", rows)
     yield Case("filters off", rows | {"filtered": False})
     # More words than are listed have the largest logit.
-    flat = rows | {"logits": np.ones((60, 3000), np.float32), "mask": np.full((60, 94), -1, np.int32)}
+    flat = rows | {
+        "logits": np.ones((60, 3000), np.float32),
+        "mask": np.full((60, 94), -1, np.int32),
+    }
     yield Case("flat rows", flat)
     yield Case(
         "256 rows of 128256",

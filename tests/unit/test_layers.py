@@ -116,7 +116,11 @@ def test_a_walk_that_joins_layers_gives_what_layers_by_themselves_give(factor):
     sub = Sublayer(Mlp(), Norm("pre", 1e-5), Norm("post", 1e-3), factor=factor)
     model = Model(((replace(sub, factor=None), sub),) * 3, Norm("last", 1e-6))
     layers = [
-        {"gate_up": rows_of(rng, 24, 8) / 3, "down": rows_of(rng, 8, 12) / 3, "factor": rows_of(rng, 1)}
+        {
+            "gate_up": rows_of(rng, 24, 8) / 3,
+            "down": rows_of(rng, 8, 12) / 3,
+            "factor": rows_of(rng, 1),
+        }
         | {"pre": rows_of(rng, 8), "post": rows_of(rng, 8)}
         for _ in model.layers
     ]
@@ -128,9 +132,7 @@ def test_a_walk_that_joins_layers_gives_what_layers_by_themselves_give(factor):
 
     def walk(top, layers, joins):
         recorder.calls.clear()
-        calls = decoder.PlainCalls(
-            ops, model, top, layers, ids, batch, np.zeros_like, joins=joins
-        )
+        calls = decoder.PlainCalls(ops, model, top, layers, ids, batch, np.zeros_like, joins=joins)
         finished, _ = decoder.forward(calls, [None] * 3)
         return finished, [call.op for call in recorder.calls if not call.parents]
 
@@ -138,10 +140,12 @@ def test_a_walk_that_joins_layers_gives_what_layers_by_themselves_give(factor):
     joined, called = walk(*decoder.with_joints(model, top, layers), True)
     np.testing.assert_array_equal(joined, apart)
     if factor is None:
-        assert called.count("norm_add_rms_norm") == 6 and "rms_norm" not in called
-        assert called_apart.count("norm_add_rms_norm") == 3 and called_apart.count("rms_norm") == 3
+        assert called.count("norm_add_rms_norm") == 6
+        assert "rms_norm" not in called
+        assert called_apart.count("norm_add_rms_norm") == called_apart.count("rms_norm") == 3
     else:
-        assert called == called_apart and decoder.joints(model) == (None,) * 4
+        assert called == called_apart
+        assert decoder.joints(model) == (None,) * 4
 
 
 def test_kinds_are_the_different_layers_in_order():
