@@ -148,6 +148,46 @@ def test_when_requests_are_split_together(kernels):
     assert splitting(4096, 8, 8192, 0, setting) == (0, 1, 4096)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "most"),
+    [
+        ([640] * 6 + [25_600] + [640] * 3, 1.15),
+        ([25_600] + [640] * 9, 1.15),
+        ([8192] * 7, 1.3),
+        ([300, 20_000, 5, 9000, 64] * 2, 1.5),
+        ([1] * 8, None),
+    ],
+    ids=["long among short", "long first", "alike", "mixed", "one block each"],
+)
+def test_the_slots_of_all_requests_are_divided_evenly(kernels, device, lengths, most):
+    """Every block of a request is in one part; parts of requests that are split come first, and
+    none is much larger than an equal share; rows of no request come last, one by one.
+    """
+    import torch
+
+    from .parts_kernel import parts_kernel
+
+    size, wanted, rows = 64, 16, 12
+    lens = torch.tensor(lengths + [7] * (rows - len(lengths)), dtype=torch.int32, device=device)
+    out = torch.zeros((rows + wanted, 5), dtype=torch.int32, device=device)
+    parts_kernel[(rows + wanted,)](lens, out, len(lengths), rows, wanted, BLOCK_R=16, BLOCK_N=size)
+    found = out.tolist()
+    real = [item for item in found if item[0] < len(lengths)]
+    assert found[: len(real)] == real
+    seen = {request: [] for request in range(len(lengths))}
+    for number, (request, split, parts, part, begin) in enumerate(real):
+        assert number == begin + split < begin + parts
+        seen[request] += range(split * part, min(split * part + part, -(-lengths[request] // size)))
+    assert seen == {r: [*range(-(-n // size))] for r, n in enumerate(lengths)}
+    split_ones = [item[2] > 1 for item in real]
+    assert split_ones == sorted(split_ones, reverse=True)
+    share = sum(-(-n // size) for n in lengths) / wanted
+    if most is not None:
+        assert max(item[3] for item in real if item[2] > 1) <= most * share + 1
+    none = [request for request, *_ in found[len(real) :]]
+    assert none[: rows - len(lengths)] == [*range(len(lengths), rows)]
+
+
 @pytest.mark.parametrize("rows", [1, 2, 9, 40, 70])
 @pytest.mark.parametrize(
     ("kind", "groups", "zeros"),
