@@ -21,7 +21,7 @@ from ..ops.plan import COMPOSITION
 from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from ..shared.errors import ConfigError
 from ..shared.models import decoder
-from ..shared.models.spec import Layer, Model
+from ..shared.models.spec import Layer, Model, Norm
 from ..shared.models.stages import any_replaced
 from .backend import make_backend
 
@@ -209,7 +209,7 @@ class LayerCompiler:
             chosen,
         )
         self.compiled = compiled
-        self._functions: dict[tuple[Variant, Layer, bool], LayerFunction] = {}
+        self._functions: dict[tuple[Any, ...], LayerFunction] = {}
         self._of_steps: dict[tuple[Descriptor, bool], list[LayerFunction]] = {}
 
     def functions(self, d: Descriptor, drops: bool) -> list[LayerFunction]:
@@ -217,10 +217,15 @@ class LayerCompiler:
         function of its own.
         """
         if (d, drops) not in self._of_steps:
-            *others, last = self._model.layers
+            layers, joints = self._model.layers, decoder.joints(self._model)
+            ends = list(zip(joints[:-1], [norm is not None for norm in joints[1:]], strict=True))
             variant = self._chosen[d]
-            functions = [self._function(variant, spec, False) for spec in others]
-            self._of_steps[d, drops] = [*functions, self._function(variant, last, drops)]
+            functions = [
+                self._function(variant, spec, False, *own)
+                for spec, own in zip(layers[:-1], ends[:-1], strict=True)
+            ]
+            last = self._function(variant, layers[-1], drops, *ends[-1])
+            self._of_steps[d, drops] = [*functions, last]
         return self._of_steps[d, drops]
 
     def _function(self, *key: Any) -> LayerFunction:
@@ -228,14 +233,21 @@ class LayerCompiler:
             self._functions[key] = self._build(*key)
         return self._functions[key]
 
-    def _build(self, variant: Variant, spec: Layer, drops: bool) -> LayerFunction:
+    def _build(
+        self, variant: Variant, spec: Layer, drops: bool, before: Norm | None, joins_next: bool
+    ) -> LayerFunction:
         plain = layer_function(
-            spec, self._ops.of(variant.kind, spec), decode=variant.kind == "decode"
+            spec,
+            self._ops.of(variant.kind, spec),
+            before,
+            decode=variant.kind == "decode",
+            joins_next=joins_next,
         )
         if variant.kind not in self.compiled:
             return plain
         number = self._model.kinds.index(spec)
         name = ("last_layer" if drops else "layer") + (f"_kind_{number}" if number else "")
+        name += "" if before is None else "_joined"
         return self._compiler.compile(plain, variant, name, self._plans.of(variant.kind, spec))
 
     def mark(self, d: Descriptor, kv: Sequence[torch.Tensor], batch: decoder.Batch) -> None:
@@ -252,8 +264,10 @@ class LayerCompiler:
         self._compiler.mark(self._chosen[d], [*of_tokens, *open_ones])
 
 
-def layer_function(spec: Layer, ops: Any, *, decode: bool) -> FunctionType:
-    """One kind of layer as a function, with all that is fixed bound."""
+def layer_function(
+    spec: Layer, ops: Any, before: Norm | None, *, decode: bool, joins_next: bool
+) -> FunctionType:
+    """One kind of layer as a function, with all that is fixed bound: see `decoder.layer`."""
 
     def layer(
         weights: dict[str, torch.Tensor],
@@ -266,7 +280,8 @@ def layer_function(spec: Layer, ops: Any, *, decode: bool) -> FunctionType:
         # A mixed program may hold one request whose queries fill it.
         max_query_len = 1 if decode else hidden.shape[0]
         inside = batch.within(max_query_len, rows[0] if rows else None)
-        stream, _ = decoder.layer(ops, spec, weights, decoder.Stream(hidden, residual), kv, inside)
+        stream = decoder.Stream(hidden, residual)
+        stream, _ = decoder.layer(ops, spec, weights, stream, kv, inside, before, joins_next)
         return stream.hidden, stream.residual
 
     return layer  # type: ignore[return-value]  # mypy does not take a function for a FunctionType

@@ -55,11 +55,13 @@ class Decoder(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layers)
         self._top: dict[str, torch.Tensor] = {}
         self._layers: list[dict[str, torch.Tensor]] = []
+        self._joints = decoder.joints(self.model)
 
     def freeze(self) -> None:
         """Fix the weights: collects them into the plain dictionaries that the step loop reads."""
         self._top = dict(self.named_parameters(recurse=False))
         self._layers = [layer.weights() for layer in self.layers]
+        self._joined = decoder.with_joints(self.model, self._top, self._layers)
 
     def forward(
         self,
@@ -77,12 +79,12 @@ class Decoder(torch.nn.Module):
         calls = decoder.PlainCalls(
             self._bound[kind],
             self.model,
-            self._top,
-            self._layers,
+            *self._joined,
             token_ids,
             batch.within(max_query_len),
             torch.zeros_like,
             partial(self._bound.of, kind),
+            joins=True,
         )
         finished: torch.Tensor = decoder.forward(calls, list(kv))[0]
         return finished
@@ -104,9 +106,26 @@ class Decoder(torch.nn.Module):
         """The weights that belong to no layer, by name."""
         return self._top
 
+    @property
+    def joined_weights(self) -> list[dict[str, torch.Tensor]]:
+        """The weights that each layer reads in a walk that joins layers."""
+        return self._joined[1]
+
+    def closed(self, kind: str, index: int, stream: decoder.Stream) -> decoder.Stream:
+        """The stream behind a layer as it is where nothing is joined."""
+        norm = self._joints[index + 1]
+        if norm is None:
+            return stream
+        weight = self._layers[index][norm.weight]
+        hidden = self._bound.of(kind, self.model.layers[index]).rms_norm(
+            stream.hidden, weight, norm.eps
+        )
+        return decoder.Stream(hidden, stream.residual)
+
     def finish(self, kind: str, stream: decoder.Stream) -> torch.Tensor:
-        """The final norm."""
-        return decoder.finish(self._bound[kind], self.model, self._top, stream)
+        """The final norm, joined with that behind the last layer."""
+        ops, top = self._bound[kind], self._joined[0]
+        return decoder.finish(ops, self.model, top, stream, self._joints[-1])
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits [row vocab] of finished hidden states [row dim]."""

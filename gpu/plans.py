@@ -43,7 +43,7 @@ def record(model: ModelConfig, config: ResolvedConfig, kind: str) -> list[Call]:
     tokens = {d.tokens for d in config.table() if d.kind == "mixed"}
     parts = {min(n, PROMPT_ROWS) for n in tokens} | {n % PROMPT_ROWS for n in tokens}
     drops = partial(drops_rows, decoder.model_of(model))
-    return record_programs(model, config, kind, sorted(parts - {0}), drops)
+    return record_programs(model, config, kind, sorted(parts - {0}), drops, joins=True)
 
 
 def drops_rows(model: Model, d: Descriptor) -> bool:

@@ -22,6 +22,7 @@ from ..shared.models.calls import (
     ModelShapes,
     RecordedCalls,
     largest_first,
+    record_joints,
     record_layers,
     record_samplers,
 )
@@ -38,23 +39,24 @@ def record(
     kind: str,
     prompt_rows: Sequence[int],
     drops_rows: Callable[[Descriptor], bool] | None = None,
+    joins: bool = False,
 ) -> list[Call]:
     """The calls of all programs of a kind; their arguments are on the meta device.
 
     `prompt_rows` are the numbers of rows whose log-probabilities are made at a time; `drops_rows`
-    says whose last layer finishes the sampled tokens only.
+    says whose last layer finishes the sampled tokens only, `joins` whether layers are joined.
     """
     recorder, shapes = Recorder(keep=_tensor), ModelShapes(model, config)
     if kind == "sample":
         record_samplers(recorder, shapes, prompt_rows)
     elif any_replaced(shapes.spec):
-        _trace(recorder, shapes, kind)
+        _trace(recorder, shapes, kind, joins)
     else:
-        record_layers(recorder, shapes, kind, drops_rows)
+        record_layers(recorder, shapes, kind, drops_rows, joins)
     return recorder.calls
 
 
-def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
+def _trace(recorder: Recorder, shapes: ModelShapes, kind: str, joins: bool) -> None:
     """Run the programs on the meta device, with whatever a stage from outside does between its
     ops.
     """
@@ -77,6 +79,8 @@ def _trace(recorder: Recorder, shapes: ModelShapes, kind: str) -> None:
         parts = ops, model, top, weights, ids, batch, torch.zeros_like
         calls = RecordedCalls(recorder, model.layers, *parts)
         finished, _ = decoder.forward(calls, [_tensor(kv) for kv in shapes.caches(model)])
+        if joins:
+            record_joints(ops, model, top, weights, finished)
         if d.requests < d.tokens:
             rows = finished[: d.requests]
             calls.finish(decoder.Stream(rows, rows))

@@ -70,14 +70,15 @@ class RegionalPass:
     ) -> tuple[Stream, Cache]:
         """See `Execution`."""
         index = block.first
-        run, weights = self._functions[index], self._module.layer_weights[index]
+        run, weights = self._functions[index], self._module.joined_weights[index]
         more = () if rows is None else (rows,)
         batch = self._batches[self._groups[index]].of_layer(index)
         if self._before_layer is not None:
             self._before_layer(stream, batch)
         stream = Stream(*run(weights, *stream, cache[index], batch, *more))
         if self._keep is not None:
-            self._keep(index + 1, stream)
+            kind = self._descriptor.kind
+            self._keep(index + 1, self._module.closed(kind, index, stream))
         return stream, cache
 
     def finish(self, stream: Stream) -> torch.Tensor:

@@ -143,14 +143,16 @@ def splitting(
     shapes alone; `reach`: of a window or a chunk.
 
     Few requests have all the parts that pay, each by itself: one of many might be much longer than
-    the others.
+    the others. If they leave parts of the GPU idle then, they have as many as run at once.
     """
     longest = min(slots, reach + setting["block_n"]) if reach > 0 else slots
     if longest <= setting["chunk"] or requests * heads > COUNTERS:
         return WHOLE.value, 1, requests
     resident = max(1, setting["programs"] * processors() // heads)
-    parts = min(setting["parts"], -(-longest // setting["chunk"]))
-    if requests * parts <= 2 * resident:
+    pay = -(-longest // setting["chunk"])
+    if requests * min(pay, setting["parts"]) <= 2 * resident:
+        parts = max(setting["parts"], min(resident // requests, setting["most"]))
+        parts = min(pay, parts)
         return EACH.value, parts, requests * parts
     return ALL.value, resident, requests + resident
 
@@ -178,7 +180,7 @@ def _decode(
         arrived, scale, soft_cap, *(scales or (out, out)),
         q.stride(0), q.stride(1), page_table.stride(0), wanted, tokens, kv_lens.shape[0],
         MIXED=mixed, WINDOW=window, CHUNK=chunk, CAPPED=soft_cap > 0, SINKS=sinks is not None,
-        SCALED=scales is not None, LEAST=setting["chunk"], MOST=setting["parts"],
+        SCALED=scales is not None, LEAST=setting["chunk"], MOST=setting["most"],
         BLOCK_G=power_of_2(shape["GROUP"], 16), BLOCK_N=setting["block_n"],
         BLOCK_R=power_of_2(kv_lens.shape[0], 2), STAGES=setting["stages"], SPLIT=split,
         num_warps=setting["warps"],

@@ -110,6 +110,11 @@ def _sum_and_max(a, most, b, other):
 
 
 @triton.jit
+def _sums(a, b, other, another):
+    return a + other, b + another
+
+
+@triton.jit
 def _evenly(blocks, size, most):
     """(number of parts, blocks of each but the last) of requests of `blocks`: parts of `size` or
     more, no more than `most`, and as even as whole blocks are.
@@ -125,7 +130,8 @@ def _part_of(
     LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Which part of which request is number `item`: (request, part, parts, blocks a part, number of
-    the request's first part). Behind those of the requests come the rows of none, from `live` on.
+    the request's first part). First come the parts of requests that are split, which are the
+    longest, then whole requests, then the rows of none, from `live` on.
 
     Parts have LEAST slots or more, as many that all requests have about `wanted` of them. A request
     has at most MOST.
@@ -142,16 +148,30 @@ def _part_of(
     parts, part = split + 1, longest
     if longest > size:  # else each request is one part, and its number is known without the others
         # Last parts that are not full make more than are wanted, and what does not run at once
-        # has to wait for the longest.
+        # has to wait for the longest. Whole requests leave room as soon as they are done: they
+        # count for what they are of a part.
         all_parts, _size = _evenly(blocks, size, MOST)
-        size = tl.maximum(size, tl.cdiv(size * tl.sum(all_parts, 0), wanted))
+        whole, split_parts = tl.reduce(
+            (tl.where(all_parts == 1, blocks, 0), tl.where(all_parts > 1, all_parts, 0)), 0, _sums
+        )
+        room = tl.maximum(wanted - whole // size, 1)
+        size = tl.maximum(size, tl.cdiv(size * split_parts, room))
         all_parts, _size = _evenly(blocks, size, MOST)
-        ends = tl.cumsum(all_parts, 0)
-        before = real & (ends <= item)
-        t, begin = tl.reduce((before.to(tl.int32), tl.where(before, ends, 0)), 0, _sum_and_max)
+        is_split = all_parts > 1
+        of_split = tl.where(is_split, all_parts, 0)
+        of_whole = (all_parts == 1).to(tl.int32)
+        all_split, all_whole = tl.reduce((of_split, of_whole), 0, _sums)
+        ends = tl.where(is_split, tl.cumsum(of_split, 0), all_split + tl.cumsum(of_whole, 0))
+        own = real & (ends > item) & (ends - all_parts <= item)
+        found, begin = tl.reduce(
+            (tl.where(own, r + 1, 0), tl.where(own, ends - all_parts, 0)), 0, _sums
+        )
+        count = all_split + all_whole
+        t = tl.where(found > 0, found - 1, live)
+        begin = tl.where(found > 0, begin, count)
         split = item - begin
-        own = tl.load(lengths + t, mask=t < tl.minimum(live, requests), other=1)
-        _own_first, _own_begin, own_blocks = _reach(own, WINDOW, CHUNK, BLOCK_N)
+        own_length = tl.load(lengths + t, mask=t < tl.minimum(live, requests), other=1)
+        _own_first, _own_begin, own_blocks = _reach(own_length, WINDOW, CHUNK, BLOCK_N)
         parts, part = _evenly(tl.maximum(own_blocks, 1), size, MOST)
         t = tl.where(t >= live, live + split, t)
     return t, split, parts, part, begin

@@ -32,11 +32,12 @@ def rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def add_rms_norm_kernel(
-    x, residual, weight, rows, eps, x_stride, residual_stride, N: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
+    x, x_weight, residual, weight, rows, x_eps, eps, x_stride, residual_stride,
+    HAS_X_NORM: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (block of ROWS rows). x becomes the norm of x + residual as it was rounded, residual
-    the sum.
+    """Grid (block of ROWS rows). residual becomes the sum of itself and x, x the norm of that; with
+    HAS_X_NORM x is normed before. What is read again is read as it was rounded.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, BLOCK_N)
@@ -46,39 +47,16 @@ def add_rms_norm_kernel(
         residual + row[:, None] * residual_stride + n[None, :],
     )
     w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
+    if HAS_X_NORM:
+        of_x = tl.load(x_weight + n, mask=n < N, other=0.0).to(tl.float32)
     wait(OVERLAP)
     total = tl.load(at_x, mask=mask, other=0.0).to(tl.float32)
-    total += tl.load(at_residual, mask=mask, other=0.0).to(tl.float32)
-    rounded = total.to(residual.dtype.element_ty)
-    tl.store(at_residual, rounded, mask=mask)
-    y = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(y * y, 1) / N + eps)
-    tl.store(at_x, (y * scale[:, None] * w[None, :]).to(x.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def norm_add_rms_norm_kernel(
-    x, x_weight, residual, weight, rows, x_eps, eps, x_stride, residual_stride, N: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Grid (block of ROWS rows). residual becomes the sum of itself and the norm of x, x the norm
-    of that; what is read again is read as it was rounded.
-    """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    n = tl.arange(0, BLOCK_N)
-    mask = (row < rows)[:, None] & (n < N)[None, :]
-    at_x, at_residual = (
-        x + row[:, None] * x_stride + n[None, :],
-        residual + row[:, None] * residual_stride + n[None, :],
-    )
-    of_x = tl.load(x_weight + n, mask=n < N, other=0.0).to(tl.float32)
-    w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
-    wait(OVERLAP)
     before = tl.load(at_residual, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(at_x, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(y * y, 1) / N + x_eps)
-    y = (y * scale[:, None] * of_x[None, :]).to(x.dtype.element_ty).to(tl.float32)
-    rounded = (y + before).to(residual.dtype.element_ty)
+    if HAS_X_NORM:
+        scale = tl.rsqrt(tl.sum(total * total, 1) / N + x_eps)
+        normed = total * scale[:, None] * of_x[None, :]
+        total = normed.to(x.dtype.element_ty).to(tl.float32)
+    rounded = (total + before).to(residual.dtype.element_ty)
     tl.store(at_residual, rounded, mask=mask)
     y = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(y * y, 1) / N + eps)

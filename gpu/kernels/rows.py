@@ -15,7 +15,6 @@ from .row_kernels import (
     add_rms_norm_kernel,
     gelu_gate_kernel,
     greedy_kernel,
-    norm_add_rms_norm_kernel,
     rms_norm_kernel,
     wide_qk_norm_kernel,
 )
@@ -72,14 +71,28 @@ def fused_add_rms_norm(x: Array, residual: Array, weight: Array, eps: float) -> 
     if x.stride(1) != 1 or residual.stride(1) != 1:
         y, total = fused_add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
         return x.copy_(y), residual.copy_(total)
+    _add_and_norm(x, None, residual, weight, 0.0, eps)
+    return x, residual
+
+
+def _add_and_norm(
+    x: torch.Tensor,
+    x_weight: torch.Tensor | None,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    x_eps: float,
+    eps: float,
+) -> None:
+    """In place, as `norm_add_rms_norm`; without `x_weight` x is added as it is."""
     rows, n = x.shape
     several, width = _blocks(n, rows, config("rows"))
+    weight = weight.contiguous()
+    of_x = weight if x_weight is None else x_weight.contiguous()
     add_rms_norm_kernel[(triton.cdiv(rows, several),)](
-        x, residual, weight.contiguous(), rows, eps, x.stride(0), residual.stride(0),
-        N=n, ROWS=several, BLOCK_N=width, num_warps=_warps(several * width),
-        **overlap(early=True),
+        x, of_x, residual, weight, rows, x_eps, eps, x.stride(0), residual.stride(0),
+        HAS_X_NORM=x_weight is not None, N=n, ROWS=several, BLOCK_N=width,
+        num_warps=_warps(several * width), **overlap(early=True),
     )  # fmt: skip
-    return x, residual
 
 
 def _takes_norm_add(
@@ -107,13 +120,7 @@ def norm_add_rms_norm(
         dense = x.contiguous(), x_weight, residual.contiguous(), weight
         y, total = norm_add_rms_norm(*dense, x_eps, eps)
         return x.copy_(y), residual.copy_(total)
-    rows, n = x.shape
-    several, width = _blocks(n, rows, config("rows"))
-    norm_add_rms_norm_kernel[(triton.cdiv(rows, several),)](
-        x, x_weight.contiguous(), residual, weight.contiguous(), rows, x_eps, eps, x.stride(0),
-        residual.stride(0), N=n, ROWS=several, BLOCK_N=width, num_warps=_warps(several * width),
-        **overlap(early=True),
-    )  # fmt: skip
+    _add_and_norm(x, x_weight, residual, weight, x_eps, eps)
     return x, residual
 
 

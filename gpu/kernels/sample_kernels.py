@@ -60,6 +60,33 @@ def quantize_kernel(
     tl.store(scores + row * VOCAB + word, quantized(x, 65536.0), mask=word < VOCAB)
 
 
+@triton.jit(
+    do_not_specialize=["length"],
+    do_not_specialize_on_alignment=["history_row", "last", "greedy", "bias_ids", "mask"],
+)
+def plain_kernel(
+    history_row, last, bias_ids, mask, greedy, plain, length, ids_stride, mask_stride,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (row): whether a row is greedy and nothing changes its scores."""
+    wait(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    changes = tl.zeros([BLOCK], tl.int32)
+    if (tl.load(greedy + row) > 0) & (_remembers(history_row, last, row) == 0):
+        for start in tl.range(0, length, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            word = tl.load(bias_ids + row * ids_stride + place, mask=place < length, other=-1)
+            changes |= (word >= 0).to(tl.int32)
+        for start in tl.range(0, (VOCAB + 31) // 32, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            real = place < (VOCAB + 31) // 32
+            bits = tl.load(mask + row * mask_stride + place, mask=real, other=-1)
+            changes |= (bits != -1).to(tl.int32)
+    else:
+        changes += 1
+    tl.store(plain + row, (tl.max(changes, 0) == 0).to(tl.int32))
+
+
 @triton.jit
 def _remembers(history_row, last, row):
     """Whether a row has a history."""
@@ -129,24 +156,28 @@ def _allowed(mask, word, real):
 )
 def penalty_kernel(
     logits, counts, history_row, last, presence, frequency, repetition, repetition_inverse, mask,
-    scores, logits_stride, mask_stride,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    scores, plain, logits_stride, mask_stride,
+    SKIPS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row, block of words): all but the bias."""
+    """Grid (row, share of the words): all but the bias. SKIPS: rows that are `plain` get no
+    scores.
+    """
     wait(OVERLAP)
-    row, word = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = word < VOCAB
-    x = tl.load(logits + row * logits_stride + word, mask=real, other=0.0)
-    counted = real & _remembers(history_row, last, row)
-    count = tl.load(counts + row * VOCAB + word, mask=counted, other=0)
-    seen, count = count != 0, tl.minimum(count & (SEEN - 1), MAX_COUNT)
-    factor = tl.where(x > 0, tl.load(repetition_inverse + row), tl.load(repetition + row)) * 65536.0
-    score = quantized(x, tl.where(seen, factor, 65536.0))
-    taken = tl.load(frequency + row) * count + tl.where(count > 0, tl.load(presence + row), 0)
-    score = tl.where(
-        _allowed(mask + row * mask_stride, word, real) & (score != MASKED), score - taken, MASKED
-    )
-    tl.store(scores + row * VOCAB + word, score, mask=real)
+    row = tl.program_id(0).to(tl.int64)
+    end = tl.where(_is_plain(plain, row, SKIPS), 0, VOCAB)
+    for start in tl.range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        real = word < VOCAB
+        x = tl.load(logits + row * logits_stride + word, mask=real, other=0.0)
+        counted = real & _remembers(history_row, last, row)
+        count = tl.load(counts + row * VOCAB + word, mask=counted, other=0)
+        seen, count = count != 0, tl.minimum(count & (SEEN - 1), MAX_COUNT)
+        factor = tl.where(x > 0, tl.load(repetition_inverse + row), tl.load(repetition + row))
+        score = quantized(x, tl.where(seen, factor * 65536.0, 65536.0))
+        taken = tl.load(frequency + row) * count + tl.where(count > 0, tl.load(presence + row), 0)
+        allowed = _allowed(mask + row * mask_stride, word, real)
+        score = tl.where(allowed & (score != MASKED), score - taken, MASKED)
+        tl.store(scores + row * VOCAB + word, score, mask=real)
 
 
 @triton.jit(
@@ -181,25 +212,58 @@ def _best(bests, parts, BLOCK_PARTS: tl.constexpr):
     return tl.max(tl.load(bests + p, mask=p < parts, other=LEAST), 0)
 
 
+@triton.jit
+def _ordered(x):
+    """Integers in the order of the float32 `x`, equal for zeros of both signs."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _is_plain(plain, row, SKIPS: tl.constexpr):
+    """Whether a row has no scores of its own: see `plain_kernel`. None is without SKIPS."""
+    found = tl.full((), 0, tl.int32)
+    if SKIPS:
+        found = tl.load(plain + row)
+    return found > 0
+
+
+@triton.jit
+def _scores(scores, logits, word, real, other: tl.constexpr, is_plain, SKIPS: tl.constexpr):
+    """The scores of words of a row, `other` where they are not `real`. Those of a plain row are
+    integers in the order of its logits.
+    """
+    if SKIPS:
+        score = tl.load(scores + word, mask=real & (is_plain == 0), other=other)
+        x = tl.load(logits + word, mask=real & is_plain, other=0.0)
+        score = tl.where(real & is_plain, _ordered(x), score)
+    else:
+        score = tl.load(scores + word, mask=real, other=other)
+    return score
+
+
 @triton.jit(do_not_specialize=["parts", "size"])
 def best_kernel(
-    logits, scores, bests, groups, broken, logits_stride, row_stride, parts, size,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, FILTERED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    logits, scores, plain, bests, groups, broken, logits_stride, row_stride, parts, size,
+    SKIPS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    FILTERED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row, part of the words): the largest score of each part, and how many of its logits
     are not finite. FILTERED: also the largest score of each of LANES groups of the part, whose
-    words lie LANES apart.
+    words lie LANES apart. SKIPS: logits stand for the scores of rows that are `plain` (`_scores`).
     """
     wait(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    is_plain = _is_plain(plain, row, SKIPS)
     best = tl.full([BLOCK], LEAST, tl.int32)
     bad = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(part * size, tl.minimum(part * size + size, VOCAB), BLOCK):
         word = start + tl.arange(0, BLOCK)
-        best = tl.maximum(
-            best, tl.load(scores + row * row_stride + word, mask=word < VOCAB, other=LEAST)
-        )
+        score = _scores(
+            scores + row * row_stride, logits + row * logits_stride, word, word < VOCAB, LEAST,
+            is_plain, SKIPS,
+        )  # fmt: skip
+        best = tl.maximum(best, score)
         x = tl.load(logits + row * logits_stride + word, mask=word < VOCAB, other=0.0)
         bad += (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
     tl.store(broken + row * parts + part, tl.sum(bad, 0))
@@ -400,13 +464,6 @@ def _bits(word, key, other):
 
 
 @triton.jit
-def _ordered(x):
-    """Integers in the order of the float32 `x`, equal for zeros of both signs."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
 def _is_few(k, FEW: tl.constexpr):
     return (k > 0) & (k <= FEW)
 
@@ -471,10 +528,10 @@ def _smallest(far, weight, total, wanted, MASS: tl.constexpr):
     ],
 )  # fmt: skip
 def few_kernel(
-    logits, scores, bests, groups, broken, totals, chosen, listed, position, seed_lo, seed_hi,
-    greedy, scale, top_k, top_p, min_p, done, out, logits_stride, row_stride, parts, size,
-    FEW: tl.constexpr, LISTED: tl.constexpr, VOCAB: tl.constexpr, LANES: tl.constexpr,
-    WORDS: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    logits, scores, plain, bests, groups, broken, totals, chosen, listed, position, seed_lo,
+    seed_hi, greedy, scale, top_k, top_p, min_p, done, out, logits_stride, row_stride, parts, size,
+    SKIPS: tl.constexpr, FEW: tl.constexpr, LISTED: tl.constexpr, VOCAB: tl.constexpr,
+    LANES: tl.constexpr, WORDS: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row): the token of rows whose filters leave a few words; `done` [row] says of which.
@@ -495,6 +552,7 @@ def few_kernel(
         tl.store(done + row, 1)
         return
     first_wins, factor = tl.load(greedy + row) > 0, tl.load(scale + row)
+    is_plain = _is_plain(plain, row, SKIPS)
     k, p, most = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
     if (first_wins == 0) & (k <= 0) & (p >= ONE) & (most >= FAR):
         tl.store(done + row, 0)  # nothing is filtered
@@ -522,7 +580,9 @@ def few_kernel(
         one = tl.load(chosen + start + each, mask=start + each < wanted, other=0)
         word = one // LANES * size + one % LANES + step
         real = (start + each < wanted) & (step < size) & (word < VOCAB)
-        score = tl.load(scores + word, mask=real, other=MASKED)
+        score = _scores(
+            scores, logits + row * logits_stride, word, real, MASKED, is_plain, SKIPS
+        )  # fmt: skip
         take = tl.where(first_wins, score == best, _far(score, best, factor) <= cut)
         take = tl.reshape((take & (score > MASKED)).to(tl.int32), [AT_ONCE * WORDS])
         place = count + tl.cumsum(take, 0) - 1
@@ -577,15 +637,15 @@ def few_kernel(
     ],
 )
 def draw_kernel(
-    logits, scores, bests, broken, k_sums, k_found, p_sums, p_found, done, position, seed_lo,
-    seed_hi, greedy, scale, top_k, top_p,
+    logits, scores, plain, bests, broken, k_sums, k_found, p_sums, p_found, done, position,
+    seed_lo, seed_hi, greedy, scale, top_k, top_p,
     min_p, keys, ids, arrived, out, logits_stride, row_stride, parts, size,
-    FILTERED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SKIPS: tl.constexpr, FILTERED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row, part of the words): the last program of a row to arrive takes the best of all
     parts. FILTERED: rows that are `done` have their token. A part of a greedy row is read only
-    where it has the best score.
+    where it has the best score. SKIPS is as in `best_kernel`.
     """
     wait(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -599,7 +659,7 @@ def draw_kernel(
             tl.store(out + row, -1)
         return
     best, factor = _best(bests + row * parts, parts, BLOCK_PARTS), tl.load(scale + row)
-    first_wins = tl.load(greedy + row) > 0
+    first_wins, is_plain = tl.load(greedy + row) > 0, _is_plain(plain, row, SKIPS)
     most = tl.full((), FAR, tl.int32)
     if FILTERED:  # noqa: SIM102 (only this one is known to the compiler)
         if first_wins == 0:
@@ -624,7 +684,10 @@ def draw_kernel(
     for start in tl.range(part * size, end, BLOCK):
         word = start + tl.arange(0, BLOCK)
         real = word < VOCAB
-        score = tl.load(scores + row * row_stride + word, mask=real, other=MASKED)
+        score = _scores(
+            scores + row * row_stride, logits + row * logits_stride, word, real, MASKED, is_plain,
+            SKIPS,
+        )  # fmt: skip
         if first_wins:
             x = tl.load(logits + row * logits_stride + word, mask=real, other=0.0)
             value = _ordered(tl.where(score == best, x, float("-inf")))

@@ -21,6 +21,7 @@ from .sample_kernels import (
     few_kernel,
     narrow_kernel,
     penalty_kernel,
+    plain_kernel,
     quantize_kernel,
     total_kernel,
 )
@@ -81,26 +82,46 @@ def penalties(
     mask: Array,
 ) -> Array:
     """See the op: the words of the history are counted, then all words, then those of the bias."""
+    return _penalised(
+        logits, history, history_row, last, prompt_len,
+        (presence, frequency, repetition, repetition_inverse), bias_ids, bias, mask, None,
+    )  # fmt: skip
+
+
+def _penalised(
+    logits: torch.Tensor,
+    history: torch.Tensor,
+    history_row: torch.Tensor,
+    last: torch.Tensor,
+    prompt_len: torch.Tensor,
+    per_row: tuple[torch.Tensor, ...],
+    bias_ids: torch.Tensor,
+    bias: torch.Tensor,
+    mask: torch.Tensor,
+    plain: torch.Tensor | None,
+) -> torch.Tensor:
+    """Scores [row vocab], but for rows that are `plain` [row]."""
     setting = config("words")
     logits, history, bias_ids, bias, mask = (
         _dense(x) for x in (logits, history, bias_ids, bias, mask)
     )
     kept = history_row.contiguous(), last.contiguous()
-    per_row = presence, frequency, repetition, repetition_inverse
     per_row = tuple(x.contiguous() for x in per_row)
     (rows, vocab), block, warps = logits.shape, setting["block"], setting["warps"]
     counts = torch.empty((rows, vocab), dtype=torch.int32, device=logits.device)
     scores = torch.empty((rows, vocab), dtype=torch.int32, device=logits.device)
-    words, length = (rows, triton.cdiv(vocab, block)), history.shape[1]
+    blocks, length = triton.cdiv(vocab, block), history.shape[1]
+    shares = min(blocks, setting["shares"])
     launch = {"VOCAB": vocab, "BLOCK": block, "num_warps": warps, **overlap()}
-    # Few rows have a history: the programs of the others are few.
-    clear_kernel[(rows, min(words[1], setting["shares"]))](*kept, counts, **launch)
+    # Few rows have a history, or scores: the programs of the others are few.
+    clear_kernel[(rows, shares)](*kept, counts, **launch)
     count_kernel[(rows, max(1, min(triton.cdiv(length, block), setting["shares"])))](
         history, *kept, prompt_len.contiguous(), counts, length, history.stride(0), **launch
     )
-    penalty_kernel[words](
-        logits, counts, *kept, *per_row, mask, scores, logits.stride(0), mask.stride(0), **launch
-    )
+    penalty_kernel[(rows, blocks if plain is None else shares)](
+        logits, counts, *kept, *per_row, mask, scores, counts if plain is None else plain,
+        logits.stride(0), mask.stride(0), SKIPS=plain is not None, **launch,
+    )  # fmt: skip
     length = bias_ids.shape[1]
     if length == 0:
         return scores
@@ -142,13 +163,25 @@ def sample(
     min_p: Array,
     filtered: bool,
 ) -> Array:
-    """See the op. Rows whose filters leave a few words are done in three launches. The limits of
-    the others are found 4 bits a launch; rows that ask for none do nothing there.
+    """See the op."""
+    draws, filters = (position, seed_lo, seed_hi), (greedy, scale, top_k, top_p, min_p)
+    return _sampled(logits, scores, draws, filters, filtered, None)
+
+
+def _sampled(
+    logits: torch.Tensor,
+    scores: torch.Tensor,
+    draws: tuple[torch.Tensor, ...],
+    filters: tuple[torch.Tensor, ...],
+    filtered: bool,
+    plain: torch.Tensor | None,
+) -> torch.Tensor:
+    """Tokens [row]. Rows whose filters leave a few words are done in three launches. The limits of
+    the others are found 4 bits a launch; rows that ask for none do nothing there. Rows that are
+    `plain` [row] have no scores.
     """
     setting, device = config("sample"), logits.device
     logits, scores = _dense(logits), _dense(scores)
-    draws = position, seed_lo, seed_hi
-    filters = greedy, scale, top_k, top_p, min_p
     draws, filters = (tuple(x.contiguous() for x in each) for each in (draws, filters))
     rows, vocab = logits.shape
     block, warps = setting["block"], setting["warps"]
@@ -158,6 +191,7 @@ def sample(
     parts = triton.cdiv(vocab, size)
     grid, strides = (rows, parts), (logits.stride(0), scores.stride(0))
     launch = {"VOCAB": vocab, **overlap()}
+    reads = {"SKIPS": plain is not None}
     split = launch | {"BLOCK_PARTS": power_of_2(most), "num_warps": warps}
 
     def room(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -166,11 +200,12 @@ def sample(
 
     bests, broken, keys, ids = torch.empty((4, rows, parts), dtype=torch.int32, device=device)
     out = torch.empty(rows, dtype=torch.int32, device=device)
+    marks = out if plain is None else plain
     lanes = max(1, min(block, setting["groups"] // power_of_2(parts)))
     groups, done = room(rows, parts * lanes), room(rows)
     best_kernel[grid](
-        logits, scores, bests, groups, broken, *strides, parts, size,
-        BLOCK=block, LANES=lanes, FILTERED=filtered, num_warps=warps, **launch,
+        logits, scores, marks, bests, groups, broken, *strides, parts, size,
+        BLOCK=block, LANES=lanes, FILTERED=filtered, num_warps=warps, **reads, **launch,
     )  # fmt: skip
     sums = room(2, rows, LEVELS.value, parts, COLUMNS.value, dtype=torch.int64)
     found = room(2, rows, LEVELS.value)
@@ -191,11 +226,11 @@ def sample(
         )
         width = power_of_2(parts * lanes)
         few_kernel[(rows,)](
-            logits, scores, bests, groups, broken, totals, room(rows, width),
+            logits, scores, marks, bests, groups, broken, totals, room(rows, width),
             room(rows, setting["listed"]), *draws, *filters, done, out, *strides, parts, size,
             FEW=setting["few"], LISTED=setting["listed"], LANES=lanes,
             WORDS=power_of_2(triton.cdiv(size, lanes)), BLOCK_GROUPS=width,
-            **split | {"num_warps": setting["few_warps"]},
+            **reads, **split | {"num_warps": setting["few_warps"]},
         )  # fmt: skip
         for mass in (False, True):
             for level in range(LEVELS.value):
@@ -204,10 +239,80 @@ def sample(
                     MASS=mass, BLOCK=setting["narrow"], **split,
                 )  # fmt: skip
     draw_kernel[grid](
-        logits, scores, bests, broken, *limits, done, *draws, *filters, keys, ids, counters(device),
-        out, *strides, parts, size, FILTERED=filtered, BLOCK=block, **split,
+        logits, scores, marks, bests, broken, *limits, done, *draws, *filters, keys, ids,
+        counters(device), out, *strides, parts, size, FILTERED=filtered, BLOCK=block, **reads,
+        **split,
     )  # fmt: skip
     return out
+
+
+def _takes_penalised_sample(
+    logits: Array,
+    history: Array,
+    history_row: Array,
+    last: Array,
+    prompt_len: Array,
+    presence: Array,
+    frequency: Array,
+    repetition: Array,
+    repetition_inverse: Array,
+    bias_ids: Array,
+    bias: Array,
+    mask: Array,
+    position: Array,
+    seed_lo: Array,
+    seed_hi: Array,
+    greedy: Array,
+    scale: Array,
+    top_k: Array,
+    top_p: Array,
+    min_p: Array,
+    filtered: bool,
+) -> bool:
+    return dtype_name(logits) == "float32"
+
+
+@triton_kernel("penalised_sample", supports_args=_takes_penalised_sample, row_invariant=True)
+def penalised_sample(
+    logits: Array,
+    history: Array,
+    history_row: Array,
+    last: Array,
+    prompt_len: Array,
+    presence: Array,
+    frequency: Array,
+    repetition: Array,
+    repetition_inverse: Array,
+    bias_ids: Array,
+    bias: Array,
+    mask: Array,
+    position: Array,
+    seed_lo: Array,
+    seed_hi: Array,
+    greedy: Array,
+    scale: Array,
+    top_k: Array,
+    top_p: Array,
+    min_p: Array,
+    filtered: bool,
+) -> Array:
+    """See the op: logits alone are read of greedy rows whose scores nothing changes."""
+    rows, vocab = logits.shape
+    setting = config("words")
+    bias_ids, mask, greedy = _dense(bias_ids), _dense(mask), greedy.contiguous()
+    history_row, last = history_row.contiguous(), last.contiguous()
+    plain = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    plain_kernel[(rows,)](
+        history_row, last, bias_ids, mask, greedy, plain, bias_ids.shape[1], bias_ids.stride(0),
+        mask.stride(0), VOCAB=vocab, BLOCK=setting["block"], num_warps=setting["warps"],
+        **overlap(),
+    )  # fmt: skip
+    per_row = presence, frequency, repetition, repetition_inverse
+    scores = _penalised(
+        logits, history, history_row, last, prompt_len, per_row, bias_ids, bias, mask, plain
+    )
+    draws, filters = (position, seed_lo, seed_hi), (greedy, scale, top_k, top_p, min_p)
+    return _sampled(logits, scores, draws, filters, filtered, plain)
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from ..sides.subject import HostWeights, Subject
 from ..sides.taps import Call, declare
 from .exact_probes import probes
 
-SAMPLING = "greedy_sample", "quantize_logits", "penalties", "sample"
+SAMPLING = "greedy_sample", "quantize_logits", "penalties", "sample", "penalised_sample"
 """Ops behind the model: probed by their own cases, which are judged bit for bit."""
 
 

@@ -599,6 +599,115 @@ judged_by(
 )
 
 
+# --- penalised_sample
+# --------------------------------------------------------------------------------------------------
+
+
+def _penalised_arguments(rng: np.random.Generator, rows: int, vocab: int) -> Arguments:
+    """Rows of all kinds, then greedy ones of which nothing is asked but one thing: in turn the
+    history, the token behind it, the last slot of the bias, one bit of the mask, nothing.
+    """
+    a = _penalty_arguments(rng, rows, vocab, 50, 7)
+    a |= _sample_arguments(rng, rows, vocab, True)
+    del a["scores"]
+    plain = np.arange(rows) >= rows // 2
+    asks = np.arange(rows) % 5
+    a["greedy"] = np.where(plain, 1, a["greedy"]).astype(np.int32)
+    a["bias_ids"][:, -1] = np.where(asks == 2, rng.integers(0, vocab, rows), -1)
+    a["history_row"] = np.where(plain & (asks != 0), -1, a["history_row"]).astype(np.int32)
+    a["last"] = np.where(plain & (asks != 1), -1, a["last"]).astype(np.int32)
+    a["repetition"][:] = 2.0
+    a["repetition_inverse"][:] = 0.5
+    for row in np.flatnonzero(plain):
+        best = int(np.argmax(np.nan_to_num(a["logits"][row], posinf=0.0)))
+        last = a["history"][a["history_row"][row]] if asks[row] == 0 else np.zeros(0, np.int32)
+        last[:1] = best
+        a["last"][row] = best if asks[row] == 1 else -1
+        a["bias_ids"][row, :-1], a["mask"][row] = -1, -1
+        if asks[row] == 2:
+            a["bias_ids"][row, -1], a["bias"][row, -1] = best, -200 * ONE
+        if asks[row] == 3:
+            a["mask"][row, best >> 5] ^= np.int32(np.uint32(1 << (best & 31)).astype(np.int32))
+    return a
+
+
+def _penalised_cases(dtype: str) -> Iterator[Case]:
+    rng = generator("penalised_sample")
+    rows = _penalised_arguments(rng, 60, 203)
+    yield Case("60 rows", rows)
+    yield Case("filters off", rows | {"filtered": False})
+    # More words than are listed have the largest logit.
+    flat = rows | {
+        "logits": np.ones((60, 3000), np.float32),
+        "mask": np.full((60, 94), -1, np.int32),
+    }
+    yield Case("flat rows", flat)
+    yield Case(
+        "256 rows of 128256",
+        partial(_penalised_arguments, generator("bench penalised_sample"), 256, 128_256),
+        ("bench",),
+    )
+
+
+class _PenalisedSample:
+    """penalised_sample with one thing wrong."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __call__(self, ops: Any, **a: Any) -> Any:
+        ids, mask = a["bias_ids"], a["mask"]
+        column = np.arange(mask.shape[1])[None, :]
+        changes: dict[str, dict[str, Any]] = {
+            "history ignored": {"history_row": np.full_like(a["history_row"], -1)},
+            "last token ignored": {"last": np.full_like(a["last"], -1)},
+            "bias ignored": {"bias_ids": np.full_like(ids, -1)},
+            "first slots of the bias alone": {
+                "bias_ids": np.where(np.arange(ids.shape[1]) < ids.shape[1] - 1, ids, -1)
+            },
+            "mask ignored": {"mask": np.full_like(mask, -1)},
+            "first words of the mask alone": {"mask": np.where(column < 2, mask, -1)},
+            "every row greedy": {"greedy": np.ones_like(a["greedy"])},
+            "no row greedy": {"greedy": np.zeros_like(a["greedy"])},
+            "filters ignored": {"filtered": False},
+        }
+        token = sampling.penalised_sample(ops, **a | changes.get(self.fault, {}))
+        first = sampling.greedy_sample(_numpy(), a["logits"])
+        greedy = a["greedy"] > 0
+        if self.fault == "greedy rows take the largest logit":
+            return np.where(greedy, first, token)
+        if self.fault == "of equal logits the last":
+            last = a["logits"].shape[1] - 1 - np.argmax(a["logits"][:, ::-1], axis=1)
+            return np.where(greedy & (token == first) & (token >= 0), last, token).astype(np.int32)
+        if self.fault == "rows with infinities named":
+            return np.where(token < 0, np.argmax(a["logits"], axis=1), token).astype(np.int32)
+        return token
+
+
+PENALISED_FAULTS = (
+    *("history ignored", "last token ignored", "bias ignored", "first slots of the bias alone"),
+    *("mask ignored", "first words of the mask alone", "every row greedy", "no row greedy"),
+    *("filters ignored", "greedy rows take the largest logit", "of equal logits the last"),
+    "rows with infinities named",
+)
+
+judged_by(
+    "penalised_sample",
+    Testing(
+        _penalised_cases,
+        dtypes=("float32",),
+        bitwise=True,
+        rows=(
+            *("logits", "history_row", "last", "prompt_len", "presence", "frequency"),
+            *("repetition", "repetition_inverse", "bias_ids", "bias", "mask"),
+            *("position", "seed_lo", "seed_hi", "greedy", "scale", "top_k", "top_p", "min_p"),
+        ),
+        mutants={fault: _PenalisedSample(fault) for fault in PENALISED_FAULTS},
+        truth=_PenalisedSample(""),
+    ),
+)
+
+
 # --- top_logprobs
 # --------------------------------------------------------------------------------------------------
 

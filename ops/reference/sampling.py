@@ -173,6 +173,54 @@ def sample(
     return _if_finite(xp, logits, xp.where(greedy > 0, first, drawn))
 
 
+@define(
+    shapes="logits [row vocab], history [kept len], history_row [row], last [row], "
+    "prompt_len [row], presence [row], frequency [row], repetition [row], "
+    "repetition_inverse [row], bias_ids [row n], bias [row n], mask [row words], position [row], "
+    "seed_lo [row], seed_hi [row], greedy [row], scale [row], top_k [row], top_p [row], "
+    "min_p [row] -> [row] int32",
+    shards=(),
+    level="coarse",
+    composition=("penalties", "sample"),
+    contract=replace(INTEGER, nan=NO_TOKEN_FOR_NAN),
+)
+def penalised_sample(
+    ops: Any,
+    logits: Array,
+    history: Array,
+    history_row: Array,
+    last: Array,
+    prompt_len: Array,
+    presence: Array,
+    frequency: Array,
+    repetition: Array,
+    repetition_inverse: Array,
+    bias_ids: Array,
+    bias: Array,
+    mask: Array,
+    position: Array,
+    seed_lo: Array,
+    seed_hi: Array,
+    greedy: Array,
+    scale: Array,
+    top_k: Array,
+    top_p: Array,
+    min_p: Array,
+    filtered: bool,
+) -> Array:
+    """One token a row, -1 if a logit is not finite -> [row] int32: `sample` with the scores of
+    `penalties`, whose arguments stand first. Most rows of a batch have neither penalties nor a
+    bias nor a mask: a greedy one of them takes its largest logit, and needs no scores.
+    """
+    scores = ops.penalties(
+        logits, history, history_row, last, prompt_len, presence, frequency, repetition,
+        repetition_inverse, bias_ids, bias, mask,
+    )  # fmt: skip
+    return ops.sample(
+        logits, scores, position, seed_lo, seed_hi, greedy, scale, top_k, top_p, min_p, filtered
+    )
+
+
 def _top_k_limit(xp: Any, far: Array, keep: Array, top_k: Array) -> Array:
     """The distance of the k-th best token: [row]. Tokens as far as it are kept with it."""
     wanted = xp.where(top_k > 0, top_k, keep.shape[1])

@@ -31,6 +31,7 @@ from .config import ModelConfig
 from .sampler import OF_THE_OP, sample
 from .sharding import rows_to_sample
 from .spec import Layer, Model
+from .stages import Weights
 from .table import Parameter
 
 LAYER_KINDS = ("decode", "mixed")
@@ -183,11 +184,12 @@ def record_layers(
     shapes: ModelShapes,
     kind: str,
     drops_rows: Callable[[Descriptor], bool] | None = None,
+    joins: bool = False,
 ) -> None:
     """Record the programs of a kind of step, the largest first.
 
     `drops_rows` is for a backend that finishes the sampled tokens only: it says whose last layer
-    drops the others.
+    drops the others. `joins` is for one whose walk joins layers.
     """
     ops, kinds = recording_ops(recorder, _empty), shapes.spec.layers
 
@@ -203,6 +205,8 @@ def record_layers(
         recorder.program = str(d)
         whole = calls(shapes.spec, d)
         finished, _ = decoder.forward(whole, shapes.caches(shapes.spec))
+        if joins:
+            record_joints(ops, shapes.spec, shapes.top, shapes.layers, finished)
         if drops_rows is None or d.requests == d.tokens:
             continue
         rows = slice(d.requests)
@@ -210,6 +214,17 @@ def record_layers(
             decoder.forward(calls(shapes.last, d), shapes.caches(shapes.last), rows)
         else:
             whole.finish(decoder.Stream(finished[rows], finished[rows]))
+
+
+def record_joints(
+    ops: Any, model: Model, top: Weights, layers: Sequence[Weights], hidden: Any
+) -> None:
+    """Record what a walk that joins layers calls between them and behind the last one, beside the
+    calls of layers by themselves, which comparisons run one at a time.
+    """
+    top, _ = decoder.with_joints(model, top, layers)
+    for before in dict.fromkeys(norm for norm in decoder.joints(model) if norm is not None):
+        decoder.finish(ops, model, top, decoder.Stream(hidden, hidden), before)
 
 
 def record_samplers(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from .blocks import Block, single_blocks
 from .config import ModelConfig
 from .families import model_of, parameters_of
 from .rope import rope_inverse_frequencies
-from .spec import Layer, Model, Norm, mixes_tokens, source_of
+from .spec import Layer, Model, Norm, Sublayer, mixes_tokens, source_of
 from .stages import Array, Batch, Cache, Weights, stage_of
 
 __all__ = [
@@ -29,11 +30,16 @@ __all__ = [
     "finish",
     "forward",
     "head",
+    "joints",
     "layer",
     "model_of",
     "parameters_of",
     "rotary_tables",
+    "with_joints",
 ]
+
+BEFORE = "norm_before"
+"""Under this name a layer finds the weight of the norm behind the layer before it."""
 
 
 def rotary_tables(config: ModelConfig, positions: int) -> tuple[np.ndarray, np.ndarray]:
@@ -130,15 +136,24 @@ class Stream(NamedTuple):
 
 
 def layer(
-    ops: Any, spec: Layer, weights: Weights, stream: Stream, cache: Cache, batch: Batch
+    ops: Any,
+    spec: Layer,
+    weights: Weights,
+    stream: Stream,
+    cache: Cache,
+    batch: Batch,
+    before: Norm | None = None,
+    joins_next: bool = False,
 ) -> tuple[Stream, Cache]:
     """One layer: its sublayers in order. With `batch.rows` the result is [row dim].
 
     Behind the last sublayer whose tokens see each other, the layer goes on with these tokens only.
+    With `before` (see `joints`) the hidden states are still to be normed by that, with the weight
+    `BEFORE`; with `joins_next` the norm behind the last sublayer is left to what comes next.
     """
     hidden, residual = stream
     narrowing = None if batch.rows is None else last_mixing(spec)
-    post: Norm | None = None
+    post = before and replace(before, weight=BEFORE)
     for number, sub in enumerate(spec):
         if post is not None and sub.pre is not None:
             x, residual = ops.norm_add_rms_norm(
@@ -159,7 +174,9 @@ def layer(
             batch = batch.narrowed(rows)
         if sub.reduces:
             hidden = ops.all_reduce(hidden)
-        post = sub.post if added_as_it_is(spec, number) else None
+        is_last = number + 1 == len(spec)
+        joins = joins_next if is_last else added_as_it_is(sub, spec[number + 1].pre)
+        post = sub.post if joins else None
         if sub.post is not None and post is None:
             hidden = ops.rms_norm(hidden, weights[sub.post.weight], sub.post.eps)
         hidden = scaled(ops, hidden, sub.scale)
@@ -188,13 +205,39 @@ def pre_norm(
     return x, residual
 
 
-def added_as_it_is(spec: Layer, number: int) -> bool:
-    """Whether nothing stands between the norm behind a sublayer and the sum that the next one of
-    the layer norms.
+def added_as_it_is(sub: Sublayer, following: Norm | None) -> bool:
+    """Whether nothing stands between the norm behind a sublayer and a sum that the `following`
+    norm reads.
     """
-    sub = spec[number]
-    plain = sub.scale == 1.0 and sub.factor is None
-    return plain and number + 1 < len(spec) and spec[number + 1].pre is not None
+    return sub.scale == 1.0 and sub.factor is None and following is not None
+
+
+def joints(model: Model) -> tuple[Norm | None, ...]:
+    """The norm behind the layer before each layer, and last behind the last one, if its result is
+    added as it is and normed again: then one op can do it all. None where there is none.
+
+    A walk that joins layers calls `layer` and `finish` with these, and gives them the weights of
+    `with_joints`.
+    """
+    following = [*(spec[0].pre for spec in model.layers[1:]), model.norm]
+    behind = [
+        spec[-1].post if added_as_it_is(spec[-1], norm) else None
+        for spec, norm in zip(model.layers, following, strict=True)
+    ]
+    return (None, *behind)
+
+
+def with_joints(
+    model: Model, top: Weights, layers: Sequence[Weights]
+) -> tuple[dict[str, Array], list[dict[str, Array]]]:
+    """The weights of a model for a walk that joins layers: those outside of layers, and of each."""
+    _, *behind = joints(model)
+    of_norms = [
+        {} if norm is None else {BEFORE: weights[norm.weight]}
+        for norm, weights in zip(behind, layers, strict=True)
+    ]
+    joined = zip(layers, [{}, *of_norms[:-1]], strict=True)
+    return {**top, **of_norms[-1]}, [{**weights, **more} for weights, more in joined]
 
 
 def last_mixing(spec: Layer) -> int:
@@ -252,7 +295,8 @@ class PlainCalls:
     that of each layer.
 
     `layer_weights` are those of each layer, `zeros` gives the residual before the first one, from
-    hidden states. `ops_of(layer)` are the ops of a kind of layer, if they are not `ops`.
+    hidden states. `ops_of(layer)` are the ops of a kind of layer, if they are not `ops`. `joins`:
+    norms between layers are joined, and the weights are those of `with_joints`.
     """
 
     def __init__(
@@ -265,12 +309,14 @@ class PlainCalls:
         batch: Batch,
         zeros: Callable[[Array], Array],
         ops_of: Callable[[Layer], Any] | None = None,
+        joins: bool = False,
     ) -> None:
         self.ops, self.model, self.weights, self.layer_weights = ops, model, weights, layer_weights
         self.token_ids, self.batch, self.zeros = token_ids, batch, zeros
         # Not `or`: Dynamo of torch 2.11 cannot tell whether a partial function is true.
         self.ops_of = (lambda spec: ops) if ops_of is None else ops_of
         self.blocks: Sequence[Block] = single_blocks(len(model.layers))
+        self._joints = joints(model) if joins else (None,) * (len(model.layers) + 1)
 
     def embed(self) -> Stream:
         """See `Execution`."""
@@ -287,7 +333,11 @@ class PlainCalls:
         batch = self.batch.of_layer(index)._replace(rows=rows)
         spec, weights = self.model.layers[index], self.layer_weights[index]
         place = self.cache_of(index)
-        stream, cache[place] = layer(self.ops_of(spec), spec, weights, stream, cache[place], batch)
+        before, behind = self._joints[index : index + 2]
+        stream, cache[place] = layer(
+            self.ops_of(spec), spec, weights, stream, cache[place], batch, before,
+            behind is not None,
+        )  # fmt: skip
         return stream, cache
 
     def cache_of(self, index: int) -> int:
@@ -296,11 +346,19 @@ class PlainCalls:
 
     def finish(self, stream: Stream) -> Array:
         """See `Execution`."""
-        return finish(self.ops, self.model, self.weights, stream)
+        return finish(self.ops, self.model, self.weights, stream, self._joints[-1])
 
 
-def finish(ops: Any, model: Model, weights: Weights, stream: Stream) -> Array:
-    """The final norm: [tok dim]."""
+def finish(
+    ops: Any, model: Model, weights: Weights, stream: Stream, before: Norm | None = None
+) -> Array:
+    """The final norm: [tok dim]. `before` is as in `layer`."""
+    if before is not None:
+        hidden, residual = stream
+        own, norm = weights[BEFORE], model.norm
+        return ops.norm_add_rms_norm(
+            hidden, own, residual, weights[norm.weight], before.eps, norm.eps
+        )[0]
     return pre_norm(ops, model.norm, weights, *stream, model.reduces_before)[0]
 
 

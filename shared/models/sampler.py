@@ -33,13 +33,13 @@ def sample(
     """
     if variant == "greedy":
         return ops.greedy_sample(logits)
+    own = {name: settings[name] for name in SETTINGS}
     if variant not in PROCESSING:
         scores = ops.quantize_logits(logits)
-    elif processors is None:
+        return ops.sample(logits, scores, **own, filtered=variant != "random")
+    if processors is None:
         raise InternalError(f"the sampler {variant!r} got no processors")
-    else:
-        scores = ops.penalties(logits, **processors)
-    return ops.sample(logits, scores, *(settings[name] for name in SETTINGS), variant != "random")
+    return ops.penalised_sample(logits, **processors, **own, filtered=True)
 
 
 def known_processors(

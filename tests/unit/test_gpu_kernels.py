@@ -36,8 +36,8 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 HERE = Path(__file__)
 
 
-TRITON = "triton and not [sample-torch-triton]"
-"""384 rows of filters take the interpreter minutes: test_triton_sampling_in_parts has a few."""
+TRITON = "triton and not [sample-torch-triton] and not [penalised_sample-torch-triton]"
+"""Many rows of filters take the interpreter minutes: tests here have a few."""
 QUICK = " and not ".join(
     [
         TRITON,
@@ -129,19 +129,63 @@ def test_triton_decode_in_parts(kernels, device, dtype, reach, programs, chunk, 
 
 
 def test_when_requests_are_split_together(kernels):
-    """Few have all the parts that pay each; many share what runs at once; none is split where the
-    longest is one part.
+    """Few have all the parts that pay each, and if there are very few, as many as run at once; many
+    share what runs at once; none is split where the longest is one part.
     """
     from twinfer.gpu.kernels.attention import splitting
 
-    setting = {"block_n": 64, "chunk": 64, "parts": 32, "programs": 4 * 132 // kernels.processors()}
+    setting = {"block_n": 64, "chunk": 64, "parts": 32, "most": 128}
+    setting["programs"] = 4 * 132 // kernels.processors()
     resident = setting["programs"] * kernels.processors() // 8
-    assert splitting(1, 8, 8192, 0, setting) == (1, 32, 32)
+    assert splitting(1, 8, 131_072, 0, setting) == (1, resident, resident)
+    assert splitting(1, 1, 131_072, 0, setting) == (1, 128, 128)
+    assert splitting(1, 8, 1024, 0, setting) == (1, 16, 16)
+    assert splitting(2, 8, 8192, 0, setting) == (1, resident // 2, resident // 2 * 2)
     assert splitting(4, 8, 8192, 0, setting) == (1, 32, 128)
     assert splitting(8, 8, 8192, 0, setting) == (2, resident, 8 + resident)
     assert splitting(8, 8, 8192, 60, setting) == (1, 2, 16)
     assert splitting(8, 8, 64, 0, setting) == (0, 1, 8)
     assert splitting(4096, 8, 8192, 0, setting) == (0, 1, 4096)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most"),
+    [
+        ([640] * 6 + [25_600] + [640] * 3, 1.15),
+        ([25_600] + [640] * 9, 1.15),
+        ([8192] * 7, 1.3),
+        ([300, 20_000, 5, 9000, 64] * 2, 1.5),
+        ([1] * 8, None),
+    ],
+    ids=["long among short", "long first", "alike", "mixed", "one block each"],
+)
+def test_the_slots_of_all_requests_are_divided_evenly(kernels, device, lengths, most):
+    """Every block of a request is in one part; parts of requests that are split come first, and
+    none is much larger than an equal share; rows of no request come last, one by one.
+    """
+    import torch
+
+    from .parts_kernel import parts_kernel
+
+    size, wanted, rows = 64, 16, 12
+    lens = torch.tensor(lengths + [7] * (rows - len(lengths)), dtype=torch.int32, device=device)
+    out = torch.zeros((rows + wanted, 5), dtype=torch.int32, device=device)
+    parts_kernel[(rows + wanted,)](lens, out, len(lengths), rows, wanted, BLOCK_R=16, BLOCK_N=size)
+    found = out.tolist()
+    real = [item for item in found if item[0] < len(lengths)]
+    assert found[: len(real)] == real
+    seen = {request: [] for request in range(len(lengths))}
+    for number, (request, split, parts, part, begin) in enumerate(real):
+        assert number == begin + split < begin + parts
+        seen[request] += range(split * part, min(split * part + part, -(-lengths[request] // size)))
+    assert seen == {r: [*range(-(-n // size))] for r, n in enumerate(lengths)}
+    split_ones = [item[2] > 1 for item in real]
+    assert split_ones == sorted(split_ones, reverse=True)
+    share = sum(-(-n // size) for n in lengths) / wanted
+    if most is not None:
+        assert max(item[3] for item in real if item[2] > 1) <= most * share + 1
+    none = [request for request, *_ in found[len(real) :]]
+    assert none[: rows - len(lengths)] == [*range(len(lengths), rows)]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 9, 40, 70])
@@ -689,6 +733,17 @@ def test_triton_filters_of_rows_that_tell(kernels, device, monkeypatch, groups):
         chosen += rows[:4].tolist()
     arguments = case.arguments | {name: case.arguments[name][chosen] for name in testing.rows}
     judge("sample", arguments, device)
+
+
+@pytest.mark.parametrize("name", ["60 rows", "flat rows"])
+def test_triton_penalised_sampling_reads_logits_of_plain_rows_alone(kernels, device, name):
+    """Greedy rows of which one thing or nothing is asked, and two that draw."""
+    cases = ci_cases(TESTING["penalised_sample"], "float32")
+    (arguments,) = (case.arguments for case in cases if case.name == name)
+    chosen = [2, 10, *range(34, 41)]
+    rows = TESTING["penalised_sample"].rows
+    arguments = arguments | {row: arguments[row][chosen] for row in rows}
+    judge("penalised_sample", arguments, device)
 
 
 def test_triton_samples_from_more_than_2_18_words(kernels, device):

@@ -12,7 +12,7 @@ from twinfer.ops import REGISTRY
 from twinfer.ops.cases.attention import paged
 from twinfer.ops.cases.generators import generator
 from twinfer.ops.cases.moe import mixture
-from twinfer.ops.cases.sampling import _penalty_arguments, _sample_arguments
+from twinfer.ops.cases.sampling import _penalised_arguments, _penalty_arguments, _sample_arguments
 from twinfer.ops.namespaces.torch_ import from_numpy
 
 triton = pytest.importorskip("triton")
@@ -170,6 +170,16 @@ def test_penalties_compile(compiled):
     arguments = _penalty_arguments(generator("compile"), 16, 5_000, 300, 7)
     sampling.penalties(**arguments_of("penalties", arguments))
     assert compiled == ["clear_kernel", "count_kernel", "penalty_kernel", "bias_kernel"]
+
+
+def test_sampling_with_penalties_compiles(compiled):
+    from twinfer.gpu.kernels import sampling
+
+    arguments = _penalised_arguments(generator("compile"), 60, 5_000)
+    sampling.penalised_sample(**arguments_of("penalised_sample", arguments))
+    scores = ["clear_kernel", "count_kernel", "penalty_kernel", "bias_kernel"]
+    few = ["total_kernel", "few_kernel", *["narrow_kernel"] * 12]
+    assert compiled == ["plain_kernel", *scores, "best_kernel", *few, "draw_kernel"]
 
 
 @pytest.mark.parametrize(

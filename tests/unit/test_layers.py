@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twinfer.ops import resolve
+from twinfer.ops import Recorder, resolve
 from twinfer.ops.implement import IMPLEMENTATIONS, Refusal, implement
 from twinfer.shared.config import DeviceInfo, EngineConfig
 from twinfer.shared.config import resolve as resolve_config
@@ -18,7 +18,7 @@ from twinfer.shared.models import decoder
 from twinfer.shared.models.blocks import MAX_PERIOD, Block, cover, single_blocks
 from twinfer.shared.models.config import parse_config
 from twinfer.shared.models.shapes import SHAPES
-from twinfer.shared.models.spec import Attention, Mlp, Norm, Sublayer
+from twinfer.shared.models.spec import Attention, Mlp, Model, Norm, Sublayer
 from twinfer.shared.worker import backend_module
 
 MODEL = parse_config(SHAPES["qwen3-0.6b"])
@@ -105,6 +105,47 @@ def test_a_sublayer_is_norm_mixer_norm_scale_and_added_to_the_stream(pre, post, 
         total = total + y * scale
     np.testing.assert_allclose(stream.hidden + stream.residual, total, rtol=1e-4, atol=1e-5)
     assert cache == "the cache"
+
+
+@pytest.mark.parametrize("factor", [None, "factor"], ids=["plain", "with a factor"])
+def test_a_walk_that_joins_layers_gives_what_layers_by_themselves_give(factor):
+    """Bit for bit, and it calls no norm by itself between layers, if the norm behind a layer is all
+    that is there.
+    """
+    rng = np.random.default_rng(1)
+    sub = Sublayer(Mlp(), Norm("pre", 1e-5), Norm("post", 1e-3), factor=factor)
+    model = Model(((replace(sub, factor=None), sub),) * 3, Norm("last", 1e-6))
+    layers = [
+        {
+            "gate_up": rows_of(rng, 24, 8) / 3,
+            "down": rows_of(rng, 8, 12) / 3,
+            "factor": rows_of(rng, 1),
+        }
+        | {"pre": rows_of(rng, 8), "post": rows_of(rng, 8)}
+        for _ in model.layers
+    ]
+    top = {"embed": rows_of(rng, 9, 8), "last": rows_of(rng, 8)}
+    ids, none = np.arange(5, dtype=np.int32), np.zeros(0, np.int32)
+    batch = decoder.Batch(none, none, none, none, none, none, none, 1)
+    recorder = Recorder()
+    ops = resolve("numpy").bind(recorder.wrap)
+
+    def walk(top, layers, joins):
+        recorder.calls.clear()
+        calls = decoder.PlainCalls(ops, model, top, layers, ids, batch, np.zeros_like, joins=joins)
+        finished, _ = decoder.forward(calls, [None] * 3)
+        return finished, [call.op for call in recorder.calls if not call.parents]
+
+    apart, called_apart = walk(top, layers, False)
+    joined, called = walk(*decoder.with_joints(model, top, layers), True)
+    np.testing.assert_array_equal(joined, apart)
+    if factor is None:
+        assert called.count("norm_add_rms_norm") == 6
+        assert "rms_norm" not in called
+        assert called_apart.count("norm_add_rms_norm") == called_apart.count("rms_norm") == 3
+    else:
+        assert called == called_apart
+        assert decoder.joints(model) == (None,) * 4
 
 
 def test_kinds_are_the_different_layers_in_order():
