@@ -39,10 +39,9 @@ QUANTIZING = [
     ]
 ]  # fmt: skip
 FRAGMENTS = [
-    {"from_rows": 1, "rows": 16, "block_n": n, "warps": w, "ahead": a, "programs": p}
-    for n, w, a, p in [
-        (16, 8, 4, 2), (16, 8, 4, 99), (16, 8, 2, 2), (16, 8, 2, 99), (16, 16, 2, 2),
-        (16, 16, 2, 99), (16, 16, 4, 2), (16, 4, 8, 4), (16, 4, 8, 99), (32, 8, 4, 1),
+    {"from_rows": 1, "rows": 16, "block_n": n, "warps": w, "ahead": a}
+    for n, w, a in [
+        (16, 8, 4), (16, 8, 8), (16, 8, 2), (16, 16, 2), (16, 16, 4), (16, 4, 8), (16, 4, 4),
     ]
 ]  # fmt: skip
 FEW = [

@@ -158,97 +158,6 @@ def tokens_operand(place, mask, KIND: gl.constexpr, M: gl.constexpr, WARPS: gl.c
     return y.permute([0, 2, 1])
 
 
-@gluon.jit
-def _asked(
-    weight, scale, zero, first, N: gl.constexpr, K: gl.constexpr, WORDS: gl.constexpr,
-    GROUP: gl.constexpr, HAS_ZERO: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
-    FROM: gl.constexpr, TO: gl.constexpr, LAYOUT: gl.constexpr, MMA: gl.constexpr,
-):  # fmt: skip
-    """Words of steps FROM to TO of rows `first` on of a weight, their scales and their zeros."""
-    slice_: gl.constexpr = K // WARPS
-    steps: gl.constexpr = slice_ // STEP
-    groups: gl.constexpr = K // GROUP
-    w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
-    n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    n = n[None, :, None]
-    j = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    row = n.to(gl.int64)
-    place = weight + row * (K // STEP * WORDS) + w * (steps * WORDS) + j
-    # Scales are those of the sums that a thread has.
-    sum_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None]
-    sum_n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
-    of_scale = scale + sum_n.to(gl.int64)[None, :] * groups
-    real = (sum_n < N)[None, :] & (sum_w < WARPS)
-    words, shares, zeros = (), (), ()
-    for s in gl.static_range(FROM, min(TO, steps)):
-        # Past the L1 cache, which has x for the programs of a processor.
-        words += (gl.load(place + s * WORDS, mask=n < N, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
-        if groups > 1:
-            of_share = of_scale + (sum_w * slice_ + s * STEP) // GROUP
-            shares += (gl.load(of_share, mask=real, other=0.0),)  # type: ignore[assignment]
-        if HAS_ZERO:
-            of_zero = zero + row * groups + (w * slice_ + s * STEP) // GROUP
-            zeros += (gl.load(of_zero, mask=(n < N) & (w < WARPS), other=0),)  # type: ignore[assignment]
-    return words, shares, zeros
-
-
-@gluon.jit
-def _sums(
-    asked, weight, scale, zero, first, of_x, x_scale, rows, x_scale_stride, N: gl.constexpr,
-    K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, X_GROUP: gl.constexpr,
-    HAS_ZERO: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
-    AHEAD: gl.constexpr, WEIGHT: gl.constexpr, MMA: gl.constexpr,
-):  # fmt: skip
-    """Sums [n m] over k of rows `first` on of a weight, `asked` being their first AHEAD steps."""
-    left: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    fp8: gl.constexpr = KIND == "fp8"
-    dtype: gl.constexpr = gl.float16 if fp8 else of_x.dtype.element_ty
-    words: gl.constexpr = 32 if fp8 else 16
-    entries: gl.constexpr = 32 if fp8 else STEP
-    slice_: gl.constexpr = K // WARPS
-    steps: gl.constexpr = slice_ // STEP
-    groups: gl.constexpr = K // GROUP
-    in_parts: gl.constexpr = (groups > 1) | ((X_GROUP > 0) & (X_GROUP < K))
-    m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, of_x.type.layout)))
-    m = m[None, :, None]
-    token_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, MMA)))[:, None]
-    token = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, :]
-    if KIND == "int4":
-        ones: gl.constexpr = -0x3CFF3D00 if dtype == gl.bfloat16 else -0x1BFF1C00
-        base = gl.full([1, 1, 1], ones + 0x00080008, gl.int32, layout=WEIGHT)
-    asked, shares, zeros = asked
-    total = gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=MMA)
-    for s in gl.static_range(steps):
-        if s + AHEAD < steps:
-            more, more_shares, more_zeros = _asked(
-                weight, scale, zero, first, N, K, words, GROUP, HAS_ZERO, BLOCK_N, WARPS,
-                s + AHEAD, s + AHEAD + 1, WEIGHT, MMA,
-            )  # fmt: skip
-            asked, shares, zeros = asked + more, shares + more_shares, zeros + more_zeros
-        if fp8:
-            a = _fp8_operand(asked[s], BLOCK_N, WARPS)
-        else:
-            if HAS_ZERO:
-                base = ones + zeros[s].to(gl.int32) * 0x00010001
-            a = _int4_operand(asked[s], base, BLOCK_N, WARPS, dtype)
-        a = gl.convert_layout(a, left, assert_trivial=True)
-        b = tokens_operand(of_x + s * entries, m < rows, KIND, M, WARPS)
-        b = gl.convert_layout(b, right, assert_trivial=True)
-        if in_parts:
-            now = mma_v2(a, b, gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=MMA))
-            if groups > 1:
-                now = now * shares[s][:, :, None]
-            if (X_GROUP > 0) & (X_GROUP < K):
-                of = token * x_scale_stride + (token_w * slice_ + s * STEP) // X_GROUP
-                own = gl.load(x_scale + of, mask=token < rows, other=0.0)
-                now = now * own[:, None, :]
-            total += now
-        else:
-            total = mma_v2(a, b, total)
-    return gl.sum(total, 0)
-
-
 @gluon.jit(do_not_specialize=["rows"])
 def fragment_kernel(
     x, weight, scale, zero, x_scale, bias, out, rows, x_stride, x_scale_stride, N: gl.constexpr,
@@ -256,72 +165,91 @@ def fragment_kernel(
     HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr,
     WARPS: gl.constexpr, AHEAD: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Grid (program): as many as blocks of results, or fewer where a block is asked for as a whole,
-    in AHEAD steps. KIND is int4, or fp8 with x of fp8 too. Weights are words, and so are tokens of
-    fp8; `x_stride` counts what x has. Groups, of the weight and of x, are of multiples of STEP;
-    X_GROUP is 0 where x has no scales. M is 8 or 16, and `rows` at most that. K is a multiple of
-    WARPS * STEP.
-
-    Words are asked for AHEAD steps before they are used. Where a block has no more steps, that is
-    while the block before it is multiplied.
+    """Grid (block of results). KIND is int4, or fp8 with x of fp8 too. Weights are words, and so
+    are tokens of fp8; `x_stride` counts what x has. Groups, of the weight and of x, are of
+    multiples of STEP; X_GROUP is 0 where x has no scales. M is 8 or 16, and `rows` at most that. K
+    is a multiple of WARPS * STEP. Words are asked for AHEAD steps before they are used.
     """
     fp8: gl.constexpr = KIND == "fp8"
     WEIGHT: gl.constexpr = step_layout(WARPS, BLOCK_N, 2, fp8)
     TOKENS: gl.constexpr = step_layout(WARPS, M, 2 if fp8 else 5, fp8)
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    dtype: gl.constexpr = gl.float16 if fp8 else x.dtype.element_ty
     words: gl.constexpr = 32 if fp8 else 16
     entries: gl.constexpr = 32 if fp8 else STEP
-    # Where a thread's part of x is.
+    slice_: gl.constexpr = K // WARPS
+    steps: gl.constexpr = slice_ // STEP
+    groups: gl.constexpr = K // GROUP
+    in_parts: gl.constexpr = (groups > 1) | ((X_GROUP > 0) & (X_GROUP < K))
+    first = gl.program_id(0) * BLOCK_N
+    # Where the words are that a thread reads.
+    w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, WEIGHT)))[:, None, None]
+    n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, WEIGHT)))
+    n = n[None, :, None]
+    j = gl.arange(0, words, layout=gl.SliceLayout(0, gl.SliceLayout(1, WEIGHT)))[None, None, :]
+    row = n.to(gl.int64)
+    place = weight + row * (K // STEP * words) + w * (steps * words) + j
+    # Where its scales are: those of the sums that it has.
+    sum_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
+    sum_n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
+    of_scale = scale + sum_n.to(gl.int64)[None, :] * groups
+    real = (sum_n < N)[None, :] & (sum_w < WARPS)
+    # Where its part of x is, and the scales of that.
     m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))[None, :, None]
     x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))[:, None, None]
     i = gl.arange(0, entries, layout=gl.SliceLayout(0, gl.SliceLayout(1, TOKENS)))[None, None, :]
-    of_x = x + m.to(gl.int64) * x_stride + x_w * (K // WARPS // STEP * entries) + i
-    first = gl.program_id(0) * BLOCK_N
-    asked = _asked(
-        weight, scale, zero, first, N, K, words, GROUP, HAS_ZERO, BLOCK_N, WARPS, 0, AHEAD, WEIGHT,
-        mma,
-    )  # fmt: skip
-    wait(OVERLAP)
-    if K // WARPS // STEP <= AHEAD:
-        for block in range(gl.program_id(0), (N + BLOCK_N - 1) // BLOCK_N, gl.num_programs(0)):
-            later = (block + gl.num_programs(0)) * BLOCK_N
-            next_asked = _asked(
-                weight, scale, zero, later, N, K, words, GROUP, HAS_ZERO, BLOCK_N, WARPS, 0, AHEAD,
-                WEIGHT, mma,
-            )  # fmt: skip
-            y = _sums(
-                asked, weight, scale, zero, block * BLOCK_N, of_x, x_scale, rows, x_scale_stride,
-                N, K, KIND, GROUP, X_GROUP, HAS_ZERO, M, BLOCK_N, WARPS, AHEAD, WEIGHT, mma,
-            )  # fmt: skip
-            _put(
-                y, out, scale, x_scale, bias, block * BLOCK_N, rows, x_scale_stride, N, K,
-                K // GROUP, X_GROUP, HAS_BIAS,
-            )  # fmt: skip
-            asked = next_asked
-    else:
-        y = _sums(
-            asked, weight, scale, zero, first, of_x, x_scale, rows, x_scale_stride, N, K, KIND,
-            GROUP, X_GROUP, HAS_ZERO, M, BLOCK_N, WARPS, AHEAD, WEIGHT, mma,
-        )  # fmt: skip
-        _put(
-            y, out, scale, x_scale, bias, first, rows, x_scale_stride, N, K, K // GROUP, X_GROUP,
-            HAS_BIAS,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _put(
-    y, out, scale, x_scale, bias, first, rows, x_scale_stride, N: gl.constexpr, K: gl.constexpr,
-    groups: gl.constexpr, X_GROUP: gl.constexpr, HAS_BIAS: gl.constexpr,
-):  # fmt: skip
-    """Sums [n m] of whole rows, times the scales of these, plus the bias, to their place."""
-    n = first + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, y.type.layout))
-    m = gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, y.type.layout))
+    of_x = x + m.to(gl.int64) * x_stride + x_w * (steps * entries) + i
+    token_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, mma)))[:, None]
+    token = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, :]
+    if KIND == "int4":
+        ones: gl.constexpr = -0x3CFF3D00 if dtype == gl.bfloat16 else -0x1BFF1C00
+        base = gl.full([1, 1, 1], ones + 0x00080008, gl.int32, layout=WEIGHT)
+    total = gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma)
+    asked, shares, zeros = (), (), ()
+    for s in gl.static_range(steps + AHEAD):
+        if s == AHEAD:
+            wait(OVERLAP)
+        if s < steps:
+            # Past the L1 cache, which has x for the programs of a processor.
+            asked += (gl.load(place + s * words, mask=n < N, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
+            if groups > 1:
+                of_share = of_scale + (sum_w * slice_ + s * STEP) // GROUP
+                shares += (gl.load(of_share, mask=real, other=0.0),)  # type: ignore[assignment]
+            if HAS_ZERO:
+                of_zero = zero + row * groups + (w * slice_ + s * STEP) // GROUP
+                zeros += (gl.load(of_zero, mask=(n < N) & (w < WARPS), other=0),)  # type: ignore[assignment]
+        if s >= AHEAD:
+            if fp8:
+                a = _fp8_operand(asked[s - AHEAD], BLOCK_N, WARPS)
+            else:
+                if HAS_ZERO:
+                    base = ones + zeros[s - AHEAD].to(gl.int32) * 0x00010001
+                a = _int4_operand(asked[s - AHEAD], base, BLOCK_N, WARPS, dtype)
+            a = gl.convert_layout(a, left, assert_trivial=True)
+            of_step = of_x + (s - AHEAD) * entries
+            b = tokens_operand(of_step, m < rows, KIND, M, WARPS)
+            b = gl.convert_layout(b, right, assert_trivial=True)
+            if in_parts:
+                now = mma_v2(a, b, gl.zeros([WARPS, BLOCK_N, M], gl.float32, layout=mma))
+                if groups > 1:
+                    now = now * shares[s - AHEAD][:, :, None]
+                if (X_GROUP > 0) & (X_GROUP < K):
+                    of = token * x_scale_stride + (token_w * slice_ + (s - AHEAD) * STEP) // X_GROUP
+                    own = gl.load(x_scale + of, mask=token < rows, other=0.0)
+                    now = now * own[:, None, :]
+                total += now
+            else:
+                total = mma_v2(a, b, total)
+    y = gl.sum(total, 0)
+    end_n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(0, mma)))
+    end_m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, mma)))
     if X_GROUP == K:
-        y = y * gl.load(x_scale + m * x_scale_stride, mask=m < rows, other=0.0)[None, :]
+        y = y * gl.load(x_scale + end_m * x_scale_stride, mask=end_m < rows, other=0.0)[None, :]
     if groups == 1:
-        y = y * gl.load(scale + n, mask=n < N, other=0.0)[:, None]
+        y = y * gl.load(scale + end_n, mask=end_n < N, other=0.0)[:, None]
     if HAS_BIAS:
-        y = y + gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-    to = out + m.to(gl.int64)[None, :] * N + n[:, None]
-    gl.store(to, y.to(out.dtype.element_ty), mask=(m < rows)[None, :] & (n < N)[:, None])
+        y = y + gl.load(bias + end_n, mask=end_n < N, other=0.0).to(gl.float32)[:, None]
+    to = out + end_m.to(gl.int64)[None, :] * N + end_n[:, None]
+    gl.store(to, y.to(out.dtype.element_ty), mask=(end_m < rows)[None, :] & (end_n < N)[:, None])

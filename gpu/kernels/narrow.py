@@ -424,10 +424,7 @@ def _fragments(product: _Product) -> None:
     x = product.x
     x = x.contiguous().view(torch.int32) if product.kind == "fp8" else x
     words = product._replace(x=x, weight=product.weight.view(torch.int32))
-    programs = blocks = triton.cdiv(n, block_n)
-    if k // (128 * warps) <= setting["ahead"]:
-        programs = _programs(blocks, setting["programs"] * processors())
-    fragment_kernel[(programs,)](
+    fragment_kernel[(triton.cdiv(n, block_n),)](
         *words.arrays, rows, *words.strides, **product.constants, M=m, BLOCK_N=block_n,
         WARPS=warps, AHEAD=setting["ahead"], num_warps=warps, **overlap(early=True),
     )  # fmt: skip
