@@ -20,14 +20,16 @@ THREADS = 16
 
 @contextmanager
 def kernels_noted() -> Iterator[Noted]:
-    """Within the block, a launch of a kernel that is not compiled yet is noted and skipped: its
-    results are undefined.
+    """Within the block nothing is launched, so all results are undefined; kernels that are not
+    compiled yet are noted. Those that are, by an engine before, must not run either: what they
+    are given may stand for places in memory.
 
     Without Triton, or with one older than 3.4, nothing is noted.
     """
     noted: Noted = {}
     try:
         from triton import knobs
+        from triton.runtime.jit import JITFunction
     except ImportError:
         yield noted
         return
@@ -37,11 +39,17 @@ def kernels_noted() -> Iterator[Noted]:
         noted[id(kernel), compile["specialization_data"]] = kernel
         return True
 
+    launch = JITFunction.run
+
+    def find(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        return launch(kernel, *args, grid=grid, warmup=True, **named)
+
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
+    JITFunction.run = find
     try:
         yield noted
     finally:
-        knobs.runtime.jit_cache_hook = before
+        knobs.runtime.jit_cache_hook, JITFunction.run = before, launch
 
 
 def hash_compiler() -> None:

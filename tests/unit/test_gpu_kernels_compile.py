@@ -345,6 +345,8 @@ def test_noted_kernels_are_those_that_are_launched(driver, kind):
     with kernels_noted() as missing:
         calls[kind]()
     assert not missing
+    assert not driver.launches
+    calls[kind]()
     assert driver.launches == [kernel.fn.__name__ for kernel in noted.values()]
 
 
