@@ -51,6 +51,21 @@ def test_a_right_engine_passes(small_model, backend, mode):
     assert "transformers" in diff.environment["definition"]
 
 
+def test_streams_of_joined_layers_are_judged_as_those_of_layers_alone(tmp_path):
+    """A GLM-4, whose layers leave their last norm to the next one."""
+    config = {
+        "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "vocab_size": 300,
+        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "max_position_embeddings": 256, "dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert any(
+        decoder.joints(decoder.model_of(open_subject(str(tmp_path), load_format="dummy").model))
+    )
+    check(str(tmp_path), definition="off").assert_ok()
+
+
 def layer_twice(monkeypatch):
     """Layer 1 has the weights of layer 0."""
     right = module.Decoder.freeze
@@ -58,6 +73,7 @@ def layer_twice(monkeypatch):
     def freeze(self):
         right(self)
         self._layers[1] = self._layers[0]
+        self._joined = decoder.with_joints(self.model, self._top, self._layers)
 
     monkeypatch.setattr(module.Decoder, "freeze", freeze)
 
@@ -118,12 +134,12 @@ def last_layer_mixes(monkeypatch):
     """The last layer of a mixed step adds something of another row."""
     right = decoder.layer
 
-    def layer(ops, spec, weights, stream, cache, batch):
+    def layer(ops, spec, weights, stream, cache, batch, *ends):
         if batch.rows is not None:
             residual = stream.residual
             last = residual[-1:]
             stream = stream._replace(residual=residual + 0.1 * last)
-        return right(ops, spec, weights, stream, cache, batch)
+        return right(ops, spec, weights, stream, cache, batch, *ends)
 
     monkeypatch.setattr(decoder, "layer", layer)
 
