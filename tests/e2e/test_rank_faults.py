@@ -89,6 +89,14 @@ WHY_OF_DRIVER = {
 }
 
 
+def started(server):
+    """All streams, which are not read yet."""
+    return [
+        Stream(server, prompt=f"{i}: once upon a time there was", max_tokens=900)
+        for i in range(STREAMS)
+    ]
+
+
 def wait_for(path, seconds=120):
     """The process that has failed, its parent, and when."""
     end = time.monotonic() + seconds
@@ -116,10 +124,7 @@ def test_nothing_is_left(tmp_path, who, phase, what):
     with served(*FLAGS, ready=phase not in STARTS, env=env) as server:
         streams = []
         if phase not in STARTS:
-            streams = [
-                Stream(server, prompt=f"{i}: once upon a time there was", max_tokens=900)
-                for i in range(STREAMS)
-            ]
+            streams = started(server)
         pid, parent, when = wait_for(failed)
         engine = pid if who == "driver" else parent
         ranks = children(engine)

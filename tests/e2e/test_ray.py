@@ -19,9 +19,8 @@ from twinfer.shared.models.locate import model_folder
 
 from ..unit.test_executor import COMMAND, make_calls, worker_of
 from .server_process import gone, served
-from .test_rank_faults import FAULT, FLAGS, LATEST, STARTS, STREAMS, wait_for
+from .test_rank_faults import FAULT, FLAGS, LATEST, STARTS, STREAMS, started, wait_for
 from .test_ranks import FORM, KINDS, children, engine_of, requests_of, streamed, tokens_of
-from .test_server_failures import Stream
 
 ray = pytest.importorskip("ray")
 # Ray forks to start its own processes, which is said where another test has imported JAX.
@@ -201,10 +200,7 @@ def test_all_ends_where_a_node_is_lost(tmp_path, monkeypatch, request, who, phas
     with served(*flags, ready=phase not in STARTS, env={"RAY_ADDRESS": cluster.address}) as server:
         streams = []
         if phase not in STARTS:
-            streams = [
-                Stream(server, prompt=f"{i}: once upon a time there was", max_tokens=900)
-                for i in range(STREAMS)
-            ]
+            streams = started(server)
         pid, parent, when = wait_for(failed)
         ranks = ranks_in(cluster)
         code = server.wait_exit()
