@@ -234,8 +234,8 @@ FAULTS = (
     ),
     Fault(
         "sampler-reads-bfloat16", "torch", "gpu/programs.py",
-        "logits = self._module.logits(self.rows[:requests])\n        processors",
-        "logits = self._module.logits(self.rows[:requests]).bfloat16().float()\n        processors",
+        "            logits = self._module.logits(self.rows[:requests])\n",
+        "            logits = self._module.logits(self.rows[:requests]).bfloat16().float()\n",
         rf"torch:cpu, \w+, mode S: {BEHIND}",
     ),
     Fault(
