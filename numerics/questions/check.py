@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from ...ops import REGISTRY
-from ...ops.cases import load_all
 from ...shared.errors import ConfigError
 from ...shared.worker import backend_module
 from ..errors import EQUAL, FAILED, NOT_COMPARED
@@ -217,7 +216,6 @@ def _ask_ops(asked: _Asked) -> _Answer:
         chosen = _planned(asked.subject, target)
         sides.append(Target(target.backend, target.device, {}, chosen))
         wanted |= dict.fromkeys(chosen)
-    load_all()
     parts = {part for op in wanted for part in parts_of(op)} - wanted.keys()
     names = sorted({*wanted, *parts})
     dtypes = dict.fromkeys(["float32", asked.subject.dtype])

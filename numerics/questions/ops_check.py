@@ -332,6 +332,7 @@ def parts_of(op: str) -> set[str]:
     """The ops that the reference of an op calls in its float32 cases. A backend that has the op as
     one piece runs none of them, and their definitions are part of what it is judged by.
     """
+    load_all()
     found, tracer = set[str](), Tracer()
     function = getattr(bound(False, tracer), op)
     for case in ci_cases(TESTING[op], "float32") if op in TESTING else ():
