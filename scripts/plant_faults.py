@@ -193,7 +193,7 @@ FAULTS = (
         "            target.page_value[: len(index)] = pages",
         "            target.page_index[: len(index) // 2 * 2] = index[: len(index) // 2 * 2]\n"
         "            target.page_value[: len(index) // 2 * 2] = pages[: len(index) // 2 * 2]",
-        r"torch:cpu: the page table",
+        r"torch:cpu(: the page table|, \w+, mode S: layer\.0)",
     ),
     Fault(
         "matrices-in-reverse", "jax", "tpu/layers.py",
@@ -234,8 +234,8 @@ FAULTS = (
     ),
     Fault(
         "sampler-reads-bfloat16", "torch", "gpu/programs.py",
-        "            logits = self._module.logits(self.rows[:requests])\n",
-        "            logits = self._module.logits(self.rows[:requests]).bfloat16().float()\n",
+        "logits = self._module.logits(self.rows[:requests])\n        elif",
+        "logits = self._module.logits(self.rows[:requests]).bfloat16().float()\n        elif",
         rf"torch:cpu, \w+, mode S: {BEHIND}",
     ),
     Fault(
@@ -284,7 +284,7 @@ FAULTS = (
         "loop-lengths-on-the-host-stay", "torch", "gpu/programs.py",
         'lengths["kv_lens"][: int(lengths["counts"][1])] += 1',
         'lengths["kv_lens"][: int(lengths["counts"][1])] += 0',
-        r"torch:cpu, loops, mode S: layer\.0",
+        r"torch:cpu:\S+, loops, mode S: layer\.0", options=NATIVE,
     ),
     Fault(
         "loop-lengths-stay", "jax", PROGRAMS,

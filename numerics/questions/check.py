@@ -30,7 +30,7 @@ from ..sides.steps import default_prompts, make_steps
 from ..sides.subject import Subject, Target
 from .invariants import InvariantsReport, check_invariants
 from .model import compare_model
-from .ops_check import DEFINITION, OpsReport, check_ops
+from .ops_check import DEFINITION, OpsReport, check_ops, parts_of
 from .served import Definition, check_served
 
 Progress = Callable[[str], None]
@@ -216,12 +216,14 @@ def _ask_ops(asked: _Asked) -> _Answer:
         chosen = _planned(asked.subject, target)
         sides.append(Target(target.backend, target.device, {}, chosen))
         wanted |= dict.fromkeys(chosen)
+    parts = {part for op in wanted for part in parts_of(op)} - wanted.keys()
+    names = sorted({*wanted, *parts})
     dtypes = dict.fromkeys(["float32", asked.subject.dtype])
     report = check_ops(
-        sides, sorted(wanted), dtypes=tuple(dtypes), modes=(*asked.modes, "X"), planned=True,
+        sides, names, dtypes=tuple(dtypes), modes=(*asked.modes, "X"), planned=True,
         progress=asked.progress,
     )  # fmt: skip
-    what = f"{report.compared} cases of {len(wanted)} ops"
+    what = f"{report.compared} cases of {len(names)} ops"
     return _Answer(report.exit_code, what, list(_op_causes(asked, report)), report.missing)
 
 

@@ -43,7 +43,9 @@ from ..showing.terminal import LINES, WORDS
 from ..sides.environment import versions
 from ..sides.fault import Fault, faulty
 from ..sides.one_op import FRAMEWORKS, PLATFORMS, run_op
+from ..sides.reference import bound
 from ..sides.subject import Target
+from ..sides.taps import Tracer
 from .exact import ExactJudge
 from .exact_probes import probes
 
@@ -324,6 +326,21 @@ def _check(
     ]
     if not any(r.compared or r.raised for r in results.values()):
         report.missing.append(f"{side}: {cases[0].op}={provider} takes no case")
+
+
+def parts_of(op: str) -> set[str]:
+    """The ops that the reference of an op calls in its float32 cases. A backend that has the op as
+    one piece runs none of them, and their definitions are part of what it is judged by.
+    """
+    load_all()
+    found, tracer = set[str](), Tracer()
+    function = getattr(bound(False, tracer), op)
+    for case in ci_cases(TESTING[op], "float32") if op in TESTING else ():
+        tracer.start({}, {})
+        with np.errstate(all="ignore"):
+            function(**case.arguments)
+        found |= {made.op for made in tracer.calls}
+    return found - {op}
 
 
 def can_show(result: OpResult, target: Target, fault: Fault) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from twinfer.numerics.questions import ops_check
-from twinfer.numerics.questions.ops_check import check_ops, render
+from twinfer.numerics.questions.ops_check import check_ops, parts_of, render
 from twinfer.numerics.showing.junit import suite_xml
 from twinfer.numerics.showing.terminal import LINES
 from twinfer.numerics.sides import one_op
@@ -151,3 +151,20 @@ def test_what_nobody_expected_is_no_numeric_failure(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert "Traceback" in said
     assert said.splitlines()[-1] == "twinfer: error: ValueError: no such dot product"
+
+
+def test_ops_that_a_reference_is_made_of_are_known():
+    """A backend that has the op as one piece runs none of them; a mistake in one is ours."""
+    assert parts_of("fused_add_rms_norm") == {"add", "rms_norm"}
+    assert parts_of("linear") == set()
+
+
+@pytest.mark.parametrize("fused", ["fused_add_rms_norm", "norm_rope_write_kv"])
+def test_a_definition_is_judged_that_no_plan_names(fused):
+    """All that stands in the plan is one piece; its parts' definitions are judged all the same."""
+    target = parse_target(f"torch:cpu:{fused}=composition")
+    names = sorted({fused, *parts_of(fused)})
+    report = check_ops([target], names, modes=("S",), planned=True)
+    ours = {r.op for r in report.results if r.side == "our definition"}
+    assert "rms_norm" in ours
+    assert {r.op for r in report.results if r.side != "our definition"} == {fused}
