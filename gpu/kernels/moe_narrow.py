@@ -60,10 +60,6 @@ class _Weight(NamedTuple):
             "HAS_BIAS": self.bias is not None,
         }
 
-    def few_block_k(self, most: int) -> int:
-        """The same where all of a row at once is better than no lane without an entry."""
-        return min(most, power_of_2(self.k)) if self.group == self.k else self.block_k(most)
-
     def block_k(self, most: int) -> int:
         """Entries along k that a program takes at a time: whole groups, or parts of one."""
         block = min(most, power_of_2(self.k))
@@ -71,6 +67,10 @@ class _Weight(NamedTuple):
         while triton.cdiv(self.k, block) * block > 9 * self.k // 8 and block > max(32, self.group):
             block //= 2
         return min(block, self.group) if block < self.group < self.k else block
+
+    def few_block_k(self, most: int) -> int:
+        """The same where all of a row at once is better than no lane without an entry."""
+        return min(most, power_of_2(self.k)) if self.group == self.k else self.block_k(most)
 
 
 def _takes(

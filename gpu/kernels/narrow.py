@@ -115,6 +115,11 @@ def linear_grouped(
     return _product(x, weight, scale, zero, None, bias, kind, x.dtype)
 
 
+def _takes_tokens(x: Array, x_scale: Array | None) -> bool | Refusal:
+    """Whether tokens that come without a scale can be quantised here."""
+    return x_scale is not None or _takes_quantized(x, "row", 0)
+
+
 def takes_quantised(
     x: Array,
     weight: Array,
@@ -124,10 +129,9 @@ def takes_quantised(
     dtype: str,
 ) -> bool | Refusal:
     """Scales are of whole rows, or of blocks that are powers of 2."""
-    if x_scale is None:
-        taken = _takes_quantized(x, "row", 0)
-        if taken is not True:
-            return taken
+    taken = _takes_tokens(x, x_scale)
+    if taken is not True:
+        return taken
     for scale in (weight_scale, x_scale):
         if scale is None:
             continue
@@ -147,10 +151,9 @@ def takes_units(
     bias: Array | None,
     dtype: str,
 ) -> bool | Refusal:
-    if x_scale is None:
-        taken = _takes_quantized(x, "row", 0)
-        if taken is not True:
-            return taken
+    taken = _takes_tokens(x, x_scale)
+    if taken is not True:
+        return taken
     if (x_scale is not None and x_scale.shape[1] > 1) or weight_scale.shape[1] > 1:
         return Refusal("scales of blocks; these are of rows")
     if dtype != "bfloat16" or weight.shape[0] % 16 or weight.shape[1] % 16:

@@ -141,10 +141,8 @@ class ExactComparison:
         self, diff: Diff, name: str, side: WorkerSide, steps: Sequence[StepInput]
     ) -> None:
         """Run the steps: what a step says of pages must be what the device has of them."""
-        dtype, shapes = (
-            storage_dtype(self.subject.dtype),
-            cache_shapes(self.subject, pages_of(steps)),
-        )
+        dtype = storage_dtype(self.subject.dtype)
+        shapes = cache_shapes(self.subject, pages_of(steps))
         side.begin([np.full(shape, np.nan, dtype) for shape in shapes])
         for step in steps:
             found = side.execute(step).page_tables
