@@ -22,7 +22,7 @@ from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.executor.driver import Ranks, Subprocesses
 from twinfer.shared.executor.messages import encode
 from twinfer.shared.executor.worker import RanksWorker
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.packer import padding
 from twinfer.shared.step import NewPages, StepInput, StepShape, sampling_layout

@@ -34,7 +34,7 @@ from twinfer.numerics.questions.served import check_served
 from twinfer.numerics.sides.steps import make_steps
 from twinfer.numerics.sides.subject import Subject, open_subject, parse_target
 from twinfer.shared.models import decoder
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.table import keys
 
 Weights = dict[str, np.ndarray]

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 
 from twinfer.bucketing import Descriptor
 from twinfer.shared.config import EngineConfig, resolve
-from twinfer.shared.models.config import ModelConfig, parse_config
+from twinfer.shared.models.config import ModelConfig
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.tpu import compilation, ladder, programs
 from twinfer.tpu.plans import make_plans

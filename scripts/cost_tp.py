@@ -11,7 +11,7 @@ import argparse
 import json
 from typing import Any
 
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.step_cost import LINKS, number_of_sums, step_ms
 

@@ -22,7 +22,7 @@ import torch
 from twinfer.shared import engine as engine_module
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.sampling_params import SamplingParams
 

@@ -26,7 +26,7 @@ import torch
 from twinfer.gpu.kernels import launch
 from twinfer.ops import resolve
 from twinfer.shared.models import decoder
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES as SHAPE_FILES
 
 SHAPES = {"0.6B": (16, 8, 128, 1024, 3072, 151936), "8B": (32, 8, 128, 4096, 14336, 128256)}

@@ -15,7 +15,7 @@ from ..shared.config import EngineConfig
 from ..shared.errors import ConfigError
 from ..shared.limits import Limits
 from ..shared.models.arguments import add_model
-from ..shared.models.config import load_config
+from ..shared.models.config_json import load_config
 from ..shared.models.locate import model_folder
 from ..shared.models.shapes import check_weights
 from ..shared.option_text import sizes as read_sizes

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from ..shared.errors import ConfigError, TwinferError
-from ..shared.models.config import load_config
+from ..shared.models.config_json import load_config
 from ..shared.models.locate import model_folder
 
 MARGIN = 100

@@ -284,7 +284,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     from ..ops import OpError
     from ..shared.backends import find_backend
     from ..shared.config import EngineConfig, resolve
-    from ..shared.models.config import load_config
+    from ..shared.models.config_json import load_config
     from ..shared.models.locate import model_folder
     from ..shared.worker import backend_module
 

@@ -25,7 +25,7 @@ from ..shared.cache_folder import default_root
 from ..shared.config import BACKENDS, host_memory
 from ..shared.errors import TwinferError
 from ..shared.models import decoder
-from ..shared.models.config import load_config
+from ..shared.models.config_json import load_config
 from ..shared.models.locate import model_folder
 from ..shared.models.table import parameter_count
 from ..shared.worker import backend_module, is_installed

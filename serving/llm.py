@@ -15,7 +15,7 @@ from ..shared.demand import ANYTHING, Demand
 from ..shared.engine import Engine
 from ..shared.errors import ConfigError, RequestError
 from ..shared.generation_config import default_params
-from ..shared.models.config import load_config
+from ..shared.models.config_json import load_config
 from ..shared.models.locate import model_folder
 from ..shared.models.shapes import check_weights
 from ..shared.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..shared.models.config import load_config
+from ..shared.models.config_json import load_config
 from ..shared.models.locate import model_folder
 from ..shared.progress import Progress
 from .aot import build

@@ -19,7 +19,8 @@ from ..shared.errors import BackendUnavailable
 from ..shared.models import decoder
 from ..shared.models.blocks import single_blocks
 from ..shared.models.caches import cache_of
-from ..shared.models.config import ModelConfig, load_config
+from ..shared.models.config import ModelConfig
+from ..shared.models.config_json import load_config
 from ..shared.models.locate import model_folder
 from ..shared.models.shapes import check_weights
 from ..shared.progress import Progress, silent

@@ -32,7 +32,7 @@ from safetensors.numpy import save
 
 from ...shared.checkpoint import DTYPES
 from ...shared.errors import ConfigError, ModelError
-from ...shared.models.config import load_config
+from ...shared.models.config_json import load_config
 from ...shared.models.locate import model_folder
 from ...shared.step import StepInput
 from ..errors import InfrastructureError, NotComparable

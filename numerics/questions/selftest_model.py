@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from ...shared.models import decoder
-from ...shared.models.config import parse_config
+from ...shared.models.config_json import parse_config
 from ...shared.models.table import keys
 from ..sides.subject import Subject, open_subject
 

@@ -20,7 +20,8 @@ from ...shared.errors import ConfigError
 from ...shared.models import decoder
 from ...shared.models.caches import CacheLayout, cache_layout
 from ...shared.models.calls import DTYPES
-from ...shared.models.config import ModelConfig, load_config
+from ...shared.models.config import ModelConfig
+from ...shared.models.config_json import load_config
 from ...shared.models.locate import model_folder
 from ...shared.models.shapes import check_weights
 from ...shared.models.table import TOP, Parameter, ParameterTable, keys

@@ -27,7 +27,7 @@ import zmq
 from ...shared.config import EngineConfig
 from ...shared.engine import Engine
 from ...shared.errors import EngineClosed, EngineDead, RequestError, TwinferError
-from ...shared.models.config import load_config
+from ...shared.models.config_json import load_config
 from ...shared.models.locate import model_folder
 from ...shared.request import FinishReason
 from .logs import configure_logging

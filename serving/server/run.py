@@ -26,7 +26,7 @@ import uvicorn
 from ...shared.config import EngineConfig
 from ...shared.errors import ConfigError
 from ...shared.generation_config import default_params
-from ...shared.models.config import load_config
+from ...shared.models.config_json import load_config
 from ...shared.models.locate import model_folder
 from ...shared.models.shapes import check_weights
 from ...shared.progress import silent

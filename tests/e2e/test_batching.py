@@ -7,7 +7,7 @@ import pytest
 
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.sampling_params import SamplingParams
 
 COUNT = 64

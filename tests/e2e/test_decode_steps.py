@@ -10,7 +10,7 @@ import pytest
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.engine import Engine
 from twinfer.shared.errors import ConfigError
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.request import FinishReason
 from twinfer.shared.sampling_params import SamplingParams
 

@@ -8,7 +8,7 @@ import pytest
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine, token_array
 from twinfer.shared.errors import EngineClosed, OutsideTable, RequestError
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.request import FinishReason, Request
 from twinfer.shared.sampling_params import SamplingParams
 

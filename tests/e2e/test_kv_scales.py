@@ -21,7 +21,7 @@ from twinfer.shared.engine import Engine
 from twinfer.shared.kv_config import NARROW
 from twinfer.shared.models import decoder
 from twinfer.shared.models.calls import DTYPES
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.weights import read_parameter

@@ -9,7 +9,7 @@ import pytest
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine
 from twinfer.shared.models.caches import cache_layout
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.families import model_of
 from twinfer.shared.page_groups import pages_for
 from twinfer.shared.sampling_params import SamplingParams

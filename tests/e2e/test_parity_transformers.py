@@ -15,7 +15,7 @@ from twinfer.shared.checkpoint import Checkpoint
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine
 from twinfer.shared.errors import RequestError
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.step import StepInput, batch_layout, sampling_layout
 

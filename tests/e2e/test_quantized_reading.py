@@ -15,7 +15,7 @@ from twinfer.ops.reference.narrow import widened_weight
 from twinfer.shared import narrow_checkpoint
 from twinfer.shared.errors import CheckpointError, UnsupportedModel
 from twinfer.shared.models import decoder
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.narrow_checkpoint import NarrowCheckpoint, open_checkpoint
 from twinfer.shared.weights import check_checkpoint
 

@@ -19,7 +19,7 @@ from twinfer.shared.demand import Demand
 from twinfer.shared.engine import Engine
 from twinfer.shared.errors import EngineDead, RankLost
 from twinfer.shared.executor import driver
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.sampling_params import SamplingParams
 

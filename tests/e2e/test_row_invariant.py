@@ -6,7 +6,7 @@ import pytest
 from twinfer.serving.llm import LLM
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.sampling_params import SamplingParams
 
 from .conftest import build

@@ -15,7 +15,7 @@ import pytest
 
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.step import SAMPLERS
 from twinfer.shared.worker import MOST_PAGES, cache_pages
@@ -26,7 +26,7 @@ from dataclasses import replace
 import jax
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.engine import silent
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.caches import request_pages
 from twinfer.shared.worker import cache_pages
 from twinfer.tpu import aot, chips, footprint, platforms, worker

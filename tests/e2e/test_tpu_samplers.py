@@ -7,7 +7,7 @@ import pytest
 
 from twinfer import LLM, SamplingParams
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.step import PROCESSING, SAMPLERS, StepShape, processor_layout
 from twinfer.shared.step_difference import sampler_size, wider_processors

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.sampling_params import SamplingParams
 
 folder, load_format, sizes = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])

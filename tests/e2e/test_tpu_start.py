@@ -21,7 +21,7 @@ from twinfer.shared.config import EngineConfig
 from twinfer.shared.demand import ANYTHING, Demand
 from twinfer.shared.engine import Engine
 from twinfer.shared.errors import ConfigError
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.tpu import compilation, executables
@@ -195,7 +195,7 @@ def engine(demand, **options):
     """A small JAX engine for what is demanded."""
     from twinfer.shared.config import EngineConfig
     from twinfer.shared.engine import Engine
-    from twinfer.shared.models.config import load_config
+    from twinfer.shared.models.config_json import load_config
     from twinfer.shared.models.locate import model_folder
 
     demo = model_folder("demo")
@@ -259,7 +259,7 @@ def test_no_program_on_a_cpu_copies_the_cache(dtype, scan):
     works in place.
     """
     from twinfer.shared.config import EngineConfig, resolve
-    from twinfer.shared.models.config import load_config
+    from twinfer.shared.models.config_json import load_config
     from twinfer.shared.models.locate import model_folder
     from twinfer.tpu import compilation, ladder
     from twinfer.tpu.worker import JaxWorker, find_device

@@ -26,7 +26,7 @@ from twinfer.ops.cases import load_all
 from twinfer.ops.namespaces import namespace
 from twinfer.ops.testing import TESTING, Judge, ci_cases, run
 from twinfer.shared.errors import ConfigError
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 
 load_all()
 MODEL = parse_config(CONFIG)

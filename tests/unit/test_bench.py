@@ -14,7 +14,7 @@ from twinfer.serving.bench import Workload
 from twinfer.shared.errors import BackendUnavailable, ConfigError, ModelNotFound
 from twinfer.shared.kv_config import NARROW
 from twinfer.shared.limits import Limits, decode_bytes, prefill_flops
-from twinfer.shared.models.config import load_config, parse_config
+from twinfer.shared.models.config_json import load_config, parse_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.sampling_params import SamplingParams

@@ -13,7 +13,7 @@ from twinfer.shared.compilation_config import (
 )
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL

@@ -19,7 +19,7 @@ from twinfer.ops.implement import Refusal
 from twinfer.ops.testing import judge, run
 from twinfer.shared.config import DeviceInfo, EngineConfig
 from twinfer.shared.config import resolve as resolve_config
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
 
 DTYPES = ("float32", "bfloat16")

@@ -10,7 +10,7 @@ import pytest
 from twinfer.shared import backends
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import BackendUnavailable, ConfigError
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.page_table import SCALAR_MEMORY_FOR_TABLES
 

@@ -7,7 +7,7 @@ import pytest
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.demand import ANYTHING, Demand
 from twinfer.shared.errors import RequestError
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.step import PROCESSING, SAMPLERS

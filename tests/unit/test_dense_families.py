@@ -15,7 +15,8 @@ from twinfer.ops.testing import DTYPES
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError, ModelError, UnsupportedModel
 from twinfer.shared.models.caches import cache_layout, cached_tokens
-from twinfer.shared.models.config import Heads, parse_config
+from twinfer.shared.models.config import Heads
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.decoder import model_of, parameters_of, rotary_tables, rounded
 from twinfer.shared.models.rope import RopeConfig, rope_inverse_frequencies
 from twinfer.shared.models.shapes import SHAPES
@@ -502,7 +503,7 @@ PLANS = """
 import json, sys
 from twinfer.gpu.plans import make_plans
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 
 for raw in json.loads(sys.argv[1]):
     model = parse_config(raw)

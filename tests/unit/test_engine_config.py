@@ -6,7 +6,7 @@ import pytest
 
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError, UnsupportedModel
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
 
 DEMO = load_config(model_folder("demo"))

@@ -20,7 +20,8 @@ from twinfer.shared.executor import driver
 from twinfer.shared.executor.driver import Ranks, Subprocesses
 from twinfer.shared.executor.messages import decode, encode
 from twinfer.shared.executor.worker import RanksWorker
-from twinfer.shared.models.config import ModelConfig, load_config
+from twinfer.shared.models.config import ModelConfig
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.packer import padding
 from twinfer.shared.step import NewPages, StepInput, StepShape, batch_layout, sampling_layout

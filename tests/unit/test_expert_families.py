@@ -9,7 +9,7 @@ import pytest
 from twinfer.shared.checkpoint import Checkpoint
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.decoder import model_of, parameters_of
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.models.spec import Experts, Mlp

@@ -19,7 +19,7 @@ from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import CheckpointError, InternalError
 from twinfer.shared.models import decoder
 from twinfer.shared.models.blocks import single_blocks
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.families import FAMILIES
 from twinfer.shared.models.placement import place, rows_of
 from twinfer.shared.models.shapes import SHAPES

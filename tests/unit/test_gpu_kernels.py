@@ -766,7 +766,7 @@ def test_triton_kernels_are_all_that_granite_and_phi_layers_call(kernels):
     from twinfer.gpu.compilation import compiled_kinds
     from twinfer.gpu.plans import make_plans
     from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
-    from twinfer.shared.models.config import parse_config
+    from twinfer.shared.models.config_json import parse_config
     from twinfer.shared.models.families import model_of
     from twinfer.shared.models.shapes import SHAPES
 

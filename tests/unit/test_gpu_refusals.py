@@ -12,7 +12,7 @@ from twinfer.ops import Plans
 from twinfer.ops import resolve as resolve_plan
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
 
 MODEL = parse_config(SHAPES["qwen3-0.6b"])

@@ -26,7 +26,7 @@ from twinfer.shared.compilation_config import CUDAGraphMode, ResolvedCompilation
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError, InternalError
 from twinfer.shared.models import stages
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.families import model_of
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.models.spec import Mlp

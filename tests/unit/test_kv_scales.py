@@ -14,7 +14,7 @@ from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import CheckpointError, ConfigError
 from twinfer.shared.kv_scales import with_scales
 from twinfer.shared.models import decoder
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.placement import local_config, place
 from twinfer.shared.shard_reading import read_shard
 from twinfer.shared.weights import check_checkpoint, expected_tensors, read_parameter

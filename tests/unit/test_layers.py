@@ -16,7 +16,7 @@ from twinfer.shared.config import DeviceInfo, EngineConfig
 from twinfer.shared.config import resolve as resolve_config
 from twinfer.shared.models import decoder
 from twinfer.shared.models.blocks import MAX_PERIOD, Block, cover, single_blocks
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.models.spec import Attention, Mlp, Model, Norm, Sublayer
 from twinfer.shared.worker import backend_module

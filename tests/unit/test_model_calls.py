@@ -11,7 +11,7 @@ from twinfer.shared.config import DeviceInfo, EngineConfig
 from twinfer.shared.config import resolve as resolve_config
 from twinfer.shared.models import stages
 from twinfer.shared.models.calls import KINDS
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.models.spec import Mlp
 from twinfer.shared.worker import backend_module

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from twinfer.shared.errors import ModelError, ModelNotFound, TwinferError, UnsupportedModel
 from twinfer.shared.models import families
-from twinfer.shared.models.config import ModelConfig, load_config, parse_config
+from twinfer.shared.models.config import ModelConfig
+from twinfer.shared.models.config_json import load_config, parse_config
 from twinfer.shared.models.decoder import parameters_of, rotary_tables
 from twinfer.shared.models.families.dense import FIXED, HARMLESS, READ
 from twinfer.shared.models.rope import RopeConfig, rope_inverse_frequencies

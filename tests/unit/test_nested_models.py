@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from twinfer.shared.checkpoint import Checkpoint
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import CheckpointError, ModelError, UnsupportedModel
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.decoder import model_of, parameters_of
 from twinfer.shared.models.rope import RopeConfig
 from twinfer.shared.models.table import keys, parameter_count

@@ -18,7 +18,7 @@ from twinfer.shared.compilation_config import CompilationConfig, CUDAGraphMode
 from twinfer.shared.config import DeviceInfo, EngineConfig, ResolvedConfig, resolve
 from twinfer.shared.engine import scheduler_config
 from twinfer.shared.errors import ConfigError, RequestError
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.option_kinds import (
     Built,

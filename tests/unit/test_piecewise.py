@@ -22,7 +22,7 @@ from twinfer.shared.compilation_config import ResolvedCompilation
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError, InternalError, OutsideTable
 from twinfer.shared.models import decoder
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 
 RAW = dict(
     architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=32, intermediate_size=48,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from twinfer.shared.models import decoder
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.placement import head_layout, place
 from twinfer.shared.models.shapes import SHAPES
 

@@ -189,7 +189,7 @@ from twinfer.ops.declare import Array
 from twinfer.gpu import plans
 from twinfer.shared.config import DeviceInfo, EngineConfig
 from twinfer.shared.config import resolve as resolve_config
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
 
 model = parse_config(SHAPES["qwen3-0.6b"])

@@ -9,7 +9,7 @@ from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.models import decoder
 from twinfer.shared.models.calls import ModelShapes, _empty, record_samplers
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.models.placement import place, shard_config
 from twinfer.shared.models.sharding import rows_to_sample, words_of

@@ -26,7 +26,7 @@ from twinfer.gpu.backend import key_factors
 from twinfer.ops import source_hash
 from twinfer.shared.cache_folder import fingerprint
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.tpu import executables
 from twinfer.tpu import plans as jax_plans

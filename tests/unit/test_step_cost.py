@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from twinfer.shared.models.config import load_config
+from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
 from twinfer.shared.step_cost import LINKS, Devices, Link, estimate, ici, step_ms, sum_us
 

@@ -18,7 +18,7 @@ from twinfer.ops.cases import load_all
 from twinfer.ops.testing import TESTING, Judge, ci_cases, run
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.tpu import plans
 from twinfer.tpu.kernels import attention, cache, target, write

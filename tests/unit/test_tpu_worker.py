@@ -16,7 +16,7 @@ from twinfer.shared import step_difference
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import ConfigError, InternalError
 from twinfer.shared.models import decoder, placement
-from twinfer.shared.models.config import parse_config
+from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.request_table import padding_column
 from twinfer.shared.step import (

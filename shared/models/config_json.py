@@ -1,0 +1,88 @@
+"""A folder's config.json, read into a `ModelConfig`. What might change the maths is refused if
+unknown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .config import ModelConfig
+from .families import FAMILIES, family_of
+from .fields import Fields, nearest, need_folder, read_json, show
+from .quantization_config import read_quantization
+
+
+def load_config(folder: str | Path) -> ModelConfig:
+    """The config of the model in `folder`. Raises ModelNotFound, ModelError or UnsupportedModel."""
+    path = need_folder(folder)
+    raw = read_json(path / "config.json")
+    generation = path / "generation_config.json"
+    return parse_config(
+        raw, read_json(generation) if os.path.exists(generation) else {}, str(path / "config.json")
+    )
+
+
+def parse_config(
+    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, where: str = "config.json"
+) -> ModelConfig:
+    """The config that a config.json (`raw`) and a generation_config.json describe; `where` names
+    them in errors.
+    """
+    architecture = _architecture(Fields(raw, where))
+    model_type, family = FAMILIES[architecture], family_of(architecture)
+    _refuse_quantized_parts(raw, where, model_type)
+    quantization = read_quantization(Fields(raw, where, model_type))
+    fields = Fields({**raw, "quantization_config": None}, where, model_type)
+    family.refuse_unknown(fields)
+    config = family.read(fields)
+    beside = Fields(generation or {}, str(Path(where).with_name("generation_config.json")))
+    eos = (*config.eos_token_ids, *beside.token_ids("eos_token_id", config.vocab_size))
+    return replace(
+        config,
+        architecture=architecture,
+        model_type=model_type,
+        quantization=quantization,
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        raw_hash=hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest(),
+    )
+
+
+def _refuse_quantized_parts(raw: Mapping[str, Any], where: str, model_type: str) -> None:
+    """Raise UnsupportedModel for a model of several parts that is quantised."""
+    inner = raw.get("text_config")
+    if not isinstance(inner, dict):
+        return
+    for fields in (
+        Fields(raw, where, model_type),
+        Fields(inner, where, model_type, "text_config."),
+    ):
+        value = fields.get("quantization_config")
+        if value is not None:
+            fields.refuse("quantization_config", value, "absent where text is one of several parts")
+
+
+def _architecture(fields: Fields) -> str:
+    named, model_type = fields.get("architectures"), fields.get("model_type")
+    known = f"one of {', '.join(FAMILIES)}"
+    if named is None or named == []:
+        by_type = {module: architecture for architecture, module in FAMILIES.items()}
+        if not isinstance(model_type, str) or model_type not in by_type:
+            fields.refuse("architectures", named, known)
+        return by_type[model_type]
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        fields.fail("architectures", f"is {show(named)}, must be a list of names")
+    if len(named) != 1:
+        fields.refuse("architectures", named, known)
+    architecture: str = named[0]
+    if architecture not in FAMILIES:
+        fields.refuse("architectures", architecture, f"{known}{nearest(architecture, FAMILIES)}")
+    expected = FAMILIES[architecture]
+    if model_type not in (None, expected):
+        fields.refuse("model_type", model_type, f"{expected} for {architecture}")
+    return architecture
