@@ -123,8 +123,10 @@ def test_the_text_model_is_what_it_would_be_alone(text, model_type):
         "text_config"
     ]
     inside, flat = parse_config(raw), parse_config(alone)
-    names = "architecture model_type raw_hash text_architecture image_token_ids left_out".split()
-    differ = [name for name in inside.__slots__ if getattr(inside, name) != getattr(flat, name)]
+    names = set(
+        "architecture model_type raw_hash text_architecture image_token_ids left_out".split()
+    )
+    differ = {name for name in inside.__slots__ if getattr(inside, name) != getattr(flat, name)}
     assert differ == names
     assert model_of(inside) == model_of(flat)
 
