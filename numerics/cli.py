@@ -9,9 +9,19 @@ import traceback
 
 from ..shared.errors import ConfigError, TwinferError
 from .cli_compare import add_parsers as add_compare_parsers
+from .cli_flags import (
+    add_command,
+    faults_flag,
+    finish,
+    mode_flag,
+    model_flags,
+    output_flags,
+    prompts_of,
+    subject_of,
+    target_flag,
+    tell,
+)
 from .cli_runs import add_parsers as add_run_parsers
-from .cli_runs import command, model_flags, output_flags, prompts_of, subject_of, tell
-from .cli_runs import write as _write
 from .cli_selftest import add_parsers as add_selftest_parsers
 from .errors import InfrastructureError
 from .judging.gates import parse_modes
@@ -20,24 +30,26 @@ from .judging.gates import parse_modes
 def add_parsers(parser: argparse.ArgumentParser) -> None:
     """Add the commands to the parser of `twinfer numerics`."""
     commands = parser.add_subparsers(dest="numerics_command", required=True, metavar="COMMAND")
-    model = commands.add_parser(
-        "model", help="two backends layer by layer and op by op, against both references"
+    model = add_command(
+        commands,
+        "model",
+        run_model,
+        "two backends layer by layer and op by op, against both references",
     )
-    model.set_defaults(run_numerics=run_model)
     model_flags(model, "of mode P; mode S is in float32")
     _common_flags(model)
-    model.add_argument(
-        "--mode", default="S,P", metavar="S,X,P", help="S: semantics, X: exact probes, P: precision"
-    )
+    mode_flag(model, "S,P", S="S: semantics, X: exact probes", P="P: precision")
     model.add_argument(
         "--layers",
         metavar="0-3,last",
         help="judge these layers only, from 0; all of them run (default: all)",
     )
-    ops = commands.add_parser(
-        "ops", help="every implementation of every op against the reference; no model needed"
+    ops = add_command(
+        commands,
+        "ops",
+        run_ops,
+        "every implementation of every op against the reference; no model needed",
     )
-    ops.set_defaults(run_numerics=run_ops)
     _common_flags(ops)
     ops.add_argument(
         "--op",
@@ -47,30 +59,17 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="these ops only (default: all)",
     )
-    ops.add_argument(
-        "--mode",
-        default="S,X,P",
-        metavar="S,X,P",
-        help="S: float32, X: exact probes, P: narrower dtypes",
-    )
+    mode_flag(ops, "S,X,P", P="P: narrower dtypes")
     add_run_parsers(commands)
     add_compare_parsers(commands)
     add_selftest_parsers(commands)
 
 
 def _common_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--a", default="jax:cpu", metavar="TARGET", help="BACKEND:DEVICE[:KEY=VALUE,...]"
-    )
-    parser.add_argument(
-        "--b", default="torch:cpu", metavar="TARGET", help="such as torch:cuda:rms_norm=native"
-    )
+    target_flag(parser, "--a", "jax:cpu")
+    target_flag(parser, "--b", "torch:cpu")
     output_flags(parser)
-    parser.add_argument(
-        "--plant", action="append", default=[], metavar="[a=|b=]FAULT[@LAYER]",
-        help="plant a fault on one side (b if none is named): to see what is found; `numerics "
-             "selftest --list` has all",
-    )  # fmt: skip
+    faults_flag(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -92,7 +91,6 @@ def run_model(arguments: argparse.Namespace) -> int:
     """`twinfer numerics model`."""
     from .faults.planting import plant_by_side
     from .questions.model import compare_model
-    from .showing.junit import junit
     from .showing.terminal import render
     from .sides.steps import make_steps
     from .sides.subject import parse_target
@@ -107,19 +105,13 @@ def run_model(arguments: argparse.Namespace) -> int:
         faults=plant_by_side(arguments.plant, subject.model),
         progress=tell,
     )  # fmt: skip
-    diff.environment["command"] = command(arguments)
-    if arguments.json != "-":
-        print(render(diff))
-    _write(arguments.json, diff.dumps)
-    _write(arguments.junit, lambda: junit(diff))
-    return diff.exit_code
+    return finish(diff, arguments, render)
 
 
 def run_ops(arguments: argparse.Namespace) -> int:
     """`twinfer numerics ops`."""
     from .faults.planting import plant_by_side
     from .questions.ops_check import check_ops, render
-    from .showing.junit import suite_xml
     from .sides.subject import parse_target
 
     targets = [parse_target(arguments.a), parse_target(arguments.b)]
@@ -131,12 +123,7 @@ def run_ops(arguments: argparse.Namespace) -> int:
         parse_modes(arguments.mode),
         progress=tell,
     )
-    report.environment["command"] = command(arguments)
-    if arguments.json != "-":
-        print(render(report))
-    _write(arguments.json, report.dumps)
-    _write(arguments.junit, lambda: suite_xml(report.cases(), report.missing))
-    return report.exit_code
+    return finish(report, arguments, render)
 
 
 def parse_layers(text: str, count: int) -> list[int]:

@@ -8,35 +8,48 @@ import argparse
 from typing import Any
 
 from ..shared.errors import ConfigError
-from .cli_runs import command, model_flags, output_flags, prompts_of, subject_of, tell, write
+from .cli_flags import (
+    add_command,
+    command,
+    faults_flag,
+    finish,
+    json_flag,
+    mode_flag,
+    model_flags,
+    output_flags,
+    prompts_of,
+    subject_of,
+    target_flag,
+    targets_flag,
+    tell,
+    write,
+)
 
 
 def add_parsers(commands: Any) -> None:
     """Add the commands to the sub-commands of `twinfer numerics`."""
-    served = commands.add_parser(
-        "served", help="what engines serve, tokens and log-probabilities, against the reference"
+    served = add_command(
+        commands,
+        "served",
+        run_served,
+        "what engines serve, tokens and log-probabilities, against the reference",
     )
-    served.set_defaults(run_numerics=run_served)
     model_flags(served)
-    served.add_argument(
-        "--on",
-        action="append",
-        metavar="TARGET",
-        help="BACKEND:DEVICE[:KEY=VALUE,...], repeatable (default: jax:cpu and torch:cpu)",
-    )
-    served.add_argument("--mode", default="S,P", metavar="S,P", help="S: float32, P: the run dtype")
+    targets_flag(served, "--on", "jax:cpu and torch:cpu")
+    mode_flag(served)
     _definition(served)
     output_flags(served)
-    check = commands.add_parser(
-        "check", help="two backends and a model in every way, one verdict, one first cause"
+
+    check = add_command(
+        commands,
+        "check",
+        run_check,
+        "two backends and a model in every way, one verdict, one first cause",
     )
-    check.set_defaults(run_numerics=run_check)
     model_flags(check)
-    check.add_argument(
-        "--a", default="jax:cpu", metavar="TARGET", help="BACKEND:DEVICE[:KEY=VALUE,...]"
-    )
-    check.add_argument("--b", default="torch:cpu", metavar="TARGET", help="the same")
-    check.add_argument("--mode", default="S,P", metavar="S,P", help="S: float32, P: the run dtype")
+    target_flag(check, "--a", "jax:cpu")
+    target_flag(check, "--b", "torch:cpu")
+    mode_flag(check)
     _definition(check)
     check.add_argument(
         "--seconds",
@@ -46,42 +59,42 @@ def add_parsers(commands: Any) -> None:
         help="no part is begun later; what was not begun is not compared (exit code 3)",
     )
     output_flags(check)
-    quantization = commands.add_parser(
-        "quantization", help="what a scheme of quantised weights costs, by layer and in logits"
+
+    quantization = add_command(
+        commands,
+        "quantization",
+        run_quantization,
+        "what a scheme of quantised weights costs, by layer and in logits",
     )
-    quantization.set_defaults(run_numerics=run_quantization)
     model_flags(quantization, "of the checkpoint; the comparison is in float32")
     quantization.add_argument(
         "--scheme", required=True, metavar="NAME", help="as of --quantization of an engine"
     )
-    quantization.add_argument(
-        "--json", metavar="FILE", help="write everything that was found; - is standard output"
+    json_flag(quantization)
+
+    rollout = add_command(
+        commands,
+        "rollout",
+        run_rollout,
+        "one side draws, the other computes: importance ratios, drift, perplexity",
     )
-    rollout = commands.add_parser(
-        "rollout", help="one side draws, the other computes: importance ratios, drift, perplexity"
-    )
-    rollout.set_defaults(run_numerics=run_rollout)
     model_flags(rollout)
-    rollout.add_argument(
-        "--a",
-        default="torch:cpu",
-        metavar="TARGET",
-        help="who draws: BACKEND:DEVICE[:KEY=VALUE,...]",
-    )
-    rollout.add_argument("--b", default="torch:cpu", metavar="TARGET", help="who computes")
+    target_flag(rollout, "--a", "torch:cpu", "who draws: ")
+    target_flag(rollout, "--b", "torch:cpu", "who computes: ")
     rollout.add_argument(
         "--rollout-tokens", type=int, default=10_000, metavar="N", help="tokens drawn, from 1"
     )
     rollout.add_argument("--text", metavar="FILE", help="a text, for the perplexity of both sides")
     output_flags(rollout)
-    logits = commands.add_parser(
-        "logits", help="the ends of two runs: against a backend, transformers, or a server"
+
+    logits = add_command(
+        commands,
+        "logits",
+        run_logits,
+        "the ends of two runs: against a backend, transformers, or a server",
     )
-    logits.set_defaults(run_numerics=run_logits)
     model_flags(logits)
-    logits.add_argument(
-        "--a", default="jax:cpu", metavar="SIDE", help="BACKEND:DEVICE[:KEY=VALUE,...]"
-    )
+    target_flag(logits, "--a", "jax:cpu")
     logits.add_argument(
         "--b",
         default="torch:cpu",
@@ -101,14 +114,12 @@ def add_parsers(commands: Any) -> None:
         default="auto",
         help="float32: a server whose logits are rounded to less fails; auto: it is noted",
     )
-    logits.add_argument(
-        "--plant", action="append", default=[], metavar="[a=|b=]FAULT[@LAYER]", help="plant a fault"
-    )
+    faults_flag(logits)
     output_flags(logits)
-    compare = commands.add_parser(
-        "compare", help="results or bundles of several runs, side by side"
+
+    compare = add_command(
+        commands, "compare", run_compare, "results or bundles of several runs, side by side"
     )
-    compare.set_defaults(run_numerics=run_compare)
     compare.add_argument(
         "items", nargs="+", metavar="RESULT", help="a file of --json, or a folder of capture"
     )
@@ -118,8 +129,8 @@ def add_parsers(commands: Any) -> None:
         help="its folder, if it is not where a bundle was made (default: there)",
     )
     output_flags(compare)
-    report = commands.add_parser("report", help="a result as one HTML file")
-    report.set_defaults(run_numerics=run_report)
+
+    report = add_command(commands, "report", run_report, "a result as one HTML file")
     report.add_argument("result", metavar="RESULT", help="a file of --json")
     report.add_argument("--out", metavar="FILE", help="the HTML file (default: RESULT with .html)")
 
@@ -137,7 +148,6 @@ def run_check(arguments: argparse.Namespace) -> int:
     """`twinfer numerics check`."""
     from .judging.gates import parse_modes
     from .questions.check import check, render
-    from .showing.junit import suite_xml
     from .sides.steps import read_prompts
     from .sides.subject import parse_target
 
@@ -153,18 +163,12 @@ def run_check(arguments: argparse.Namespace) -> int:
         seconds=arguments.seconds,
         progress=tell,
     )
-    report.environment["command"] = command(arguments)
-    if arguments.json != "-":
-        print(render(report))
-    write(arguments.json, report.dumps)
-    write(arguments.junit, lambda: suite_xml(report.cases(), report.missing))
-    return report.exit_code
+    return finish(report, arguments, render)
 
 
 def run_rollout(arguments: argparse.Namespace) -> int:
     """`twinfer numerics rollout`."""
     from .questions.rollout import check_rollout, render
-    from .showing.junit import suite_xml
     from .sides.steps import read_text
     from .sides.subject import parse_target
 
@@ -176,18 +180,14 @@ def run_rollout(arguments: argparse.Namespace) -> int:
         text=read_text(arguments.text, subject) if arguments.text else None,
         progress=tell,
     )
-    report.environment["command"] = command(arguments)
-    if arguments.json != "-":
-        print(render(report))
-    write(arguments.json, report.dumps)
-    write(arguments.junit, lambda: suite_xml(report.cases(), report.missing))
-    return report.exit_code
+    return finish(report, arguments, render)
 
 
 def run_served(arguments: argparse.Namespace) -> int:
     """`twinfer numerics served`."""
     from .judging.gates import parse_modes
     from .questions.served import check_served
+    from .showing.terminal import render
     from .sides.steps import read_prompts
     from .sides.subject import parse_target
 
@@ -201,14 +201,14 @@ def run_served(arguments: argparse.Namespace) -> int:
         definition=arguments.definition,
         progress=tell,
     )
-    diff.environment["command"] = command(arguments)
-    return finish(diff, arguments)
+    return finish(diff, arguments, render)
 
 
 def run_logits(arguments: argparse.Namespace) -> int:
     """`twinfer numerics logits`."""
     from .faults.planting import plant_by_side
     from .questions.logits import compare_ends, parse_side
+    from .showing.terminal import render
 
     if arguments.positions < 1:
         raise ConfigError(f"positions: got {arguments.positions}, allowed is at least 1")
@@ -226,8 +226,7 @@ def run_logits(arguments: argparse.Namespace) -> int:
         faults=faults,
         progress=tell,
     )
-    diff.environment["command"] = command(arguments)
-    return finish(diff, arguments)
+    return finish(diff, arguments, render)
 
 
 def _end_prompts(arguments: argparse.Namespace, subject: Any, sides: Any) -> Any:
@@ -248,12 +247,12 @@ def _end_prompts(arguments: argparse.Namespace, subject: Any, sides: Any) -> Any
 def run_compare(arguments: argparse.Namespace) -> int:
     """`twinfer numerics compare`."""
     from .questions.saved import compare
+    from .showing.terminal import render
 
     if len(arguments.items) < 2:
         raise ConfigError("compare: got one result, needs two or more")
     diff = compare(*arguments.items, model=arguments.model, progress=tell)
-    diff.environment["command"] = command(arguments)
-    return finish(diff, arguments)
+    return finish(diff, arguments, render)
 
 
 def run_report(arguments: argparse.Namespace) -> int:
@@ -270,18 +269,6 @@ def run_report(arguments: argparse.Namespace) -> int:
     if out != "-":
         print(f"{out}: {len(text.encode()) / 1e3:.0f} kB")
     return 0
-
-
-def finish(diff: Any, arguments: argparse.Namespace) -> int:
-    """Show a comparison, write what was asked for, and give the exit code."""
-    from .showing.junit import junit
-    from .showing.terminal import render
-
-    if arguments.json != "-":
-        print(render(diff))
-    write(arguments.json, diff.dumps)
-    write(arguments.junit, lambda: junit(diff))
-    return int(diff.exit_code)
 
 
 def run_quantization(arguments: argparse.Namespace) -> int:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from ..shared.errors import ConfigError
-from .cli_runs import command, write
+from .cli_flags import add_command, finish, mode_flag, output_flags, targets_flag, tell
 
 
 def add_parsers(commands: Any) -> None:
     """Add the command to those of `twinfer numerics`."""
-    parser = commands.add_parser(
-        "selftest", help="plant every catalogued fault, and see whether the modes find it"
+    parser = add_command(
+        commands,
+        "selftest",
+        run_selftest,
+        "plant every catalogued fault, and see whether the modes find it",
     )
-    parser.set_defaults(run_numerics=run_selftest)
-    parser.add_argument(
-        "--backend",
-        action="append",
-        default=[],
-        metavar="TARGET",
-        help="BACKEND:DEVICE[:...], repeatable (default: jax:cpu, torch:cpu)",
-    )
+    targets_flag(parser, "--backend", "jax:cpu, torch:cpu")
     parser.add_argument(
         "--fault",
         action="extend",
@@ -31,12 +26,7 @@ def add_parsers(commands: Any) -> None:
         metavar="NAME",
         help="these faults only (default: all)",
     )
-    parser.add_argument(
-        "--mode",
-        default="S,X,P,I",
-        metavar="S,X,P,I",
-        help="look in these modes only; I: invariants",
-    )
+    mode_flag(parser, "S,X,P,I")
     parser.add_argument(
         "--seeds",
         type=int,
@@ -45,10 +35,7 @@ def add_parsers(commands: Any) -> None:
         help="clean runs of other weights and prompts, from 0",
     )
     parser.add_argument("--list", action="store_true", help="show the catalogue and stop")
-    parser.add_argument(
-        "--json", metavar="FILE", help="write everything that was found; - is standard output"
-    )
-    parser.add_argument("--junit", metavar="FILE", help="write the verdicts as JUnit XML")
+    output_flags(parser)
 
 
 def run_selftest(arguments: argparse.Namespace) -> int:
@@ -57,7 +44,6 @@ def run_selftest(arguments: argparse.Namespace) -> int:
     from .faults.planting import describe
     from .judging.gates import parse_modes
     from .questions.selftest import MODES, render, selftest
-    from .showing.junit import suite_xml
     from .sides.subject import parse_target
 
     if arguments.list:
@@ -72,12 +58,6 @@ def run_selftest(arguments: argparse.Namespace) -> int:
     targets = [parse_target(text) for text in arguments.backend or ("jax:cpu", "torch:cpu")]
     report = selftest(
         targets, names=arguments.fault, modes=parse_modes(arguments.mode, MODES),
-        seeds=arguments.seeds,
-        progress=lambda text: print(text, file=sys.stderr),
+        seeds=arguments.seeds, progress=tell,
     )  # fmt: skip
-    report.environment["command"] = command(arguments)
-    if arguments.json != "-":
-        print(render(report))
-    write(arguments.json, report.dumps)
-    write(arguments.junit, lambda: suite_xml(report.cases(), []))
-    return report.exit_code
+    return finish(report, arguments, render)

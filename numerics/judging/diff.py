@@ -221,6 +221,22 @@ class Diff:
         """JSON text."""
         return dumps("diff", self.to_json())
 
+    def cases(self) -> dict[tuple[str, str], list[str]]:
+        """Complaints by (group, name), for JUnit: a case for each side, mode, scope and tap (or
+        implementation of an op).
+        """
+        cases: dict[tuple[str, str], list[str]] = {}
+        for f in self.findings:
+            case = cases.setdefault((f"{f.side}.{f.mode}.{f.scope}", f.name), [])
+            case += [f"step {f.step}: {complaint}" for complaint in f.complaints]
+        for index, entry in enumerate(self.logits):
+            cases[("logits", f"comparison {index}")] = list(entry.complaints)
+        for run in self.served:
+            cases[(f"{run.side}.{run.mode}.served", run.run)] = list(run.complaints)
+        for problem in self.problems:
+            cases[("problems", problem)] = [problem]
+        return cases
+
 
 def load(record: Mapping[str, Any]) -> Diff:
     """The comparison that `to_json` wrote. Raises NotComparable if something is missing."""

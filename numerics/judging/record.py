@@ -8,13 +8,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, get_args
 
 from ..errors import EQUAL, FAILED, NOT_COMPARED, NotComparable
 
-Kind = Literal["diff", "ops", "invariants", "bisect", "selftest", "check", "rollout"]
-KINDS = "diff", "ops", "invariants", "bisect", "selftest", "check", "rollout"
+Kind = Literal[
+    "diff", "ops", "invariants", "bisect", "selftest", "check", "rollout", "quantization"
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 SCHEMA, VERSION = "twinfer-numerics", 1
 """The version grows when a field is renamed, removed, or means something else."""
 VERDICTS = {
@@ -37,10 +39,31 @@ HEADER = (
 )
 
 
+class Report(Protocol):
+    """What every command of `twinfer numerics` that judges comes to."""
+
+    environment: dict[str, Any]
+
+    @property
+    def missing(self) -> Sequence[str]:
+        """What should have been compared and was not."""
+
+    @property
+    def exit_code(self) -> int:
+        """Of `errors`."""
+
+    def dumps(self) -> str:
+        """JSON text, with the header of this module."""
+
+    def cases(self) -> Mapping[tuple[str, str], Sequence[str]]:
+        """Complaints by (group, name), for JUnit."""
+
+
 def dumps(kind: Kind, body: Mapping[str, Any]) -> str:
     """JSON text of a result: the header, then what its kind has of its own.
 
-    `body` must have `exit_code`, `sides`, `environment` and `seconds`.
+    `body` must have `exit_code`, `sides`, `environment` and `seconds`; `verdict` where it is no
+    comparison.
     """
     header = {
         "schema": SCHEMA,
@@ -48,7 +71,7 @@ def dumps(kind: Kind, body: Mapping[str, Any]) -> str:
         "kind": kind,
         "command": body["environment"].get("command", ""),
         "exit_code": body["exit_code"],
-        "verdict": VERDICTS[body["exit_code"]],
+        "verdict": body.get("verdict", VERDICTS[body["exit_code"]]),
         "sides": list(body["sides"]),
         "environment": body["environment"],
         "seconds": body["seconds"],

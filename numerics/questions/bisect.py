@@ -87,6 +87,16 @@ class BisectReport:
             return FAILED
         return EQUAL if self.compared else NOT_COMPARED
 
+    @property
+    def missing(self) -> list[str]:
+        """What should have been compared and was not."""
+        return ["bisect"] if self.exit_code == NOT_COMPARED else []
+
+    def cases(self) -> dict[tuple[str, str], list[str]]:
+        """Complaints by (group, name), for JUnit."""
+        cases = {(self.target, culprit.name): [culprit.what] for culprit in self.culprits}
+        return cases or {(self.target, "bisect"): self.problems}
+
     def dumps(self) -> str:
         """JSON text."""
         record = {

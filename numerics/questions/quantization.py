@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -23,6 +24,8 @@ from ...shared.models import decoder
 from ...shared.models.quantization import WHEN_LOADED, Quantization
 from ...shared.models.table import piece_name
 from ...shared.step import StepInput
+from ..errors import EQUAL
+from ..judging.record import dumps
 from ..sides.environment import steps_hash, versions
 from ..sides.reference import Reference, sources_of, total
 from ..sides.steps import cache_shapes, groups_of, make_steps, pages_of, real_tokens
@@ -59,6 +62,7 @@ class QuantizationReport:
     clear: int = 0
     clear_top1: float = 0.0
     layers: list[LayerCost] = field(default_factory=list)
+    seconds: float = 0.0
 
     @property
     def ranked(self) -> list[LayerCost]:
@@ -77,7 +81,8 @@ class QuantizationReport:
     def dumps(self) -> str:
         """JSON text."""
         record = asdict(self) | {"ranked": [cost.layer for cost in self.ranked]}
-        return json.dumps(record | {"digest": self.digest}, indent=1)
+        own = {"exit_code": EQUAL, "verdict": "measured", "sides": [self.scheme]}
+        return dumps("quantization", record | own | {"digest": self.digest})
 
 
 FIGURES = ("positions", "kl", "worst_kl", "top1", "clear", "clear_top1")
@@ -100,6 +105,7 @@ def quantization_cost(
             f"({subject.model.quantization.title}); allowed is the plain model"
         )
     check_recordable(subject, "this")
+    began = time.perf_counter()
     subject = subject.with_dtype("float32")
     steps = make_steps(subject, prompts)
     pair = _Pair(subject, scheme, pages_of(steps))
@@ -127,6 +133,7 @@ def quantization_cost(
         alone = compared(plain, pair.logits(steps, (layer,)))[0].mean()
         weights = pair.weight_error(layer)
         report.layers.append(LayerCost(layer, weights, outputs[layer], float(alone)))
+    report.seconds = time.perf_counter() - began
     return report
 
 

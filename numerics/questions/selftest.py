@@ -123,6 +123,11 @@ class SelfTest:
             return FAILED
         return EQUAL if self.faults or self.clean else NOT_COMPARED
 
+    @property
+    def missing(self) -> list[str]:
+        """What should have been looked at and was not."""
+        return ["selftest"] if self.exit_code == NOT_COMPARED else []
+
     def dumps(self) -> str:
         """JSON text."""
         record = {

@@ -1,28 +1,9 @@
-"""A comparison as JUnit XML: one test case per side, mode, scope and tap (or implementation of
-an op).
-"""
+"""A report as JUnit XML."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from xml.etree import ElementTree
-
-from ..judging.diff import Diff
-
-
-def junit(diff: Diff) -> str:
-    """The XML text."""
-    cases: dict[tuple[str, str], list[str]] = {}
-    for f in diff.findings:
-        case = cases.setdefault((f"{f.side}.{f.mode}.{f.scope}", f.name), [])
-        case += [f"step {f.step}: {complaint}" for complaint in f.complaints]
-    for index, entry in enumerate(diff.logits):
-        cases[("logits", f"comparison {index}")] = list(entry.complaints)
-    for run in diff.served:
-        cases[(f"{run.side}.{run.mode}.served", run.run)] = list(run.complaints)
-    for problem in diff.problems:
-        cases[("problems", problem)] = [problem]
-    return suite_xml(cases, diff.missing)
 
 
 def suite_xml(cases: Mapping[tuple[str, str], Sequence[str]], missing: Sequence[str]) -> str:

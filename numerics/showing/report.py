@@ -16,10 +16,9 @@ from typing import Any
 
 import jinja2
 
-from ..errors import EQUAL, FAILED, NOT_COMPARED, NotComparable
+from ..errors import EQUAL, NOT_COMPARED, NotComparable
 from ..judging.record import check_header
 
-WORDS = {EQUAL: "Equal within the gates", FAILED: "Different", NOT_COMPARED: "Not (fully) compared"}
 MODES = {
     "S": "semantics, in float32: is it the same mathematics?",
     "P": "precision, in the run dtype: is the error that of rounding alone?",
@@ -73,7 +72,7 @@ def _context(record: Record) -> dict[str, Any]:
     sides = list(record["sides"])
     modes = [mode for mode in ("X", "S", "P") if any(f["mode"] == mode for f in findings)]
     return {
-        "verdict": WORDS.get(record["exit_code"], "Failed"),
+        "verdict": record["verdict"].capitalize(),
         "good": record["exit_code"] == EQUAL,
         "exit_code": record["exit_code"],
         "triage": _triage(record),
@@ -166,6 +165,8 @@ OTHER_CAUSE = "too little precision, or a fault that this mode alone was asked a
 def _triage(record: Record) -> str:
     """What to make of it, in a sentence."""
     first = record.get("first_divergence")
+    if record["kind"] == "quantization":
+        return "What the scheme costs stands below; whether that is too much is not judged."
     if record["exit_code"] == EQUAL and record["kind"] != "diff":
         return "Everything that was asked holds."
     if record["exit_code"] == EQUAL:
@@ -577,11 +578,28 @@ def _rollout(record: Record) -> list[dict[str, str]]:
     return rows
 
 
+def _quantization(record: Record) -> list[dict[str, str]]:
+    """Rows of `twinfer numerics quantization`: the ends, then layers, the most expensive first."""
+    rows = [
+        _line("divergence of logits", f"{record['kl']:.3g} nats, at most {record['worst_kl']:.3g}, "
+              f"at {record['positions']} positions"),
+        _line("same best token", f"{record['top1']:.1%}; {record['clear_top1']:.1%} of the "
+              f"{record['clear']} that lead clearly"),
+    ]  # fmt: skip
+    rows += [
+        _line(f"layer {cost['layer']}", f"{cost['alone']:.2e} nats alone; weights "
+              f"{cost['weights']:.2e}, output {cost['output']:.2e}")
+        for layer in record["ranked"] for cost in record["layers"] if cost["layer"] == layer
+    ]  # fmt: skip
+    return [*rows, _line("digest", record["digest"])]
+
+
 ROWS: dict[str, Callable[[Record], list[dict[str, str]]]] = {
     "invariants": _relations,
     "bisect": _culprits,
     "selftest": _faults,
     "check": _parts,
     "rollout": _rollout,
+    "quantization": _quantization,
 }
 """The table of each kind of result that is none of tensors or of ops."""

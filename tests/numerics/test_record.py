@@ -7,16 +7,18 @@ import shlex
 import pytest
 
 from twinfer.numerics.cli import add_parsers
-from twinfer.numerics.cli_runs import command
-from twinfer.numerics.errors import NotComparable
+from twinfer.numerics.cli_flags import command
+from twinfer.numerics.errors import FAILED, NOT_COMPARED, NotComparable
 from twinfer.numerics.judging import record as records
 from twinfer.numerics.judging.diff import Diff
 from twinfer.numerics.questions.bisect import BisectReport, Culprit
 from twinfer.numerics.questions.check import Cause, CheckReport, Part
 from twinfer.numerics.questions.invariants import InvariantsReport, Result
 from twinfer.numerics.questions.ops_check import OpsReport
+from twinfer.numerics.questions.quantization import LayerCost, QuantizationReport
 from twinfer.numerics.questions.rollout import Perplexity, Ratios, Reach, RolloutReport
 from twinfer.numerics.questions.selftest import FaultResult, SelfTest
+from twinfer.numerics.showing.junit import suite_xml
 from twinfer.numerics.showing.report import page, read_record
 from twinfer.serving.cli import main
 
@@ -43,6 +45,7 @@ REPORTS = {
         Perplexity(9, 5.0, 5.1, 0.0, 0.1),
         ["ratios are off"],
     ),
+    "quantization": QuantizationReport("int8", layers=[LayerCost(2, 1e-3, 1e-2, 0.25)]),
 }
 SAID = {
     "diff": "unequal weights",
@@ -52,6 +55,7 @@ SAID = {
     "selftest": "not seen on jax:cpu",
     "check": "rms_norm is wrong",
     "rollout": "ratios are off",
+    "quantization": "2.50e-01 nats alone",
 }
 
 
@@ -63,8 +67,11 @@ def test_every_result_has_the_header_and_a_page(kind, tmp_path):
     record = read_record(str(path))
     assert tuple(record)[: len(records.HEADER)] == records.HEADER
     assert (record["schema"], record["version"], record["kind"]) == ("twinfer-numerics", 1, kind)
-    assert record["exit_code"] == report.exit_code
-    assert record["verdict"] == records.VERDICTS[report.exit_code]
+    if kind == "quantization":  # which is not judged
+        assert (record["exit_code"], record["verdict"]) == (0, "measured")
+    else:
+        assert record["exit_code"] == report.exit_code
+        assert record["verdict"] == records.VERDICTS[report.exit_code]
     assert isinstance(record["environment"], dict)
     assert SAID[kind] in page(record)
     assert main(["numerics", "report", str(path)]) == 0
@@ -119,3 +126,19 @@ def test_the_command_asks_for_the_same_again(words):
     text = command(parser.parse_args(words))
     again = parser.parse_args(shlex.split(text)[2:])
     assert vars(again) == vars(parser.parse_args(words))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in records.KINDS if kind != "quantization"])
+def test_every_verdict_can_be_written_as_junit(kind):
+    report = REPORTS[kind]
+    text = suite_xml(report.cases(), report.missing)
+    assert ("<failure" in text, "<error" in text) == (
+        report.exit_code == FAILED,
+        report.exit_code == NOT_COMPARED,
+    )
+
+
+def test_a_search_that_compared_nothing_does_not_pass():
+    report = BisectReport("jax:cpu")
+    assert report.exit_code == NOT_COMPARED
+    assert "<error" in suite_xml(report.cases(), report.missing)
