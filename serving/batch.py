@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..shared.engine import Engine, derive_seed, token_array
+from ..shared.engine import Engine, derive_seed
 from ..shared.errors import RequestError
 from ..shared.models.fields import show
 from ..shared.request import FinishReason
+from ..shared.request_checks import token_array
 from ..shared.sampling_params import SamplingParams
 from ..shared.tokenizer import Tokenizer
 from .completion import Completion

@@ -35,12 +35,18 @@ from .interrupts import DeferredInterrupts
 from .kv_scales import with_scales
 from .models.caches import cached_tokens, layout_of, request_pages, step_shape
 from .models.config import ModelConfig
-from .models.fields import show
 from .packer import pack, padding
 from .page_groups import PageGroup
 from .progress import Progress, silent
 from .quantized import with_quantization
 from .request import FinishReason, Request
+from .request_checks import (
+    check_cache_salt,
+    check_priority,
+    check_tokens,
+    stop_tokens,
+    token_array,
+)
 from .request_table import ScheduledStep
 from .sampling_encoding import encode_mask
 from .sampling_params import SamplingParams
@@ -59,8 +65,6 @@ from .worker import (
 )
 
 LOG = logging.getLogger("twinfer.engine")
-MAX_PRIORITY = 1000
-MAX_SALT_LENGTH = 256
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say; OpenAI's API uses the same number."""
 
@@ -277,45 +281,11 @@ class Engine:
         """
         self._check_usable()
         tokens = token_array(prompt)
-        outside = (tokens < 0) | (tokens >= self.model.vocab_size)
-        if outside.any():
-            token = int(tokens[outside.argmax()])
-            raise RequestError(
-                "prompt",
-                f"token id {token} is out of range: the vocabulary has {self.model.vocab_size}",
-            )
-        images = np.isin(tokens, self.model.image_token_ids)
-        if images.any():
-            token = int(tokens[images.argmax()])
-            raise RequestError(
-                "prompt",
-                f"token id {token} stands for an image, and prompts are text for this engine",
-            )
+        check_tokens(tokens, self.model)
         params.check_vocabulary(self.model.vocab_size)
         self.config.demand.check(params)
-        if (
-            isinstance(priority, bool)
-            or not isinstance(priority, int)
-            or abs(priority) > MAX_PRIORITY
-        ):
-            raise RequestError(
-                "priority", f"got {show(priority)}, must be an integer within {MAX_PRIORITY} of 0"
-            )
-        if priority and self.config.scheduling_policy != "priority":
-            raise RequestError(
-                "priority", f"got {priority}, needs an engine with scheduling_policy='priority'"
-            )
-        if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT_LENGTH:
-            raise RequestError(
-                "cache_salt", f"must be a string of at most {MAX_SALT_LENGTH} characters"
-            )
-        stop = set(params.stop_token_ids) | (
-            set() if params.ignore_eos else set(self.model.eos_token_ids)
-        )
-        if params.min_tokens and not _is_any_left(params, stop, self.model.vocab_size):
-            raise RequestError(
-                "min_tokens", "every allowed token would end the request, so none is left before"
-            )
+        check_priority(priority, self.config.scheduling_policy)
+        check_cache_salt(cache_salt)
         request = Request(
             request_id,
             tokens.astype(np.int32),
@@ -323,7 +293,7 @@ class Engine:
             derive_seed(self.config.seed, self._num_requests)
             if params.seed is None
             else params.seed,
-            stop_ids=tuple(sorted(stop)),
+            stop_ids=stop_tokens(params, self.model),
             priority=priority,
             cache_salt=cache_salt,
         )
@@ -709,50 +679,6 @@ def scheduler_config(
         decode_steps=config.decode_steps,
         groups=groups,
     )
-
-
-def token_array(prompt: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Token ids as int64 [n], n > 0. Raises RequestError for anything else: booleans, floats,
-    text, bytes, nesting.
-    """
-    if isinstance(prompt, np.ndarray):
-        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            raise RequestError(
-                "prompt", f"got an array of {prompt.dtype} {prompt.shape}, must be integers [n]"
-            )
-        if prompt.dtype.kind == "u":
-            prompt = prompt.tolist()
-    elif isinstance(prompt, (str, bytes, bytearray, memoryview)) or not isinstance(
-        prompt, Sequence
-    ):
-        raise RequestError(
-            "prompt", f"got {type(prompt).__name__}, must be a list of integer token ids"
-        )
-    # one pass that does not leave C, where all is as it mostly is
-    elif set(map(type, prompt)) != {int}:
-        for item in prompt:
-            if isinstance(item, (bool, np.timedelta64)) or not isinstance(item, (int, np.integer)):
-                raise RequestError(
-                    "prompt", f"got {type(item).__name__} {show(item)}, token ids must be integers"
-                )
-        # As Python's own: numpy turns an unsigned integer of 2**63 and more into a negative one
-        # without a word.
-        prompt = [int(item) for item in prompt]
-    if len(prompt) == 0:
-        raise RequestError("prompt", "is empty: at least one token is needed")
-    try:
-        return np.asarray(prompt, np.int64)
-    except OverflowError as error:
-        token = next(item for item in prompt if not -(2**63) <= item < 2**63)
-        raise RequestError("prompt", f"token id {show(token)} is out of range") from error
-
-
-def _is_any_left(params: SamplingParams, stop: set[int], vocab_size: int) -> bool:
-    """Whether a token may be sampled while those that end the request are masked."""
-    masked = stop | set(params.banned_token_ids)
-    if params.allowed_token_ids is not None:
-        return not set(params.allowed_token_ids) <= masked
-    return len(masked) < vocab_size
 
 
 def derive_seed(seed: int, index: int) -> int:

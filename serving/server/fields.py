@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ...shared.engine import MAX_PRIORITY
 from ...shared.errors import RequestError
 from ...shared.json_depth import MAX_DEPTH, nests_too_deep
 from ...shared.models.fields import show
+from ...shared.request_checks import MAX_PRIORITY
 from ...shared.sampling_params import SamplingParams
 
 MAX_PROMPTS = 1024

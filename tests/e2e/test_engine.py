@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from twinfer.shared.config import EngineConfig
-from twinfer.shared.engine import Engine, token_array
+from twinfer.shared.engine import Engine
 from twinfer.shared.errors import EngineClosed, OutsideTable, RequestError
 from twinfer.shared.models.config_json import load_config
 from twinfer.shared.request import FinishReason, Request
+from twinfer.shared.request_checks import token_array
 from twinfer.shared.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
