@@ -8,22 +8,19 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from ..bucketing import Descriptor, Table
-from ..ops import BoundPlans, Choice, OpError, Plan, Plans
-from ..ops.bindings.torch import bind
+from ..ops import OpError, Plans
 from ..ops.namespaces.torch_ import from_numpy, to_numpy
-from ..ops.plan import NATIVE
 from ..shared.cache_folder import write_atomically
-from ..shared.compilation_config import CUDAGraphMode, ResolvedCompilation, check_wrapping
-from ..shared.config import Change, DeviceInfo, ResolvedConfig, host_memory, parse_device
-from ..shared.errors import BackendUnavailable, ConfigError, InternalError
+from ..shared.compilation_config import CUDAGraphMode
+from ..shared.config import DeviceInfo, ResolvedConfig
+from ..shared.errors import ConfigError, InternalError
 from ..shared.models import decoder
 from ..shared.models.caches import layout_of, request_pages, step_shape
 from ..shared.models.config import ModelConfig
@@ -32,13 +29,14 @@ from ..shared.models.spec import Place
 from ..shared.models.table import parameter_count
 from ..shared.packer import padding
 from ..shared.progress import Progress
-from ..shared.step import PROCESSING, StepInput, StepOutput, TopLogprobs
+from ..shared.step import PROCESSING, StepInput
 from ..shared.worker import HOST_MEMORY_FOR_KV, ProgramReport, Worker, cache_pages, kv_page_bytes
-from . import advice, cpu_kernels
+from . import advice
 from .advice import advise
 from .backend import check_options, code_kept_in, key_factors, open_cache
 from .compilation import check_effect, compiled_kinds
-from .forward_context import splittable
+from .devices import find_device, find_rank_device
+from .fit import bind_plans, chooses, fit_mode, without_kernels
 from .graphs import GraphRecorder
 from .inputs import StepInputs
 from .module import Decoder
@@ -51,8 +49,13 @@ from .programs import TOP, Programs
 from .ranks import Ranks, join, least, shard_here
 from .recording import CACHE_DTYPES, DTYPES
 from .reserved import ReservedCache
+from .results import Download, Handle
 from .start_plan import read_start_plan, start_factors, write_start_plan
 from .weights import load_weights
+
+__all__ = [
+    "TorchWorker", "find_device", "find_rank_device", "join_ranks", "make_plans", "make_worker",
+]  # fmt: skip
 
 SMALL_MODEL = 64_000_000
 """Weights below which a CPU runs on one thread: more gain nothing there, and wait for cores that
@@ -60,43 +63,6 @@ others hold (measured: 5 instead of 330 tokens/s with one of two cores busy).
 """
 BUILT = "built"
 """A file in the cache's folder that says that a start has left all its code there."""
-
-
-def find_device(device: str) -> DeviceInfo:
-    """The torch device that `device` (auto, cpu, cuda, tpu, cuda:1) names. Raises
-    BackendUnavailable.
-    """
-    kind, index = parse_device(device)
-    if kind == "tpu":
-        raise BackendUnavailable(
-            "device: torch has no tpu device here; use the jax backend on TPUs"
-        )
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise BackendUnavailable("device: torch has no cuda device here")
-    cuda = kind == "cuda" or (kind == "auto" and torch.cuda.is_available())
-    count = torch.cuda.device_count() if cuda else 1
-    if index is not None and index >= count:
-        raise BackendUnavailable(f"device: got {device}, the numbers here go from 0 to {count - 1}")
-    if not cuda:
-        return DeviceInfo("cpu", "cpu", host_memory())
-    properties = torch.cuda.get_device_properties(index or 0)
-    return DeviceInfo("cuda", properties.name, properties.total_memory, index)
-
-
-def find_rank_device(device: str, place: Place) -> DeviceInfo:
-    """The torch device of one of several ranks: each GPU of a machine has one of them. Raises
-    BackendUnavailable, ConfigError.
-    """
-    found = find_device(device)
-    if found.platform != "cuda":
-        return found
-    count = torch.cuda.device_count()
-    if count < place.here.count:
-        raise ConfigError(
-            f"tensor_parallel_size: got {place.here.count}, this machine has {count} GPUs: each "
-            "takes one of the ranks"
-        )
-    return find_device(f"cuda:{place.here.index}")
 
 
 def join_ranks(place: Place, device: DeviceInfo) -> None:
@@ -121,99 +87,6 @@ def make_worker(
             f"{'no rank' if shard is None else f'one of {shard.count} ranks'}"
         )
     return on_device(device, lambda: TorchWorker(model, config, device, folder))
-
-
-class Download:
-    """Brings the sampled tokens to the host on a stream of its own, through pinned buffers that
-    are used again. `stream` is that of the steps, None on a CPU.
-    """
-
-    def __init__(self, rows: int, cuda: bool) -> None:
-        self._rows = rows
-        self._stream = torch.cuda.Stream() if cuda else None
-        self._free: list[tuple[torch.Tensor, torch.cuda.Event]] = []
-        self._made = torch.cuda.Event() if cuda else None
-        self._last: torch.cuda.Event | None = None
-
-    def wait_for_last(self, stream: torch.cuda.Stream | None) -> None:
-        """Let the device finish the last copy before the tokens are written again."""
-        if self._last is not None:
-            self._last.wait(stream)
-
-    def start(
-        self, tokens: torch.Tensor, stream: torch.cuda.Stream | None
-    ) -> Callable[[], np.ndarray]:
-        """Copy tokens [R], or [steps R] of a loop, and return what waits for them."""
-        if self._stream is None or self._made is None or stream is None:
-            kept = tokens.numpy().copy()
-            return lambda: kept
-        if not self._free:
-            self._free.append(
-                (torch.empty(self._rows, dtype=torch.int32, pin_memory=True), torch.cuda.Event())
-            )
-        host, done = self._free.pop()
-        target = host[: tokens.numel()].view(tokens.shape)
-        # Streams are named: to ask for the current one each time takes longer than the calls.
-        self._made.record(stream)
-        self._stream.wait_event(self._made)
-        torch.cuda.set_stream(self._stream)
-        try:
-            target.copy_(tokens, non_blocking=True)
-        finally:
-            torch.cuda.set_stream(stream)
-        done.record(self._stream)
-        self._last = done
-
-        def wait() -> np.ndarray:
-            done.synchronize()
-            array = target.numpy().copy()
-            self._free.append((host, done))
-            return array
-
-        return wait
-
-
-@dataclass(slots=True)
-class Handle:
-    """A started step. What is not the tokens is on its way to the host; `ready` is recorded
-    behind it on a GPU.
-    """
-
-    step: StepInput
-    tokens: Callable[[], np.ndarray] | None
-    """None: the step waits for masks."""
-    top: tuple[torch.Tensor, ...] | None
-    prompt: list[tuple[torch.Tensor, ...]] | None
-    ready: torch.cuda.Event | None
-    streams: list[torch.Tensor] | None = None
-    """By iteration, on the device."""
-    drops: bool = False
-
-    def result(self) -> StepOutput:
-        """Wait for the step. Raises InternalError if it waits for masks."""
-        if self.tokens is None:
-            raise InternalError(f"step {self.step.step_id} has no sampler yet")
-        if self.ready is not None:
-            self.ready.synchronize()
-        top = None if self.top is None else TopLogprobs(*(x.numpy() for x in self.top))
-        prompt = None
-        if self.prompt is not None:
-            prompt = TopLogprobs(
-                *(torch.cat(column).numpy() for column in zip(*self.prompt, strict=True))
-            )
-        return StepOutput(self.step.step_id, self.tokens(), top, prompt, self._streams())
-
-    def _streams(self) -> np.ndarray | None:
-        if self.streams is None:
-            return None
-        found: np.ndarray = to_numpy(torch.stack(self.streams))
-        if self.drops:
-            # The last layer has the tokens that are sampled from at the front.
-            index = self.step.field("sample_index")
-            last = found[:, -1, :, : len(index)].copy()
-            found[:, -1] = np.nan
-            found[:, -1][:, :, index] = last
-        return found
 
 
 class TorchWorker:
@@ -723,109 +596,3 @@ class TorchWorker:
                 leave_peers()
             if self._where.type == "cuda":
                 torch.cuda.empty_cache()
-
-
-def fit_mode(
-    compilation: ResolvedCompilation, plans: Plans
-) -> tuple[ResolvedCompilation, list[Change]]:
-    """The options, with a graph mode that the chosen attention can be captured in: PIECEWISE where
-    it reads the host.
-
-    Raises ConfigError if the user chose a mode that cannot be had, or to split elsewhere than such
-    a graph is split or must be.
-    """
-    changes = []
-    for kind in ("decode", "mixed"):
-        mode, readers = compilation.cudagraph_mode, host_readers(plans.every(kind))
-        if mode.step_mode(kind) is CUDAGraphMode.FULL and readers:
-            op, provider = readers[0].op, readers[0].provider
-            why = f"in {kind} steps {op} is {provider!r}, which reads lengths on the host"
-            if compilation.mode_given:
-                raise ConfigError(
-                    f"cudagraph_mode: got {mode.name}, allowed are PIECEWISE and NONE: {why} and "
-                    "cannot be captured"
-                )
-            fitted = (
-                CUDAGraphMode.FULL_AND_PIECEWISE if kind == "mixed" else CUDAGraphMode.PIECEWISE
-            )
-            compilation = replace(compilation, cudagraph_mode=fitted)
-            changes.append(Change("cudagraph_mode", mode.name, fitted.name, why))
-    if compilation.road == "regional" and set(compilation.splitting_ops) - {"paged_attention"}:
-        raise ConfigError(
-            f"splitting_ops: got {compilation.splitting_ops}, the road 'regional' splits at "
-            "paged_attention only"
-        )
-    for kind in ("decode", "mixed"):
-        if compilation.cudagraph_mode.step_mode(kind) is CUDAGraphMode.PIECEWISE:
-            _check_splits(compilation, kind, plans.every(kind))
-    check_wrapping(compilation)
-    return compilation, changes
-
-
-def without_kernels(plans: Plans) -> list[Change]:
-    """What to say where the plans ask for kernels for CPUs and there are none on this machine."""
-    passed_over = {
-        reason
-        for kind in plans.by_kind
-        for plan in plans.every(kind)
-        for choice in plan.choices.values()
-        for reason in choice.passed_over
-    }
-    if all(provider != cpu_kernels.PROVIDER for provider, _ in passed_over):
-        return []
-    why = cpu_kernels.supported()
-    missing = (cpu_kernels.PROVIDER, str(why)) in passed_over
-    return [Change("op_priority", cpu_kernels.PROVIDER, NATIVE, str(why))] if missing else []
-
-
-def chooses(plans: Plans, provider: str) -> bool:
-    """Whether any program runs an op by this provider."""
-    return any(
-        choice.provider == provider
-        for kind in plans.by_kind
-        for plan in plans.every(kind)
-        for choice in plan.choices.values()
-    )
-
-
-def host_readers(plans: Sequence[Plan]) -> list[Choice]:
-    """The choices of plans that read lengths on the host, which a graph would replay as they
-    were at its capture.
-    """
-    return [
-        choice
-        for plan in plans
-        for choice in plan.choices.values()
-        if choice.implementation.host_metadata
-    ]
-
-
-def _check_splits(compilation: ResolvedCompilation, kind: str, plans: Sequence[Plan]) -> None:
-    """Raise ConfigError if a graph between splits would hold an op that reads lengths on the
-    host.
-    """
-    for choice in host_readers(plans):
-        if choice.op not in compilation.splitting_ops:
-            raise ConfigError(
-                f"splitting_ops: got {list(compilation.splitting_ops)}, with cudagraph_mode "
-                f"{compilation.cudagraph_mode.name} it must name {choice.op}: in {kind} steps "
-                "that is "
-                f"{choice.provider!r}, which reads lengths on the host, and a graph would keep "
-                "those of its capture; "
-                "leave splitting_ops out, or set cudagraph_mode to NONE"
-            )
-
-
-def bind_plans(
-    plans: Plans, compilation: ResolvedCompilation, compiled: frozenset[str]
-) -> BoundPlans:
-    """The ops of all programs, opaque to a compiler where they must be."""
-
-    def bind_one(kind: str, plan: Plan) -> Any:
-        if compilation.wraps and kind in compiled:
-            return bind(plan, wrap=True)
-        split = kind != "sample" and compilation.cudagraph_mode.has_mode(CUDAGraphMode.PIECEWISE)
-        chosen = splittable(plan, compilation.splitting_ops) if split else plan
-        return bind(chosen, compiling=kind in compiled or compilation.road == "piecewise")
-
-    return BoundPlans(plans, bind_one)

@@ -139,8 +139,8 @@ def say(*words: Any) -> None:
 
 def limits() -> dict[str, Any]:
     """What one GPU does at most, by measurement."""
+    from twinfer.gpu.devices import find_device
     from twinfer.gpu.limits import measure_limits
-    from twinfer.gpu.worker import find_device
 
     return asdict(measure_limits(find_device("cuda"), "bfloat16"))
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from twinfer.gpu.cpu_kernels import attention, build, call, rows
+from twinfer.gpu.fit import without_kernels
 from twinfer.gpu.plans import make_plans
-from twinfer.gpu.worker import without_kernels
 from twinfer.ops import OpError, resolve
 from twinfer.ops.cases.attention import paged
 from twinfer.ops.implement import Refusal

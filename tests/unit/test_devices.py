@@ -76,7 +76,7 @@ def two_gpus(monkeypatch):
 
 
 def test_torch_finds_the_gpu_of_a_number(two_gpus):
-    from twinfer.gpu.worker import find_device
+    from twinfer.gpu.devices import find_device
 
     assert find_device("cuda:1") == DeviceInfo("cuda", "GPU 1", 2 * GB, 1)
     assert find_device("cuda:0") == DeviceInfo("cuda", "GPU 0", GB, 0)

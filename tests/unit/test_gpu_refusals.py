@@ -6,8 +6,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from twinfer.gpu.fit import fit_mode
 from twinfer.gpu.plans import make_plans
-from twinfer.gpu.worker import fit_mode
 from twinfer.ops import Plans
 from twinfer.ops import resolve as resolve_plan
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve

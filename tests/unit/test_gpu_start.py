@@ -15,10 +15,10 @@ from twinfer.bucketing import Descriptor, Table
 from twinfer.gpu import start_plan
 from twinfer.gpu.backend import key_factors
 from twinfer.gpu.compilation import check_effect, compiled_kinds
+from twinfer.gpu.fit import fit_mode
 from twinfer.gpu.inputs import StepInputs
 from twinfer.gpu.plans import make_plans
 from twinfer.gpu.plumbing import plumbing, put_pages
-from twinfer.gpu.worker import fit_mode
 from twinfer.ops import Plan, Plans
 from twinfer.ops import resolve as resolve_plan
 from twinfer.shared.cache_folder import fingerprint
