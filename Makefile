@@ -59,7 +59,7 @@ test-slow: $(STAMP)
 # As much of the slow tests as there is time for; each commit begins elsewhere, so that all have their turn.
 SHARE_MINUTES ?= 25
 test-share: $(STAMP)
-	$(BIN)/pytest -m slow -n auto --dist worksteal -rs --share "$$(git rev-parse HEAD):$(SHARE_MINUTES)"
+	$(BIN)/pytest -m slow -n auto --dist worksteal -rsfE --share "$$(git rev-parse HEAD):$(SHARE_MINUTES)"
 
 # The worker of torch-xla, on the CPU: what no other target collects.
 test-xla: $(XLA_STAMP)

@@ -192,6 +192,16 @@ def _precision_of_a_worker(device: str) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _all_closed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let what a slow test has left open be its own error, and not that of a test after it:
+    warnings are errors, also those of objects that are collected at some time.
+    """
+    yield
+    if request.node.get_closest_marker("slow") is not None:
+        gc.collect()
+
+
+@pytest.fixture(autouse=True)
 def _interrupts_raise():
     """As in a terminal, also where tests run in the background, with SIGINT ignored; their
     processes inherit it.
