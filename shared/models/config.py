@@ -56,7 +56,9 @@ class ModelConfig:
     through, whose result is gated if `gates_shared_expert`. `expert_score` says what they are
     chosen by; `expert_groups` (all, kept) and `expert_scale` belong to sigmoids. `expert_biases`:
     the router and all experts have some. `expert_clamp` are alpha and limit of
-    `swigluoai_and_mul`, which stands in place of the activation. `attention_sinks`: each head has a
+    `swigluoai_and_mul`, which stands in place of the activation. `expert_factors`: the weights of
+    experts are multiplied by a number of each. `experts_beside_mlp`: layers with experts have their
+    MLP too, and both are added up (`spec.MlpAndExperts`). `attention_sinks`: each head has a
     score that is that of no token. `quantization`:
     projections are held in 8 or 4 bits an entry.
     `shard`: these are the numbers of one of several,
@@ -124,6 +126,8 @@ class ModelConfig:
     attention_sinks: bool = False
     expert_biases: bool = False
     expert_clamp: tuple[float, float] | None = None
+    expert_factors: bool = False
+    experts_beside_mlp: bool = False
     quantization: Quantization | None = None
     shard: Shard | None = None
 
@@ -134,8 +138,12 @@ class ModelConfig:
         return self.full_heads
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts in place of an MLP."""
+        """Whether a layer has experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP that all tokens go through, which is no expert."""
+        return self.experts_beside_mlp or not self.has_experts(layer)
 
     def source_of(self, layer: int) -> int:
         """The layer whose cache a layer reads."""
