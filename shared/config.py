@@ -38,7 +38,7 @@ from .errors import ConfigError, UnsupportedModel
 from .jax_config import check_ladders
 from .models.config import ModelConfig
 from .models.decoder import parameters_of
-from .models.placement import check_pieces
+from .models.placement import check_pieces, local_config
 from .options import options_of
 from .page_table import default_page_size
 from .xla_config import check_torch_xla
@@ -385,7 +385,10 @@ class _Defaults:
         sequences: int = self.fill("max_num_seqs", default, why)
         if config.page_size is not None:
             return sequences, config.page_size
-        page, fitting, why = default_page_size(platform, length, sequences)
+        model = local_config(self.model, config.tensor_parallel_size)
+        entries = {h.kv * h.size for h in map(model.heads, model.layer_windows)}
+        longest = max(entries) // min(entries)
+        page, fitting, why = default_page_size(platform, length, sequences, longest)
         self.fill("page_size", page, why)
         if fitting < sequences:
             if config.max_num_seqs is not None:

@@ -11,7 +11,9 @@ SCALAR_MEMORY_FOR_TABLES = 512 << 10
 ENTRY = 4
 """Bytes of an entry of the table."""
 TPU_PAGES = (128, 256)
-"""Tokens of a page on a TPU. Smaller ones have kernels too, which do more work for each token."""
+"""Tokens of a page on a TPU. Smaller ones have kernels too, which do more work for each token;
+larger ones have none.
+"""
 DEFAULT_PAGE = 16
 """Tokens of a page elsewhere."""
 
@@ -26,16 +28,19 @@ def pages_of(length: int, page: int) -> int:
     return -(-length // page)
 
 
-def default_page_size(platform: str, length: int, requests: int) -> tuple[int, int, str]:
-    """(tokens of a page, requests whose table fits: at most `requests`, why)."""
+def default_page_size(
+    platform: str, length: int, requests: int, longest: int = 1
+) -> tuple[int, int, str]:
+    """(tokens of a page, requests whose table fits: at most `requests`, why). Layers that keep
+    less of a token have pages of up to `longest` times the tokens.
+    """
     if platform != "tpu":
         return DEFAULT_PAGE, requests, f"default on {platform}"
+    allowed = [page for page in TPU_PAGES if page * longest <= TPU_PAGES[-1]] or TPU_PAGES[:1]
     fitting = (
-        page
-        for page in TPU_PAGES
-        if table_bytes(requests, length, page) <= SCALAR_MEMORY_FOR_TABLES
+        page for page in allowed if table_bytes(requests, length, page) <= SCALAR_MEMORY_FOR_TABLES
     )
-    page = next(fitting, TPU_PAGES[-1])
+    page = next(fitting, allowed[-1])
     fits = max(1, SCALAR_MEMORY_FOR_TABLES // table_bytes(1, length, page))
     requests = min(requests, fits)
     return page, requests, _arithmetic(requests, length, page)

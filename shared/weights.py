@@ -17,7 +17,15 @@ from ..ops.reference.sampling import hash_tokens
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .models.spec import Narrow
-from .models.table import TOP, Parameter, ParameterTable, Part, Piece, keys
+from .models.table import (
+    TOP,
+    Parameter,
+    ParameterTable,
+    Part,
+    Piece,
+    is_power_of_two,
+    keys,
+)
 
 DUMMY_STD = 0.02
 SCALES = (2.0**-126, 2.0**126)
@@ -141,9 +149,11 @@ def read_entries(
 
 
 def adjusted(parameter: Parameter, values: np.ndarray) -> np.ndarray:
-    """Values of a checkpoint plus the parameter's offset, in float32 if it has one, times its
-    factor.
+    """Values of a checkpoint plus the parameter's offset, times its factor: in float32 if there is
+    an offset, or a factor that is no power of two.
     """
+    if not is_power_of_two(parameter.factor):
+        values = values.astype(np.float32)
     if parameter.offset:
         values = values.astype(np.float32) + np.float32(parameter.offset)
     return values if parameter.factor == 1.0 else values * values.dtype.type(parameter.factor)
@@ -228,7 +238,7 @@ def dummy_parameter(xp: Any, parameter: Parameter, layer: int, seed: int, index:
         values = centred * float(np.float32(DUMMY_STD * 3**0.5 / (1 << 23)))
     if parameter.offset:
         values = values + parameter.offset
-    return values if parameter.factor == 1.0 else values * parameter.factor
+    return values if parameter.factor == 1.0 else values * float(np.float32(parameter.factor))
 
 
 def dummy_size(parameter: Parameter) -> int:

@@ -25,18 +25,20 @@ MAX_CHOSEN = 64
 
 
 def _takes_route(
-    logits: Array, slots: Array, top_k: int, renormalize: bool, shift: Array | None = None
-) -> bool:
+    logits: Array, slots: Array, top_k: int, renormalize: bool, shift: Array | None = None,
+    factor: Array | None = None,
+) -> bool:  # fmt: skip
     return dtype_name(logits) in FLOATS and logits.shape[1] <= MAX_EXPERTS and top_k <= MAX_CHOSEN
 
 
 @triton_kernel("moe_route", supports_args=_takes_route, row_invariant=True)
 def moe_route(
-    logits: Array, slots: Array, top_k: int, renormalize: bool, shift: Array | None = None
-) -> tuple[Array, Array]:
+    logits: Array, slots: Array, top_k: int, renormalize: bool, shift: Array | None = None,
+    factor: Array | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """See the op: a row is one program's, or one of a few."""
-    shift = None if shift is None else shift.contiguous()
-    return _route(logits, shift, slots, top_k, renormalize, 1.0, sigmoid=False)
+    shift, factor = (None if x is None else x.contiguous() for x in (shift, factor))
+    return _route(logits, shift, slots, top_k, renormalize, 1.0, factor, sigmoid=False)
 
 
 def _takes_sigmoid(
@@ -76,10 +78,13 @@ def _route(
     top_k: int,
     renormalize: bool,
     scale: float,
+    factor: torch.Tensor | None = None,
     *,
     sigmoid: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and experts; a bias is added to sigmoids, or to the logits themselves."""
+    """Weights, times the factors of their experts, and experts; a bias is added to sigmoids, or to
+    the logits themselves.
+    """
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, experts = logits.shape
     weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
@@ -87,30 +92,34 @@ def _route(
     setting, width = config("moe_route"), power_of_2(experts)
     several = max(1, min(setting["entries"] // width, power_of_2(max(1, rows // processors()))))
     route_kernel[(triton.cdiv(rows, several),)](
-        logits, logits if bias is None else bias, slots.contiguous(), weights, ids, rows, scale,
-        logits.stride(0),
-        EXPERTS=experts, TOP_K=top_k, HAS_BIAS=bias is not None, SIGMOID=sigmoid,
-        RENORMALIZE=renormalize,
+        logits, logits if bias is None else bias, logits if factor is None else factor,
+        slots.contiguous(), weights, ids, rows, scale, logits.stride(0),
+        EXPERTS=experts, TOP_K=top_k, HAS_BIAS=bias is not None, HAS_FACTOR=factor is not None,
+        SIGMOID=sigmoid, RENORMALIZE=renormalize,
         ROWS=several, BLOCK_E=width, BLOCK_K=power_of_2(top_k), num_warps=setting["warps"],
         **overlap(early=True),
     )  # fmt: skip
     return weights, ids
 
 
-def _takes_experts(x: Array, weights: Array, experts: Array, gate_up: Array, down: Array) -> bool:
+def _takes_experts(
+    x: Array, weights: Array, experts: Array, gate_up: Array, down: Array, gelu: bool = False
+) -> bool:
     same = dtype_name(x) == dtype_name(gate_up) == dtype_name(down)
     small = gate_up.shape[0] <= MAX_EXPERTS and experts.shape[1] <= MAX_CHOSEN
     return same and dtype_name(x) in FLOATS and x.ndim == 2 and small
 
 
 @triton_kernel("moe_experts", supports_args=_takes_experts)
-def moe_experts(x: Array, weights: Array, experts: Array, gate_up: Array, down: Array) -> Array:
+def moe_experts(
+    x: Array, weights: Array, experts: Array, gate_up: Array, down: Array, gelu: bool = False
+) -> Array:
     """See the op. Gate and up are not rounded; for few tokens no result of an expert is."""
     x = x if x.stride(1) == 1 else x.contiguous()
     gate_up, down, weights, experts = (y.contiguous() for y in (gate_up, down, weights, experts))
     if x.shape[0] <= config("moe", dtype_name(x))["few"]:
-        return _few(x, weights, experts, gate_up, down)
-    return _many(x, weights, experts, gate_up, down)
+        return _few(x, weights, experts, gate_up, down, gelu)
+    return _many(x, weights, experts, gate_up, down, gelu)
 
 
 def _few(
@@ -119,6 +128,7 @@ def _few(
     experts: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    gelu: bool,
 ) -> torch.Tensor:
     (tokens, top_k), (count, dim, inter) = experts.shape, down.shape
     setting = config("moe_few")
@@ -130,7 +140,7 @@ def _few(
     )  # fmt: skip
     few_gated_kernel[(triton.cdiv(inter, block_n), tokens * top_k)](
         x, gate_up, hidden, experts, x.stride(0),
-        N=inter, K=dim, EXPERTS=count, TOP_K=top_k, BLOCK_N=block_n, BLOCK_K=block_k,
+        N=inter, K=dim, EXPERTS=count, TOP_K=top_k, GELU=gelu, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
     out = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
@@ -152,13 +162,14 @@ def _many(
     experts: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    gelu: bool,
 ) -> torch.Tensor:
     (tokens, top_k), (count, dim, inter) = experts.shape, down.shape
     choices = tokens * top_k
     order, starts = sorted_by_expert(experts, count)
     hidden = torch.empty((choices, inter), dtype=x.dtype, device=x.device)
     rows = torch.empty((choices, dim), dtype=x.dtype, device=x.device)
-    _product(x, gate_up, hidden, order, starts, top_k, gated=True)
+    _product(x, gate_up, hidden, order, starts, top_k, gated=True, gelu=gelu)
     _product(hidden, down, rows, order, starts, top_k, gated=False)
     return combined(rows, weights, experts, count, x)
 
@@ -208,6 +219,7 @@ def _product(
     top_k: int,
     *,
     gated: bool,
+    gelu: bool = False,
 ) -> None:
     """Rows by the weights of their experts; which blocks they are cut into follows from shapes."""
     choices, (count, n, k) = order.shape[0], weight.shape
@@ -217,7 +229,7 @@ def _product(
     blocks = choices // block_m + min(count, choices)
     product_kernel[(triton.cdiv(n, setting["block_n"]), blocks)](
         x, weight, out, order, starts, x.stride(0),
-        N=n, K=k, EXPERTS=count, TOP_K=top_k, GATED=gated, BLOCK_M=block_m,
+        N=n, K=k, EXPERTS=count, TOP_K=top_k, GATED=gated, GELU=gelu, BLOCK_M=block_m,
         BLOCK_N=setting["block_n"], BLOCK_K=setting["block_k"], BLOCK_E=power_of_2(count),
         STAGES=setting["stages"], num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip

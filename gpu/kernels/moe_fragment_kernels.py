@@ -144,7 +144,7 @@ def expert_kernel(
         if GATED:
             pairs = y.reshape([results, 2, M]).permute([0, 2, 1])
             gate, up = gl.split(pairs)
-            y = _between(gate, up, alpha, limit, CLAMPED)
+            y = _between(gate, up, alpha, limit, CLAMPED, False)
         to: gl.constexpr = y.type.layout
         out_m = first + gl.arange(0, M, layout=gl.SliceLayout(0, to))
         out_n = gl.program_id(0) * results + gl.arange(0, results, layout=gl.SliceLayout(1, to))

@@ -8,18 +8,20 @@ choices) blocks: a program finds the expert of its block in `starts`, and leaves
 import triton
 import triton.language as tl
 
-from .arithmetic import dot, exp, gated
+from .arithmetic import activated, dot, exp
 from .overlap import wait
 
 
 @triton.jit(do_not_specialize=["rows"])
 def route_kernel(
-    logits, bias, slots, weights, experts, rows, scale, row_stride, EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+    logits, bias, factor, slots, weights, experts, rows, scale, row_stride, EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FACTOR: tl.constexpr, SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of ROWS rows): the best experts one after the other. SIGMOID: by sigmoids plus
-    bias, else by the logits, plus bias if it HAS_BIAS.
+    bias, else by the logits, plus bias if it HAS_BIAS. HAS_FACTOR: weights are multiplied by that
+    of their expert.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -69,6 +71,9 @@ def route_kernel(
         # An infinite logit has no finite distance to itself: its row is NaN, as one with a NaN.
         lost = spoiled | (tl.abs(top) == float("inf"))
         share = chosen / total[:, None]
+    if HAS_FACTOR:
+        chosen_ids = (k < TOP_K)[None, :] & (ids < EXPERTS)
+        share *= tl.load(factor + ids, mask=chosen_ids, other=0.0).to(tl.float32)
     share = tl.where(lost[:, None], float("nan"), share)
     real = (tl.load(slots + row, mask=row < rows, other=-1) >= 0)[:, None]
     out = row[:, None] * TOP_K + k[None, :]
@@ -105,13 +110,13 @@ def sort_kernel(
 @triton.jit
 def product_kernel(
     x, weight, out, order, starts, x_stride, N: tl.constexpr, K: tl.constexpr,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of results, block of rows). GATED: rows are the tokens of choices, the weight has
-    2N rows an expert, gate and up, and results stand in the order of experts. Else rows stand in
-    that order, and results in that of the choices.
+    2N rows an expert, gate and up (silu of gate, or with GELU its gelu), and results stand in the
+    order of experts. Else rows stand in that order, and results in that of the choices.
     """
     wait(OVERLAP)
     block = tl.program_id(1)
@@ -156,7 +161,7 @@ def product_kernel(
                     u = tl.load(columns + N * K + at[:, None], mask=inside, other=0.0)
                 up = dot(a, u, up)
         if GATED:
-            acc = gated(acc, up)
+            acc = activated(acc, up, GELU)
         target = (m if GATED else choice).to(tl.int64)
         place = out + target[:, None] * N + n[None, :]
         mask = real[:, None] & (n < N)[None, :]
@@ -187,10 +192,11 @@ def combine_kernel(
 @triton.jit
 def few_gated_kernel(
     x, weight, out, experts, x_stride, N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+    TOP_K: tl.constexpr, GELU: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (block of results, choice): silu(gate) * up of one token by one expert, summed in
-    float32.
+    """Grid (block of results, choice): silu(gate) * up of one token by one expert, or with GELU
+    gelu(gate) * up, summed in float32.
     """
     wait(OVERLAP)
     choice = tl.program_id(1)
@@ -209,7 +215,7 @@ def few_gated_kernel(
             u = tl.load(gate_rows + N * K + at[None, :], mask=inside, other=0.0)
             a += g.to(tl.float32) * y
             b += u.to(tl.float32) * y
-        y = gated(tl.sum(a, 1), tl.sum(b, 1))
+        y = activated(tl.sum(a, 1), tl.sum(b, 1), GELU)
         tl.store(out + choice.to(tl.int64) * N + n, y.to(out.dtype.element_ty), mask=n < N)
 
 

@@ -73,12 +73,32 @@ class _Weight(NamedTuple):
         return min(most, power_of_2(self.k)) if self.group == self.k else self.block_k(most)
 
 
+class _Between(NamedTuple):
+    """What is between gate and up, and down: as the op has it."""
+
+    alpha: float
+    limit: float
+    gelu: bool
+
+    @property
+    def clamped(self) -> bool:
+        """Whether it is the activation that `alpha` and `limit` belong to."""
+        return self.alpha > 0
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        """What kernels are compiled for."""
+        return {"CLAMPED": self.clamped, "GELU": self.gelu}
+
+
 def _takes(
     x: Array, weights: Array, experts: Array, gate_up: Array, gate_up_scale: Array | None,
     gate_up_zero: Array | None, gate_up_bias: Array | None, down: Array,
     down_scale: Array | None, down_zero: Array | None, down_bias: Array | None, kind: str,
-    alpha: float, limit: float,
+    alpha: float, limit: float, gelu: bool = False,
 ) -> bool | Refusal:  # fmt: skip
+    if alpha and gelu:
+        return Refusal(f"gelu and alpha {alpha}: experts have one activation")
     inter = gate_up.shape[1] // 2
     for k, scale in ((x.shape[1], gate_up_scale), (inter, down_scale)):
         refusal = None if scale is None else refused_groups(k, scale.shape[2])
@@ -93,7 +113,7 @@ def moe_experts_narrow(
     x: Array, weights: Array, experts: Array, gate_up: Array, gate_up_scale: Array | None,
     gate_up_zero: Array | None, gate_up_bias: Array | None, down: Array,
     down_scale: Array | None, down_zero: Array | None, down_bias: Array | None, kind: str,
-    alpha: float, limit: float,
+    alpha: float, limit: float, gelu: bool = False,
 ) -> Array:  # fmt: skip
     """See the op. Gate and up are not rounded; for few tokens no result of an expert is."""
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -102,22 +122,25 @@ def moe_experts_narrow(
     up = _Weight(gate_up.contiguous(), gate_up_scale, gate_up_zero, gate_up_bias, x.shape[1], kind)
     out = _Weight(down.contiguous(), down_scale, down_zero, down_bias, inter, kind)
     few = x.shape[0] <= config("moe_narrow", dtype_name(x))["few"]
+    act = _Between(alpha, limit, gelu)
     product = _few if few else _many
-    if few and experts.shape[1] <= 16 and _fragments_take(x, up) and _fragments_take(x, out):
+    fragments = _fragments_take(x, up, act) and _fragments_take(x, out, act)
+    if few and experts.shape[1] <= 16 and fragments:
         product = _few_fragments
-    return product(x, weights, experts, up, out, alpha, limit)
+    return product(x, weights, experts, up, out, act)
 
 
-def _fragments_take(x: torch.Tensor, weight: _Weight, rows: int = 1) -> bool:
-    """Whether `expert_kernel` takes a product whose experts have so many rows on average."""
+def _fragments_take(x: torch.Tensor, weight: _Weight, act: _Between, rows: int = 1) -> bool:
+    """Whether `expert_kernel`, which knows no gelu, takes a product whose experts have so many rows
+    on average.
+    """
     mxfp4 = weight.kind == "fp4" and weight.group == 32 and dtype_name(x) == "bfloat16"
-    return mxfp4 and hopper() and rows <= config("moe_fragments")["rows"]
+    return mxfp4 and not act.gelu and hopper() and rows <= config("moe_fragments")["rows"]
 
 
 def _fragments(
     x: torch.Tensor, weight: _Weight, out: torch.Tensor, experts: torch.Tensor,
-    order: torch.Tensor | None, starts: torch.Tensor | None, alpha: float, limit: float, *,
-    gated: bool,
+    order: torch.Tensor | None, starts: torch.Tensor | None, act: _Between, *, gated: bool,
 ) -> None:  # fmt: skip
     """Rows by the weights of their experts: of each choice, or of choices as they are sorted."""
     from .moe_fragment_kernels import expert_kernel  # in a language of its own
@@ -135,9 +158,9 @@ def _fragments(
     values, scale, _, bias = weight.arrays
     expert_kernel[(triton.cdiv(2 * n if gated else n, block_n), blocks)](
         x, values.view(torch.int32), scale, bias, out, experts,
-        experts if order is None else order, experts if starts is None else starts, alpha, limit,
-        x.stride(0), N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated,
-        SORTED=starts is not None, HAS_BIAS=weight.bias is not None, CLAMPED=alpha > 0, M=m,
+        experts if order is None else order, experts if starts is None else starts, act.alpha,
+        act.limit, x.stride(0), N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated,
+        SORTED=starts is not None, HAS_BIAS=weight.bias is not None, CLAMPED=act.clamped, M=m,
         BLOCK_N=block_n, WARPS=warps, AHEAD=setting["ahead"], BLOCK_E=power_of_2(count),
         num_warps=warps, **overlap(early=True),
     )  # fmt: skip
@@ -145,13 +168,13 @@ def _fragments(
 
 def _few_fragments(
     x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, up: _Weight, down: _Weight,
-    alpha: float, limit: float,
+    act: _Between,
 ) -> torch.Tensor:  # fmt: skip
     from .moe_fragment_kernels import token_down_kernel
 
     (tokens, top_k), (count, dim, _) = experts.shape, down.values.shape
     hidden = torch.empty((tokens * top_k, down.k), dtype=x.dtype, device=x.device)
-    _fragments(x, up, hidden, experts, None, None, alpha, limit, gated=True)
+    _fragments(x, up, hidden, experts, None, None, act, gated=True)
     out = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
     setting = config("moe_fragments", "few_down")
     block_n, slots = setting["block_n"], power_of_2(top_k)
@@ -168,7 +191,7 @@ def _few_fragments(
 
 def _few(
     x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, up: _Weight, down: _Weight,
-    alpha: float, limit: float,
+    act: _Between,
 ) -> torch.Tensor:  # fmt: skip
     (tokens, top_k), (count, dim, _) = experts.shape, down.values.shape
     setting, inter = config("moe_narrow_few", up.kind), down.k
@@ -177,8 +200,8 @@ def _few(
     wanted = setting["programs"] * processors()
     block_n = block_rows(inter, setting["entries"] // (2 * block_k), wanted // (tokens * top_k))
     narrow_few_gated_kernel[(triton.cdiv(inter, block_n), tokens * top_k)](
-        x, *up.arrays, hidden, experts, alpha, limit, x.stride(0),
-        N=inter, K=dim, EXPERTS=count, TOP_K=top_k, **up.constants, CLAMPED=alpha > 0,
+        x, *up.arrays, hidden, experts, act.alpha, act.limit, x.stride(0),
+        N=inter, K=dim, EXPERTS=count, TOP_K=top_k, **up.constants, **act.constants,
         BLOCK_N=block_n, BLOCK_K=block_k, num_warps=setting["warps"], **overlap(early=True),
     )  # fmt: skip
     out = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
@@ -195,25 +218,23 @@ def _few(
 
 def _many(
     x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, up: _Weight, down: _Weight,
-    alpha: float, limit: float,
+    act: _Between,
 ) -> torch.Tensor:  # fmt: skip
     (tokens, top_k), (count, dim, _) = experts.shape, down.values.shape
     order, starts = sorted_by_expert(experts, count)
     hidden = torch.empty((tokens * top_k, down.k), dtype=x.dtype, device=x.device)
     rows = torch.empty((tokens * top_k, dim), dtype=x.dtype, device=x.device)
     for source, weight, target, gated in ((x, up, hidden, True), (hidden, down, rows, False)):
-        if _fragments_take(x, weight, triton.cdiv(tokens * top_k, count)):
-            _fragments(
-                source, weight, target, experts, order, starts, alpha, limit, gated=gated
-            )  # fmt: skip
+        if _fragments_take(x, weight, act, triton.cdiv(tokens * top_k, count)):
+            _fragments(source, weight, target, experts, order, starts, act, gated=gated)
             continue
         setting = config("moe_narrow_product", dtype_name(x), rows_of_block(tokens * top_k, count))
         n, block_m = target.shape[1], setting["block_m"]
         blocks = tokens * top_k // block_m + min(count, tokens * top_k)
         narrow_product_kernel[(triton.cdiv(n, setting["block_n"]), blocks)](
-            source, *weight.arrays, target, order, starts, alpha, limit, source.stride(0),
+            source, *weight.arrays, target, order, starts, act.alpha, act.limit, source.stride(0),
             N=n, K=weight.k, EXPERTS=count, TOP_K=top_k, GATED=gated, **weight.constants,
-            CLAMPED=alpha > 0, BLOCK_M=block_m, BLOCK_N=setting["block_n"],
+            **act.constants, BLOCK_M=block_m, BLOCK_N=setting["block_n"],
             BLOCK_K=weight.block_k(setting["block_k"]), BLOCK_E=power_of_2(count),
             STAGES=setting["stages"], num_warps=setting["warps"], **overlap(early=True),
         )  # fmt: skip

@@ -2,13 +2,13 @@
 `moe_kernels.py`, with weights that are widened in registers.
 
 CLAMPED: gate and up of an expert lie in turns and go through the clamped activation of gpt-oss
-(`swigluoai_and_mul`); else gate stands in front of up, and it is silu.
+(`swigluoai_and_mul`); else gate stands in front of up, and it is silu, or with GELU that.
 """
 
 import triton
 import triton.language as tl
 
-from .arithmetic import dot, exp, gated
+from .arithmetic import activated, dot, exp
 from .narrow_kernels import INT4_ZERO, _entries, _spread
 from .overlap import wait
 
@@ -66,7 +66,7 @@ def _row_scales(scale, row, real, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl
 
 
 @triton.jit
-def _between(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+def _between(gate, up, alpha, limit, CLAMPED: tl.constexpr, GELU: tl.constexpr):
     """What is between gate and up, and down."""
     if CLAMPED:
         gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
@@ -76,7 +76,7 @@ def _between(gate, up, alpha, limit, CLAMPED: tl.constexpr):
         over = 1.0 + half * half
         return tl.where(gate < 0, gate * half * (up + 1.0) * half, gate * (up + 1.0)) / over
     else:
-        return gated(gate, up)
+        return activated(gate, up, GELU)
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def narrow_few_gated_kernel(
     x, weight, scale, zero, bias, out, experts, alpha, limit, x_stride, N: tl.constexpr,
     K: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr,
     GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+    GELU: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of results, choice): gate and up of one token by one expert, and what is between
     them and down.
@@ -122,7 +122,7 @@ def narrow_few_gated_kernel(
         if HAS_BIAS:
             gate += tl.load(bias + of_gate, mask=real, other=0.0).to(tl.float32)
             up += tl.load(bias + of_up, mask=real, other=0.0).to(tl.float32)
-        y = _between(gate, up, alpha, limit, CLAMPED)
+        y = _between(gate, up, alpha, limit, CLAMPED, GELU)
         tl.store(out + choice.to(tl.int64) * N + n, y.to(out.dtype.element_ty), mask=real)
 
 
@@ -167,8 +167,8 @@ def narrow_product_kernel(
     x, weight, scale, zero, bias, out, order, starts, alpha, limit, x_stride, N: tl.constexpr,
     K: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    CLAMPED: tl.constexpr, GELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (block of results, block of rows): see `product_kernel` of `moe_kernels.py`."""
     wait(OVERLAP)
@@ -216,7 +216,7 @@ def narrow_product_kernel(
             up *= _row_scales(scale, of_up, inside, K, KIND, GROUP)[None, :]
             if HAS_BIAS:
                 up += tl.load(bias + of_up, mask=inside, other=0.0).to(tl.float32)[None, :]
-            acc = _between(acc, up, alpha, limit, CLAMPED)
+            acc = _between(acc, up, alpha, limit, CLAMPED, GELU)
         target = (m if GATED else choice).to(tl.int64)
         place = out + target[:, None] * N + n[None, :]
         tl.store(place, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])

@@ -31,6 +31,25 @@ def rms_norm_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
+def rms_norm_pair_kernel(
+    x, first, second, out, other, rows, eps, stride, N: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (block of ROWS rows): `out` and `other` are the norm of x with either weight."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    n = tl.arange(0, BLOCK_N)
+    mask = (row < rows)[:, None] & (n < N)[None, :]
+    a = tl.load(first + n, mask=n < N, other=0.0).to(tl.float32)
+    b = tl.load(second + n, mask=n < N, other=0.0).to(tl.float32)
+    wait(OVERLAP)
+    y = tl.load(x + row[:, None] * stride + n[None, :], mask=mask, other=0.0).to(tl.float32)
+    normed = y * tl.rsqrt(tl.sum(y * y, 1) / N + eps)[:, None]
+    place = row[:, None] * N + n[None, :]
+    tl.store(out + place, (normed * a[None, :]).to(out.dtype.element_ty), mask=mask)
+    tl.store(other + place, (normed * b[None, :]).to(other.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
 def add_rms_norm_kernel(
     x, x_weight, residual, weight, rows, x_eps, eps, x_stride, residual_stride,
     HAS_X_NORM: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -16,6 +16,7 @@ from .row_kernels import (
     gelu_gate_kernel,
     greedy_kernel,
     rms_norm_kernel,
+    rms_norm_pair_kernel,
     wide_qk_norm_kernel,
 )
 
@@ -59,6 +60,24 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
         **overlap(early=True),
     )  # fmt: skip
     return out
+
+
+def _takes_norms(x: Array, first: Array, second: Array, eps: float) -> bool:
+    return x.ndim == 2 and _takes_norm(x, first, eps) and dtype_name(second) in FLOATS
+
+
+@triton_kernel("rms_norm_pair", supports_args=_takes_norms)
+def rms_norm_pair(x: Array, first: Array, second: Array, eps: float) -> tuple[Array, Array]:
+    """See the op: x is read once."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    rows, n = x.shape
+    out, other = (torch.empty((rows, n), dtype=x.dtype, device=x.device) for _ in range(2))
+    several, width = _blocks(n, rows, config("rows"))
+    rms_norm_pair_kernel[(triton.cdiv(rows, several),)](
+        x, first.contiguous(), second.contiguous(), out, other, rows, eps, x.stride(0),
+        N=n, ROWS=several, BLOCK_N=width, num_warps=_warps(several * width), **overlap(early=True),
+    )  # fmt: skip
+    return out, other
 
 
 def _takes_add_norm(x: Array, residual: Array, weight: Array, eps: float) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from ..namespaces import namespace
 from ..reference.narrow import KINDS, widened_weight
 from ..testing import DTYPES, Arguments, Bound, Case, Testing, judged_by
-from .dense import COARSE, FLUSHED, chain, mlp_sizes
+from .dense import COARSE, FLUSHED, GELU, SILU, Gate, chain, mlp_sizes
 from .generators import generator, hostile_rows, normal, strided, to_bfloat16
 
 ROWS = ("normal", "zero", "tiny", "outlier", "mean", "spread")
@@ -48,6 +48,10 @@ def _route_cases(dtype: str) -> Iterator[Case]:
     rng = generator("moe_route shift")
     shift = normal(rng, dtype, 33, scale=3.0)
     yield Case("shifted", _routing(normal(rng, dtype, 12, 33), 4, True) | {"shift": shift})
+    rng = generator("moe_route factor")
+    factor = rng.uniform(0.3, 2.0, 33).astype(np.float32)
+    by_expert = _routing(normal(rng, dtype, 12, 33), 4, True, np.arange(12) % 4 - 1)
+    yield Case("a factor of each expert", by_expert | {"factor": factor})
     padded = x.copy()
     padded[5:] = x[:7]
     yield Case("rows of padding", _routing(padded, 3, True, np.arange(12) % 5 - 1))
@@ -86,6 +90,7 @@ def _route(
     top_k: int,
     renormalize: bool,
     shift: Any = None,
+    factor: Any = None,
     fault: str = "",
 ) -> Any:
     if shift is not None and fault != "shift left out":
@@ -108,6 +113,10 @@ def _route(
     chosen = np.take_along_axis(power, ids, -1)
     flag = {"always renormalised": True, "never renormalised": False}.get(fault, renormalize)
     weights = chosen / (chosen if flag else power).sum(-1, keepdims=True)
+    if factor is not None and fault != "factor left out":
+        weights = weights * factor[np.arange(top_k) if fault == "factor by rank" else ids]
+        if fault == "renormalised behind the factor":
+            weights = weights / weights.sum(-1, keepdims=True)
     if fault == "rounded to bfloat16":
         weights = to_bfloat16(weights)
     elif fault == "weights shifted":
@@ -135,7 +144,7 @@ ROUTE_FAULTS = (
         "rounded to bfloat16",
     ),
     *("weights shifted", "scaled by 1.005", "slot 0 is padding", "padding chooses expert 0"),
-    "shift left out",
+    *("shift left out", "factor left out", "factor by rank", "renormalised behind the factor"),
 )
 
 judged_by(
@@ -513,6 +522,9 @@ def _expert_cases(dtype: str) -> Iterator[Case]:
     some["experts"][3], some["weights"][3] = 5, 0.0
     some["experts"][5:], some["weights"][5:] = -1, 0.0
     yield Case("choices of no expert, strided", arguments | {"x": strided(x)} | some)
+    for top_k in (2, 4):
+        given = arguments | _chosen(logits, top_k, True) | {"gelu": True}
+        yield Case(f"gelu, {top_k} of 5", given)
     if dtype == "bfloat16":
         yield Case("Qwen3-30B-A3B, 64 tokens", partial(_big_experts, 128, 8, 2048, 768), ("bench",))
         yield Case(
@@ -555,20 +567,30 @@ def _expert_sizes(a: Arguments, accumulated: bool) -> Any:
             "gate_up_bias": None,
             "down_bias": None,
         }
-        result = np.abs(_mlp(a["x"], a["gate_up"][e], a["down"][e]))
+        act = GELU if a.get("gelu") else SILU
+        result = np.abs(_mlp(a["x"], a["gate_up"][e], a["down"][e], act))
         weight = np.where(a["experts"] == e, a["weights"], 0.0).sum(-1, keepdims=True)
-        total += weight * (mlp_sizes(mlp, accumulated) + (2.0 if accumulated else 1.0) * result)
+        size = mlp_sizes(mlp, accumulated, act=act)
+        total += weight * (size + (2.0 if accumulated else 1.0) * result)
     return total
 
 
-def _mlp(x: Any, gate_up: Any, down: Any, rounded: Any = lambda x: x) -> Any:
+def _mlp(x: Any, gate_up: Any, down: Any, act: Gate, rounded: Any = lambda x: x) -> Any:
     gate, up = np.split(rounded(x @ gate_up.T), 2, axis=-1)
-    return rounded(rounded(gate / (1.0 + np.exp(-gate)) * up) @ down.T)
+    return rounded(rounded(act(gate) * up) @ down.T)
 
 
 def _wrong_experts(
-    ops: Any, x: Any, weights: Any, experts: Any, gate_up: Any, down: Any, fault: str
+    ops: Any,
+    x: Any,
+    weights: Any,
+    experts: Any,
+    gate_up: Any,
+    down: Any,
+    gelu: bool = False,
+    fault: str = "",
 ) -> Any:
+    act = GELU if gelu != (fault == "the other activation") else SILU
     weights, top_k = weights.copy(), weights.shape[1]
     if fault == "weights shifted":
         weights = np.roll(weights, 1, axis=1 if top_k > 1 else 0)
@@ -592,7 +614,7 @@ def _wrong_experts(
             else gate_up[e]
         )
         other = down[(e + 2) % 5] if fault == "down of another expert" else down[e]
-        out += weight * _mlp(x, halves, np.nan_to_num(other), ops.rounded)
+        out += weight * _mlp(x, halves, np.nan_to_num(other), act, ops.rounded)
     if fault == "scaled by 1.005":
         return out * 1.005
     return out + x if fault == "residual added" else out
@@ -601,7 +623,7 @@ def _wrong_experts(
 EXPERT_FAULTS = (
     *("weights shifted", "weights rounded to bfloat16", "all weights equal", "last choice lost"),
     *("at most two rows an expert", "no expert is expert 0", "gate and up swapped"),
-    *("down of another expert", "scaled by 1.005", "residual added"),
+    *("down of another expert", "scaled by 1.005", "residual added", "the other activation"),
 )
 
 judged_by(
@@ -738,6 +760,9 @@ def _narrow_expert_cases(dtype: str) -> Iterator[Case]:
             given |= _named("gate_up", up, biases[0]) | _named("down", down, biases[1])
             name = f"{kind}, {groups} groups, " + ("in turns, biases" if alpha else "silu")
             yield Case(name, given | _chosen(logits, 2, True))
+            if not alpha:
+                with_gelu = given | _chosen(logits, 3, True) | {"gelu": True}
+                yield Case(f"{kind}, {groups} groups, gelu", with_gelu)
     some = _chosen(logits, 3, True)
     some["experts"][::2, 1] = -1
     some["experts"][5:], some["weights"][5:] = -1, 0.0
@@ -757,11 +782,12 @@ def _widened(a: Arguments) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def _clamped(both: Any, alpha: float, limit: float, fault: str) -> Any:
+def _clamped(both: Any, alpha: float, limit: float, gelu: bool, fault: str) -> Any:
     """What is between gate and up, and down."""
     if not alpha:
         gate, up = np.split(both, 2, axis=-1)
-        return gate / (1.0 + np.exp(-gate)) * up
+        act = GELU if gelu != (fault == "the other activation") else SILU
+        return act(gate) * up
     gate, up = both[..., 0::2], both[..., 1::2]
     if fault == "gate and up swapped":
         gate, up = up, gate
@@ -781,7 +807,8 @@ def _narrow_experts(ops: Any, fault: str = "", **a: Any) -> Any:
         both = a["x"] @ gate_up[e].T
         if a["gate_up_bias"] is not None and fault != "no bias behind gate and up":
             both = both + a["gate_up_bias"][e]
-        hidden = ops.rounded(_clamped(ops.rounded(both), a["alpha"], a["limit"], fault))
+        how = a["alpha"], a["limit"], bool(a.get("gelu")), fault
+        hidden = ops.rounded(_clamped(ops.rounded(both), *how))
         result = hidden @ down[(e + 1) % 5 if fault == "down of another expert" else e].T
         if a["down_bias"] is not None and fault != "no bias behind down":
             result = result + a["down_bias"][e]
@@ -817,6 +844,7 @@ def _narrow_sizes(a: Arguments) -> Any:
 NARROW_EXPERT_FAULTS = (
     *("weights shifted", "down of another expert", "no bias behind gate and up"),
     *("no bias behind down", "gate and up swapped", "no limit", "up without one", "alpha 1"),
+    "the other activation",
 )
 
 judged_by(

@@ -333,6 +333,45 @@ judged_by(
 )
 
 
+# --- rms_norm_pair
+# ----------------------------------------------------------------------------------------------
+
+
+def _pair_cases(dtype: str) -> Iterator[Case]:
+    """Those of rms_norm, of rows."""
+    rng = generator("rms_norm_pair")
+    for case in _rms_cases(dtype):
+        x, weight = case.arguments["x"], case.arguments["weight"]
+        if x.ndim == 2:
+            second = weights(rng, str(weight.dtype), x.shape[-1])
+            given = {"x": x, "first": weight, "second": second, "eps": EPS}
+            yield Case(case.name, given, case.tags)
+
+
+def _wrong_pair(xp: Any, x: Any, first: Any, second: Any, eps: float, fault: str = "") -> Any:
+    if fault == "weights swapped":
+        first, second = second, first
+    normed = _norm(x, first, eps, fault)
+    if fault == "second of the first":
+        return normed, _norm(normed, second, eps)
+    if fault == "first twice":
+        return normed, normed
+    return normed, _norm(x, second, eps, fault)
+
+
+PAIR_FAULTS = ("weights swapped", "second of the first", "first twice", *NORM_FAULTS)
+
+judged_by(
+    "rms_norm_pair",
+    Testing(
+        _pair_cases,
+        rows=("x",),
+        mutants={fault: partial(_wrong_pair, fault=fault) for fault in PAIR_FAULTS},
+        truth=_wrong_pair,
+    ),
+)
+
+
 # --- wide_qk_norm
 # ----------------------------------------------------------------------------------------------
 

@@ -117,6 +117,21 @@ def norm_add_rms_norm(
 
 
 @define(
+    shapes="x [tok dim], first [dim], second [dim] -> [tok dim] x, [tok dim] x",
+    shards=(),
+    level="coarse",
+    composition=("rms_norm",),
+)
+def rms_norm_pair(
+    ops: Any, x: Array, first: Array, second: Array, eps: float
+) -> tuple[Array, Array]:
+    """(rms_norm(x, first), rms_norm(x, second)): two norms of a stream that is read again behind
+    them, so that none of them may take its memory.
+    """
+    return ops.rms_norm(x, first, eps), ops.rms_norm(x, second, eps)
+
+
+@define(
     shapes="q [tok head hdim], k [tok kvhead hdim], cos [tok r], sin [tok r] -> [tok head "
     "hdim] q, "
     "[tok kvhead hdim] k",

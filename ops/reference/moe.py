@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..declare import DOT, Array, Contract, define
+from ..declare import DOT, Array, Contract, OpError, define
 from ..namespaces import device_of
 from .narrow import widened_weight
 
@@ -48,8 +48,8 @@ EXPERTS = Contract(
 
 
 @define(
-    shapes="logits [tok expert], slots [tok], shift [expert] -> [tok top_k] float32, "
-    "[tok top_k] int32",
+    shapes="logits [tok expert], slots [tok], shift [expert], factor [expert] -> "
+    "[tok top_k] float32, [tok top_k] int32",
     contract=ROUTED,
     sums=True,
 )
@@ -60,12 +60,14 @@ def moe_route(
     top_k: int,
     renormalize: bool,
     shift: Array | None = None,
+    factor: Array | None = None,
 ) -> tuple[Array, Array]:
     """(weights [tok k] float32, experts [tok k] int32) of the k largest of logits [tok expert],
     plus shift [expert] if there is one (gpt-oss: the router's bias), ties to the lower id.
 
     Weights are the softmax over all experts (Qwen3-MoE with `norm_topk_prob` off), or over the
-    chosen ones if `renormalize` (Mixtral, arXiv:2401.04088, equation 3). Best first. A token whose
+    chosen ones if `renormalize` (Mixtral, arXiv:2401.04088, equation 3), each times the `factor`
+    [expert] float32 of its expert if there is one (Gemma 4). Best first. A token whose
     slot in the cache [tok] int32 is negative is padding: it chooses nothing, so that no expert is
     read for it.
     """
@@ -76,8 +78,12 @@ def moe_route(
     values, experts = xp.top(xp.where(xp.isnan(y), -float("inf"), y), top_k)
     chosen = xp.exp(values - best)
     total = xp.sum(chosen if renormalize else xp.exp(y - best), axis=-1, keepdims=True)
+    weights = chosen / total
+    if factor is not None:
+        own = xp.take(xp.accumulate(factor), xp.reshape(experts, (-1,)), axis=0)
+        weights = weights * xp.reshape(own, weights.shape)
     real = (slots >= 0)[:, None]
-    return xp.where(real, chosen / total, 0.0), xp.where(real, experts, -1)
+    return xp.where(real, weights, 0.0), xp.where(real, experts, -1)
 
 
 @define(
@@ -236,21 +242,30 @@ def moe_unpermute(xp: Any, rows: Array, place: Array, weights: Array) -> Array:
         "moe_permute",
         "grouped_matmul",
         "silu_and_mul",
+        "gelu_and_mul",
         "grouped_matmul",
         "moe_unpermute",
     ),
     contract=EXPERTS,
 )
 def moe_experts(
-    ops: Any, x: Array, weights: Array, experts: Array, gate_up: Array, down: Array
+    ops: Any,
+    x: Array,
+    weights: Array,
+    experts: Array,
+    gate_up: Array,
+    down: Array,
+    gelu: bool = False,
 ) -> Array:
     """The sum of each token's gated MLPs of its experts [tok k] int32, by weights [tok k] float32
     -> [tok dim].
 
-    x [tok dim], gate_up [expert 2inter dim], down [expert dim inter].
+    x [tok dim], gate_up [expert 2inter dim], down [expert dim inter]. `gelu`: with the gelu of
+    tanh in place of silu.
     """
     rows, place, sizes = ops.moe_permute(x, experts, gate_up.shape[0])
-    hidden = ops.silu_and_mul(ops.grouped_matmul(rows, gate_up, sizes))
+    both = ops.grouped_matmul(rows, gate_up, sizes)
+    hidden = ops.gelu_and_mul(both, "tanh") if gelu else ops.silu_and_mul(both)
     return ops.moe_unpermute(ops.grouped_matmul(hidden, down, sizes), place, weights)
 
 
@@ -264,6 +279,7 @@ def moe_experts(
         "moe_permute",
         "grouped_linear",
         "silu_and_mul",
+        "gelu_and_mul",
         "swigluoai_and_mul",
         "grouped_linear",
         "moe_unpermute",
@@ -286,14 +302,21 @@ def moe_experts_narrow(
     kind: str,
     alpha: float,
     limit: float,
+    gelu: bool = False,
 ) -> Array:
     """As `moe_experts`, with weights of `kind` plain or narrow (`grouped_linear`) and biases.
 
-    `alpha` 0: silu(gate) * up, gate in front of up. Else gate and up lie in turns, as
-    `swigluoai_and_mul` with `alpha` and `limit` takes them.
+    `alpha` 0: silu(gate) * up, or with `gelu` its product with that, gate in front of up. Else gate
+    and up lie in turns, as `swigluoai_and_mul` with `alpha` and `limit` takes them; there is no
+    gelu then.
     """
+    if alpha and gelu:
+        raise OpError(f"moe_experts_narrow: gelu is True, allowed with alpha 0, got alpha {alpha}")
     rows, place, sizes = ops.moe_permute(x, experts, gate_up.shape[0])
     both = ops.grouped_linear(rows, gate_up, gate_up_scale, gate_up_zero, gate_up_bias, sizes, kind)
-    hidden = ops.swigluoai_and_mul(both, alpha, limit) if alpha else ops.silu_and_mul(both)
+    if alpha:
+        hidden = ops.swigluoai_and_mul(both, alpha, limit)
+    else:
+        hidden = ops.gelu_and_mul(both, "tanh") if gelu else ops.silu_and_mul(both)
     y = ops.grouped_linear(hidden, down, down_scale, down_zero, down_bias, sizes, kind)
     return ops.moe_unpermute(y, place, weights)

@@ -83,7 +83,7 @@ class ModelConfig:
     mlp_bias: bool = False
     act: Activation = "silu"
 
-    # Experts, in place of the MLP in all layers but `dense_layers`.
+    # Experts, in place of the MLP (or beside it) in all layers but `dense_layers`.
     num_experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0
@@ -94,6 +94,8 @@ class ModelConfig:
     expert_scale: float = 1.0  # likewise
     expert_biases: bool = False  # of the router and of all experts
     expert_clamp: tuple[float, float] | None = None  # alpha and limit of `swigluoai_and_mul`
+    expert_factors: bool = False  # the weights of experts are multiplied by a number of each
+    experts_beside_mlp: bool = False  # both run and are added (`spec.MlpAndExperts`)
     shared_expert_size: int = 0  # of the one that all tokens go through
     gates_shared_expert: bool = False
 
@@ -110,8 +112,12 @@ class ModelConfig:
         return self.full_heads
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts in place of an MLP."""
+        """Whether a layer has experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP that all tokens go through, which is no expert."""
+        return self.experts_beside_mlp or not self.has_experts(layer)
 
     def source_of(self, layer: int) -> int:
         """The layer whose cache a layer reads."""

@@ -168,7 +168,8 @@ def layer(
             x, residual = pre_norm(ops, sub.pre, weights, hidden, residual, sub.reduces_before)
         rows = batch.rows if number == narrowing else None
         stage = stage_of(sub.mixer)
-        hidden, cache = stage(ops, sub.mixer, weights, x, cache, batch._replace(rows=rows))
+        seen = batch._replace(rows=rows, stream=residual)
+        hidden, cache = stage(ops, sub.mixer, weights, x, cache, seen)
         if rows is not None:
             residual = residual[rows]
             batch = batch.narrowed(rows)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ..checkpoint import view_of
 from ..errors import UnsupportedModel
-from .spec import Attention, Experts, Layer, LayerInput, Mixer, Mlp, Model, Narrow
+from .spec import Attention, Experts, Layer, LayerInput, Mixer, Mlp, MlpAndExperts, Model, Narrow
 from .table import Parameter, ParameterDtype, ParameterTable, Part, Piece, PieceOf, piece_name
 
 FileForm = Literal["wide", "plain", "packed", "gptq", "awq", "nvfp4", "mxfp4"]
@@ -96,20 +96,41 @@ def narrowed_model(model: Model, table: ParameterTable, quantization: Quantizati
     """The layers of a model whose projections are narrow. Raises UnsupportedModel where one of a
     mixer's projections is and another is not.
     """
-    narrow = quantization.narrow
     layers = []
     for index, layer in enumerate(model.layers):
         parameters = table.layer(index)
         changed: Layer = tuple(
-            replace(sub, mixer=replace(sub.mixer, narrow=narrow))
-            if _all_narrow(sub.mixer, parameters, index, quantization)
-            else sub
+            replace(sub, mixer=_narrowed(sub.mixer, parameters, index, quantization))
             for sub in layer
         )
         layers.append(changed)
     # Equal layers are one object: comparing them is then quick.
     same = {layer: layer for layer in layers}
     return replace(model, layers=tuple(same[layer] for layer in layers))
+
+
+M = TypeVar("M", bound=Attention | Mlp | Experts | LayerInput)
+
+
+def _narrowed(
+    mixer: Mixer, parameters: Mapping[str, Parameter], layer: int, quantization: Quantization
+) -> Mixer:
+    """A mixer whose projections are narrow, unless they are left as they are."""
+    if not isinstance(mixer, MlpAndExperts):
+        return _narrowed_part(mixer, parameters, layer, quantization)
+    return replace(
+        mixer,
+        mlp=_narrowed_part(mixer.mlp, parameters, layer, quantization),
+        experts=_narrowed_part(mixer.experts, parameters, layer, quantization),
+    )
+
+
+def _narrowed_part(
+    mixer: M, parameters: Mapping[str, Parameter], layer: int, quantization: Quantization
+) -> M:
+    if not _all_narrow(mixer, parameters, layer, quantization):
+        return mixer
+    return replace(mixer, narrow=quantization.narrow)
 
 
 def _all_narrow(

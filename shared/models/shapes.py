@@ -7,7 +7,9 @@ Llama-3.2-1B and 3B, of mistralai/Mistral-7B-v0.3, of Qwen/Qwen2.5-7B-Instruct, 
 4B, 14B and 32B, of microsoft/Phi-4-mini-instruct and of ibm-granite/granite-3.3-8b-instruct. Those
 of google/gemma-3-4b-it, gemma-3-27b-it, gemma-4-31B-it, gemma-4-E2B-it and gemma-4-E4B-it and of
 allenai/Olmo-3-1025-7B are from memory; their numbers of parameters are the published ones, of
-Gemma 4 as far as these are said (30.7, 5.1 and 8 billion with towers).
+Gemma 4 as far as these are said (30.7, 5.1 and 8 billion with towers). Those of
+google/gemma-4-26B-A4B-it are put together from what is published of it: 25.2 billion parameters,
+and the bytes of its cache.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class Experts:
     Weights are a softmax over all experts, or with `renormalize` over the chosen ones. With `score`
     sigmoid see the op `moe_route_sigmoid`. `shared`: every token goes through one more MLP, and its
     result is added: as it is, or times a sigmoid of the token's gate. `biases`: the router and all
-    projections have some. `alpha` and `limit` are those of `swigluoai_and_mul`; 0: experts are silu
-    of the gate times up.
+    projections have some. `alpha` and `limit` are those of `swigluoai_and_mul`; 0: experts are
+    `act` of the gate times up. `factors`: weights are multiplied by a number of each expert.
     """
 
     mixes_tokens: ClassVar[bool] = False
@@ -104,6 +104,7 @@ class Experts:
     num_experts: int
     top_k: int
     renormalize: bool
+    act: Activation = "silu"
     shared: Shared | None = None
     score: Score = "softmax"
     groups: int = 1
@@ -112,7 +113,27 @@ class Experts:
     biases: bool = False
     alpha: float = 0.0
     limit: float = 0.0
+    factors: bool = False
     narrow: Narrow | None = None
+
+
+@dataclass(frozen=True)
+class MlpAndExperts:
+    """An MLP beside experts: `out(behind_mlp(mlp(x)) + behind_experts(experts(before(stream))))`.
+
+    x is the normed stream, as for any mixer. Experts read the stream through a norm of their own,
+    and their router through another. What comes out is normed already: the sublayer has no `post`.
+    """
+
+    mixes_tokens: ClassVar[bool] = False
+
+    mlp: Mlp
+    experts: Experts
+    before_experts: Norm
+    before_router: Norm
+    behind_mlp: Norm
+    behind_experts: Norm
+    out: Norm
 
 
 @dataclass(frozen=True)
@@ -127,7 +148,7 @@ class LayerInput:
     narrow: Narrow | None = None
 
 
-Mixer = Attention | Mlp | Experts | LayerInput
+Mixer = Attention | Mlp | Experts | MlpAndExperts | LayerInput
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-from .spec import Activation, Attention, Experts, Layer, LayerInput, Mixer, Mlp, Model, Narrow
+from .spec import (
+    Activation,
+    Attention,
+    Experts,
+    Layer,
+    LayerInput,
+    Mixer,
+    Mlp,
+    MlpAndExperts,
+    Model,
+    Narrow,
+)
 
 Array = Any
 Weights = Mapping[str, Array]
@@ -29,7 +40,8 @@ class Batch(NamedTuple):
     `max_query_len` is a Python integer. A program that gets its batch as an argument sets it inside
     (`within`). `rows` [row]: the only tokens that anything behind the layers wants, in the last
     layer that mixes tokens. `layer_input` are the small embeddings of the tokens: [layer tok size],
-    of which a layer reads its own (`of_layer`) [tok size].
+    of which a layer reads its own (`of_layer`) [tok size]. `stream` [tok dim] is what a stage's x
+    is the norm of, within a layer.
     """
 
     cos: Array
@@ -42,6 +54,7 @@ class Batch(NamedTuple):
     max_query_len: int = 0
     rows: Array | None = None
     layer_input: Array | None = None
+    stream: Array | None = None
 
     def arrays(self) -> dict[str, Array]:
         """What a step brings to the device, by name."""
@@ -74,7 +87,7 @@ class Batch(NamedTuple):
         return self._replace(layer_input=own, slots=self.slots[rows])
 
 
-ARRAYS = Batch._fields[:-3]
+ARRAYS = Batch._fields[:-4]
 Stage = Callable[[Any, Any, Weights, Array, Cache, Batch], tuple[Array, Cache]]
 """(ops, mixer, weights, x [tok dim], cache, batch) -> (y [tok dim], cache).
 
@@ -224,11 +237,20 @@ def experts_stage(
     ops: Any, spec: Experts, weights: Weights, x: Array, cache: Cache, batch: Batch
 ) -> tuple[Array, Cache]:
     """Each token for itself; padding goes through no expert, and the cache stays as it is."""
-    chosen, experts = route(ops, spec, weights, x, batch)
+    return through_experts(ops, spec, weights, x, x, batch), cache
+
+
+def through_experts(
+    ops: Any, spec: Experts, weights: Weights, x: Array, of_router: Array, batch: Batch
+) -> Array:
+    """What the experts make of x [tok dim], chosen by what the router reads."""
+    chosen, experts = route(ops, spec, weights, of_router, batch)
+    # Left out where it is the default, as above.
+    more = {"gelu": True} if spec.act == "gelu_tanh" else {}
     if spec.narrow is None and not spec.biases:
         gate_up = of_experts(spec, weights, "experts_gate_up")
         down = of_experts(spec, weights, "experts_down")
-        y = ops.moe_experts(x, chosen, experts, gate_up, down)
+        y = ops.moe_experts(x, chosen, experts, gate_up, down, **more)
     else:
         pieces = [
             of_experts(spec, weights, f"{name}{piece}")
@@ -236,14 +258,35 @@ def experts_stage(
             for piece in ("", "_scale", "_zero", "_bias")
         ]
         kind = "plain" if spec.narrow is None else spec.narrow.kind
-        y = ops.moe_experts_narrow(x, chosen, experts, *pieces, kind, spec.alpha, spec.limit)
+        clamp = spec.alpha, spec.limit
+        y = ops.moe_experts_narrow(x, chosen, experts, *pieces, kind, *clamp, **more)
     if spec.shared is not None:
         every = gated_mlp(
-            ops, weights, "shared_gate_up", "shared_down", x, batch, "silu", spec.narrow
+            ops, weights, "shared_gate_up", "shared_down", x, batch, spec.act, spec.narrow
         )
         if spec.shared == "plain":
-            return ops.add(y, every), cache
+            return ops.add(y, every)
         y = ops.add_gated(y, every, ops.logits(x, weights["shared_gate"]))
+    return y
+
+
+def mlp_and_experts_stage(
+    ops: Any, spec: MlpAndExperts, weights: Weights, x: Array, cache: Cache, batch: Batch
+) -> tuple[Array, Cache]:
+    """Each token for itself; the cache stays as it is. What experts give is normed and added where
+    the sum is normed.
+    """
+    dense, _ = mlp_stage(ops, spec.mlp, weights, x, cache, batch)
+    dense = ops.rms_norm(dense, weights[spec.behind_mlp.weight], spec.behind_mlp.eps)
+    before, router = spec.before_experts, spec.before_router
+    normed, of_router = ops.rms_norm_pair(
+        batch.stream, weights[before.weight], weights[router.weight], before.eps
+    )
+    y = through_experts(ops, spec.experts, weights, normed, of_router, batch)
+    behind, out = spec.behind_experts, spec.out
+    y, _ = ops.norm_add_rms_norm(
+        y, weights[behind.weight], dense, weights[out.weight], behind.eps, out.eps
+    )
     return y, cache
 
 
@@ -261,6 +304,8 @@ def route(ops: Any, spec: Experts, weights: Weights, x: Array, batch: Batch) -> 
     if spec.score == "softmax":
         # Left out where it is the default, as above.
         more = {"shift": weights["router_shift"]} if spec.biases else {}
+        if spec.factors:
+            more["factor"] = weights["expert_factor"]
         found: tuple[Array, Array] = ops.moe_route(
             logits, slots, spec.top_k, spec.renormalize, **more
         )
@@ -287,6 +332,7 @@ STAGES: Mapping[type[Mixer], Stage] = {
     Attention: attention_stage,
     Mlp: mlp_stage,
     Experts: experts_stage,
+    MlpAndExperts: mlp_and_experts_stage,
     LayerInput: layer_input_stage,
 }
 _replaced: dict[type[Mixer], Stage] = {}

@@ -93,11 +93,11 @@ class Parameter:
     `axes` names the logical axis of each dimension. `parts` are stacked along the first dimension,
     in order: q, k and v are one parameter here and three tensors in most checkpoints, since one
     product of the whole is faster. `alternatives` are other parts: the first that a checkpoint has
-    all of is read. `factor` multiplies what is read: a power of two, so that it is exact. `dtype`
-    float32: in models of any dtype. `offset` is added to what is read, before the factor, in
-    float32: norms that multiply with 1 + weight are plain norms then. `is_scale`: positive
-    factors, for all of which the tensor may hold one value. `value`: what all entries are, where
-    none is read. `piece_of`: it is a piece of a narrow weight.
+    all of is read. `factor` multiplies what is read: a power of two, so that it is exact, or in
+    float32 any number above 0. `dtype` float32: in models of any dtype. `offset` is added to what
+    is read, before the factor, in float32: norms that multiply with 1 + weight are plain norms
+    then. `is_scale`: positive factors, for all of which the tensor may hold one value. `value`:
+    what all entries are, where none is read. `piece_of`: it is a piece of a narrow weight.
     """
 
     name: str
@@ -121,9 +121,10 @@ class Parameter:
                 raise InternalError(
                     f"parameter {self.name}: the parts have {rows} rows, the shape {self.shape[0]}"
                 )
-        if not is_power_of_two(self.factor):
+        if not is_power_of_two(self.factor) and (self.dtype != "float32" or self.factor <= 0):
             raise InternalError(
-                f"parameter {self.name}: factor is {self.factor}, which is no power of two"
+                f"parameter {self.name}: factor is {self.factor}, dtype {self.dtype}; allowed are "
+                "powers of two, and in float32 any number above 0"
             )
         if self.offset and self.dtype != "float32":
             raise InternalError(

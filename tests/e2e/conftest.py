@@ -68,6 +68,9 @@ GEMMA4_SMALL = GEMMA4 | dict(
     num_key_value_heads=1, num_global_key_value_heads=None, attention_k_eq_v=False,
     use_double_wide_mlp=True, hidden_size_per_layer_input=8, vocab_size_per_layer_input=1009,
 )  # fmt: skip
+GEMMA4_EXPERTS = GEMMA4 | dict(
+    enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=20,
+)  # fmt: skip
 GEMMA4_UNIFIED = {
     name: value
     for name, value in GEMMA4.items()
@@ -134,6 +137,8 @@ MODELS = {
     "gemma4": ("Gemma4", GEMMA4),
     "gemma4-small": ("Gemma4", GEMMA4_SMALL),
     "gemma4-images": ("Gemma4Images", GEMMA4_SMALL),
+    "gemma4-experts": ("Gemma4", GEMMA4_EXPERTS),
+    "gemma4-experts-images": ("Gemma4Images", GEMMA4_EXPERTS),
     "gemma4-unified": ("Gemma4Unified", GEMMA4_UNIFIED),
     "glm4": ("Glm4", dict(head_dim=16)),
     "glm4-head24": ("Glm4", dict(head_dim=24, attention_bias=False, num_key_value_heads=4)),
@@ -304,6 +309,11 @@ def build(name: str, folder: str, **overrides):
             for key, parameter in model.named_parameters():
                 if key.endswith("q_norm.weight"):
                     parameter *= len(parameter) ** -0.5
+                # Multiplied into what is normed: as norms, and logits are divided by 8 behind it.
+                if key.endswith("router.scale"):
+                    parameter.copy_(8 * (1 + 2 * parameter))
+                if key.endswith("per_expert_scale"):
+                    parameter.copy_(1 + 4 * parameter)
         if family == "Gemma4Images":
             # transformers would take a sampled token that stands for images for one of those.
             model.model.language_model.embed_tokens.weight[-1] = 0.0

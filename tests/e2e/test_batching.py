@@ -230,13 +230,14 @@ def test_another_engine_that_starts_is_not_counted(checkpoints, backend, device)
     second.close()
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "gemma4-experts"])
 @pytest.mark.parametrize(
     "backend",
     [pytest.param("torch", marks=pytest.mark.gpu), pytest.param("jax", marks=pytest.mark.slow)],
 )
-def test_company_changes_nothing_where_there_are_experts(checkpoints, backend, device):
+def test_company_changes_nothing_where_there_are_experts(checkpoints, name, backend, device):
     """Which rows share a block of an expert depends on the company, and padding chooses nobody."""
-    folder, _ = checkpoints("qwen3-moe")
+    folder, _ = checkpoints(name)
     subject = engine(folder, backend, device, async_scheduling=False, enable_prefix_caching=False)
     requests = workload(subject.model.vocab_size)
     want = run_alone(subject, requests)

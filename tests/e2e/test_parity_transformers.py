@@ -15,7 +15,9 @@ from twinfer.shared.checkpoint import Checkpoint
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine
 from twinfer.shared.errors import RequestError
+from twinfer.shared.models import stages
 from twinfer.shared.models.config_json import load_config
+from twinfer.shared.models.spec import MlpAndExperts
 from twinfer.shared.sampling_params import SamplingParams
 from twinfer.shared.step import StepInput, batch_layout, sampling_layout
 
@@ -27,7 +29,8 @@ NAMES = [
     "granite-odd", "mistral3", "mistral3-tied-window",
     "gemma2", "gemma3", "gemma3-images", "glm4", "glm4-head24", "olmo2", "olmo3", "ministral3",
     "ministral3-images",
-    "gemma4", "gemma4-small", "gemma4-images", "gemma4-unified",
+    "gemma4", "gemma4-small", "gemma4-images", "gemma4-unified", "gemma4-experts",
+    "gemma4-experts-images",
     "mixtral", "mixtral-window", "qwen2-moe", "qwen3-moe", "qwen3-moe-biases",
     "glm4-moe", "glm4-moe-biases", "gpt-oss",
     "minimax-m2",
@@ -112,6 +115,7 @@ ON_A_GPU = [
     "gemma3",
     "gemma4",
     "gemma4-small",
+    "gemma4-experts",
     "glm4",
     "olmo3",
     "ministral3",
@@ -306,10 +310,71 @@ def test_the_check_would_see_other_numbers(checkpoints, oracle, prompts, name, d
         engine.close()
 
 
+class RouterReadsX:
+    """Ops with which the router reads the norm of what its MLP reads, not of the stream."""
+
+    def __init__(self, ops, x):
+        self.ops, self.x = ops, x
+
+    def __getattr__(self, name):
+        return getattr(self.ops, name)
+
+    def rms_norm_pair(self, stream, first, second, eps):
+        of_stream, _ = self.ops.rms_norm_pair(stream, first, second, eps)
+        return of_stream, self.ops.rms_norm(self.x, second, eps)
+
+
+def of_experts(**changes):
+    return lambda spec: replace(spec, experts=replace(spec.experts, **changes))
+
+
+WRONG_MIXTURES = {
+    "no factor of each expert": of_experts(factors=False),
+    "not renormalised": of_experts(renormalize=False),
+    "silu": of_experts(act="silu"),
+    "one expert less": of_experts(top_k=2),
+    "norms exchanged": lambda spec: replace(
+        spec, behind_mlp=spec.behind_experts, behind_experts=spec.behind_mlp
+    ),
+    "the router has the norm of experts": lambda spec: replace(
+        spec, before_router=spec.before_experts
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", [*WRONG_MIXTURES, "the router reads x", "experts read x"])
+def test_the_check_would_see_a_wrong_mixture(
+    checkpoints, oracle, prompts, monkeypatch, fault, device
+):
+    """What stands beside the MLP of Gemma 4, with one thing wrong."""
+    folder, model = checkpoints("gemma4-experts")
+    (prompt,) = prompts(997, 100)
+    _, want = oracle(model, prompt, 2)
+
+    def stage(ops, spec, weights, x, cache, batch):
+        if fault == "the router reads x":
+            ops = RouterReadsX(ops, x)
+        elif fault == "experts read x":
+            batch = batch._replace(stream=x)
+        else:
+            spec = WRONG_MIXTURES[fault](spec)
+        return stages.mlp_and_experts_stage(ops, spec, weights, x, cache, batch)
+
+    monkeypatch.setitem(stages.STAGES, MlpAndExperts, stage)
+    engine = start(folder, "torch", device, enforce_eager=True)
+    ours = logits_of(engine, prompt)
+    error = np.linalg.norm(ours - want[:100], axis=-1) / np.linalg.norm(want[:100], axis=-1)
+    assert error.max() > 1e-4
+    engine.close()
+
+
 # --- dense families of 2026
 # --------------------------------------------------------------------------------------------------
 
-DENSE = ["gemma2", "gemma3", "gemma4", "gemma4-small", "glm4", "olmo2", "olmo3", "ministral3"]
+DENSE = [
+    *("gemma2", "gemma3", "gemma4", "gemma4-small", "gemma4-experts"),
+    *("glm4", "olmo2", "olmo3", "ministral3"),
+]
 ON_BOTH = [
     *(pytest.param(name, "torch") for name in DENSE),
     *(pytest.param(name, "jax", marks=pytest.mark.slow) for name in DENSE),

@@ -6,14 +6,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from twinfer.ops.namespaces import namespace
+from twinfer.ops.reference.narrow import widened_weight
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.engine import Engine
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.models.config_json import load_config
+from twinfer.shared.models.quantization import WHEN_LOADED, Quantization
 from twinfer.shared.sampling_params import SamplingParams
+from twinfer.shared.weights import pieces
 
 from . import test_batching as batching
+from .conftest import build
 from .quantized_checkpoints import SCHEMES, make, make_mxfp4, tokens_quantised
 from .test_parity_transformers import logits_of, run, start
 
@@ -90,6 +96,35 @@ def test_gpt_oss_in_mxfp4(tmp_path, oracle, prompts, scheme, backend, device):
     folder = str(tmp_path / scheme)
     twin = make_mxfp4(folder)
     same_as_twin(folder, load_config(folder), twin, oracle, prompts, backend, device)
+
+
+GEMMA4 = dict(intermediate_size=96, moe_intermediate_size=32)
+NARROW_IN_GEMMA4 = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "backend"), cases(["int8_weights", "fp8_weights", "int4_g32"], ())
+)
+def test_experts_and_the_mlp_beside_them_are_quantised_when_they_are_loaded(
+    tmp_path, oracle, prompts, scheme, backend, device
+):
+    """Both, and attention; the router is as in the file."""
+    folder, narrow = str(tmp_path / scheme), WHEN_LOADED[scheme]
+    twin = build("gemma4-experts", folder, **GEMMA4)
+    changed = 0
+    for name, weight in twin.named_parameters():
+        if name.endswith(NARROW_IN_GEMMA4):
+            rows = weight.detach().numpy().reshape(-1, weight.shape[-1])
+            found = pieces(namespace("numpy"), rows, narrow)
+            wide = widened_weight(
+                namespace("numpy"), found["values"], found["scale"], None, narrow.kind
+            )
+            weight.data.copy_(torch.from_numpy(np.array(wide)).reshape(weight.shape))
+            changed += 1
+    # Four projections of attention, of which layers without a window have no v; the others' five.
+    assert changed == 6 * 9 - 2
+    model = replace(load_config(folder), quantization=Quantization(narrow))
+    same_as_twin(folder, model, twin, oracle, prompts, backend, device)
 
 
 def test_experts_in_few_bits_are_not_dealt_out(checkpoints):

@@ -187,10 +187,10 @@ def test_narrow_weights_on_shards(checkpoints, scheme):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe", "gemma4-experts"])
 def test_experts_on_shards(checkpoints, name):
-    """Each shard has some of the experts whole, and a part of the one that all tokens go
-    through.
+    """Each shard has some of the experts whole, and a part of the one, or of the MLP, that all
+    tokens go through.
     """
     folder, _ = checkpoints(name)
     one, two, four = run(folder, [1, 2, 4])

@@ -41,7 +41,13 @@ SMALL = GEMMA4 | {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 1000,
 }
-MODELS = {"large": GEMMA4, "small": SMALL}
+EXPERTS = GEMMA4 | {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
+MODELS = {"large": GEMMA4, "small": SMALL, "experts": EXPERTS}
 TARGETS = [parse_target("jax:cpu"), parse_target("torch:cpu")]
 
 

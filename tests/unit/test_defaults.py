@@ -10,6 +10,7 @@ import pytest
 from twinfer.shared import backends
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
 from twinfer.shared.errors import BackendUnavailable, ConfigError
+from twinfer.shared.models.caches import layout_of
 from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.page_table import SCALAR_MEMORY_FOR_TABLES
@@ -156,6 +157,16 @@ def test_pages_on_a_tpu_are_as_large_as_scalar_memory_asks_for(length, page, req
     )
     last = changed["max_num_seqs"]
     assert (last.before, last.after) == ((256, requests) if requests < 256 else (None, 256))
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_pages_of_smaller_entries_are_no_larger_than_kernels_take(shards):
+    """Layers of Gemma 4 26B keep entries of two sizes: pages of the smaller have 256 tokens."""
+    gemma4 = parse_config(SHAPES["gemma4-26b-a4b"])
+    config = EngineConfig(model="x", backend="jax", tensor_parallel_size=shards)
+    resolved, _ = resolve(config, gemma4, DEVICES["tpu"])
+    assert (resolved.max_model_len, resolved.page_size, resolved.max_num_seqs) == (1 << 18, 128, 64)
+    assert {group.page_size for group in layout_of(gemma4, resolved).groups} == {128, 256}
 
 
 def test_what_the_user_asks_for_is_not_lowered():

@@ -8,11 +8,18 @@ import pytest
 
 from twinfer.shared.checkpoint import Checkpoint
 from twinfer.shared.config import DeviceInfo, EngineConfig, resolve
-from twinfer.shared.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
+from twinfer.shared.errors import (
+    CheckpointError,
+    ConfigError,
+    InternalError,
+    ModelError,
+    UnsupportedModel,
+)
 from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.decoder import model_of, parameters_of
+from twinfer.shared.models.quantization import Quantization
 from twinfer.shared.models.shapes import SHAPES
-from twinfer.shared.models.spec import Experts, Mlp
+from twinfer.shared.models.spec import Experts, Mlp, MlpAndExperts, Narrow
 from twinfer.shared.models.table import parameter_count
 from twinfer.shared.weights import check_checkpoint, read_parameter
 
@@ -38,6 +45,13 @@ def mixtral(**fields):
     )
 
 
+def gemma4(**fields):
+    mixture = {"num_experts": 3, "top_k_experts": 2, "moe_intermediate_size": 4}
+    usual = {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "sliding_window": 8}
+    named = {"architectures": ["Gemma4ForCausalLM"], "head_dim": 4, "global_head_dim": 4}
+    return parse_config(named | SMALL | mixture | usual | fields)
+
+
 def mixers(config):
     return [layer[1].mixer for layer in model_of(config).layers]
 
@@ -61,6 +75,10 @@ def test_which_layers_have_experts():
     shared = qwen3(architectures=["Qwen2MoeForCausalLM"], shared_expert_intermediate_size=6)
     assert mixers(shared) == [Experts(3, 2, renormalize=False, shared="gated")] * 4
     assert shared.qkv_bias
+    routed = Experts(3, 2, renormalize=True, act="gelu_tanh", factors=True)
+    for mixer in mixers(gemma4()):
+        assert isinstance(mixer, MlpAndExperts)
+        assert (mixer.mlp, mixer.experts) == (Mlp("gelu_tanh"), routed)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +96,22 @@ def test_which_layers_have_experts():
 def test_what_is_refused(error, words, fields):
     with pytest.raises(error, match=words):
         qwen3(**fields)
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("top_k_experts is 4, must be an integer from 1 to 3", {"top_k_experts": 4}),
+        ("top_k_experts is 0, must be an integer from 1 to 3", {"top_k_experts": 0}),
+        ("top_k_experts is missing", {"top_k_experts": None}),
+        ("moe_intermediate_size is missing", {"moe_intermediate_size": None}),
+        ("num_experts is missing", {"num_experts": None}),
+        ('enable_moe_block is "yes"', {"enable_moe_block": "yes"}),
+    ],
+)
+def test_what_is_refused_of_experts_beside_an_mlp(words, fields):
+    with pytest.raises(ModelError, match=words):
+        gemma4(**fields)
 
 
 def test_shards_that_do_not_divide_the_experts_are_refused():
@@ -126,3 +160,55 @@ def test_experts_lie_one_below_the_other_and_each_tensor_is_needed(tmp_path):
     save_file(more, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"experts\.3"):
         check_checkpoint(Checkpoint(str(tmp_path)), table)
+
+
+ROUTER = "model.layers.1.router."
+
+
+def test_experts_of_gemma_4_are_one_tensor_and_its_router_has_three(tmp_path):
+    """The scale of the router's norm is divided by the root of the width, in float32 whatever the
+    file has.
+    """
+    import ml_dtypes
+    from safetensors.numpy import save_file
+
+    table = parameters_of(gemma4())
+    held = tensors(np.random.default_rng(0), gemma4())
+    held = {name.removesuffix(":stacked"): x for name, x in held.items()}
+    for name, shape in (("gate_up_proj", (3, 8, 8)), ("down_proj", (3, 8, 4))):
+        for layer in range(4):
+            key = f"model.layers.{layer}.experts.{name}"
+            held[key] = held[key].reshape(shape)
+    held[f"{ROUTER}scale"] = held[f"{ROUTER}scale"].astype(ml_dtypes.bfloat16)
+    save_file(held, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(str(tmp_path))
+    check_checkpoint(checkpoint, table)
+    of_layer = table.layer(1)
+    assert {"gate_up", "experts_gate_up", "router", "mlp_own_norm"} <= set(of_layer)
+    found = read_parameter(checkpoint, of_layer["experts_gate_up"], 1)
+    np.testing.assert_array_equal(found, held["model.layers.1.experts.gate_up_proj"].reshape(-1, 8))
+    norm = read_parameter(checkpoint, of_layer["router_norm"], 1)
+    wide = held[f"{ROUTER}scale"].astype(np.float32)
+    np.testing.assert_array_equal(norm, wide * np.float32(8**-0.5))
+    assert norm.dtype == np.float32
+    for missing in (f"{ROUTER}scale", f"{ROUTER}per_expert_scale"):
+        save_file({k: v for k, v in held.items() if k != missing}, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=missing):
+            check_checkpoint(Checkpoint(str(tmp_path)), table)
+
+
+def test_a_factor_that_is_not_exact_needs_float32():
+    table = parameters_of(gemma4())
+    with pytest.raises(
+        InternalError, match=r"factor is 0\.3, dtype model; allowed are powers of two"
+    ):
+        replace(table.layer(0)["mlp_own_norm"], factor=0.3)
+
+
+def test_either_part_may_be_narrow():
+    config = replace(gemma4(), quantization=Quantization(Narrow("int8"), left=(r".*\.mlp\..*",)))
+    for mixer in mixers(config):
+        assert (mixer.mlp.narrow, mixer.experts.narrow) == (None, Narrow("int8"))
+    table = parameters_of(config)
+    assert "experts_down_scale" in table.layer(0)
+    assert "down_scale" not in table.layer(0)

@@ -286,8 +286,8 @@ def test_triton_narrow_experts_of_few_tokens(kernels, device, tokens, kind):
     cases = {
         case.name: case.arguments for case in ci_cases(TESTING["moe_experts_narrow"], "bfloat16")
     }
-    for name in (f"{kind}, 1 groups, silu", f"{kind}, 2 groups, in turns, biases"):
-        arguments = dict(cases[name])
+    for name in ("1 groups, silu", "1 groups, gelu", "2 groups, in turns, biases"):
+        arguments = dict(cases[f"{kind}, {name}"])
         arguments |= {x: arguments[x][:tokens] for x in ("x", "weights", "experts")}
         judge("moe_experts_narrow", arguments, device)
 
@@ -545,6 +545,7 @@ def test_triton_experts(kernels, device, dtype, tokens, experts, k, dim, inter):
     unused = np.setdiff1d(np.arange(experts), arguments["experts"])
     arguments["gate_up"][unused], arguments["down"][unused] = np.nan, np.nan
     judge("moe_experts", arguments, device)
+    judge("moe_experts", arguments | {"gelu": True}, device)
     first, second = (run("moe_experts", "torch", "triton", arguments, device)[0] for _ in range(2))
     assert first.tobytes() == second.tobytes()
 

@@ -182,6 +182,7 @@ def test_sampling_with_penalties_compiles(compiled):
     assert compiled == ["plain_kernel", *scores, "best_kernel", *few, "draw_kernel"]
 
 
+@pytest.mark.parametrize("gemma", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "tokens", "rest"),
     [
@@ -192,7 +193,8 @@ def test_sampling_with_penalties_compiles(compiled):
         ("float32", 20, ["sort_kernel", *["product_kernel"] * 2, "combine_kernel"]),
     ],
 )
-def test_experts_compile(compiled, dtype, tokens, rest):
+def test_experts_compile(compiled, dtype, tokens, rest, gemma):
+    """With what Gemma 4 has: gelu, and a factor of each expert."""
     from twinfer.gpu.kernels import moe
 
     arguments = mixture(generator("compile"), dtype, tokens, 16, 2, 256, 384)
@@ -200,8 +202,9 @@ def test_experts_compile(compiled, dtype, tokens, rest):
         "logits": torch.zeros(tokens, 16),
         "slots": torch.zeros(tokens, dtype=torch.int32),
     }
-    moe.moe_route(**routing, top_k=2, renormalize=True)
-    moe.moe_experts(**arguments_of("moe_experts", arguments))
+    factor = {"factor": torch.ones(16)} if gemma else {}
+    moe.moe_route(**routing, top_k=2, renormalize=True, **factor)
+    moe.moe_experts(**arguments_of("moe_experts", arguments), gelu=gemma)
     assert compiled == ["route_kernel", *rest]
 
 
@@ -286,13 +289,17 @@ def test_mlp_of_fp8_compiles(compiled, rows):
 
 @pytest.mark.parametrize("tokens", [2, 20, 50, 100, 300])
 @pytest.mark.parametrize(
-    ("kind", "group", "clamped"),
-    [("fp4", 32, True), ("fp4", 32, False), ("fp8", 0, False), ("int4", 128, False)],
+    ("kind", "group", "act"),
+    [
+        *(("fp4", 32, "clamped"), ("fp4", 32, "silu"), ("fp8", 0, "silu"), ("int4", 128, "silu")),
+        *(("fp4", 32, "gelu"), ("fp8", 0, "gelu"), ("int4", 128, "gelu")),
+    ],
 )
-def test_narrow_experts_compile(compiled, tokens, kind, group, clamped):
+def test_narrow_experts_compile(compiled, tokens, kind, group, act):
     from twinfer.gpu.kernels import moe_narrow
 
     experts, top_k, dim, inter = 16, 2, 384, 256
+    clamped = act == "clamped"
     dtype = torch.float8_e4m3fn if kind == "fp8" else torch.uint8
 
     def weight(n, k):
@@ -310,8 +317,9 @@ def test_narrow_experts_compile(compiled, tokens, kind, group, clamped):
         kind,
         1.702 if clamped else 0.0,
         7.0 if clamped else 0.0,
+        act == "gelu",
     )
-    fragments = kind == "fp4"
+    fragments = kind == "fp4" and act != "gelu"
     few = ["narrow_few_gated_kernel", "narrow_few_down_kernel"]
     product = "expert_kernel" if fragments and tokens < 300 else "narrow_product_kernel"
     many = ["sort_kernel", product, product, "combine_kernel"]

@@ -344,8 +344,10 @@ def mixture(config: ModelConfig) -> Experts:
         groups_kept=kept,
         scale=config.expert_scale,
         biases=config.expert_biases,
+        act=config.act,
         alpha=alpha,
         limit=limit,
+        factors=config.expert_factors,
     )
 
 
@@ -497,9 +499,9 @@ def _mlps(config: ModelConfig) -> Iterator[tuple[int, Sequence[int]]]:
     if config.reading_intermediate_size:
         own -= config.num_reading_layers
         yield config.reading_intermediate_size, range(own, config.num_layers)
-    some = [layer for layer in range(own) if not config.has_experts(layer)]
+    some = [layer for layer in range(own) if config.has_mlp(layer)]
     if some:
-        yield config.intermediate_size, some if config.num_experts else range(own)
+        yield config.intermediate_size, some if len(some) < own else range(own)
 
 
 def _experts(config: ModelConfig, names: Names) -> Iterator[Parameter]:

@@ -2,7 +2,7 @@
 normed; the stream is multiplied by a weight behind each layer.
 
 Small ones: the last layers read the cache of layers before them, and each layer has a small
-embedding of its own. Those with experts are refused.
+embedding of its own. 26B: each layer has experts beside its MLP.
 """
 
 from __future__ import annotations
@@ -10,11 +10,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ...checkpoint import STACKED
 from ..config import Heads, ModelConfig
 from ..fields import Fields, show
 from ..rope import PER_LAYER as LAYER_TYPES
 from ..rope import RopeConfig, RopeRules, read_ropes
-from ..spec import Attention, Layer, LayerInput, Model, Norm, Sublayer
+from ..spec import (
+    Attention,
+    Layer,
+    LayerInput,
+    Mlp,
+    MlpAndExperts,
+    Model,
+    Norm,
+    Sublayer,
+)
 from ..table import Parameter, ParameterTable, Part
 from . import dense, gemma2
 from .dense import LAYER
@@ -44,6 +54,14 @@ ROPES: dict[str, dict[str, Any]] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 OVERRIDES = ("head_dim", "num_key_value_heads")
+MIXTURE = ("num_experts", "top_k_experts", "moe_intermediate_size")
+NAMES = replace(dense.SEPARATE, router="router.proj")
+EXPERT_NORMS = {
+    "expert_norm": "pre_feedforward_layernorm_2",
+    "expert_out_norm": "post_feedforward_layernorm_2",
+    "mlp_own_norm": "post_feedforward_layernorm_1",
+}
+"""The norms of layers with experts, beside those of all layers, by the name of their parameter."""
 
 
 def reader(layer_input_size: int) -> Any:
@@ -51,7 +69,6 @@ def reader(layer_input_size: int) -> Any:
 
     def read(fields: Fields) -> ModelConfig:
         fields = fields.defaulted(DEFAULTS)
-        fields.only("enable_moe_block", False)
         fields.only("use_bidirectional_attention", "vision")
         types = _layer_types(fields)
         windows = dense.windows_in_pattern(fields.replaced({"layer_types": types}), 512, 6)
@@ -71,10 +88,28 @@ def reader(layer_input_size: int) -> Any:
             reading_intermediate_size=2 * fields.size("intermediate_size") if wide else 0,
             layer_input_size=_layer_input_size(fields, layer_input_size),
             layer_factor=True,
-            **given | {"attention_scale": 1.0},
+            **given | {"attention_scale": 1.0} | _mixture(fields),
         )
 
     return read
+
+
+def _mixture(fields: Fields) -> dict[str, Any]:
+    """The experts of all layers, if there are any."""
+    if not fields.boolean("enable_moe_block", False):
+        for name in MIXTURE:
+            if fields.get(name) is not None:
+                fields.refuse(name, fields.get(name), "absent unless enable_moe_block is true")
+        return {}
+    count = fields.size("num_experts")
+    return {
+        "num_experts": count,
+        "experts_per_token": fields.size("top_k_experts", high=count),
+        "expert_size": fields.size("moe_intermediate_size"),
+        "renormalizes_experts": True,
+        "expert_factors": True,
+        "experts_beside_mlp": True,
+    }
 
 
 def _layer_types(fields: Fields) -> Any:
@@ -188,6 +223,8 @@ def _layer(config: ModelConfig, usual: Layer, reads: int | None) -> Layer:
     attention, last = usual
     if isinstance(attention.mixer, Attention):
         attention = replace(attention, mixer=replace(attention.mixer, reads=reads))
+    if config.num_experts:
+        last = Sublayer(_mlp_and_experts(config), last.pre)
     layer = [attention, last]
     if config.layer_input_size:
         post = Norm("input_out_norm", config.rms_norm_eps)
@@ -196,12 +233,23 @@ def _layer(config: ModelConfig, usual: Layer, reads: int | None) -> Layer:
     return tuple(layer)
 
 
+def _mlp_and_experts(config: ModelConfig) -> MlpAndExperts:
+    """Both parts, and their norms."""
+    names = "expert_norm", "router_norm", "mlp_own_norm", "expert_out_norm", "mlp_out_norm"
+    norms = (Norm(name, config.rms_norm_eps) for name in names)
+    return MlpAndExperts(Mlp(config.act), dense.mixture(config), *norms)
+
+
 def parameters(config: ModelConfig) -> ParameterTable:
     """The usual names, and those of what is behind each layer."""
-    table = dense.parameters(config, norms=NORMS)
+    table = dense.parameters(config, NAMES, NORMS)
+    if config.num_experts:
+        table = _with_fused_experts(config, table)
     more = [_one("layer_factor", (1,), ("one",), "{layer}layer_scalar", config)]
     if config.layer_input_size:
         more += _layer_inputs(config)
+    if config.num_experts:
+        more += _routing(config)
     every = tuple(dense.or_without_model(parameter) for parameter in more)
     # Published files have weights of k and v in layers that have none.
     unread = [
@@ -210,6 +258,36 @@ def parameters(config: ModelConfig) -> ParameterTable:
         for name in ("k_proj", "v_proj", "k_norm", "v_norm")
     ]
     return replace(table, parameters=(*table.parameters, *every), ignored=(*table.ignored, *unread))
+
+
+def _with_fused_experts(config: ModelConfig, table: ParameterTable) -> ParameterTable:
+    """The experts of a layer are one tensor [expert n k] for gate and up, and one for down."""
+    keys = {"experts_gate_up": "experts.gate_up_proj", "experts_down": "experts.down_proj"}
+
+    def fused(parameter: Parameter) -> Parameter:
+        key = keys.get(parameter.name)
+        if key is None:
+            return parameter
+        part = Part(f"{LAYER}{key}{STACKED}", parameter.shape[0], parameter.axes[0])
+        return dense.or_without_model(replace(parameter, parts=(part,), alternatives=()))
+
+    return replace(table, parameters=tuple(map(fused, table)))
+
+
+def _routing(config: ModelConfig) -> list[Parameter]:
+    """The norms around experts. That of the router has its scale times width^-0.5 for a weight."""
+    width, count = config.hidden_size, config.num_experts
+    found = [
+        _one(name, (width,), ("embed",), f"{{layer}}{key}.weight", config)
+        for name, key in EXPERT_NORMS.items()
+    ]
+    router = _one("router_norm", (width,), ("embed",), "{layer}router.scale", config)
+    factor = _one("expert_factor", (count,), ("expert",), "{layer}router.per_expert_scale", config)
+    return [
+        *found,
+        replace(router, dtype="float32", factor=width**-0.5),
+        replace(factor, dtype="float32"),
+    ]
 
 
 def _layer_inputs(config: ModelConfig) -> list[Parameter]:
@@ -257,9 +335,6 @@ FIELDS = frozenset(
     hidden_size_per_layer_input vocab_size_per_layer_input enable_moe_block
     use_bidirectional_attention""".split()
 )
-EXPERTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    ("num_experts", "top_k_experts", "moe_intermediate_size"), ()
-)
 
 
 def family(layer_input_size: int) -> Family:
@@ -268,8 +343,7 @@ def family(layer_input_size: int) -> Family:
         read=reader(layer_input_size),
         model=model,
         parameters=parameters,
-        fields=FIELDS,
-        fixed=EXPERTS,
+        fields=FIELDS.union(MIXTURE),
         harmless=frozenset({"cache_implementation"}),
     )
 
