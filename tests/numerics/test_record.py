@@ -62,7 +62,7 @@ def test_every_result_has_the_header_and_a_page(kind, tmp_path):
     path.write_text(report.dumps())
     record = read_record(str(path))
     assert tuple(record)[: len(records.HEADER)] == records.HEADER
-    assert (record["schema"], record["version"], record["kind"]) == ("twinfer-numerics", 1, kind)
+    assert (record["schema"], record["version"], record["kind"]) == ("twinfer-numerics", 2, kind)
     assert record["exit_code"] == report.exit_code
     assert record["verdict"] == records.VERDICTS[report.exit_code]
     assert isinstance(record["environment"], dict)
