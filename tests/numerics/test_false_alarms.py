@@ -31,6 +31,8 @@ from twinfer.numerics.questions.invariants import RELATIONS, Lab
 from twinfer.numerics.questions.invariants import Judge as RelationJudge
 from twinfer.numerics.questions.model import Comparison, compare_model
 from twinfer.numerics.showing.terminal import render
+from twinfer.numerics.sides.jitter import evaluate_jittered
+from twinfer.numerics.sides.reference import evaluate
 from twinfer.numerics.sides.steps import make_steps
 from twinfer.numerics.sides.subject import parse_target
 from twinfer.numerics.sides.taps import Call, Declared
@@ -104,6 +106,23 @@ def test_what_an_op_amplifies_is_allowed_to_it_only():
     assert semantics("op", 64, amplified=ordinary).rel_l2 == plain.rel_l2
     assert semantics("op", 64, amplified=ill).rel_l2 > 1e-3 > plain.rel_l2
     assert list(plain.complaints(measure(exact * 1.001, exact, exact)))
+
+
+def test_an_ordinary_composition_is_allowed_no_more_than_its_sums():
+    """Its parts amplify; it rounds nothing besides them."""
+    rng = np.random.default_rng(0)
+    shapes = {"x": (64, 64), "gate_up": (192, 64), "down": (64, 96)}
+    arguments = {
+        name: (rng.normal(size=shape) * (shape[-1] ** -0.5 if name != "x" else 1.0)).astype("f4")
+        for name, shape in shapes.items()
+    }
+    arguments |= {"gate_up_bias": None, "down_bias": None}
+    amplified = amplification(
+        lambda rng: evaluate_jittered("gated_mlp", arguments, rng),
+        evaluate("gated_mlp", arguments, exact=True),
+        32,
+    )[0]
+    assert semantics("op", 96, amplified=amplified).rel_l2 == semantics("op", 96).rel_l2
 
 
 def test_limits_of_chance_grow_with_comparisons_and_shrink_with_numbers():

@@ -73,7 +73,7 @@ def test_every_result_has_the_header_and_a_page(kind, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 2}, "version is 2, this twinfer reads 1"),
+        ({"version": 3}, "version is 3, this twinfer reads 2"),
         ({"schema": "other"}, "schema is 'other'"),
         ({"kind": "novel"}, "kind is 'novel'"),
     ],
