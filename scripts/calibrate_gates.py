@@ -27,7 +27,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from twinfer.numerics.judging.diff import Diff
+from twinfer.numerics.judging.diff import Diff, pooled_sides
+from twinfer.numerics.judging.gates import Family
 from twinfer.numerics.questions.invariants import check_invariants
 from twinfer.numerics.questions.model import compare_model
 from twinfer.numerics.questions.served import check_served
@@ -337,7 +338,12 @@ def shares_of(diff: Diff | None) -> dict[str, Any]:
         if f.contract is not None:
             key = f"{f.mode} {f.scope:9} contract"
             largest[key] = max(largest.get(key, 0.0), float(f.contract))
-    return {"comparisons": count, "shares": largest}
+    is_narrow = any(f.mode == "P" and "sigma" in f.shares for f in diff.findings) if diff else False
+    family, pooled = pooled_sides(diff) if diff is not None and is_narrow else (Family(), {})
+    for layer in pooled.values():
+        key = "P all steps sigma of rows"
+        largest[key] = max(largest.get(key, 0.0), layer.row_sigma / layer.limit(family))
+    return {"comparisons": count + len(pooled), "shares": largest}
 
 
 # --- the table

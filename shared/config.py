@@ -305,6 +305,7 @@ def resolve(
         for name, value, kept in (
             ("decode_steps", config.decode_steps, 1),
             ("kv_cache_dtype", cache, dtype),
+            ("page_groups", config.page_groups, True),
         ):
             if value != kept:
                 raise ConfigError(f"capture: keeps steps with {name} {kept}, got {value}")
@@ -448,18 +449,17 @@ class _Defaults:
 
     def page_groups(self, compilation: ResolvedCompilation) -> bool:
         """Whether layers with windows have page tables of their own."""
-        config, why = self.config, None
-        if compilation.road == "piecewise":
-            why = "the road piecewise has one page table"
-        elif config.capture is not None:
-            why = "captured steps have one page table"
-        if why is not None and self.model.full_heads is not None:
+        is_on = self.config.page_groups
+        if compilation.road != "piecewise":
+            return is_on
+        why = "the road piecewise has one page table"
+        if self.model.full_heads is not None:
             raise ConfigError(
                 f"page_groups: {why}, and layers of {self.model.architecture} need two: they keep "
-                "keys and values of two shapes; allowed are other roads, without captures"
+                "keys and values of two shapes; allowed are other roads"
             )
-        if why is None or not config.page_groups or not any(self.model.layer_windows):
-            return config.page_groups
+        if not is_on or not any(self.model.layer_windows):
+            return is_on
         self.changes.append(Change("page_groups", True, False, f"{why}: layers keep all tokens"))
         return False
 

@@ -16,7 +16,7 @@ from ..sides.environment import describe_side
 from ..sides.fault import Fault
 from ..sides.reference import Reference, storage_dtype
 from ..sides.side import Executed, Program, Tap, WorkerSide
-from ..sides.steps import cache_shapes, pages_of
+from ..sides.steps import cache_shapes, groups_of, pages_of, written_slots
 from ..sides.subject import HostWeights, Subject, Target, check_recordable
 from .bundle import Bundle
 from .steps import Recorded
@@ -60,12 +60,13 @@ class _Camera:
         self._side, self._taps = side, tuple(taps)
         self._weights = HostWeights(subject)
         tables = decoder.rotary_tables(subject.model, subject.max_model_len)
-        self._reference = Reference(subject.model, tables, exact=False)
+        self._groups = groups_of(subject)
+        self._reference = Reference(subject.model, tables, exact=False, groups=self._groups)
 
     def take(self, step: StepInput) -> Recorded:
         """Run one step."""
         ran, found = self._side.execute(step), Recorded(step)
-        keep_layers(found, ran.streams, ran.before, ran.after)
+        keep_layers(found, ran.streams, ran.before, ran.after, self._groups)
         if ran.logits is not None:
             found.arrays["logits"] = ran.logits
         if self._taps:
@@ -93,22 +94,24 @@ class _Camera:
 
 
 def keep_layers(
-    found: Recorded, streams: np.ndarray, before: Sequence[np.ndarray], after: Sequence[np.ndarray]
-) -> None:
+    found: Recorded, streams: np.ndarray, before: Sequence[np.ndarray],
+    after: Sequence[np.ndarray], groups: Sequence[int],
+) -> None:  # fmt: skip
     """Keep `streams` [layer + 1, 2, tok, dim], before the layers and behind each, and what each
-    layer wrote to its cache.
+    layer, of a page group each, wrote to its cache.
     """
     found.arrays["embed.hidden"] = streams[0, 0]
     for index, (hidden, residual) in enumerate(streams[1:]):
         name = f"layer.{index}"
         found.arrays |= {f"{name}.hidden": hidden, f"{name}.residual": residual}
-        keep_cache(found, name, before[index], after[index])
+        keep_cache(found, name, before[index], after[index], groups[index])
 
 
-def keep_cache(found: Recorded, name: str, before: np.ndarray, after: np.ndarray) -> None:
+def keep_cache(
+    found: Recorded, name: str, before: np.ndarray, after: np.ndarray, group: int
+) -> None:
     """Keep the rows that a layer wrote; if it wrote anywhere else, the whole cache."""
-    slots = found.step.field("slots")
-    slots = slots[slots >= 0]
+    slots = written_slots(found.step, group)
     rows = after.reshape(-1, *after.shape[2:])[slots]
     if same(with_rows(before, slots, rows), after):
         found.arrays[f"{name}.kv_rows"] = rows

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...bucketing import Descriptor
+from ...shared.page_groups import PageGroup
 from ...shared.step import (
     SAMPLERS,
     Layout,
@@ -20,6 +21,7 @@ from ...shared.step import (
     with_all_entries,
 )
 from ..errors import NotComparable
+from ..sides.steps import by_group, held_entries
 from ..sides.subject import Subject
 
 MAX_SIZE, MAX_BUFFER = 1 << 20, 1 << 28
@@ -94,6 +96,12 @@ def from_json(line: Mapping[str, Any], where: str, subject: Subject) -> Recorded
         raise NotComparable(
             f"{where}: sampler is {str(sampler)[:20]!r}, allowed are {', '.join(SAMPLERS)}"
         )
+    groups = len(subject.layout.groups)
+    if shape.num_groups != groups:
+        raise NotComparable(
+            f"{where}: has {shape.num_groups} page tables a request, the model's layers have "
+            f"{groups}"
+        )
     batch, page_table = _batch(descriptor, shape, line.get("batch"), f"{where}: batch")
     sampling = _buffer(
         sampling_layout(descriptor.requests), line.get("sampling"), f"{where}: sampling"
@@ -135,14 +143,15 @@ def _integers(value: Any, count: int, where: str) -> np.ndarray:
 def _batch(
     descriptor: Descriptor, shape: StepShape, value: Any, where: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The buffer of the batch, and the page table [R, P], which stands among its fields."""
-    size = descriptor.requests * shape.pages_per_request
+    """The buffer of the batch, and the page table [G R, P], which stands among its fields."""
+    rows = shape.num_groups * descriptor.requests
+    size = rows * shape.pages_per_request
     if size > MAX_BUFFER:
         raise NotComparable(f"{where}: page_table has {size} numbers, allowed are {MAX_BUFFER}")
     fields_ = dict(value) if isinstance(value, dict) else {}
     page_table = _integers(fields_.pop("page_table", None), size, f"{where}: page_table")
     buffer = _buffer(batch_layout(descriptor, shape), fields_, where)
-    return buffer, page_table.reshape(descriptor.requests, shape.pages_per_request)
+    return buffer, page_table.reshape(rows, shape.pages_per_request)
 
 
 def _buffer(layout: Layout, value: Any, where: str) -> np.ndarray:
@@ -162,12 +171,12 @@ def _check_ranges(step: StepInput, subject: Subject, where: str) -> None:
     """Nothing may reach outside of the cache, the vocabulary or the tables, whoever wrote the
     numbers.
     """
-    d, slots = step.descriptor, subject.page_size * subject.num_pages
+    d, pages = step.descriptor, subject.num_pages * step.shape.num_groups
     limits = {
         "token_ids": (0, subject.model.vocab_size),
         "positions": (0, subject.max_model_len),
-        "slots": (-1, slots),
-        "page_table": (0, subject.num_pages),
+        "slots": (-1, subject.page_size * pages),
+        "page_table": (0, pages),
         "query_start": (0, d.tokens + 1),
         "kv_lens": (0, step.shape.pages_per_request * subject.page_size + 1),
         "rows": (0, step.shape.max_rows + 1),
@@ -183,12 +192,9 @@ def _check_ranges(step: StepInput, subject: Subject, where: str) -> None:
         raise NotComparable(f"{where}: query_start falls")
 
 
-def used_pages(step: StepInput, page_size: int) -> np.ndarray:
+def used_pages(step: StepInput, groups: Sequence[PageGroup]) -> np.ndarray:
     """The pages that a step's requests hold tokens in, sorted."""
-    count = int(step.field("counts")[1])
-    table, lengths = step.field("page_table")[:count], step.field("kv_lens")[:count]
-    held = np.arange(table.shape[1])[None, :] < -(-lengths // page_size)[:, None]
-    return np.unique(table[held])
+    return np.unique(by_group(step.field("page_table"), groups)[held_entries(step, groups)])
 
 
 def renumbered(step: StepInput, pages: Sequence[int] | np.ndarray, page_size: int) -> StepInput:
@@ -202,12 +208,14 @@ def renumbered(step: StepInput, pages: Sequence[int] | np.ndarray, page_size: in
     return replace(step, batch=batch, page_table=new_place(step.field("page_table")))
 
 
-def filled(step: StepInput, page_size: int, pages: int) -> np.ndarray:
-    """Which slots [page slot] hold tokens before the step."""
+def filled(step: StepInput, groups: Sequence[PageGroup], pages: int) -> np.ndarray:
+    """Which slots [page slot] hold tokens before the step. Pages of all groups have one size."""
+    page_size = groups[0].page_size
     known = np.zeros((pages, page_size), np.bool_)
-    starts, table = step.field("query_start"), step.field("page_table")
+    starts, tables = step.field("query_start"), by_group(step.field("page_table"), groups)
     for i in range(int(step.field("counts")[1])):
         length = int(step.field("kv_lens")[i]) - int(starts[i + 1] - starts[i])
-        position = np.arange(length)
-        known[table[i, position // page_size], position % page_size] = True
+        for group, table in zip(groups, tables, strict=True):
+            position = np.arange(group.first_column(length) * page_size, length)
+            known[table[i, position // page_size], position % page_size] = True
     return known

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -310,42 +310,64 @@ POOLED_SIGMA = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """A layer's error over its noise in all steps, the independent numbers of that noise, and the
-    square of the correlation of both.
+    """A layer over all steps. `sigma` is its error over its noise.
+
+    `excess` is the mean of Metrics.row_excess over all `rows`, `wander` the root of the sum of its
+    squares, over `rows`. Every row is one number, as all of it may move with one rounding where
+    attention is sharp; and every row counts alike, as the noise of a few may be nearly all of it.
     """
 
     sigma: float
-    numbers: float
-    correlation: float
+    excess: float
+    wander: float
+    rows: int
+
+    @property
+    def row_sigma(self) -> float:
+        """Sigma of a row, as the mean of all rows has it."""
+        return _sigma(self.excess)
 
     def limit(self, family: Family) -> float:
-        """The ratio of two root mean squares wanders by sqrt((1 - r^2) / n): roundings that both
-        make leave nothing to chance.
+        """What row_sigma may be. Without a fault, chance decides whether error or noise is the
+        larger one in a row: signs of excesses are random, whatever elements of a row share.
         """
-        chance = ((1.0 - self.correlation) / max(self.numbers, 1.0)) ** 0.5
-        return max(POOLED_SIGMA, 1.0 + family.deviations * chance)
+        return max(POOLED_SIGMA, _sigma(family.signs * self.wander))
+
+    def smallest(self, family: Family) -> float:
+        """The smallest fault that exceeds the limit, if it adds to all rows in proportion to their
+        noise: its root mean square over that. Infinite where rows are too few for any.
+        """
+        left = 1.0 - family.signs**2 / max(self.rows, 1)
+        wander = self.wander / left**0.5 if left > 0.0 else float("inf")
+        sigma = max(POOLED_SIGMA, _sigma(family.signs * wander))
+        return (sigma * sigma - 1.0) ** 0.5
+
+
+def _sigma(excess: float) -> float:
+    """The root of e / n from (e - n) / (e + n)."""
+    return ((1.0 + excess) / (1.0 - excess)) ** 0.5 if excess < 1.0 else float("inf")
 
 
 def pooled_layers(
     diff: Diff, side: str, scope: Scope = "layer", mode: Mode = "P"
 ) -> dict[int, Pooled]:
     """Each layer of a side over all steps."""
-    sums: dict[int, list[float]] = {}
+    of_layer: dict[int, list[Metrics]] = {}
     for f in diff.findings:
         if (f.side, f.scope, f.mode) == (side, scope, mode) and f.layer >= 0:
-            m, entry = f.metrics, sums.setdefault(f.layer, [0.0] * 4)
-            entry[0] += m.error_power
-            entry[1] += m.noise_power
-            entry[2] += m.common_power
-            entry[3] += m.noise_power**2 / max(m.effective, 1.0)
-    return {
-        layer: Pooled(
-            (e / n) ** 0.5 if n else 1.0,
-            n * n / q if q else float("inf"),
-            min(common * common / (e * n), 1.0) if e * n else 0.0,
-        )
-        for layer, (e, n, common, q) in sorted(sums.items())
-    }
+            of_layer.setdefault(f.layer, []).append(f.metrics)
+    return {layer: _pooled(of_layer[layer]) for layer in sorted(of_layer)}
+
+
+def _pooled(steps: Sequence[Metrics]) -> Pooled:
+    error, noise = (sum(getattr(m, name) for m in steps) for name in ("error_power", "noise_power"))
+    rows = sum(m.rows for m in steps)
+    return Pooled(
+        sigma=(error / noise) ** 0.5 if noise else 1.0,
+        excess=sum(m.row_excess for m in steps) / max(rows, 1),
+        wander=sum(m.row_squares for m in steps) ** 0.5 / max(rows, 1),
+        rows=rows,
+    )
 
 
 def layer_sigmas(
@@ -355,24 +377,23 @@ def layer_sigmas(
     return {layer: found.sigma for layer, found in pooled_layers(diff, side, scope, mode).items()}
 
 
-def pooled_limits(diff: Diff) -> dict[tuple[str, int], float]:
-    """What sigma is allowed to each layer of each side over all steps of mode P."""
-    found = {side: pooled_layers(diff, side) for side in diff.sides}
-    family = Family(sum(map(len, found.values())))
-    return {
-        (side, layer): pooled.limit(family)
-        for side, layers in found.items()
-        for layer, pooled in layers.items()
+def pooled_sides(diff: Diff) -> tuple[Family, dict[tuple[str, int], Pooled]]:
+    """Each layer of each side over all steps of mode P, and the family of these."""
+    found = {
+        (side, layer): pooled
+        for side in diff.sides
+        for layer, pooled in pooled_layers(diff, side).items()
     }
+    return Family(len(found)), found
 
 
 def pooled_problems(diff: Diff) -> list[str]:
-    """Layers whose sigma over all steps exceeds its limit."""
-    sigmas = {side: layer_sigmas(diff, side) for side in diff.sides}
+    """Layers whose rows exceed their limit over all steps."""
+    family, found = pooled_sides(diff)
     return [
-        f"{side}: layer.{layer} sigma {sigmas[side][layer]:.3f} over all steps > {limit:.3g}"
-        for (side, layer), limit in pooled_limits(diff).items()
-        if not sigmas[side][layer] <= limit
+        f"{side}: layer.{layer} sigma of rows {pooled.row_sigma:.3f} over all steps > {limit:.3g}"
+        for (side, layer), pooled in found.items()
+        if not pooled.row_sigma <= (limit := pooled.limit(family))
     ]
 
 

@@ -48,6 +48,14 @@ class Family:
         return NormalDist().inv_cdf(1.0 - FALSE_ALARMS / max(self.comparisons, 1))
 
     @property
+    def signs(self) -> float:
+        """A sum of numbers with random signs exceeds so many times the root of the sum of their
+        squares with that chance at most, whatever the numbers are: x times is exceeded with at most
+        3.18 of the chance that a normal number exceeds x (Bentkus and Dzindzalieta 2015).
+        """
+        return NormalDist().inv_cdf(1.0 - FALSE_ALARMS / (3.18 * max(self.comparisons, 1)))
+
+    @property
     def reach(self) -> float:
         """So many times its noise two logits may lie apart and still change places: each is off by
         that noise, their difference by sqrt(2) of it.

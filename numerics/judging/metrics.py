@@ -42,10 +42,9 @@ class Metrics:
     count         elements compared
     effective     independent numbers that the noise is made of: (sum n^2)^2 / sum n^4, one outlier
                   counts as one
-    common_power  sum of the products of both: what their roundings have in common
-    beyond        elements that the run dtype cannot hold, left out
-    error_power   sum of squared errors, and `noise_power` of the faithful reference's: to pool
-                  several steps
+    rows          rows in which anything is off; `row_excess` is the sum over them of (e - n) /
+                  (e + n), e and n the powers of error and noise, and `row_squares` that of its
+                  squares: to pool several steps
     """
 
     rel_l2: float
@@ -64,7 +63,9 @@ class Metrics:
     effective: float
     error_power: float
     noise_power: float
-    common_power: float = 0.0
+    rows: int = 0
+    row_excess: float = 0.0
+    row_squares: float = 0.0
     beyond: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -96,6 +97,7 @@ def measure(got: np.ndarray, exact: np.ndarray, faithful: np.ndarray) -> Metrics
     index = int(np.abs(error).argmax()) if error.size else 0
     place = tuple(int(i) for i in np.unravel_index(index, error.shape)) if error.size else ()
     token, excess = worst_row(error, noise)
+    excess_of_rows = row_excesses(error, noise)
     largest = float(np.abs(error).max(initial=0.0))
     return Metrics(
         rel_l2=_ratio(e2**0.5, r2**0.5),
@@ -114,7 +116,9 @@ def measure(got: np.ndarray, exact: np.ndarray, faithful: np.ndarray) -> Metrics
         effective=n2 * n2 / float((noise**4).sum()) if n2 else float(size),
         error_power=e2,
         noise_power=n2,
-        common_power=float((error * noise).sum()),
+        rows=excess_of_rows.size,
+        row_excess=float(excess_of_rows.sum()),
+        row_squares=float((excess_of_rows**2).sum()),
         beyond=int((known & ~usable).sum()),
     )
 
@@ -157,6 +161,17 @@ def worst_row(error: np.ndarray, noise: np.ndarray) -> tuple[float, float]:
     effective = np.where(used, rows_n**2 / np.where(used, rows_4, 1.0), np.inf)
     allowed = np.maximum(TOKEN_LIMIT, 1.0 + DEVIATIONS / np.sqrt(effective))
     return float(ratios.max()), float((ratios / allowed).max())
+
+
+def row_excesses(error: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """(e - n) / (e + n) of each row in which anything is off, e and n the powers of its error and
+    its noise.
+    """
+    axes = tuple(range(1, error.ndim))
+    e, n = (np.atleast_1d((x * x).sum(axes)) for x in (error, noise))
+    off = e + n > 0.0
+    out: np.ndarray = (e[off] - n[off]) / (e[off] + n[off])
+    return out
 
 
 def overlap(a: np.ndarray, b: np.ndarray) -> float:

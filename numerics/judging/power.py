@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .diff import Diff, Finding, pooled_limits
+from .diff import Diff, Finding, pooled_sides
 
 FIELDS = {"relative error": "rel_l2", "|slope|": "slope", "sigma": "sigma", "|bias|": "bias"}
 """Limited metrics that say how large a fault of an op is, and their fields."""
@@ -32,7 +32,7 @@ def power(diff: Diff) -> dict[str, dict[str, Any]]:
                 median = float(np.median([limit for limit, _ in limits]))
                 entry = {"median": median, "largest": worst, "at": where.name}
                 found.setdefault(mode, {})[fault] = entry
-    pooled = [_added(limit) for limit in pooled_limits(diff).values()]
+    pooled = list(_of_layers(diff))
     if "sigma" in found.get("P", {}) and pooled:
         found["P"]["pooled"] = {"median": float(np.median(pooled)), "largest": max(pooled)}
     return found
@@ -46,6 +46,19 @@ def _smallest(f: Finding, fault: str) -> float | None:
     value = abs(getattr(f.metrics, FIELDS[fault]))
     limit = float(value / share)
     return _added(limit) if fault == "sigma" else limit
+
+
+def _of_layers(diff: Diff) -> Iterator[float]:
+    """The root mean square of the smallest fault of each layer in all steps: that of all steps
+    together, or of the one that shows most.
+    """
+    family, layers = pooled_sides(diff)
+    found = {key: pooled.smallest(family) for key, pooled in layers.items()}
+    for f in diff.findings:
+        of_step = _smallest(f, "sigma") if (f.scope, f.mode) == ("layer", "P") else None
+        if of_step is not None:
+            found[f.side, f.layer] = min(found[f.side, f.layer], of_step)
+    return (size for size in found.values() if np.isfinite(size))
 
 
 def _added(sigma: float) -> float:

@@ -1,6 +1,6 @@
 """What all results share when they are written as JSON: the header, and its version.
 
-{"schema": "twinfer-numerics", "version": 1, "kind": "diff", "command": "twinfer numerics ...",
+{"schema": "twinfer-numerics", "version": 2, "kind": "diff", "command": "twinfer numerics ...",
  "exit_code": 0, "verdict": "equal within the gates", "sides": [...], "environment": {...},
  "seconds": 1.5, "problems": [...], "missing": [...], ...}
 """
@@ -17,7 +17,7 @@ Kind = Literal[
     "diff", "ops", "invariants", "bisect", "selftest", "check", "rollout", "quantization"
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-SCHEMA, VERSION = "twinfer-numerics", 1
+SCHEMA, VERSION = "twinfer-numerics", 2
 """The version grows when a field is renamed, removed, or means something else."""
 VERDICTS = {
     EQUAL: "equal within the gates",

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...shared.page_groups import PageGroup
 from ...shared.step import StepInput
+from ..sides.steps import by_group, held_entries
 from ..sides.subject import HostWeights
 from .diff import Diff
 
@@ -71,24 +72,21 @@ def check_page_tables(
     diff: Diff, side: str, step: StepInput, found: np.ndarray, groups: Sequence[PageGroup]
 ) -> None:
     """Note in `diff` the first entry of the page tables `found` [group row, P] of a side, after
-    `step`, that is not the step's. Only pages that hold tokens count.
+    `step`, that is not the step's. Only those count that the step reads or writes.
     """
-    shape, count = step.shape, int(step.field("counts")[1])
-    rows, lengths = step.field("rows")[:count], step.field("kv_lens")[:count]
-    wanted = step.field("page_table").reshape(len(groups), -1, shape.pages_per_request)
-    held = found.reshape(len(groups), -1, shape.pages_per_request)
-    for number, group in enumerate(groups):
-        used = np.arange(shape.pages_per_request) < -(-lengths[:, None] // group.page_size)
-        wrong = np.argwhere(used & (held[number, rows] != wanted[number, :count]))
-        if len(wrong):
-            request, place = wrong[0].tolist()
-            got = held[number, rows[request], place]
-            right = wanted[number, request, place]
-            diff.problems.append(
-                f"{side}: {PAGE_TABLE} on the device is wrong in {len(wrong)} entries after step "
-                f"{step.step_id}, the first that of page {place} of request {request}: {got}, not "
-                f"{right}"
-            )
+    count = int(step.field("counts")[1])
+    rows, wanted = step.field("rows")[:count], by_group(step.field("page_table"), groups)
+    held = by_group(found, groups)[:, rows]
+    used = held_entries(step, groups)[:, :count]
+    wrong = np.argwhere(used & (held != wanted[:, :count]))
+    if len(wrong):
+        group, request, column = place = tuple(wrong[0].tolist())
+        of_group = f" in page group {group}" if len(groups) > 1 else ""
+        diff.problems.append(
+            f"{side}: {PAGE_TABLE} on the device is wrong in {len(wrong)} entries after step "
+            f"{step.step_id}, the first that of page {column} of request {request}{of_group}: "
+            f"{held[place]}, not {wanted[place]}"
+        )
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

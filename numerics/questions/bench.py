@@ -29,7 +29,7 @@ from ...shared.step import StepInput, batch_layout
 from ...shared.worker import Worker, backend_module, create_worker
 from ..sides.fault import Fault, faulty_checkpoint, planted
 from ..sides.sampling import sampled_rows
-from ..sides.steps import real_tokens
+from ..sides.steps import by_group, real_tokens
 from ..sides.subject import Subject, Target
 
 Change = Callable[[StepInput], StepInput]
@@ -296,13 +296,6 @@ def _as_difference(step: StepInput, scheduled: ScheduledStep) -> StepInput:
 
 # --- changes of steps
 # ------------------------------------------------------------------------------------------------
-
-
-def by_group(entries: np.ndarray, groups: Sequence[PageGroup]) -> np.ndarray:
-    """Slots [G T] or page tables [G R, P] of a step with one page group behind another, as a view
-    whose first axis is the group.
-    """
-    return entries.reshape(len(groups), -1, *entries.shape[1:])
 
 
 def permuted_pages(

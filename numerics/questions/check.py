@@ -13,7 +13,7 @@ import shlex
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -231,7 +231,7 @@ def _planned(subject: Subject, target: Target) -> dict[str, tuple[str, ...]]:
     """The providers of each op in the plans of a target, in any kind of program."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for dtype in dict.fromkeys(["float32", subject.dtype]):
-        config = replace(subject.with_dtype(dtype).resolved(target), page_groups=True)
+        config = subject.with_dtype(dtype).resolved(target)
         plans = backend_module(target.backend, "plans").make_plans(subject.model, config)
         for kind in plans.by_kind:
             for plan in plans.every(kind):

@@ -28,9 +28,9 @@ from ..bundles.steps import Recorded, filled, renumbered, used_pages
 from ..errors import FAILED
 from ..sides.environment import describe_side
 from ..sides.sampling import sampled_rows
-from ..sides.side import finished_rows
-from ..sides.steps import real_tokens
-from ..sides.subject import Subject, Target, parse_target
+from ..sides.side import finished_rows, own_pages
+from ..sides.steps import groups_of, real_tokens
+from ..sides.subject import Subject, Target, check_recordable, parse_target
 from .replay import replay
 
 GRAMMAR = (
@@ -121,7 +121,14 @@ class Camera:
 
     def __init__(self, engine: Any, policy: Policy, model: str, folder: str) -> None:
         self._worker, self._policy, self._engine = engine.worker, policy, engine
-        self._model, self._folder = model, folder
+        config = engine.config
+        self._subject = Subject(
+            model, folder, engine.model, config.dtype, config.load_format, config.seed,
+            config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens,
+            config.page_size,
+        )  # fmt: skip
+        check_recordable(self._subject, "a capture")
+        self._layout = self._subject.layout
         self._last: dict[int, int] = {}
         self._open: deque[_Handle] = deque()
         self._seen = 0
@@ -140,7 +147,7 @@ class Camera:
         if len(self.kept) >= self._policy.most or not (why or looked_at):
             return self._started(step)
         known = self._known(step)
-        pages = used_pages(known, self._engine.config.page_size)
+        pages = used_pages(known, self._layout.groups)
         before = self._pages(pages)
         handle = self._started(step)
         output = handle.result()
@@ -206,22 +213,21 @@ class Camera:
         self, step: StepInput, pages: np.ndarray, before: np.ndarray, after: np.ndarray,
         output: StepOutput,
     ) -> Bundle:  # fmt: skip
-        config, size = self._engine.config, self._engine.config.page_size
-        compact = renumbered(step, pages, size)
+        config, groups = self._engine.config, self._layout.groups
+        compact = renumbered(step, pages, config.page_size)
         # What no token of the step's requests was written to says nothing, and is not theirs.
         start = np.where(
-            filled(compact, size, len(pages))[None, :, :, None, None], before, np.nan
+            filled(compact, groups, len(pages))[None, :, :, None, None], before, np.nan
         ).astype(before.dtype)
-        subject = Subject(
-            self._model, self._folder, self._engine.model, config.dtype, config.load_format,
-            config.seed,
-            config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, size,
-            max(len(pages), 1),
-        )  # fmt: skip
+        subject = replace(self._subject, num_pages=max(len(pages), 1))
         target = f"{config.backend}:{config.platform}"
         source = describe_side(target, self._worker.device, self._worker.plans())
         recorded, count = Recorded(compact), int(step.field("counts")[1])
-        keep_layers(recorded, _streams(output), list(before), list(after))
+        own = [
+            own_pages(compact, self._layout, layer, *both)
+            for layer, both in enumerate(zip(before, after, strict=True))
+        ]
+        keep_layers(recorded, _streams(output), list(before), own, groups_of(subject))
         recorded.arrays["tokens"] = np.asarray(output.tokens[:count], np.int32)
         if output.logprobs is not None:
             top = output.logprobs

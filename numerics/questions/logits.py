@@ -245,7 +245,7 @@ class _Ends(Comparison):
     ) -> None:  # fmt: skip
         m = measure(got, exact, faithful)
         gate = foreign(self.mode, m, self.reduction, self.model.num_layers)
-        place_ = place(self.step, m.worst, 2, self.subject.page_size)
+        place_ = place(self.step, m.worst, 2, self.subject, layer)
         self.diff.findings.append(
             Finding(
                 name, self.mode, scope, self.number, layer, tap, "", m,

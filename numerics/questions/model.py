@@ -423,7 +423,7 @@ class Comparison:
             Finding(
                 judged.name, self.mode, "op", self.number, layer, found.name, provider,
                 found.metrics, found.complaints, found.bound,
-                place(self.step, found.metrics.worst, output.ndim, self.subject.page_size),
+                place(self.step, found.metrics.worst, output.ndim, self.subject, layer),
                 found.shares,
             )
             for found, output in zip(judge(tap, kept, outputs), outputs, strict=True)
@@ -471,7 +471,7 @@ class Comparison:
             Finding(
                 side, self.mode, scope, self.number, layer, tap, "", metrics,
                 tuple(gate.complaints(metrics)), None,
-                place(self.step, worst, got.ndim, self.subject.page_size), gate.shares(metrics),
+                place(self.step, worst, got.ndim, self.subject, layer), gate.shares(metrics),
             )
         )  # fmt: skip
 

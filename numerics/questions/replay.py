@@ -36,7 +36,7 @@ from ..sides.side import (
     finished_rows,
     plan_of,
 )
-from ..sides.steps import where
+from ..sides.steps import groups_of, where, written_slots
 from ..sides.subject import HostWeights, Target
 from ..sides.taps import Call, declare
 from .model import Comparison
@@ -118,6 +118,7 @@ class Recording:
         self._weights = HostWeights(bundle.subject)
         subject = bundle.subject
         self._tables = decoder.rotary_tables(subject.model, subject.max_model_len)
+        self._groups = groups_of(subject)
         self._by_id = {id(recorded.step): recorded for recorded in bundle.steps}
 
     def begin(self, start: Sequence[np.ndarray]) -> None:
@@ -162,8 +163,8 @@ class Recording:
         whole = self._step.arrays.get(f"layer.{index}.kv")
         if whole is not None:
             return whole
-        slots = self._step.step.field("slots")
-        slots, rows = slots[slots >= 0], self.array(f"layer.{index}.kv_rows")
+        slots = written_slots(self._step.step, self._groups[index])
+        rows = self.array(f"layer.{index}.kv_rows")
         if rows.shape != (len(slots), *before.shape[2:]):
             raise NotComparable(
                 f"layer.{index}.kv_rows is {list(rows.shape)}, the step writes {len(slots)} slots"

@@ -20,6 +20,7 @@ from ...ops import Plan, Plans
 from ...shared.config import DeviceInfo
 from ...shared.demand import Demand
 from ...shared.models import decoder
+from ...shared.models.caches import CacheLayout
 from ...shared.models.spec import Model, source_of
 from ...shared.progress import silent
 from ...shared.step import PROCESSING, StepInput
@@ -28,7 +29,7 @@ from .fault import Fault, faulty_checkpoint, planted
 from .one_op import PlannedOps
 from .reference import State, total
 from .sampling import sampled_rows, sampling_field
-from .steps import pages_of, real_tokens
+from .steps import pages_of, real_tokens, written_slots
 from .subject import Subject, Target
 from .taps import Call, Declared, declare
 
@@ -94,6 +95,20 @@ def finished_rows(step: StepInput, last: np.ndarray) -> np.ndarray:
     return np.intersect1d(real, kept) if dropped else real
 
 
+def own_pages(
+    step: StepInput, layout: CacheLayout, layer: int, before: np.ndarray, after: np.ndarray
+) -> np.ndarray:
+    """The cache of a layer after a step, of `after`, the buffer that it shares with layers of other
+    page groups: without what these wrote to pages of theirs.
+    """
+    found = after if len(layout.groups) == 1 else after.copy()
+    for number, group in enumerate(layout.groups):
+        if number != layout.places[layer].group:
+            pages = np.unique(written_slots(step, number) // group.page_size)
+            found[pages] = before[pages]
+    return found
+
+
 class Side(Protocol):
     """A side of a comparison: a worker, or what one has left behind."""
 
@@ -156,7 +171,7 @@ class WorkerSide:
     ) -> None:  # fmt: skip
         """Raises ConfigError, ModelError, BackendUnavailable."""
         self.target, self._shapes = target, {step.descriptor for step in steps}
-        self._pages = pages_of(steps)
+        self._pages, self._layout = pages_of(steps), subject.layout
         self._ops: dict[str, PlannedOps] = {}
         with ExitStack() as stack:
             stack.enter_context(planted(target.backend, fault))
@@ -205,6 +220,10 @@ class WorkerSide:
         pages = range(self._pages)
         own = {source: self._worker.read_pages(source, pages) for source in set(self._sources)}
         self._cache = [own[source] for source in self._sources]
+        after = [
+            own_pages(step, self._layout, layer, *both)
+            for layer, both in enumerate(zip(before, self._cache, strict=True))
+        ]
         # Written once more, the cache stays as it is.
         logits = np.asarray(self._worker.logits(plain))[: real_tokens(step)]
         streams = output.streams[0]
@@ -212,7 +231,7 @@ class WorkerSide:
         greedy = sampling_field(step, "greedy")[: int(step.field("counts")[1])]
         tokens = output.tokens if step.sampler not in PROCESSING and greedy.all() else None
         return Executed(
-            step, streams, before, self._cache, logits, rows, tokens, page_tables
+            step, streams, before, after, logits, rows, tokens, page_tables
         )  # fmt: skip
 
     def weights(self, layer: int) -> Mapping[str, np.ndarray]:

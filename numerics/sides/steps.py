@@ -16,6 +16,7 @@ import numpy as np
 from ...bucketing import Table
 from ...shared.errors import ConfigError, RequestError
 from ...shared.packer import pack
+from ...shared.page_groups import PageGroup
 from ...shared.request import Request
 from ...shared.sampling_params import SamplingParams
 from ...shared.scheduler import Scheduler
@@ -163,6 +164,34 @@ def groups_of(subject: Subject) -> list[int]:
     return [place.group for place in subject.layout.places]
 
 
+def by_group(entries: np.ndarray, groups: Sequence[PageGroup]) -> np.ndarray:
+    """Slots [G T] or page tables [G R, P] of a step with one page group behind another, as a view
+    whose first axis is the group.
+    """
+    return entries.reshape(len(groups), -1, *entries.shape[1:])
+
+
+def written_slots(step: StepInput, group: int) -> np.ndarray:
+    """The slots that layers of a page group write, in the order of the tokens."""
+    slots = step.field("slots").reshape(step.shape.num_groups, -1)[group]
+    return slots[slots >= 0]
+
+
+def held_entries(step: StepInput, groups: Sequence[PageGroup]) -> np.ndarray:
+    """Which entries [group request column] of the page tables name pages that a step reads or
+    writes. Those in front of a window are released.
+    """
+    count = int(step.field("counts")[1])
+    lengths = step.field("kv_lens")[:count]
+    first = lengths - np.diff(step.field("query_start")[: count + 1])
+    columns = np.arange(step.shape.pages_per_request)
+    held = np.zeros((len(groups), step.descriptor.requests, len(columns)), np.bool_)
+    for number, group in enumerate(groups):
+        begin, end = group.first_columns(first), -(-lengths // group.page_size)
+        held[number, :count] = (columns >= begin[:, None]) & (columns < end[:, None])
+    return held
+
+
 def cache_shapes(subject: Subject, pages: int) -> list[tuple[int, ...]]:
     """The cache of each layer [page slot 2*kvhead hdim]."""
     layout = subject.layout
@@ -199,24 +228,29 @@ def owned_rows(step: StepInput, owners: Sequence[int]) -> Iterator[tuple[int, in
             yield prompt, positions[row]
 
 
-def place(step: StepInput, worst: tuple[int, ...], ndim: int, page_size: int) -> str:
-    """Where an element of an output is: index `worst` of its rows [tok ...], or slots [slot
-    2*kvhead hdim] of a cache, which has 4 dimensions. Names request, position, page, and the head
-    where there is one.
+def place(
+    step: StepInput, worst: tuple[int, ...], ndim: int, subject: Subject, layer: int = -1
+) -> str:
+    """Where an element of an output of a layer is: index `worst` of its rows [tok ...], or slots
+    [slot 2*kvhead hdim] of a cache, which has 4 dimensions. Names request, position, page, and the
+    head where there is one.
     """
     if not worst:
         return ""
-    parts = []
+    parts, layout = [], subject.layout
+    group = layout.places[layer].group if layer >= 0 else 0
+    page_size = layout.groups[group].page_size
     if ndim == 4:
         page, offset = divmod(worst[0], page_size)
-        written = np.flatnonzero(step.field("slots")[: real_tokens(step)] == worst[0])
+        written = np.flatnonzero(written_slots(step, group) == worst[0])
         parts = [where(step, int(written[0])) if len(written) else "not written in this step"]
         parts += [f"page {page}, slot {offset}", f"{'KV'[worst[1] % 2]} head {worst[1] // 2}"]
     elif worst[0] < real_tokens(step):
         starts, count = step.field("query_start"), int(step.field("counts")[1])
         request = int(np.searchsorted(starts[1 : count + 1], worst[0], side="right"))
         position = int(step.field("positions")[worst[0]])
-        page = int(step.field("page_table")[request, position // page_size])
+        pages = by_group(step.field("page_table"), layout.groups)[group, request]
+        page = int(pages[position // page_size])
         parts = [where(step, worst[0]), f"page {page}"] + (
             [f"head {worst[1]}"] if ndim == 3 else []
         )

@@ -152,10 +152,6 @@ class Subject:
             max_num_batched_tokens=most,
             page_size=self.page_size,
             num_pages=self.num_pages,
-            # The only place that switches page groups off: bundles hold one page table. Layers
-            # whose caches are of two shapes are in two groups nevertheless. What runs a worker
-            # through its scheduler (`questions/bench.py`) has all groups.
-            page_groups=False,
             op_priority=dict(target.providers),
             **target.options,
         )
@@ -173,9 +169,7 @@ class Subject:
     @property
     def layout(self) -> CacheLayout:
         """Where the layers keep keys and values in the steps that are compared."""
-        return cache_layout(
-            decoder.model_of(self.model), self.page_size, self.max_model_len, windows=False
-        )
+        return cache_layout(decoder.model_of(self.model), self.page_size, self.max_model_len)
 
     @property
     def identity(self) -> str:

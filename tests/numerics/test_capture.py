@@ -12,11 +12,12 @@ import pytest
 
 from twinfer.numerics.bundles import bundle as bundles
 from twinfer.numerics.bundles.capturing import capture_model
+from twinfer.numerics.bundles.steps import Recorded, from_json, to_json
 from twinfer.numerics.errors import NotComparable
 from twinfer.numerics.faults.planting import plant
 from twinfer.numerics.questions.live import parse_policy
 from twinfer.numerics.questions.replay import replay
-from twinfer.numerics.sides.steps import default_prompts, make_steps
+from twinfer.numerics.sides.steps import default_prompts, held_entries, make_steps
 from twinfer.numerics.sides.subject import open_subject, parse_target
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine
@@ -38,6 +39,16 @@ def subject(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return open_subject(str(folder), load_format="dummy")
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """Two layers in two page groups of one buffer. The second releases what its window leaves."""
+    folder = tmp_path_factory.mktemp("model")
+    kinds = {"layer_types": ["full_attention", "sliding_attention"]}
+    windows = {"use_sliding_window": True, "sliding_window": 9}
+    (folder / "config.json").write_text(json.dumps(CONFIG | windows | kinds))
+    return open_subject(str(folder), load_format="dummy", page_size=8)
 
 
 def captured(subject, backend, count=2, **options):
@@ -126,6 +137,28 @@ def test_a_step_goes_on_with_the_cache_of_the_one_before(subject):
     diff = replay(captured(subject, "torch", 4), [parse_target("torch:cpu")])
     diff.assert_ok()
     assert {f.step for f in diff.findings} == {0, 1, 2, 3}
+
+
+def test_a_bundle_has_the_page_tables_of_all_groups(windowed, tmp_path):
+    target, steps = parse_target("torch:cpu"), make_steps(windowed, default_prompts(windowed, 1))
+    groups = windowed.layout.groups
+    held = [held_entries(step, groups) for step in steps]
+    assert any(of_step[0].sum() > of_step[1].sum() for of_step in held)  # pages are released
+    made = capture_model(windowed, target, steps)
+    bundle = bundles.read(str(bundles.write(made, str(tmp_path / "bundle"))))
+    arrays = bundle.steps[-1].arrays
+    assert "layer.1.kv_rows" in arrays
+    assert "layer.1.kv" not in arrays
+    replay(bundle, [target]).assert_ok()
+    faulty = capture_model(windowed, target, steps, fault=plant("page-table-row@1"))
+    first = replay(faulty, [target]).first_divergence()
+    assert (first.side, first.layer) == ("recorded torch:cpu", 1)
+
+
+def test_a_bundle_of_other_page_groups_is_refused(windowed, subject):
+    line = to_json(Recorded(make_steps(windowed, default_prompts(windowed, 1))[0]))
+    with pytest.raises(NotComparable, match="has 2 page tables a request, the model's layers have"):
+        from_json(line, "line 1", subject)
 
 
 def test_layers_only(subject):
@@ -312,6 +345,17 @@ def test_a_live_engine_keeps_steps_that_replay_on_the_other_backend(
     diff = replay(bundle, [parse_target("torch:cpu")])
     assert diff.first_divergence().side.startswith("recorded")
     assert diff.first_divergence().name.startswith("layer.1.")
+
+
+def test_a_live_engine_with_captures_keeps_its_page_groups(windowed, tmp_path):
+    made = engine(windowed, "torch", f"{tmp_path / 'kept'},step=6", page_size=8)
+    assert made.config.page_groups
+    serve(made)
+    bundle = bundles.read(str(made.worker.kept[0]))
+    assert bundle.steps[0].step.shape.num_groups == 2
+    replay(bundle, [parse_target("torch:cpu")]).assert_ok()
+    with pytest.raises(ConfigError, match="capture: keeps steps with page_groups True, got False"):
+        engine(windowed, "torch", f"{tmp_path / 'kept'},step=6", page_groups=False)
 
 
 def spoiled(made, monkeypatch, number, change):

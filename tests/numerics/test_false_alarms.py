@@ -19,8 +19,9 @@ from twinfer.numerics.judging.diff import (
     POOLED_SIGMA,
     Diff,
     Finding,
-    pooled_limits,
+    pooled_layers,
     pooled_problems,
+    pooled_sides,
 )
 from twinfer.numerics.judging.gates import FOREIGN, Family, precision, semantics
 from twinfer.numerics.judging.logits_metrics import KL_LIMIT, compare_logits
@@ -30,6 +31,8 @@ from twinfer.numerics.questions.invariants import RELATIONS, Lab
 from twinfer.numerics.questions.invariants import Judge as RelationJudge
 from twinfer.numerics.questions.model import Comparison, compare_model
 from twinfer.numerics.showing.terminal import render
+from twinfer.numerics.sides.jitter import evaluate_jittered
+from twinfer.numerics.sides.reference import evaluate
 from twinfer.numerics.sides.steps import make_steps
 from twinfer.numerics.sides.subject import parse_target
 from twinfer.numerics.sides.taps import Call, Declared
@@ -103,6 +106,23 @@ def test_what_an_op_amplifies_is_allowed_to_it_only():
     assert semantics("op", 64, amplified=ordinary).rel_l2 == plain.rel_l2
     assert semantics("op", 64, amplified=ill).rel_l2 > 1e-3 > plain.rel_l2
     assert list(plain.complaints(measure(exact * 1.001, exact, exact)))
+
+
+def test_an_ordinary_composition_is_allowed_no_more_than_its_sums():
+    """Its parts amplify; it rounds nothing besides them."""
+    rng = np.random.default_rng(0)
+    shapes = {"x": (64, 64), "gate_up": (192, 64), "down": (64, 96)}
+    arguments = {
+        name: (rng.normal(size=shape) * (shape[-1] ** -0.5 if name != "x" else 1.0)).astype("f4")
+        for name, shape in shapes.items()
+    }
+    arguments |= {"gate_up_bias": None, "down_bias": None}
+    amplified = amplification(
+        lambda rng: evaluate_jittered("gated_mlp", arguments, rng),
+        evaluate("gated_mlp", arguments, exact=True),
+        32,
+    )[0]
+    assert semantics("op", 96, amplified=amplified).rel_l2 == semantics("op", 96).rel_l2
 
 
 def test_limits_of_chance_grow_with_comparisons_and_shrink_with_numbers():
@@ -257,8 +277,39 @@ def test_a_layer_over_all_steps_is_left_what_chance_leaves(channels, alarms):
         metrics = measure(exact + 0.96 * noise + 0.47 * other, exact, exact + noise)
         diff.findings.append(Finding("a", "P", "layer", step, 3, "output", "", metrics))
     assert bool(pooled_problems(diff)) == alarms
-    limit = pooled_limits(diff)["a", 3]
-    assert (limit == POOLED_SIGMA) == alarms
+    family, layers = pooled_sides(diff)
+    assert (layers["a", 3].limit(family) == POOLED_SIGMA) == alarms
+
+
+def test_a_row_of_a_layer_may_move_as_one(tmp_path):
+    """Attention x4 and a head x60: an eighth of the layer's power is one rounding of one row."""
+    model = population.draw(98002, held_back=True)
+    subject = population.open_model(model, tmp_path)
+    complaints, diff = population.ask_model(population.Run(model, 0, 0), subject)
+    assert not complaints
+    assert pooled_layers(diff, "a torch:cpu")[5].sigma > POOLED_SIGMA
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("rows", [8, 64, 256])
+def test_chance_in_rows_is_no_fault_and_a_fault_in_all_rows_is_seen(rows, shared):
+    """Rows of very unequal noise. What error and noise do not share has the same size in all
+    elements of a row, or another for each of both (`shared`).
+    """
+    rng, runs = np.random.default_rng(rows), 300
+    alarms = {0.0: 0, 0.8: 0}
+    for fault in alarms:
+        for _ in range(runs):
+            scale = np.exp(rng.normal(size=(rows, 1)))
+            exact, common, *own, wrong = rng.normal(size=(5, rows, 32))
+            if shared:
+                own = [x * rng.normal(size=(rows, 1)) for x in own]
+            error, noise = (scale * (common + 0.5 * x) for x in own)
+            metrics = measure(exact + error + fault * scale * wrong, exact, exact + noise)
+            diff = Diff(("a",), [Finding("a", "P", "layer", 0, 0, "output", "", metrics)])
+            alarms[fault] += bool(pooled_problems(diff))
+    assert alarms[0.0] == 0
+    assert alarms[0.8] == runs if rows > 8 else alarms[0.8] == 0
 
 
 def test_what_float16_cannot_hold_is_not_compared(tmp_path):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from twinfer.numerics.faults.planting import plant
-from twinfer.numerics.questions.bench import Bench, Schedule, by_group
+from twinfer.numerics.questions.bench import Bench, Schedule
 from twinfer.numerics.questions.invariants import RELATIONS, Judge, check_invariants, render
 from twinfer.numerics.showing.junit import suite_xml
 from twinfer.numerics.showing.terminal import LINES
 from twinfer.numerics.sides.reference import Reference
-from twinfer.numerics.sides.steps import default_prompts
+from twinfer.numerics.sides.steps import by_group, default_prompts
 from twinfer.numerics.sides.subject import HostWeights, open_subject, parse_target
 from twinfer.shared.errors import ConfigError
 from twinfer.shared.models import decoder

@@ -66,7 +66,7 @@ def test_every_result_has_the_header_and_a_page(kind, tmp_path):
     path.write_text(report.dumps())
     record = read_record(str(path))
     assert tuple(record)[: len(records.HEADER)] == records.HEADER
-    assert (record["schema"], record["version"], record["kind"]) == ("twinfer-numerics", 1, kind)
+    assert (record["schema"], record["version"], record["kind"]) == ("twinfer-numerics", 2, kind)
     if kind == "quantization":  # which is not judged
         assert (record["exit_code"], record["verdict"]) == (0, "measured")
     else:
@@ -80,7 +80,7 @@ def test_every_result_has_the_header_and_a_page(kind, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 2}, "version is 2, this twinfer reads 1"),
+        ({"version": 3}, "version is 3, this twinfer reads 2"),
         ({"schema": "other"}, "schema is 'other'"),
         ({"kind": "novel"}, "kind is 'novel'"),
     ],
