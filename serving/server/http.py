@@ -10,7 +10,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD = 64 << 10
-"""Bytes of a request line and its headers; and of what surrounds a body: sizes of chunks, trailers."""
+"""Bytes of a request line and its headers; and of what surrounds a body, such as trailers."""
 MAX_HEADERS = 128
 HEAD_S = 30.0
 """From a connection, or from the first byte of a later request, to the end of its headers."""

@@ -480,6 +480,7 @@ def test_who_runs_it_has_a_socket_of_their_own(tmp_path):
             usage = client.post("/v1/completions", json=body).json()["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] == 0
             assert client.get("/requests").status_code == 404
+            assert admin.get("/nothing").json()["error"]["message"]
             body = BODY | {"max_tokens": 450, "stream": True, "n": 2}
             headers = {"x-request-id": "mine"}
             with client.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
