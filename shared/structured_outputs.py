@@ -91,6 +91,8 @@ def _choices(item: Any) -> str:
             f"got choice {show(item)}, allowed is a list of 1 to {MAX_CHOICES} texts that are not "
             "empty"
         )
+    if (size := sum(map(len, listed))) > MAX_TEXT:  # before a text is made of them
+        raise Refusal(f"choice has {size} characters, at most {MAX_TEXT} are allowed")
     return json.dumps(listed)
 
 

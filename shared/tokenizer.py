@@ -131,7 +131,12 @@ class Tokenizer:
         RequestError for what is no id.
         """
         try:
-            text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            if len(ids) < LONG:
+                text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            else:  # as in `encode`: other threads run meanwhile
+                (text,) = self._backend.decode_batch(
+                    [list(ids)], skip_special_tokens=skip_special_tokens
+                )
         except (TypeError, OverflowError):
             raise RequestError(
                 "tokens", f"got {show(list(ids))}, must be a list of token ids"

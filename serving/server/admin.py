@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import __version__
 from .answers import encode, error_body, error_of
+from .app import no_route
 from .replicas import Engines
 
 
@@ -50,7 +52,8 @@ class Admin:
 def build_admin(engine: Engines, drain: Callable[[], None]) -> FastAPI:
     """The ASGI application."""
     admin = Admin(engine, drain)
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.add_exception_handler(HTTPException, no_route)
     for path, method, route in (
         ("/reset_prefix_cache", "POST", admin.reset_prefix_cache),
         ("/drain", "POST", admin.drain),

@@ -50,7 +50,9 @@ from .fields import (
     MAX_COMPLETIONS,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     Generation,
+    TokenizeRequest,
     read_fields,
     read_json,
     renamed,
@@ -76,6 +78,8 @@ COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions where nobody says, as OpenAI has it."""
 
 
+PART_IDS = 1 << 14
+"""Token ids that are written at once."""
 PAGE = "/"
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
@@ -165,36 +169,35 @@ class Server:
     async def tokenize(self, request: Request) -> Response:
         """Text, or a conversation, to token ids."""
         body = await _body(request)
-        if not isinstance(body, dict):
-            raise RequestError("body", "must be a JSON object")
-        if "messages" in body:
+        if isinstance(body, dict) and "messages" in body:
             chat: ChatRequest = read_fields(ChatRequest, body)
             self._accept(chat)
             _, ids = await asyncio.to_thread(self._render, chat, None)
         else:
-            text = body.get("prompt")
-            if not isinstance(text, str):
-                raise RequestError("prompt", f"got {show(text)}, must be text")
-            special = body.get("add_special_tokens", True)
-            if not isinstance(special, bool):
-                raise RequestError("add_special_tokens", f"got {show(special)}, must be a boolean")
-            ids = await self._encode(text, special, None)
+            text: TokenizeRequest = read_fields(TokenizeRequest, body)
+            self._check_model(text.model)
+            self._count_unknown(list(text.model_extra or {}))
+            ids = await self._encode(text.prompt, text.add_special_tokens is not False, None)
         ready = self._engine.ready
         length = ready.model["max_model_len"] if ready else None
-        return _json(200, {"count": len(ids), "max_model_len": length, "tokens": ids})
+        head = encode({"count": len(ids), "max_model_len": length})[:-1]
+        data = b'%s,"tokens":[%s]}' % (head, await _in_thread(_listed, ids, size=len(ids)))
+        return Response(data, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """Token ids to text."""
-        body = await _body(request)
-        tokens = body.get("tokens") if isinstance(body, dict) else None
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise RequestError("tokens", f"got {show(tokens)}, must be a list of token ids")
-        tokenizer = need_tokenizer(self._settings.tokenizer, "detokenize")
-        for token in tokens:
-            if not 0 <= token < tokenizer.vocab_size:
-                most = tokenizer.vocab_size - 1
-                raise RequestError("tokens", f"has {show(token)}, allowed is 0 to {most}")
-        return _json(200, {"prompt": await asyncio.to_thread(tokenizer.decode, tokens)})
+        body: DetokenizeRequest = read_fields(DetokenizeRequest, await _body(request))
+        self._check_model(body.model)
+        self._count_unknown(list(body.model_extra or {}))
+        tokenizer, ids = need_tokenizer(self._settings.tokenizer, "detokenize"), body.tokens
+
+        def decode() -> str:
+            most = tokenizer.vocab_size - 1
+            if ids and (odd := [token for token in (min(ids), max(ids)) if not 0 <= token <= most]):
+                raise RequestError("tokens", f"has {show(odd[0])}, allowed is 0 to {most}")
+            return tokenizer.decode(ids)
+
+        return _json(200, {"prompt": await _in_thread(decode, size=len(ids))})
 
     async def _encode(self, text: str, special: bool, most: int | None) -> list[int]:
         tokenizer = need_tokenizer(self._settings.tokenizer, "text")
@@ -262,7 +265,7 @@ class Server:
             )
             return await self._stream(request, [live], pieces)
         await self._whole(request, [live])
-        return _json(200, answer.whole(live))
+        return await _told(lambda: answer.whole(live), [live])
 
     async def _begin_chat(
         self, request: Request, chat: ChatRequest
@@ -395,7 +398,7 @@ class Server:
             )
             return await self._stream(request, lives, pieces)
         await self._whole(request, lives)
-        return _json(200, answer.whole(lives))
+        return await _told(lambda: answer.whole(lives), lives)
 
     def _text(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):
@@ -406,13 +409,25 @@ class Server:
     def _accept(self, body: Generation) -> None:
         self._check_model(body.model)
         body.check()
-        if unknown := body.unknown:
-            self._metrics.unknown_field(len(unknown))
+        self._count_unknown(body.unknown)
+
+    def _count_unknown(self, names: Sequence[str]) -> None:
+        if names:
+            self._metrics.unknown_field(len(names))
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self._settings.names:
             allowed = ", ".join(self._settings.names)
             raise ModelNotFound(f"model: got {show(name)}, this server has {allowed}")
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise RequestError("prompt", "is empty: at least one token is needed")
+        most = self._longest
+        if most is not None and len(ids) > most:  # else all of it goes to the engine first
+            raise RequestError("prompt", f"got {len(ids)} tokens, allowed is at most {most}")
+        if min(ids) < 0 or max(ids) >= 2**31:
+            raise RequestError("prompt", "has token ids that no vocabulary has")
 
     def _params(self, body: Generation, length: int, *, whole_context: bool) -> SamplingParams:
         """The settings for a prompt of `length` tokens. Raises RequestError."""
@@ -443,7 +458,7 @@ class Server:
     ) -> list[Live]:
         """Send all prompts, or none."""
         for ids in prompts:
-            _check_ids(ids)
+            self._check_ids(ids)
         count = sum(params.n for params in settings)
         if count > MAX_COMPLETIONS:
             raise RequestError(
@@ -539,9 +554,15 @@ def build_app(settings: Settings, engine: Engines, metrics: Metrics) -> Any:
     """The ASGI application."""
     server = Server(settings, engine, metrics)
     app = FastAPI(
-        title="Twinfer", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
+        title="Twinfer",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        # They would go to whatever host the client has named, with its body and without a word.
+        redirect_slashes=False,
     )
-    app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(HTTPException, no_route)
     for path, method, route in (
         *([(PAGE, "GET", server.page)] if settings.page else []),
         ("/health", "GET", server.health),
@@ -602,7 +623,7 @@ async def _response_stream(
         silence.stop()
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
+async def no_route(request: Request, error: Exception) -> Response:
     """No such path, or no such method of it."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     words = f"{request.method} {show(request.url.path)}: there is no such call"
@@ -647,11 +668,29 @@ async def _body(request: Request) -> Any:
     return await asyncio.to_thread(read_json, data)
 
 
-def _check_ids(ids: Sequence[int]) -> None:
-    if not ids:
-        raise RequestError("prompt", "is empty: at least one token is needed")
-    if min(ids) < 0 or max(ids) >= 2**31:
-        raise RequestError("prompt", "has token ids that no vocabulary has")
+async def _in_thread(work: Callable[..., Any], *arguments: Any, size: int) -> Any:
+    """What `work` gives for `size` values; if these are many, others are served meanwhile."""
+    if size < LONG:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)
+
+
+async def _told(answer: Callable[[], Any], lives: Sequence[Live]) -> Response:
+    """A whole answer. Log-probabilities make a large one."""
+    size = sum(
+        len(best or ())
+        for live in lives
+        for scores in (live.prompt_logprobs, *(output.logprobs for output in live.outputs))
+        for best in (scores or ())
+    )
+    response: Response = await _in_thread(lambda: _json(200, answer()), size=size)
+    return response
+
+
+def _listed(ids: Sequence[int]) -> bytes:
+    """The items of a JSON list. One call for millions would let nobody else run."""
+    parts = (ids[start : start + PART_IDS] for start in range(0, len(ids), PART_IDS))
+    return b",".join(encode(part)[1:-1] for part in parts)
 
 
 def _json(status: int, body: Any, headers: dict[str, str] | None = None) -> Response:

@@ -86,7 +86,9 @@ class Doors:
 
     async def _enter(self, scope: Scope, receive: Receive, named: Send) -> None:
         salt = self._salt(scope)
-        if salt is None and scope["path"] not in self._open:
+        # As the client has asked: uvicorn puts the prefix that a proxy has cut off before it again.
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if salt is None and path not in self._open:
             body = error_body(
                 "no valid API key was given", "authentication_error", code="invalid_api_key"
             )

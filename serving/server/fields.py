@@ -46,6 +46,20 @@ IGNORED = (
 """Known fields that change no token."""
 FORM = "structured_outputs"
 """What the engine calls the form of a text, whoever has asked for it."""
+ELSEWHERE = {
+    name: f"is {FORM} here"
+    for name in (
+        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object",
+        "regex", "ebnf", "json_schema", "structural_tag",
+    )
+} | {
+    name: "is not supported"
+    for name in (
+        "bad_words", "logits_processors", "prompt_embeds", "suffix", "truncate_prompt_tokens",
+        "use_beam_search",
+    )
+}  # fmt: skip
+"""Fields that other servers know, each of which changes the text: not to be passed over."""
 
 
 class StreamOptions(BaseModel):
@@ -61,7 +75,7 @@ class Generation(BaseModel):
     """What chats and completions have in common."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    refused: ClassVar[Mapping[str, str]] = {}
+    refused: ClassVar[Mapping[str, str]] = ELSEWHERE
     """Fields that cannot be had, and why."""
 
     model: str | None = None
@@ -103,7 +117,8 @@ class Generation(BaseModel):
     def check(self) -> None:
         """Raise RequestError for a field that cannot be had, and for options without a stream."""
         for name, why in self.refused.items():
-            if (self.model_extra or {}).get(name) is not None:
+            value = (self.model_extra or {}).get(name)
+            if value is not None and value is not False and value != []:  # these ask for nothing
                 raise RequestError(name, why)
         # Larger ones do not fit into a message to the engine, which checks all else of it.
         if self.priority is not None and abs(self.priority) > MAX_PRIORITY:
@@ -143,13 +158,27 @@ class Generation(BaseModel):
         return {}
 
 
+class TokenizeRequest(BaseModel):
+    """The body of /tokenize for a text; for `messages` it is that of a chat."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """The body of /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    tokens: list[int]
+    model: str | None = None
+
+
 class CompletionRequest(Generation):
     """The body of /v1/completions."""
-
-    refused: ClassVar[Mapping[str, str]] = {
-        "suffix": "is not supported",
-        "use_beam_search": "is not supported",
-    }
 
     prompt: Any
     """A text or token ids, or a list of these; see `prompts`."""
@@ -201,7 +230,11 @@ class CompletionRequest(Generation):
 class ChatRequest(Generation):
     """The body of /v1/chat/completions."""
 
-    refused: ClassVar[Mapping[str, str]] = {
+    refused: ClassVar[Mapping[str, str]] = ELSEWHERE | {
+        "echo": "is for completions; see continue_final_message",
+        "prompt_logprobs": "is for completions",
+        "return_token_ids": "is for completions",
+        "return_tokens_as_token_ids": "is for completions",
         "audio": "this server gives text",
         "prediction": "is not supported",
         "moderation": "this server moderates nothing",
@@ -237,9 +270,20 @@ class ChatRequest(Generation):
         for place, tool in enumerate(self.tools or ()):
             function = tool.get("function")
             name = function.get("name") if isinstance(function, dict) else None
-            if tool.get("type") != "function" or not isinstance(name, str) or not name:
+            if (
+                tool.get("type") != "function"
+                or not isinstance(function, dict)
+                or not isinstance(name, str)
+                or not name
+            ):
                 raise RequestError(
                     f"tools[{place}]", f"got {show(tool)}, must be a function with a name"
+                )
+            schema = function.get("parameters")
+            if schema is not None and not isinstance(schema, dict):
+                raise RequestError(
+                    f"tools[{place}].function.parameters",
+                    f"got {show(schema)}, must be a JSON schema",
                 )
         self._check_choice()
 
@@ -452,13 +496,13 @@ def _call(where: str, call: Any) -> Any:
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(arguments, str):
         return call
+    name = f"{where}.function.arguments"
     try:
-        value = msgspec.json.decode(arguments or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        raise RequestError(
-            f"{where}.function.arguments", f"got {show(arguments)}, must be a JSON object as text"
-        ) from None
-    check_depth(value)
+        value = read_json(arguments.encode() or b"{}")
+    except RequestError as error:
+        if "is no JSON" not in str(error):
+            raise renamed(error, {"body": name}) from None
+        raise RequestError(name, f"got {show(arguments)}, must be a JSON object as text") from None
     return call | {"function": {**(function or {}), "arguments": value}}
 
 
@@ -490,15 +534,14 @@ def _field(place: tuple[int | str, ...]) -> str:
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
-    biases: dict[int, float] = {}
-    for key, value in given.items():
-        try:
-            biases[int(key)] = value
-        except ValueError:
-            raise RequestError(
-                "logit_bias", f"got the key {show(key)}, must be token ids"
-            ) from None
-    return biases
+    for key in given:
+        # `int` alone reads " 5", "05" and "5_0" too, of which two may be one token.
+        if _TOKEN_ID.fullmatch(key) is None:
+            raise RequestError("logit_bias", f"got the key {show(key)}, must be token ids")
+    return {int(key): value for key, value in given.items()}
+
+
+_TOKEN_ID = re.compile("-?(?:0|[1-9][0-9]{0,18})")
 
 
 def _kinds(value: Any) -> set[type]:

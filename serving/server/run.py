@@ -45,7 +45,6 @@ from .traces import Traces
 
 LOG = logging.getLogger("twinfer.server")
 STATUS_S = 10.0
-SWITCH_S = 0.001
 KEY_VARIABLE = "TWINFER_API_KEY"
 
 

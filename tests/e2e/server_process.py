@@ -28,6 +28,12 @@ if any("server.child" in word for word in sys.orig_argv):
 """
 
 
+def _heed_signals():
+    """Who runs the tests may ignore some, as `nohup` does; a process would inherit that."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Server:
     """A running server. `log` is what it has said so far."""
 
@@ -39,6 +45,7 @@ class Server:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            preexec_fn=_heed_signals,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -367,6 +367,23 @@ def test_doors_ask_before_anything_is_read():
     assert sent[0]["status"] == 401
 
 
+@pytest.mark.parametrize("root", ["", "/llm", "/llm/v1"])
+@pytest.mark.parametrize(("path", "is_open"), [("/health", True), ("/", True), ("/llm", False)])
+def test_open_paths_are_those_that_a_proxy_passes_on(root, path, is_open):
+    """uvicorn puts the prefix that a proxy has cut off before each path again."""
+    sent = []
+
+    async def app(scope, receive, send):
+        sent.append({"status": 200})
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "path": root + path, "root_path": root, "headers": []}
+    asyncio.run(Doors(app, keys=["one"], max_body=10, open_paths=["/"])(scope, never, send))
+    assert sent[0]["status"] == (200 if is_open else 401)
+
+
 def test_slow_engines_may_be_silent_for_longer():
     assert hang_limit(0.01) == hang_limit(0.5) == 10
     assert hang_limit(3.0) == 60
