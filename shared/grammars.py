@@ -244,7 +244,8 @@ class Grammars:
     """Makes matchers for a model's tokens. `eos_token_ids` end a text that is complete."""
 
     def __init__(self, folder: str | Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._path = Path(folder) / "tokenizer.json"
+        self._folder = Path(folder)
+        self._path = self._folder / "tokenizer.json"
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
         self._tokenizer: Any = None
@@ -313,6 +314,30 @@ class Grammars:
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         return made
+
+    @property
+    def tokens(self) -> tuple[str, int, list[int]]:
+        """What it was made with."""
+        return str(self._folder), self._vocab_size, self._eos
+
+    def try_out(self, wanted: StructuredOutputs, steps: int) -> float:
+        """Compile a grammar, and have a text take up to `steps` tokens: the processor time of the
+        slowest one, in seconds. Raises RequestError. Nothing of it is kept.
+        """
+        self.prepare()
+        words = np.zeros(-(-self._vocab_size // 32), np.int32)
+        matcher, slowest = self._compile(wanted, words), 0.0
+        for _ in range(steps):
+            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+            if matcher.is_stopped() or len(allowed) == 0:
+                break
+            began = time.process_time()
+            # One in the middle is seldom an end.
+            if not matcher.consume_token(int(allowed[len(allowed) // 2])):
+                break
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            slowest = max(slowest, time.process_time() - began)
+        return slowest
 
     def forget(self, wanted: StructuredOutputs) -> None:
         """Compile a grammar anew for the next text: one that has failed may have used up what its

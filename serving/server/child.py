@@ -30,6 +30,7 @@ from ...shared.errors import EngineClosed, EngineDead, RequestError, TwinferErro
 from ...shared.models.config_json import load_config
 from ...shared.models.locate import model_folder
 from ...shared.request import FinishReason
+from ...shared.structured_outputs import StructuredOutputs
 from .logs import configure_logging
 from .messages import (
     Abort,
@@ -49,6 +50,7 @@ from .messages import (
     encode,
     step_message,
 )
+from .trial import Trials
 
 LOG = logging.getLogger("twinfer.engine")
 IDLE_MS = 1000
@@ -67,14 +69,18 @@ than after so many seconds.
 
 
 class Loop:
-    """Reads the inbox, steps, and sends. `receive(wait_ms)` gives one message or None."""
+    """Reads the inbox, steps, and sends. `receive(wait_ms)` gives one message or None. `check` is
+    asked before a grammar is compiled, and raises RequestError for one that should not be.
+    """
 
     def __init__(
         self,
         engine: Engine,
         receive: Callable[[int], bytes | None],
         send: Callable[[Any], None],
+        check: Callable[[StructuredOutputs], None] = lambda form: None,
     ) -> None:
+        self._check = check
         self._engine = engine
         self._receive = receive
         self._send = send
@@ -137,8 +143,11 @@ class Loop:
         if form is None or self._engine.grammars.is_compiled(form):
             self._add(message)
         else:
-            compiled = self._compilers.submit(self._engine.grammars.compile, form)
-            self._compiling[message.id] = message, compiled
+            self._compiling[message.id] = message, self._compilers.submit(self._compile, form)
+
+    def _compile(self, form: StructuredOutputs) -> None:
+        self._check(form)
+        self._engine.grammars.compile(form)
 
     def _add_compiled(self) -> None:
         for number, (message, compiled) in list(self._compiling.items()):
@@ -211,7 +220,11 @@ def _run(job: Job, receive: Callable[[int], bytes | None], send: Callable[[Any],
         fatal = _fatal(error, starting=True)
         send(fatal)
         return fatal.exit_code
-    loop = Loop(engine, receive, send)
+    trials = Trials(engine.grammars)
+    with suppress(RequestError):  # without the library every form is refused
+        engine.grammars.prepare()
+        trials.start()
+    loop = Loop(engine, receive, send, trials.check)
     try:
         while True:
             loop.turn()

@@ -1,7 +1,9 @@
 """The engine's loop with a real engine, and whatever its inbox may hold."""
 
 import itertools
+import math
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from twinfer.serving.llm import LLM
 from twinfer.serving.server import messages
 from twinfer.serving.server.child import Loop
+from twinfer.shared.sampling_params import SamplingParams
 
 NUMBER = (
     st.integers(-(2**63), 2**64 - 1)
@@ -81,3 +84,29 @@ def test_nothing_in_its_inbox_ends_an_engine(engine, caplog):
     _run_anything(engine)
     assert "met an error inside" not in caplog.text
     assert engine.metrics().cache_usage == 0
+
+
+@pytest.mark.parametrize("turns", range(9))
+def test_who_leaves_frees_all_pages_within_one_turn(turns, engine):
+    """In any phase: waiting, within the prompt, decoding. The others go on."""
+    queue, sent = [], []
+    loop = Loop(engine, lambda wait_ms: queue.pop(0) if queue else None, sent.append)
+    params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
+    prompts = [[5 + number] * (90 if number % 2 else 9) for number in range(6)]
+    queue += [
+        messages.encode(messages.Add(number, np.array(prompt, np.int32).tobytes(), params))
+        for number, prompt in enumerate(prompts)
+    ]
+    for _ in range(turns):
+        loop.turn()
+    queue.append(messages.encode(messages.Abort([1, 2, 3, 4, 5])))
+    loop.turn()
+    kept = engine.scheduler.requests
+    assert list(kept) == ["0"]
+    assert engine.metrics().cache_usage <= math.ceil((9 + 60) / 16) / engine.report.num_pages
+    queue.append(messages.encode(messages.Abort([0])))
+    loop.turn()
+    assert engine.metrics().cache_usage == 0
+    engine.scheduler.check_integrity()
+    while engine.has_work:
+        loop.turn()

@@ -6,9 +6,12 @@ import functools
 import io
 import json
 import math
+import os
 import re
 import socket
+import threading
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -24,6 +27,7 @@ from twinfer.serving.llm import LLM
 from twinfer.shared.sampling_params import SamplingParams
 
 from .server_process import served
+from .test_structured_outputs import HOSTILE
 
 MESSAGES = [{"role": "user", "content": "Write a function."}]
 SIZES = {"max_model_len": 512, "max_num_seqs": 32, "dtype": "float32"}
@@ -229,6 +233,52 @@ def test_a_form_that_takes_too_much_work_is_that_requests_error(stream, server):
     error = answer.json()["error"]
     assert error["param"] == "structured_outputs"
     assert "too much work" in error["message"]
+
+
+ENDLESS = [
+    {"regex": ".*" * 100_000},
+    {"regex": "a?" * 20_000},
+    {"grammar": "start: T18\nT0: /.*/\n" + "".join(f"T{i + 1}: T{i} T{i}\n" for i in range(18))},
+    {"json": {"allOf": [{"type": "string", "pattern": f"x{i}"} for i in range(60)]}},
+]
+
+
+def _processor_seconds(server):
+    """Of both processes so far, and of the engine's that have ended."""
+    clock = os.sysconf("SC_CLK_TCK")
+    parts = [
+        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+        for pid in (server.process.pid, server.engine_pid())
+    ]
+    return sum(int(ticks) for part in parts for ticks in part) / clock
+
+
+@pytest.mark.parametrize("form", HOSTILE + ENDLESS, ids=lambda form: str(form)[:24])
+def test_a_form_is_answered_or_refused_within_two_seconds(form, server):
+    """Of processor time, as others are at work too; and a stream beside it goes on."""
+    free = {"prompt": "x", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
+    body = {"prompt": "x", "max_tokens": 3, "structured_outputs": form}
+    with server.client() as client:
+        before = _processor_seconds(server)
+        answer = client.post("/v1/completions", json=body)
+        assert _processor_seconds(server) - before < 2
+        assert answer.status_code in (200, 400)
+        if answer.status_code == 400:
+            assert answer.json()["error"]["param"] in ("structured_outputs", "body")
+        alone = client.post("/v1/completions", json=free).json()["choices"][0]["text"]
+        with client.stream("POST", "/v1/completions", json=free | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            pieces, asking = [next(lines)], threading.Thread(
+                target=httpx.post,
+                args=(f"{server.url}/v1/completions",),
+                kwargs={"json": body | {"seed": 2}, "timeout": 60},
+            )  # fmt: skip
+            asking.start()
+            pieces += lines
+            asking.join()
+        told = [json.loads(line[6:]) for line in pieces if line.startswith("data: {")]
+        assert "".join(one["choices"][0]["text"] for one in told) == alone
+    assert server.idle()
 
 
 def test_a_chat_in_the_terminal_is_what_the_server_says(server, client, capsys, monkeypatch):
