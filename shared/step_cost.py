@@ -4,7 +4,7 @@ against two GPUs in docs/measurements.md.
 Two questions. From a step that was measured on one device: what will it take on `shards` of them
 (`step_ms`)? And by published rates alone (`estimate`)? Both add the
 sums between devices, 2 L + 1 of the hidden states of all tokens of the step
-(`shared/models/sharding.py`).
+(`shared/models/sharding.py`), or 3 L + 1 where experts stand beside an MLP.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def sum_us(link: Link, size: int, shards: int) -> float:
 
 
 def number_of_sums(model: ModelConfig) -> int:
-    """Sums of a step."""
-    return 2 * model.num_layers + 1
+    """Sums of a step. What stands beside experts is summed apart from them, as each is normed."""
+    return (3 if model.experts_beside_mlp else 2) * model.num_layers + 1
 
 
 def sums_ms(model: ModelConfig, tokens: int, itemsize: int, shards: int, link: Link) -> float:

@@ -85,7 +85,7 @@ def test_what_gives_layers_one_cache_each_refuses_it(subject, what, run):
         run(model, TARGETS[1], steps)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["large", "small"])
 def test_ends_are_those_of_workers_with_page_groups(name, subject):
     model = subject(name)
     targets = [parse_target("torch:cpu"), parse_target("torch:cpu:row_invariant=true")]

@@ -9,7 +9,16 @@ import pytest
 
 from twinfer.shared.models.config_json import load_config
 from twinfer.shared.models.locate import model_folder
-from twinfer.shared.step_cost import LINKS, Devices, Link, estimate, ici, step_ms, sum_us
+from twinfer.shared.step_cost import (
+    LINKS,
+    Devices,
+    Link,
+    estimate,
+    ici,
+    number_of_sums,
+    step_ms,
+    sum_us,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements.md"
 BATCHES = (1, 8, 64, 256)
@@ -69,6 +78,12 @@ def test_an_estimate_by_hand():
     assert prompts.sum_bytes == 8192 * 4096 * 2
     assert prompts.flops_ms > prompts.bytes_ms
     assert prompts.ms == pytest.approx(prompts.flops_ms + prompts.sums_ms)
+
+
+def test_an_mlp_beside_experts_is_one_more_sum():
+    """As `twinfer aot` counts them in what is compiled: 3 a layer (docs/measurements.md)."""
+    assert number_of_sums(load_config(model_folder("gemma4-26b-a4b"))) == 3 * 30 + 1
+    assert number_of_sums(load_config(model_folder("qwen3-30b-a3b"))) == 2 * 48 + 1
 
 
 def test_one_device_sums_nothing():
