@@ -28,10 +28,24 @@ if any("server.child" in word for word in sys.orig_argv):
 """
 
 
-def _heed_signals():
-    """Who runs the tests may ignore some, as `nohup` does; a process would inherit that."""
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
+@contextlib.contextmanager
+def _signals_heeded():
+    """Who runs the tests may ignore some, as `nohup` does, and what is started would inherit that;
+    a handler is not inherited. A function between fork and exec would do it too, but JAX warns of
+    forks.
+    """
+    ignored = [
+        number
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+        if signal.getsignal(number) is signal.SIG_IGN
+    ]
+    for number in ignored:
+        signal.signal(number, lambda *_: None)
+    try:
+        yield
+    finally:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
 
 
 class Server:
@@ -39,14 +53,14 @@ class Server:
 
     def __init__(self, *flags, model="demo", env=None):
         self.log = ""
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "twinfer", "serve", str(model), "--port", "0", *flags],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-            preexec_fn=_heed_signals,
-        )
+        with _signals_heeded():
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "twinfer", "serve", str(model), "--port", "0", *flags],
+                stderr=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
