@@ -571,14 +571,19 @@ def _count_values(data: bytes) -> int:
     if quotes > MAX_VALUES // PART * 2:
         return quotes * PART // 2
     count = _count_marks(data)
-    return count if count <= MAX_VALUES else _count_marks(_TEXT.sub(b"", data))
+    return count if count <= MAX_VALUES else _count_marks(_without_texts(data))
 
 
 def _count_marks(data: bytes) -> int:
     return data.count(b",") + PART * sum(map(data.count, (b":", b"[", b"{")))
 
 
-_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+def _without_texts(data: bytes) -> bytes:
+    """JSON without what stands between quotes. Of calls that take a third of what an expression
+    does, and each of them lets others run.
+    """
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return b"".join(plain.split(b'"')[::2])
 
 
 def check_depth(value: Any) -> None:

@@ -12,9 +12,11 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -790,6 +792,84 @@ def test_every_parameter_of_the_client(path, client, server):
 
     asyncio.run(all_of_them())
     assert server.metric("unknown_fields_total") == unknown
+
+
+class Light(pydantic.BaseModel):
+    """What a parsed answer must be."""
+
+    level: Literal[1, 2, 3]
+    is_on: bool
+
+
+def test_helpers_of_the_client(server, client):
+    """Streams, parsed answers and calls of tools: what the client puts together is what a whole
+    answer says, by the one client and the asynchronous one, for chats and responses.
+    """
+    call = dict(model="demo", temperature=1.0)
+    chat = call | dict(messages=MESSAGES, max_completion_tokens=60, seed=3)
+    more = {"seed": 3}
+    respond = call | dict(input="x", max_output_tokens=60, extra_body=more)
+    tool = openai.pydantic_function_tool(Light)
+    must = {"type": "function", "function": {"name": "Light"}}
+
+    whole = client.chat.completions.parse(**chat, response_format=Light).choices[0].message
+    assert whole.parsed == Light.model_validate_json(whole.content)
+    response = client.responses.parse(**respond, text_format=Light)
+    assert response.output_parsed == Light.model_validate_json(response.output_text)
+    called = client.chat.completions.parse(**chat, tools=[tool], tool_choice=must).choices[0]
+    (made,) = called.message.tool_calls
+    assert isinstance(made.function.parsed_arguments, Light)
+
+    with client.chat.completions.stream(**chat, response_format=Light) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion().choices[0].message
+    assert {"chunk", "content.delta", "content.done"} <= set(kinds)
+    assert (final.content, final.parsed) == (whole.content, whole.parsed)
+    with client.chat.completions.stream(**chat, tools=[tool], tool_choice=must) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion().choices[0]
+    assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= set(
+        kinds
+    )
+    (streamed,) = final.message.tool_calls
+    assert streamed.function.parsed_arguments == made.function.parsed_arguments
+    assert final.finish_reason == called.finish_reason == "tool_calls"
+    with client.responses.stream(**respond, text_format=Light) as stream:
+        kinds = [event.type for event in stream]
+        assert stream.get_final_response().output_parsed == response.output_parsed
+    assert {"response.created", "response.output_text.delta", "response.completed"} <= set(kinds)
+
+    async def others():
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
+        ) as other:
+            parsed = await other.chat.completions.parse(**chat, response_format=Light)
+            assert parsed.choices[0].message.parsed == whole.parsed
+            parsed = await other.responses.parse(**respond, text_format=Light)
+            assert parsed.output_parsed == response.output_parsed
+            async with other.chat.completions.stream(**chat, response_format=Light) as stream:
+                assert [event.type async for event in stream]
+                final = await stream.get_final_completion()
+            assert final.choices[0].message.parsed == whole.parsed
+            async with other.chat.completions.stream(
+                **chat, tools=[tool], tool_choice=must
+            ) as stream:
+                final = await stream.get_final_completion()
+            (streamed,) = final.choices[0].message.tool_calls
+            assert streamed.function.parsed_arguments == made.function.parsed_arguments
+            async with other.responses.stream(**respond, text_format=Light) as stream:
+                final = await stream.get_final_response()
+            assert final.output_parsed == response.output_parsed
+            raw = await other.chat.completions.with_raw_response.create(**chat)
+            assert raw.headers["x-request-id"]
+            assert raw.parse().choices[0].finish_reason in ("length", "stop")
+            assert [model.id async for model in other.models.list()] == ["demo"]
+            with pytest.raises(openai.BadRequestError) as error:
+                async with other.chat.completions.stream(**chat | {"temperature": 99}) as stream:
+                    await stream.until_done()
+            assert error.value.param == "temperature"
+
+    asyncio.run(others())
 
 
 def test_error_types_of_the_client(client):
