@@ -31,7 +31,7 @@ from ..shared.step import PROCESSING, SAMPLERS, processor_layout
 from ..shared.step_difference import PICKED, diff_layout, sampler_size, update_layout
 from . import kv_buffer, programs
 from .binding import bind_on
-from .sharding import REPLICATED, on, partition
+from .sharding import REPLICATED, in_rows, on, partition
 from .state import State, state_shapes, update
 
 
@@ -122,7 +122,10 @@ def describe(
     def shape(parameter: Parameter, *stacked: int) -> jax.ShapeDtypeStruct:
         placement = place(parameter, model, shards)
         kind = jnp.dtype(parameter.dtype_in(config.dtype))
-        return array((*stacked, *placement.shape), kind, partition(placement, parameter.layered))
+        lies = on(mesh, partition(placement, parameter.layered))
+        return jax.ShapeDtypeStruct(
+            (*stacked, *placement.shape), kind, sharding=in_rows(parameter, placement, lies)
+        )
 
     table = decoder.parameters_of(model)
     weights |= {name: shape(parameter) for name, parameter in table.top.items()}

@@ -8,17 +8,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from ..shared.errors import ConfigError
-from ..shared.models.placement import Placement
+from ..shared.models.placement import WHOLE_EXPERTS, Placement
+from ..shared.models.table import Parameter
 
 AXES = ("dp", "tp")
 """Mesh axes. One process group holds one replica, so dp is 1; whoever runs several replicas runs
 several engines.
 """
 
+LANES = 128
+"""Entries of a row of a TPU's registers."""
 REPLICATED = P()
 CACHE = P(None, None, "tp", None)
 
@@ -54,3 +58,16 @@ def partition(placement: Placement, layered: bool) -> P:
     while axes and axes[-1] is None:
         axes.pop()
     return P(*([None] if layered and axes else []), *axes)
+
+
+def in_rows(parameter: Parameter, placement: Placement, sharding: Sharding) -> Sharding | Format:
+    """The sharding, with row-major memory where a TPU would lay the weights of experts out
+    otherwise: their rows are no whole registers, and columns that are need no padding. The kernel
+    reads rows, so that it would get a copy of all layers in each step.
+    """
+    (device, *_) = sharding.device_set
+    whole = placement.shape[-1] % LANES == 0
+    if device.platform != "tpu" or whole or parameter.axes[0] != WHOLE_EXPERTS:
+        return sharding
+    dims = len(placement.shape) + parameter.layered
+    return Format(Layout(major_to_minor=tuple(range(dims))), sharding)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from ..ops.namespaces import namespace
 from ..shared.checkpoint import Checkpoint
@@ -25,7 +25,7 @@ from ..shared.narrow_checkpoint import open_checkpoint
 from ..shared.progress import Progress
 from ..shared.shard_reading import read_shard
 from ..shared.weights import check_checkpoint, dummy_parameter, is_made, pieces
-from .sharding import on, partition
+from .sharding import in_rows, on, partition
 
 
 def load_weights(
@@ -133,7 +133,8 @@ def _read(
         part = np.empty((len(layers), *sharding.shard_shape(shape)[len(stacked) :]), dtype)
         for layer, out in zip(layers, part, strict=True):
             read_shard(checkpoint, parameter, placement, layer, index[len(stacked) :], out)
-        arrays.append(jax.device_put(part if parameter.layered else part[0], device))
+        place_of = in_rows(parameter, placement, SingleDeviceSharding(device))
+        arrays.append(jax.device_put(part if parameter.layered else part[0], place_of))
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
@@ -174,6 +175,8 @@ def _dummy(
     program = jax.jit(
         stack,
         static_argnames="count",
-        out_shardings=on(mesh, partition(placement, parameter.layered)),
+        out_shardings=in_rows(
+            parameter, placement, on(mesh, partition(placement, parameter.layered))
+        ),
     )
     return lambda layers: program(np.int32(layers.start), np.int32(layers.step), count=len(layers))

@@ -4,11 +4,13 @@ products are XLA's, in a loop over layers that reads weights in their stacks.
 
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 
 from twinfer.shared.config import EngineConfig
 from twinfer.shared.engine import Engine
 from twinfer.shared.models.config_json import load_config
 from twinfer.shared.sampling_params import SamplingParams
+from twinfer.tpu import ladder, weights
 
 KERNELS = {op: ("pallas_interpret",) for op in ("grouped_matmul", "linear_grouped")}
 
@@ -40,11 +42,35 @@ def tokens(folder, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "quantization"), [("qwen3-moe", None), ("llama-mha", "int8_weights")]
+    ("name", "quantization"),
+    [("qwen3-moe", None), ("gemma4-experts", None), ("llama-mha", "int8_weights")],
 )
 def test_the_tokens_of_xla_s_products(checkpoints, name, quantization):
     folder, _ = checkpoints(name)
     want, natively = tokens(folder, quantization=quantization)
     got, by_kernels = tokens(folder, quantization=quantization, op_priority=KERNELS)
     assert (natively, by_kernels) == ({"native"}, {"pallas_interpret"})
+    assert got == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_programs_take_experts_that_lie_otherwise(checkpoints, monkeypatch, load_format):
+    """On TPUs some weights lie in an order that is asked for (`sharding.in_rows`). Here it is one
+    that no CPU would choose: what is loaded lies so, and the programs are compiled for that.
+    """
+    folder, _ = checkpoints("gemma4-experts")
+    want, _ = tokens(folder, load_format=load_format)
+    moved = []
+
+    def in_columns(parameter, placement, sharding):
+        if not parameter.name.startswith("experts_"):
+            return sharding
+        moved.append(parameter.name)
+        return Format(Layout(major_to_minor=(0, 2, 1)), sharding)
+
+    for module in (ladder, weights):
+        monkeypatch.setattr(module, "in_rows", in_columns)
+    got, _ = tokens(folder, load_format=load_format)
+    assert set(moved) == {"experts_gate_up", "experts_down"}
     assert got == want

@@ -56,6 +56,9 @@ SHAPES = {
     "qwen3-30b, 1 request": Mixture(8, 128, 1536, 2048),
     "qwen3-30b, 2048 tokens": Mixture(16384, 128, 1536, 2048),
     "qwen3-30b, a shard of 8": Mixture(512, 16, 1536, 2048),
+    "gemma4-26b gate and up, 64 requests": Mixture(512, 128, 1408, 2816),
+    "gemma4-26b down, 64 requests": Mixture(512, 128, 2816, 704),
+    "gemma4-26b down, a shard of 8": Mixture(512, 16, 2816, 704),
     "mixtral gate and up": Mixture(128, 8, 28672, 4096),
     "mixtral down": Mixture(128, 8, 4096, 14336),
     "float32": Mixture(40, 8, 256, 512, "float32"),
@@ -71,7 +74,11 @@ SHAPES = {
     "fp4 in groups of 16": Narrow(64, 4096, 4096, "fp4", 16),
     "int8, float32": Narrow(16, 1024, 1024, "int8", 0, False, "float32"),
 }
-SAMPLED = ("qwen3-30b gate and up, 64 requests", "int4 in groups of 128")
+SAMPLED = (
+    "qwen3-30b gate and up, 64 requests",
+    "gemma4-26b down, a shard of 8",
+    "int4 in groups of 128",
+)
 # Why, and how many columns of a weight are in a block.
 REJECTED = {
     "whole experts at once": ("memory", Mixture(64, 8, 16384, 8192), 16384),
@@ -84,6 +91,7 @@ def programs(shape, array):
     """(a loop over two layers, its arguments, bytes of their weights)."""
     import jax
     import jax.numpy as jnp
+    from jax.experimental.layout import Format, Layout
 
     from twinfer.ops.namespaces.jax_ import InStack
     from twinfer.tpu.kernels import grouped, narrow
@@ -102,6 +110,9 @@ def programs(shape, array):
     if isinstance(shape, Mixture):
         x = array(shape.dtype, shape.rows, shape.k)
         weight = array(shape.dtype, 2, shape.experts, shape.n, shape.k)
+        if shape.k % 128:  # as `sharding.in_rows` has it
+            lies = Format(Layout(major_to_minor=(0, 1, 2, 3)), weight.sharding)
+            weight = jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=lies)
         sizes = array("int32", 2, shape.experts)
         given = x, jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype), sizes
         return layers, (x, [weight, sizes]), weight, grouped.compiles(*given)

@@ -31,6 +31,10 @@ ROWS = 128
 and experts with fewer rows share it.
 """
 DTYPES = (jnp.float32, jnp.bfloat16)
+HALF = LANES // 2
+"""Rows of weights are multiples of it. Those that are no whole registers lie in rows all the same
+(`sharding.in_rows`), with padding behind each.
+"""
 
 
 class Items(NamedTuple):
@@ -148,10 +152,10 @@ def takes(x: Array, weight: Array, group_sizes: Array) -> bool | Refusal:
 def compiles(x: Array, weight: Array, group_sizes: Array) -> bool | Refusal:
     """What the kernel takes on a TPU."""
     need, k = vmem_need(x, weight), x.shape[1]
-    if k % LANES:
+    if k % HALF:
         return Refusal(
-            f"weights have rows of {k} entries, which a TPU holds otherwise than the kernel reads "
-            f"them: multiples of {LANES} are taken"
+            f"weights have rows of {k} entries: multiples of {HALF} are taken, which is what was "
+            "compiled"
         )
     return answer(refused_memory(target_kind(), need), takes(x, weight, group_sizes))
 
