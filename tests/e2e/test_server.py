@@ -647,8 +647,41 @@ def test_calls_that_are_asked_for_come(choice, names, client):
 
 
 @pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": ["object", "null"], "additionalProperties": False},
+        {"anyOf": [{"type": "object", "additionalProperties": False}, {"const": "x"}]},
+        {"enum": [{"a": 1}, 5]},
+        None,
+    ],
+    ids=str,
+)
+def test_arguments_are_an_object_whatever_else_a_schema_takes(parameters, client):
+    tool = {"type": "function", "function": {"name": 'a "ü" b', "parameters": parameters}}
+    must = {"type": "function", "function": {"name": 'a "ü" b'}}
+    for seed in range(6):
+        (choice,) = client.chat.completions.create(
+            model="demo", messages=MESSAGES, tools=[tool], tool_choice=must, seed=seed,
+            temperature=2.0, max_tokens=300,
+        ).choices  # fmt: skip
+        if choice.finish_reason == "length":
+            continue
+        (called,) = choice.message.tool_calls
+        assert called.function.name == 'a "ü" b'
+        assert isinstance(json.loads(called.function.arguments), dict)
+
+
+@pytest.mark.parametrize(
     ("more", "param"),
     [
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+                ]
+            },
+            "tools[0].function.parameters.type",
+        ),
         ({"tool_choice": "required", "tools": None}, "tool_choice"),
         ({"tool_choice": "always"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
