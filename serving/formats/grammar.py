@@ -137,7 +137,9 @@ class AnswerGrammar:
         rules = "call: " + " | ".join(f"call_{i}" for i in range(len(tools))) + "\n"
         for i, tool in enumerate(tools):
             function = tool["function"]
-            schema = function.get("parameters") or {"type": "object"}
+            schema = function.get("parameters") or {}
+            if isinstance(schema, dict):  # arguments are an object, whatever else it would take
+                schema = schema | {"type": "object"}
             if strict is not None and function["name"] not in strict:
                 schema = {"type": "object"}
             if calls.tags is not None:

@@ -285,6 +285,12 @@ class ChatRequest(Generation):
                     f"tools[{place}].function.parameters",
                     f"got {show(schema)}, must be a JSON schema",
                 )
+            kinds = (schema or {}).get("type", "object")
+            if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+                raise RequestError(
+                    f"tools[{place}].function.parameters.type",
+                    f"got {show(kinds)}, must be object: arguments are one",
+                )
         self._check_choice()
 
     def _check_choice(self) -> None:

@@ -26,6 +26,7 @@ from openai.types.responses import response_create_params as response_params
 
 from twinfer.serving.cli import main
 from twinfer.serving.llm import LLM
+from twinfer.serving.server.trial import COMPILE_S
 from twinfer.shared.sampling_params import SamplingParams
 
 from .server_process import served
@@ -231,8 +232,11 @@ def test_a_form_that_takes_too_much_work_is_that_requests_error(stream, server):
     body = {"prompt": "x", "max_tokens": 9, "structured_outputs": form, "stream": stream}
     with server.client() as client:
         answer = client.post("/v1/completions", json=body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
+    if stream and answer.status_code == 200:  # it has begun, as the refusal took 2 s
+        error = json.loads(answer.text.partition("data: ")[2].partition("\n")[0])["error"]
+    else:
+        assert answer.status_code == 400
+        error = answer.json()["error"]
     assert error["param"] == "structured_outputs"
     assert "too much work" in error["message"]
 
@@ -246,10 +250,10 @@ ENDLESS = [
 
 
 def _processor_seconds(server):
-    """Of both processes so far, and of the engine's that have ended."""
+    """Of both processes so far; the one that tries forms out bounds its own."""
     clock = os.sysconf("SC_CLK_TCK")
     parts = [
-        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
         for pid in (server.process.pid, server.engine_pid())
     ]
     return sum(int(ticks) for part in parts for ticks in part) / clock
@@ -263,7 +267,7 @@ def test_a_form_is_answered_or_refused_within_two_seconds(form, server):
     with server.client() as client:
         before = _processor_seconds(server)
         answer = client.post("/v1/completions", json=body)
-        assert _processor_seconds(server) - before < 2
+        assert _processor_seconds(server) - before < 2 - COMPILE_S
         assert answer.status_code in (200, 400)
         if answer.status_code == 400:
             assert answer.json()["error"]["param"] in ("structured_outputs", "body")
@@ -647,8 +651,41 @@ def test_calls_that_are_asked_for_come(choice, names, client):
 
 
 @pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": ["object", "null"], "additionalProperties": False},
+        {"anyOf": [{"type": "object", "additionalProperties": False}, {"const": "x"}]},
+        {"enum": [{"a": 1}, 5]},
+        None,
+    ],
+    ids=str,
+)
+def test_arguments_are_an_object_whatever_else_a_schema_takes(parameters, client):
+    tool = {"type": "function", "function": {"name": 'a "ü" b', "parameters": parameters}}
+    must = {"type": "function", "function": {"name": 'a "ü" b'}}
+    for seed in range(6):
+        (choice,) = client.chat.completions.create(
+            model="demo", messages=MESSAGES, tools=[tool], tool_choice=must, seed=seed,
+            temperature=2.0, max_tokens=300,
+        ).choices  # fmt: skip
+        if choice.finish_reason == "length":
+            continue
+        (called,) = choice.message.tool_calls
+        assert called.function.name == 'a "ü" b'
+        assert isinstance(json.loads(called.function.arguments), dict)
+
+
+@pytest.mark.parametrize(
     ("more", "param"),
     [
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+                ]
+            },
+            "tools[0].function.parameters.type",
+        ),
         ({"tool_choice": "required", "tools": None}, "tool_choice"),
         ({"tool_choice": "always"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
