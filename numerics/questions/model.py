@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -389,12 +389,11 @@ class Comparison:
             a, b = self.sides[0].ran.logits, other.ran.logits
             if a is None or b is None:
                 continue  # of what an engine served, tokens and log-probabilities are judged
-            self.diff.logits.append(
-                compare_logits(
-                    a, b, exact[:real], faithful[:real], self.step, self.mode,
-                    family=self.family, numbers=self._numbers,
-                )
+            found = compare_logits(
+                a, b, exact[:real], faithful[:real], self.step, self.gates,
+                family=self.family, numbers=self._numbers,
             )  # fmt: skip
+            self.diff.logits.append(replace(found, mode=self.mode))
 
     # --- findings
     # ----------------------------------------------------------------------------------------------
