@@ -19,6 +19,8 @@ TARGET = "BACKEND:DEVICE[:KEY=VALUE,...]"
 MODES = {"S": "S: float32", "X": "X: exact probes", "P": "P: the run dtype", "I": "I: invariants"}
 PLACES = "json", "junit", "out"
 """Flags that only say where results go."""
+SIDES = "a", "b", "on", "backend"
+"""Flags that are written out although they are the defaults: a reader asks for them first."""
 
 AnyReport = TypeVar("AnyReport", bound=Report)
 
@@ -169,13 +171,21 @@ def write(path: str | None, text: Any) -> None:
 def command(arguments: argparse.Namespace) -> str:
     """The command that asks for the same again; what only says where results go is left out."""
     words = ["twinfer", "numerics", arguments.numerics_command]
-    for action in arguments.numerics_parser._actions:
+    actions = arguments.numerics_parser._actions
+    for action in sorted(actions, key=_is_detail):
         value = getattr(arguments, action.dest, None)
-        if action.dest in PLACES or value in (action.default, None, []):
+        if action.dest in PLACES or value in (None, []):
+            continue
+        if value == action.default and action.dest not in SIDES:
             continue
         for one in value if isinstance(value, list) else [value]:
             words += [*action.option_strings[-1:], str(one)]
     return shlex.join(words)
+
+
+def _is_detail(action: argparse.Action) -> bool:
+    """Whether a flag comes after what is run, and where."""
+    return bool(action.option_strings) and action.dest not in ("model", *SIDES)
 
 
 def finish(
