@@ -6,6 +6,7 @@ Launched one after the other, the kernels of a model take ten seconds to compile
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from threading import Thread
 from typing import Any
 
+LOG = logging.getLogger("twinfer.gpu")
 Noted = dict[tuple[int, str], Any]
 """Kernels by (id of the kernel, what to compile it for)."""
 THREADS = 16
@@ -76,6 +78,8 @@ def compile_together(noted: Noted, progress: Callable[[int], None]) -> None:
         kernel.preload(data).run  # noqa: B018
 
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-        work = [pool.submit(make, kernel, data) for (_, data), kernel in noted.items()]
-        for done, _ in enumerate(as_completed(work)):
+        work = {pool.submit(make, kernel, data): kernel for (_, data), kernel in noted.items()}
+        for done, made in enumerate(as_completed(work)):
+            if (error := made.exception()) is not None:
+                LOG.info("%s is not compiled yet: %r", work[made], error)
             progress(done + 1)
