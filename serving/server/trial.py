@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -78,7 +79,8 @@ class Trials:
         for _ in range(PROCESSES):
             process = self._free.get()
             if process is not None:
-                _pipe(process.stdin).close()
+                with suppress(BrokenPipeError):
+                    _pipe(process.stdin).close()
                 process.wait()
                 _pipe(process.stdout).close()
 
@@ -89,7 +91,9 @@ class Trials:
         command = [sys.executable, "-P", "-m", MODULE]
         started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         setup = Setup(*self._grammars.tokens)
-        _pipe(started.stdin).write(msgspec.json.encode(setup) + b"\n")
+        with suppress(BrokenPipeError):  # it has ended at once: `_ask` sees that
+            _pipe(started.stdin).write(msgspec.json.encode(setup) + b"\n")
+            _pipe(started.stdin).flush()
         return started
 
     def _ask(self, process: subprocess.Popen[bytes], wanted: StructuredOutputs) -> Told | None:
@@ -102,7 +106,8 @@ class Trials:
             line = b""
         if not line:
             process.wait()
-            _pipe(process.stdin).close()
+            with suppress(BrokenPipeError):  # what it has not read
+                _pipe(process.stdin).close()
             _pipe(process.stdout).close()
             return None
         return msgspec.json.decode(line, type=Told)
@@ -115,7 +120,10 @@ def _pipe(end: Any) -> Any:
 def main() -> None:
     """Answers until standard input ends."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which kills, also within the library
-    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return  # the engine has ended meanwhile
+    setup = msgspec.json.decode(line, type=Setup)
     grammars = Grammars(setup.folder, setup.vocab_size, setup.eos_token_ids)
     grammars.prepare()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

@@ -605,7 +605,12 @@ async def _soak(url, random, rounds, at_once=50):
         served = 0
         for _ in range(rounds):
             calls = [_ask_and_leave(client, *_anything(random)) for _ in range(at_once)]
-            served += sum(await asyncio.gather(*calls))
+            # Where a server dies, each call ends by itself: one that were cancelled while it
+            # connects would leave its connection open.
+            for outcome in await asyncio.gather(*calls, return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                served += outcome
         return served
 
 
@@ -650,8 +655,9 @@ def test_a_page_that_holds_another_ones_is_seen(name, tmp_path):
         with contextlib.suppress(AssertionError, httpx.HTTPError):
             asyncio.run(_soak(server.url, Random(1), 20))
         assert server.wait_exit() == 70
-        # Of a page that is taken twice the books may know first.
-        assert "CanaryDied" in server.log or "already holds it" in server.log
+        # Of a page that is taken twice the books may know first, when it is taken or given back.
+        found = ("CanaryDied", "already holds it", "was released but nobody holds it")
+        assert any(words in server.log for words in found), server.log
 
 
 @pytest.mark.slow

@@ -2,11 +2,13 @@
 
 import json
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from twinfer.serving.server.trial import COMPILE_S, PROCESSES, Trials
+from twinfer.serving.server.trial import COMPILE_S, MODULE, PROCESSES, Trials
 from twinfer.shared.errors import RequestError
 from twinfer.shared.grammars import Grammars
 from twinfer.shared.sampling_params import SamplingParams
@@ -78,3 +80,20 @@ def test_what_cannot_be_compiled_says_why(trials):
 )
 def test_forms_of_use_pass(form, trials):
     trials.check(SamplingParams(structured_outputs=form).structured_outputs)
+
+
+def test_a_process_whose_engine_has_ended_says_nothing():
+    for told in (b"", b'{"folder": "x'):
+        done = subprocess.run([sys.executable, "-P", "-m", MODULE], input=told, capture_output=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_a_process_that_was_killed_has_a_successor(trials):
+    for _ in range(PROCESSES):
+        trials.check(GOOD)
+        process = trials._free.get()
+        process.kill()
+        process.wait()
+        trials._free.put(process)
+    for _ in range(PROCESSES):
+        trials.check(GOOD)
