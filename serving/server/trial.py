@@ -79,15 +79,14 @@ class Trials:
         for _ in range(PROCESSES):
             process = self._free.get()
             if process is not None:
-                with suppress(BrokenPipeError):
-                    _pipe(process.stdin).close()
-                process.wait()
-                _pipe(process.stdout).close()
+                _end(process)
 
     def _start(self, process: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes]:
         """A process that runs: `process`, unless it was killed."""
         if process is not None and process.poll() is None:
             return process
+        if process is not None:
+            _end(process)
         command = [sys.executable, "-P", "-m", MODULE]
         started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         setup = Setup(*self._grammars.tokens)
@@ -105,12 +104,17 @@ class Trials:
         except BrokenPipeError:
             line = b""
         if not line:
-            process.wait()
-            with suppress(BrokenPipeError):  # what it has not read
-                _pipe(process.stdin).close()
-            _pipe(process.stdout).close()
+            _end(process)
             return None
         return msgspec.json.decode(line, type=Told)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let a process end, if it has not, and take nothing more from it."""
+    with suppress(BrokenPipeError):  # what it has not read
+        _pipe(process.stdin).close()
+    process.wait()
+    _pipe(process.stdout).close()
 
 
 def _pipe(end: Any) -> Any:

@@ -91,9 +91,11 @@ def test_a_process_whose_engine_has_ended_says_nothing():
 def test_a_process_that_was_killed_has_a_successor(trials):
     for _ in range(PROCESSES):
         trials.check(GOOD)
-        process = trials._free.get()
+    processes = [trials._free.get() for _ in range(PROCESSES)]
+    for process in processes:
         process.kill()
         process.wait()
         trials._free.put(process)
     for _ in range(PROCESSES):
         trials.check(GOOD)
+    assert trials._free.qsize() == PROCESSES
