@@ -61,11 +61,12 @@ class CheckpointError(ModelError):
 
 
 class RequestError(UserError):
-    """One request is wrong. `field` names the culprit."""
+    """One request is wrong. `field` names the culprit, `reason` says what is wrong with it."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.reason = message
 
 
 class Overloaded(TwinferError):

@@ -15,14 +15,13 @@ from jax.sharding import PartitionSpec as P
 from ..shared.errors import ConfigError
 from ..shared.models.placement import WHOLE_EXPERTS, Placement
 from ..shared.models.table import Parameter
+from .kernels.cache import LANES
 
 AXES = ("dp", "tp")
 """Mesh axes. One process group holds one replica, so dp is 1; whoever runs several replicas runs
 several engines.
 """
 
-LANES = 128
-"""Entries of a row of a TPU's registers."""
 REPLICATED = P()
 CACHE = P(None, None, "tp", None)
 

@@ -464,7 +464,7 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     name = names.get(error.field, error.field)
     if name == error.field:
         return error
-    return RequestError(name, str(error).removeprefix(f"{error.field}: "))
+    return RequestError(name, error.reason)
 
 
 def answer_form(form: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -505,10 +505,10 @@ def _call(where: str, call: Any) -> Any:
     name = f"{where}.function.arguments"
     try:
         value = read_json(arguments.encode() or b"{}")
-    except RequestError as error:
-        if "is no JSON" not in str(error):
-            raise renamed(error, {"body": name}) from None
+    except NotJson:
         raise RequestError(name, f"got {show(arguments)}, must be a JSON object as text") from None
+    except RequestError as error:
+        raise renamed(error, {"body": name}) from None
     return call | {"function": {**(function or {}), "arguments": value}}
 
 
@@ -555,8 +555,12 @@ def _kinds(value: Any) -> set[type]:
     return set(map(type, value)) if isinstance(value, list) else set()
 
 
+class NotJson(RequestError):
+    """A body that cannot be parsed."""
+
+
 def read_json(data: bytes) -> Any:
-    """The value of a body. Raises RequestError for what is no JSON, has too many values or nests
+    """The value of a body. Raises NotJson, and RequestError for what has too many values or nests
     too deep.
     """
     if len(data) > MAX_VALUES // PART and _count_values(data) > MAX_VALUES:
@@ -564,7 +568,7 @@ def read_json(data: bytes) -> Any:
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError("body", f"is no JSON: {show(str(error))}") from None
+        raise NotJson("body", f"is no JSON: {show(str(error))}") from None
     check_depth(value)
     return value
 

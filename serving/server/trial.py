@@ -72,7 +72,7 @@ class Trials:
         if told is None:
             raise RequestError(FIELD, f"{wanted.kind}: compiling it takes too much work")
         if told.message:
-            raise RequestError(told.field, told.message.removeprefix(f"{told.field}: "))
+            raise RequestError(told.field, told.message)
 
     def close(self) -> None:
         """End the processes. Nobody may be within `check`."""
@@ -140,7 +140,7 @@ def main() -> None:
             if longest > STEP_S:
                 told = Told(FIELD, f"{wanted.kind}: a token of it takes too much work")
         except RequestError as error:
-            told = Told(error.field, " ".join(str(error).split()))
+            told = Told(error.field, " ".join(error.reason.split()))
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
         sys.stdout.buffer.flush()
