@@ -50,6 +50,8 @@ def open_llm(checkpoints, backend, device, setting, **options):
         "max_num_batched_tokens": 32,
         "num_pages": 24,
     }
+    if backend == "jax":  # which compiles for seconds for each program
+        small |= {"decode_sizes": (4,), "mixed_sizes": (32,)}
     options = small | SETTINGS[setting] | options
     return LLM(folder, backend=backend, device=device, progress=False, **options)
 

@@ -40,11 +40,18 @@ NEW_TOKENS = 64
 # transformers takes the short longrope factors up to 600 tokens for the one, up to 96 for the
 # other.
 LONGROPE = {"phi4-mini-short": dict(max_model_len=600), "phi4-mini-long": dict(max_model_len=640)}
+# The usual programs.
+LADDER = {"qwen3": dict(decode_sizes=None, mixed_sizes=None)}
 LONG_ONLY = {"phi4-mini-long": (97, 112, 500)}
 
 
+FEW = dict(decode_sizes=(8,), mixed_sizes=(16, 128))
+"""Programs of the JAX worker, which compiles for seconds for each: half of its ladder's."""
+
+
 def start(folder, backend, device, **options):
-    settings = dict(max_num_seqs=8, max_num_batched_tokens=128, dtype="float32") | options
+    settings = dict(max_num_seqs=8, max_num_batched_tokens=128, dtype="float32")
+    settings |= (FEW if backend == "jax" else {}) | options
     config = EngineConfig(model=folder, backend=backend, device=device, **settings)
     return Engine(config, load_config(folder), folder)
 
@@ -139,7 +146,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "backend"), CASES)
 def test_logits_and_greedy_tokens(checkpoints, oracle, prompts, name, backend, device):
     folder, model = checkpoints(name)
-    engine = start(folder, backend, device, **LONGROPE.get(name, {}))
+    engine = start(folder, backend, device, **LONGROPE.get(name, {}), **LADDER.get(name, {}))
     try:
         # A token that stands for images is the last one, and no prompt may have it.
         vocabulary = engine.model.vocab_size - len(engine.model.image_token_ids)

@@ -76,7 +76,8 @@ def never(*args, **kwargs):
 
 
 def tokens(backend, **options):
-    with LLM("demo", backend=backend, **OPTIONS | options) as llm:
+    few = {"decode_sizes": (2,)} if backend == "jax" else {}
+    with LLM("demo", backend=backend, **OPTIONS | few | options) as llm:
         plans = llm.engine.worker.plans()
         out = llm.generate([[1, 2, 3], [4]], GREEDY, progress=False)
         return [o.outputs[0].token_ids for o in out], plans

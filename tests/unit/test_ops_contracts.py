@@ -39,11 +39,14 @@ ON_A_CPU = ("c",)
 """Providers whose kernels are for CPUs."""
 
 
-INTERPRETED = ("paged_attention", "pallas_interpret")
-"""Takes minutes; test_tpu_kernels.py has a sample of its cases."""
+LONG = {
+    ("paged_attention", "jax", "pallas_interpret"),  # test_tpu_kernels.py has a sample of its cases
+    ("paged_attention", "jax", "rows"),  # test_row_invariant.py runs it in an engine
+}
+"""Take minutes."""
 
 
-def judged(on_a_gpu, slow=()):
+def judged(on_a_gpu, slow=frozenset()):
     """(op, framework, provider) of every implementation; those that `on_a_gpu` takes are judged
     there too.
     """
@@ -51,7 +54,7 @@ def judged(on_a_gpu, slow=()):
     def marks(op, framework, provider):
         if on_a_gpu(framework, provider):
             return pytest.mark.gpu
-        return pytest.mark.slow if (op, provider) == slow else ()
+        return pytest.mark.slow if (op, framework, provider) in slow else ()
 
     return [
         pytest.param(
@@ -72,7 +75,7 @@ BOUNDED_ON_A_GPU = judged(
     lambda framework, provider: (
         (framework == "torch" and provider not in ON_A_CPU) or provider in ON_A_GPU
     ),
-    INTERPRETED,
+    LONG,
 )
 """What torch makes of the references on a GPU, by cuBLAS among others, is judged by the bound
 alone.

@@ -5,6 +5,7 @@ reading HLO.
 import json
 import os
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -239,6 +240,7 @@ def test_the_tables_on_the_devices_hold_what_a_step_says(seed, whole):
     """
     tables, buffers, spills = Tables(seed), step_difference.StepBuffers(SHAPE), 0
     on_device = state.State(*map(jnp.asarray, state.initial_state(SHAPE)))
+    update, updated = jax.jit(partial(state.update, SHAPE)), jax.jit(state.updated)
     for _ in range(6):
         size = int(tables.rng.choice([4, 12]))
         loop = (
@@ -250,9 +252,9 @@ def test_the_tables_on_the_devices_hold_what_a_step_says(seed, whole):
         spilled, buffer = buffers.pack(step)
         spills += len(spilled)
         for part in spilled:
-            on_device = state.update(SHAPE, on_device, jnp.asarray(part))
+            on_device = update(on_device, jnp.asarray(part))
         layout = step_difference.diff_layout(step.descriptor, SHAPE, loop is not None)
-        on_device = state.updated(on_device, layout.unpack(jnp.asarray(buffer), lambda x: x))
+        on_device = updated(on_device, layout.unpack(buffer, lambda x: x))
         for row in step.field("rows")[: int(step.field("counts")[1])].tolist():
             used = tables.num_pages[row]
             assert np.array_equal(on_device.pages[row, :used], tables.pages[row, :used])
