@@ -236,7 +236,12 @@ def test_the_predicate_of_an_engine_on_jax_is_asked_for_every_program():
     with pytest.raises(
         ConfigError, match=r"'silu_and_mul': 'picky' takes decode\[8\] but refuses decode\[16\]"
     ):
-        tokens("jax", op_priority={"silu_and_mul": ("picky",)}, max_num_seqs=16)
+        tokens(
+            "jax",
+            op_priority={"silu_and_mul": ("picky",)},
+            max_num_seqs=16,
+            decode_sizes=(1, 8, 16),
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
