@@ -148,14 +148,14 @@ def test_an_abort_behind_its_request_keeps_it_from_starting():
 
 def test_a_refused_request_alone_is_refused():
     sent, _, _ = turned([add(1, ()), add(2)])
-    assert sent[0] == messages.Refused(1, "prompt", "prompt: is empty")
+    assert sent[0] == messages.Refused(1, "prompt", "is empty")
     assert [number for number, _ in messages.updates_of(sent[1])] == [2]
 
 
 def test_a_bug_that_one_request_meets_ends_no_other(caplog):
     sent, _, _ = turned([add(1, range(7)), add(2)])
     assert sent[0].id == 1
-    assert "a bug" not in sent[0].message
+    assert "a bug" not in sent[0].reason
     assert "a bug" in caplog.text
     assert [number for number, _ in messages.updates_of(sent[1])] == [2]
 
@@ -209,7 +209,7 @@ def test_steps_go_on_while_a_grammar_is_compiled():
         ("add", "1"),
     ]
     refused = [message for message in sent if isinstance(message, messages.Refused)]
-    assert refused == [messages.Refused(2, "structured_outputs", "structured_outputs: is bad")]
+    assert refused == [messages.Refused(2, "structured_outputs", "is bad")]
     # The next one with the same form waits for nothing.
     inbox.append(formed(7, "a"))
     loop.turn()
