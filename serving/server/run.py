@@ -75,6 +75,7 @@ def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
         raise ConfigError("api-key: got an empty one")
     if (arguments.ssl_keyfile is None) != (arguments.ssl_certfile is None):
         raise ConfigError("ssl-keyfile, ssl-certfile: both are needed, or none")
+    _allow_connections()
     tokenizer = Tokenizer.load(folder)
     settings = Settings(
         names,
