@@ -134,7 +134,7 @@ def _read_compressed(fields: Fields) -> Quantization:
         for name in _names(fields, "ignore")
     )
     if form == "nvfp4-pack-quantized":
-        return _read_nvfp4(fields, weights, tokens, left)
+        return _read_nvfp4(weights, tokens, left)
     bits, sort = weights.get("num_bits"), weights.get("type")
     if form not in ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"):
         fields.refuse(
@@ -202,9 +202,7 @@ def _with_activations(narrow: Narrow, weights: Fields, tokens: Fields) -> Narrow
     )
 
 
-def _read_nvfp4(
-    fields: Fields, weights: Fields, tokens: Fields | None, left: tuple[str, ...]
-) -> Quantization:
+def _read_nvfp4(weights: Fields, tokens: Fields | None, left: tuple[str, ...]) -> Quantization:
     if tokens is not None:
         tokens.refuse("num_bits", tokens.get("num_bits"), "plain activations beside fp4 weights")
     shape = weights.get("num_bits"), weights.get("type"), weights.get("group_size")
