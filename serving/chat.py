@@ -18,8 +18,8 @@ import aiohttp
 
 from ..shared.errors import ConfigError, TwinferError
 from .chat_flags import sent_options
+from .serve_flags import KEY_VARIABLE
 
-KEY_VARIABLE = "TWINFER_API_KEY"
 RESET = "/reset"
 SILENCE_S = 600.0
 """How long an answer may pause."""

@@ -31,9 +31,11 @@ from ...shared.models.locate import model_folder
 from ...shared.models.shapes import check_weights
 from ...shared.progress import silent
 from ...shared.tokenizer import Tokenizer
+from ..flags import engine_options
 from ..formats.detect import detect_format
 from ..formats.table import FORMATS, Format, find_format
 from ..progress import StartBar
+from ..serve_flags import KEY_VARIABLE
 from .admin import build_admin
 from .app import Settings, build_app
 from .engine import EngineProcess, Limits
@@ -45,7 +47,6 @@ from .traces import Traces
 
 LOG = logging.getLogger("twinfer.server")
 STATUS_S = 10.0
-KEY_VARIABLE = "TWINFER_API_KEY"
 
 
 class _Uvicorn(uvicorn.Server):
@@ -57,8 +58,9 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """`twinfer serve`. Raises ConfigError, ModelError."""
+    options = engine_options(arguments)
     config = EngineConfig.from_options(
         {"model": arguments.model, "backend": arguments.backend, **options}
     )
