@@ -114,6 +114,11 @@ class Generation(BaseModel):
         """The field that asks for a form of the text: what refuses the form names it."""
         return FORM
 
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the last event of a stream says how many tokens there were."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
     def check(self) -> None:
         """Raise RequestError for a field that cannot be had, and for options without a stream."""
         for name, why in self.refused.items():

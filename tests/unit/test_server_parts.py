@@ -16,6 +16,7 @@ from twinfer.serving.server import messages
 from twinfer.serving.server.answers import Words, error_of
 from twinfer.serving.server.child import IDLE_MS, Loop, _fatal, hang_limit
 from twinfer.serving.server.doors import Doors
+from twinfer.serving.server.events import piece_events
 from twinfer.serving.server.fields import (
     ChatRequest,
     CompletionRequest,
@@ -284,6 +285,28 @@ def test_news_are_told_once_and_together():
         assert not one.done
 
     asyncio.run(check())
+
+
+def test_what_comes_while_a_slow_client_reads_is_told():
+    """Its end among it, with the reason."""
+
+    async def told():
+        one, got = live(), []
+        one.take(0, Update("1", (5,)))
+        pieces = piece_events(
+            [one], lambda _, __, n: [{"t": n.token_ids, "f": n.finish_reason}], None
+        )
+        async for data in pieces:
+            if not got:
+                one.take(0, Update("1", (6,), FinishReason.LENGTH))
+            got.append(data)
+        return got
+
+    assert asyncio.run(told()) == [
+        b'data: {"t":[5],"f":null}\n\n',
+        b'data: {"t":[6],"f":"length"}\n\n',
+        b"data: [DONE]\n\n",
+    ]
 
 
 async def never():
