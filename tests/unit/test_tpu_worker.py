@@ -250,7 +250,7 @@ def test_the_tables_on_the_devices_hold_what_a_step_says(seed, whole):
         spilled, buffer = buffers.pack(step)
         spills += len(spilled)
         for part in spilled:
-            on_device = state.update(SHAPE, on_device, jnp.asarray(part))
+            on_device = state.update(on_device, jnp.asarray(part))
         layout = step_difference.diff_layout(step.descriptor, SHAPE, loop is not None)
         on_device = state.updated(on_device, layout.unpack(jnp.asarray(buffer), lambda x: x))
         for row in step.field("rows")[: int(step.field("counts")[1])].tolist():
