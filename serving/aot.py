@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
 from ..shared.errors import ConfigError
 from ..shared.worker import backend_module
+from .flags import engine_options
 from .progress import StartBar, print_progress
 
 
@@ -26,15 +25,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=("largest", "steps", "all"),
         default="largest",
         help="compile the largest of each kind, of these the steps without samplers, or all "
-        "(--out "
-        "does)",
+        "(--out does)",
     )
     g.add_argument("--json", action="store_true", help="one JSON object")
 
 
-def run(
-    arguments: argparse.Namespace, options: Callable[[argparse.Namespace], dict[str, Any]]
-) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Exit code 0, or 3 if the model does not fit."""
     if arguments.backend not in ("auto", "jax"):
         raise ConfigError(f"backend: got {arguments.backend}, only jax compiles ahead of time")
@@ -43,6 +39,6 @@ def run(
         progress = bar.update if bar.shown else print_progress
         return int(
             backend_module("jax", "aot_cli").run(
-                arguments.model, arguments.topology, options(arguments), *what, progress
+                arguments.model, arguments.topology, engine_options(arguments), *what, progress
             )
         )

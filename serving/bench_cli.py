@@ -30,8 +30,8 @@ from .bench import (
     run_latency,
     run_workload,
 )
-from .bench_serve_flags import add_serve
-from .flags import add_engine
+from .bench_serve_flags import add_bench_serve
+from .flags import add_engine, engine_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -129,7 +129,7 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
         )
     for parser in (offline, latency):
         add_engine(parser)
-    add_serve(kinds)
+    add_bench_serve(kinds)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -152,10 +152,9 @@ def _sizes(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Run a benchmark with the engine options `options`; prints a table and writes the JSON.
-    Returns the exit code.
-    """
+def run(arguments: argparse.Namespace) -> int:
+    """Run a benchmark; prints a table and writes the JSON. Returns the exit code."""
+    options = engine_options(arguments)
     if arguments.backend == "auto":
         # Named before anything starts: a figure is of one backend, and the processes of `start`
         # must take the same.

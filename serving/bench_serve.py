@@ -216,12 +216,13 @@ class _Client:
                     if event.get("usage"):
                         seen.output_len = event["usage"]["completion_tokens"]
                         seen.prompt_len = event["usage"]["prompt_tokens"]
-                    if event["choices"]:
-                        if not seen.ttft:
-                            seen.ttft = now - sent
-                        else:
-                            seen.itl.append(now - last)
-                        last = now
+                    if not event["choices"]:
+                        continue
+                    if seen.ttft:
+                        seen.itl.append(now - last)
+                    else:
+                        seen.ttft = now - sent
+                    last = now
         except (aiohttp.ClientError, OSError, ValueError, KeyError) as error:
             seen.error = f"{type(error).__name__}: {error}"
         seen.latency = last - sent

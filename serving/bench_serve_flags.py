@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .parser import size
+from .parser import whole_number
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 DATASETS = ("random", "prefix-repetition", "custom")
 
 
-def add_serve(kinds: Any) -> None:
+def add_bench_serve(kinds: Any) -> None:
     """`bench serve`: which server, what load, what is told."""
     parser = kinds.add_parser("serve", help="load on a running server, and what its clients see")
     g = parser.add_argument_group("server")
@@ -50,7 +50,7 @@ def add_serve(kinds: Any) -> None:
     ):
         g.add_argument(
             f"--{name}",
-            type=_whole,
+            type=whole_number(0),
             default=value,
             metavar="N",
             help=f"{text} (default: %(default)s)",
@@ -77,7 +77,10 @@ def add_serve(kinds: Any) -> None:
         help="1 is a Poisson process, less comes in bursts (default: %(default)s)",
     )
     g.add_argument(
-        "--max-concurrency", type=_whole, metavar="N", help="requests at a time (default: all)"
+        "--max-concurrency",
+        type=whole_number(0),
+        metavar="N",
+        help="requests at a time (default: all)",
     )
     g.add_argument(
         "--temperature",
@@ -128,13 +131,6 @@ def add_serve(kinds: Any) -> None:
     g.add_argument(
         "--save-detailed", action="store_true", help="with each request's times (default: without)"
     )
-
-
-def _whole(text: str) -> int:
-    number = int(size(text))
-    if not 0 <= number < 2**31:
-        raise argparse.ArgumentTypeError(f"got {text}, allowed is 0 to {2**31 - 1}")
-    return number
 
 
 def _positive(text: str) -> float:

@@ -18,8 +18,8 @@ import aiohttp
 
 from ..shared.errors import ConfigError, TwinferError
 from .chat_flags import sent_options
+from .serve_flags import KEY_VARIABLE
 
-KEY_VARIABLE = "TWINFER_API_KEY"
 RESET = "/reset"
 SILENCE_S = 600.0
 """How long an answer may pause."""
@@ -62,16 +62,13 @@ class Conversation:
         try:
             async for delta in self._deltas(asked):
                 thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-                if (
-                    self._terminal
-                    and bool(thought) != thinking
-                    and (thought or delta.get("content"))
-                ):
+                content = delta.get("content") or ""
+                if self._terminal and (thought or content) and bool(thought) != thinking:
                     thinking = not thinking
                     self._write(DIM if thinking else PLAIN)
                 self._show(thought if self._terminal else "")
-                said += delta.get("content") or ""
-                self._show(delta.get("content") or "")
+                said += content
+                self._show(content)
             finished = True
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise TwinferError(

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from .flags import SAMPLING, add_flag, destination
+from .serve_flags import KEY_VARIABLE
 
 URL = "http://127.0.0.1:8000/v1"
 SENT = (
@@ -24,7 +25,7 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
     g.add_argument("--model", metavar="NAME", help="what the server calls it (default: its first)")
     g.add_argument("--system", metavar="TEXT", help="what the model is told first (default: none)")
     g.add_argument(
-        "--api-key", metavar="KEY", help="sent with each request (default: $TWINFER_API_KEY)"
+        "--api-key", metavar="KEY", help=f"sent with each request (default: ${KEY_VARIABLE})"
     )
     g.add_argument("--quick", metavar="TEXT", help="one answer to it, then leave (default: none)")
     g = parser.add_argument_group("sampling", "what is not said is up to the server")

@@ -1,14 +1,13 @@
 """The command line: `twinfer generate | serve | chat | demo | plan | bench | aot | doctor |
-collect-env | numerics`.
+collect-env | numerics`. Of each command the flags, and below them the call into its module, which
+is imported when the command runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import errno
 import io
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ from .aot import add_flags as add_aot_flags
 from .bench_cli import add_parsers as add_bench_parsers
 from .chat_flags import add_chat
 from .flags import add_engine, add_output, add_prompts, add_sampling
-from .flags import engine_options as _engine_options
 from .parser import OneLineParser, join_values, size
 from .serve_flags import PORT, add_serve, port_number
 
@@ -107,6 +105,24 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
     from .. import __version__
 
     parser.add_argument("--version", action="version", version=f"twinfer {__version__}")
+    _add_hosts(parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
+    for add in (
+        _add_generate,
+        _add_serve,
+        _add_chat,
+        _add_demo,
+        _add_plan,
+        _add_bench,
+        _add_aot,
+        _add_doctor,
+        _add_numerics,
+    ):
+        add(commands)
+    return parser, commands.choices
+
+
+def _add_hosts(parser: OneLineParser) -> None:
     g = parser.add_argument_group(
         "several hosts", "the same command on each; the first has the results"
     )
@@ -130,80 +146,13 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
         metavar="I",
         help="this one's, from 0 (default: %(default)s)",
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
+
+
+def _add_generate(commands: Any) -> None:
     generate = commands.add_parser("generate", help="complete prompts and leave", usage=USAGE)
     generate.set_defaults(run=run_generate)
     for add in (add_model, add_prompts, add_sampling, add_output, add_engine):
         add(generate)
-    serve = commands.add_parser(
-        "serve", help="answer requests over HTTP, as OpenAI's API does", usage=USAGE
-    )
-    serve.set_defaults(run=run_serve)
-    for add in (add_model, add_serve, add_engine):
-        add(serve)
-    chat = commands.add_parser("chat", help="talk with a running server in the terminal")
-    chat.set_defaults(run=run_chat)
-    add_chat(chat)
-    demo = commands.add_parser("demo", help="the bundled model on several workers, tokens compared")
-    demo.set_defaults(run=run_demo)
-    demo.add_argument("--dtype", choices=DTYPES[1:], default="float32", help="default: %(default)s")
-    demo.add_argument(
-        "--max-tokens",
-        type=size,
-        default=48,
-        metavar="N",
-        help="of each text, from 1 (default: %(default)s)",
-    )
-    demo.add_argument(
-        "--backends",
-        default="jax,torch",
-        metavar="B,B,...",
-        help="two or more of jax, torch, torch-xla (default: %(default)s)",
-    )
-    plan = commands.add_parser(
-        "plan", help="which implementation of each op a backend runs, and why", usage=USAGE
-    )
-    plan.set_defaults(run=run_plan)
-    add_model(plan)
-    add_engine(plan)
-    plan.add_argument("--json", action="store_true", help="one JSON object")
-    plan.add_argument(
-        "--all", action="store_true", help="also the ops that the model does not call"
-    )
-    bench = commands.add_parser(
-        "bench", help="measure speed: offline workloads, latency by percentile, or a server"
-    )
-    bench.set_defaults(run=run_bench)
-    add_bench_parsers(bench)
-    what = "compile for a TPU slice without one: does it fit, what does it cost"
-    aot = commands.add_parser("aot", help=what, usage=USAGE)
-    aot.set_defaults(run=run_aot)
-    add_model(aot)
-    add_aot_flags(aot)
-    add_engine(aot, without=["torch"])
-    doctor = commands.add_parser("doctor", help="what this machine can run, and what is in the way")
-    doctor.set_defaults(run=run_doctor)
-    doctor.add_argument(
-        "model", nargs="?", metavar="MODEL", help="whether it can be read and fits (default: none)"
-    )
-    doctor.add_argument(
-        "--port",
-        type=port_number,
-        default=PORT,
-        metavar="P",
-        help="that a server would take, 0 to 65535 (default: %(default)s)",
-    )
-    doctor.add_argument("--json", action="store_true", help="a JSON list")
-    collect = commands.add_parser(
-        "collect-env", help="versions, devices and variables, for a report"
-    )
-    collect.set_defaults(run=run_collect_env)
-    numerics = commands.add_parser(
-        "numerics", help="compare backends numerically: which op, in which layer, and why"
-    )
-    numerics.set_defaults(run=run_numerics)
-    add_numerics_parsers(numerics)
-    return parser, commands.choices
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
@@ -213,11 +162,26 @@ def run_generate(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve", help="answer requests over HTTP, as OpenAI's API does", usage=USAGE
+    )
+    serve.set_defaults(run=run_serve)
+    for add in (add_model, add_serve, add_engine):
+        add(serve)
+
+
 def run_serve(arguments: argparse.Namespace) -> int:
     """`twinfer serve`: the engine runs in a process of its own."""
     if arguments.coordinator is not None:
         raise ConfigError("coordinator: a server runs on one host")
-    return int(_needing_extra("server.run").run(arguments, _engine_options(arguments)))
+    return int(_needing_extra("server.run").run(arguments))
+
+
+def _add_chat(commands: Any) -> None:
+    chat = commands.add_parser("chat", help="talk with a running server in the terminal")
+    chat.set_defaults(run=run_chat)
+    add_chat(chat)
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
@@ -235,11 +199,58 @@ def _needing_extra(module: str) -> Any:
         ) from error
 
 
+def _add_demo(commands: Any) -> None:
+    demo = commands.add_parser("demo", help="the bundled model on several workers, tokens compared")
+    demo.set_defaults(run=run_demo)
+    demo.add_argument("--dtype", choices=DTYPES[1:], default="float32", help="default: %(default)s")
+    demo.add_argument(
+        "--max-tokens",
+        type=size,
+        default=48,
+        metavar="N",
+        help="of each text, from 1 (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--backends",
+        default="jax,torch",
+        metavar="B,B,...",
+        help="two or more of jax, torch, torch-xla (default: %(default)s)",
+    )
+
+
 def run_demo(arguments: argparse.Namespace) -> int:
     """`twinfer demo`."""
     from .demo import run
 
     return run(arguments.dtype, arguments.max_tokens, arguments.backends)
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan", help="which implementation of each op a backend runs, and why", usage=USAGE
+    )
+    plan.set_defaults(run=run_plan)
+    add_model(plan)
+    add_engine(plan)
+    plan.add_argument("--json", action="store_true", help="one JSON object")
+    plan.add_argument(
+        "--all", action="store_true", help="also the ops that the model does not call"
+    )
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """`twinfer plan`."""
+    from .plan import run
+
+    return run(arguments)
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench", help="measure speed: offline workloads, latency by percentile, or a server"
+    )
+    bench.set_defaults(run=run_bench)
+    add_bench_parsers(bench)
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
@@ -248,7 +259,44 @@ def run_bench(arguments: argparse.Namespace) -> int:
         return int(_needing_extra("bench_serve").run(arguments))
     from .bench_cli import run
 
-    return run(arguments, _engine_options(arguments))
+    return run(arguments)
+
+
+def _add_aot(commands: Any) -> None:
+    what = "compile for a TPU slice without one: does it fit, what does it cost"
+    aot = commands.add_parser("aot", help=what, usage=USAGE)
+    aot.set_defaults(run=run_aot)
+    add_model(aot)
+    add_aot_flags(aot)
+    add_engine(aot, without=["torch"])
+
+
+def run_aot(arguments: argparse.Namespace) -> int:
+    """`twinfer aot`: needs libtpu and no TPU."""
+    from .aot import run
+
+    return run(arguments)
+
+
+def _add_doctor(commands: Any) -> None:
+    """`doctor`, and `collect-env` beside it."""
+    doctor = commands.add_parser("doctor", help="what this machine can run, and what is in the way")
+    doctor.set_defaults(run=run_doctor)
+    doctor.add_argument(
+        "model", nargs="?", metavar="MODEL", help="whether it can be read and fits (default: none)"
+    )
+    doctor.add_argument(
+        "--port",
+        type=port_number,
+        default=PORT,
+        metavar="P",
+        help="that a server would take, 0 to 65535 (default: %(default)s)",
+    )
+    doctor.add_argument("--json", action="store_true", help="a JSON list")
+    collect = commands.add_parser(
+        "collect-env", help="versions, devices and variables, for a report"
+    )
+    collect.set_defaults(run=run_collect_env)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -265,141 +313,19 @@ def run_collect_env(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _add_numerics(commands: Any) -> None:
+    numerics = commands.add_parser(
+        "numerics", help="compare backends numerically: which op, in which layer, and why"
+    )
+    numerics.set_defaults(run=run_numerics)
+    add_numerics_parsers(numerics)
+
+
 def run_numerics(arguments: argparse.Namespace) -> int:
     """`twinfer numerics`: both backends in one process."""
     from ..numerics.cli import run
 
     return run(arguments)
-
-
-def run_aot(arguments: argparse.Namespace) -> int:
-    """`twinfer aot`: needs libtpu and no TPU."""
-    from .aot import run
-
-    return run(arguments, _engine_options)
-
-
-def run_plan(arguments: argparse.Namespace) -> int:
-    """`twinfer plan`: loads no weights and compiles nothing."""
-    from ..ops import OpError
-    from ..shared.backends import find_backend
-    from ..shared.config import EngineConfig, resolve
-    from ..shared.models.config_json import load_config
-    from ..shared.models.locate import model_folder
-    from ..shared.worker import backend_module
-
-    model = load_config(model_folder(arguments.model))
-    backend, device, _ = find_backend(arguments.backend, arguments.device)
-    config = EngineConfig(**_engine_options(arguments), model=arguments.model, backend=backend)
-    resolved, _ = resolve(config, model, device)
-    try:
-        plans = backend_module(backend).make_plans(model, resolved)
-    except OpError as error:
-        raise ConfigError(f"op-priority, enable-ops: {_one_line(error)}") from error
-    rows = _plan_rows(plans)
-    layers = _layers_by_plan(model, plans)
-    if arguments.all:
-        called = {row["op"] for row in rows}
-        everything = backend_module(backend, "plans").chooser(resolved)()
-        rows += [
-            _plan_row(choice, "-")
-            for name, choice in everything.choices.items()
-            if name not in called
-        ]
-    if arguments.json:
-        keys = {"cache_key": plans.cache_key, "plan_hash": plans.hash}
-        kinds = _layer_kinds(model, plans)
-        print(
-            json.dumps(
-                {"backend": backend, "ops": rows, "layers": layers, "layer_kinds": kinds, **keys}
-            )
-        )
-        return 0
-    for row in rows:
-        passed = f"  passed over: {'; '.join(row['passed_over'])}" if row["passed_over"] else ""
-        same = "deterministic" if row["deterministic"] else "not deterministic"
-        same += ", row-invariant" if row["row_invariant"] else ""
-        what = (
-            f"{row['op']:<24} {row['kind']:<8} {row['provider']:<12} {row['chosen_by']:<9} "
-            f"{row['uuid']}"
-        )
-        print(f"{what}  {same:<28} rounds {row['rounds']}{passed}")
-    for title, count in layers.items():
-        if "." in title:
-            print(f"{title}: what differs in {count} of {model.num_layers} layers")
-    kinds = _layer_kinds(model, plans)
-    for kind in kinds if len(kinds) > 1 else ():
-        chosen = ", ".join(f"{program} {provider}" for program, provider in kind["chosen"].items())
-        print(f"{kind['layers']} layers, {kind['attention']}: paged_attention {chosen}")
-    print(f"plan hash {plans.hash}")
-    return 0
-
-
-def _layer_kinds(model: Any, plans: Any) -> list[dict[str, Any]]:
-    """The kinds of layers: how many there are, what their attention is, and what computes it in
-    each kind of program.
-    """
-    from ..shared.models.families import model_of
-    from ..shared.models.spec import Attention
-
-    spec, found = model_of(model), []
-    for kind in spec.kinds:
-        attention = next(sub.mixer for sub in kind if isinstance(sub.mixer, Attention))
-        seen = f"window {attention.window}" if attention.window else "all tokens"
-        what = f"{attention.num_heads} heads of {attention.head_dim}, {seen}"
-        if attention.reads is not None:
-            what += f", reads the cache of layer {attention.reads}"
-        chosen = {
-            program: plans.of(program, kind)["paged_attention"].provider for program in plans.layers
-        }
-        found.append({"layers": spec.layers.count(kind), "attention": what, "chosen": chosen})
-    return found
-
-
-def _plan_rows(plans: Any) -> list[dict[str, Any]]:
-    """The choices of each kind of program, and those that differ in some kinds of layers."""
-    rows = [
-        _plan_row(plan[name], kind) for kind, plan in plans.by_kind.items() for name in plan.choices
-    ]
-    for title, plan in plans.titled():
-        usual = plans[title.partition(".")[0]]
-        rows += [
-            _plan_row(choice, title)
-            for name, choice in plan.choices.items()
-            if choice.provider != usual[name].provider
-        ]
-    return rows
-
-
-def _layers_by_plan(model: Any, plans: Any) -> dict[str, int]:
-    """How many layers run under each plan: `decode`, `decode.1`, ..."""
-    from ..shared.models.families import model_of
-
-    spec, counts = model_of(model), dict[str, int]()
-    for titles in plans.layer_titles().values():
-        for layer in spec.layers:
-            title = titles[spec.kinds.index(layer)]
-            counts[title] = counts.get(title, 0) + 1
-    return counts
-
-
-def _plan_row(choice: Any, kind: str) -> dict[str, Any]:
-    """What `twinfer plan` says of an op in a kind of program ("-": in none)."""
-    from ..ops import REGISTRY
-
-    op, implementation = REGISTRY[choice.op], choice.implementation
-    return {
-        "op": op.name,
-        "kind": kind,
-        "provider": choice.provider,
-        "chosen_by": choice.chosen_by,
-        "passed_over": [f"{provider}: {why}" for provider, why in choice.passed_over],
-        "rounds": op.contract.rounds,
-        "contract": dataclasses.asdict(op.contract),
-        "deterministic": implementation.deterministic,
-        "row_invariant": implementation.row_invariant,
-        "uuid": choice.uuid,
-    }
 
 
 if __name__ == "__main__":

@@ -108,11 +108,18 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     for name, option in SAMPLING.items():
         where = "generation_config.json, else " if name in FIELDS.values() else ""
         add_flag(g, option, None, where + option.usually)
-    g.add_argument(
-        "--generation-config", choices=SOURCES, default="auto",
+    add_generation_config(g)
+
+
+def add_generation_config(group: Any) -> None:
+    """Where defaults of sampling come from."""
+    group.add_argument(
+        "--generation-config",
+        choices=SOURCES,
+        default="auto",
         help="none: without the sampling defaults of the model's generation_config.json (default: "
-             "%(default)s)",
-    )  # fmt: skip
+        "%(default)s)",
+    )
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -277,10 +277,10 @@ class TextLines:
             if update.finish_reason is not None:
                 self._ended.add(place)
             if self._pieces or update.finish_reason is not None:
-                self._waiting[place] = self._waiting.get(place, "") + self._text(update, place)
+                self._waiting[place] = self._waiting.get(place, "") + self._text(update)
         self._advance()
 
-    def _text(self, update: StreamUpdate, place: Place) -> str:
+    def _text(self, update: StreamUpdate) -> str:
         completion = update.output.outputs[update.completion]
         tokens, text = completion.token_ids, completion.text
         first = True

@@ -159,5 +159,17 @@ def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return type_of
 
 
+def whole_number(least: int) -> Callable[[str], int]:
+    """A reader of whole numbers from `least` on, which may have a unit, for argparse."""
+
+    def read(text: str) -> int:
+        number = size(text)
+        if not least <= number < 2**31:
+            raise argparse.ArgumentTypeError(f"got {text}, allowed is {least} to {2**31 - 1}")
+        return int(number)
+
+    return read
+
+
 size = argument(option_text.size)
 token_ids = argument(option_text.token_ids)

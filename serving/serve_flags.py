@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 
-from ..shared.generation_config import SOURCES
-from .parser import size
+from .flags import add_generation_config
+from .parser import whole_number
 
 PORT = 8000
+KEY_VARIABLE = "TWINFER_API_KEY"
+"""Where a server and its clients find its key if no flag says it."""
 PARSERS = (
     "auto", "none", "think", "hermes", "qwen", "qwen3_coder", "glm45", "llama3_json", "mistral",
 )  # fmt: skip
@@ -34,7 +35,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--data-parallel-size",
         "--dp",
         "-dp",
-        type=_whole(1),
+        type=whole_number(1),
         default=1,
         metavar="N",
         help="engines behind this server, each with devices of its own (default: %(default)s)",
@@ -49,7 +50,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--api-key",
         action="append",
         metavar="KEY",
-        help="only who sends it may enter; may be repeated (default: $TWINFER_API_KEY, else all)",
+        help=f"only who sends it may enter; may be repeated (default: ${KEY_VARIABLE}, else all)",
     )
     g.add_argument("--ssl-certfile", metavar="FILE", help="certificate for https (default: http)")
     g.add_argument("--ssl-keyfile", metavar="FILE", help="its private key (default: http)")
@@ -83,13 +84,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="where spans of calls go, as OpenTelemetry's OTLP over HTTP; needs the extra traces "
         "(default: nowhere)",
     )
-    g.add_argument(
-        "--generation-config",
-        choices=SOURCES,
-        default="auto",
-        help="none: without the sampling defaults of the model's generation_config.json (default: "
-        "%(default)s)",
-    )
+    add_generation_config(g)
     g.add_argument(
         "--tool-call-parser",
         choices=PARSERS,
@@ -107,7 +102,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     g = parser.add_argument_group("limits")
     g.add_argument(
         "--max-num-queued-reqs",
-        type=_whole(1),
+        type=whole_number(1),
         default=512,
         metavar="N",
         help="completions that may wait for a place in the batch; more get 503 (default: "
@@ -115,14 +110,14 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
     g.add_argument(
         "--max-num-queued-tokens",
-        type=_whole(1),
+        type=whole_number(1),
         default=4 << 20,
         metavar="N",
         help="tokens of prompts that may wait; more get 503 (default: 4M)",
     )
     g.add_argument(
         "--max-body-size",
-        type=_whole(1024),
+        type=whole_number(1024),
         default=32 << 20,
         metavar="BYTES",
         help="of a request; a larger one gets 413 (default: 32M)",
@@ -147,16 +142,6 @@ def port_number(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"got {text}, allowed is 0 to 65535")
     return int(text)
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        number = size(text)
-        if not least <= number < 2**31:
-            raise argparse.ArgumentTypeError(f"got {text}, allowed is {least} to {2**31 - 1}")
-        return int(number)
-
-    return read
 
 
 def _seconds(text: str) -> float:

@@ -72,14 +72,6 @@ class CUDAGraphMode(Enum):
         """Whether any step runs in `mode`, which is NONE, PIECEWISE or FULL."""
         return mode in (self.decode_mode(), self.mixed_mode())
 
-    def separate_routine(self) -> bool:
-        """Whether decode and mixed steps are captured differently."""
-        return self in _PAIRS
-
-    def max_mode(self) -> CUDAGraphMode:
-        """The most that any step is captured."""
-        return max(self.decode_mode(), self.mixed_mode(), key=lambda mode: mode.value)
-
 
 _PAIRS = {
     CUDAGraphMode.FULL_DECODE_ONLY: (CUDAGraphMode.FULL, CUDAGraphMode.NONE),

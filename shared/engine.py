@@ -171,6 +171,22 @@ class Engine:
         if config.capture is not None:
             # What is kept of a step is what its own program passed from layer to layer.
             demand = replace(demand, streams=True)
+        self._resolve(config, model, demand, ranks)
+        self._make_ready(ranks)
+        self._open_books()
+        self.grammars = Grammars(folder, self.model.vocab_size, self.model.eos_token_ids)
+        self._has_camera = config.capture is not None
+        if config.capture is not None:
+            attach_camera(self, config, folder)
+
+    def _resolve(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        demand: Demand,
+        ranks: RankProcesses | None,
+    ) -> None:
+        """Settle device, configuration and model, before anything is loaded."""
         chosen: list[Change] = []
         if ranks is None:
             backend, self.device, chosen = find_backend(config.backend, config.device)
@@ -179,29 +195,31 @@ class Engine:
             self.device = ranks.device
         model, quantized = with_quantization(model, config.quantization)
         self.config, changes = resolve(config, model, self.device, demand)
-        weights = None if self.config.load_format == "dummy" else folder
+        weights = None if self.config.load_format == "dummy" else self._folder
         self.model, scales = with_scales(model, self.config, weights)
-        model = self.model
         self.report = StartReport([*chosen, *changes, *quantized, *scales])
         self._asked = self.config
         self.table = self.config.table()
-        self.shape = step_shape(model, self.config)
+        self.shape = step_shape(self.model, self.config)
+
+    def _make_ready(self, ranks: RankProcesses | None) -> None:
+        """Load the model, size the cache, and build the programs."""
         self.worker: Worker = (
-            create_worker(model, self.config, self.device, folder)
+            create_worker(self.model, self.config, self.device, self._folder)
             if ranks is None
-            else ranks.make_worker(model, self.config, folder)
+            else ranks.make_worker(self.model, self.config, self._folder)
         )
         self.config = self.worker.config
         self.report.changes += self.worker.changes
         if self.config.decode_steps > 1 and not self.worker.multi_step:
             raise ConfigError(
-                f"decode_steps: got {self.config.decode_steps}, the {config.backend} worker "
+                f"decode_steps: got {self.config.decode_steps}, the {self.config.backend} worker "
                 "allows 1"
             )
-        self._timed("load", lambda: self.worker.load(progress))
+        self._timed("load", lambda: self.worker.load(self._progress))
         self.report.num_pages = self._timed("measure", self._num_pages)
         self.report.page_bytes = self.worker.page_bytes()
-        layout = layout_of(model, self.config)
+        layout = layout_of(self.model, self.config)
         self.report.cached_tokens = cached_tokens(
             layout, self.report.num_pages, self.config.max_model_len
         )
@@ -212,8 +230,11 @@ class Engine:
         self.worker.allocate_kv(self.report.num_pages)
         self._timed(
             "programs",
-            lambda: self.report.programs.extend(self.worker.warm_up(self.table, progress)),
+            lambda: self.report.programs.extend(self.worker.warm_up(self.table, self._progress)),
         )
+
+    def _open_books(self) -> None:
+        """What the engine keeps of requests and of steps in flight."""
         self._in_flight: deque[_InFlight] = deque()
         self._depth = 2 if self.config.async_scheduling else 1
         self._step_id = 0
@@ -225,7 +246,6 @@ class Engine:
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         # Of requests that were ended between steps, for the next `step`.
         self._updates: list[Update] = []
-        self.grammars = Grammars(folder, model.vocab_size, model.eos_token_ids)
         self._matched: dict[str, Request] = {}
         self.started: list[str] = []
         """Ids of requests that the last `step` took out of the queue for the first time."""
@@ -233,9 +253,6 @@ class Engine:
         """The look at what may follow the tokens that were read last, until it is done."""
         self._unsampled = False
         """Whether the step in flight waits for that look."""
-        self._has_camera = config.capture is not None
-        if config.capture is not None:
-            attach_camera(self, config, folder)
 
     def _timed(self, phase: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -253,17 +270,16 @@ class Engine:
                 if not 1 <= number * page <= self.device.memory:
                     raise ConfigError(
                         f"{name}: got {getattr(config, name)}; a page takes {page} bytes, the "
-                        "device has "
-                        f"{self.device.memory}, and at least one page is needed"
+                        f"device has {self.device.memory}, and at least one page is needed"
                     )
                 return number
         needed = request_pages(self.model, config)
         pages = cache_pages(config, self.worker.measure(), page, needed)
         if pages < needed:
             raise ConfigError(
-                f"max_model_len: {config.max_model_len} tokens need {needed} "
-                f"pages of {page} bytes, "
-                f"and there is memory for {pages}; lower max_model_len or raise kv_cache_memory"
+                f"max_model_len: {config.max_model_len} tokens need {needed} pages of {page} "
+                f"bytes, and there is memory for {pages}; lower max_model_len or raise "
+                "kv_cache_memory"
             )
         return pages
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .errors import InternalError, RequestError
+from .step import mask_words
 from .structured_outputs import StructuredOutputs
 
 FIELD = "structured_outputs"
@@ -302,7 +303,7 @@ class Grammars:
                 self._kept.move_to_end(wanted)
                 return self._kept[wanted]
         # Seconds for a large one. Who else needs it meanwhile compiles it too.
-        words = np.zeros(-(-self._vocab_size // 32), np.int32)
+        words = np.zeros(mask_words(self._vocab_size), np.int32)
         began = time.perf_counter()
         matchers = [self._compile(wanted, words)]
         most = min(MOST_LEXERS, _threads())
@@ -325,7 +326,7 @@ class Grammars:
         slowest one, in seconds. Raises RequestError. Nothing of it is kept.
         """
         self.prepare()
-        words = np.zeros(-(-self._vocab_size // 32), np.int32)
+        words = np.zeros(mask_words(self._vocab_size), np.int32)
         matcher, slowest = self._compile(wanted, words), 0.0
         for _ in range(steps):
             allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
@@ -356,7 +357,7 @@ class Grammars:
         if not brought:
             return None
         # New for each call: a step that was packed keeps its masks.
-        words = new_masks(len(brought), -(-self._vocab_size // 32))
+        words = new_masks(len(brought), mask_words(self._vocab_size))
         look = Look(brought, words)
         look.start(self._threads, self._helper)
         return look

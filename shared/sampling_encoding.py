@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from .sampling_params import SamplingParams
-from .step import Sampler
+from .step import Sampler, mask_words
 
 ONE = 1 << 16
 """1.0 in the Q16 fixed point of the sampler."""
@@ -70,7 +70,7 @@ def encode_mask(params: SamplingParams, vocab_size: int) -> np.ndarray | None:
     """
     if params.allowed_token_ids is None and not params.banned_token_ids:
         return None
-    allowed = np.full(-(-vocab_size // 32) * 32, params.allowed_token_ids is None, bool)
+    allowed = np.full(32 * mask_words(vocab_size), params.allowed_token_ids is None, bool)
     if params.allowed_token_ids is not None:
         allowed[list(params.allowed_token_ids)] = True
     allowed[list(params.banned_token_ids)] = False

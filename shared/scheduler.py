@@ -163,11 +163,6 @@ class Scheduler:
         """Whether a request has not ended or a step was not read back."""
         return bool(self._requests or self._in_flight)
 
-    @property
-    def num_in_flight(self) -> int:
-        """Steps scheduled and not read back."""
-        return len(self._in_flight)
-
     def add(self, request: Request) -> None:
         """Take a new request; it waits. Raises RequestError, and takes nothing, if it can never
         run.

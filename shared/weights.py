@@ -206,17 +206,6 @@ def _check_input_scales(checkpoint: Checkpoint, table: ParameterTable) -> None:
                 )
 
 
-def expected_tensors(table: ParameterTable) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of this table has under its usual name, with its shape."""
-    expected = {}
-    for parameter, layer in table.placed():
-        if parameter.value is not None:
-            continue
-        for part, key in zip(parameter.parts, keys(parameter.parts, layer), strict=True):
-            expected[key] = parameter.part_shape(part)
-    return expected
-
-
 def dummy_parameter(xp: Any, parameter: Parameter, layer: int, seed: int, index: Any) -> Any:
     """Random float32 weights of one layer, flat: `index` is arange(size) int32 in the framework of
     `xp`.

@@ -199,9 +199,7 @@ def jobs(
             found |= _loop_jobs(model, d, shapes, mesh)
     replicated = on(mesh)
     arguments = (shapes.state, _array(mesh, update_layout().size))
-    found["update"] = Job(
-        "update", partial(update, model.shape), (0,), arguments, State(replicated, replicated)
-    )
+    found["update"] = Job("update", update, (0,), arguments, State(replicated, replicated))
     for requests in sorted({sampler_size(d.requests, table.max_requests) for d in table}):
         found |= _sampler_jobs(model, requests, shapes, dtype, mesh)
     return found

@@ -42,7 +42,7 @@ def updated(state: State, f: dict[str, jax.Array]) -> State:
     return State(pages, state.parameters.at[:, f["new_rows"]].set(f["new_parameters"], mode="drop"))
 
 
-def update(shape: StepShape, state: State, buffer: jax.Array) -> State:
+def update(state: State, buffer: jax.Array) -> State:
     """The program `update`: changes alone."""
     return updated(state, update_layout().unpack(buffer, lambda x: x))
 

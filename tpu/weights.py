@@ -54,23 +54,23 @@ def load_weights(
             return _dummy(parameter, placement, seed, kind, mesh)
         return partial(_read, checkpoint, parameter, placement, kind, mesh)
 
+    def arrays_of(parameter: Parameter) -> Callable[[range], dict[str, jax.Array]]:
+        if is_made(checkpoint, parameter):
+            return partial(_made, parameter, maker, model, mesh)
+        make = maker(parameter)
+        return lambda layers: {parameter.name: make(layers)}
+
     weights: dict[str, Any] = {
         "blocks": [tuple({} for _ in range(block.period)) for block in blocks]
     }
     for done, parameter in enumerate(table):
-        if is_made(checkpoint, parameter):
-            for layers, of_layers in _stacks(blocks, weights["blocks"]):
-                if layers[0] in (parameter.layers or ()):
-                    of_layers |= _made(parameter, maker, model, mesh, layers)
-            progress("weights", done + 1, len(table.parameters))
-            continue
-        make = maker(parameter)
+        arrays = arrays_of(parameter)
         if parameter.layers is None:
-            weights[parameter.name] = make(range(1))
+            weights |= arrays(range(1))
         for layers, of_layers in _stacks(blocks, weights["blocks"]):
             # The layers of a stack are of one kind, and have the same parameters.
             if parameter.layers is not None and layers[0] in parameter.layers:
-                of_layers[parameter.name] = make(layers)
+                of_layers |= arrays(layers)
         progress("weights", done + 1, len(table.parameters))
     return weights
 

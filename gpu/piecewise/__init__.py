@@ -2,7 +2,8 @@
 for sizes and ranges.
 """
 
-from .build import Piecewise, build
+from .build import build
 from .decorate import Open, evaluate_guards, support_torch_compile
+from .stitched import Piecewise
 
 __all__ = ["Open", "Piecewise", "build", "evaluate_guards", "support_torch_compile"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -30,20 +29,17 @@ from ..formats.parser import OutputParser, hides_marks
 from ..formats.table import Format
 from ..responses import ResponseEvents, Usage
 from .answers import (
-    DONE,
-    SILENCE,
     ChatAnswer,
     CompletionAnswer,
     Words,
     encode,
     error_body,
     error_of,
-    event,
-    named_events,
     read_news,
     reasoning_tokens,
 )
 from .doors import Doors, TooLarge, too_large
+from .events import log_failure, piece_events, response_events
 from .fields import (
     FORM,
     LONG_BODY,
@@ -61,17 +57,14 @@ from .live import Live, News, wait_for_all, wait_for_news
 from .metrics import Metrics
 from .replicas import Engines
 from .responses import NAMES, ResponsesRequest, named_here
-from .streams import ClientGone, EventStream, Recurring, while_there
+from .streams import ClientGone, EventStream, while_there
 from .traces import Traces
 
-LOG = logging.getLogger("twinfer.server")
 RETRY_AFTER_S = 1
 FIRST_NEWS_S = 2.0
 """How long a stream waits for its first event before it begins, so that a refusal is a status."""
 TAIL = 64
 """Characters of a prompt's end that say whether it has opened reasoning."""
-SILENCE_S = 15.0
-"""How often a stream without news gets a comment line."""
 BODY_S = 120.0
 """How long a body may take to arrive."""
 COMPLETION_TOKENS = 16
@@ -257,11 +250,10 @@ class Server:
             self._think_end,
         )
         if chat.stream:
-            pieces = self._pieces(
-                chat,
+            pieces = piece_events(
                 [live],
                 lambda place, live, news: answer.pieces(news),
-                lambda: answer.usage(live),
+                (lambda: answer.usage(live)) if chat.wants_usage else None,
             )
             return await self._stream(request, [live], pieces)
         await self._whole(request, [live])
@@ -343,7 +335,7 @@ class Server:
             return Usage(len(live.prompt_ids), count, live.num_cached_tokens, thought)
 
         if body.stream:
-            return await self._stream(request, [live], _response_stream(live, events, take, used))
+            return await self._stream(request, [live], response_events(live, events, take, used))
         await self._whole(request, [live])
         take()
         return _json(200, events.response(used()))
@@ -393,8 +385,10 @@ class Server:
         )
         lives = self._add_all(request, body, ids, settings)
         if body.stream:
-            pieces = self._pieces(
-                body, lives, lambda *news: [answer.piece(*news)], lambda: answer.usage(lives)
+            pieces = piece_events(
+                lives,
+                lambda *news: [answer.piece(*news)],
+                (lambda: answer.usage(lives)) if body.wants_usage else None,
             )
             return await self._stream(request, lives, pieces)
         await self._whole(request, lives)
@@ -506,49 +500,6 @@ class Server:
                 raise live.error
         return EventStream(pieces, lambda: self._let_go(lives))
 
-    async def _pieces(
-        self,
-        body: Generation,
-        lives: Sequence[Live],
-        pieces: Callable[..., list[dict[str, Any]]],
-        usage: Callable[[], dict[str, Any]],
-    ) -> AsyncGenerator[bytes, None]:
-        """The events of a stream. An error ends it with an event of its own."""
-        counted = body.stream_options is not None and bool(body.stream_options.include_usage)
-        extra = {"usage": None} if counted else None
-        changed, silent = lives[0].changed, False
-
-        def break_silence() -> None:
-            nonlocal silent
-            silent = True
-            changed.set()
-
-        silence = Recurring(SILENCE_S, break_silence)
-        try:
-            while True:
-                await changed.wait()
-                changed.clear()
-                told = [
-                    event(piece | extra if extra else piece)
-                    for place, live in enumerate(lives)
-                    for news in live.news()
-                    for piece in pieces(place, live, news)
-                ]
-                if told or silent:
-                    yield b"".join(told) or SILENCE
-                    silent = False
-                for live in lives:
-                    if live.error is not None:
-                        raise live.error
-                if all(live.done for live in lives):
-                    break
-            yield (event(usage()) if counted else b"") + DONE
-        except Exception as error:
-            _log(error)
-            yield event(error_of(error)[1]) + DONE
-        finally:
-            silence.stop()
-
 
 def build_app(settings: Settings, engine: Engines, metrics: Metrics) -> Any:
     """The ASGI application."""
@@ -589,40 +540,6 @@ def build_app(settings: Settings, engine: Engines, metrics: Metrics) -> Any:
     )
 
 
-async def _response_stream(
-    live: Live,
-    events: ResponseEvents,
-    take: Callable[[], list[dict[str, Any]]],
-    used: Callable[[], Usage],
-) -> AsyncGenerator[bytes, None]:
-    """The events of a response, each under its name."""
-    silent = False
-
-    def break_silence() -> None:
-        nonlocal silent
-        silent = True
-        live.changed.set()
-
-    silence = Recurring(SILENCE_S, break_silence)
-    try:
-        yield named_events(events.start())
-        while not live.done:
-            await live.changed.wait()
-            live.changed.clear()
-            told = take()
-            if told or silent:
-                yield named_events(told) or SILENCE
-                silent = False
-        if live.error is not None:
-            raise live.error
-        yield named_events(take() + events.end(used()))
-    except Exception as error:
-        _log(error)
-        yield named_events(events.fail(str(error_of(error)[1]["error"]["message"])))
-    finally:
-        silence.stop()
-
-
 async def no_route(request: Request, error: Exception) -> Response:
     """No such path, or no such method of it."""
     status = error.status_code if isinstance(error, HTTPException) else 500
@@ -642,18 +559,12 @@ def _guarded(route: Any, settings: Settings) -> Any:
         except TooLarge:
             return _json(413, too_large(settings.max_body))
         except Exception as error:
-            _log(error)
+            log_failure(error)
             status, body = error_of(error)
             retry = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else None
             return _json(status, body, retry)
 
     return guarded
-
-
-def _log(error: Exception) -> None:
-    status, _ = error_of(error)
-    if status == 500:
-        LOG.error("a request failed", exc_info=error)
 
 
 async def _body(request: Request) -> Any:

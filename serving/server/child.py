@@ -169,14 +169,14 @@ class Loop:
                 cache_salt=message.salt,
             )
         except RequestError as error:
-            self._send(Refused(message.id, error.field, " ".join(str(error).split())))
+            self._send(Refused(message.id, error.field, " ".join(error.reason.split())))
         except (EngineDead, EngineClosed):
             raise
         except Exception:
             # A bug of ours that this request met. If it has left the engine in doubt, the next
             # step says so.
             LOG.exception("engine: a request met an error inside")
-            self._send(Refused(message.id, "request", "request: it met an error inside"))
+            self._send(Refused(message.id, "request", "it met an error inside"))
 
     def _gauges(self) -> Gauges:
         metrics = dataclasses.asdict(self._engine.metrics())

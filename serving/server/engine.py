@@ -317,8 +317,8 @@ class EngineProcess:
     def _take_refusal(self, refused: Refused) -> None:
         entry = self._live.get(refused.id)
         if entry is not None:
-            live, message = entry[0], refused.message.removeprefix(f"{refused.field}: ")
-            error = RequestError(refused.field, message)
+            live = entry[0]
+            error = RequestError(refused.field, refused.reason)
             live.fail(renamed(error, {FORM: live.form_field}))
             self.abort(live)
 

@@ -114,6 +114,11 @@ class Generation(BaseModel):
         """The field that asks for a form of the text: what refuses the form names it."""
         return FORM
 
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the last event of a stream says how many tokens there were."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
     def check(self) -> None:
         """Raise RequestError for a field that cannot be had, and for options without a stream."""
         for name, why in self.refused.items():
@@ -227,6 +232,22 @@ class CompletionRequest(Generation):
         raise RequestError("prompt", f"got {show(prompt)}, allowed is {allowed}")
 
 
+def _check_tool(where: str, tool: dict[str, Any]) -> None:
+    """Raise RequestError unless it is a function with a name whose arguments are an object."""
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        raise RequestError(where, f"got {show(tool)}, must be a function with a name")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise RequestError(where, f"got {show(tool)}, must be a function with a name")
+    schema, field = function.get("parameters"), f"{where}.function.parameters"
+    if schema is not None and not isinstance(schema, dict):
+        raise RequestError(field, f"got {show(schema)}, must be a JSON schema")
+    kinds = (schema or {}).get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        raise RequestError(f"{field}.type", f"got {show(kinds)}, must be object: arguments are one")
+
+
 class ChatRequest(Generation):
     """The body of /v1/chat/completions."""
 
@@ -268,29 +289,7 @@ class ChatRequest(Generation):
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs", "needs logprobs: true")
         for place, tool in enumerate(self.tools or ()):
-            function = tool.get("function")
-            name = function.get("name") if isinstance(function, dict) else None
-            if (
-                tool.get("type") != "function"
-                or not isinstance(function, dict)
-                or not isinstance(name, str)
-                or not name
-            ):
-                raise RequestError(
-                    f"tools[{place}]", f"got {show(tool)}, must be a function with a name"
-                )
-            schema = function.get("parameters")
-            if schema is not None and not isinstance(schema, dict):
-                raise RequestError(
-                    f"tools[{place}].function.parameters",
-                    f"got {show(schema)}, must be a JSON schema",
-                )
-            kinds = (schema or {}).get("type", "object")
-            if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
-                raise RequestError(
-                    f"tools[{place}].function.parameters.type",
-                    f"got {show(kinds)}, must be object: arguments are one",
-                )
+            _check_tool(f"tools[{place}]", tool)
         self._check_choice()
 
     def _check_choice(self) -> None:

@@ -139,11 +139,11 @@ class Beat(msgspec.Struct, tag="beat", array_like=True):
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True):
-    """A request that the engine did not take, and why."""
+    """A request that the engine did not take: `field` and `reason` of its RequestError."""
 
     id: int
     field: str
-    message: str
+    reason: str
 
 
 class PrefixesReset(msgspec.Struct, tag="prefixes_reset", array_like=True):

@@ -29,11 +29,13 @@ from ...shared.generation_config import default_params
 from ...shared.models.config_json import load_config
 from ...shared.models.locate import model_folder
 from ...shared.models.shapes import check_weights
-from ...shared.progress import silent
+from ...shared.progress import Progress, silent
 from ...shared.tokenizer import Tokenizer
+from ..flags import engine_options
 from ..formats.detect import detect_format
 from ..formats.table import FORMATS, Format, find_format
 from ..progress import StartBar
+from ..serve_flags import KEY_VARIABLE
 from .admin import build_admin
 from .app import Settings, build_app
 from .engine import EngineProcess, Limits
@@ -45,7 +47,6 @@ from .traces import Traces
 
 LOG = logging.getLogger("twinfer.server")
 STATUS_S = 10.0
-KEY_VARIABLE = "TWINFER_API_KEY"
 
 
 class _Uvicorn(uvicorn.Server):
@@ -57,8 +58,9 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """`twinfer serve`. Raises ConfigError, ModelError."""
+    options = engine_options(arguments)
     config = EngineConfig.from_options(
         {"model": arguments.model, "backend": arguments.backend, **options}
     )
@@ -75,6 +77,7 @@ def run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
         raise ConfigError("api-key: got an empty one")
     if (arguments.ssl_keyfile is None) != (arguments.ssl_certfile is None):
         raise ConfigError("ssl-keyfile, ssl-certfile: both are needed, or none")
+    _allow_connections()
     tokenizer = Tokenizer.load(folder)
     settings = Settings(
         names,
@@ -186,28 +189,10 @@ async def _serve(
     door: socket.socket,
     admin: socket.socket | None,
 ) -> int:
-    metrics, count = Metrics(), arguments.data_parallel_size
-    environments: list[dict[str, str]] = [{}]
-    if count > 1:
-        environments = devices_of_replicas(
-            count, options.get("tensor_parallel_size", 1), options.get("device", "auto")
-        )
+    metrics = Metrics()
     with StartBar("starting", shown=True) as bar:
-        engines = [
-            EngineProcess(
-                {"model": model, "backend": arguments.backend, **options},
-                settings.tokenizer,
-                limits=Limits(arguments.max_num_queued_reqs, arguments.max_num_queued_tokens),
-                hang_s=arguments.hang_timeout,
-                progress=silent if number else bar.update,
-                on_tokens=metrics.tokens,
-                on_end=metrics.end,
-                log_format=arguments.log_format,
-                environment=environment,
-            )
-            for number, environment in enumerate(environments)
-        ]
-        engine = engines[0] if len(engines) == 1 else Replicas(engines)
+        options = {"model": model, "backend": arguments.backend, **options}
+        engine = _make_engines(arguments, options, settings.tokenizer, metrics, bar.update)
         metrics.engine = engine
         signals = _Signals()
         http = _Uvicorn(_http_config(arguments, build_app(settings, engine, metrics)))
@@ -216,7 +201,8 @@ async def _serve(
             routes = build_admin(engine, signals.first.set)
             doors.append((_Uvicorn(_http_config(arguments, routes, public=False)), admin))
         engine.start()
-        serving, *others = [asyncio.create_task(one.serve([at])) for one, at in doors]
+        tasks = [asyncio.create_task(one.serve([at])) for one, at in doors]
+        serving = tasks[0]
         try:
             await _first(engine.started, engine.ended, signals.first, serving)
         except BaseException:
@@ -234,17 +220,48 @@ async def _serve(
             await _drain(engine, signals, arguments.drain_timeout)
     finally:
         status.cancel()
-        code, why = engine.exit_code, engine.why
+        code = engine.exit_code
         if code is not None:
-            LOG.error("%s", why)
+            LOG.error("%s", engine.why)
             await asyncio.sleep(0.2)  # streams get their error event
         await engine.close()
         for one, _ in doors:
             one.should_exit = True
-        for task in (serving, *others):
+        for task in tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
     return code or 0
+
+
+def _make_engines(
+    arguments: argparse.Namespace,
+    options: dict[str, Any],
+    tokenizer: Tokenizer | None,
+    metrics: Metrics,
+    progress: Progress,
+) -> Engines:
+    """The engine, or the replicas with the devices of each; the first one's start is shown."""
+    count = arguments.data_parallel_size
+    environments: list[dict[str, str]] = [{}]
+    if count > 1:
+        environments = devices_of_replicas(
+            count, options.get("tensor_parallel_size", 1), options.get("device", "auto")
+        )
+    engines = [
+        EngineProcess(
+            options,
+            tokenizer,
+            limits=Limits(arguments.max_num_queued_reqs, arguments.max_num_queued_tokens),
+            hang_s=arguments.hang_timeout,
+            progress=silent if number else progress,
+            on_tokens=metrics.tokens,
+            on_end=metrics.end,
+            log_format=arguments.log_format,
+            environment=environment,
+        )
+        for number, environment in enumerate(environments)
+    ]
+    return engines[0] if len(engines) == 1 else Replicas(engines)
 
 
 def _http_config(arguments: argparse.Namespace, app: Any, *, public: bool = True) -> uvicorn.Config:

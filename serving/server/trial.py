@@ -13,7 +13,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import IO, cast
 
 import msgspec
 
@@ -34,10 +34,10 @@ PROCESSES = 2
 
 
 class Told(msgspec.Struct):
-    """What became of a form: `field` and `message` of the error, if there is one."""
+    """What became of a form: `field` and `reason` of the error, if there is one."""
 
     field: str = ""
-    message: str = ""
+    reason: str = ""
 
 
 class Setup(msgspec.Struct):
@@ -48,77 +48,87 @@ class Setup(msgspec.Struct):
     eos_token_ids: list[int]
 
 
+class Process:
+    """A process that tries forms out, one after the other."""
+
+    def __init__(self, setup: Setup) -> None:
+        command = [sys.executable, "-P", "-m", MODULE]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # Both are pipes, which the type of Popen does not say.
+        self._stdin = cast(IO[bytes], self._process.stdin)
+        self._stdout = cast(IO[bytes], self._process.stdout)
+        with suppress(BrokenPipeError):  # it has ended at once: `ask` sees that
+            self._send(setup)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not been killed."""
+        return self._process.poll() is None
+
+    def ask(self, wanted: StructuredOutputs) -> Told | None:
+        """What became of a form; None if the process was killed over it."""
+        try:
+            self._send(wanted)
+            line = self._stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            self.close()
+            return None
+        return msgspec.json.decode(line, type=Told)
+
+    def _send(self, message: Setup | StructuredOutputs) -> None:
+        self._stdin.write(msgspec.json.encode(message) + b"\n")
+        self._stdin.flush()
+
+    def close(self) -> None:
+        """Let it end, if it has not. May be called again."""
+        with suppress(BrokenPipeError):  # what it has not read
+            self._stdin.close()
+        self._process.wait()
+        self._stdout.close()
+
+
 class Trials:
     """Tries forms out for `grammars`. Any thread may call `check`."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        self._free: SimpleQueue[subprocess.Popen[bytes] | None] = SimpleQueue()
+        self._free: SimpleQueue[Process | None] = SimpleQueue()
         for _ in range(PROCESSES):
             self._free.put(None)
 
     def start(self) -> None:
         """Start a process before somebody waits for it."""
-        self._free.put(self._start(self._free.get()))
+        self._free.put(self._running(self._free.get()))
 
     def check(self, wanted: StructuredOutputs) -> None:
         """Raise RequestError for a form that cannot be compiled, or not within its bounds."""
         self._grammars.prepare()
-        process = self._start(self._free.get())
+        process = self._running(self._free.get())
         try:
-            told = self._ask(process, wanted)
+            told = process.ask(wanted)
         finally:
             self._free.put(process)
         if told is None:
             raise RequestError(FIELD, f"{wanted.kind}: compiling it takes too much work")
-        if told.message:
-            raise RequestError(told.field, told.message)
+        if told.reason:
+            raise RequestError(told.field, told.reason)
 
     def close(self) -> None:
         """End the processes. Nobody may be within `check`."""
         for _ in range(PROCESSES):
             process = self._free.get()
             if process is not None:
-                _end(process)
+                process.close()
 
-    def _start(self, process: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes]:
-        """A process that runs: `process`, unless it was killed."""
-        if process is not None and process.poll() is None:
+    def _running(self, process: Process | None) -> Process:
+        """`process`, or its successor if it was killed."""
+        if process is not None and process.runs:
             return process
         if process is not None:
-            _end(process)
-        command = [sys.executable, "-P", "-m", MODULE]
-        started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        setup = Setup(*self._grammars.tokens)
-        with suppress(BrokenPipeError):  # it has ended at once: `_ask` sees that
-            _pipe(started.stdin).write(msgspec.json.encode(setup) + b"\n")
-            _pipe(started.stdin).flush()
-        return started
-
-    def _ask(self, process: subprocess.Popen[bytes], wanted: StructuredOutputs) -> Told | None:
-        """What it says; None if it was killed."""
-        try:
-            _pipe(process.stdin).write(msgspec.json.encode(wanted) + b"\n")
-            _pipe(process.stdin).flush()
-            line = _pipe(process.stdout).readline()
-        except BrokenPipeError:
-            line = b""
-        if not line:
-            _end(process)
-            return None
-        return msgspec.json.decode(line, type=Told)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let a process end, if it has not, and take nothing more from it."""
-    with suppress(BrokenPipeError):  # what it has not read
-        _pipe(process.stdin).close()
-    process.wait()
-    _pipe(process.stdout).close()
-
-
-def _pipe(end: Any) -> Any:
-    return end
+            process.close()
+        return Process(Setup(*self._grammars.tokens))
 
 
 def main() -> None:

@@ -107,26 +107,12 @@ def _read_compressed(fields: Fields) -> Quantization:
     for name in ("sparsity_config", "transform_config"):
         if fields.get(name) not in (None, {}):
             fields.refuse(name, fields.get(name), "absent or empty")
-    groups = fields.need("config_groups", None)
-    if not isinstance(groups, dict) or len(groups) != 1:
-        fields.refuse(
-            "config_groups", groups, "one group: projections that are all quantised alike"
-        )
-    ((name, group),) = groups.items()
-    path = f"quantization_config.config_groups.{name}."
-    if not isinstance(group, dict):
-        fields.fail("config_groups", f"is {show(groups)}, must map names to objects")
-    inner = Fields(group, fields.where, fields.family, path)
-    for field in group:
-        if field not in ("targets", "weights", "input_activations", "output_activations", "format"):
-            inner.refuse(show(field), group[field], "absent (this field is not known)")
-    inner.only("targets", ["Linear"])
-    inner.only("output_activations")
-    form = inner.get("format") or fields.get("format")
-    weights = _arguments(inner, "weights")
-    tokens = None if inner.get("input_activations") is None else _arguments(
-        inner, "input_activations"
-    )  # fmt: skip
+    group = _only_group(fields)
+    form = group.get("format") or fields.get("format")
+    weights = _arguments(group, "weights")
+    tokens = None
+    if group.get("input_activations") is not None:
+        tokens = _arguments(group, "input_activations")
     left = tuple(
         _pattern(fields, "ignore", name.removeprefix("re:"))
         if name.startswith("re:")
@@ -134,23 +120,17 @@ def _read_compressed(fields: Fields) -> Quantization:
         for name in _names(fields, "ignore")
     )
     if form == "nvfp4-pack-quantized":
-        return _read_nvfp4(fields, weights, tokens, left)
-    bits, sort = weights.get("num_bits"), weights.get("type")
+        return _read_nvfp4(weights, tokens, left)
     if form not in ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"):
         fields.refuse(
             "format", form,
             "float-quantized, int-quantized, naive-quantized, pack-quantized or "
             "nvfp4-pack-quantized",
         )  # fmt: skip
-    strategy, rows, size = weights.get("strategy"), 1, 0
-    if strategy == "group":
-        size = _group_size(weights, "group_size")
-    elif strategy == "block":
-        rows, size = _block_size(weights, "block_structure", weights.get("block_structure"))
-    elif strategy not in ("tensor", "channel"):
-        weights.refuse("strategy", strategy, "tensor, channel, group or block")
+    rows, size = _scale_block(weights)
     weights.only("dynamic", False)
     weights.only("actorder", "weight", "static")
+    bits, sort = weights.get("num_bits"), weights.get("type")
     if form == "pack-quantized":
         if bits != 4 or sort != "int" or tokens is not None:
             weights.refuse(
@@ -164,6 +144,38 @@ def _read_compressed(fields: Fields) -> Quantization:
     if tokens is not None:
         narrow = _with_activations(narrow, weights, tokens)
     return Quantization(narrow, "plain", left, block_rows=rows)
+
+
+def _only_group(fields: Fields) -> Fields:
+    """The one group of projections that `config_groups` has."""
+    groups = fields.need("config_groups", None)
+    if not isinstance(groups, dict) or len(groups) != 1:
+        fields.refuse(
+            "config_groups", groups, "one group: projections that are all quantised alike"
+        )
+    ((name, group),) = groups.items()
+    if not isinstance(group, dict):
+        fields.fail("config_groups", f"is {show(groups)}, must map names to objects")
+    path = f"quantization_config.config_groups.{name}."
+    inner = Fields(group, fields.where, fields.family, path)
+    for field in group:
+        if field not in ("targets", "weights", "input_activations", "output_activations", "format"):
+            inner.refuse(show(field), group[field], "absent (this field is not known)")
+    inner.only("targets", ["Linear"])
+    inner.only("output_activations")
+    return inner
+
+
+def _scale_block(weights: Fields) -> tuple[int, int]:
+    """Rows and columns of a weight that share a scale; 0 columns stand for all."""
+    strategy = weights.get("strategy")
+    if strategy == "group":
+        return 1, _group_size(weights, "group_size")
+    if strategy == "block":
+        return _block_size(weights, "block_structure", weights.get("block_structure"))
+    if strategy not in ("tensor", "channel"):
+        weights.refuse("strategy", strategy, "tensor, channel, group or block")
+    return 1, 0
 
 
 def _arguments(fields: Fields, name: str) -> Fields:
@@ -202,9 +214,7 @@ def _with_activations(narrow: Narrow, weights: Fields, tokens: Fields) -> Narrow
     )
 
 
-def _read_nvfp4(
-    fields: Fields, weights: Fields, tokens: Fields | None, left: tuple[str, ...]
-) -> Quantization:
+def _read_nvfp4(weights: Fields, tokens: Fields | None, left: tuple[str, ...]) -> Quantization:
     if tokens is not None:
         tokens.refuse("num_bits", tokens.get("num_bits"), "plain activations beside fp4 weights")
     shape = weights.get("num_bits"), weights.get("type"), weights.get("group_size")

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import stat
@@ -321,6 +322,19 @@ def test_a_port_that_is_taken_costs_no_start():
         with served(*FLAGS, "--port", port, ready=False) as server:
             assert server.wait_exit(20) == 2
             assert "Address already in use" in server.log
+
+
+@pytest.mark.slow
+def test_it_takes_as_many_connections_as_the_system_allows(tmp_path):
+    """A shell allows few open files, and each connection is one."""
+    files = resource.RLIMIT_NOFILE
+    hard = resource.getrlimit(files)[1]
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import resource\nresource.setrlimit({files}, (256, {hard}))\n"
+    )
+    with served(*FLAGS, env={"PYTHONPATH": str(tmp_path)}) as server:
+        most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+        assert resource.prlimit(server.process.pid, files) == (most, hard)
 
 
 @pytest.mark.slow

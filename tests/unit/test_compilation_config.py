@@ -20,23 +20,21 @@ NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMo
 LADDER = (1, 2, 4, 8)
 
 MODES = {
-    # mode: decode, mixed, most, separate
-    "NONE": (NONE, NONE, NONE, False),
-    "PIECEWISE": (PIECEWISE, PIECEWISE, PIECEWISE, False),
-    "FULL": (FULL, FULL, FULL, False),
-    "FULL_DECODE_ONLY": (FULL, NONE, FULL, True),
-    "FULL_AND_PIECEWISE": (FULL, PIECEWISE, FULL, True),
+    # mode: decode, mixed
+    "NONE": (NONE, NONE),
+    "PIECEWISE": (PIECEWISE, PIECEWISE),
+    "FULL": (FULL, FULL),
+    "FULL_DECODE_ONLY": (FULL, NONE),
+    "FULL_AND_PIECEWISE": (FULL, PIECEWISE),
 }
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_modes(name):
-    decode, mixed, most, separate = MODES[name]
+    decode, mixed = MODES[name]
     mode = parse_mode(name.lower())
     assert (mode.decode_mode(), mode.mixed_mode()) == (decode, mixed)
     assert (mode.step_mode("decode"), mode.step_mode("mixed")) == (decode, mixed)
-    assert mode.max_mode() is most
-    assert mode.separate_routine() is separate
     assert [mode.has_mode(part) for part in (NONE, PIECEWISE, FULL)] == [
         p in (decode, mixed) for p in (NONE, PIECEWISE, FULL)
     ]

@@ -22,7 +22,8 @@ from twinfer.shared.models.rope import RopeConfig, rope_inverse_frequencies
 from twinfer.shared.models.shapes import SHAPES
 from twinfer.shared.models.spec import source_of
 from twinfer.shared.models.table import parameter_count
-from twinfer.shared.weights import expected_tensors
+
+from .checkpoint_tensors import expected_tensors
 
 SMALL = {
     "vocab_size": 1000,

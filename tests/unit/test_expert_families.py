@@ -128,7 +128,7 @@ def test_shards_that_do_not_divide_the_experts_are_refused():
 
 def tensors(rng, config):
     """A checkpoint of Qwen3-MoE in its names on disk: each expert's tensors apart."""
-    from twinfer.shared.weights import expected_tensors
+    from .checkpoint_tensors import expected_tensors
 
     shapes = expected_tensors(parameters_of(config))
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}

@@ -35,10 +35,11 @@ from twinfer.shared.models.table import (
 from twinfer.shared.weights import (
     check_checkpoint,
     dummy_parameter,
-    expected_tensors,
     read_parameter,
 )
 from twinfer.shared.worker import backend_module
+
+from .checkpoint_tensors import expected_tensors
 
 SMALL = {
     "vocab_size": 40,

@@ -93,8 +93,8 @@ def test_a_process_that_was_killed_has_a_successor(trials):
         trials.check(GOOD)
     processes = [trials._free.get() for _ in range(PROCESSES)]
     for process in processes:
-        process.kill()
-        process.wait()
+        process._process.kill()
+        process._process.wait()
         trials._free.put(process)
     for _ in range(PROCESSES):
         trials.check(GOOD)

@@ -17,7 +17,9 @@ from twinfer.shared.models import decoder
 from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.placement import local_config, place
 from twinfer.shared.shard_reading import read_shard
-from twinfer.shared.weights import check_checkpoint, expected_tensors, read_parameter
+from twinfer.shared.weights import check_checkpoint, read_parameter
+
+from .checkpoint_tensors import expected_tensors
 
 LLAMA = parse_config(
     {

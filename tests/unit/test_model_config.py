@@ -20,7 +20,8 @@ from twinfer.shared.models.config_json import load_config, parse_config
 from twinfer.shared.models.decoder import parameters_of, rotary_tables
 from twinfer.shared.models.families.dense import FIXED, HARMLESS, READ
 from twinfer.shared.models.rope import RopeConfig, rope_inverse_frequencies
-from twinfer.shared.weights import expected_tensors
+
+from .checkpoint_tensors import expected_tensors
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -17,7 +17,9 @@ from twinfer.shared.models.config_json import parse_config
 from twinfer.shared.models.decoder import model_of, parameters_of
 from twinfer.shared.models.rope import RopeConfig
 from twinfer.shared.models.table import keys, parameter_count
-from twinfer.shared.weights import check_checkpoint, expected_tensors, read_parameter
+from twinfer.shared.weights import check_checkpoint, read_parameter
+
+from .checkpoint_tensors import expected_tensors
 
 # As published: Mistral-Small-3.1-24B-Instruct-2503, whose head is not tied.
 SMALL_3_1 = {

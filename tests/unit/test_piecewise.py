@@ -12,7 +12,8 @@ import torch
 from twinfer.bucketing import Descriptor, Table
 from twinfer.gpu.module import Decoder
 from twinfer.gpu.piecewise import Open, build, evaluate_guards, support_torch_compile
-from twinfer.gpu.piecewise.build import Backbone, check_state, served_by, state_of
+from twinfer.gpu.piecewise.build import Backbone, served_by
+from twinfer.gpu.piecewise.checks import check_state, state_of
 from twinfer.gpu.piecewise.decorate import tensors_of, trace
 from twinfer.gpu.piecewise.split import describe
 from twinfer.gpu.plans import make_plans

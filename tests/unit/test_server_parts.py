@@ -16,6 +16,7 @@ from twinfer.serving.server import messages
 from twinfer.serving.server.answers import Words, error_of
 from twinfer.serving.server.child import IDLE_MS, Loop, _fatal, hang_limit
 from twinfer.serving.server.doors import Doors
+from twinfer.serving.server.events import piece_events
 from twinfer.serving.server.fields import (
     ChatRequest,
     CompletionRequest,
@@ -148,14 +149,14 @@ def test_an_abort_behind_its_request_keeps_it_from_starting():
 
 def test_a_refused_request_alone_is_refused():
     sent, _, _ = turned([add(1, ()), add(2)])
-    assert sent[0] == messages.Refused(1, "prompt", "prompt: is empty")
+    assert sent[0] == messages.Refused(1, "prompt", "is empty")
     assert [number for number, _ in messages.updates_of(sent[1])] == [2]
 
 
 def test_a_bug_that_one_request_meets_ends_no_other(caplog):
     sent, _, _ = turned([add(1, range(7)), add(2)])
     assert sent[0].id == 1
-    assert "a bug" not in sent[0].message
+    assert "a bug" not in sent[0].reason
     assert "a bug" in caplog.text
     assert [number for number, _ in messages.updates_of(sent[1])] == [2]
 
@@ -209,7 +210,7 @@ def test_steps_go_on_while_a_grammar_is_compiled():
         ("add", "1"),
     ]
     refused = [message for message in sent if isinstance(message, messages.Refused)]
-    assert refused == [messages.Refused(2, "structured_outputs", "structured_outputs: is bad")]
+    assert refused == [messages.Refused(2, "structured_outputs", "is bad")]
     # The next one with the same form waits for nothing.
     inbox.append(formed(7, "a"))
     loop.turn()
@@ -284,6 +285,28 @@ def test_news_are_told_once_and_together():
         assert not one.done
 
     asyncio.run(check())
+
+
+def test_what_comes_while_a_slow_client_reads_is_told():
+    """Its end among it, with the reason."""
+
+    async def told():
+        one, got = live(), []
+        one.take(0, Update("1", (5,)))
+        pieces = piece_events(
+            [one], lambda _, __, n: [{"t": n.token_ids, "f": n.finish_reason}], None
+        )
+        async for data in pieces:
+            if not got:
+                one.take(0, Update("1", (6,), FinishReason.LENGTH))
+            got.append(data)
+        return got
+
+    assert asyncio.run(told()) == [
+        b'data: {"t":[5],"f":null}\n\n',
+        b'data: {"t":[6],"f":"length"}\n\n',
+        b"data: [DONE]\n\n",
+    ]
 
 
 async def never():

@@ -5,7 +5,6 @@ reading HLO.
 import json
 import os
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -240,7 +239,7 @@ def test_the_tables_on_the_devices_hold_what_a_step_says(seed, whole):
     """
     tables, buffers, spills = Tables(seed), step_difference.StepBuffers(SHAPE), 0
     on_device = state.State(*map(jnp.asarray, state.initial_state(SHAPE)))
-    update, updated = jax.jit(partial(state.update, SHAPE)), jax.jit(state.updated)
+    update, updated = jax.jit(state.update), jax.jit(state.updated)
     for _ in range(6):
         size = int(tables.rng.choice([4, 12]))
         loop = (

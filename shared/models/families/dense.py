@@ -484,7 +484,7 @@ def _attentions(config: ModelConfig) -> list[_Sort]:
     return [
         _Sort(
             tuple(layers),
-            config.heads(0 if is_full else 1) if config.full_heads else config.heads(0),
+            config.heads(config.layer_windows[layers[0]]),
             "full_" if is_full else "",
             reads,
             is_full and config.full_keys_are_values,

@@ -244,7 +244,7 @@ def parameters(config: ModelConfig) -> ParameterTable:
     """The usual names, and those of what is behind each layer."""
     table = dense.parameters(config, NAMES, NORMS)
     if config.num_experts:
-        table = _with_fused_experts(config, table)
+        table = _with_fused_experts(table)
     more = [_one("layer_factor", (1,), ("one",), "{layer}layer_scalar", config)]
     if config.layer_input_size:
         more += _layer_inputs(config)
@@ -260,7 +260,7 @@ def parameters(config: ModelConfig) -> ParameterTable:
     return replace(table, parameters=(*table.parameters, *every), ignored=(*table.ignored, *unread))
 
 
-def _with_fused_experts(config: ModelConfig, table: ParameterTable) -> ParameterTable:
+def _with_fused_experts(table: ParameterTable) -> ParameterTable:
     """The experts of a layer are one tensor [expert n k] for gate and up, and one for down."""
     keys = {"experts_gate_up": "experts.gate_up_proj", "experts_down": "experts.down_proj"}
 

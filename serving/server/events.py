@@ -1,0 +1,105 @@
+"""The events of a stream: what has come for its requests, as it comes, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from ..responses import ResponseEvents, Usage
+from .answers import DONE, SILENCE, error_of, event, named_events
+from .live import Live, News
+from .streams import Recurring
+
+LOG = logging.getLogger("twinfer.server")
+SILENCE_S = 15.0
+"""How often a stream without news gets a comment line."""
+
+
+async def until_ended(
+    lives: Sequence[Live], take: Callable[[], bytes]
+) -> AsyncGenerator[bytes, None]:
+    """What `take` gives each time that something has come for `lives`, which share an event, until
+    all have ended. Raises the error of one.
+    """
+    changed, silent = lives[0].changed, False
+
+    def break_silence() -> None:
+        nonlocal silent
+        silent = True
+        changed.set()
+
+    silence = Recurring(SILENCE_S, break_silence)
+    try:
+        while True:
+            await changed.wait()
+            changed.clear()
+            # Before the yield: what comes while a slow client reads is for the next time round.
+            error = next((live.error for live in lives if live.error is not None), None)
+            ended = all(live.done for live in lives)
+            data = take()
+            if data or silent:
+                yield data or SILENCE
+                silent = False
+            if error is not None:
+                raise error
+            if ended:
+                return
+    finally:
+        silence.stop()
+
+
+async def piece_events(
+    lives: Sequence[Live],
+    pieces: Callable[[int, Live, News], list[dict[str, Any]]],
+    usage: Callable[[], dict[str, Any]] | None,
+) -> AsyncGenerator[bytes, None]:
+    """The stream of a chat or a completion. `pieces` makes them of what is new for a request and
+    its place among `lives`; `usage`: of the last event, where it was asked for. An error ends the
+    stream with an event of its own.
+    """
+    # As OpenAI has it: who asks for the usage gets the field in every event.
+    extra: dict[str, Any] = {} if usage is None else {"usage": None}
+
+    def take() -> bytes:
+        return b"".join(
+            event(piece | extra)
+            for place, live in enumerate(lives)
+            for news in live.news()
+            for piece in pieces(place, live, news)
+        )
+
+    try:
+        async with aclosing(until_ended(lives, take)) as told:
+            async for data in told:
+                yield data
+        yield (b"" if usage is None else event(usage())) + DONE
+    except Exception as error:
+        log_failure(error)
+        yield event(error_of(error)[1]) + DONE
+
+
+async def response_events(
+    live: Live,
+    events: ResponseEvents,
+    take: Callable[[], list[dict[str, Any]]],
+    used: Callable[[], Usage],
+) -> AsyncGenerator[bytes, None]:
+    """The stream of a response, each event under its name."""
+    try:
+        yield named_events(events.start())
+        async with aclosing(until_ended([live], lambda: named_events(take()))) as told:
+            async for data in told:
+                yield data
+        yield named_events(events.end(used()))
+    except Exception as error:
+        log_failure(error)
+        yield named_events(events.fail(str(error_of(error)[1]["error"]["message"])))
+
+
+def log_failure(error: Exception) -> None:
+    """Log an error that is the server's own."""
+    status, _ = error_of(error)
+    if status == 500:
+        LOG.error("a request failed", exc_info=error)
