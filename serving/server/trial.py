@@ -11,7 +11,8 @@ import resource
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import IO, cast
 
@@ -100,16 +101,14 @@ class Trials:
 
     def start(self) -> None:
         """Start a process before somebody waits for it."""
-        self._free.put(self._running(self._free.get()))
+        with self._one():
+            pass
 
     def check(self, wanted: StructuredOutputs) -> None:
         """Raise RequestError for a form that cannot be compiled, or not within its bounds."""
         self._grammars.prepare()
-        process = self._running(self._free.get())
-        try:
+        with self._one() as process:
             told = process.ask(wanted)
-        finally:
-            self._free.put(process)
         if told is None:
             raise RequestError(FIELD, f"{wanted.kind}: compiling it takes too much work")
         if told.reason:
@@ -122,13 +121,19 @@ class Trials:
             if process is not None:
                 process.close()
 
-    def _running(self, process: Process | None) -> Process:
-        """`process`, or its successor if it was killed."""
-        if process is not None and process.runs:
-            return process
-        if process is not None:
-            process.close()
-        return Process(Setup(*self._grammars.tokens))
+    @contextmanager
+    def _one(self) -> Iterator[Process]:
+        """A process that runs and that nobody else asks: the successor of one that was killed."""
+        process = self._free.get()
+        try:
+            if process is not None and not process.runs:
+                process.close()
+                process = None
+            if process is None:
+                process = Process(Setup(*self._grammars.tokens))
+            yield process
+        finally:
+            self._free.put(process)
 
 
 def main() -> None:

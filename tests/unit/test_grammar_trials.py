@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -99,3 +100,13 @@ def test_a_process_that_was_killed_has_a_successor(trials):
     for _ in range(PROCESSES):
         trials.check(GOOD)
     assert trials._free.qsize() == PROCESSES
+
+
+def test_a_process_that_cannot_start_takes_nobodys_place(trials, monkeypatch):
+    """Where the system has no process left, a form fails; later ones do not wait for ever."""
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", Mock(side_effect=BlockingIOError("no process left")))
+        for _ in range(PROCESSES + 1):
+            with pytest.raises(BlockingIOError):
+                trials.check(GOOD)
+    trials.check(GOOD)
