@@ -18,6 +18,7 @@ from ..shared.interrupts import DeferredInterrupts
 from ..shared.models.locate import model_folder
 from ..shared.sampling_params import SamplingParams
 from ..shared.tokenizer import Tokenizer
+from .batch import need_tokenizer
 from .conversations import ChatTemplate
 from .flags import engine_options, read_prompts, sampling_options
 from .llm import LLM
@@ -34,6 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     params = replace(defaults, **sampling_options(arguments))
     options = engine_options(arguments) | {"generation_config": arguments.generation_config}
     tokenizer = Tokenizer.load(model_folder(arguments.model))
+    if all(isinstance(prompt, str) for prompt in prompts):
+        need_tokenizer(tokenizer, "text")
     prompts = _tokenized(tokenizer, prompts, arguments.chat)
     demand = _demand(prompts, params)
     with LLM(
