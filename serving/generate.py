@@ -15,9 +15,11 @@ from ..shared.engine import Logprob, TokenLogprobs
 from ..shared.errors import ConfigError, RequestError
 from ..shared.generation_config import default_params
 from ..shared.interrupts import DeferredInterrupts
+from ..shared.models.config_json import load_config
 from ..shared.models.locate import model_folder
 from ..shared.sampling_params import SamplingParams
 from ..shared.tokenizer import Tokenizer
+from .batch import need_tokenizer
 from .conversations import ChatTemplate
 from .flags import engine_options, read_prompts, sampling_options
 from .llm import LLM
@@ -34,6 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
     params = replace(defaults, **sampling_options(arguments))
     options = engine_options(arguments) | {"generation_config": arguments.generation_config}
     tokenizer = Tokenizer.load(model_folder(arguments.model))
+    if tokenizer is None and all(isinstance(prompt, str) for prompt in prompts):
+        load_config(model_folder(arguments.model))  # a folder without any model says that first
+        need_tokenizer(tokenizer, "text")
     prompts = _tokenized(tokenizer, prompts, arguments.chat)
     demand = _demand(prompts, params)
     with LLM(

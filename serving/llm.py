@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,18 @@ from .batch import Batch, Prompt
 from .conversations import ChatTemplate, Message
 from .outputs import RequestOutput, StreamUpdate
 from .progress import GenerationBar, StartBar
+
+ARGUMENTS: dict[str, tuple[tuple[type, ...], str]] = {
+    "progress": ((bool,), "allowed are true and false"),
+    "return_errors": ((bool,), "allowed are true and false"),
+    "on_finish": ((Callable, NoneType), "allowed is a function of a RequestOutput, or None"),  # type: ignore[dict-item]
+    "demand": ((Demand,), "allowed is a Demand"),
+    "tokenizer": (
+        (Tokenizer, NoneType),
+        "allowed is a Tokenizer, or None for that of the model's folder",
+    ),
+}
+"""Arguments that are no options of an engine: their types, and what an error says is allowed."""
 
 
 class LLM:
@@ -56,6 +69,7 @@ class LLM:
         demand: Demand = ANYTHING,
         **options: Any,
     ) -> None:
+        _check_arguments(ConfigError, tokenizer=tokenizer, demand=demand, progress=progress)
         config = EngineConfig.from_options(
             {"model": model, "backend": backend, "device": device, **options}
         )
@@ -97,6 +111,9 @@ class LLM:
         it comes back with `error` set and the others go on. `on_finish` is called with each result
         when it is complete.
         """
+        _check_arguments(
+            RequestError, progress=progress, return_errors=return_errors, on_finish=on_finish
+        )
         with self._alone():
             batch = self._add_all(prompts, params, return_errors)
             self._run(batch, progress, on_finish)
@@ -131,6 +148,7 @@ class LLM:
 
         The first list has the refused prompts; it may be empty.
         """
+        _check_arguments(RequestError, return_errors=return_errors)
         with self._alone():
             batch = self._add_all(prompts, params, return_errors)
             refused = [
@@ -227,12 +245,15 @@ class LLM:
         listed: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
         settings = _per_prompt(self.default_params if params is None else params, len(listed))
         batch = Batch(self.engine, self.tokenizer)
-        for prompt, setting in zip(listed, settings, strict=True):
+        for number, (prompt, setting) in enumerate(zip(listed, settings, strict=True)):
             try:
                 batch.add(str(next(self._ids)), prompt, setting)
-            except RequestError:
-                if not return_errors:
-                    raise
+            except RequestError as error:
+                if return_errors:
+                    continue
+                if len(listed) > 1:
+                    error.args = (f"prompt {number}: {error}",)
+                raise
         return batch
 
     def _run(
@@ -263,6 +284,20 @@ class _NothingLeft:
 
     def __exit__(self, *error: object) -> None:
         self._engine.abort_all()
+
+
+def _check_arguments(error: type[ConfigError] | type[RequestError], **given: Any) -> None:
+    """Raise `error` for an argument that has not the type that `ARGUMENTS` says."""
+    for name, value in given.items():
+        types, allowed = ARGUMENTS[name]
+        if isinstance(value, types):
+            continue
+        reason = f"got {value!r}, {allowed}"
+        raise (
+            RequestError(name, reason)
+            if issubclass(error, RequestError)
+            else ConfigError(f"{name}: {reason}")
+        )
 
 
 def _is_single(prompts: Any) -> bool:

@@ -85,14 +85,16 @@ def _layer_kinds(model: Any, plans: Any) -> list[dict[str, Any]]:
     each kind of program.
     """
     spec, found = model_of(model), []
-    for kind in spec.kinds:
+    for number, kind in enumerate(spec.kinds):
         attention = next(sub.mixer for sub in kind if isinstance(sub.mixer, Attention))
         seen = f"window {attention.window}" if attention.window else "all tokens"
         what = f"{attention.num_heads} heads of {attention.head_dim}, {seen}"
         if attention.reads is not None:
             what += f", reads the cache of layer {attention.reads}"
+        # By their place: shards may be given heads of zeros, and then plan layers that have more.
         chosen = {
-            program: plans.of(program, kind)["paged_attention"].provider for program in plans.layers
+            program: list(layers.values())[number].plan["paged_attention"].provider
+            for program, layers in plans.layers.items()
         }
         found.append({"layers": spec.layers.count(kind), "attention": what, "chosen": chosen})
     return found

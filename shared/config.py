@@ -254,7 +254,7 @@ def _check_ranks(config: EngineConfig, model: ModelConfig) -> None:
     size = config.tensor_parallel_size
     if model.quantization is not None:
         raise ConfigError(
-            f"tensor_parallel_size: got {size}, the torch backend allows 1 for weights in "
+            f"tensor_parallel_size: got {size}, the torch backend allows 1 for "
             f"{model.quantization.title}: scales belong to whole rows"
         )
     if model.num_experts:

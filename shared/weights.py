@@ -91,7 +91,7 @@ def _most_frequent(checkpoint: Checkpoint, table: ParameterTable) -> int:
 
 def read_parameter(checkpoint: Checkpoint, parameter: Parameter, layer: int) -> np.ndarray:
     """One parameter of one layer, its parts stacked: in the checkpoint's dtype, or in float32 if it
-    has an offset.
+    has an offset or its parts have several dtypes.
     """
     if parameter.value is not None:
         return np.full(parameter.shape, parameter.value, np.float32)
@@ -100,6 +100,9 @@ def read_parameter(checkpoint: Checkpoint, parameter: Parameter, layer: int) -> 
         read_rows(checkpoint, parameter, part, key)
         for part, key in zip(parts, keys(parts, layer), strict=True)
     ]
+    if len({array.dtype for array in arrays}) > 1:
+        # numpy knows no common dtype of bfloat16 and float16; float32 has all numbers of both.
+        arrays = [array.astype(np.float32) for array in arrays]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=0)
 
 

@@ -209,6 +209,14 @@ def test_plan_prints_a_provider_for_every_op_and_kind(capsys):
         assert len(record["plan_hash"]) == 16
 
 
+def test_the_plan_of_shards_that_are_given_heads_of_zeros(capsys):
+    """Its layers are planned with those heads, the report names the model's own."""
+    assert main(["plan", "demo", "--backend", "jax", "--tp", "3", "--json"]) == 0
+    (kind,) = json.loads(capsys.readouterr().out)["layer_kinds"]
+    assert kind["attention"] == "4 heads of 64, all tokens"
+    assert kind["chosen"] == {"decode": "native", "mixed": "native"}
+
+
 def test_the_plan_as_a_table_says_why_a_provider_was_passed_over(capsys):
     flags = ["--op-priority", "rms_norm=triton", "--enable-ops", "all,-rms_norm"]
     assert main(["plan", "--model", "demo", "--backend", "torch", *flags]) == 0

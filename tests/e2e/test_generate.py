@@ -385,6 +385,18 @@ def test_a_shape_needs_dummy_weights(capsys):
     assert "plan hash" in capsys.readouterr().out
 
 
+def test_an_empty_folder_is_told_from_one_without_a_tokenizer(capsys, tmp_path):
+    assert generate("--prompt", "x", model=str(tmp_path)) == 2
+    assert "config.json: no such file" in capsys.readouterr().err
+
+
+def test_a_shape_refuses_text_before_it_makes_its_weights(capsys, monkeypatch):
+    monkeypatch.setattr("twinfer.serving.generate.LLM", None)  # a minute for a shape of 0.6B
+    assert generate("--prompt", "x", "--load-format", "dummy", model="qwen3-0.6b") == 2
+    words = "prompt: the model folder has no tokenizer.json, so text needs token ids"
+    assert capsys.readouterr().err == f"twinfer: error: {words}\n"
+
+
 def test_an_op_is_disabled_by_a_word_with_a_minus_sign(capsys):
     hashes = []
     for words in (

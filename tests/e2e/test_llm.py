@@ -258,6 +258,33 @@ def test_a_bad_option_is_named(options):
         assert "max_model_len" in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["tokenizer", "demand", "progress"])
+def test_what_is_no_option_of_the_engine_is_checked_too(name):
+    """A path is no tokenizer: the one that is used lies beside the weights."""
+    with pytest.raises(ConfigError, match=rf"^{name}: got 'demo', allowed "):
+        LLM("demo", backend="torch", **{"progress": False} | {name: "demo"})
+
+
+def test_arguments_of_a_call_are_checked_before_it_runs(llm):
+    for name, words in (
+        ("on_finish", "allowed is a function of a RequestOutput"),
+        ("return_errors", "allowed are true and false"),
+        ("progress", "allowed are true and false"),
+    ):
+        with pytest.raises(RequestError, match=rf"^{name}: got 'no', {words}"):
+            llm.generate("a", SamplingParams(**GREEDY), **{"progress": False} | {name: "no"})
+    with pytest.raises(RequestError, match=r"^return_errors: got 'no', allowed are true and false"):
+        next(llm.stream("a", SamplingParams(**GREEDY), return_errors="no"))
+
+
+def test_a_refused_prompt_among_several_is_named_by_its_number(llm):
+    with pytest.raises(RequestError, match=r"^prompt 1: prompt: is empty") as caught:
+        llm.generate(["a", "", "b"], SamplingParams(**GREEDY), progress=False)
+    assert caught.value.field == "prompt"
+    with pytest.raises(RequestError, match=r"^prompt 0: prompt: got int, must be a list"):
+        llm.generate([1, 2.0], SamplingParams(**GREEDY), progress=False)
+
+
 def test_config_json_is_written_by_no_one(llm):
     """The engine reads the model folder and writes nothing there."""
     before = {p.name: p.stat().st_mtime_ns for p in Path(model_folder("demo")).iterdir()}

@@ -340,6 +340,12 @@ def test_gemma_4_31b_holds_eight_times_the_tokens():
         (
             UnsupportedModel,
             "Gemma3ForCausalLM",
+            {"attn_logit_softcapping": 2.0},
+            ["attn_logit_softcapping is 2.0, allowed: absent"],
+        ),
+        (
+            UnsupportedModel,
+            "Gemma3ForCausalLM",
             {"use_bidirectional_attention": True},
             ["use_bidirectional_attention is True"],
         ),

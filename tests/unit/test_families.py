@@ -121,6 +121,25 @@ def test_fused_tensors_are_read_as_their_parts(tmp_path):
         np.testing.assert_array_equal(read, tensors[f"model.layers.1.{key}.weight"])
 
 
+def test_parts_of_one_parameter_may_have_different_dtypes(tmp_path):
+    """numpy has no common dtype for bfloat16 and float16; float32 holds both exactly."""
+    import ml_dtypes
+
+    table = decoder.parameters_of(model_of_family("LlamaForCausalLM"))
+    tensors = written(tmp_path, table)
+    stored = {"q_proj": ml_dtypes.bfloat16, "k_proj": np.float16, "v_proj": np.float16}
+    for key in tensors:
+        name = key.split(".")[-2]
+        tensors[key] = tensors[key].astype(stored.get(name, np.float32))
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    check_checkpoint(checkpoint, table)
+    read = read_parameter(checkpoint, table.layer(1)["qkv"], 1)
+    parts = [tensors[f"model.layers.1.self_attn.{name}.weight"] for name in stored]
+    assert read.dtype == np.float32
+    np.testing.assert_array_equal(read, np.concatenate([p.astype(np.float32) for p in parts]))
+
+
 @pytest.mark.parametrize("shards", [1, 2, 3, 4])
 def test_a_shard_of_a_fused_tensor_is_that_of_separate_ones(shards):
     """Phi-3 and Llama of the same sizes place the same entries, and find each in a tensor of

@@ -212,6 +212,27 @@ def test_parameters_are_those_of_the_transformers_model(name):
         assert expected_tensors(parameters_of(ours)) == theirs
 
 
+@pytest.mark.parametrize("name", sorted(ALONE | NEWER | MIXTURES))
+def test_a_config_that_says_nothing_of_rope_has_that_of_transformers(name):
+    """The base and the scaling that a family has where its file leaves them out."""
+    import transformers
+
+    raw = FAMILIES[name]
+    theirs = transformers.AutoConfig.for_model(
+        **raw | {"pad_token_id": None, "vocab_size": 300_000}
+    ).rope_parameters
+    said, silent = parse_config(raw | {"rope_parameters": theirs}), parse_config(raw)
+    assert (silent.rope, silent.window_rope) == (said.rope, said.window_rope)
+
+
+def test_a_rope_of_version_4_takes_the_place_of_the_familys_own():
+    base = FAMILIES["gpt_oss"]
+    assert parse_config(base).rope.kind == "yarn"
+    linear = parse_config(base | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}).rope
+    assert linear == RopeConfig(theta=150_000.0, kind="linear", factor=2.0)
+    assert parse_config(base | {"rope_theta": 1e6}).rope.theta == 1e6
+
+
 def test_a_whole_config_of_version_4_is_read():
     """Every generic field that `PretrainedConfig.to_dict()` of 4.x writes."""
     generic = """bad_words_ids begin_suppress_tokens cross_attention_hidden_size

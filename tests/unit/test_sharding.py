@@ -123,7 +123,10 @@ def test_samplers_are_planned_for_what_they_get():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"quantization": "int8"}, "tensor_parallel_size: got 2, the torch backend allows 1 for"),
+        (
+            {"quantization": "int8"},
+            "tensor_parallel_size: got 2, the torch backend allows 1 for weights in int8",
+        ),
         ({"capture": "somewhere,nan"}, "capture: got somewhere"),
         ({"row_invariant": True}, "row_invariant: got tensor_parallel_size 2"),
     ],

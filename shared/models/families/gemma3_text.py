@@ -25,7 +25,10 @@ FULL, LOCAL = RopeRules(theta=1e6), RopeRules(theta=1e4)
 
 
 def read(fields: Fields) -> ModelConfig:
-    """`layer_types`, or every `sliding_window_pattern`-th layer sees everything."""
+    """`layer_types`, or every `sliding_window_pattern`-th layer sees everything. A soft cap of
+    scores can be named, but the modeling code does not apply it.
+    """
+    fields.only("attn_logit_softcapping")
     fields = fields.defaulted(DEFAULTS)
     pattern = fields.size("sliding_window_pattern", 6)
     return dense.read(

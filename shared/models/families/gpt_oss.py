@@ -5,10 +5,12 @@ up lie in turns. The experts' weights are bfloat16 or mxfp4.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ...checkpoint import STACKED, TRANSPOSED
 from ..config import ModelConfig
 from ..fields import Fields
+from ..rope import ORIGINAL, RopeRules
 from ..table import Parameter, ParameterTable, Part
 from . import dense
 from .family import Family
@@ -16,11 +18,23 @@ from .mixtral import experts
 
 NAMES = dense.Names(router="mlp.router")
 EXPERTS = f"{dense.LAYER}mlp.experts."
+ROPE = RopeRules(theta=150_000.0)
+DEFAULT_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    ORIGINAL: 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+"""Of a file that has neither `rope_parameters` nor `rope_scaling`."""
 
 
 def read(fields: Fields) -> ModelConfig:
     """Layers with a window come first. Weights of the chosen experts add up to 1."""
     bias = fields.boolean("attention_bias", True)
+    if not fields.get("rope_scaling"):
+        fields = fields.defaulted({"rope_parameters": DEFAULT_ROPE})
     clamp = (
         fields.number("swiglu_alpha", 1.702, above=True),
         fields.number("swiglu_limit", 7.0, above=True),
@@ -30,6 +44,7 @@ def read(fields: Fields) -> ModelConfig:
         kv_heads=8,
         head_dim=64,
         eps=1e-5,
+        rope=ROPE,
         windows=dense.windows_in_pattern(fields, 128, 2),
         qkv_bias=bias,
         o_bias=bias,

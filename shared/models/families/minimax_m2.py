@@ -20,7 +20,7 @@ NAMES = dense.Names(
     experts="block_sparse_moe.experts",
     expert=("w1", "w3", "w2"),
 )
-ROPE = RopeRules(partial=True, part=1.0)
+ROPE = RopeRules(partial=True, part=1.0, theta=5e6)
 TYPES = "attn_type_list"
 
 

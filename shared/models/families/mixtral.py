@@ -6,6 +6,7 @@ from typing import Any
 
 from ..config import ModelConfig
 from ..fields import Fields
+from ..rope import RopeRules
 from ..table import ParameterTable
 from . import dense
 from .family import Family
@@ -15,6 +16,7 @@ NAMES = dense.Names(
     experts="block_sparse_moe.experts",
     expert=("w1", "w3", "w2"),
 )
+ROPE = RopeRules(theta=1e6)
 
 
 def experts(
@@ -47,6 +49,7 @@ def read(fields: Fields) -> ModelConfig:
         kv_heads=8,
         windows=dense.one_window(fields, None),
         eps=1e-5,
+        rope=ROPE,
         **experts(fields, "num_local_experts", "intermediate_size", 2, True),
     )
 
