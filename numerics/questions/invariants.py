@@ -20,7 +20,7 @@ from ...ops.testing import limits
 from ...shared.errors import ConfigError, TwinferError
 from ...shared.models import decoder
 from ...shared.models.caches import CacheLayout
-from ..errors import EQUAL, FAILED, NOT_COMPARED
+from ..errors import EQUAL, FAILED
 from ..judging.amplification import TRIES, amplification
 from ..judging.gates import (
     HALF_ULP32,
@@ -32,9 +32,9 @@ from ..judging.gates import (
     precision,
     walk,
 )
-from ..judging.metrics import Metrics, jsonable, log_softmax, measure
-from ..judging.record import dumps
-from ..showing.terminal import LINES, WORDS
+from ..judging.metrics import Metrics, fields_json, log_softmax, measure
+from ..judging.record import Report
+from ..showing.terminal import LINES
 from ..sides.environment import describe_side
 from ..sides.fault import Fault
 from ..sides.jitter import Jitter
@@ -89,11 +89,12 @@ class Result:
 
 
 @dataclass(slots=True)
-class InvariantsReport:
+class InvariantsReport(Report):
     """All results. `absent` are relations that do not apply and why, `missing` what had to be
     compared and was not.
     """
 
+    kind = "invariants"
     target: str
     environment: dict[str, Any] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
@@ -107,26 +108,18 @@ class InvariantsReport:
         return [r for r in self.results if r.complaints]
 
     @property
-    def exit_code(self) -> int:
-        """0 all hold, 1 one does not, 3 nothing or not everything compared."""
-        if self.failures:
-            return FAILED
-        return NOT_COMPARED if self.missing or not self.results else EQUAL
+    def is_wrong(self) -> bool:
+        return bool(self.failures)
 
-    def dumps(self) -> str:
-        """JSON text."""
-        results = [
-            {n: jsonable(getattr(r, n)) for n in Result.__dataclass_fields__} for r in self.results
-        ]
-        record = {
-            "exit_code": self.exit_code, "sides": [self.target], "environment": self.environment,
-            "results": results,
-            "absent": self.absent, "missing": self.missing, "seconds": self.seconds,
-        }  # fmt: skip
-        return dumps("invariants", record)
+    @property
+    def has_compared(self) -> bool:
+        return bool(self.results)
+
+    def body(self) -> dict[str, Any]:
+        results = [fields_json(result) for result in self.results]
+        return {"sides": [self.target], "results": results, "absent": self.absent}
 
     def cases(self) -> dict[tuple[str, str], list[str]]:
-        """Complaints by (group, name), for JUnit."""
         return {(f"{self.target}.{r.mode}", r.relation): r.complaints for r in self.results}
 
 
@@ -612,7 +605,7 @@ def check_invariants(
             raise ConfigError(f"break: got {name!r}, allowed are {', '.join(BREAKS)}")
     report, started = InvariantsReport(str(target)), time.perf_counter()
     for mode in modes:
-        where = subject if mode != "S" else subject.with_dtype("float32")
+        where = subject.for_mode(mode)
         progress(f"mode {mode}: loading")
         lab = Lab(where, target, prompts, fault, breaks)
         report.environment = {"model": subject.name, "dtype": subject.dtype} | describe_side(
@@ -664,9 +657,7 @@ def _check(report: InvariantsReport, judge: Judge, relation: Relation, lab: Lab)
 
 def render(report: InvariantsReport) -> str:
     """The verdict and a line a relation: at most 25 lines."""
-    word = {EQUAL: "ALL HOLD", FAILED: "BROKEN"}.get(
-        report.exit_code, WORDS.get(report.exit_code, "NOT (fully) COMPARED")
-    )
+    word = {EQUAL: "ALL HOLD", FAILED: "BROKEN"}.get(report.exit_code, report.word)
     e, names = report.environment, list(dict.fromkeys(r.relation for r in report.results))
     lines = [
         f"{word}: {len(names)} relations of {e.get('model')} on {report.target}, "

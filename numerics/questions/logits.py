@@ -20,7 +20,7 @@ from ...shared.errors import BackendUnavailable, ConfigError
 from ...shared.tokenizer import Tokenizer
 from ..bundles.dump import Dump, read_dump
 from ..judging.diff import Diff, Finding
-from ..judging.gates import FOREIGN, Mode, Scope, foreign
+from ..judging.gates import FOREIGN, Mode, Scope, foreign, mode_of
 from ..judging.logits_metrics import KL_LIMIT, compare_logits, compare_named
 from ..judging.metrics import measure
 from ..judging.server_metrics import NamedRow, judge_server, named_row
@@ -30,7 +30,7 @@ from ..sides.fault import Fault
 from ..sides.http_server import Reading, Served, Tops, read_server
 from ..sides.reference import total
 from ..sides.steps import NEW_TOKENS, make_owned_steps, owned_rows, place, where
-from ..sides.subject import HostWeights, Subject, Target, checkpoint_of, parse_target
+from ..sides.subject import HostWeights, Subject, Target, checkpoint_of, name_sides, parse_target
 from .bench import Bench, Schedule
 from .model import LIMITS, Caches, Comparison, Streams
 
@@ -74,8 +74,7 @@ def compare_ends(
 
     Raises ConfigError, BackendUnavailable, NotComparable, InfrastructureError.
     """
-    mode: Mode = "S" if subject.dtype == "float32" else "P"
-    names = [f"{chr(ord('a') + index)} {side}" for index, side in enumerate(sides)]
+    mode, names = mode_of(subject.dtype), name_sides(sides)
     served = _read_server(subject, sides, prompts, positions, progress)
     dumped = [side for side in sides if isinstance(side, str) and side.startswith(DUMP)]
     if len(dumped) > 1 or (dumped and served is not None):

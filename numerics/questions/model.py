@@ -40,7 +40,7 @@ from ..sides.reference import Reference, State, sources_of, storage_dtype, total
 from ..sides.sampling import chooser_of, sampled_rows, sampling_field
 from ..sides.side import Executed, Program, Side, WorkerSide, plan_of
 from ..sides.steps import cache_shapes, groups_of, pages_of, place, real_tokens, where
-from ..sides.subject import HostWeights, Subject, Target
+from ..sides.subject import HostWeights, Subject, Target, name_sides
 from ..sides.taps import Call, Declared, Tracer, declare
 from .exact import ExactComparison
 
@@ -76,10 +76,15 @@ class Comparison:
     def __init__(
         self, subject: Subject, sides: Mapping[str, Side], mode: Mode, *,
         layers: Sequence[int] | None = None, taps: Sequence[str] = ("*",),
+        start: Sequence[np.ndarray] | np.ndarray | None = None,
     ) -> None:  # fmt: skip
+        """`start` is the cache of each layer before the first step, as far as its pages were
+        written.
+        """
         self.subject, self.mode, self.taps = subject, mode, tuple(taps)
         self.dtype = storage_dtype(subject.dtype)
         self.model = subject.model
+        self._given = () if start is None else start
         self.layers = set(range(self.model.num_layers) if layers is None else layers)
         self.weights = HostWeights(subject)
         self.sources = sources_of(self.model)
@@ -125,11 +130,14 @@ class Comparison:
             if check_tables(self.diff, name, tables, self._tables):
                 judged.tables = tables
 
-    def start(self, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-        """The cache of each layer before the first step."""
+    def _first_caches(self, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         # Layers of one shape share what nobody has written yet.
         empty = {shape: np.full(shape, np.nan, self.dtype) for shape in shapes}
-        return [empty[shape] for shape in shapes]
+        caches = [empty[shape] for shape in shapes]
+        for index, given in enumerate(self._given):
+            caches[index] = caches[index].copy()
+            caches[index][: len(given)] = given.astype(self.dtype)
+        return caches
 
     # --- a step
     # ----------------------------------------------------------------------------------------------
@@ -140,7 +148,7 @@ class Comparison:
             raise NotComparable("there are no steps to compare")
         started = time.perf_counter()
         # Slots that nobody wrote hold NaN: whoever reads one shows it.
-        start = self.start(cache_shapes(self.subject, pages_of(steps)))
+        start = self._first_caches(cache_shapes(self.subject, pages_of(steps)))
         self._kv = [{True: x.astype(np.float64), False: x} for x in start]
         self._steps, self._start = steps, start
         for judged in self.sides:
@@ -521,10 +529,10 @@ def compare_model(
     `b`, ...): for tests.
     """
 
-    names = [f"{chr(ord('a') + i)} {target}" for i, target in enumerate(targets)]
+    names = name_sides(targets)
     merged = Diff(tuple(names))
     for mode in modes:
-        where_ = subject if mode != "S" else subject.with_dtype("float32")
+        where_ = subject.for_mode(mode)
         progress(f"mode {mode}: loading")
         sides: dict[str, WorkerSide] = {}
         try:
