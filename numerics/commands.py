@@ -55,7 +55,6 @@ SIDES = "a", "b", "on", "backend"
 
 
 def model(arguments: Arguments) -> int:
-    """Two backends layer by layer."""
     modes, targets = parse_modes(arguments.mode), _pair(arguments)
     subject = _subject(arguments)
     prompts = _prompts(arguments, subject)
@@ -69,7 +68,6 @@ def model(arguments: Arguments) -> int:
 
 
 def ops(arguments: Arguments) -> int:
-    """Implementations of ops."""
     targets, faults = _pair(arguments), plant_by_side(arguments.plant)
     modes = parse_modes(arguments.mode)
     report = ops_check.check_ops(targets, arguments.op, faults, modes, progress=_tell)
@@ -77,7 +75,6 @@ def ops(arguments: Arguments) -> int:
 
 
 def capture(arguments: Arguments) -> int:
-    """A run that is kept as a bundle."""
     subject, target = _subject(arguments), parse_target(arguments.on)
     if arguments.steps is not None:
         _check_positive("steps", arguments.steps)
@@ -99,7 +96,6 @@ def capture(arguments: Arguments) -> int:
 
 
 def replay(arguments: Arguments) -> int:
-    """A bundle, on other backends."""
     targets = _targets(arguments.on, "torch:cpu")
     kept = bundle.read(arguments.bundle, arguments.model)
     fault = _fault(arguments, kept.subject.model)
@@ -109,7 +105,6 @@ def replay(arguments: Arguments) -> int:
 
 
 def invariants(arguments: Arguments) -> int:
-    """What must not matter."""
     target = parse_target(arguments.on)
     if target.backend == "jax":
         _two_devices()
@@ -132,7 +127,6 @@ def _two_devices() -> None:
 
 
 def bisect(arguments: Arguments) -> int:
-    """The smallest part that fails."""
     target, modes = parse_target(arguments.on), parse_modes(arguments.mode, ("S", "P"))
     _check_positive("steps", arguments.steps)
     if arguments.bundle and arguments.over == "knobs":
@@ -154,7 +148,6 @@ def bisect(arguments: Arguments) -> int:
 
 
 def served(arguments: Arguments) -> int:
-    """What engines serve."""
     targets = _targets(arguments.on, "jax:cpu", "torch:cpu")
     subject = _subject(arguments)
     diff = serving.check_served(
@@ -166,7 +159,6 @@ def served(arguments: Arguments) -> int:
 
 
 def check(arguments: Arguments) -> int:
-    """Everything about two backends."""
     targets = _pair(arguments)
     if str(targets[0]) == str(targets[1]):
         targets = targets[:1]  # a backend that is both sides is asked once
@@ -192,7 +184,6 @@ def quantization(arguments: Arguments) -> int:
 
 
 def rollout(arguments: Arguments) -> int:
-    """Importance ratios, drift and perplexity."""
     subject = _subject(arguments)
     targets = _pair(arguments)
     text = read_text(arguments.text, subject) if arguments.text else None
@@ -203,7 +194,6 @@ def rollout(arguments: Arguments) -> int:
 
 
 def logits(arguments: Arguments) -> int:
-    """The ends of two runs."""
     _check_positive("positions", arguments.positions)
     sides = [ends.parse_side(arguments.a), ends.parse_side(arguments.b)]
     if isinstance(sides[0], str):
@@ -224,7 +214,6 @@ def logits(arguments: Arguments) -> int:
 
 
 def compare(arguments: Arguments) -> int:
-    """Results of several runs."""
     if len(arguments.items) < 2:
         raise ConfigError("compare: got one result, needs two or more")
     diff = saved.compare(*arguments.items, model=arguments.model, progress=_tell)
@@ -242,7 +231,6 @@ def report(arguments: Arguments) -> int:
 
 
 def selftest(arguments: Arguments) -> int:
-    """Whether faults are found."""
     if arguments.list:
         engine = [f"{f.name:28} engine {f.what}" for f in ENGINE_FAULTS.values()]
         print("\n".join([*describe(), *engine]))

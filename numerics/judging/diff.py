@@ -48,7 +48,6 @@ class Finding:
         return f"layer.{self.layer}.{self.tap}" if self.layer >= 0 else self.tap
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
         return {
             **fields_json(self), "metrics": self.metrics.to_json(),
             "shares": {name: jsonable(share) for name, share in self.shares.items()},

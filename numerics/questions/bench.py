@@ -108,7 +108,6 @@ class Bench:
             self.worker.warm_up(self.table, silent)
 
     def close(self) -> None:
-        """Free the device."""
         self.worker.close()
 
     def pages_of(self, length: int) -> int:

@@ -294,12 +294,7 @@ def _commands(
         "--b",
         str(target),
     ]
-    if subject.dtype != subject.model.dtype:
-        words += ["--dtype", subject.dtype]
-    if subject.load_format != "auto":
-        words += ["--load-format", subject.load_format]
-    if subject.seed:
-        words += ["--seed", str(subject.seed)]
+    words += subject.flags()
     if first.layer >= 0:
         words += ["--layers", str(first.layer)]
     yield " ".join([*words, *([f"--plant b={planted}"] if planted else [])])

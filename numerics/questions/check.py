@@ -140,14 +140,16 @@ class _Asked:
     definition: Definition
     progress: Progress
 
+    @property
+    def all_prompts(self) -> Sequence[np.ndarray]:
+        """Those that were named, or the usual ones."""
+        if self.prompts is not None:
+            return self.prompts
+        return default_prompts(self.subject, self.subject.seed)
+
     def again(self, command: str, *words: str, model: bool = True) -> str:
         """The command that asks one part alone."""
-        subject = self.subject
-        named = ["--model", subject.name] if model else []
-        if model and subject.load_format != "auto":
-            named += ["--load-format", subject.load_format]
-        if model and subject.seed:
-            named += ["--seed", str(subject.seed)]
+        named = ["--model", self.subject.name, *self.subject.flags()] if model else []
         return shlex.join(["twinfer", "numerics", command, *named, *words])
 
     def target(self, side: str) -> str:
@@ -245,9 +247,7 @@ def _op_causes(asked: _Asked, report: OpsReport) -> Iterator[Cause]:
 
 
 def _ask_model(asked: _Asked) -> _Answer:
-    subject = asked.subject
-    prompts = default_prompts(subject, subject.seed) if asked.prompts is None else asked.prompts
-    steps = make_steps(subject, prompts)
+    subject, steps = asked.subject, make_steps(asked.subject, asked.all_prompts)
     diff = compare_model(subject, asked.targets, steps, modes=asked.modes, progress=asked.progress)
     what = f"{len(diff.findings)} tensors in {len(steps)} steps, layer by layer"
     causes = [
@@ -273,13 +273,11 @@ def _ask_model(asked: _Asked) -> _Answer:
 
 def _ask_repeat(asked: _Asked) -> _Answer:
     """Whether the same run gives the same bits."""
-    subject = asked.subject
-    prompts = default_prompts(subject, subject.seed) if asked.prompts is None else asked.prompts
     reports: list[InvariantsReport] = []
     causes: list[Cause] = []
     for side, target in zip(name_sides(asked.targets), asked.targets, strict=True):
         found = check_invariants(
-            subject, target, prompts, names=("repeat",), modes=asked.modes[-1:],
+            asked.subject, target, asked.all_prompts, names=("repeat",), modes=asked.modes[-1:],
             progress=asked.progress,
         )  # fmt: skip
         reports.append(found)

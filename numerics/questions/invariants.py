@@ -170,8 +170,14 @@ class Lab:
 # --------------------------------------------------------------------------------------------------
 
 
-def _repeat(lab: Lab) -> tuple[Rows, Rows]:
-    return lab.usual, lab.logits("repeat", Schedule())
+def _scheduled(name: str, **schedule: Any) -> Callable[[Lab], tuple[Rows, Rows]]:
+    """Another schedule on the same worker."""
+    return lambda lab: (lab.usual, lab.logits(name, Schedule(**schedule)))
+
+
+def _with_option(name: str, option: str, value: Any) -> Callable[[Lab], tuple[Rows, Rows]]:
+    """The usual schedule on a worker with another engine option."""
+    return lambda lab: (lab.usual, lab.other(name, **{option: value}))
 
 
 def _company(lab: Lab) -> tuple[Rows, Rows]:
@@ -189,10 +195,6 @@ def _company(lab: Lab) -> tuple[Rows, Rows]:
 def _pages(lab: Lab) -> tuple[Rows, Rows]:
     change = permuted_pages(lab.bench.pages, lab.bench.layout.groups, seed=3)
     return lab.usual, lab.logits("page-permutation", Schedule(change=change))
-
-
-def _batch(lab: Lab) -> tuple[Rows, Rows]:
-    return lab.usual, lab.logits("batch", Schedule(alone=True))
 
 
 def _chunks(lab: Lab) -> tuple[Rows, Rows]:
@@ -226,28 +228,12 @@ def _outgrowing(lab: Lab) -> list[np.ndarray]:
     return [np.resize(p, length) for p in prompts]
 
 
-def _padding(lab: Lab) -> tuple[Rows, Rows]:
-    return lab.usual, lab.logits("padding", Schedule(large=True))
-
-
-def _decode(lab: Lab) -> tuple[Rows, Rows]:
-    return lab.usual, lab.logits("decode-prefill", Schedule(decoded=1 << 20))
-
-
 def _overlap(lab: Lab) -> tuple[Rows, Rows]:
     return lab.bench.generate(lab.prompts, 1), lab.bench.generate(lab.prompts, 2)
 
 
 def _scan(lab: Lab) -> tuple[Rows, Rows]:
     return lab.usual, lab.other("scan", scan_layers=not lab.bench.config.scan_layers)
-
-
-def _shards(lab: Lab) -> tuple[Rows, Rows]:
-    return lab.usual, lab.other("tensor-parallel", tensor_parallel_size=2)
-
-
-def _groups(lab: Lab) -> tuple[Rows, Rows]:
-    return lab.usual, lab.other("page-groups", page_groups=False)
 
 
 def _level(name: str) -> Callable[[Lab], tuple[Rows, Rows]]:
@@ -302,42 +288,66 @@ def _windows_here(lab: Lab) -> str:
 SAME = "the same programs on the same numbers"
 OTHER_SHAPE = "another program shape: products are summed in another order"
 OWN_SHAPE = "row_invariant: no sum depends on the program's shape"
+OTHER_ORDER = "fused kernels sum in another order"
 RELATIONS = {
     r.name: r
     for r in (
-        Relation("repeat", "running the same once more", "bitwise", f"{SAME}; nothing is left to "
-                                                                    "chance", _repeat),
-        Relation("company", "what other requests say", "bitwise", f"{SAME}: rows know only "
-                                                                  "their own", _company),
-        Relation("page-permutation", "where pages lie", "bitwise", f"{SAME}, gathered from "
-                                                                   "elsewhere", _pages),
-        Relation("overlap", "one step in flight or two", "bitwise", f"{SAME}; only the host waits "
-                                                                    "less", _overlap),
-        Relation("batch", "a request alone or among others", "rounding", OTHER_SHAPE, _batch),
-        Relation("chunks", "the lengths of a prompt's chunks", "rounding", OTHER_SHAPE, _chunks),
-        Relation("prefix-cache", "a prefix found in the cache or computed", "rounding", OTHER_SHAPE,
-        _prefix),
-        Relation("preemption", "being preempted and resumed", "rounding", OTHER_SHAPE, _preemption),
-        Relation("padding", "the size that a step is padded to", "rounding", OTHER_SHAPE, _padding),
-        Relation("decode-prefill", "tokens decoded or prefilled", "rounding", OTHER_SHAPE, _decode),
-        Relation("page-groups", "layers with windows keep what they read, or everything",
-        "rounding", OTHER_SHAPE, _groups, _windows_here),
-        Relation("scan", "layers in a loop or unrolled", "rounding", "XLA fuses it otherwise",
-        _scan, _jax_only),
-        Relation("tensor-parallel", "1 shard or 2", "rounding", "partial sums are added up",
-        _shards, _shards_here, costly=("torch",)),
-        Relation("traced", "eager or traced", "bitwise", "the same kernels", _level("traced"),
-        _torch_only),
         Relation(
-            "compiled", "eager or compiled by Inductor", "rounding", "fused kernels sum in "
-                                                                     "another "
-                                                                     "order",
-            _level("compiled"), _compiles, costly=("torch",),
+            "repeat", "running the same once more", "bitwise", f"{SAME}; nothing is left to chance",
+            _scheduled("repeat"),
         ),
         Relation(
-            "graphs", "eager or compiled and replayed as CUDA graphs", "rounding", "fused kernels "
-                                                                                   "sum in "
-                                                                                   "another order",
+            "company", "what other requests say", "bitwise", f"{SAME}: rows know only their own",
+            _company,
+        ),
+        Relation(
+            "page-permutation", "where pages lie", "bitwise", f"{SAME}, gathered from elsewhere",
+            _pages,
+        ),
+        Relation(
+            "overlap", "one step in flight or two", "bitwise", f"{SAME}; only the host waits less",
+            _overlap,
+        ),
+        Relation(
+            "batch", "a request alone or among others", "rounding", OTHER_SHAPE,
+            _scheduled("batch", alone=True),
+        ),
+        Relation("chunks", "the lengths of a prompt's chunks", "rounding", OTHER_SHAPE, _chunks),
+        Relation(
+            "prefix-cache", "a prefix found in the cache or computed", "rounding", OTHER_SHAPE,
+            _prefix,
+        ),
+        Relation("preemption", "being preempted and resumed", "rounding", OTHER_SHAPE, _preemption),
+        Relation(
+            "padding", "the size that a step is padded to", "rounding", OTHER_SHAPE,
+            _scheduled("padding", large=True),
+        ),
+        Relation(
+            "decode-prefill", "tokens decoded or prefilled", "rounding", OTHER_SHAPE,
+            _scheduled("decode-prefill", decoded=1 << 20),
+        ),
+        Relation(
+            "page-groups", "layers with windows keep what they read, or everything", "rounding",
+            OTHER_SHAPE, _with_option("page-groups", "page_groups", False), _windows_here,
+        ),
+        Relation(
+            "scan", "layers in a loop or unrolled", "rounding", "XLA fuses it otherwise", _scan,
+            _jax_only,
+        ),
+        Relation(
+            "tensor-parallel", "1 shard or 2", "rounding", "partial sums are added up",
+            _with_option("tensor-parallel", "tensor_parallel_size", 2), _shards_here, ("torch",),
+        ),
+        Relation(
+            "traced", "eager or traced", "bitwise", "the same kernels", _level("traced"),
+            _torch_only,
+        ),
+        Relation(
+            "compiled", "eager or compiled by Inductor", "rounding", OTHER_ORDER,
+            _level("compiled"), _compiles, ("torch",),
+        ),
+        Relation(
+            "graphs", "eager or compiled and replayed as CUDA graphs", "rounding", OTHER_ORDER,
             _level("graphs"), _graphs_here,
         ),
     )

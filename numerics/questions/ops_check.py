@@ -86,7 +86,6 @@ class OpResult:
 
     @property
     def factor(self) -> float:
-        """The larger of both."""
         return max(self.error, self.gain)
 
 

@@ -20,7 +20,6 @@ import numpy as np
 from ...ops.namespaces import namespace
 from ...ops.reference.narrow import widened_weight
 from ...shared.errors import ConfigError
-from ...shared.models import decoder
 from ...shared.models.quantization import WHEN_LOADED, Quantization
 from ...shared.models.table import piece_name
 from ...shared.step import StepInput
@@ -28,8 +27,8 @@ from ..errors import EQUAL
 from ..judging.metrics import divergence, log_softmax
 from ..judging.record import dumps
 from ..sides.environment import steps_hash, versions
-from ..sides.reference import Reference, sources_of, total
-from ..sides.steps import cache_shapes, groups_of, make_steps, pages_of, real_tokens
+from ..sides.reference import reference_of, sources_of, total
+from ..sides.steps import cache_shapes, make_steps, pages_of, real_tokens
 from ..sides.subject import HostWeights, Subject, check_recordable
 
 Progress = Callable[[str], None]
@@ -152,15 +151,10 @@ class _Pair:
     def __init__(self, subject: Subject, scheme: str, pages: int) -> None:
         quantization = Quantization(WHEN_LOADED[scheme])
         narrow = replace(subject, model=replace(subject.model, quantization=quantization))
-        tables = decoder.rotary_tables(subject.model, subject.max_model_len)
-        self._subject = subject
         self._shapes = cache_shapes(subject, pages)
         self._sources = sources_of(subject.model)
         self._plain, self._narrow = HostWeights(subject), HostWeights(narrow)
-        self._sides = (
-            Reference(subject.model, tables, exact=False, groups=groups_of(subject)),
-            Reference(narrow.model, tables, exact=False, groups=groups_of(subject)),
-        )
+        self._sides = reference_of(subject, exact=False), reference_of(narrow, exact=False)
 
     def _weights(self, index: int, narrow: bool) -> Mapping[str, np.ndarray]:
         return (self._narrow if narrow else self._plain).layer(index)

@@ -117,7 +117,7 @@ class Recording:
         self.plans: Any = RecordedPlans(bundle.source, self.spec)
         self._weights = HostWeights(bundle.subject)
         subject = bundle.subject
-        self._tables = decoder.rotary_tables(subject.model, subject.max_model_len)
+        self._tables = subject.rotary_tables()
         self._groups = groups_of(subject)
         self._by_id = {id(recorded.step): recorded for recorded in bundle.steps}
 

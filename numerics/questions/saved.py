@@ -94,6 +94,8 @@ class _Beside(FromStart):
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         own = self.sides[0].ran.logits
+        if not self._others or not len(self._known(exact, faithful)):
+            return
         for other in self._others:
             logits = other.steps[self.number].arrays.get("logits")
             if own is None or logits is None or logits.shape != own.shape:

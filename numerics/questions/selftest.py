@@ -93,7 +93,6 @@ class SelfTest(Report):
     environment: dict[str, Any] = field(default_factory=dict)
 
     def by_name(self) -> dict[str, FaultResult]:
-        """The faults by their names."""
         return {fault.name: fault for fault in self.faults}
 
     @property

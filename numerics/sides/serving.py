@@ -129,7 +129,6 @@ class _Noted:
     watched: _Watched
 
     def result(self) -> StepOutput:
-        """Wait for the step."""
         output: StepOutput = self.handle.result()
         if output.streams is not None:
             self.watched.note(self.step, self.kind, self.owners, output.streams)

@@ -119,19 +119,15 @@ class Side(Protocol):
 
     def begin(self, start: Sequence[np.ndarray]) -> None:
         """Take the cache of each layer before the first step."""
-        ...
 
     def execute(self, step: StepInput) -> Executed:
         """Run the next step."""
-        ...
 
     def weights(self, layer: int) -> Mapping[str, np.ndarray]:
         """The weights of a layer as the programs get them; -1: those outside of layers."""
-        ...
 
     def tables(self) -> tuple[np.ndarray, np.ndarray]:
         """The rotary tables as the programs get them."""
-        ...
 
     def taps(
         self, kind: str, program: Program, calls: Sequence[Call], patterns: Sequence[str]
@@ -139,11 +135,9 @@ class Side(Protocol):
         """The calls of ops in a program of a kind whose names match `patterns`, each on what it is
         given in `calls`.
         """
-        ...
 
     def close(self) -> None:
         """Free the device."""
-        ...
 
 
 def plan_of(plans: Any, spec: Model, kind: str, program: Program) -> Any:
@@ -201,14 +195,12 @@ class WorkerSide:
         return Table(sizes["decode"], sizes["mixed"], self.config.max_num_seqs)
 
     def begin(self, start: Sequence[np.ndarray]) -> None:
-        """See `Side`."""
         for layer, cache in enumerate(start):
             if self._sources[layer] == layer:
                 self._worker.write_pages(layer, range(len(cache)), cache)
         self._cache: Sequence[np.ndarray] = list(start)
 
     def execute(self, step: StepInput) -> Executed:
-        """See `Side`."""
         before = self._cache
         # What is sampled changes nothing here, and a sampler more is a program more.
         plain = replace(
@@ -235,17 +227,14 @@ class WorkerSide:
         )  # fmt: skip
 
     def weights(self, layer: int) -> Mapping[str, np.ndarray]:
-        """See `Side`."""
         return self._worker.read_weights(layer)
 
     def tables(self) -> tuple[np.ndarray, np.ndarray]:
-        """See `Side`."""
         return self._worker.read_tables()
 
     def taps(
         self, kind: str, program: Program, calls: Sequence[Call], patterns: Sequence[str]
     ) -> Iterator[Tap]:
-        """See `Side`."""
         plan, by_key = (
             plan_of(self.plans, self.spec, kind, program),
             {call.key: call for call in calls},
@@ -263,6 +252,5 @@ class WorkerSide:
         return self._ops[plan.hash](op, arguments)
 
     def close(self) -> None:
-        """See `Side`."""
         self._worker.close()
         self._ops.clear()

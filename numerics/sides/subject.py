@@ -138,6 +138,24 @@ class Subject:
         """The same in another run dtype."""
         return replace(self, dtype=dtype)
 
+    def rotary_tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin [position r], by the model's definition."""
+        return decoder.rotary_tables(self.model, self.max_model_len)
+
+    def flags(self) -> list[str]:
+        """The flags of a command of `twinfer numerics` that name it, besides the model's, where
+        they are not the defaults.
+        """
+        usual = {
+            "dtype": self.model.dtype, "load_format": "auto", "seed": 0, "tokens": 64,
+            "max_model_len": min(MAX_MODEL_LEN, self.model.max_position_embeddings),
+        }  # fmt: skip
+        words = []
+        for name, value in usual.items():
+            if getattr(self, name) != value:
+                words += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
+        return words
+
     def for_mode(self, mode: str) -> Subject:
         """As a mode looks at it: S in float32."""
         return self.with_dtype("float32") if mode == "S" else self

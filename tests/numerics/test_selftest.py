@@ -65,7 +65,7 @@ def test_what_takes_no_case_of_a_fault_need_not_show_it():
 
 def test_a_fault_that_nothing_sees_fails(monkeypatch):
     same = dict([changed("linear", bias=lambda xp, a: a["bias"])])
-    monkeypatch.setitem(CATALOGUE, "nothing", Entry("nothing", "nothing is wrong", "layer", same))
+    monkeypatch.setitem(CATALOGUE, "nothing", Entry("nothing", ops=same, what="nothing is wrong"))
     report = selftest([TORCH], names=["nothing"], modes=("S",), seeds=0)
     assert report.exit_code == 1
     assert report.missed == ["a torch:cpu: nothing"]
@@ -75,7 +75,7 @@ def test_a_fault_that_nothing_sees_fails(monkeypatch):
 
 def test_a_fault_that_is_blamed_on_another_op_fails(monkeypatch):
     loaded = CATALOGUE["gate-up-loaded-swapped"].weights  # shows in the MLP
-    entry = Entry("elsewhere", "not where it says", "layer", {"add": lambda xp, f: f}, loaded)
+    entry = Entry("elsewhere", {"add": lambda xp, f: f}, loaded, what="not where it says")
     monkeypatch.setitem(CATALOGUE, "elsewhere", entry)
     report = selftest([TORCH], names=["elsewhere"], modes=("S",), seeds=0)
     assert report.exit_code == 1
