@@ -36,7 +36,7 @@ from ..sides.jitter import HALF_ULP32, Jitter
 from ..sides.passes import run_stepwise
 from ..sides.reference import State, reference_of, sources_of, storage_dtype, total
 from ..sides.sampling import chooser_of, sampled_rows, sampling_field
-from ..sides.side import Executed, Program, Side, WorkerSide, plan_of
+from ..sides.side import Executed, Program, Side, open_sides, plan_of
 from ..sides.steps import cache_shapes, pages_of, place, real_tokens, where
 from ..sides.subject import HostWeights, Subject, Target, name_sides
 from ..sides.taps import Call, Declared, Tracer, declare
@@ -544,22 +544,15 @@ def compare_model(
     for mode in modes:
         where_ = subject.for_mode(mode)
         progress(f"mode {mode}: loading")
-        sides: dict[str, WorkerSide] = {}
-        try:
-            for name, target in zip(names, targets, strict=True):
-                fault = (faults or {}).get(name[0])
-                sides[name] = WorkerSide(where_, target, steps, fault)
 
-            def tell(text: str, mode: str = mode) -> None:
-                progress(f"mode {mode}: {text}")
+        def tell(text: str, mode: str = mode) -> None:
+            progress(f"mode {mode}: {text}")
 
+        with open_sides(where_, dict(zip(names, targets, strict=True)), steps, faults) as sides:
             if mode == "X":
                 diff = ExactComparison(where_).run(sides, steps, layers, tell)
             else:
                 diff = Comparison(where_, sides, mode, layers=layers, taps=taps).run(steps, tell)
-        finally:
-            for side in sides.values():
-                side.close()
         merged.extend(diff)
         merged.environment |= {
             k: v for k, v in diff.environment.items() if mode == "P" or k not in merged.environment

@@ -32,8 +32,8 @@ from ..sides.side import (
     Program,
     Side,
     Tap,
-    WorkerSide,
     finished_rows,
+    open_sides,
     plan_of,
 )
 from ..sides.steps import groups_of, where, written_slots
@@ -248,17 +248,9 @@ def replay(
     """
     if not targets:
         raise ConfigError("on: got no target, at least one is needed")
-    subject = bundle.subject
-    sides: dict[str, Side] = {}
-    try:
-        sides[f"{RECORDED} {bundle.name}"] = Recording(bundle)
-        for name, target in zip(name_sides(targets), targets, strict=True):
-            progress(f"loading {target}")
-            fault = (faults or {}).get(name[0])
-            sides[name] = WorkerSide(subject, target, bundle.inputs, fault)
-        diff = FromStart(bundle, sides).run(bundle.inputs, progress)
-    finally:
-        for side in sides.values():
-            side.close()
+    recorded: dict[str, Side] = {f"{RECORDED} {bundle.name}": Recording(bundle)}
+    named = dict(zip(name_sides(targets), targets, strict=True))
+    with open_sides(bundle.subject, named, bundle.inputs, faults, progress) as sides:
+        diff = FromStart(bundle, recorded | sides).run(bundle.inputs, progress)
     diff.environment["bundle"] = {"source": bundle.source, "steps": len(bundle.steps)}
     return diff

@@ -33,7 +33,7 @@ from ..judging.gates import ALL_MODES
 from ..judging.record import Report
 from ..sides.environment import versions
 from ..sides.fault import Fault
-from ..sides.side import WorkerSide
+from ..sides.side import open_sides
 from ..sides.steps import default_prompts, make_steps
 from ..sides.subject import Subject, Target, name_sides
 from . import bench
@@ -220,16 +220,11 @@ class _Bench:
         self, subject: Subject, steps: Sequence[StepInput], exact: ExactComparison,
         fault: Fault | None = None,
     ) -> Diff:  # fmt: skip
-        sides: dict[str, WorkerSide] = {}
-        try:
-            for side, target in self.targets.items():
-                sides[side] = WorkerSide(subject, target, steps, fault)
+        faults = {} if fault is None else {side[0]: fault for side in self.targets}
+        with open_sides(subject, self.targets, steps, faults) as sides:
             if self.mode == "X":
                 return exact.run(sides, steps)
             return Comparison(subject, sides, self.mode).run(steps)  # type: ignore[arg-type]
-        finally:
-            for worker in sides.values():
-                worker.close()
 
     def look(self, entry: Entry) -> list[Sight]:
         """Plant a fault in the last layer (or where it belongs) and run one step, a ragged batch

@@ -8,8 +8,8 @@ worker's plans have them: on what is given to them in the layer, they say which 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -254,3 +254,22 @@ class WorkerSide:
     def close(self) -> None:
         self._worker.close()
         self._ops.clear()
+
+
+@contextmanager
+def open_sides(
+    subject: Subject, targets: Mapping[str, Target], steps: Sequence[StepInput],
+    faults: Mapping[str, Fault] | None = None, progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[dict[str, WorkerSide]]:  # fmt: skip
+    """Workers of `targets` by name, which are closed behind the block. `faults` by the first letter
+    of a name. Raises as WorkerSide.
+    """
+    sides: dict[str, WorkerSide] = {}
+    try:
+        for name, target in targets.items():
+            progress(f"loading {target}")
+            sides[name] = WorkerSide(subject, target, steps, (faults or {}).get(name[0]))
+        yield sides
+    finally:
+        for side in sides.values():
+            side.close()

@@ -11,9 +11,9 @@ from twinfer.numerics.faults.catalogue import CATALOGUE
 from twinfer.numerics.faults.engine import ENGINE_FAULTS
 from twinfer.numerics.faults.making import Entry, changed
 from twinfer.numerics.faults.planting import plant
-from twinfer.numerics.questions import selftest as room
 from twinfer.numerics.questions.selftest import render, selftest
 from twinfer.numerics.showing.junit import suite_xml
+from twinfer.numerics.sides import side
 from twinfer.numerics.sides.subject import parse_target
 from twinfer.serving.cli import main
 from twinfer.shared.errors import ConfigError
@@ -84,8 +84,8 @@ def test_a_fault_that_is_blamed_on_another_op_fails(monkeypatch):
 
 
 def test_a_false_alarm_fails(monkeypatch):
-    create = room.WorkerSide
-    monkeypatch.setattr(room, "WorkerSide", lambda *given: create(*given[:3], plant("norm-eps@1")))
+    create = side.WorkerSide
+    monkeypatch.setattr(side, "WorkerSide", lambda *given: create(*given[:3], plant("norm-eps@1")))
     report = selftest([TORCH], names=["vocab-tail-lost"], modes=("S",), seeds=1)
     assert report.exit_code == 1
     assert any("seed 1" in alarm for alarm in report.alarms)
