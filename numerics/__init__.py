@@ -25,21 +25,7 @@ _PUBLIC = {
     "write_report": "api",
 }
 
-__all__ = [
-    "Diff",
-    "capture",
-    "check_served",
-    "compare",
-    "compare_ends",
-    "compare_model",
-    "compare_targets",
-    "default_prompts",
-    "make_steps",
-    "open_subject",
-    "parse_target",
-    "read",
-    "write_report",
-]
+__all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

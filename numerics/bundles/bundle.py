@@ -70,7 +70,6 @@ class Bundle:
 
     @property
     def inputs(self) -> list[StepInput]:
-        """The steps."""
         return [recorded.step for recorded in self.steps]
 
     @property

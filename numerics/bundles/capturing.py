@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ...shared.models import decoder
 from ...shared.step import StepInput
 from ..errors import NotComparable
 from ..sides.environment import describe_side
 from ..sides.fault import Fault
-from ..sides.reference import Reference, storage_dtype
-from ..sides.side import Executed, Program, Tap, WorkerSide
+from ..sides.reference import reference_of, storage_dtype
+from ..sides.side import Executed, Tap, WorkerSide
 from ..sides.steps import cache_shapes, groups_of, pages_of, written_slots
 from ..sides.subject import HostWeights, Subject, Target, check_recordable
 from .bundle import Bundle
@@ -59,12 +58,10 @@ class _Camera:
     def __init__(self, subject: Subject, side: WorkerSide, taps: Sequence[str]) -> None:
         self._side, self._taps = side, tuple(taps)
         self._weights = HostWeights(subject)
-        tables = decoder.rotary_tables(subject.model, subject.max_model_len)
         self._groups = groups_of(subject)
-        self._reference = Reference(subject.model, tables, exact=False, groups=self._groups)
+        self._reference = reference_of(subject, exact=False)
 
     def take(self, step: StepInput) -> Recorded:
-        """Run one step."""
         ran, found = self._side.execute(step), Recorded(step)
         keep_layers(found, ran.streams, ran.before, ran.after, self._groups)
         if ran.logits is not None:
@@ -74,23 +71,17 @@ class _Camera:
         return found
 
     def _run_ops(self, found: Recorded, ran: Executed) -> None:
-        reference, top = self._reference, self._weights.top()
-        reference.begin(ran.step)
-        reference.embed(top)
-        keep_taps(found, "embed", self._run("embed", ran))
-        for index in range(len(ran.before)):
-            reference.layer(index, self._weights.layer(index), ran.given(index, index))
-            caches = {"kv_in": ran.before[index], "kv_out": ran.after[index]}
-            keep_taps(found, f"layer.{index}", self._run(index, ran), caches)
-        rows = reference.finish(top, *ran.given_end())
-        keep_taps(found, "finish", self._run("finish", ran))
-        reference.head(top, rows)
-        keep_taps(found, "head", self._run("head", ran))
-
-    def _run(self, program: Program, ran: Executed) -> Iterable[Tap]:
-        """The ops of the program that the reference ran last."""
-        kind = ran.step.descriptor.kind
-        return self._side.taps(kind, program, self._reference.calls, self._taps)
+        kind, weights = ran.step.descriptor.kind, self._weights
+        self._reference.begin(ran.step)
+        for program, calls in self._reference.traced(
+            weights.top(), weights.layer, range(len(ran.before)),
+            lambda index, hidden: ran.given(index, index), ran.given_end(),
+        ):  # fmt: skip
+            name, caches = program, None
+            if isinstance(program, int):
+                name = f"layer.{program}"
+                caches = {"kv_in": ran.before[program], "kv_out": ran.after[program]}
+            keep_taps(found, str(name), self._side.taps(kind, program, calls, self._taps), caches)
 
 
 def keep_layers(

@@ -35,7 +35,6 @@ class Dump:
 
     @property
     def names(self) -> set[str]:
-        """The tensors that it has."""
         return set(self.tensors[0])
 
     def rows(self, name: str, places: list[tuple[int, int]]) -> np.ndarray:

@@ -7,20 +7,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from ...ops.namespaces import device_of
 from ...shared.models.config import ModelConfig
-from .making import Entry, Given, after, around, bf16, changed, index, instead, storage
+from .making import Entry, Given, Place, after, around, bf16, changed, index, instead, storage
 
 CATALOGUE: dict[str, Entry] = {}
 
 
-def catalogue(name: str, what: str, place: Any, *makes: Any, **rest: Any) -> None:
-    """Add a fault."""
-    CATALOGUE[name] = Entry(name, what, place, dict(makes), **rest)
+def _catalogue(place: Place, name: str, what: str, *makes: Any, **rest: Any) -> None:
+    """Add a fault of some ops, or one that the fields in `rest` make."""
+    CATALOGUE[name] = Entry(name, ops=dict(makes), what=what, place=place, **rest)
+
+
+in_layer, on_top, in_op = (partial(_catalogue, place) for place in get_args(Place))
 
 
 # --- attention
@@ -186,110 +189,94 @@ def _grouped(model: ModelConfig) -> bool:
 
 WINDOW: dict[str, Any] = {"needs": _windowed, "missing": "a sliding window"}
 
-catalogue(
+in_layer(
     "mask-hides-own-key",
     "the last query of a request does not see its own key",
-    "layer",
     instead(ATTENTION, partial(dense_attention, mask=_own_key_hidden)),
 )
-catalogue(
+in_layer(
     "mask-shows-next-key",
     "causal mask off by one: a query sees the key after its own",
-    "layer",
     instead(ATTENTION, partial(dense_attention, mask=_next_key_seen)),
 )
-catalogue(
+in_layer(
     "window-off-by-one",
     "the sliding window is one position too long",
-    "layer",
     changed(ATTENTION, window=lambda xp, a: a["window"] + 1 if a["window"] > 0 else 0),
     **WINDOW,
 )
-catalogue(
+in_layer(
     "window-missing",
     "the sliding window is ignored",
-    "layer",
     changed(ATTENTION, window=lambda xp, a: 0),
     **WINDOW,
 )
-catalogue(
+in_layer(
     "attention-skipped",
     "attention adds nothing",
-    "layer",
     after(ATTENTION, lambda xp, out: xp.zeros_like(out)),
 )
-catalogue(
+in_layer(
     "attention-scale-1e-2",
     "attention scores are 1 % too large",
-    "layer",
     changed(ATTENTION, scale=_scaled(1.01)),
 )
-catalogue(
+in_layer(
     "attention-scale-1e-3",
     "attention scores are 0.1 % too large",
-    "layer",
     changed(ATTENTION, scale=_scaled(1.001)),
 )
-catalogue(
+in_layer(
     "softmax-bf16",
     "softmax is computed in bfloat16",
-    "layer",
     instead(ATTENTION, partial(dense_attention, softmax=_rounded_softmax)),
 )
-catalogue(
+in_layer(
     "page-table-row",
     "each request reads the page table of the one before it",
-    "layer",
     changed(ATTENTION, page_table=lambda xp, a: xp.roll(a["page_table"], 1, axis=0)),
 )
-catalogue(
+in_layer(
     "stale-page",
     "the second page of each request is read as the first one",
-    "layer",
     changed(ATTENTION, page_table=_column_repeated),
 )
-catalogue(
+in_layer(
     "stale-key",
     "one key of one request is that of the slot before it",
-    "layer",
     changed(ATTENTION, kv=_stale_key),
 )
-catalogue(
+in_layer(
     "kv-head-dropped",
     "queries of the last K/V head read the first one",
-    "layer",
     changed(ATTENTION, kv=_last_head_is_first),
     needs=lambda m: m.num_kv_heads > 1,
     missing="several K/V heads",
 )
-catalogue(
+in_layer(
     "query-heads-interleaved",
     "query heads are dealt out to K/V heads one by one, not in groups",
-    "layer",
     around(ATTENTION, _heads_interleaved),
     needs=_grouped,
     missing="several K/V heads, each for several query heads",
 )
-catalogue(
+in_op(
     "soft-cap-missing",
     "the cap on attention scores is ignored",
-    "ops",
     changed(ATTENTION, soft_cap=lambda xp, a: 0.0),
 )
-catalogue(
+in_op(
     "kv-scales-swapped",
     "a quantised cache is read with the scales of K and V swapped",
-    "ops",
     changed(
         ATTENTION,
         k_scale=lambda xp, a: a.get("v_scale"),
         v_scale=lambda xp, a: a.get("k_scale"),
     ),
 )
-catalogue(
+in_op(
     "sink-dropped",
     "softmax leaves out the sink of each head",
-    "ops",
     changed(ATTENTION, sinks=lambda xp, a: None),
 )
 
@@ -339,68 +326,57 @@ def _last_row_lost(xp: Any, a: Given) -> Any:
     return xp.where(row == xp.max(xp.where(slots >= 0, row, -1)), -1, slots)
 
 
-catalogue(
+in_layer(
     "rope-base",
     "the rotary base is its power of 1.01",
-    "layer",
     tables=_other_base,
     shown_by=(WRITE,),
 )
-catalogue(
+in_layer(
     "rope-bf16",
     "the rotary table is rounded to bfloat16",
-    "layer",
     changed(WRITE, cos=lambda xp, a: bf16(xp, a["cos"]), sin=lambda xp, a: bf16(xp, a["sin"])),
 )
-catalogue(
+in_layer(
     "position-off-by-one",
     "each token is rotated by the position of the next one",
-    "layer",
     changed(
         WRITE,
         cos=lambda xp, a: xp.roll(a["cos"], -1, axis=0),
         sin=lambda xp, a: xp.roll(a["sin"], -1, axis=0),
     ),
 )
-catalogue(
+in_layer(
     "rope-sign",
     "queries and keys are rotated the other way",
-    "layer",
     changed(WRITE, sin=lambda xp, a: -a["sin"]),
 )
-catalogue(
+in_layer(
     "kv-slot-off-by-one",
     "K and V are written to the next slot",
-    "layer",
     changed(WRITE, slots=_next_slot),
 )
-catalogue(
+in_layer(
     "kv-row-lost",
     "K and V of a step's last token are not written",
-    "layer",
     changed(WRITE, slots=_last_row_lost),
 )
-catalogue(
-    "kv-swapped", "K and V are taken for each other", "layer", changed(WRITE, qkv=_k_and_v_swapped)
-)
-catalogue(
+in_layer("kv-swapped", "K and V are taken for each other", changed(WRITE, qkv=_k_and_v_swapped))
+in_layer(
     "kv-fp8",
     "K and V lose bits as in an fp8 cache that nobody asked for",
-    "layer",
     changed(WRITE, qkv=_k_and_v_in_fp8),
 )
-catalogue(
+in_layer(
     "qk-norms-swapped",
     "queries are normed with the weight of keys and the reverse",
-    "layer",
     changed(WRITE, q_weight=lambda xp, a: a["k_weight"], k_weight=lambda xp, a: a["q_weight"]),
     needs=lambda m: m.qk_norm,
     missing="norms of queries and keys",
 )
-catalogue(
+in_layer(
     "qk-norm-eps",
     "epsilon of the norms of queries and keys is ten times too large",
-    "layer",
     changed(WRITE, eps=lambda xp, a: 10.0 * a["eps"]),
     needs=lambda m: m.qk_norm,
     missing="norms of queries and keys",
@@ -459,60 +435,51 @@ def _residual_kept(xp: Any, a: Given) -> Any:
     return normed, a["residual"] + xp.zeros_like(total)
 
 
-catalogue(
+in_layer(
     "norm-eps",
     "epsilon of the norms is ten times too large",
-    "layer",
     changed(NORM, eps=lambda xp, a: 10.0 * a["eps"]),
 )
-catalogue(
+in_op(
     "eps-of-another-model",
     "norms behind sublayers and over all heads have the other epsilon of 1e-5 and 1e-6",
-    "ops",
     changed(PLAIN_NORM, eps=_other_eps),
     changed(WIDE_NORM, eps=_other_eps),
 )
-catalogue(
+in_op(
     "unit-norm-with-weight",
     "a norm that has no weight multiplies with one",
-    "ops",
     after("unit_rms_norm", _with_weight),
 )
-catalogue(
+in_op(
     "scalar-dropped",
     "the stream is not multiplied by the layer's weight",
-    "ops",
     instead("scale_by", lambda xp, a: a["x"]),
 )
-catalogue("norm-bf16", "the norm is computed in bfloat16", "layer", instead(NORM, _norm_in_bf16))
-catalogue(
+in_layer("norm-bf16", "the norm is computed in bfloat16", instead(NORM, _norm_in_bf16))
+in_layer(
     "norm-weight-after-rounding",
     "the normed value is rounded to bfloat16 before the weight",
-    "layer",
     instead(NORM, _weight_after_rounding),
 )
-catalogue(
+in_layer(
     "norm-weight-plus-one",
     "the norm multiplies by 1 + weight, as Gemma does",
-    "layer",
     changed(NORM, weight=lambda xp, a: a["weight"] + 1.0),
 )
-catalogue(
+in_layer(
     "rounding-dropped",
     "the norm reads the residual sum before it was rounded",
-    "layer",
     instead(NORM, _unrounded_sum),
 )
-catalogue(
+in_layer(
     "residual-twice",
     "the residual is added twice",
-    "layer",
     changed(NORM, residual=lambda xp, a: a["residual"] + a["residual"]),
 )
-catalogue(
+in_layer(
     "residual-stale",
     "the residual is handed on without what the block added",
-    "layer",
     instead(NORM, _residual_kept),
 )
 
@@ -575,61 +542,52 @@ def _mlp_with(xp: Any, a: Given, act: Callable[[Any, Any], Any]) -> Any:
     return xp.linear(xp.astype(y, a["x"].dtype), a["down"], a["down_bias"])
 
 
-catalogue(
+in_layer(
     "bias-forgotten",
     "the bias of a projection is left out",
-    "layer",
     changed(LINEAR, bias=lambda xp, a: None),
     needs=lambda m: m.qkv_bias or m.o_bias or m.mlp_bias,
     missing="biases",
 )
-catalogue(
+in_layer(
     "weight-tile-transposed",
     "one 8 by 8 tile of each weight is transposed",
-    "layer",
     changed(LINEAR, weight=_tile_transposed),
 )
-catalogue(
+in_layer(
     "k-tail-dropped",
     "the last 8 terms of each product's sums are missing",
-    "layer",
     changed(LINEAR, x=_tail_dropped),
 )
-catalogue(
+in_layer(
     "split-k-rounded",
     "the two halves of each product's sums are rounded before they are added",
-    "layer",
     around(LINEAR, _partials_rounded),
 )
-catalogue(
+in_layer(
     "tf32-products",
     "float32 products keep 10 bits of mantissa",
-    "layer",
     changed(LINEAR, x=lambda xp, a: _tf32(xp, a["x"]), weight=lambda xp, a: _tf32(xp, a["weight"])),
 )
-catalogue(
+in_layer(
     "gate-up-swapped",
     "gate and up of the MLP are taken for each other",
-    "layer",
     *(changed(op, gate_up=_gate_and_up_swapped) for op in MLPS),
 )
-catalogue(
+in_layer(
     "gate-up-loaded-swapped",
     "gate and up lie the other way round in the loaded weights",
-    "layer",
     weights=_loaded_swapped,
     shown_by=MLPS,
 )
-catalogue(
+in_layer(
     "mlp-skipped",
     "the MLP adds nothing",
-    "layer",
     *(after(op, lambda xp, out: xp.zeros_like(out)) for op in MLPS),
 )
-catalogue(
+in_layer(
     "gelu-for-silu",
     "the MLP has gelu for silu, or silu for gelu",
-    "layer",
     instead("gated_mlp", partial(_mlp_with, act=_gelu)),
     instead("gelu_gated_mlp", partial(_mlp_with, act=_silu)),
 )
@@ -643,16 +601,13 @@ def _words_lost(xp: Any, out: Any) -> Any:
     return xp.concat([out[:, :-TILE], xp.zeros_like(out[:, -TILE:])], axis=1)
 
 
-catalogue(
+on_top(
     "embedding-off-by-one",
     "each token gets the embedding of the next word",
-    "top",
     changed("embedding", ids=lambda xp, a: (a["ids"] + 1) % a["table"].shape[0]),
 )
-catalogue("logits-rounded", "logits are rounded to bfloat16", "top", after("logits", bf16))
-catalogue(
-    "vocab-tail-lost", "the logits of the last 8 words are 0", "top", after("logits", _words_lost)
-)
+on_top("logits-rounded", "logits are rounded to bfloat16", after("logits", bf16))
+on_top("vocab-tail-lost", "the logits of the last 8 words are 0", after("logits", _words_lost))
 
 
 # --- sampling, quantisation, experts, adapters: ops outside of a dense decoder's layers
@@ -683,64 +638,54 @@ def _truncated(xp: Any, y: Any) -> Any:
     return xp.trunc(xp.clip(y, -127.0, 127.0))
 
 
-catalogue(
+in_op(
     "token-off-by-one",
     "greedy sampling returns the token after the best one",
-    "ops",
     after("greedy_sample", lambda xp, out: out + 1),
 )
-catalogue(
+in_op(
     "vocab-mask-truncated",
     "the last 32 words of a mask are allowed whatever it says",
-    "ops",
     changed("penalties", mask=_last_word_allowed),
 )
-catalogue(
+in_op(
     "noise-position-off-by-one",
     "sampling noise is that of the next position",
-    "ops",
     changed("sample", position=lambda xp, a: a["position"] + 1),
 )
-catalogue(
+in_op(
     "top-k-off-by-one",
     "top-k keeps one token more",
-    "ops",
     changed("sample", top_k=lambda xp, a: xp.where(a["top_k"] > 0, a["top_k"] + 1, 0)),
 )
-catalogue(
+in_op(
     "int8-wrapped",
     "int8 values wrap around where they must saturate",
-    "ops",
     instead("quantize_int8", partial(_int8, convert=_wrapped)),
 )
-catalogue(
+in_op(
     "int8-truncated",
     "int8 values are cut, not rounded",
-    "ops",
     instead("quantize_int8", partial(_int8, convert=_truncated)),
 )
-catalogue(
+in_op(
     "dequantize-next-scale",
     "values are dequantised with the scale of the next row",
-    "ops",
     changed("dequantize", scale=lambda xp, a: xp.roll(a["scale"], -1, axis=0)),
 )
-catalogue(
+in_op(
     "experts-renormalised",
     "router weights are renormalised where they must not be, and the reverse",
-    "ops",
     changed("moe_route", renormalize=lambda xp, a: not a["renormalize"]),
 )
-catalogue(
+in_op(
     "expert-off-by-one",
     "rows of an expert go to the one before it",
-    "ops",
     changed("grouped_matmul", group_sizes=lambda xp, a: xp.roll(a["group_sizes"], -1, axis=0)),
 )
-catalogue(
+in_op(
     "adapter-off-by-one",
     "each row gets the next adapter",
-    "ops",
     changed(
         "lora_shrink",
         index=lambda xp, a: xp.where(

@@ -64,23 +64,18 @@ class Planted:
         self.fault, self._kept = fault, {}
 
     def load(self, progress: Any) -> None:
-        """As the worker, once."""
         self._once("load", lambda: self.worker.load(progress))
 
     def allocate_kv(self, pages: int) -> None:
-        """As the worker, once."""
         self._once("allocate", lambda: self.worker.allocate_kv(pages))
 
     def warm_up(self, table: Any, progress: Any) -> None:
-        """As the worker, once."""
         self._once("warm up", lambda: self.worker.warm_up(table, progress))
 
     def execute(self, step: StepInput) -> Any:
-        """As the worker, on the changed step."""
         return self.worker.execute(self._changed(step))
 
     def logits(self, step: StepInput) -> np.ndarray:
-        """As the worker, on the changed step."""
         return self.worker.logits(self._changed(step))
 
     def close(self) -> None:
@@ -244,42 +239,20 @@ def _point(
                 views[name] = np.append(views[name], np.int32(value))
 
 
-ENGINE_FAULTS = {
-    fault.name: fault
-    for fault in (
-        EngineFault(
-            "page-table-stale", "what is new in the page tables arrives one step late", _late
-        ),
-        EngineFault(
-            "lengths-stale", "a decoded token attends over the length of the step before it", _short
-        ),
-        EngineFault(
-            "slots-stale",
-            "a step writes K and V to the slots of the step before it",
-            _stale("slots"),
-        ),
-        EngineFault(
-            "positions-restart", "positions count from the beginning of a chunk", _restarted
-        ),
-        EngineFault(
-            "pages-swapped",
-            "every other step brings the first two pages in the other order",
-            _moved,
-        ),
-        EngineFault(
-            "chunk-start-lost",
-            "K and V of the first token of a later chunk are not written",
-            _forgotten,
-        ),
-        EngineFault(
-            "table-of-another-group",
-            "layers of one page group read the page table of another",
-            _of_another_group,
-        ),
-        EngineFault(
-            "window-page-freed-early",
-            "a page of a layer with a window is another request's one step before its last reader",
-            _freed_early,
-        ),
-    )
+_TABLE: dict[str, tuple[str, Edit]] = {
+    "page-table-stale": ("what is new in the page tables arrives one step late", _late),
+    "lengths-stale": ("a decoded token attends over the length of the step before it", _short),
+    "slots-stale": ("a step writes K and V to the slots of the step before it", _stale("slots")),
+    "positions-restart": ("positions count from the beginning of a chunk", _restarted),
+    "pages-swapped": ("every other step brings the first two pages in the other order", _moved),
+    "chunk-start-lost": ("K and V of the first token of a later chunk are not written", _forgotten),
+    "table-of-another-group": (
+        "layers of one page group read the page table of another",
+        _of_another_group,
+    ),
+    "window-page-freed-early": (
+        "a page of a layer with a window is another request's one step before its last reader",
+        _freed_early,
+    ),
 }
+ENGINE_FAULTS = {name: EngineFault(name, *entry) for name, entry in _TABLE.items()}

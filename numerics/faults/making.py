@@ -8,11 +8,9 @@ must stay in order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any, Literal
-
-import numpy as np
 
 from ...ops import REGISTRY
 from ...ops.namespaces import device_of
@@ -26,8 +24,8 @@ Place = Literal["layer", "top", "ops"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A catalogued fault. `what` is a sentence for people.
+class Entry(Fault):
+    """A catalogued fault, in all layers. `what` is a sentence for people.
 
     `place`: in the layers of the model, in its `top` (embedding, logits), or in single `ops` that a
     dense decoder does not call: those can be planted in `twinfer numerics ops` only. `shown_by`
@@ -35,25 +33,16 @@ class Entry:
     what a model must have for the fault to make a difference, and `missing` names that.
     """
 
-    name: str
-    what: str
-    place: Place
-    ops: Mapping[str, Make] = field(default_factory=dict)
-    weights: Callable[[dict[str, np.ndarray], Any], dict[str, np.ndarray]] | None = None
-    tables: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
+    what: str = ""
+    place: Place = "layer"
     shown_by: tuple[str, ...] = ()
     needs: Callable[[ModelConfig], bool] | None = None
     missing: str = ""
 
     def fault(self, layer: int | None = None) -> Fault:
         """As a worker has it."""
-        return Fault(
-            self.name,
-            self.ops,
-            self.weights,
-            self.tables,
-            -1 if self.place == "top" else layer,
-        )
+        layer = -1 if self.place == "top" else layer
+        return Fault(self.name, self.ops, self.weights, self.tables, layer)
 
 
 def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[str, ...]) -> Given:

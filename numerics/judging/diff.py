@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import EQUAL, FAILED, NOT_COMPARED, NotComparable
+from ..errors import FAILED, NOT_COMPARED, NotComparable
 from .gates import Family, Mode, Scope
-from .metrics import Metrics, jsonable
-from .record import dumps
+from .metrics import Metrics, fields_json, jsonable
+from .record import Report
 
 ORDER: dict[Scope, int] = {"op": 0, "layer": 1, "inherited": 2, "logits": 3}
 
@@ -48,14 +48,8 @@ class Finding:
         return f"layer.{self.layer}.{self.tap}" if self.layer >= 0 else self.tap
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
         return {
-            "side": self.side, "mode": self.mode, "scope": self.scope, "step": self.step,
-            "layer": self.layer,
-            "tap": self.tap, "implementation": self.implementation,
-            "metrics": self.metrics.to_json(),
-            "complaints": list(self.complaints), "contract": jsonable(self.contract),
-            "place": self.place,
+            **fields_json(self), "metrics": self.metrics.to_json(),
             "shares": {name: jsonable(share) for name, share in self.shares.items()},
         }  # fmt: skip
 
@@ -123,13 +117,14 @@ ENDS: dict[str, type[Any]] = {"logits": LogitsFinding, "served": ServedFinding}
 
 
 @dataclass(slots=True)
-class Diff:
+class Diff(Report):
     """All findings of one comparison. `problems` are failures that are no tensor's: unequal
     weights, unequal bits.
 
     `missing` names what should have been compared and was not.
     """
 
+    kind = "diff"
     sides: tuple[str, ...]
     findings: list[Finding] = field(default_factory=list)
     logits: list[LogitsFinding] = field(default_factory=list)
@@ -159,12 +154,12 @@ class Diff:
         return [complaint for entry in self.logits for complaint in entry.complaints] + served
 
     @property
-    def exit_code(self) -> int:
-        """0 equal, 1 a numeric failure, 3 nothing or not everything compared."""
-        if self.failures or self.problems or self._complaints():
-            return FAILED
-        compared = self.findings or self.served
-        return NOT_COMPARED if self.missing or not compared else EQUAL
+    def is_wrong(self) -> bool:
+        return bool(self.failures or self.problems or self._complaints())
+
+    @property
+    def has_compared(self) -> bool:
+        return bool(self.findings or self.served)
 
     def first_divergence(self, side: str | None = None) -> Finding | None:
         """The earliest tap that is wrong by itself: its own inputs are right. None if there is
@@ -195,36 +190,19 @@ class Diff:
         if self.exit_code == NOT_COMPARED:
             raise NotComparable("not compared: " + (", ".join(self.missing[:5]) or "anything"))
 
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+    def body(self) -> dict[str, Any]:
         first = self.first_divergence()
         return {
-            "exit_code": self.exit_code,
-            "sides": list(self.sides),
+            "sides": self.sides,
             "first_divergence": None if first is None else first.to_json(),
             "problems": self.problems,
-            "missing": self.missing,
             "notes": self.notes,
-            "seconds": self.seconds,
-            "environment": self.environment,
-            **{
-                name: [
-                    {k: jsonable(getattr(entry, k)) for k in kind.__dataclass_fields__}
-                    for entry in getattr(self, name)
-                ]
-                for name, kind in ENDS.items()
-            },
+            **{name: [fields_json(entry) for entry in getattr(self, name)] for name in ENDS},
             "findings": [f.to_json() for f in self.findings],
         }
 
-    def dumps(self) -> str:
-        """JSON text."""
-        return dumps("diff", self.to_json())
-
     def cases(self) -> dict[tuple[str, str], list[str]]:
-        """Complaints by (group, name), for JUnit: a case for each side, mode, scope and tap (or
-        implementation of an op).
-        """
+        """A case for each side, mode, scope and tap (or implementation of an op)."""
         cases: dict[tuple[str, str], list[str]] = {}
         for f in self.findings:
             case = cases.setdefault((f"{f.side}.{f.mode}.{f.scope}", f.name), [])
@@ -239,7 +217,7 @@ class Diff:
 
 
 def load(record: Mapping[str, Any]) -> Diff:
-    """The comparison that `to_json` wrote. Raises NotComparable if something is missing."""
+    """The comparison that `dumps` wrote. Raises NotComparable if something is missing."""
     try:
         findings = [
             Finding(**{

@@ -24,6 +24,15 @@ Mode = Literal["S", "X", "P"]
 MODES: tuple[Mode, ...] = ("S", "P")
 """What a comparison runs if nobody says; X is asked for."""
 ALL_MODES: tuple[Mode, ...] = ("S", "X", "P")
+
+
+def mode_of(dtype: str) -> Mode:
+    """The mode that judges a run in `dtype`: in float32 the noise of a reference is one order of
+    sums, and mode P is mode S.
+    """
+    return "S" if dtype == "float32" else "P"
+
+
 Scope = Literal["op", "layer", "inherited", "logits"]
 
 FALSE_ALARMS = 1e-3

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...shared.step import StepInput
+from ..errors import NotComparable
 from ..sides.steps import where
 from .diff import LogitsFinding
 from .gates import FEWEST, FOREIGN, Family, Mode
@@ -27,8 +28,14 @@ def compare_logits(
     """Compare logits [row vocab] of two sides. `step` names the rows, if they are its tokens.
 
     `numbers` is the most independent numbers that logits are made of. A side b that keeps no
-    contract (`kl_limit_b` above KL_LIMIT) is allowed more noise, and so are its ties.
+    contract (`kl_limit_b` above KL_LIMIT) is allowed more noise, and so are its ties. Rows that a
+    reference does not know are left out. Raises NotComparable if there are no others.
     """
+    rows = known_rows(exact, faithful)
+    if not len(rows):
+        raise NotComparable("logits: no row of the references is finite")
+    if len(rows) < len(exact):
+        a, b, exact, faithful = (x[rows] for x in (a, b, exact, faithful))
     kl = {
         name: float(divergence(exact, x).mean())
         for name, x in (("a", a), ("b", b), ("noise", faithful))
@@ -59,11 +66,16 @@ def compare_logits(
         top5=agreement(a, b),
         ties=len(found) - len(real),
         real=len(real),
-        flips=tuple(_flip(f, where(step, f.row) if step is not None else "") for f in found[:50]),
+        flips=tuple(_flip(f, where(step, rows[f.row]) if step else "") for f in found[:50]),
         complaints=tuple(complaints),
         mode=mode,
         step=-1 if step is None else step.step_id - 1,
     )
+
+
+def known_rows(exact: np.ndarray, faithful: np.ndarray) -> np.ndarray:
+    """The rows of logits [row vocab] that are finite in both references."""
+    return np.flatnonzero(np.isfinite(exact).all(-1) & np.isfinite(faithful).all(-1))
 
 
 def compare_named(

@@ -9,7 +9,7 @@ the run dtype cannot hold what is right: nothing can be said of these.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,12 @@ class Metrics:
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; infinities as text."""
-        return {k: jsonable(v) for k, v in asdict(self).items()}
+        return fields_json(self)
+
+
+def fields_json(entry: Any) -> dict[str, Any]:
+    """The fields of a dataclass, fit for JSON."""
+    return {f.name: jsonable(getattr(entry, f.name)) for f in fields(entry)}
 
 
 def jsonable(value: Any) -> Any:

@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from ..errors import EQUAL, FAILED, NOT_COMPARED, NotComparable
 
@@ -23,6 +24,11 @@ VERDICTS = {
     EQUAL: "equal within the gates",
     FAILED: "different",
     NOT_COMPARED: "not (fully) compared",
+}
+WORDS = {
+    EQUAL: "EQUAL within the gates",
+    FAILED: "DIFFERENT",
+    NOT_COMPARED: "NOT (fully) COMPARED",
 }
 HEADER = (
     "schema",
@@ -39,24 +45,55 @@ HEADER = (
 )
 
 
-class Report(Protocol):
+class Report(ABC):
     """What every command of `twinfer numerics` that judges comes to."""
 
+    kind: ClassVar[Kind]
     environment: dict[str, Any]
+    seconds: float
 
     @property
+    @abstractmethod
     def missing(self) -> Sequence[str]:
         """What should have been compared and was not."""
 
     @property
+    @abstractmethod
+    def is_wrong(self) -> bool:
+        """Whether anything that was compared is wrong."""
+
+    @property
+    @abstractmethod
+    def has_compared(self) -> bool:
+        """Whether anything was compared."""
+
+    @property
     def exit_code(self) -> int:
-        """Of `errors`."""
+        """0 equal, 1 a numeric failure, 3 nothing or not everything compared."""
+        if self.is_wrong:
+            return FAILED
+        return NOT_COMPARED if self.missing or not self.has_compared else EQUAL
+
+    @property
+    def word(self) -> str:
+        """The verdict, for a terminal."""
+        return WORDS[self.exit_code]
+
+    @abstractmethod
+    def body(self) -> dict[str, Any]:
+        """As a JSON object: `sides`, and what the kind has of its own."""
+
+    @abstractmethod
+    def cases(self) -> Mapping[tuple[str, str], Sequence[str]]:
+        """Complaints by (group, name), for JUnit."""
 
     def dumps(self) -> str:
         """JSON text, with the header of this module."""
-
-    def cases(self) -> Mapping[tuple[str, str], Sequence[str]]:
-        """Complaints by (group, name), for JUnit."""
+        shared: dict[str, Any] = {
+            "exit_code": self.exit_code, "environment": self.environment, "seconds": self.seconds,
+            "missing": list(self.missing),
+        }  # fmt: skip
+        return dumps(self.kind, shared | self.body())
 
 
 def dumps(kind: Kind, body: Mapping[str, Any]) -> str:

@@ -53,7 +53,6 @@ class NamedRow:
 
     @property
     def place(self) -> str:
-        """In words."""
         return f"prompt {self.prompt}, position {self.position}"
 
 

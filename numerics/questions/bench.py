@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...bucketing import Table
-from ...shared.config import EngineConfig, resolve
+from ...shared.config import resolve
 from ...shared.errors import InternalError
 from ...shared.models.caches import layout_of, step_shape
 from ...shared.packer import pack
@@ -89,22 +89,11 @@ class Bench:
         engine; `options` are engine options. Raises ConfigError, ModelError, BackendUnavailable.
         """
         device = backend_module(target.backend).find_device(target.device)
-        most = max(subject.tokens, subject.max_num_seqs)
-        sizes: dict[str, Any] = {}
         if target.backend == "jax":
             # Few programs: each takes seconds to compile.
-            sizes = {
-                "decode_sizes": (subject.max_num_seqs,),
-                "mixed_sizes": tuple(sorted({16, most})),
-            }
-        config = EngineConfig(
-            model=subject.name, backend=target.backend, device=target.device,  # type: ignore[arg-type]
-            dtype=subject.dtype,
-            load_format=subject.load_format, seed=subject.seed, max_model_len=subject.max_model_len,
-            max_num_seqs=subject.max_num_seqs, max_num_batched_tokens=most,
-            page_size=subject.page_size,
-            op_priority=dict(target.providers), **(sizes | dict(target.options) | options),
-        )  # fmt: skip
+            mixed = tuple(sorted({16, subject.most_tokens}))
+            options = {"decode_sizes": (subject.max_num_seqs,), "mixed_sizes": mixed} | options
+        config = subject.engine_config(target, **options)
         self.subject, self.target = subject, target
         self.config, _ = resolve(config, subject.model, device)
         self.table = self.config.table()
@@ -119,7 +108,6 @@ class Bench:
             self.worker.warm_up(self.table, silent)
 
     def close(self) -> None:
-        """Free the device."""
         self.worker.close()
 
     def pages_of(self, length: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,12 @@ from ...ops import OpError
 from ...ops.testing import providers
 from ...shared.errors import ConfigError
 from ...shared.step import StepInput
-from ..errors import EQUAL, FAILED, NOT_COMPARED, NotComparable
+from ..errors import EQUAL, FAILED, NotComparable
 from ..judging.diff import Finding
 from ..judging.gates import Mode
+from ..judging.metrics import fields_json
 from ..judging.outputs import OpJudge
-from ..judging.record import dumps
+from ..judging.record import Report
 from ..showing.terminal import LINES
 from ..sides.environment import describe_side
 from ..sides.fault import Fault
@@ -61,11 +62,12 @@ class Culprit:
 
 
 @dataclass(slots=True)
-class BisectReport:
+class BisectReport(Report):
     """What was found. `runs` are those that gave a verdict, `bound` how many a search in halves
     may take.
     """
 
+    kind = "bisect"
     target: str
     culprits: list[Culprit] = field(default_factory=list)
     mode: str = ""
@@ -81,35 +83,26 @@ class BisectReport:
     seconds: float = 0.0
 
     @property
-    def exit_code(self) -> int:
-        """0 nothing fails, 1 something does, 3 nothing was compared."""
-        if self.culprits or self.problems:
-            return FAILED
-        return EQUAL if self.compared else NOT_COMPARED
+    def is_wrong(self) -> bool:
+        return bool(self.culprits or self.problems)
+
+    @property
+    def has_compared(self) -> bool:
+        return self.compared
 
     @property
     def missing(self) -> list[str]:
-        """What should have been compared and was not."""
-        return ["bisect"] if self.exit_code == NOT_COMPARED else []
+        return [] if self.is_wrong or self.compared else ["bisect"]
 
     def cases(self) -> dict[tuple[str, str], list[str]]:
-        """Complaints by (group, name), for JUnit."""
         cases = {(self.target, culprit.name): [culprit.what] for culprit in self.culprits}
         return cases or {(self.target, "bisect"): self.problems}
 
-    def dumps(self) -> str:
-        """JSON text."""
-        record = {
-            name: getattr(self, name)
-            for name in BisectReport.__dataclass_fields__
-            if name not in ("target", "verdict", "culprits")
-        }
-        culprits = [
-            {name: getattr(c, name) for name in Culprit.__dataclass_fields__} | {"name": c.name}
-            for c in self.culprits
-        ]
-        head = {"exit_code": self.exit_code, "sides": [self.target], "looked_at": self.verdict}
-        return dumps("bisect", {**head, "culprits": culprits, **record})
+    def body(self) -> dict[str, Any]:
+        own = fields_json(self)
+        culprits = [asdict(culprit) | {"name": culprit.name} for culprit in self.culprits]
+        head = {"sides": [own.pop("target")], "looked_at": own.pop("verdict")}
+        return head | {"culprits": culprits} | {n: own[n] for n in own if n != "culprits"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,22 +120,11 @@ class _Failure:
 
 
 class _Search(Comparison):
-    """A comparison of one side that keeps the calls that fail. `start` [layer page slot 2*kvhead
-    hdim] is the cache before the first step; None: nothing was written.
-    """
+    """A comparison of one side that keeps the calls that fail."""
 
     def __init__(self, subject: Subject, side: Side, mode: Mode, start: np.ndarray | None) -> None:
-        super().__init__(subject, {"suspect": side}, mode)
+        super().__init__(subject, {"suspect": side}, mode, start=start)
         self.failures: dict[tuple[Program, str], _Failure] = {}
-        self._given = start
-
-    def start(self, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-        """See `Comparison`."""
-        start = super().start(shapes)
-        for index, given in enumerate(() if self._given is None else self._given):
-            start[index] = start[index].copy()
-            start[index][: len(given)] = given.astype(self.dtype)
-        return start
 
     def _op(
         self, judged: Judged, program: Program, calls: Sequence[Call], own: Sequence[Call],
@@ -176,7 +158,7 @@ def bisect_model(
     check_recordable(subject, "a search")
     report, started = BisectReport(str(target)), time.perf_counter()
     for mode in modes:
-        where = subject if mode != "S" else subject.with_dtype("float32")
+        where = subject.for_mode(mode)
         progress(f"mode {mode}: {target}")
         side = WorkerSide(where, target, steps, fault)
         try:
@@ -312,12 +294,7 @@ def _commands(
         "--b",
         str(target),
     ]
-    if subject.dtype != subject.model.dtype:
-        words += ["--dtype", subject.dtype]
-    if subject.load_format != "auto":
-        words += ["--load-format", subject.load_format]
-    if subject.seed:
-        words += ["--seed", str(subject.seed)]
+    words += subject.flags()
     if first.layer >= 0:
         words += ["--layers", str(first.layer)]
     yield " ".join([*words, *([f"--plant b={planted}"] if planted else [])])

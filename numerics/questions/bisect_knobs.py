@@ -168,7 +168,7 @@ def bisect_knobs(
     """
     report, started = BisectReport(str(target), verdict="engine"), time.perf_counter()
     for mode in modes:
-        where = subject if mode != "S" else subject.with_dtype("float32")
+        where = subject.for_mode(mode)
         progress(f"mode {mode}: {target}")
         engines = _Engines(where, target, prompts, mode, fault)
         progress(

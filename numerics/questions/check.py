@@ -24,10 +24,10 @@ from ...shared.worker import backend_module
 from ..errors import EQUAL, FAILED, NOT_COMPARED
 from ..judging.diff import Diff
 from ..judging.gates import MODES, Mode
-from ..judging.record import dumps
+from ..judging.record import Report
 from ..judging.weights import PAGE_TABLE
 from ..sides.steps import default_prompts, make_steps
-from ..sides.subject import Subject, Target
+from ..sides.subject import Subject, Target, name_sides
 from .invariants import InvariantsReport, check_invariants
 from .model import compare_model
 from .ops_check import DEFINITION, OpsReport, check_ops, parts_of
@@ -58,9 +58,10 @@ class Part:
 
 
 @dataclass(slots=True)
-class CheckReport:
+class CheckReport(Report):
     """The verdicts of all parts, and the causes of what is wrong, the deepest first."""
 
+    kind = "check"
     sides: tuple[str, ...]
     parts: list[Part] = field(default_factory=list)
     causes: list[Cause] = field(default_factory=list)
@@ -69,33 +70,27 @@ class CheckReport:
     seconds: float = 0.0
 
     @property
-    def exit_code(self) -> int:
-        """0 equal, 1 a numeric failure, 3 not everything compared."""
-        codes = {part.exit_code for part in self.parts}
-        if FAILED in codes:
-            return FAILED
-        return NOT_COMPARED if self.missing or codes - {EQUAL} or not codes else EQUAL
+    def is_wrong(self) -> bool:
+        return any(part.exit_code == FAILED for part in self.parts)
+
+    @property
+    def has_compared(self) -> bool:
+        """Whether every part has."""
+        return {part.exit_code for part in self.parts} == {EQUAL}
 
     @property
     def first_cause(self) -> str:
         """The deepest cause, "" if nothing is wrong."""
         return self.causes[0].text if self.causes else ""
 
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+    def body(self) -> dict[str, Any]:
         return {
-            "exit_code": self.exit_code, "sides": list(self.sides),
-            "first_cause": self.first_cause, "causes": [asdict(cause) for cause in self.causes],
-            "parts": [asdict(part) for part in self.parts], "missing": self.missing,
-            "environment": self.environment, "seconds": self.seconds,
+            "sides": self.sides, "first_cause": self.first_cause,
+            "causes": [asdict(cause) for cause in self.causes],
+            "parts": [asdict(part) for part in self.parts],
         }  # fmt: skip
 
-    def dumps(self) -> str:
-        """JSON text."""
-        return dumps("check", self.to_json())
-
     def cases(self) -> dict[tuple[str, str], list[str]]:
-        """Complaints by (group, name), for JUnit."""
         failed = [cause.text for cause in self.causes]
         return {
             ("check", part.name): failed if part.exit_code == FAILED else [] for part in self.parts
@@ -114,7 +109,7 @@ def check(
     """
     if not seconds > 0:
         raise ConfigError(f"seconds: got {seconds}, allowed is more than 0")
-    report = CheckReport(tuple(_named(targets)))
+    report = CheckReport(tuple(name_sides(targets)))
     asked = _Asked(subject, list(targets), modes, prompts, definition, progress)
     started = time.perf_counter()
     for name, ask in PARTS.items():
@@ -134,10 +129,6 @@ def check(
     return report
 
 
-def _named(targets: Sequence[Target]) -> list[str]:
-    return [f"{chr(ord('a') + i)} {target}" for i, target in enumerate(targets)]
-
-
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """What all parts are about."""
@@ -149,14 +140,16 @@ class _Asked:
     definition: Definition
     progress: Progress
 
+    @property
+    def all_prompts(self) -> Sequence[np.ndarray]:
+        """Those that were named, or the usual ones."""
+        if self.prompts is not None:
+            return self.prompts
+        return default_prompts(self.subject, self.subject.seed)
+
     def again(self, command: str, *words: str, model: bool = True) -> str:
         """The command that asks one part alone."""
-        subject = self.subject
-        named = ["--model", subject.name] if model else []
-        if model and subject.load_format != "auto":
-            named += ["--load-format", subject.load_format]
-        if model and subject.seed:
-            named += ["--seed", str(subject.seed)]
+        named = ["--model", self.subject.name, *self.subject.flags()] if model else []
         return shlex.join(["twinfer", "numerics", command, *named, *words])
 
     def target(self, side: str) -> str:
@@ -248,15 +241,13 @@ def _op_causes(asked: _Asked, report: OpsReport) -> Iterator[Cause]:
         ours = result.side == DEFINITION
         name = f"the op {result.op}" if ours else result.name
         # The side that ops were judged on names every provider of the plan.
-        side = result.side if ours else _named(asked.targets)[ord(result.side[0]) - ord("a")]
+        side = result.side if ours else name_sides(asked.targets)[ord(result.side[0]) - ord("a")]
         text = f"{side}: {name}, {result.dtype}: {result.complaints[0]}"
         yield Cause(0 if ours else 3, text, again)
 
 
 def _ask_model(asked: _Asked) -> _Answer:
-    subject = asked.subject
-    prompts = default_prompts(subject, subject.seed) if asked.prompts is None else asked.prompts
-    steps = make_steps(subject, prompts)
+    subject, steps = asked.subject, make_steps(asked.subject, asked.all_prompts)
     diff = compare_model(subject, asked.targets, steps, modes=asked.modes, progress=asked.progress)
     what = f"{len(diff.findings)} tensors in {len(steps)} steps, layer by layer"
     causes = [
@@ -282,13 +273,11 @@ def _ask_model(asked: _Asked) -> _Answer:
 
 def _ask_repeat(asked: _Asked) -> _Answer:
     """Whether the same run gives the same bits."""
-    subject = asked.subject
-    prompts = default_prompts(subject, subject.seed) if asked.prompts is None else asked.prompts
     reports: list[InvariantsReport] = []
     causes: list[Cause] = []
-    for side, target in zip(_named(asked.targets), asked.targets, strict=True):
+    for side, target in zip(name_sides(asked.targets), asked.targets, strict=True):
         found = check_invariants(
-            subject, target, prompts, names=("repeat",), modes=asked.modes[-1:],
+            asked.subject, target, asked.all_prompts, names=("repeat",), modes=asked.modes[-1:],
             progress=asked.progress,
         )  # fmt: skip
         reports.append(found)

@@ -18,16 +18,15 @@ import numpy as np
 from ...ops import Plan
 from ...ops.cases import load_all
 from ...ops.testing import TESTING, Arguments, Verdict, ci_cases, oracle, run
-from ...shared.models import decoder
 from ...shared.step import StepInput
 from ..errors import NotComparable
 from ..judging.diff import Diff, Finding
 from ..judging.metrics import measure
 from ..judging.weights import check_page_tables, check_tables, check_weights
 from ..sides.environment import describe
-from ..sides.reference import Reference, storage_dtype
+from ..sides.reference import State, reference_of, storage_dtype
 from ..sides.side import Program, WorkerSide, plan_of
-from ..sides.steps import cache_shapes, groups_of, pages_of
+from ..sides.steps import cache_shapes, pages_of
 from ..sides.subject import HostWeights, Subject
 from ..sides.taps import Call, declare
 from .exact_probes import probes
@@ -94,10 +93,8 @@ class ExactComparison:
         self.subject, self.seeds, self.sampling = subject, tuple(seeds), sampling
         self.model = subject.model
         self.weights = HostWeights(subject)
-        self._tables = decoder.rotary_tables(self.model, subject.max_model_len)
-        self._reference = Reference(
-            self.model, self._tables, exact=False, groups=groups_of(subject)
-        )
+        self._tables = subject.rotary_tables()
+        self._reference = reference_of(subject, exact=False)
         self._known: dict[Any, list[Finding]] = {}
         self._judges: dict[Any, tuple[Arguments, ExactJudge]] = {}
 
@@ -155,19 +152,14 @@ class ExactComparison:
         """The calls of each program in the reference: they say which ops there are, and their
         shapes.
         """
-        reference, top = self._reference, self.weights.top()
-        reference.begin(step)
-        hidden = reference.embed(top)
-        found: list[tuple[Program, list[Call]]] = [("embed", reference.calls)]
         shapes = cache_shapes(self.subject, pages)
-        for layer in layers:
-            kv = np.zeros(shapes[layer], hidden.dtype)
-            reference.layer(layer, self.weights.layer(layer), (hidden, hidden, kv))
-            found.append((layer, reference.calls))
-        rows = reference.finish(top, hidden, hidden)
-        found.append(("finish", reference.calls))
-        reference.head(top, rows)
-        return [*found, ("head", reference.calls)]
+
+        def given(layer: int, hidden: np.ndarray) -> State:
+            return hidden, hidden, np.zeros(shapes[layer], hidden.dtype)
+
+        self._reference.begin(step)
+        weights = self.weights
+        return list(self._reference.traced(weights.top(), weights.layer, layers, given))
 
     def _call(
         self, name: str, side: WorkerSide, plan: Plan, number: int, layer: int, call: Call, tap: str
@@ -181,7 +173,7 @@ class ExactComparison:
                 for probe, arguments, judge in self._probes(call.op, call.arguments, seed)
                 for finding in self._judge(name, side, plan, call.op, tap, probe, arguments, judge)
             ]
-        return [_at(finding, number, layer) for finding in self._known[key]]
+        return [replace(finding, step=number, layer=layer) for finding in self._known[key]]
 
     def _sampling(self, name: str, side: WorkerSide, op: str) -> list[Finding]:
         plan = side.plans["sample"]
@@ -216,14 +208,14 @@ class ExactComparison:
         outputs = worker.run_op(plan, op, arguments)
         for index, (got, wrong) in enumerate(zip(outputs, judge.unequal(outputs), strict=True)):
             label = tap if len(outputs) == 1 else f"{tap}#{index}"
-            yield self._finding(side, 0, -1, label, provider, got, judge.wanted[index], wrong, name)
+            yield self._finding(side, label, provider, got, judge.wanted[index], wrong, name)
 
     @staticmethod
     def _finding(
-        side: str, number: int, layer: int, tap: str, provider: str, got: np.ndarray,
-        want: np.ndarray,
-        wrong: np.ndarray, probe: str,
+        side: str, tap: str, provider: str, got: np.ndarray, want: np.ndarray, wrong: np.ndarray,
+        probe: str,
     ) -> Finding:  # fmt: skip
+        """Outside of a step and a layer: both are filled in where the op is called."""
         places = np.argwhere(wrong)
         complaints: tuple[str, ...] = ()
         where = ""
@@ -235,19 +227,8 @@ class ExactComparison:
         same = got.shape == want.shape
         # What may differ does not count, so that the metrics say what the complaint says.
         shown = np.where(wrong, got, want) if same and complaints else want
-        return Finding(
-            side,
-            "X",
-            "op",
-            number,
-            layer,
-            tap,
-            provider,
-            measure(shown, want, want),
-            complaints,
-            None,
-            where,
-        )
+        metrics = measure(shown, want, want)
+        return Finding(side, "X", "op", 0, -1, tap, provider, metrics, complaints, None, where)
 
 
 def _under(plan: Plan, calls: Sequence[Call]) -> list[tuple[Call, str]]:
@@ -264,7 +245,3 @@ def _signature(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         (name, value.shape, str(value.dtype)) if isinstance(value, np.ndarray) else (name, value)
         for name, value in arguments.items()
     )
-
-
-def _at(finding: Finding, number: int, layer: int) -> Finding:
-    return replace(finding, step=number, layer=layer)

@@ -20,7 +20,7 @@ from ...ops.testing import limits
 from ...shared.errors import ConfigError, TwinferError
 from ...shared.models import decoder
 from ...shared.models.caches import CacheLayout
-from ..errors import EQUAL, FAILED, NOT_COMPARED
+from ..errors import EQUAL, FAILED
 from ..judging.amplification import TRIES, amplification
 from ..judging.gates import (
     HALF_ULP32,
@@ -32,9 +32,9 @@ from ..judging.gates import (
     precision,
     walk,
 )
-from ..judging.metrics import Metrics, jsonable, log_softmax, measure
-from ..judging.record import dumps
-from ..showing.terminal import LINES, WORDS
+from ..judging.metrics import Metrics, fields_json, log_softmax, measure
+from ..judging.record import Report
+from ..showing.terminal import LINES
 from ..sides.environment import describe_side
 from ..sides.fault import Fault
 from ..sides.jitter import Jitter
@@ -89,11 +89,12 @@ class Result:
 
 
 @dataclass(slots=True)
-class InvariantsReport:
+class InvariantsReport(Report):
     """All results. `absent` are relations that do not apply and why, `missing` what had to be
     compared and was not.
     """
 
+    kind = "invariants"
     target: str
     environment: dict[str, Any] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
@@ -107,26 +108,18 @@ class InvariantsReport:
         return [r for r in self.results if r.complaints]
 
     @property
-    def exit_code(self) -> int:
-        """0 all hold, 1 one does not, 3 nothing or not everything compared."""
-        if self.failures:
-            return FAILED
-        return NOT_COMPARED if self.missing or not self.results else EQUAL
+    def is_wrong(self) -> bool:
+        return bool(self.failures)
 
-    def dumps(self) -> str:
-        """JSON text."""
-        results = [
-            {n: jsonable(getattr(r, n)) for n in Result.__dataclass_fields__} for r in self.results
-        ]
-        record = {
-            "exit_code": self.exit_code, "sides": [self.target], "environment": self.environment,
-            "results": results,
-            "absent": self.absent, "missing": self.missing, "seconds": self.seconds,
-        }  # fmt: skip
-        return dumps("invariants", record)
+    @property
+    def has_compared(self) -> bool:
+        return bool(self.results)
+
+    def body(self) -> dict[str, Any]:
+        results = [fields_json(result) for result in self.results]
+        return {"sides": [self.target], "results": results, "absent": self.absent}
 
     def cases(self) -> dict[tuple[str, str], list[str]]:
-        """Complaints by (group, name), for JUnit."""
         return {(f"{self.target}.{r.mode}", r.relation): r.complaints for r in self.results}
 
 
@@ -177,8 +170,14 @@ class Lab:
 # --------------------------------------------------------------------------------------------------
 
 
-def _repeat(lab: Lab) -> tuple[Rows, Rows]:
-    return lab.usual, lab.logits("repeat", Schedule())
+def _scheduled(name: str, **schedule: Any) -> Callable[[Lab], tuple[Rows, Rows]]:
+    """Another schedule on the same worker."""
+    return lambda lab: (lab.usual, lab.logits(name, Schedule(**schedule)))
+
+
+def _with_option(name: str, option: str, value: Any) -> Callable[[Lab], tuple[Rows, Rows]]:
+    """The usual schedule on a worker with another engine option."""
+    return lambda lab: (lab.usual, lab.other(name, **{option: value}))
 
 
 def _company(lab: Lab) -> tuple[Rows, Rows]:
@@ -196,10 +195,6 @@ def _company(lab: Lab) -> tuple[Rows, Rows]:
 def _pages(lab: Lab) -> tuple[Rows, Rows]:
     change = permuted_pages(lab.bench.pages, lab.bench.layout.groups, seed=3)
     return lab.usual, lab.logits("page-permutation", Schedule(change=change))
-
-
-def _batch(lab: Lab) -> tuple[Rows, Rows]:
-    return lab.usual, lab.logits("batch", Schedule(alone=True))
 
 
 def _chunks(lab: Lab) -> tuple[Rows, Rows]:
@@ -233,28 +228,12 @@ def _outgrowing(lab: Lab) -> list[np.ndarray]:
     return [np.resize(p, length) for p in prompts]
 
 
-def _padding(lab: Lab) -> tuple[Rows, Rows]:
-    return lab.usual, lab.logits("padding", Schedule(large=True))
-
-
-def _decode(lab: Lab) -> tuple[Rows, Rows]:
-    return lab.usual, lab.logits("decode-prefill", Schedule(decoded=1 << 20))
-
-
 def _overlap(lab: Lab) -> tuple[Rows, Rows]:
     return lab.bench.generate(lab.prompts, 1), lab.bench.generate(lab.prompts, 2)
 
 
 def _scan(lab: Lab) -> tuple[Rows, Rows]:
     return lab.usual, lab.other("scan", scan_layers=not lab.bench.config.scan_layers)
-
-
-def _shards(lab: Lab) -> tuple[Rows, Rows]:
-    return lab.usual, lab.other("tensor-parallel", tensor_parallel_size=2)
-
-
-def _groups(lab: Lab) -> tuple[Rows, Rows]:
-    return lab.usual, lab.other("page-groups", page_groups=False)
 
 
 def _level(name: str) -> Callable[[Lab], tuple[Rows, Rows]]:
@@ -309,42 +288,66 @@ def _windows_here(lab: Lab) -> str:
 SAME = "the same programs on the same numbers"
 OTHER_SHAPE = "another program shape: products are summed in another order"
 OWN_SHAPE = "row_invariant: no sum depends on the program's shape"
+OTHER_ORDER = "fused kernels sum in another order"
 RELATIONS = {
     r.name: r
     for r in (
-        Relation("repeat", "running the same once more", "bitwise", f"{SAME}; nothing is left to "
-                                                                    "chance", _repeat),
-        Relation("company", "what other requests say", "bitwise", f"{SAME}: rows know only "
-                                                                  "their own", _company),
-        Relation("page-permutation", "where pages lie", "bitwise", f"{SAME}, gathered from "
-                                                                   "elsewhere", _pages),
-        Relation("overlap", "one step in flight or two", "bitwise", f"{SAME}; only the host waits "
-                                                                    "less", _overlap),
-        Relation("batch", "a request alone or among others", "rounding", OTHER_SHAPE, _batch),
-        Relation("chunks", "the lengths of a prompt's chunks", "rounding", OTHER_SHAPE, _chunks),
-        Relation("prefix-cache", "a prefix found in the cache or computed", "rounding", OTHER_SHAPE,
-        _prefix),
-        Relation("preemption", "being preempted and resumed", "rounding", OTHER_SHAPE, _preemption),
-        Relation("padding", "the size that a step is padded to", "rounding", OTHER_SHAPE, _padding),
-        Relation("decode-prefill", "tokens decoded or prefilled", "rounding", OTHER_SHAPE, _decode),
-        Relation("page-groups", "layers with windows keep what they read, or everything",
-        "rounding", OTHER_SHAPE, _groups, _windows_here),
-        Relation("scan", "layers in a loop or unrolled", "rounding", "XLA fuses it otherwise",
-        _scan, _jax_only),
-        Relation("tensor-parallel", "1 shard or 2", "rounding", "partial sums are added up",
-        _shards, _shards_here, costly=("torch",)),
-        Relation("traced", "eager or traced", "bitwise", "the same kernels", _level("traced"),
-        _torch_only),
         Relation(
-            "compiled", "eager or compiled by Inductor", "rounding", "fused kernels sum in "
-                                                                     "another "
-                                                                     "order",
-            _level("compiled"), _compiles, costly=("torch",),
+            "repeat", "running the same once more", "bitwise", f"{SAME}; nothing is left to chance",
+            _scheduled("repeat"),
         ),
         Relation(
-            "graphs", "eager or compiled and replayed as CUDA graphs", "rounding", "fused kernels "
-                                                                                   "sum in "
-                                                                                   "another order",
+            "company", "what other requests say", "bitwise", f"{SAME}: rows know only their own",
+            _company,
+        ),
+        Relation(
+            "page-permutation", "where pages lie", "bitwise", f"{SAME}, gathered from elsewhere",
+            _pages,
+        ),
+        Relation(
+            "overlap", "one step in flight or two", "bitwise", f"{SAME}; only the host waits less",
+            _overlap,
+        ),
+        Relation(
+            "batch", "a request alone or among others", "rounding", OTHER_SHAPE,
+            _scheduled("batch", alone=True),
+        ),
+        Relation("chunks", "the lengths of a prompt's chunks", "rounding", OTHER_SHAPE, _chunks),
+        Relation(
+            "prefix-cache", "a prefix found in the cache or computed", "rounding", OTHER_SHAPE,
+            _prefix,
+        ),
+        Relation("preemption", "being preempted and resumed", "rounding", OTHER_SHAPE, _preemption),
+        Relation(
+            "padding", "the size that a step is padded to", "rounding", OTHER_SHAPE,
+            _scheduled("padding", large=True),
+        ),
+        Relation(
+            "decode-prefill", "tokens decoded or prefilled", "rounding", OTHER_SHAPE,
+            _scheduled("decode-prefill", decoded=1 << 20),
+        ),
+        Relation(
+            "page-groups", "layers with windows keep what they read, or everything", "rounding",
+            OTHER_SHAPE, _with_option("page-groups", "page_groups", False), _windows_here,
+        ),
+        Relation(
+            "scan", "layers in a loop or unrolled", "rounding", "XLA fuses it otherwise", _scan,
+            _jax_only,
+        ),
+        Relation(
+            "tensor-parallel", "1 shard or 2", "rounding", "partial sums are added up",
+            _with_option("tensor-parallel", "tensor_parallel_size", 2), _shards_here, ("torch",),
+        ),
+        Relation(
+            "traced", "eager or traced", "bitwise", "the same kernels", _level("traced"),
+            _torch_only,
+        ),
+        Relation(
+            "compiled", "eager or compiled by Inductor", "rounding", OTHER_ORDER,
+            _level("compiled"), _compiles, ("torch",),
+        ),
+        Relation(
+            "graphs", "eager or compiled and replayed as CUDA graphs", "rounding", OTHER_ORDER,
             _level("graphs"), _graphs_here,
         ),
     )
@@ -612,7 +615,7 @@ def check_invariants(
             raise ConfigError(f"break: got {name!r}, allowed are {', '.join(BREAKS)}")
     report, started = InvariantsReport(str(target)), time.perf_counter()
     for mode in modes:
-        where = subject if mode != "S" else subject.with_dtype("float32")
+        where = subject.for_mode(mode)
         progress(f"mode {mode}: loading")
         lab = Lab(where, target, prompts, fault, breaks)
         report.environment = {"model": subject.name, "dtype": subject.dtype} | describe_side(
@@ -664,9 +667,7 @@ def _check(report: InvariantsReport, judge: Judge, relation: Relation, lab: Lab)
 
 def render(report: InvariantsReport) -> str:
     """The verdict and a line a relation: at most 25 lines."""
-    word = {EQUAL: "ALL HOLD", FAILED: "BROKEN"}.get(
-        report.exit_code, WORDS.get(report.exit_code, "NOT (fully) COMPARED")
-    )
+    word = {EQUAL: "ALL HOLD", FAILED: "BROKEN"}.get(report.exit_code, report.word)
     e, names = report.environment, list(dict.fromkeys(r.relation for r in report.results))
     lines = [
         f"{word}: {len(names)} relations of {e.get('model')} on {report.target}, "

@@ -107,7 +107,6 @@ class _Handle:
         self._output: StepOutput | None = None
 
     def result(self) -> StepOutput:
-        """Wait for the step."""
         if self._output is None:
             self._output = output = self._handle.result()
             return output

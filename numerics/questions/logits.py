@@ -10,7 +10,7 @@ OpenAI-compatible `/v1/completions`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,8 @@ from ...ops.testing import limits
 from ...shared.errors import BackendUnavailable, ConfigError
 from ...shared.tokenizer import Tokenizer
 from ..bundles.dump import Dump, read_dump
-from ..judging.diff import Diff, Finding
-from ..judging.gates import FOREIGN, Mode, Scope, foreign
+from ..judging.diff import Diff
+from ..judging.gates import FOREIGN, Mode, Scope, foreign, mode_of
 from ..judging.logits_metrics import KL_LIMIT, compare_logits, compare_named
 from ..judging.metrics import measure
 from ..judging.server_metrics import NamedRow, judge_server, named_row
@@ -29,8 +29,8 @@ from ..sides.environment import describe_side
 from ..sides.fault import Fault
 from ..sides.http_server import Reading, Served, Tops, read_server
 from ..sides.reference import total
-from ..sides.steps import NEW_TOKENS, make_owned_steps, owned_rows, place, where
-from ..sides.subject import HostWeights, Subject, Target, checkpoint_of, parse_target
+from ..sides.steps import NEW_TOKENS, make_owned_steps, owned_rows, where
+from ..sides.subject import HostWeights, Subject, Target, checkpoint_of, name_sides, parse_target
 from .bench import Bench, Schedule
 from .model import LIMITS, Caches, Comparison, Streams
 
@@ -74,8 +74,7 @@ def compare_ends(
 
     Raises ConfigError, BackendUnavailable, NotComparable, InfrastructureError.
     """
-    mode: Mode = "S" if subject.dtype == "float32" else "P"
-    names = [f"{chr(ord('a') + index)} {side}" for index, side in enumerate(sides)]
+    mode, names = mode_of(subject.dtype), name_sides(sides)
     served = _read_server(subject, sides, prompts, positions, progress)
     dumped = [side for side in sides if isinstance(side, str) and side.startswith(DUMP)]
     if len(dumped) > 1 or (dumped and served is not None):
@@ -209,6 +208,7 @@ class _Ends(Comparison):
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         """Compare the first side with each other one."""
+        known = self._known(exact, faithful)
         exact, faithful = exact[: self.real], faithful[: self.real]
         rows: dict[str, np.ndarray] = {}
         places = self._places()
@@ -230,8 +230,8 @@ class _Ends(Comparison):
             if name not in rows and self._dump is not None:
                 continue
             if name not in rows:
-                self._named(rows[first], exact, faithful, places)
-            else:
+                self._named(rows[first], exact, faithful, places, set(known.tolist()))
+            elif len(known):
                 limit = KL_LIMIT if name in self._benches else FOREIGN**2
                 found = compare_logits(
                     rows[first], rows[name], exact, faithful, self.step, self.mode, limit,
@@ -245,23 +245,18 @@ class _Ends(Comparison):
     ) -> None:  # fmt: skip
         m = measure(got, exact, faithful)
         gate = foreign(self.mode, m, self.reduction, self.model.num_layers)
-        place_ = place(self.step, m.worst, 2, self.subject, layer)
-        self.diff.findings.append(
-            Finding(
-                name, self.mode, scope, self.number, layer, tap, "", m,
-                tuple(gate.complaints(m)), None,
-                place_, gate.shares(m),
-            )
-        )  # fmt: skip
+        self._add(name, scope, layer, tap, m, gate, m.worst, 2)
 
     def _named(
         self, a: np.ndarray, exact: np.ndarray, faithful: np.ndarray,
-        places: Sequence[tuple[int, int]],
+        places: Sequence[tuple[int, int]], known: Collection[int],
     ) -> None:  # fmt: skip
-        """Compare the first side with what the server named at this step's positions."""
+        """Compare the first side with what the server named at this step's positions, at the rows
+        that the references know.
+        """
         rows, tops = list[int](), list[dict[int, float]]()
         for row, place_ in enumerate(places):
-            for reading in self._readings.get(place_, ()):
+            for reading in self._readings.get(place_, ()) if row in known else ():
                 top = self._ids(reading.tops, exact[row])
                 if not top:
                     continue

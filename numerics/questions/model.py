@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 
 from ...ops.testing import limits
-from ...shared.models import decoder
 from ...shared.step import PROCESSING, StepInput
 from ..errors import NotComparable
 from ..judging.amplification import TRIES, amplification, worth_trying
 from ..judging.diff import Diff, Finding, beyond_dtype, pooled_problems
-from ..judging.gates import Amplified, Family, Gate, Mode
-from ..judging.logits_metrics import compare_logits
+from ..judging.gates import Amplified, Family, Gate, Mode, Scope
+from ..judging.logits_metrics import compare_logits, known_rows
 from ..judging.metrics import Metrics, measure
 from ..judging.outputs import FEW, OpJudge, gate_for
 from ..judging.power import power
@@ -34,13 +33,12 @@ from ..judging.weights import check_page_tables, check_tables, check_weights
 from ..sides.environment import describe
 from ..sides.fault import Fault
 from ..sides.jitter import HALF_ULP32, Jitter
-from ..sides.jittered_run import run_whole
 from ..sides.passes import run_stepwise
-from ..sides.reference import Reference, State, sources_of, storage_dtype, total
+from ..sides.reference import State, reference_of, sources_of, storage_dtype, total
 from ..sides.sampling import chooser_of, sampled_rows, sampling_field
-from ..sides.side import Executed, Program, Side, WorkerSide, plan_of
-from ..sides.steps import cache_shapes, groups_of, pages_of, place, real_tokens, where
-from ..sides.subject import HostWeights, Subject, Target
+from ..sides.side import Executed, Program, Side, open_sides, plan_of
+from ..sides.steps import cache_shapes, pages_of, place, real_tokens, where
+from ..sides.subject import HostWeights, Subject, Target, name_sides
 from ..sides.taps import Call, Declared, Tracer, declare
 from .exact import ExactComparison
 
@@ -76,14 +74,20 @@ class Comparison:
     def __init__(
         self, subject: Subject, sides: Mapping[str, Side], mode: Mode, *,
         layers: Sequence[int] | None = None, taps: Sequence[str] = ("*",),
+        start: Sequence[np.ndarray] | np.ndarray | None = None,
     ) -> None:  # fmt: skip
+        """`start` is the cache of each layer before the first step, as far as its pages were
+        written.
+        """
         self.subject, self.mode, self.taps = subject, mode, tuple(taps)
         self.dtype = storage_dtype(subject.dtype)
         self.model = subject.model
+        self._given = () if start is None else start
         self.layers = set(range(self.model.num_layers) if layers is None else layers)
         self.weights = HostWeights(subject)
         self.sources = sources_of(self.model)
-        self._tables = decoder.rotary_tables(self.model, subject.max_model_len)
+        self._tables = subject.rotary_tables()
+        self._reference = partial(reference_of, subject)
         self.exact = self._reference(exact=True)
         self.faithful = self._reference(exact=False)
         self.local = self._reference(exact=True)
@@ -102,13 +106,6 @@ class Comparison:
         self._noise: dict[tuple[str, int], tuple[float, float]] = {}
         self._tensors: dict[str, int] = {}
 
-    def _reference(
-        self, *, exact: bool, tracer: Tracer | None = None,
-        tables: tuple[np.ndarray, np.ndarray] | None = None,
-    ) -> Reference:  # fmt: skip
-        tables, groups = tables or self._tables, groups_of(self.subject)
-        return Reference(self.model, tables, exact=exact, groups=groups, tracer=tracer)
-
     # --- weights
     # ----------------------------------------------------------------------------------------------
 
@@ -125,11 +122,14 @@ class Comparison:
             if check_tables(self.diff, name, tables, self._tables):
                 judged.tables = tables
 
-    def start(self, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-        """The cache of each layer before the first step."""
+    def _first_caches(self, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         # Layers of one shape share what nobody has written yet.
         empty = {shape: np.full(shape, np.nan, self.dtype) for shape in shapes}
-        return [empty[shape] for shape in shapes]
+        caches = [empty[shape] for shape in shapes]
+        for index, given in enumerate(self._given):
+            caches[index] = caches[index].copy()
+            caches[index][: len(given)] = given.astype(self.dtype)
+        return caches
 
     # --- a step
     # ----------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Comparison:
             raise NotComparable("there are no steps to compare")
         started = time.perf_counter()
         # Slots that nobody wrote hold NaN: whoever reads one shows it.
-        start = self.start(cache_shapes(self.subject, pages_of(steps)))
+        start = self._first_caches(cache_shapes(self.subject, pages_of(steps)))
         self._kv = [{True: x.astype(np.float64), False: x} for x in start]
         self._steps, self._start = steps, start
         for judged in self.sides:
@@ -193,22 +193,17 @@ class Comparison:
 
     def _traced(self) -> dict[Program, list[Call]]:
         """The calls of each program in the step under way, from a dry run of the reference."""
-        reference, top = self.local_faithful, self.weights.top()
-        hidden = reference.embed(top)
-        calls: dict[Program, list[Call]] = {"embed": reference.calls}
-        of_kind: dict[Any, list[Call]] = {}
-        for index, kind in enumerate(reference.spec.layers):
-            if kind not in of_kind and index in self.layers:
-                given = hidden, hidden, self._kv[self.sources[index]][False]
-                reference.layer(index, self.weights.layer(index), given)
-                of_kind[kind] = reference.calls
-            if index in self.layers:
-                calls[index] = of_kind[kind]
-        rows = reference.finish(top, hidden, hidden)
-        calls["finish"] = reference.calls
-        reference.head(top, rows)
-        calls["head"] = reference.calls
-        return calls
+        reference = self.local_faithful
+        kinds = {index: reference.spec.layers[index] for index in sorted(self.layers)}
+        first = {kind: index for index, kind in reversed(kinds.items())}
+
+        def given(index: int, hidden: np.ndarray) -> State:
+            return hidden, hidden, self._kv[self.sources[index]][False]
+
+        calls = dict(
+            reference.traced(self.weights.top(), self.weights.layer, sorted(first.values()), given)
+        )
+        return calls | {index: calls[first[kind]] for index, kind in kinds.items()}
 
     def _embed(self) -> Streams:
         top = self.weights.top()
@@ -285,12 +280,11 @@ class Comparison:
         """What the run so far makes of errors of its ops' inputs, behind a layer; -1: logits."""
         key = self.number, tries
         if self._run_amplified[0] != key:
-            given = self.weights, self._start
-            steps = self._steps[: self.number + 1]
+            given = self.weights, self._start, self._steps[: self.number + 1]
 
             def run(tracer: Tracer | None) -> list[np.ndarray]:
                 reference = self._reference(exact=True, tracer=tracer)
-                return [x[: self.real] for x in run_whole(reference, *given, steps)]
+                return [x[: self.real] for x in reference.run_steps(*given)]
 
             found = amplification(lambda rng: run(Jitter(rng, self._half_ulp)), run(None), tries)
             self._run_amplified = key, found
@@ -383,8 +377,24 @@ class Comparison:
                     f"logits, by a margin of {flip.margin:.3g} nats and noise of {flip.noise:.3g}"
                 )
 
+    def _known(self, exact: np.ndarray, faithful: np.ndarray) -> np.ndarray:
+        """The real rows of the references' logits that ends can be compared with. What they do not
+        know is named.
+        """
+        real = self.real
+        known = known_rows(exact[:real], faithful[:real])
+        lost = np.setdiff1d(np.arange(real), known)
+        if len(lost):
+            self.diff.missing.append(
+                f"final logits of step {self.number}: the references' are not finite in "
+                f"{len(lost)} of {real} rows, the first is {where(self.step, int(lost[0]))}"
+            )
+        return known
+
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         real = self.real
+        if len(self.sides) < 2 or not len(self._known(exact, faithful)):
+            return
         for other in self.sides[1:]:
             a, b = self.sides[0].ran.logits, other.ran.logits
             if a is None or b is None:
@@ -436,17 +446,17 @@ class Comparison:
         wrong = judged.weights.get(layer)
         if wrong is None and (judged.tables is None or inputs is None):
             return None
+        held = dict(wrong or {})
+        top = self.weights.top() | ({} if layer >= 0 else held)
         reference = self._reference(exact=False, tables=judged.tables)
         reference.begin(self.step)
-        top = self.weights.top() if wrong is None or layer >= 0 else {**self.weights.top(), **wrong}
-        reference.embed(top)
-        if inputs is not None:
-            reference.layer(layer, {**self.weights.layer(layer), **(wrong or {})}, inputs)
-        elif program != "embed":
-            rows = reference.finish(top, *judged.ran.given_end())
-            if program == "head":
-                reference.head(top, rows)
-        return reference.calls
+        programs = reference.traced(
+            top, lambda index: {**self.weights.layer(index), **held},
+            () if inputs is None else (layer,),
+            lambda *_: inputs,  # type: ignore[arg-type]  # asked of a layer
+            judged.ran.given_end(),
+        )  # fmt: skip
+        return next(calls for name, calls in programs if name == program)
 
     def _find(
         self, side: str, scope: Any, layer: int, tap: str, got: Any, right: Any, noisy: Any,
@@ -466,11 +476,19 @@ class Comparison:
                 if list(gate.complaints(metrics)):
                     break
         worst = (int(rows[metrics.worst[0]]), *metrics.worst[1:]) if metrics.worst else ()
+        self._add(side, scope, layer, tap, metrics, gate, worst, got.ndim)
+
+    def _add(
+        self, side: str, scope: Scope, layer: int, tap: str, metrics: Metrics, gate: Gate,
+        worst: tuple[int, ...], ndim: int,
+    ) -> None:  # fmt: skip
+        """Add what a gate says of a tensor of `ndim` dimensions, off most at `worst`."""
+        where_ = place(self.step, worst, ndim, self.subject, layer)
+        complaints, shares = tuple(gate.complaints(metrics)), gate.shares(metrics)
         self.diff.findings.append(
             Finding(
-                side, self.mode, scope, self.number, layer, tap, "", metrics,
-                tuple(gate.complaints(metrics)), None,
-                place(self.step, worst, got.ndim, self.subject, layer), gate.shares(metrics),
+                side, self.mode, scope, self.number, layer, tap, "", metrics, complaints, None,
+                where_, shares,
             )
         )  # fmt: skip
 
@@ -521,27 +539,20 @@ def compare_model(
     `b`, ...): for tests.
     """
 
-    names = [f"{chr(ord('a') + i)} {target}" for i, target in enumerate(targets)]
+    names = name_sides(targets)
     merged = Diff(tuple(names))
     for mode in modes:
-        where_ = subject if mode != "S" else subject.with_dtype("float32")
+        where_ = subject.for_mode(mode)
         progress(f"mode {mode}: loading")
-        sides: dict[str, WorkerSide] = {}
-        try:
-            for name, target in zip(names, targets, strict=True):
-                fault = (faults or {}).get(name[0])
-                sides[name] = WorkerSide(where_, target, steps, fault)
 
-            def tell(text: str, mode: str = mode) -> None:
-                progress(f"mode {mode}: {text}")
+        def tell(text: str, mode: str = mode) -> None:
+            progress(f"mode {mode}: {text}")
 
+        with open_sides(where_, dict(zip(names, targets, strict=True)), steps, faults) as sides:
             if mode == "X":
                 diff = ExactComparison(where_).run(sides, steps, layers, tell)
             else:
                 diff = Comparison(where_, sides, mode, layers=layers, taps=taps).run(steps, tell)
-        finally:
-            for side in sides.values():
-                side.close()
         merged.extend(diff)
         merged.environment |= {
             k: v for k, v in diff.environment.items() if mode == "P" or k not in merged.environment

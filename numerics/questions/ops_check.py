@@ -35,16 +35,15 @@ from ...ops.testing import (
 )
 from ...shared.errors import ConfigError, InternalError
 from ...shared.worker import backend_module
-from ..errors import EQUAL, FAILED, NOT_COMPARED
-from ..judging.gates import ALL_MODES, Mode
-from ..judging.metrics import jsonable
-from ..judging.record import dumps
-from ..showing.terminal import LINES, WORDS
+from ..judging.gates import ALL_MODES, Mode, mode_of
+from ..judging.metrics import fields_json
+from ..judging.record import Report
+from ..showing.terminal import LINES
 from ..sides.environment import versions
 from ..sides.fault import Fault, faulty
 from ..sides.one_op import FRAMEWORKS, PLATFORMS, run_op
 from ..sides.reference import bound
-from ..sides.subject import Target
+from ..sides.subject import Target, name_sides
 from ..sides.taps import Tracer
 from .exact import ExactJudge
 from .exact_probes import probes
@@ -87,16 +86,16 @@ class OpResult:
 
     @property
     def factor(self) -> float:
-        """The larger of both."""
         return max(self.error, self.gain)
 
 
 @dataclass(slots=True)
-class OpsReport:
+class OpsReport(Report):
     """All results. `absent` are implementations that were not judged and why, `missing` what had
     to be compared. `undefined` are ops whose definition nothing was compared with.
     """
 
+    kind = "ops"
     sides: tuple[str, ...]
     devices: dict[str, str]
     results: list[OpResult] = field(default_factory=list)
@@ -117,30 +116,22 @@ class OpsReport:
         return sum(r.compared for r in self.results)
 
     @property
-    def exit_code(self) -> int:
-        """0 equal, 1 a numeric failure, 3 nothing or not everything compared."""
-        if self.failures:
-            return FAILED
-        return NOT_COMPARED if self.missing or not self.compared else EQUAL
+    def is_wrong(self) -> bool:
+        return bool(self.failures)
 
-    def dumps(self) -> str:
-        """JSON text."""
-        results = [
-            {name: jsonable(getattr(r, name)) for name in OpResult.__dataclass_fields__}
-            for r in self.results
-        ]  # fmt: skip
-        record = {
-            "exit_code": self.exit_code, "sides": list(self.sides), "devices": self.devices,
+    @property
+    def has_compared(self) -> bool:
+        return self.compared > 0
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "sides": self.sides, "devices": self.devices,
             "environment": {"versions": versions(), **self.environment},
-            "compared": self.compared, "absent": self.absent, "missing": self.missing,
-            "undefined": self.undefined,
-            "seconds": self.seconds,
-            "results": results,
+            "compared": self.compared, "absent": self.absent, "undefined": self.undefined,
+            "results": [fields_json(result) for result in self.results],
         }  # fmt: skip
-        return dumps("ops", record)
 
     def cases(self) -> dict[tuple[str, str], list[str]]:
-        """Complaints by (group, name), for JUnit."""
         return {(f"{r.side}.{r.mode}.{r.dtype}", r.name): r.complaints for r in self.results}
 
 
@@ -166,7 +157,7 @@ def check_ops(
             raise ConfigError(
                 f"target: {target} has {', '.join(target.options)}, which single ops do not know"
             )
-    sides = tuple(f"{chr(ord('a') + i)} {target}" for i, target in enumerate(targets))
+    sides = tuple(name_sides(targets))
     devices = [backend_module(target.backend).find_device(target.device) for target in targets]
     report = OpsReport(
         sides, {s: f"{d.platform} {d.name}" for s, d in zip(sides, devices, strict=True)}
@@ -252,9 +243,7 @@ def _probes(op: str, modes: Sequence[Mode], dtypes: Sequence[str] | None) -> lis
 
 def _mode(op: str, dtype: str) -> Mode:
     """The mode that judges the cases of `op` in `dtype`."""
-    if TESTING[op].bitwise:
-        return "X"
-    return "S" if dtype == "float32" else "P"
+    return "X" if TESTING[op].bitwise else mode_of(dtype)
 
 
 def _like(op: str, case: Case) -> tuple[Any, ...]:
@@ -418,7 +407,7 @@ def render(report: OpsReport) -> str:
     """The verdict, what is wrong, and the rows with the largest errors: at most 25 lines."""
     failing, sides = report.failures, report.sides
     lines = [
-        f"{WORDS.get(report.exit_code, 'NOT (fully) COMPARED')}: {report.compared} cases of "
+        f"{report.word}: {report.compared} cases of "
         f"{len({r.op for r in report.results})} ops, {report.seconds:.1f} s"
     ]
     for side in sides:

@@ -20,15 +20,15 @@ import numpy as np
 from ...ops.namespaces import namespace
 from ...ops.reference.narrow import widened_weight
 from ...shared.errors import ConfigError
-from ...shared.models import decoder
 from ...shared.models.quantization import WHEN_LOADED, Quantization
 from ...shared.models.table import piece_name
 from ...shared.step import StepInput
 from ..errors import EQUAL
+from ..judging.metrics import divergence, log_softmax
 from ..judging.record import dumps
 from ..sides.environment import steps_hash, versions
-from ..sides.reference import Reference, sources_of, total
-from ..sides.steps import cache_shapes, groups_of, make_steps, pages_of, real_tokens
+from ..sides.reference import reference_of, sources_of, total
+from ..sides.steps import cache_shapes, make_steps, pages_of, real_tokens
 from ..sides.subject import HostWeights, Subject, check_recordable
 
 Progress = Callable[[str], None]
@@ -121,10 +121,10 @@ def quantization_cost(
         "steps": steps_hash(steps),
         "versions": versions(),
     }
-    divergence, same, lead = compared(plain, narrow)
+    apart, same, lead = compared(plain, narrow)
     clear = lead >= CLEAR
-    report.positions, report.clear = len(divergence), int(clear.sum())
-    report.kl, report.worst_kl = float(divergence.mean()), float(divergence.max())
+    report.positions, report.clear = len(apart), int(clear.sum())
+    report.kl, report.worst_kl = float(apart.mean()), float(apart.max())
     report.top1 = float(same.mean())
     report.clear_top1 = float(same[clear].mean()) if clear.any() else 1.0
     outputs = pair.outputs(steps)
@@ -141,17 +141,8 @@ def compared(plain: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """Of logits [row vocab]: (divergence of the others, whether the best token is the same, nats
     by which it leads).
     """
-    ours, theirs = _log_softmax(plain), _log_softmax(other)
-    divergence = (np.exp(ours) * (ours - theirs)).sum(-1)
-    best = np.partition(ours, -2, axis=-1)[:, -2:]
-    return divergence, ours.argmax(-1) == theirs.argmax(-1), best[:, 1] - best[:, 0]
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    wide = logits.astype(np.float64)
-    wide = wide - wide.max(-1, keepdims=True)
-    found: np.ndarray = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
-    return found
+    best = np.partition(log_softmax(plain), -2, axis=-1)[:, -2:]
+    return divergence(plain, other), plain.argmax(-1) == other.argmax(-1), best[:, 1] - best[:, 0]
 
 
 class _Pair:
@@ -160,15 +151,10 @@ class _Pair:
     def __init__(self, subject: Subject, scheme: str, pages: int) -> None:
         quantization = Quantization(WHEN_LOADED[scheme])
         narrow = replace(subject, model=replace(subject.model, quantization=quantization))
-        tables = decoder.rotary_tables(subject.model, subject.max_model_len)
-        self._subject = subject
         self._shapes = cache_shapes(subject, pages)
         self._sources = sources_of(subject.model)
         self._plain, self._narrow = HostWeights(subject), HostWeights(narrow)
-        self._sides = (
-            Reference(subject.model, tables, exact=False, groups=groups_of(subject)),
-            Reference(narrow.model, tables, exact=False, groups=groups_of(subject)),
-        )
+        self._sides = reference_of(subject, exact=False), reference_of(narrow, exact=False)
 
     def _weights(self, index: int, narrow: bool) -> Mapping[str, np.ndarray]:
         return (self._narrow if narrow else self._plain).layer(index)

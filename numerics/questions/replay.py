@@ -23,7 +23,7 @@ from ..bundles.bundle import Bundle, arrays_of
 from ..bundles.capturing import LOGPROBS, with_rows
 from ..errors import NotComparable
 from ..judging.diff import Diff
-from ..judging.gates import Mode
+from ..judging.gates import mode_of
 from ..judging.served import judge_row, judge_rows
 from ..sides.fault import Fault
 from ..sides.sampling import sampled_rows
@@ -32,12 +32,12 @@ from ..sides.side import (
     Program,
     Side,
     Tap,
-    WorkerSide,
     finished_rows,
+    open_sides,
     plan_of,
 )
 from ..sides.steps import groups_of, where, written_slots
-from ..sides.subject import HostWeights, Target
+from ..sides.subject import HostWeights, Target, name_sides
 from ..sides.taps import Call, declare
 from .model import Comparison
 
@@ -117,7 +117,7 @@ class Recording:
         self.plans: Any = RecordedPlans(bundle.source, self.spec)
         self._weights = HostWeights(bundle.subject)
         subject = bundle.subject
-        self._tables = decoder.rotary_tables(subject.model, subject.max_model_len)
+        self._tables = subject.rotary_tables()
         self._groups = groups_of(subject)
         self._by_id = {id(recorded.step): recorded for recorded in bundle.steps}
 
@@ -203,19 +203,11 @@ class FromStart(Comparison):
     beside the others.
     """
 
-    def __init__(self, bundle: Bundle, sides: Mapping[str, Side], mode: Mode) -> None:
-        super().__init__(bundle.subject, sides, mode)
-        self._bundle = bundle
+    def __init__(self, bundle: Bundle, sides: Mapping[str, Side]) -> None:
+        mode = mode_of(bundle.subject.dtype)
+        super().__init__(bundle.subject, sides, mode, start=bundle.start)
         self._recorded = {id(recorded.step): recorded for recorded in bundle.steps}
         self.name = f"{RECORDED} {bundle.name}"
-
-    def start(self, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-        """The recorded cache, if there is one."""
-        start = super().start(shapes)
-        for index, given in enumerate(() if self._bundle.start is None else self._bundle.start):
-            start[index] = start[index].copy()
-            start[index][: len(given)] = given.astype(self.dtype)
-        return start
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         super()._logits(exact, faithful)
@@ -256,20 +248,9 @@ def replay(
     """
     if not targets:
         raise ConfigError("on: got no target, at least one is needed")
-    subject = bundle.subject
-    mode: Mode = "S" if subject.dtype == "float32" else "P"
-    sides: dict[str, Side] = {}
-    try:
-        sides[f"{RECORDED} {bundle.name}"] = Recording(bundle)
-        for index, target in enumerate(targets):
-            name = chr(ord("a") + index)
-            progress(f"loading {target}")
-            fault = (faults or {}).get(name)
-            sides[f"{name} {target}"] = WorkerSide(subject, target, bundle.inputs, fault)
-        comparison = FromStart(bundle, sides, mode)
-        diff = comparison.run(bundle.inputs, progress)
-    finally:
-        for side in sides.values():
-            side.close()
+    recorded: dict[str, Side] = {f"{RECORDED} {bundle.name}": Recording(bundle)}
+    named = dict(zip(name_sides(targets), targets, strict=True))
+    with open_sides(bundle.subject, named, bundle.inputs, faults, progress) as sides:
+        diff = FromStart(bundle, recorded | sides).run(bundle.inputs, progress)
     diff.environment["bundle"] = {"source": bundle.source, "steps": len(bundle.steps)}
     return diff

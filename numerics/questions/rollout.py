@@ -18,15 +18,14 @@ import numpy as np
 
 from ...shared.errors import ConfigError
 from ...shared.sampling_params import SamplingParams
-from ..errors import EQUAL, FAILED, NOT_COMPARED
-from ..judging.gates import FEWEST, Family
+from ..judging.gates import FEWEST, Family, mode_of
 from ..judging.metrics import log_softmax
-from ..judging.record import dumps
+from ..judging.record import Report
 from ..judging.served import POOLED
 from ..judging.server_metrics import GROWTH
 from ..sides.serving import Answer, Ask, serve
 from ..sides.steps import default_prompts, make_owned_steps, owned_rows
-from ..sides.subject import Subject, Target
+from ..sides.subject import Subject, Target, name_sides
 from .model import Comparison
 
 Progress = Callable[[str], None]
@@ -87,12 +86,13 @@ class Perplexity:
 
 
 @dataclass(slots=True)
-class RolloutReport:
+class RolloutReport(Report):
     """The answers. `sigma` is the difference of both sides over what rounding makes of it, at
     tokens whose noise the references computed; `limit` is what is allowed. `growth` is that of its
     logarithm with each doubling of the position, at the same tokens.
     """
 
+    kind = "rollout"
     sides: tuple[str, ...]
     ratios: Ratios
     drift: list[Reach]
@@ -107,27 +107,19 @@ class RolloutReport:
     seconds: float = 0.0
 
     @property
-    def exit_code(self) -> int:
-        """0 equal, 1 a numeric failure, 3 not everything compared."""
-        if self.problems:
-            return FAILED
-        return NOT_COMPARED if self.missing else EQUAL
+    def is_wrong(self) -> bool:
+        return bool(self.problems)
 
-    def dumps(self) -> str:
-        """JSON text."""
-        body = {
-            name: getattr(self, name)
-            for name in ("growth", "growth_limit", "sigma", "limit", "problems", "missing")
-        }
-        return dumps("rollout", body | {
-            "exit_code": self.exit_code, "sides": list(self.sides), "seconds": self.seconds,
-            "environment": self.environment, "ratios": asdict(self.ratios),
-            "drift": [asdict(reach) for reach in self.drift],
-            "perplexity": None if self.perplexity is None else asdict(self.perplexity),
-        })  # fmt: skip
+    @property
+    def has_compared(self) -> bool:
+        return self.ratios.tokens > 0
+
+    def body(self) -> dict[str, Any]:
+        own = asdict(self)
+        first = "growth", "growth_limit", "sigma", "limit"
+        return {name: own.pop(name) for name in first} | own
 
     def cases(self) -> dict[tuple[str, str], list[str]]:
-        """Complaints by (group, name), for JUnit."""
         return {("rollout", "log-probabilities"): self.problems}
 
 
@@ -150,7 +142,7 @@ def check_rollout(
             f"max_model_len: got {subject.max_model_len}, allowed is more than {FIRST + 1}"
         )
     started = time.perf_counter()
-    names = tuple(f"{'ab'[i]} {target}" for i, target in enumerate(targets))
+    names = tuple(name_sides(targets))
     drawn = serve(subject, targets[0], _asks(subject, tokens), progress=progress, streams=False)
     sequences = [answer.sequence for answer in drawn.answers]
     windows = [] if text is None else _windows(text, longest)
@@ -286,7 +278,7 @@ def _sigma(dtype: str, delta: np.ndarray, noise: np.ndarray) -> tuple[float, flo
     """(the difference over that of two noises, what is allowed)."""
     power = float((noise**2).sum())
     effective = power**2 / float((noise**4).sum())
-    pooled = POOLED["S" if dtype == "float32" else "P"]
+    pooled = POOLED[mode_of(dtype)]
     sigma = float(np.sqrt((delta**2).sum() / (2.0 * power)))
     return sigma, pooled * Family(QUESTIONS).spread(max(effective, FEWEST))
 
@@ -386,12 +378,10 @@ def _problems(report: RolloutReport, power: float) -> list[str]:
 
 def render(report: RolloutReport) -> str:
     """The verdict and the three tables in few lines."""
-    words = {EQUAL: "EQUAL within the gates", FAILED: "DIFFERENT"}
     e, r = report.environment, report.ratios
     tail = ", ".join(f"{share} {value:.4f}" for share, value in r.quantiles.items())
     lines = [
-        f"{words.get(report.exit_code, 'NOT (fully) COMPARED')}: {e['model']} in {e['dtype']}, "
-        f"{report.seconds:.1f} s",
+        f"{report.word}: {e['model']} in {e['dtype']}, {report.seconds:.1f} s",
         f"{report.sides[0]} drew {r.tokens} tokens, {report.sides[1]} computed them",
         f"difference over that of two roundings: sigma {report.sigma:.3g} (limit "
         f"{report.limit:.3g})",

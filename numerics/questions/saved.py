@@ -16,7 +16,6 @@ import numpy as np
 from ..bundles.bundle import Bundle, read
 from ..errors import NotComparable
 from ..judging.diff import Diff, layer_sigmas, load
-from ..judging.gates import Mode
 from ..judging.logits_metrics import compare_logits
 from ..showing.report import read_record
 from .replay import RECORDED, FromStart, Recording
@@ -89,12 +88,14 @@ def _what(bundle: Bundle) -> str:
 class _Beside(FromStart):
     """Judges a bundle; logits are compared with those of bundles of the same steps."""
 
-    def __init__(self, bundle: Bundle, others: Sequence[Bundle], mode: Mode) -> None:
-        super().__init__(bundle, {f"{RECORDED} {bundle.name}": Recording(bundle)}, mode)
+    def __init__(self, bundle: Bundle, others: Sequence[Bundle]) -> None:
+        super().__init__(bundle, {f"{RECORDED} {bundle.name}": Recording(bundle)})
         self._others = others
 
     def _logits(self, exact: np.ndarray, faithful: np.ndarray) -> None:
         own = self.sides[0].ran.logits
+        if not self._others or not len(self._known(exact, faithful)):
+            return
         for other in self._others:
             logits = other.steps[self.number].arrays.get("logits")
             if own is None or logits is None or logits.shape != own.shape:
@@ -111,8 +112,7 @@ def judge_bundle(
     """Judge what a bundle recorded against both references, and its logits against those of
     other bundles.
     """
-    mode: Mode = "S" if bundle.subject.dtype == "float32" else "P"
-    return _Beside(bundle, others, mode).run(bundle.inputs, progress)
+    return _Beside(bundle, others).run(bundle.inputs, progress)
 
 
 def merge(diffs: Sequence[Diff], labels: Sequence[str]) -> Diff:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,19 +24,18 @@ from ...shared.models.caches import layout_of
 from ...shared.models.config import ModelConfig
 from ...shared.step import StepInput
 from ...shared.worker import create_worker
-from ..errors import EQUAL, FAILED, NOT_COMPARED
 from ..faults.catalogue import CATALOGUE
 from ..faults.engine import ENGINE_FAULTS, EngineFault, Planted
 from ..faults.making import Entry
 from ..faults.planting import plant
 from ..judging.diff import Diff
 from ..judging.gates import ALL_MODES
-from ..judging.record import dumps
+from ..judging.record import Report
 from ..sides.environment import versions
 from ..sides.fault import Fault
-from ..sides.side import WorkerSide
+from ..sides.side import open_sides
 from ..sides.steps import default_prompts, make_steps
-from ..sides.subject import Subject, Target
+from ..sides.subject import Subject, Target, name_sides
 from . import bench
 from .exact import ExactComparison
 from .invariants import check_invariants
@@ -79,11 +78,12 @@ class FaultResult:
 
 
 @dataclass(slots=True)
-class SelfTest:
+class SelfTest(Report):
     """All results. `alarms` are findings in clean runs, `clean` counts these (a seed, a mode and
     a side are one).
     """
 
+    kind = "selftest"
     sides: tuple[str, ...]
     modes: tuple[str, ...]
     faults: list[FaultResult] = field(default_factory=list)
@@ -93,7 +93,6 @@ class SelfTest:
     environment: dict[str, Any] = field(default_factory=dict)
 
     def by_name(self) -> dict[str, FaultResult]:
-        """The faults by their names."""
         return {fault.name: fault for fault in self.faults}
 
     @property
@@ -117,43 +116,35 @@ class SelfTest:
         ]
 
     @property
-    def exit_code(self) -> int:
-        """0 all faults seen and no alarm, 1 otherwise, 3 if nothing was looked at."""
-        if self.missed or self.misplaced or self.alarms:
-            return FAILED
-        return EQUAL if self.faults or self.clean else NOT_COMPARED
+    def is_wrong(self) -> bool:
+        return bool(self.missed or self.misplaced or self.alarms)
+
+    @property
+    def has_compared(self) -> bool:
+        return bool(self.faults or self.clean)
 
     @property
     def missing(self) -> list[str]:
-        """What should have been looked at and was not."""
-        return ["selftest"] if self.exit_code == NOT_COMPARED else []
+        return [] if self.is_wrong or self.has_compared else ["selftest"]
 
-    def dumps(self) -> str:
-        """JSON text."""
-        record = {
-            "exit_code": self.exit_code, "sides": list(self.sides), "modes": list(self.modes),
+    def body(self) -> dict[str, Any]:
+        return {
+            "sides": self.sides, "modes": self.modes,
             "environment": {"versions": versions(), **self.environment},
             "problems": [*self.missed, *self.misplaced, *self.alarms],
             "missed": self.missed, "misplaced": self.misplaced, "alarms": self.alarms,
             "clean_runs": self.clean,
-            "seconds": self.seconds,
             "faults": [
                 {
                     "name": fault.name, "what": fault.what, "place": fault.place,
                     "seen": {side: fault.modes(side) for side in self.sides},
-                    "findings": [
-                        {"side": s.side, "mode": s.mode, "found": s.found,
-                        "right_place": s.right_place}
-                        for s in fault.sights
-                    ],
+                    "findings": [asdict(sight) for sight in fault.sights],
                 }
                 for fault in self.faults
             ],
         }  # fmt: skip
-        return dumps("selftest", record)
 
     def cases(self) -> dict[tuple[str, str], list[str]]:
-        """Complaints by (group, name), for JUnit."""
         found = {("faults", fault.name): [m for m in self.missed if m.endswith(f": {fault.name}")]
                  for fault in self.faults}  # fmt: skip
         for entry in self.misplaced:
@@ -179,7 +170,7 @@ def selftest(
         e for e in CATALOGUE.values() if set(modes) - {"I"} and (not names or e.name in names)
     ]
     states = [f for f in ENGINE_FAULTS.values() if "I" in modes and (not names or f.name in names)]
-    sides = tuple(f"{chr(ord('a') + i)} {target}" for i, target in enumerate(targets))
+    sides = tuple(name_sides(targets))
     report = SelfTest(sides, tuple(modes), [FaultResult(e.name, e.what, e.place) for e in entries])
     report.faults += [FaultResult(fault.name, fault.what, "engine") for fault in states]
     results = report.by_name()
@@ -222,24 +213,18 @@ class _Bench:
         self.exact = ExactComparison(self.subject)
 
     def _open(self, seed: int) -> tuple[Subject, list[StepInput]]:
-        subject = open_model(self.folder, seed)
-        subject = subject.with_dtype("float32") if self.mode == "S" else subject
+        subject = open_model(self.folder, seed).for_mode(self.mode)
         return subject, make_steps(subject, default_prompts(subject, seed))
 
     def _compare(
         self, subject: Subject, steps: Sequence[StepInput], exact: ExactComparison,
         fault: Fault | None = None,
     ) -> Diff:  # fmt: skip
-        sides: dict[str, WorkerSide] = {}
-        try:
-            for side, target in self.targets.items():
-                sides[side] = WorkerSide(subject, target, steps, fault)
+        faults = {} if fault is None else {side[0]: fault for side in self.targets}
+        with open_sides(subject, self.targets, steps, faults) as sides:
             if self.mode == "X":
                 return exact.run(sides, steps)
             return Comparison(subject, sides, self.mode).run(steps)  # type: ignore[arg-type]
-        finally:
-            for worker in sides.values():
-                worker.close()
 
     def look(self, entry: Entry) -> list[Sight]:
         """Plant a fault in the last layer (or where it belongs) and run one step, a ragged batch

@@ -40,7 +40,7 @@ from ..sides.reference import total
 from ..sides.sampling import sample
 from ..sides.serving import Answer, Ask, Served, serve
 from ..sides.steps import default_prompts, make_owned_steps, owned_rows
-from ..sides.subject import HostWeights, Subject, Target
+from ..sides.subject import HostWeights, Subject, Target, name_sides
 from .logits import TRANSFORMERS, transformers_logits
 from .model import Caches, Comparison, Streams
 
@@ -138,14 +138,14 @@ def check_served(
     `definition` says whether transformers is asked about the reference; auto: if it is installed.
     Raises ConfigError, ModelError, BackendUnavailable, NotComparable.
     """
-    names = [f"{chr(ord('a') + i)} {target}" for i, target in enumerate(targets)]
+    names = name_sides(targets)
     if definition == "auto" and find_spec(TRANSFORMERS) is None:
         said: str | None = f"not checked, {TRANSFORMERS} is not installed"
     else:
         said = "not checked" if definition == "off" else None
     whole = Diff(tuple(names))
     for mode in modes:
-        where = subject.with_dtype("float32") if mode == "S" else subject
+        where = subject.for_mode(mode)
         if mode == "P" and subject.dtype == "float32" and "S" in modes:
             continue
         diff = _check(where, dict(zip(names, targets, strict=True)), mode, prompts, said, progress)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..errors import EQUAL, FAILED
 from ..judging.diff import Diff, layer_sigmas
 from ..judging.power import told
 
 LINES = 25
 POWER = 3
 """Lines more, for the smallest faults that would have been seen."""
-WORDS = {EQUAL: "EQUAL within the gates", FAILED: "DIFFERENT"}
 
 
 def render(diff: Diff) -> str:
@@ -28,9 +26,7 @@ def render(diff: Diff) -> str:
 
 def _lines(diff: Diff) -> Iterator[str]:
     e = diff.environment
-    yield (
-        f"{WORDS.get(diff.exit_code, 'NOT (fully) COMPARED')}: {e.get('model')} in {e.get('dtype')}"
-    )
+    yield f"{diff.word}: {e.get('model')} in {e.get('dtype')}"
     what = f"{len(diff.findings)} comparisons" if diff.findings else "what engines served"
     yield f"{what}, {e.get('tokens')} tokens in {e.get('steps')} steps, {diff.seconds:.1f} s"
     for side in diff.sides:

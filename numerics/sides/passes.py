@@ -34,19 +34,16 @@ class Stepwise:
         return single_blocks(len(self.sources))
 
     def embed(self) -> Streams:
-        """See `Execution`."""
         return self.start()
 
     def layers(
         self, block: Block, stream: Streams, cache: Caches, rows: Any
     ) -> tuple[Streams, Caches]:
-        """See `Execution`."""
         index, source = block.first, self.sources[block.first]
         stream, cache[source] = self.layer(index, stream, cache[source])
         return stream, cache
 
     def finish(self, stream: Streams) -> Any:
-        """See `Execution`."""
         return self.end(stream)
 
 

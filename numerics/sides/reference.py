@@ -8,7 +8,7 @@ numpy, and take one layer at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from ...shared.models.config import ModelConfig
 from ...shared.models.spec import source_of
 from ...shared.step import StepInput
 from .passes import run_stepwise
+from .subject import HostWeights, Subject
 from .taps import Call, Tracer
 
 State = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -136,11 +137,54 @@ class Reference:
             start, layer, lambda stream: self.finish(top, *stream), caches, sources_of(self.model)
         )
 
+    def run_steps(
+        self, weights: HostWeights, start: Sequence[np.ndarray], steps: Sequence[StepInput]
+    ) -> list[np.ndarray]:
+        """Run `steps` from the caches `start`. Of the last step, the streams [tok dim] behind each
+        layer, and last the logits [tok vocab].
+        """
+        top, caches = weights.top(), list(start)
+        for step in steps:
+            streams: list[np.ndarray] = []
+            self.begin(step)
+            keep = lambda state, streams=streams: streams.append(total(state))  # noqa: E731
+            rows, caches = self.run(top, weights.layer, caches, keep)
+        return [*streams, self.head(top, rows)]
+
+    def traced(
+        self, top: Mapping[str, np.ndarray], weights: Callable[[int], Mapping[str, np.ndarray]],
+        layers: Iterable[int], given: Callable[[int, np.ndarray], State],
+        end: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> Iterator[tuple[str | int, list[Call]]]:  # fmt: skip
+        """One program after another, each with its calls: `embed`, some layers by number, `finish`,
+        `head`. `given` says what a layer is given, by the embedded tokens where nothing else is
+        known, as is `end`, what is behind the layers.
+        """
+        hidden = self.embed(top)
+        yield "embed", self.calls
+        for index in layers:
+            self.layer(index, weights(index), given(index, hidden))
+            yield index, self.calls
+        rows = self.finish(top, *((hidden, hidden) if end is None else end))
+        yield "finish", self.calls
+        self.head(top, rows)
+        yield "head", self.calls
+
     def head(self, top: Mapping[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
         """Logits [tok vocab]."""
         self._tracer.start(top, {})
         with np.errstate(all="ignore"):
             return np.asarray(decoder.head(self._ops, self.spec, top, self.widen(rows)))
+
+
+def reference_of(
+    subject: Subject, *, exact: bool, tracer: Tracer | None = None,
+    tables: tuple[np.ndarray, np.ndarray] | None = None,
+) -> Reference:  # fmt: skip
+    """The reference of a subject, for its steps; `tables` stand for its rotary tables."""
+    groups = [place.group for place in subject.layout.places]
+    tables = subject.rotary_tables() if tables is None else tables
+    return Reference(subject.model, tables, exact=exact, groups=groups, tracer=tracer)
 
 
 def bound(exact: bool, tracer: Tracer | None = None) -> Any:

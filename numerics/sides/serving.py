@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from ...shared.config import EngineConfig, resolve
+from ...shared.config import resolve
 from ...shared.demand import Demand
 from ...shared.engine import Engine, TokenLogprobs
 from ...shared.models.caches import layout_of
@@ -129,7 +129,6 @@ class _Noted:
     watched: _Watched
 
     def result(self) -> StepOutput:
-        """Wait for the step."""
         output: StepOutput = self.handle.result()
         if output.streams is not None:
             self.watched.note(self.step, self.kind, self.owners, output.streams)
@@ -178,27 +177,20 @@ def _engine(
     subject: Subject, target: Target, asks: Sequence[Ask], tight: bool, streams: bool,
     options: dict[str, Any],
 ) -> Iterator[Engine]:  # fmt: skip
-    most = max(subject.tokens, subject.max_num_seqs)
-    sizes: dict[str, Any] = {}
+    most = subject.most_tokens
     if target.backend == "jax":
         # Few programs: each takes seconds to compile.
-        sizes = {"decode_sizes": (subject.max_num_seqs,), "mixed_sizes": (most,)}
-    values: dict[str, Any] = {
-        "model": subject.name, "backend": target.backend, "device": target.device,
-        "dtype": subject.dtype, "load_format": subject.load_format, "seed": subject.seed,
-        "max_model_len": subject.max_model_len, "max_num_seqs": subject.max_num_seqs,
-        "max_num_batched_tokens": most, "page_size": subject.page_size,
-        "op_priority": dict(target.providers), **sizes, **target.options, **options,
-    }  # fmt: skip
+        options = {"decode_sizes": (subject.max_num_seqs,), "mixed_sizes": (most,)} | options
+    config = subject.engine_config(target, **options)
     device = backend_module(target.backend).find_device(target.device)
-    resolved, _ = resolve(EngineConfig(**values), subject.model, device)
+    resolved, _ = resolve(config, subject.model, device)
     groups = layout_of(subject.model, resolved).groups
     lengths = sorted((len(ask.prompt) + ask.params.max_tokens for ask in asks), reverse=True)
     held = [pages_for(groups, length, most) for length in lengths[: subject.max_num_seqs]]
     # Two steps in flight may hold a page more each.
     room = max(held[0] + 2, sum(held) // 2) if tight else 2 * sum(held)
     engine = Engine(
-        EngineConfig(**values | {"num_pages": room}), subject.model, subject.folder, silent,
+        replace(config, num_pages=room), subject.model, subject.folder, silent,
         Demand(streams=streams),
     )  # fmt: skip
     try:

@@ -8,8 +8,8 @@ worker's plans have them: on what is given to them in the layer, they say which 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -119,19 +119,15 @@ class Side(Protocol):
 
     def begin(self, start: Sequence[np.ndarray]) -> None:
         """Take the cache of each layer before the first step."""
-        ...
 
     def execute(self, step: StepInput) -> Executed:
         """Run the next step."""
-        ...
 
     def weights(self, layer: int) -> Mapping[str, np.ndarray]:
         """The weights of a layer as the programs get them; -1: those outside of layers."""
-        ...
 
     def tables(self) -> tuple[np.ndarray, np.ndarray]:
         """The rotary tables as the programs get them."""
-        ...
 
     def taps(
         self, kind: str, program: Program, calls: Sequence[Call], patterns: Sequence[str]
@@ -139,11 +135,9 @@ class Side(Protocol):
         """The calls of ops in a program of a kind whose names match `patterns`, each on what it is
         given in `calls`.
         """
-        ...
 
     def close(self) -> None:
         """Free the device."""
-        ...
 
 
 def plan_of(plans: Any, spec: Model, kind: str, program: Program) -> Any:
@@ -201,14 +195,12 @@ class WorkerSide:
         return Table(sizes["decode"], sizes["mixed"], self.config.max_num_seqs)
 
     def begin(self, start: Sequence[np.ndarray]) -> None:
-        """See `Side`."""
         for layer, cache in enumerate(start):
             if self._sources[layer] == layer:
                 self._worker.write_pages(layer, range(len(cache)), cache)
         self._cache: Sequence[np.ndarray] = list(start)
 
     def execute(self, step: StepInput) -> Executed:
-        """See `Side`."""
         before = self._cache
         # What is sampled changes nothing here, and a sampler more is a program more.
         plain = replace(
@@ -235,17 +227,14 @@ class WorkerSide:
         )  # fmt: skip
 
     def weights(self, layer: int) -> Mapping[str, np.ndarray]:
-        """See `Side`."""
         return self._worker.read_weights(layer)
 
     def tables(self) -> tuple[np.ndarray, np.ndarray]:
-        """See `Side`."""
         return self._worker.read_tables()
 
     def taps(
         self, kind: str, program: Program, calls: Sequence[Call], patterns: Sequence[str]
     ) -> Iterator[Tap]:
-        """See `Side`."""
         plan, by_key = (
             plan_of(self.plans, self.spec, kind, program),
             {call.key: call for call in calls},
@@ -263,6 +252,24 @@ class WorkerSide:
         return self._ops[plan.hash](op, arguments)
 
     def close(self) -> None:
-        """See `Side`."""
         self._worker.close()
         self._ops.clear()
+
+
+@contextmanager
+def open_sides(
+    subject: Subject, targets: Mapping[str, Target], steps: Sequence[StepInput],
+    faults: Mapping[str, Fault] | None = None, progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[dict[str, WorkerSide]]:  # fmt: skip
+    """Workers of `targets` by name, which are closed behind the block. `faults` by the first letter
+    of a name. Raises as WorkerSide.
+    """
+    sides: dict[str, WorkerSide] = {}
+    try:
+        for name, target in targets.items():
+            progress(f"loading {target}")
+            sides[name] = WorkerSide(subject, target, steps, (faults or {}).get(name[0]))
+        yield sides
+    finally:
+        for side in sides.values():
+            side.close()

@@ -5,7 +5,7 @@ device (`Target`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,6 +55,11 @@ class Target:
         parts = [f"{name}={value}" for name, value in self.options.items()]
         parts += [f"{op}={'+'.join(names)}" for op, names in self.providers.items()]
         return ":".join([self.backend, self.device, *([",".join(parts)] if parts else [])])
+
+
+def name_sides(sides: Iterable[object]) -> list[str]:
+    """`a jax:cpu`, `b torch:cpu`, ..."""
+    return [f"{chr(ord('a') + index)} {side}" for index, side in enumerate(sides)]
 
 
 def _switch(text: str) -> bool:
@@ -133,35 +138,56 @@ class Subject:
         """The same in another run dtype."""
         return replace(self, dtype=dtype)
 
+    def rotary_tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin [position r], by the model's definition."""
+        return decoder.rotary_tables(self.model, self.max_model_len)
+
+    def flags(self) -> list[str]:
+        """The flags of a command of `twinfer numerics` that name it, besides the model's, where
+        they are not the defaults.
+        """
+        usual = {
+            "dtype": self.model.dtype, "load_format": "auto", "seed": 0, "tokens": 64,
+            "max_model_len": min(MAX_MODEL_LEN, self.model.max_position_embeddings),
+        }  # fmt: skip
+        words = []
+        for name, value in usual.items():
+            if getattr(self, name) != value:
+                words += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
+        return words
+
+    def for_mode(self, mode: str) -> Subject:
+        """As a mode looks at it: S in float32."""
+        return self.with_dtype("float32") if mode == "S" else self
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that a step of an engine may have."""
+        return max(self.tokens, self.max_num_seqs)
+
+    def engine_config(self, target: Target, **options: Any) -> EngineConfig:
+        """What an engine of `target` is started with. `options` go before those of the target."""
+        names = "dtype", "load_format", "seed", "max_model_len", "max_num_seqs", "page_size"
+        values = {name: getattr(self, name) for name in names} | {
+            "model": self.name, "backend": target.backend, "device": target.device,
+            "max_num_batched_tokens": self.most_tokens, "op_priority": dict(target.providers),
+        }  # fmt: skip
+        return EngineConfig(**values | dict(target.options) | options)
+
     def resolved(
         self, target: Target, steps: Sequence[StepInput] = (), demand: Demand = ANYTHING
     ) -> ResolvedConfig:
         """The engine configuration on `target`, with the programs of `steps`, or of any. Raises
         ConfigError, BackendUnavailable.
         """
-        most = max(self.tokens, self.max_num_seqs)
-        config = EngineConfig(
-            model=self.name,
-            backend=target.backend,  # type: ignore[arg-type]
-            device=target.device,
-            dtype=self.dtype,
-            load_format=self.load_format,
-            seed=self.seed,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=most,
-            page_size=self.page_size,
-            num_pages=self.num_pages,
-            op_priority=dict(target.providers),
-            **target.options,
-        )
+        config = self.engine_config(target, num_pages=self.num_pages)
         device = backend_module(target.backend).find_device(target.device)
         resolved = resolve(config, self.model, device, demand)[0]
         if not steps:
             return resolved
         shapes = {step.descriptor for step in steps}
         decode = {self.max_num_seqs} | {d.tokens for d in shapes if d.kind == "decode"}
-        mixed = {most} | {d.tokens for d in shapes if d.kind == "mixed"}
+        mixed = {self.most_tokens} | {d.tokens for d in shapes if d.kind == "mixed"}
         return replace(
             resolved, decode_sizes=tuple(sorted(decode)), mixed_sizes=tuple(sorted(mixed))
         )

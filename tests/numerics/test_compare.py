@@ -8,7 +8,7 @@ import pytest
 
 from twinfer.numerics import compare, compare_targets
 from twinfer.numerics.api import capture
-from twinfer.numerics.cli_flags import command
+from twinfer.numerics.commands import command
 from twinfer.numerics.errors import NotComparable
 from twinfer.numerics.judging.diff import load
 from twinfer.numerics.showing.report import page

@@ -8,7 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from twinfer.numerics.errors import NotComparable
 from twinfer.numerics.faults.planting import plant
+from twinfer.numerics.judging.logits_metrics import compare_logits
 from twinfer.numerics.judging.metrics import log_softmax
 from twinfer.numerics.judging.server_metrics import judge_server, named_row
 from twinfer.numerics.questions.logits import compare_ends, load_transformers, parse_side
@@ -328,3 +330,42 @@ def test_sides_are_checked(text):
 def test_a_side_that_is_no_backend_must_be_b(small_model, capsys):
     assert main(["numerics", "logits", "--model", small_model, "--a", "transformers"]) == 2
     assert "name transformers with --b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("which", ["both", "faithful"])
+def test_rows_that_the_references_do_not_know_are_left_out_and_named(which):
+    rng = np.random.default_rng(0)
+    exact = rng.standard_normal((6, 32))
+    faithful = exact + 1e-3 * rng.standard_normal(exact.shape)
+    a, b = (exact + 1e-3 * rng.standard_normal(exact.shape) for _ in "ab")
+    known = [0, 1, 3, 4, 5]
+    wanted = compare_logits(*(x[known] for x in (a, b, exact, faithful)), None, "P")
+    faithful[2, 7] = np.nan
+    if which == "both":
+        exact[2] = np.nan
+    found = compare_logits(a, b, exact, faithful, None, "P")
+    assert found == wanted
+    assert found.rows == 5
+    with pytest.raises(NotComparable, match="logits: no row of the references is finite"):
+        compare_logits(a[2:3], b[2:3], exact[2:3], faithful[2:3], None, "P")
+
+
+def test_a_reference_that_is_not_finite_is_named(subject, monkeypatch):
+    """A model may be so; what is compared then is the other rows."""
+    from twinfer.numerics.sides.reference import Reference
+
+    head = Reference.head
+
+    def lost(self, top, rows):
+        logits = head(self, top, rows)
+        logits[3] = np.nan
+        return logits
+
+    monkeypatch.setattr(Reference, "head", lost)
+    bfloat16 = subject.with_dtype("bfloat16")
+    diff = compare_ends(bfloat16, [TORCH, "transformers"], PROMPTS)
+    assert diff.missing[0] == (
+        "final logits of step 0: the references' are not finite in 1 of 36 rows, the first is "
+        "request 0, position 3"
+    )
+    assert sum(entry.rows for entry in diff.logits) < sum(len(ids) - 1 for ids in PROMPTS)

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from twinfer.numerics.cli import add_parsers
-from twinfer.numerics.cli_flags import command
+from twinfer.numerics.commands import command
 from twinfer.numerics.errors import FAILED, NOT_COMPARED, NotComparable
 from twinfer.numerics.judging import record as records
 from twinfer.numerics.judging.diff import Diff

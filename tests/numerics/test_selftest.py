@@ -11,9 +11,9 @@ from twinfer.numerics.faults.catalogue import CATALOGUE
 from twinfer.numerics.faults.engine import ENGINE_FAULTS
 from twinfer.numerics.faults.making import Entry, changed
 from twinfer.numerics.faults.planting import plant
-from twinfer.numerics.questions import selftest as room
 from twinfer.numerics.questions.selftest import render, selftest
 from twinfer.numerics.showing.junit import suite_xml
+from twinfer.numerics.sides import side
 from twinfer.numerics.sides.subject import parse_target
 from twinfer.serving.cli import main
 from twinfer.shared.errors import ConfigError
@@ -65,7 +65,7 @@ def test_what_takes_no_case_of_a_fault_need_not_show_it():
 
 def test_a_fault_that_nothing_sees_fails(monkeypatch):
     same = dict([changed("linear", bias=lambda xp, a: a["bias"])])
-    monkeypatch.setitem(CATALOGUE, "nothing", Entry("nothing", "nothing is wrong", "layer", same))
+    monkeypatch.setitem(CATALOGUE, "nothing", Entry("nothing", ops=same, what="nothing is wrong"))
     report = selftest([TORCH], names=["nothing"], modes=("S",), seeds=0)
     assert report.exit_code == 1
     assert report.missed == ["a torch:cpu: nothing"]
@@ -75,7 +75,7 @@ def test_a_fault_that_nothing_sees_fails(monkeypatch):
 
 def test_a_fault_that_is_blamed_on_another_op_fails(monkeypatch):
     loaded = CATALOGUE["gate-up-loaded-swapped"].weights  # shows in the MLP
-    entry = Entry("elsewhere", "not where it says", "layer", {"add": lambda xp, f: f}, loaded)
+    entry = Entry("elsewhere", {"add": lambda xp, f: f}, loaded, what="not where it says")
     monkeypatch.setitem(CATALOGUE, "elsewhere", entry)
     report = selftest([TORCH], names=["elsewhere"], modes=("S",), seeds=0)
     assert report.exit_code == 1
@@ -84,8 +84,8 @@ def test_a_fault_that_is_blamed_on_another_op_fails(monkeypatch):
 
 
 def test_a_false_alarm_fails(monkeypatch):
-    create = room.WorkerSide
-    monkeypatch.setattr(room, "WorkerSide", lambda *given: create(*given[:3], plant("norm-eps@1")))
+    create = side.WorkerSide
+    monkeypatch.setattr(side, "WorkerSide", lambda *given: create(*given[:3], plant("norm-eps@1")))
     report = selftest([TORCH], names=["vocab-tail-lost"], modes=("S",), seeds=1)
     assert report.exit_code == 1
     assert any("seed 1" in alarm for alarm in report.alarms)
