@@ -65,3 +65,12 @@ def test_definitions_that_nothing_else_states_are_named():
     report = check_ops([parse_target("torch:cpu")], ["silu_and_mul", "add"])
     assert report.undefined == ["add"]
     assert "our definition" in {result.side for result in report.results}
+
+
+def test_a_printed_command_names_what_is_not_the_default(small_model):
+    """Or what it shows again is another run."""
+    asked = {"load_format": "dummy", "dtype": "float32", "tokens": 32, "max_model_len": 96}
+    words = open_subject(small_model, **asked).flags()
+    assert dict(zip(words[::2], words[1::2], strict=True)) == {
+        "--dtype": "float32", "--load-format": "dummy", "--tokens": "32", "--max-model-len": "96",
+    }  # fmt: skip

@@ -34,6 +34,8 @@ def test_capture_and_replay(model, tmp_path, capsys):
     steps.write_bytes(steps.read_bytes()[:-1])
     assert run("replay", folder) == 3
     assert "truncated" in capsys.readouterr().err
+    assert run("bisect", *model, "--bundle", folder, "--on", "torch:cpu", "--over", "knobs") == 2
+    assert "bundle: --over knobs runs prompts" in capsys.readouterr().err
 
 
 def test_invariants(model, tmp_path, capsys):

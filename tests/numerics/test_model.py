@@ -57,6 +57,10 @@ PHI3 = LLAMA | {
 GEMMA3 = QWEN3 | {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 8,
     "sliding_window_pattern": 3, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "final_logit_softcapping": 30.0,
+}  # fmt: skip
+GEMMA2 = LLAMA | {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "sliding_window": 8,
     "attn_logit_softcapping": 20.0, "final_logit_softcapping": 30.0,
 }  # fmt: skip
 GLM4 = QWEN3 | {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4"}
@@ -111,6 +115,7 @@ CORRECT = [
     ("llama", LLAMA),
     ("granite", GRANITE),
     ("phi3", PHI3),
+    ("gemma2", GEMMA2),
     ("gemma3", GEMMA3),
     ("glm4", GLM4),
     ("olmo3", OLMO3),
