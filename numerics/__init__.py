@@ -7,7 +7,18 @@ here).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import capture, compare_targets, write_report
+    from .bundles.bundle import read
+    from .judging.diff import Diff
+    from .questions.logits import compare_ends
+    from .questions.model import compare_model
+    from .questions.saved import compare
+    from .questions.served import check_served
+    from .sides.steps import default_prompts, make_steps
+    from .sides.subject import open_subject, parse_target
 
 _PUBLIC = {
     "Diff": "judging.diff",
@@ -25,7 +36,21 @@ _PUBLIC = {
     "write_report": "api",
 }
 
-__all__ = list(_PUBLIC)
+__all__ = [
+    "Diff",
+    "capture",
+    "check_served",
+    "compare",
+    "compare_ends",
+    "compare_model",
+    "compare_targets",
+    "default_prompts",
+    "make_steps",
+    "open_subject",
+    "parse_target",
+    "read",
+    "write_report",
+]
 
 
 def __getattr__(name: str) -> Any:
