@@ -45,13 +45,11 @@ LADDER = {"qwen3": dict(decode_sizes=None, mixed_sizes=None)}
 LONG_ONLY = {"phi4-mini-long": (97, 112, 500)}
 
 
-FEW = dict(decode_sizes=(8,), mixed_sizes=(16, 128))
-"""Programs of the JAX worker, which compiles for seconds for each: half of its ladder's."""
-
-
 def start(folder, backend, device, **options):
-    settings = dict(max_num_seqs=8, max_num_batched_tokens=128, dtype="float32")
-    settings |= (FEW if backend == "jax" else {}) | options
+    settings = dict(max_num_seqs=8, max_num_batched_tokens=128, dtype="float32") | options
+    if backend == "jax":  # compiles for seconds for each program: half of its ladder's
+        requests, tokens = settings["max_num_seqs"], settings["max_num_batched_tokens"]
+        settings = dict(decode_sizes=(requests,), mixed_sizes=(16, tokens)) | settings
     config = EngineConfig(model=folder, backend=backend, device=device, **settings)
     return Engine(config, load_config(folder), folder)
 
