@@ -36,7 +36,9 @@ def cluster():
     """A head that the driver is on, without room for a rank, and two nodes with room for one."""
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    # Any free port for the dashboard: where the usual one is taken, by a cluster of another test,
+    # Ray leaves a socket open.
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "dashboard_port": None})
     made.nodes = [made.add_node(num_cpus=1) for _ in range(2)]
     try:
         yield made
