@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 @pytest.fixture
-def kernels():
+def built():
     found = build.library()
     if isinstance(found, Refusal):
         pytest.skip(str(found))
@@ -93,7 +93,7 @@ def test_what_was_built_is_kept_for_its_compiler_and_options(built_anew, monkeyp
     assert "compiles again" in str(build.library())
 
 
-def test_kernels_share_the_threads_of_torch(kernels):
+def test_kernels_share_the_threads_of_torch(built):
     """A second OpenMP in the process would let idle threads of the one wait on the cores of the
     other.
     """
@@ -109,7 +109,7 @@ def test_kernels_share_the_threads_of_torch(kernels):
     assert len(found) == 1
 
 
-def test_they_run_on_cpus_only(kernels):
+def test_they_run_on_cpus_only(built):
     assert choice().provider == "c"
     assert choice(platform="cuda").provider == "native"
     plan = resolve("torch", {"rms_norm": ("c",)}, platform="cuda")
@@ -131,7 +131,7 @@ def test_a_cache_of_another_dtype_is_left_to_the_natives():
     ("heads", "size"), [((4, 2), 64), ((6, 6), 128), ((8, 1), 80), ((2, 2), 256)]
 )
 @pytest.mark.parametrize("settings", [{}, {"window": 37}, {"chunk": 32, "soft_cap": 5.0}])
-def test_attention_of_all_sizes(kernels, dtype, heads, size, settings):
+def test_attention_of_all_sizes(built, dtype, heads, size, settings):
     """The sizes that have code of their own, and others; requests longer than a block."""
     case = paged(
         np.random.default_rng(0), dtype, [130, 7, 200, 64], [1, 1, 75, 18], heads, size, 16
@@ -173,7 +173,7 @@ def large_calls(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_the_number_of_threads(kernels, threads, dtype):
+def test_bits_do_not_depend_on_the_number_of_threads(built, threads, dtype):
     dtype = getattr(torch, dtype)
     for function, arguments in large_calls(dtype):
         results = []
@@ -188,7 +188,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(kernels, threads, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_has_the_same_bits_in_a_chunk_and_alone(kernels, dtype):
+def test_a_token_has_the_same_bits_in_a_chunk_and_alone(built, dtype):
     """What later tokens of its request left in the cache does not matter either, NaN too."""
     dtype = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(0)
