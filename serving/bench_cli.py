@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
 FILE_WIDTH = 120
 """Characters of a table that does not go to a terminal."""
+USUAL_LENGTH = 4096
+"""`max_model_len` where none is given and the model reaches so far."""
 ENGINE_DEFAULTS: dict[str, Any] = {
-    "max_model_len": 4096,
     "max_num_seqs": 256,
     "max_num_batched_tokens": 8192,
     "enable_prefix_caching": False,
@@ -128,7 +129,9 @@ def add_parsers(bench: argparse.ArgumentParser) -> None:
             f"--{name}", type=int, default=value, metavar="N", help=f"{text} (default: %(default)s)"
         )
     for parser in (offline, latency):
-        add_engine(parser)
+        add_engine(
+            parser, usual={"max_model_len": f"what the model allows, {USUAL_LENGTH} at most"}
+        )
     add_bench_serve(kinds)
 
 
@@ -163,6 +166,9 @@ def run(arguments: argparse.Namespace) -> int:
     # a wrong option shows before a minute of work
     EngineConfig(**options, model=model, backend=backend)
     check_weights(model, options["load_format"])
+    if options["max_model_len"] is None:
+        limit = load_config(model_folder(model)).max_position_embeddings
+        options["max_model_len"] = min(USUAL_LENGTH, limit)
     if arguments.json:
         _check_writable(arguments.json)
     result = (_latency if arguments.bench == "latency" else _offline)(

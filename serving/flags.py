@@ -5,7 +5,8 @@ from the flags.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ..shared.engine_config import EngineConfig
@@ -147,11 +148,16 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_engine(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+def add_engine(
+    parser: argparse.ArgumentParser,
+    without: Sequence[str] = (),
+    usual: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """The options of an engine, a group for each owner.
 
     Those of the owners `without` keep their defaults and have no flag. What the command has set as
-    the default of an option (`set_defaults`) is its default.
+    the default of an option (`set_defaults`) is its default; `usual` says in words what it fills
+    in later.
     """
     for owner, title in OWNERS.items():
         options = [option for option in ENGINE.values() if option.owner == owner and option.flags]
@@ -160,11 +166,13 @@ def add_engine(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> 
         elif options:
             group = parser.add_argument_group(title, NOTES.get(owner))
             for option in options:
-                _add_engine_flag(parser, group, option)
+                _add_engine_flag(parser, group, option, usual.get(option.name, option.usually))
 
 
-def _add_engine_flag(parser: argparse.ArgumentParser, group: Any, option: Option) -> None:
-    default, usual = parser.get_default(destination(option)), option.usually
+def _add_engine_flag(
+    parser: argparse.ArgumentParser, group: Any, option: Option, usual: str
+) -> None:
+    default = parser.get_default(destination(option))
     if default is None:
         default = option.default
     else:

@@ -360,6 +360,11 @@ class _Defaults:
     def max_model_len(self) -> int:
         """Raises ConfigError if the model does not reach so far."""
         limit = self.model.max_position_embeddings
+        if limit < 2:
+            raise ConfigError(
+                f"max_position_embeddings: got {limit}, allowed is an integer from 2: a request "
+                "has a token in and one out"
+            )
         usual, why = _usual_length(self.model)
         default = min(usual, 2048) if self._on_cpu else usual
         length: int = self.fill("max_model_len", default, f"{why}, at most 2048 on a CPU")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from twinfer.serving import bench_cli
 from twinfer.serving.cli import main
 
 ENGINE = (
@@ -48,6 +49,20 @@ def test_offline_figures(tmp_path, device, capsys):
         assert words in out
     if device == "cpu":
         assert result["limits"]["note"].startswith("not measured on a CPU")
+
+
+def test_the_usual_length_is_not_above_the_models(monkeypatch):
+    """The bundled model has 1 024 positions; nobody typed 4 096."""
+    lengths = []
+
+    def note(arguments, folder, options):
+        lengths.append(options["max_model_len"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_cli, "_offline", note)
+    for typed in ([], ["--max-model-len", "64"]):
+        main(["bench", "offline", "demo", "--backend", "torch", *typed])
+    assert lengths == [1024, 64]
 
 
 def test_long_contexts(tmp_path, device, capsys):

@@ -151,7 +151,8 @@ def test_the_benchmarks_help_says_their_own_defaults():
     assert "share pages of equal beginnings (default: off)" in text
     arguments, _ = parse("bench", "offline", "demo")
     options = engine_options(arguments)
-    assert (options["max_model_len"], options["enable_prefix_caching"]) == (4096, False)
+    assert "(default: what the model allows, 4096 at most)" in text
+    assert (options["max_model_len"], options["enable_prefix_caching"]) == (None, False)
 
 
 @pytest.mark.parametrize(

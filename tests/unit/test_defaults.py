@@ -127,6 +127,11 @@ def model(length):
     return parse_config(SHAPES["qwen3-0.6b"] | {"max_position_embeddings": length})
 
 
+def test_a_model_of_one_position_takes_no_request():
+    with pytest.raises(ConfigError, match="max_position_embeddings: got 1, allowed is"):
+        resolve(EngineConfig(model="x"), model(1), DEVICES["cpu"])
+
+
 def pages(length, platform="tpu", **options):
     """(page size, requests, what changed) of a model with contexts of `length`."""
     config, changes = resolve(EngineConfig(model="x", **options), model(length), DEVICES[platform])
