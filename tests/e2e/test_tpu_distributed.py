@@ -5,7 +5,6 @@ virtual CPU devices each.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,8 @@ from twinfer.bucketing import Descriptor, Table
 from twinfer.shared.errors import BackendUnavailable, ConfigError
 from twinfer.shared.step import NewPages, StepInput, StepShape
 from twinfer.tpu import host_link, hosts
+
+from ..ports import free_ports
 
 STEP = StepInput(
     7, Descriptor("mixed", 16, 8, 16), StepShape(4, 8, 32, 100), "processed",
@@ -35,21 +36,6 @@ GENERATE = (
     "--prompt-token-ids 5,6,7 --prompt-token-ids 9,8,7,6,5,4,3,2,1,9,8,7,6,5,4,3,2,1 "
     "--prompt-token-ids 1 --json"
 ).split()
-
-
-def free_ports():
-    """A port that is free now, like the two after it."""
-    for _ in range(100):
-        with socket.socket() as first, socket.socket() as second, socket.socket() as third:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-                third.bind(("127.0.0.1", port + 2))
-            except (OSError, OverflowError):
-                continue
-            return port
-    raise OSError("no three free ports side by side")
 
 
 class Recorder:
@@ -90,7 +76,7 @@ class Hosts:
     """The others, in threads; `lost` is what any host said when it lost one."""
 
     def __init__(self, *others, digests=SAME):
-        self.address, self.board = f"127.0.0.1:{free_ports()}", Board()
+        self.address, self.board = f"127.0.0.1:{free_ports(3)}", Board()
         self.lost, self.errors = [], []
         self.threads = [
             threading.Thread(target=self._follow, args=(other, i + 1, digests), daemon=True)
@@ -226,7 +212,7 @@ def test_who_has_no_key_of_a_host_hears_nothing(monkeypatch):
     import zmq
 
     monkeypatch.setattr(host_link, "PATIENCE_S", 1.0)
-    board, address = Board(), f"127.0.0.1:{free_ports()}"
+    board, address = Board(), f"127.0.0.1:{free_ports(3)}"
     public, _ = zmq.curve_keypair()
     board.put("hosts/key/1", public.decode())
 
@@ -318,7 +304,7 @@ def finish(process):
 
 @pytest.mark.slow
 def test_two_hosts_give_the_tokens_of_one_device():
-    together = ["--coordinator", f"127.0.0.1:{free_ports()}", "--hosts", "2"]
+    together = ["--coordinator", f"127.0.0.1:{free_ports(3)}", "--hosts", "2"]
     pair = [start(2, *together, "--host-index", str(i), *GENERATE, "--tp", "4") for i in (0, 1)]
     first, second = map(finish, pair)
     alone = finish(start(1, *GENERATE, "--tp", "1"))
@@ -329,7 +315,7 @@ def test_two_hosts_give_the_tokens_of_one_device():
 
 @pytest.mark.slow
 def test_every_device_must_take_part():
-    together = ["--coordinator", f"127.0.0.1:{free_ports()}", "--hosts", "2"]
+    together = ["--coordinator", f"127.0.0.1:{free_ports(3)}", "--hosts", "2"]
     pair = [start(2, *together, "--host-index", str(i), *GENERATE, "--tp", "2") for i in (0, 1)]
     for process in pair:
         _, error = process.communicate(timeout=200)
@@ -351,7 +337,7 @@ def connections(port):
     ("killed", "number"), [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)]
 )
 def test_a_lost_host_ends_the_others_within_seconds(killed, number):
-    port = free_ports()
+    port = free_ports(3)
     together = ["--coordinator", f"127.0.0.1:{port}", "--hosts", "2"]
     long = [*GENERATE, "--max-model-len", "1024", "--max-tokens", "1000", "--ignore-eos"]
     long += ["--num-pages", "1024"]
@@ -359,7 +345,11 @@ def test_a_lost_host_ends_the_others_within_seconds(killed, number):
     try:
         deadline = time.monotonic() + 200
         while connections(port + 1) < 2:
-            assert time.monotonic() < deadline
+            for index, process in enumerate(pair):
+                if process.poll() is not None:
+                    out, error = process.communicate()
+                    pytest.fail(f"host {index} ended: {process.returncode}\n{out}\n{error[-3000:]}")
+            assert time.monotonic() < deadline, "the hosts have not met"
             time.sleep(0.2)
         time.sleep(4)  # each has heard of the other
         pair[killed].send_signal(number)
