@@ -138,8 +138,8 @@ class FirstHost:
         digests: Mapping[str, str],
         lose: Callable[[str], None] = end_process,
     ) -> None:
-        """Waits for the other hosts. Raises BackendUnavailable if they do not come, ConfigError if
-        they run something else.
+        """Waits for the other hosts. Raises BackendUnavailable if they do not come or a port is
+        taken, ConfigError if they run something else.
         """
         self._worker, self._others = worker, range(1, others + 1)
         self._lose, self._number = lose, 0
@@ -147,8 +147,16 @@ class FirstHost:
         self._sending = threading.Lock()
         ip, port = interface(address)
         self._server = CurveServer(self._context)
-        self._calls, _ = self._server.bind(zmq.XPUB, ip, port)
-        self._reports, _ = self._server.bind(zmq.PULL, ip, port + 1)
+        try:
+            self._calls, _ = self._server.bind(zmq.XPUB, ip, port)
+            self._reports, _ = self._server.bind(zmq.PULL, ip, port + 1)
+        except zmq.ZMQError as error:
+            self._server.close()
+            self._context.destroy(linger=0)
+            raise BackendUnavailable(
+                f"coordinator: {ip}, ports {port} and {port + 1}, where the other hosts connect: "
+                f"{error.strerror}"
+            ) from error
         self._calls.linger = self._reports.linger = 5000
         self._calls.setsockopt(zmq.XPUB_VERBOSE, 1)  # one message for each host that subscribes
         self._answers: dict[int, dict[int, Any]] = {}

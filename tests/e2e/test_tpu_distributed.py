@@ -5,6 +5,7 @@ virtual CPU devices each.
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -208,6 +209,16 @@ def test_a_host_that_is_silent_is_lost(monkeypatch):
     assert time.monotonic() - began > 0.4
 
 
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_port_that_is_taken_is_named(taken):
+    port = free_ports(2)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port + taken))
+        other.listen()
+        with pytest.raises(BackendUnavailable, match=f"ports {port} and {port + 1}.*in use"):
+            host_link.FirstHost(Recorder(5), f"127.0.0.1:{port}", 1, Board(), SAME)
+
+
 def test_who_has_no_key_of_a_host_hears_nothing(monkeypatch):
     import zmq
 
@@ -218,13 +229,13 @@ def test_who_has_no_key_of_a_host_hears_nothing(monkeypatch):
 
     def eavesdrop():
         mine, secret = zmq.curve_keypair()
-        with zmq.Context() as context, context.socket(zmq.SUB) as socket:
-            socket.linger = 0
-            socket.curve_serverkey = board.get("hosts/key").encode()
-            socket.curve_publickey, socket.curve_secretkey = mine, secret
-            socket.setsockopt(zmq.SUBSCRIBE, b"")
-            socket.connect(f"tcp://{address}")
-            assert not socket.poll(1500)
+        with zmq.Context() as context, context.socket(zmq.SUB) as door:
+            door.linger = 0
+            door.curve_serverkey = board.get("hosts/key").encode()
+            door.curve_publickey, door.curve_secretkey = mine, secret
+            door.setsockopt(zmq.SUBSCRIBE, b"")
+            door.connect(f"tcp://{address}")
+            assert not door.poll(1500)
 
     thread = threading.Thread(target=eavesdrop)
     thread.start()
@@ -345,10 +356,11 @@ def test_a_lost_host_ends_the_others_within_seconds(killed, number):
     try:
         deadline = time.monotonic() + 200
         while connections(port + 1) < 2:
-            for index, process in enumerate(pair):
-                if process.poll() is not None:
-                    out, error = process.communicate()
-                    pytest.fail(f"host {index} ended: {process.returncode}\n{out}\n{error[-3000:]}")
+            if any(process.poll() is not None for process in pair):
+                ends = [(p.kill(), p.communicate()[1][-3000:], p.returncode)[1:] for p in pair]
+                pytest.fail(
+                    "\n".join(f"host {i}: {code}\n{err}" for i, (err, code) in enumerate(ends))
+                )
             assert time.monotonic() < deadline, "the hosts have not met"
             time.sleep(0.2)
         time.sleep(4)  # each has heard of the other
