@@ -2,10 +2,10 @@
 virtual CPU devices each.
 """
 
+import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +19,8 @@ from twinfer.bucketing import Descriptor, Table
 from twinfer.shared.errors import BackendUnavailable, ConfigError
 from twinfer.shared.step import NewPages, StepInput, StepShape
 from twinfer.tpu import host_link, hosts
+
+from ..ports import free_ports
 
 STEP = StepInput(
     7, Descriptor("mixed", 16, 8, 16), StepShape(4, 8, 32, 100), "processed",
@@ -35,21 +37,6 @@ GENERATE = (
     "--prompt-token-ids 5,6,7 --prompt-token-ids 9,8,7,6,5,4,3,2,1,9,8,7,6,5,4,3,2,1 "
     "--prompt-token-ids 1 --json"
 ).split()
-
-
-def free_ports():
-    """A port that is free now, like the two after it."""
-    for _ in range(100):
-        with socket.socket() as first, socket.socket() as second, socket.socket() as third:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-                third.bind(("127.0.0.1", port + 2))
-            except (OSError, OverflowError):
-                continue
-            return port
-    raise OSError("no three free ports side by side")
 
 
 class Recorder:
@@ -308,6 +295,44 @@ def start(devices, *arguments):
     )
 
 
+@contextlib.contextmanager
+def two_hosts(port, *arguments):
+    """The same command on two hosts of two devices each, which meet at `port`."""
+    together = ["--coordinator", f"127.0.0.1:{port}", "--hosts", "2"]
+    pair = [start(2, *together, "--host-index", str(i), *arguments) for i in (0, 1)]
+    try:
+        yield pair
+    finally:
+        for process in pair:
+            end(process)
+
+
+def end(process):
+    """Kill it, and give what it said on stderr that nobody has read."""
+    process.kill()
+    process.wait()
+    said = "" if process.stderr.closed else process.stderr.read()
+    process.stdout.close()
+    process.stderr.close()
+    return said
+
+
+def wait_until(holds, pair, seconds):
+    """Wait for `holds()`. Where a host ends before that, or time is over, fail at once with what
+    the hosts said.
+    """
+    deadline = time.monotonic() + seconds
+    while not holds():
+        codes = [process.poll() for process in pair]
+        if any(code is not None for code in codes) or time.monotonic() > deadline:
+            what = "\n".join(
+                f"host {i} {'ran' if code is None else f'ended with {code}'}: {end(process)[-3000:]}"
+                for i, (process, code) in enumerate(zip(pair, codes, strict=True))
+            )
+            pytest.fail(what, pytrace=False)
+        time.sleep(0.2)
+
+
 def finish(process):
     """What it printed on stdout as JSON, a line each."""
     out, error = process.communicate(timeout=400)
@@ -318,9 +343,8 @@ def finish(process):
 
 @pytest.mark.slow
 def test_two_hosts_give_the_tokens_of_one_device():
-    together = ["--coordinator", f"127.0.0.1:{free_ports()}", "--hosts", "2"]
-    pair = [start(2, *together, "--host-index", str(i), *GENERATE, "--tp", "4") for i in (0, 1)]
-    first, second = map(finish, pair)
+    with two_hosts(free_ports(), *GENERATE, "--tp", "4") as pair:
+        first, second = map(finish, pair)
     alone = finish(start(1, *GENERATE, "--tp", "1"))
     assert second == []
     assert len(alone) == 3
@@ -329,12 +353,11 @@ def test_two_hosts_give_the_tokens_of_one_device():
 
 @pytest.mark.slow
 def test_every_device_must_take_part():
-    together = ["--coordinator", f"127.0.0.1:{free_ports()}", "--hosts", "2"]
-    pair = [start(2, *together, "--host-index", str(i), *GENERATE, "--tp", "2") for i in (0, 1)]
-    for process in pair:
-        _, error = process.communicate(timeout=200)
-        assert process.returncode != 0
-        assert "tensor_parallel_size: got 2; 2 hosts have 4 devices" in error
+    with two_hosts(free_ports(), *GENERATE, "--tp", "2") as pair:
+        for process in pair:
+            _, error = process.communicate(timeout=200)
+            assert process.returncode != 0
+            assert "tensor_parallel_size: got 2; 2 hosts have 4 devices" in error
 
 
 def connections(port):
@@ -352,15 +375,10 @@ def connections(port):
 )
 def test_a_lost_host_ends_the_others_within_seconds(killed, number):
     port = free_ports()
-    together = ["--coordinator", f"127.0.0.1:{port}", "--hosts", "2"]
     long = [*GENERATE, "--max-model-len", "1024", "--max-tokens", "1000", "--ignore-eos"]
     long += ["--num-pages", "1024"]
-    pair = [start(2, *together, "--host-index", str(i), *long, "--tp", "4") for i in (0, 1)]
-    try:
-        deadline = time.monotonic() + 200
-        while connections(port + 1) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+    with two_hosts(port, *long, "--tp", "4") as pair:
+        wait_until(lambda: connections(port + 1) >= 2, pair, 200)
         time.sleep(4)  # each has heard of the other
         pair[killed].send_signal(number)
         began = time.monotonic()
@@ -375,9 +393,3 @@ def test_a_lost_host_ends_the_others_within_seconds(killed, number):
         lines = [line for line in error.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1
         assert f"host {killed} gave no sign of life" in lines[0]
-    finally:
-        for process in pair:
-            process.kill()
-            process.wait()
-            for stream in (process.stdout, process.stderr):
-                stream.close()
