@@ -36,7 +36,8 @@ def url(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER), *sys.path]))
     port = free_ports()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    # Its own cluster, also where another worker of xdist has one.
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         import ray_serve

@@ -2,6 +2,7 @@
 virtual CPU devices each.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -77,7 +78,7 @@ class Hosts:
     """The others, in threads; `lost` is what any host said when it lost one."""
 
     def __init__(self, *others, digests=SAME):
-        self.address, self.board = f"127.0.0.1:{free_ports(3)}", Board()
+        self.address, self.board = f"127.0.0.1:{free_ports()}", Board()
         self.lost, self.errors = [], []
         self.threads = [
             threading.Thread(target=self._follow, args=(other, i + 1, digests), daemon=True)
@@ -211,7 +212,7 @@ def test_a_host_that_is_silent_is_lost(monkeypatch):
 
 @pytest.mark.parametrize("taken", [0, 1])
 def test_a_port_that_is_taken_is_named(taken):
-    port = free_ports(2)
+    port = free_ports()
     with socket.socket() as other:
         other.bind(("127.0.0.1", port + taken))
         other.listen()
@@ -223,7 +224,7 @@ def test_who_has_no_key_of_a_host_hears_nothing(monkeypatch):
     import zmq
 
     monkeypatch.setattr(host_link, "PATIENCE_S", 1.0)
-    board, address = Board(), f"127.0.0.1:{free_ports(3)}"
+    board, address = Board(), f"127.0.0.1:{free_ports()}"
     public, _ = zmq.curve_keypair()
     board.put("hosts/key/1", public.decode())
 
@@ -305,6 +306,44 @@ def start(devices, *arguments):
     )
 
 
+@contextlib.contextmanager
+def two_hosts(port, *arguments):
+    """The same command on two hosts of two devices each, which meet at `port`."""
+    together = ["--coordinator", f"127.0.0.1:{port}", "--hosts", "2"]
+    pair = [start(2, *together, "--host-index", str(i), *arguments) for i in (0, 1)]
+    try:
+        yield pair
+    finally:
+        for process in pair:
+            end(process)
+
+
+def end(process):
+    """Kill it, and give what it said on stderr that nobody has read."""
+    process.kill()
+    process.wait()
+    said = "" if process.stderr.closed else process.stderr.read()
+    process.stdout.close()
+    process.stderr.close()
+    return said
+
+
+def wait_until(holds, pair, seconds):
+    """Wait for `holds()`. Where a host ends before that, or time is over, fail at once with what
+    the hosts said.
+    """
+    deadline = time.monotonic() + seconds
+    while not holds():
+        codes = [process.poll() for process in pair]
+        if any(code is not None for code in codes) or time.monotonic() > deadline:
+            what = "\n".join(
+                f"host {i} {'ran' if code is None else f'ended with {code}'}: {end(process)[-3000:]}"
+                for i, (process, code) in enumerate(zip(pair, codes, strict=True))
+            )
+            pytest.fail(what, pytrace=False)
+        time.sleep(0.2)
+
+
 def finish(process):
     """What it printed on stdout as JSON, a line each."""
     out, error = process.communicate(timeout=400)
@@ -315,9 +354,8 @@ def finish(process):
 
 @pytest.mark.slow
 def test_two_hosts_give_the_tokens_of_one_device():
-    together = ["--coordinator", f"127.0.0.1:{free_ports(3)}", "--hosts", "2"]
-    pair = [start(2, *together, "--host-index", str(i), *GENERATE, "--tp", "4") for i in (0, 1)]
-    first, second = map(finish, pair)
+    with two_hosts(free_ports(), *GENERATE, "--tp", "4") as pair:
+        first, second = map(finish, pair)
     alone = finish(start(1, *GENERATE, "--tp", "1"))
     assert second == []
     assert len(alone) == 3
@@ -326,12 +364,11 @@ def test_two_hosts_give_the_tokens_of_one_device():
 
 @pytest.mark.slow
 def test_every_device_must_take_part():
-    together = ["--coordinator", f"127.0.0.1:{free_ports(3)}", "--hosts", "2"]
-    pair = [start(2, *together, "--host-index", str(i), *GENERATE, "--tp", "2") for i in (0, 1)]
-    for process in pair:
-        _, error = process.communicate(timeout=200)
-        assert process.returncode != 0
-        assert "tensor_parallel_size: got 2; 2 hosts have 4 devices" in error
+    with two_hosts(free_ports(), *GENERATE, "--tp", "2") as pair:
+        for process in pair:
+            _, error = process.communicate(timeout=200)
+            assert process.returncode != 0
+            assert "tensor_parallel_size: got 2; 2 hosts have 4 devices" in error
 
 
 def connections(port):
@@ -348,21 +385,11 @@ def connections(port):
     ("killed", "number"), [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)]
 )
 def test_a_lost_host_ends_the_others_within_seconds(killed, number):
-    port = free_ports(3)
-    together = ["--coordinator", f"127.0.0.1:{port}", "--hosts", "2"]
+    port = free_ports()
     long = [*GENERATE, "--max-model-len", "1024", "--max-tokens", "1000", "--ignore-eos"]
     long += ["--num-pages", "1024"]
-    pair = [start(2, *together, "--host-index", str(i), *long, "--tp", "4") for i in (0, 1)]
-    try:
-        deadline = time.monotonic() + 200
-        while connections(port + 1) < 2:
-            if any(process.poll() is not None for process in pair):
-                ends = [(p.kill(), p.communicate()[1][-3000:], p.returncode)[1:] for p in pair]
-                pytest.fail(
-                    "\n".join(f"host {i}: {code}\n{err}" for i, (err, code) in enumerate(ends))
-                )
-            assert time.monotonic() < deadline, "the hosts have not met"
-            time.sleep(0.2)
+    with two_hosts(port, *long, "--tp", "4") as pair:
+        wait_until(lambda: connections(port + 1) >= 2, pair, 200)
         time.sleep(4)  # each has heard of the other
         pair[killed].send_signal(number)
         began = time.monotonic()
@@ -377,9 +404,3 @@ def test_a_lost_host_ends_the_others_within_seconds(killed, number):
         lines = [line for line in error.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1
         assert f"host {killed} gave no sign of life" in lines[0]
-    finally:
-        for process in pair:
-            process.kill()
-            process.wait()
-            for stream in (process.stdout, process.stderr):
-                stream.close()
