@@ -119,15 +119,19 @@ def _gemv(
     """
     gated = act != ""
     rows, (n, k) = x.shape[0], weight.shape
-    setting = config("gemv")
+    # What was measured for a shape was measured with one row.
+    setting = config("gemv", f"{n}x{k}") if rows == 1 else config("gemv")
     x, weight = (y if y.stride(1) == 1 else y.contiguous() for y in (x, weight))
     n = n // 2 if gated else n
     out = torch.empty((rows, n), dtype=dtype, device=x.device)
-    sums = 2 * rows if gated else rows
-    block_n = block_rows(
-        n, max(2, setting["entries"] // k) // sums, setting["programs"] * processors()
-    )
-    block_k = block_columns(k, min(setting["block_k"], setting["entries"] // (block_n * sums)))
+    if "block_n" in setting:
+        block_n, block_k = setting["block_n"], setting["block_k"]
+    else:
+        sums = 2 * rows if gated else rows
+        block_n = block_rows(
+            n, max(2, setting["entries"] // k) // sums, setting["programs"] * processors()
+        )
+        block_k = block_columns(k, min(setting["block_k"], setting["entries"] // (block_n * sums)))
     gemv_kernel[(triton.cdiv(n, block_n),)](
         x, weight, out if bias is None else bias.contiguous(), out, x.stride(0), weight.stride(0),
         N=n, K=k, ROWS=rows, HAS_BIAS=bias is not None, GATED=gated, GELU=act == "gelu",

@@ -5,6 +5,7 @@ process of its own. On a GPU (`--device cuda`) this file runs as it is, and `pyt
 twinfer.gpu.kernels tests/unit/test_ops_contracts.py -k triton --device cuda` judges the contracts.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -508,6 +509,38 @@ def test_triton_products_of_few_rows(kernels, device, rows, k, n):
     judge("linear", arguments, device)
     judge("linear", arguments | {"bias": None}, device)
     judge("logits", {"x": arguments["x"], "weight": arguments["weight"]}, device)
+
+
+def measured_products():
+    """(n, k, blocks) of what `configs.json` has of products of one row, by chip and shape."""
+    chips = json.loads((HERE.parents[2] / "gpu/kernels/configs.json").read_text())["chips"]
+    for entries in chips.values():
+        for name, setting in entries.items():
+            if name.startswith("gemv/"):
+                yield *map(int, name.removeprefix("gemv/").split("x")), setting
+
+
+@pytest.mark.parametrize(("n", "k", "setting"), list(measured_products()))
+def test_triton_products_by_blocks_that_were_measured(kernels, device, monkeypatch, n, k, setting):
+    from twinfer.gpu.kernels import gemv
+
+    real = gemv.config
+    sizes = []
+
+    def config(kernel, *variants):
+        if kernel != "gemv":
+            return real(kernel, *variants)
+        sizes.extend(variants)
+        return setting if variants else real(kernel)
+
+    monkeypatch.setattr(gemv, "config", config)
+    few = 37  # rows that no block divides, and blocks enough for both ends
+    arguments = _product(generator("measured"), "bfloat16", 1, k, few) | {"bias": None}
+    judge("linear", arguments, device)
+    assert sizes == [f"{few}x{k}"]
+    two = _product(generator("measured"), "bfloat16", 2, k, few) | {"bias": None}
+    judge("linear", two, device)
+    assert sizes == [f"{few}x{k}"]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
