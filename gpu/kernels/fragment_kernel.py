@@ -163,12 +163,17 @@ def fragment_kernel(
     x, weight, scale, zero, x_scale, bias, out, rows, x_stride, x_scale_stride, N: gl.constexpr,
     K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, X_GROUP: gl.constexpr,
     HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr,
-    WARPS: gl.constexpr, AHEAD: gl.constexpr, OVERLAP: gl.constexpr,
+    PIECES: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Grid (block of results). KIND is int4, or fp8 with x of fp8 too. Weights are words, and so
     are tokens of fp8; `x_stride` counts what x has. Groups, of the weight and of x, are of
-    multiples of STEP; X_GROUP is 0 where x has no scales. M is 8 or 16, and `rows` at most that. K
-    is a multiple of WARPS * STEP. Words are asked for AHEAD steps before they are used.
+    multiples of STEP; X_GROUP is 0 where x has no scales. Words are asked for AHEAD steps before
+    they are used.
+
+    The BLOCK_N rows of the left operand are PIECES neighbouring pieces along k of BLOCK_N / PIECES
+    results, and the M (8 or 16) columns of the right one are as many pieces of up to M / PIECES
+    tokens. What a warp reads of one row of the weight is so much longer; sums of a piece of the
+    weight and another of a token are left out. K is a multiple of WARPS * PIECES * STEP.
     """
     fp8: gl.constexpr = KIND == "fp8"
     WEIGHT: gl.constexpr = step_layout(WARPS, BLOCK_N, 2, fp8)
@@ -180,29 +185,34 @@ def fragment_kernel(
     words: gl.constexpr = 32 if fp8 else 16
     entries: gl.constexpr = 32 if fp8 else STEP
     slice_: gl.constexpr = K // WARPS
-    steps: gl.constexpr = slice_ // STEP
+    stride: gl.constexpr = PIECES * STEP
+    steps: gl.constexpr = slice_ // stride
+    results: gl.constexpr = BLOCK_N // PIECES
     groups: gl.constexpr = K // GROUP
     in_parts: gl.constexpr = (groups > 1) | ((X_GROUP > 0) & (X_GROUP < K))
-    first = gl.program_id(0) * BLOCK_N
+    first = gl.program_id(0) * results
     # Where the words are that a thread reads.
     w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, WEIGHT)))[:, None, None]
-    n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, WEIGHT)))
-    n = n[None, :, None]
+    r = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, WEIGHT)))[None, :, None]
+    n, piece = first + r // PIECES, r % PIECES
     j = gl.arange(0, words, layout=gl.SliceLayout(0, gl.SliceLayout(1, WEIGHT)))[None, None, :]
     row = n.to(gl.int64)
-    place = weight + row * (K // STEP * words) + w * (steps * words) + j
+    place = weight + row * (K // STEP * words) + (w * (steps * PIECES) + piece) * words + j
     # Where its scales are: those of the sums that it has.
     sum_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
-    sum_n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
+    sum_r = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
+    sum_n, sum_k = first + sum_r // PIECES, sum_w * slice_ + sum_r[None, :] % PIECES * STEP
     of_scale = scale + sum_n.to(gl.int64)[None, :] * groups
     real = (sum_n < N)[None, :] & (sum_w < WARPS)
     # Where its part of x is, and the scales of that.
-    m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))[None, :, None]
+    c = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))[None, :, None]
+    m = c // PIECES
     x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))[:, None, None]
     i = gl.arange(0, entries, layout=gl.SliceLayout(0, gl.SliceLayout(1, TOKENS)))[None, None, :]
-    of_x = x + m.to(gl.int64) * x_stride + x_w * (steps * entries) + i
+    of_x = x + m.to(gl.int64) * x_stride + (x_w * (steps * PIECES) + c % PIECES) * entries + i
     token_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, mma)))[:, None]
-    token = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, :]
+    column = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, :]
+    token, token_k = column // PIECES, token_w * slice_ + column % PIECES * STEP
     if KIND == "int4":
         ones: gl.constexpr = -0x3CFF3D00 if dtype == gl.bfloat16 else -0x1BFF1C00
         base = gl.full([1, 1, 1], ones + 0x00080008, gl.int32, layout=WEIGHT)
@@ -213,12 +223,14 @@ def fragment_kernel(
             wait(OVERLAP)
         if s < steps:
             # Past the L1 cache, which has x for the programs of a processor.
-            asked += (gl.load(place + s * words, mask=n < N, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
+            asked += (
+                gl.load(place + s * (PIECES * words), mask=n < N, other=0, cache_modifier=".cg"),
+            )  # type: ignore[assignment]
             if groups > 1:
-                of_share = of_scale + (sum_w * slice_ + s * STEP) // GROUP
+                of_share = of_scale + (sum_k + s * stride) // GROUP
                 shares += (gl.load(of_share, mask=real, other=0.0),)  # type: ignore[assignment]
             if HAS_ZERO:
-                of_zero = zero + row * groups + (w * slice_ + s * STEP) // GROUP
+                of_zero = zero + row * groups + (w * slice_ + piece * STEP + s * stride) // GROUP
                 zeros += (gl.load(of_zero, mask=(n < N) & (w < WARPS), other=0),)  # type: ignore[assignment]
         if s >= AHEAD:
             if fp8:
@@ -228,7 +240,7 @@ def fragment_kernel(
                     base = ones + zeros[s - AHEAD].to(gl.int32) * 0x00010001
                 a = _int4_operand(asked[s - AHEAD], base, BLOCK_N, WARPS, dtype)
             a = gl.convert_layout(a, left, assert_trivial=True)
-            of_step = of_x + (s - AHEAD) * entries
+            of_step = of_x + (s - AHEAD) * (PIECES * entries)
             b = tokens_operand(of_step, m < rows, KIND, M, WARPS)
             b = gl.convert_layout(b, right, assert_trivial=True)
             if in_parts:
@@ -236,15 +248,22 @@ def fragment_kernel(
                 if groups > 1:
                     now = now * shares[s - AHEAD][:, :, None]
                 if (X_GROUP > 0) & (X_GROUP < K):
-                    of = token * x_scale_stride + (token_w * slice_ + (s - AHEAD) * STEP) // X_GROUP
+                    of = token * x_scale_stride + (token_k + (s - AHEAD) * stride) // X_GROUP
                     own = gl.load(x_scale + of, mask=token < rows, other=0.0)
                     now = now * own[:, None, :]
                 total += now
             else:
                 total = mma_v2(a, b, total)
     y = gl.sum(total, 0)
-    end_n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(0, mma)))
-    end_m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, mma)))
+    if PIECES > 1:
+        of_r = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(0, mma)))[:, None]
+        of_c = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, mma)))[None, :]
+        y = gl.where(of_r % PIECES == of_c % PIECES, y, 0.0)
+        y = y.reshape([results, PIECES, M // PIECES, PIECES])
+        y = gl.sum(gl.sum(y, 3), 1)
+    end: gl.constexpr = y.type.layout
+    end_n = first + gl.arange(0, results, layout=gl.SliceLayout(1, end))
+    end_m = gl.arange(0, M // PIECES, layout=gl.SliceLayout(0, end))
     if X_GROUP == K:
         y = y * gl.load(x_scale + end_m * x_scale_stride, mask=end_m < rows, other=0.0)[None, :]
     if groups == 1:

@@ -420,16 +420,19 @@ def _fragments(product: _Product) -> None:
 
     rows, n, k = product.sizes
     m = 8 if rows <= 8 else 16
-    setting = config("fragments", f"{product.kind}/{k}", product.kind)
-    warps, block_n = setting["warps"], setting["block_n"]
-    while k % (128 * warps):
+    few, kind = power_of_2(rows), product.kind
+    setting = config("fragments", f"{kind}/{k}/{few}", f"{kind}/{few}", f"{kind}/{k}", kind)
+    warps, block_n, pieces = setting["warps"], setting["block_n"], setting["pieces"]
+    while k % (128 * pieces) or few * pieces > m:
+        pieces //= 2
+    while k % (128 * pieces * warps):
         warps //= 2
     x = product.x
     x = x.contiguous().view(torch.int32) if product.kind == "fp8" else x
     words = product._replace(x=x, weight=product.weight.view(torch.int32))
-    fragment_kernel[(triton.cdiv(n, block_n),)](
+    fragment_kernel[(triton.cdiv(n, block_n // pieces),)](
         *words.arrays, rows, *words.strides, **product.constants, M=m, BLOCK_N=block_n,
-        WARPS=warps, AHEAD=setting["ahead"], num_warps=warps, **overlap(early=True),
+        PIECES=pieces, WARPS=warps, AHEAD=setting["ahead"], num_warps=warps, **overlap(early=True),
     )  # fmt: skip
 
 
