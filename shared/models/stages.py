@@ -154,12 +154,13 @@ def gated_mlp(
     """
     if narrow is not None:
         if act == "silu" and quantises_rows(narrow):
-            pieces = [
-                weights.get(f"{name}{piece}")
-                for name in (up, down)
-                for piece in ("", "_scale", "_bias")
-            ]
+            parts = ("", "_scale", "_bias")
+            pieces = [weights.get(f"{name}{part}") for name in (up, down) for part in parts]
             return ops.gated_mlp_fp8(x, *pieces)
+        if act == "silu" and narrow.activations is None:
+            parts = ("", "_scale", "_zero", "_bias")
+            pieces = [weights.get(f"{name}{part}") for name in (up, down) for part in parts]
+            return ops.gated_mlp_grouped(x, *pieces, narrow.kind)
         both = project(ops, weights, up, x, batch, narrow)
         hidden = ops.silu_and_mul(both) if act == "silu" else ops.gelu_and_mul(both, "tanh")
         return project(ops, weights, down, hidden, batch, narrow)
