@@ -39,9 +39,10 @@ QUANTIZING = [
     ]
 ]  # fmt: skip
 FRAGMENTS = [
-    {"from_rows": 1, "rows": 16, "block_n": n, "warps": w, "ahead": a}
-    for n, w, a in [
-        (16, 8, 4), (16, 8, 8), (16, 8, 2), (16, 16, 2), (16, 16, 4), (16, 4, 8), (16, 4, 4),
+    {"from_rows": 1, "rows": 16, "block_n": n, "pieces": p, "warps": w, "ahead": a}
+    for n, p, w, a in [
+        (16, 1, 8, 4), (16, 1, 8, 6), (16, 1, 4, 8), (32, 1, 4, 6), (32, 1, 8, 4), (16, 2, 4, 4),
+        (32, 2, 4, 4), (32, 4, 4, 2), (64, 8, 2, 4),
     ]
 ]  # fmt: skip
 FEW = [
@@ -144,11 +145,11 @@ def product(kernel: str, setting: dict[str, int], given: tuple[Any, ...], out: A
             raise ValueError("another kernel's")
         narrow._quantizing_gemv(x, weight, scale, None, out.dtype)
         return
-    asked = narrow._Product(*given, out)
-    if kernel == "fragments" and not narrow._fragments_take(asked):
+    asked = narrow.Product(*given, out)
+    if kernel == "fragments" and not narrow.fragments_take(asked):
         raise ValueError("another kernel's")
     kernels = {
-        "gemv": narrow._gemv, "blocks": narrow._blocks, "fragments": narrow._fragments
+        "gemv": narrow._gemv, "blocks": narrow._blocks, "fragments": narrow.fragments
     }  # fmt: skip
     kernels[kernel](asked)
 

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import DistributedLinearLayout
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from .arithmetic import gated
 from .overlap import wait
 
 STEP = gl.constexpr(128)
@@ -158,17 +159,38 @@ def tokens_operand(place, mask, KIND: gl.constexpr, M: gl.constexpr, WARPS: gl.c
     return y.permute([0, 2, 1])
 
 
+@gluon.jit
+def _result(r, GATED: gl.constexpr):
+    """Which of a block's results row r of its part of a weight is for: two rows are, if GATED."""
+    return r // 2 if GATED else r
+
+
+@gluon.jit
+def _half(r, N: gl.constexpr, GATED: gl.constexpr):
+    """How far behind the first N rows of a weight row r of a block is."""
+    return r % 2 * N if GATED else r * 0
+
+
 @gluon.jit(do_not_specialize=["rows"])
 def fragment_kernel(
     x, weight, scale, zero, x_scale, bias, out, rows, x_stride, x_scale_stride, N: gl.constexpr,
     K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, X_GROUP: gl.constexpr,
-    HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr,
-    WARPS: gl.constexpr, AHEAD: gl.constexpr, OVERLAP: gl.constexpr,
+    HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, M: gl.constexpr,
+    BLOCK_N: gl.constexpr, PIECES: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Grid (block of results). KIND is int4, or fp8 with x of fp8 too. Weights are words, and so
     are tokens of fp8; `x_stride` counts what x has. Groups, of the weight and of x, are of
-    multiples of STEP; X_GROUP is 0 where x has no scales. M is 8 or 16, and `rows` at most that. K
-    is a multiple of WARPS * STEP. Words are asked for AHEAD steps before they are used.
+    multiples of STEP; X_GROUP is 0 where x has no scales. Words are asked for AHEAD steps before
+    they are used.
+
+    The BLOCK_N rows of the left operand are PIECES neighbouring pieces along k of BLOCK_N / PIECES
+    results, and the M (8 or 16) columns of the right one are as many pieces of up to M / PIECES
+    tokens. What a warp reads of one row of the weight is so much longer; sums of a piece of the
+    weight and another of a token are left out. K is a multiple of WARPS * PIECES * STEP.
+
+    GATED: the weight has 2 N rows, of N gates and of what goes with them; its results are rounded
+    to the dtype of `out` and go through silu(gate) * up.
     """
     fp8: gl.constexpr = KIND == "fp8"
     WEIGHT: gl.constexpr = step_layout(WARPS, BLOCK_N, 2, fp8)
@@ -180,29 +202,37 @@ def fragment_kernel(
     words: gl.constexpr = 32 if fp8 else 16
     entries: gl.constexpr = 32 if fp8 else STEP
     slice_: gl.constexpr = K // WARPS
-    steps: gl.constexpr = slice_ // STEP
+    stride: gl.constexpr = PIECES * STEP
+    steps: gl.constexpr = slice_ // stride
+    rows_n: gl.constexpr = BLOCK_N // PIECES
+    results: gl.constexpr = rows_n // 2 if GATED else rows_n
     groups: gl.constexpr = K // GROUP
     in_parts: gl.constexpr = (groups > 1) | ((X_GROUP > 0) & (X_GROUP < K))
-    first = gl.program_id(0) * BLOCK_N
+    first = gl.program_id(0) * results
     # Where the words are that a thread reads.
     w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, WEIGHT)))[:, None, None]
-    n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, WEIGHT)))
-    n = n[None, :, None]
+    r = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, WEIGHT)))[None, :, None]
+    n, piece = first + _result(r // PIECES, GATED), r % PIECES
     j = gl.arange(0, words, layout=gl.SliceLayout(0, gl.SliceLayout(1, WEIGHT)))[None, None, :]
-    row = n.to(gl.int64)
-    place = weight + row * (K // STEP * words) + w * (steps * words) + j
+    row = n.to(gl.int64) + _half(r // PIECES, N, GATED)
+    place = weight + row * (K // STEP * words) + (w * (steps * PIECES) + piece) * words + j
     # Where its scales are: those of the sums that it has.
     sum_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
-    sum_n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
-    of_scale = scale + sum_n.to(gl.int64)[None, :] * groups
+    sum_r = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
+    sum_n = first + _result(sum_r // PIECES, GATED)
+    sum_k = sum_w * slice_ + sum_r[None, :] % PIECES * STEP
+    sum_row = sum_n.to(gl.int64) + _half(sum_r // PIECES, N, GATED)
+    of_scale = scale + sum_row[None, :] * groups
     real = (sum_n < N)[None, :] & (sum_w < WARPS)
     # Where its part of x is, and the scales of that.
-    m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))[None, :, None]
+    c = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, TOKENS)))[None, :, None]
+    m = c // PIECES
     x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, TOKENS)))[:, None, None]
     i = gl.arange(0, entries, layout=gl.SliceLayout(0, gl.SliceLayout(1, TOKENS)))[None, None, :]
-    of_x = x + m.to(gl.int64) * x_stride + x_w * (steps * entries) + i
+    of_x = x + m.to(gl.int64) * x_stride + (x_w * (steps * PIECES) + c % PIECES) * entries + i
     token_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, mma)))[:, None]
-    token = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, :]
+    column = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, :]
+    token, token_k = column // PIECES, token_w * slice_ + column % PIECES * STEP
     if KIND == "int4":
         ones: gl.constexpr = -0x3CFF3D00 if dtype == gl.bfloat16 else -0x1BFF1C00
         base = gl.full([1, 1, 1], ones + 0x00080008, gl.int32, layout=WEIGHT)
@@ -213,12 +243,14 @@ def fragment_kernel(
             wait(OVERLAP)
         if s < steps:
             # Past the L1 cache, which has x for the programs of a processor.
-            asked += (gl.load(place + s * words, mask=n < N, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
+            asked += (
+                gl.load(place + s * (PIECES * words), mask=n < N, other=0, cache_modifier=".cg"),
+            )  # type: ignore[assignment]
             if groups > 1:
-                of_share = of_scale + (sum_w * slice_ + s * STEP) // GROUP
+                of_share = of_scale + (sum_k + s * stride) // GROUP
                 shares += (gl.load(of_share, mask=real, other=0.0),)  # type: ignore[assignment]
             if HAS_ZERO:
-                of_zero = zero + row * groups + (w * slice_ + s * STEP) // GROUP
+                of_zero = zero + row * groups + (w * slice_ + piece * STEP + s * stride) // GROUP
                 zeros += (gl.load(of_zero, mask=(n < N) & (w < WARPS), other=0),)  # type: ignore[assignment]
         if s >= AHEAD:
             if fp8:
@@ -228,7 +260,7 @@ def fragment_kernel(
                     base = ones + zeros[s - AHEAD].to(gl.int32) * 0x00010001
                 a = _int4_operand(asked[s - AHEAD], base, BLOCK_N, WARPS, dtype)
             a = gl.convert_layout(a, left, assert_trivial=True)
-            of_step = of_x + (s - AHEAD) * entries
+            of_step = of_x + (s - AHEAD) * (PIECES * entries)
             b = tokens_operand(of_step, m < rows, KIND, M, WARPS)
             b = gl.convert_layout(b, right, assert_trivial=True)
             if in_parts:
@@ -236,20 +268,40 @@ def fragment_kernel(
                 if groups > 1:
                     now = now * shares[s - AHEAD][:, :, None]
                 if (X_GROUP > 0) & (X_GROUP < K):
-                    of = token * x_scale_stride + (token_w * slice_ + (s - AHEAD) * STEP) // X_GROUP
+                    of = token * x_scale_stride + (token_k + (s - AHEAD) * stride) // X_GROUP
                     own = gl.load(x_scale + of, mask=token < rows, other=0.0)
                     now = now * own[:, None, :]
                 total += now
             else:
                 total = mma_v2(a, b, total)
     y = gl.sum(total, 0)
-    end_n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(0, mma)))
-    end_m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, mma)))
+    if PIECES > 1:
+        of_r = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(0, mma)))[:, None]
+        of_c = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, mma)))[None, :]
+        y = gl.where(of_r % PIECES == of_c % PIECES, y, 0.0)
+        y = y.reshape([rows_n, PIECES, M // PIECES, PIECES])
+        y = gl.sum(gl.sum(y, 3), 1)
+    if GATED:
+        # A gate and what goes with it are one thread's.
+        y = gl.convert_layout(y, gl.BlockedLayout([2, 1], [4, 8], [WARPS, 1], [0, 1]))
+    end: gl.constexpr = y.type.layout
+    end_r = gl.arange(0, rows_n, layout=gl.SliceLayout(1, end))
+    end_n = first + _result(end_r, GATED)
+    end_row = end_n.to(gl.int64) + _half(end_r, N, GATED)
+    end_m = gl.arange(0, M // PIECES, layout=gl.SliceLayout(0, end))
     if X_GROUP == K:
         y = y * gl.load(x_scale + end_m * x_scale_stride, mask=end_m < rows, other=0.0)[None, :]
     if groups == 1:
-        y = y * gl.load(scale + end_n, mask=end_n < N, other=0.0)[:, None]
+        y = y * gl.load(scale + end_row, mask=end_n < N, other=0.0)[:, None]
     if HAS_BIAS:
-        y = y + gl.load(bias + end_n, mask=end_n < N, other=0.0).to(gl.float32)[:, None]
-    to = out + end_m.to(gl.int64)[None, :] * N + end_n[:, None]
-    gl.store(to, y.to(out.dtype.element_ty), mask=(end_m < rows)[None, :] & (end_n < N)[:, None])
+        y = y + gl.load(bias + end_row, mask=end_n < N, other=0.0).to(gl.float32)[:, None]
+    y = y.to(out.dtype.element_ty)
+    if GATED:
+        pairs = y.to(gl.float32).reshape([results, 2, M // PIECES]).permute([0, 2, 1])
+        gate, up = gl.split(pairs)
+        y = gated(gate, up).to(out.dtype.element_ty)
+    put: gl.constexpr = y.type.layout
+    to_n = first + gl.arange(0, results, layout=gl.SliceLayout(1, put))
+    to_m = gl.arange(0, M // PIECES, layout=gl.SliceLayout(0, put))
+    to = out + to_m.to(gl.int64)[None, :] * N + to_n[:, None]
+    gl.store(to, y, mask=(to_m < rows)[None, :] & (to_n < N)[:, None])

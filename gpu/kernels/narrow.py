@@ -86,7 +86,7 @@ def refused_groups(k: int, groups: int) -> Refusal | None:
     return None
 
 
-def _takes_grouped(
+def takes_grouped(
     x: Array,
     weight: Array,
     scale: Array,
@@ -100,7 +100,7 @@ def _takes_grouped(
     return dtype_name(x) in FLOATS and x.ndim == 2 and dtype_name(scale) == "float32"
 
 
-@triton_kernel("linear_grouped", supports_args=_takes_grouped)
+@triton_kernel("linear_grouped", supports_args=takes_grouped)
 def linear_grouped(
     x: Array,
     weight: Array,
@@ -226,7 +226,7 @@ def linear_int8(
     return _product(x, weight, weight_scale, None, x_scale, bias, "int8", getattr(torch, dtype))
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
     """A product as kernels take it: x [row k], the weight and its scales [n k / group], zeros of
     these or None, scales of x or None, a bias [n] or None, and where it goes [row n].
     """
@@ -313,10 +313,10 @@ def _product(
     out = torch.empty((rows, n), dtype=dtype, device=x.device)
     if rows == 0:
         return out
-    asked = _Product(x, weight, scale, zero, x_scale, bias, kind, out)
+    asked = Product(x, weight, scale, zero, x_scale, bias, kind, out)
     limit = config("narrow", kind)
-    if _fragments_take(asked):
-        _fragments(asked)
+    if fragments_take(asked):
+        fragments(asked)
     elif rows <= min(2, limit["gemv_rows"]):
         _gemv(asked)
     elif x_scale is None and rows > limit["widened_from"] and dtype_name(x) != "float32":
@@ -383,7 +383,7 @@ def _widened(
     return out
 
 
-def _gemv(product: _Product) -> None:
+def _gemv(product: Product) -> None:
     rows, n, k = product.sizes
     setting = config("narrow_gemv", product.kind)
     most = max(2, min(setting["block_k"], setting["entries"] // rows))
@@ -399,7 +399,7 @@ def _gemv(product: _Product) -> None:
     )  # fmt: skip
 
 
-def _fragments_take(product: _Product) -> bool:
+def fragments_take(product: Product) -> bool:
     """Whether `fragment_kernel` takes so many rows of this kind."""
     rows, _, k = product.sizes
     if product.kind == "fp8":
@@ -415,25 +415,32 @@ def _fragments_take(product: _Product) -> bool:
     return fits and setting["from_rows"] <= rows <= setting["rows"]
 
 
-def _fragments(product: _Product) -> None:
+def fragments(product: Product, *, gated: bool = False) -> None:
     from .fragment_kernel import fragment_kernel  # in a language of its own
 
     rows, n, k = product.sizes
+    n = n // 2 if gated else n
     m = 8 if rows <= 8 else 16
-    setting = config("fragments", f"{product.kind}/{k}", product.kind)
-    warps, block_n = setting["warps"], setting["block_n"]
-    while k % (128 * warps):
+    few, kind = power_of_2(rows), product.kind
+    setting = config("fragments", f"{kind}/{k}/{few}", f"{kind}/{few}", f"{kind}/{k}", kind)
+    warps, block_n, pieces = setting["warps"], setting["block_n"], setting["pieces"]
+    while k % (128 * pieces) or few * pieces > m:
+        pieces //= 2
+    while k % (128 * pieces * warps):
         warps //= 2
+    results = block_n // pieces
+    results = results // 2 if gated else results
     x = product.x
     x = x.contiguous().view(torch.int32) if product.kind == "fp8" else x
     words = product._replace(x=x, weight=product.weight.view(torch.int32))
-    fragment_kernel[(triton.cdiv(n, block_n),)](
-        *words.arrays, rows, *words.strides, **product.constants, M=m, BLOCK_N=block_n,
-        WARPS=warps, AHEAD=setting["ahead"], num_warps=warps, **overlap(early=True),
+    fragment_kernel[(triton.cdiv(n, results),)](
+        *words.arrays, rows, *words.strides, **(product.constants | {"N": n}), GATED=gated, M=m,
+        BLOCK_N=block_n, PIECES=pieces, WARPS=warps, AHEAD=setting["ahead"], num_warps=warps,
+        **overlap(early=True),
     )  # fmt: skip
 
 
-def _blocks(product: _Product) -> None:
+def _blocks(product: Product) -> None:
     rows, n, k = product.sizes
     few = next((str(most) for most in (16, 32, 64) if rows <= most), "128")
     setting = config("narrow", f"{product.kind}/{few}", few)

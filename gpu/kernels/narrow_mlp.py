@@ -1,4 +1,6 @@
-"""gated_mlp_fp8: the activation and the quantisation of what it gives are one launch."""
+"""gated_mlp_fp8: the activation and the quantisation of what it gives are one launch.
+gated_mlp_grouped: for few tokens and weights of int4 the activation is part of the product.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,24 @@ from ...ops.reference.narrow import FP8_UNITS
 from .launch import capability, config, overlap, power_of_2, triton_kernel
 from .narrow import (
     UNITS_CAPABILITY,
+    Product,
+    fragments,
+    fragments_take,
     linear_fp8,
     linear_fp8_units,
+    linear_grouped,
+    refused_groups,
+    takes_grouped,
     takes_quantised,
     takes_units,
 )
 from .narrow_kernels import silu_quantize_kernel
+from .rows import silu_and_mul
 
 MOST_GATED = 1 << 15
 """Entries of a row that one program takes through the activation."""
 
-Product = Callable[..., torch.Tensor]
+Linear = Callable[..., torch.Tensor]
 
 
 def _takes(
@@ -110,7 +119,7 @@ def gated_mlp_fp8(
 
 
 def _mlp(
-    linear: Product,
+    linear: Linear,
     x: torch.Tensor,
     gate_up: torch.Tensor,
     gate_up_scale: torch.Tensor,
@@ -138,3 +147,59 @@ def _silu_quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             **overlap(early=True),
         )  # fmt: skip
     return values, scale
+
+
+def _takes_both_grouped(
+    x: Array,
+    gate_up: Array,
+    gate_up_scale: Array,
+    gate_up_zero: Array | None,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_scale: Array,
+    down_zero: Array | None,
+    down_bias: Array | None,
+    kind: str,
+) -> bool | Refusal:
+    taken = takes_grouped(x, gate_up, gate_up_scale, gate_up_zero, gate_up_bias, kind)
+    inter = gate_up.shape[0] // 2
+    refusal = refused_groups(inter, down_scale.shape[1])
+    return taken if refusal is None else refusal
+
+
+@triton_kernel("gated_mlp_grouped", supports_args=_takes_both_grouped)
+def gated_mlp_grouped(
+    x: Array,
+    gate_up: Array,
+    gate_up_scale: Array,
+    gate_up_zero: Array | None,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_scale: Array,
+    down_zero: Array | None,
+    down_bias: Array | None,
+    kind: str,
+) -> Array:
+    """See the op: the bits of its finer ops' kernels."""
+    hidden = _gated(x, gate_up, gate_up_scale, gate_up_zero, gate_up_bias, kind)
+    return linear_grouped(hidden, down, down_scale, down_zero, down_bias, kind)
+
+
+def _gated(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    kind: str,
+) -> torch.Tensor:
+    """silu(gate) * up [row inter] of (gate, up), the product of x with a weight [2 inter k]."""
+    rows, inter = x.shape[0], weight.shape[0] // 2
+    x, weight = (y if y.stride(1) == 1 else y.contiguous() for y in (x, weight))
+    scale, zero, bias = (None if y is None else y.contiguous() for y in (scale, zero, bias))
+    out = torch.empty((rows, inter), dtype=x.dtype, device=x.device)
+    asked = Product(x, weight, scale, zero, None, bias, kind, out)
+    if rows and fragments_take(asked):
+        fragments(asked, gated=True)
+        return out
+    return silu_and_mul(linear_grouped(x, weight, scale, zero, bias, kind))

@@ -13,6 +13,7 @@ import numpy as np
 from ..namespaces import namespace
 from ..reference import lora, narrow, quantization
 from ..testing import Arguments, Bound
+from .dense import chain
 from .families import SUMS, Function, altered, judged, normal, rows, scaled, without_tail
 
 # Quantisation: values and scales are bitwise what the reference gives
@@ -482,6 +483,113 @@ judged(
     magnitude=_grouped_products,
     rows=("x",),
 )
+
+
+def _grouped_mlp_case(
+    dtype: str, kind: str, groups: int, zeros: bool, biases: bool, dim: int = 96, tokens: int = 7
+) -> Arguments:
+    inter = dim // 2
+    arguments: Arguments = {"x": normal(66, dtype, tokens, dim), "kind": kind}
+    for seed, name, n, k in ((64, "gate_up", 2 * inter, dim), (65, "down", dim, inter)):
+        rng = np.random.default_rng(seed)
+        size = {"fp8": 150.0, "int8": 64.0, "int4": 4.0, "fp4": 2.0}[kind] * k**0.5
+        scale = (2.0 ** rng.uniform(-1, 1, (n, groups)) / size).astype(np.float32)
+        if kind == "fp8":
+            weight = quantized("fp8", normal(seed, "float32", n, k), "row")[0]
+        elif kind == "int8":
+            weight = rng.integers(-127, 128, (n, k)).astype(np.int8)
+        else:
+            weight = rng.integers(0, 256, (n, k // 2)).astype(np.uint8)
+        arguments |= {name: weight, f"{name}_scale": scale}
+        zero = rng.integers(4, 13, (n, groups)).astype(np.uint8)
+        arguments[f"{name}_zero"] = zero if zeros else None
+        arguments[f"{name}_bias"] = normal(67, dtype, n) if biases else None
+    return arguments
+
+
+def _grouped_mlp_cases(dtype: str) -> dict[str, Arguments]:
+    cases = {
+        "int4, 3 groups, zeros, biases": _grouped_mlp_case(dtype, "int4", 3, True, True),
+        "int4, 1 group": _grouped_mlp_case(dtype, "int4", 1, False, False),
+        "fp8": _grouped_mlp_case(dtype, "fp8", 1, False, False),
+        "int8, 3 groups": _grouped_mlp_case(dtype, "int8", 3, False, False),
+        "fp4, 3 groups, biases": _grouped_mlp_case(dtype, "fp4", 3, False, True),
+    }
+    for tokens in (1, 2, 9, 20):
+        name = f"int4, {tokens} tokens of 512"
+        cases[name] = _grouped_mlp_case(dtype, "int4", 2, True, False, 512, tokens)
+    return cases
+
+
+def _grouped_mlp_sizes(a: Arguments, chained: bool) -> Any:
+    """What relative errors of 1 in all that the products add up do to the result; `chained`: as
+    they grow along a sum.
+    """
+    first, second = (
+        narrow.widened_weight(
+            namespace("numpy"), a[name], a[f"{name}_scale"].astype(np.float64), a[f"{name}_zero"],
+            a["kind"],
+        )
+        for name in ("gate_up", "down")
+    )  # fmt: skip
+    none = np.zeros(1)
+    gate_up_bias = none if a["gate_up_bias"] is None else a["gate_up_bias"].astype(np.float64)
+    down_bias = none if a["down_bias"] is None else a["down_bias"].astype(np.float64)
+    x = a["x"].astype(np.float64)
+    gate, up = np.split(x @ first.T + gate_up_bias, 2, axis=1)
+    grown = chain(first.shape[1]) if chained else 1.0
+    sums = (np.abs(x) @ np.abs(first).T + np.abs(gate_up_bias)) * grown
+    of_gate, of_up = np.split(sums, 2, axis=1)
+    sigmoid = 1.0 / (1.0 + np.exp(-gate))
+    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    off = (
+        np.abs(slope * up) * of_gate + np.abs(gate * sigmoid) * of_up + np.abs(gate * sigmoid * up)
+    )
+    grown = chain(second.shape[1]) if chained else 1.0
+    return (off @ np.abs(second).T + np.abs(down_bias)) * grown
+
+
+def _up_ignored(ops: Any, **a: Any) -> Any:
+    pieces = [a[f"gate_up{piece}"] for piece in ("", "_scale", "_zero", "_bias")]
+    gate, _ = np.split(ops.linear_grouped(a["x"], *pieces, a["kind"]), 2, axis=1)
+    hidden = ops.silu_and_mul(np.concatenate([gate, np.ones_like(gate)], axis=1))
+    pieces = [a[f"down{piece}"] for piece in ("", "_scale", "_zero", "_bias")]
+    return ops.linear_grouped(hidden, *pieces, a["kind"])
+
+
+judged(
+    "gated_mlp_grouped",
+    _grouped_mlp_cases,
+    {
+        "scale 1.005": scaled(narrow.gated_mlp_grouped, 1.005),
+        "tail skipped": altered(narrow.gated_mlp_grouped, x=without_tail),
+        "up ignored": _up_ignored,
+        "gate and up swapped": altered(
+            narrow.gated_mlp_grouped, gate_up=_swapped, gate_up_scale=_swapped,
+            gate_up_zero=_swapped, gate_up_bias=_swapped,
+        ),
+        "scale of another row": altered(
+            narrow.gated_mlp_grouped, down_scale=lambda s: np.roll(s, 1, 0)
+        ),
+        "scale of another group": altered(
+            narrow.gated_mlp_grouped, gate_up_scale=lambda s: np.roll(s, 1, 1)
+        ),
+        "zeros ignored": altered(
+            narrow.gated_mlp_grouped, gate_up_zero=lambda _: None, down_zero=lambda _: None
+        ),
+        "no biases": altered(
+            narrow.gated_mlp_grouped, gate_up_bias=lambda _: None, down_bias=lambda _: None
+        ),
+    },
+    bound=Bound(
+        inner=3.0,
+        reason="as of the finer ops: the weight may be rounded to the dtype of x, and what is "
+        "between the products may be or not",
+    ),
+    magnitude=lambda a: _grouped_mlp_sizes(a, True),
+    rounded=lambda a: _grouped_mlp_sizes(a, False),
+    rows=("x",),
+)  # fmt: skip
 
 
 # Adapters

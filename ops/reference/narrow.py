@@ -149,6 +149,35 @@ def linear_grouped(
     return xp.linear(x, xp.astype(wide, x.dtype), bias)
 
 
+@define(
+    shapes="x [tok dim], gate_up [2*inter m], gate_up_scale [2*inter t], "
+    "gate_up_zero [2*inter t], gate_up_bias [2*inter], down [dim p], down_scale [dim u], "
+    "down_zero [dim u], down_bias [dim] -> [tok dim] x",
+    level="coarse",
+    composition=("linear_grouped", "silu_and_mul", "linear_grouped"),
+    contract=Contract(rounds="where its finer ops do", dot=DOT),
+)
+def gated_mlp_grouped(
+    ops: Any,
+    x: Array,
+    gate_up: Array,
+    gate_up_scale: Array,
+    gate_up_zero: Array | None,
+    gate_up_bias: Array | None,
+    down: Array,
+    down_scale: Array,
+    down_zero: Array | None,
+    down_bias: Array | None,
+    kind: str,
+) -> Array:
+    """down(silu(gate(x)) * up(x)) by weights that alone are narrow: x [tok dim], gate_up [2 inter
+    dim], down [dim inter], as `linear_grouped` has them; zeros and biases may be None.
+    """
+    both = ops.linear_grouped(x, gate_up, gate_up_scale, gate_up_zero, gate_up_bias, kind)
+    hidden = ops.silu_and_mul(both)
+    return ops.linear_grouped(hidden, down, down_scale, down_zero, down_bias, kind)
+
+
 def widened_weight(xp: Any, weight: Array, scale: Array, zero: Array | None, kind: str) -> Array:
     """The entries [n k] that a narrow weight stands for, in the dtype of its scales."""
     if kind not in KINDS:

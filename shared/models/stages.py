@@ -139,6 +139,11 @@ def quantized(
     return found
 
 
+def _pieces(weights: Weights, names: tuple[str, ...], parts: tuple[str, ...]) -> list[Array | None]:
+    """What narrow weights of these names are made of, None where one has no such part."""
+    return [weights.get(f"{name}{part}") for name in names for part in parts]
+
+
 def gated_mlp(
     ops: Any,
     weights: Weights,
@@ -154,12 +159,10 @@ def gated_mlp(
     """
     if narrow is not None:
         if act == "silu" and quantises_rows(narrow):
-            pieces = [
-                weights.get(f"{name}{piece}")
-                for name in (up, down)
-                for piece in ("", "_scale", "_bias")
-            ]
-            return ops.gated_mlp_fp8(x, *pieces)
+            return ops.gated_mlp_fp8(x, *_pieces(weights, (up, down), ("", "_scale", "_bias")))
+        if act == "silu" and narrow.activations is None:
+            pieces = _pieces(weights, (up, down), ("", "_scale", "_zero", "_bias"))
+            return ops.gated_mlp_grouped(x, *pieces, narrow.kind)
         both = project(ops, weights, up, x, batch, narrow)
         hidden = ops.silu_and_mul(both) if act == "silu" else ops.gelu_and_mul(both, "tanh")
         return project(ops, weights, down, hidden, batch, narrow)

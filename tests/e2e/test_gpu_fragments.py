@@ -43,16 +43,22 @@ def test_tokens_are_those_without_fragments(tmp_path, device, monkeypatch, schem
     """Until the first that was a near tie: what follows that may be another text."""
     if device == "cpu":
         pytest.skip("the kernel runs on Hopper alone")
-    from twinfer.gpu.kernels import narrow
+    from twinfer.gpu.kernels import narrow, narrow_mlp
 
     if not narrow.hopper():
         pytest.skip("the kernel runs on Hopper alone")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     taken = []
-    fragments = narrow._fragments
-    monkeypatch.setattr(narrow, "_fragments", lambda asked: taken.append(fragments(asked)))
+    fragments = narrow.fragments
+
+    def seen(asked, *, gated=False):
+        taken.append(gated)
+        fragments(asked, gated=gated)
+
+    for module in (narrow, narrow_mlp):
+        monkeypatch.setattr(module, "fragments", seen)
     with_them = generated(tmp_path, scheme)
-    assert taken
+    assert set(taken) == ({False, True} if scheme == "int4" else {False})
     monkeypatch.setattr(narrow, "hopper", lambda: False)
     taken.clear()
     without = generated(tmp_path, scheme)

@@ -20,7 +20,7 @@ from twinfer.ops.cases.attention import by_head, paged, released
 from twinfer.ops.cases.dense import _product
 from twinfer.ops.cases.generators import generator, normal
 from twinfer.ops.cases.moe import _chosen, _named, _narrow, mixture
-from twinfer.ops.cases.quantized import _mlp_case, quantized
+from twinfer.ops.cases.quantized import _grouped_mlp_case, _mlp_case, quantized
 from twinfer.ops.cases.sampling import FAR, MASKED, ONE, _sample_arguments
 from twinfer.ops.testing import (
     DTYPES,
@@ -279,6 +279,24 @@ def test_triton_mlp_of_fp8(kernels, device, rows, inter):
     want = product({"x": values, "x_scale": scale}, second)
     np.testing.assert_array_equal(got, want)
     judge("gated_mlp_fp8", x, device)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 9, 16, 33])
+def test_triton_mlp_of_int4(kernels, device, rows, zeros):
+    """The bits of the finer ops by their kernels."""
+    x = _grouped_mlp_case("bfloat16", "int4", 2, zeros, True, 512, rows)
+    (got,) = run("gated_mlp_grouped", "torch", "triton", x, device)
+
+    def product(hidden, name):
+        pieces = {"weight": x[name]} | {y: x[f"{name}_{y}"] for y in ("scale", "zero", "bias")}
+        arguments = {"x": hidden, "kind": "int4", **pieces}
+        return run("linear_grouped", "torch", "triton", arguments, device)[0]
+
+    both = product(x["x"], "gate_up")
+    (hidden,) = run("silu_and_mul", "torch", "triton", {"x": both}, device)
+    np.testing.assert_array_equal(got, product(hidden, "down"))
+    judge("gated_mlp_grouped", x, device)
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

@@ -287,6 +287,28 @@ def test_mlp_of_fp8_compiles(compiled, rows):
     assert compiled == [*first, "silu_quantize_kernel", second]
 
 
+@pytest.mark.parametrize("rows", [1, 2, 16, 300])
+@pytest.mark.parametrize(("kind", "zeros"), [("int4", False), ("int4", True), ("fp8", False)])
+def test_mlp_of_narrow_weights_compiles(compiled, rows, kind, zeros):
+    """For few rows of int4 the activation has no launch of its own."""
+    from twinfer.gpu.kernels import narrow_mlp
+
+    dim, inter, dtype = 4096, 1024, torch.uint8 if kind == "int4" else torch.float8_e4m3fn
+    pieces = []
+    for n, k in ((2 * inter, dim), (dim, inter)):
+        groups = k // 128 if kind == "int4" else 1
+        weight = torch.zeros(n, k // 2 if kind == "int4" else k, dtype=dtype)
+        zero = torch.zeros(n, groups, dtype=torch.uint8) if zeros else None
+        pieces += [weight, torch.zeros(n, groups), zero, None]
+    narrow_mlp.gated_mlp_grouped(torch.zeros(rows, dim, dtype=torch.bfloat16), *pieces, kind)
+    if kind == "int4" and rows <= 16:
+        assert compiled == ["fragment_kernel", "fragment_kernel"]
+    else:
+        product = "narrow_gemv_kernel" if rows <= 2 else "narrow_kernel"
+        product = "widen_kernel" if rows == 300 else product
+        assert compiled == [product, "act_and_mul_kernel", product]
+
+
 @pytest.mark.parametrize("tokens", [2, 20, 50, 100, 300])
 @pytest.mark.parametrize(
     ("kind", "group", "act"),

@@ -368,6 +368,7 @@ UNSEEN_IN_HALF = {
     "logits": frozenset({"tf32 product"}),
     # less than its other roundings may be off by
     "moe_experts": frozenset({"weights rounded to bfloat16"}),
+    "gated_mlp_grouped": frozenset({"scale 1.005"}),
     "norm_add_rms_norm": frozenset(
         {
             "eps ignored",
