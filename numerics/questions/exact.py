@@ -22,7 +22,7 @@ from ...shared.step import StepInput
 from ..errors import NotComparable
 from ..judging.diff import Diff, Finding
 from ..judging.metrics import measure
-from ..judging.weights import check_page_tables, check_tables, check_weights
+from ..judging.weights import check_held, check_page_tables
 from ..sides.environment import describe
 from ..sides.reference import State, reference_of, storage_dtype
 from ..sides.side import Program, WorkerSide, plan_of
@@ -93,7 +93,6 @@ class ExactComparison:
         self.subject, self.seeds, self.sampling = subject, tuple(seeds), sampling
         self.model = subject.model
         self.weights = HostWeights(subject)
-        self._tables = subject.rotary_tables()
         self._reference = reference_of(subject, exact=False)
         self._known: dict[Any, list[Finding]] = {}
         self._judges: dict[Any, tuple[Arguments, ExactJudge]] = {}
@@ -115,8 +114,7 @@ class ExactComparison:
         }
         judged = range(self.model.num_layers) if layers is None else layers
         for name, side in sides.items():
-            check_weights(diff, name, side.weights, self.weights, self.model.num_layers)
-            check_tables(diff, name, side.tables(), self._tables)
+            check_held(diff, name, side, self.weights)
             self._check_page_tables(diff, name, side, steps)
         for kind, (number, step) in sorted(first.items(), key=lambda entry: entry[1][0]):
             calls = self._calls(step, pages_of(steps), judged)

@@ -24,7 +24,7 @@ from ..judging.gates import FOREIGN, Mode, Scope, foreign, mode_of
 from ..judging.logits_metrics import KL_LIMIT, compare_logits, compare_named
 from ..judging.metrics import measure
 from ..judging.server_metrics import NamedRow, judge_server, named_row
-from ..judging.weights import check_tables, check_weights
+from ..judging.weights import check_held
 from ..sides.environment import describe_side
 from ..sides.fault import Fault
 from ..sides.http_server import Reading, Served, Tops, read_server
@@ -174,9 +174,7 @@ class _Ends(Comparison):
     def check_held(self) -> None:
         """What each worker's programs are given must be the checkpoint's, and the definition's."""
         for name, bench in self._benches.items():
-            worker = bench.worker
-            check_weights(self.diff, name, worker.read_weights, self.weights, self.model.num_layers)
-            check_tables(self.diff, name, worker.read_tables(), self._tables)
+            check_held(self.diff, name, bench.worker, self.weights)
 
     def _comparisons(self) -> int:
         tensors = len(self._names) if self._dump is None else len(self._dump[1].names) + 1

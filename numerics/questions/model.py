@@ -29,7 +29,7 @@ from ..judging.metrics import Metrics, measure
 from ..judging.outputs import FEW, OpJudge, gate_for
 from ..judging.power import power
 from ..judging.served import judge_row
-from ..judging.weights import check_page_tables, check_tables, check_weights
+from ..judging.weights import check_held, check_page_tables
 from ..sides.environment import describe
 from ..sides.fault import Fault
 from ..sides.jitter import HALF_ULP32, Jitter
@@ -86,7 +86,6 @@ class Comparison:
         self.layers = set(range(self.model.num_layers) if layers is None else layers)
         self.weights = HostWeights(subject)
         self.sources = sources_of(self.model)
-        self._tables = subject.rotary_tables()
         self._reference = partial(reference_of, subject)
         self.exact = self._reference(exact=True)
         self.faithful = self._reference(exact=False)
@@ -114,13 +113,9 @@ class Comparison:
         for bit.
         """
         for judged in self.sides:
-            side, name = judged.side, judged.name
-            judged.weights = check_weights(
-                self.diff, name, side.weights, self.weights, self.model.num_layers
+            judged.weights, judged.tables = check_held(
+                self.diff, judged.name, judged.side, self.weights
             )
-            tables = side.tables()
-            if check_tables(self.diff, name, tables, self._tables):
-                judged.tables = tables
 
     def _first_caches(self, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         # Layers of one shape share what nobody has written yet.

@@ -116,9 +116,7 @@ class Recording:
         self.spec = decoder.model_of(bundle.subject.model)
         self.plans: Any = RecordedPlans(bundle.source, self.spec)
         self._weights = HostWeights(bundle.subject)
-        subject = bundle.subject
-        self._tables = subject.rotary_tables()
-        self._groups = groups_of(subject)
+        self._groups = groups_of(bundle.subject)
         self._by_id = {id(recorded.step): recorded for recorded in bundle.steps}
 
     def begin(self, start: Sequence[np.ndarray]) -> None:
@@ -140,13 +138,13 @@ class Recording:
         rows = finished_rows(step, streams[-1])
         return Executed(step, streams, before, self._cache, self._step.arrays.get("logits"), rows)
 
-    def weights(self, layer: int) -> Mapping[str, np.ndarray]:
+    def read_weights(self, layer: int) -> Mapping[str, np.ndarray]:
         """The model's: the bundle's fingerprint vouches for them."""
         return self._weights.top() if layer < 0 else self._weights.layer(layer)
 
-    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+    def read_tables(self) -> tuple[np.ndarray, np.ndarray]:
         """Those of the definition: a bundle has none."""
-        return self._tables
+        return self._weights.subject.rotary_tables()
 
     def array(self, name: str) -> np.ndarray:
         """A recorded array of the step. Raises NotComparable."""

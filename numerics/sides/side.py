@@ -123,10 +123,10 @@ class Side(Protocol):
     def execute(self, step: StepInput) -> Executed:
         """Run the next step."""
 
-    def weights(self, layer: int) -> Mapping[str, np.ndarray]:
+    def read_weights(self, layer: int) -> Mapping[str, np.ndarray]:
         """The weights of a layer as the programs get them; -1: those outside of layers."""
 
-    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+    def read_tables(self) -> tuple[np.ndarray, np.ndarray]:
         """The rotary tables as the programs get them."""
 
     def taps(
@@ -226,10 +226,10 @@ class WorkerSide:
             step, streams, before, after, logits, rows, tokens, page_tables
         )  # fmt: skip
 
-    def weights(self, layer: int) -> Mapping[str, np.ndarray]:
+    def read_weights(self, layer: int) -> Mapping[str, np.ndarray]:
         return self._worker.read_weights(layer)
 
-    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+    def read_tables(self) -> tuple[np.ndarray, np.ndarray]:
         return self._worker.read_tables()
 
     def taps(
