@@ -131,9 +131,7 @@ class Diff(Report):
     served: list[ServedFinding] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    environment: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
     def extend(self, other: Diff) -> None:
         """Take over the findings of another comparison of the same sides."""

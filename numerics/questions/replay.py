@@ -8,7 +8,7 @@ live engine has no ops and no logits: its layers, its tokens and their log-proba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..errors import NotComparable
 from ..judging.diff import Diff
 from ..judging.gates import mode_of
 from ..judging.served import judge_row, judge_rows
+from ..progress import Progress, silent
 from ..sides.fault import Fault
 from ..sides.sampling import sampled_rows
 from ..sides.side import (
@@ -41,7 +42,6 @@ from ..sides.subject import HostWeights, Target, name_sides
 from ..sides.taps import Call, declare
 from .model import Comparison
 
-Progress = Callable[[str], None]
 RECORDED = "recorded"
 CACHES = "kv_in", "kv_out"
 """Names of a layer's cache before and after a step among the arrays of taps."""
@@ -237,7 +237,7 @@ class FromStart(Comparison):
 
 def replay(
     bundle: Bundle, targets: Sequence[Target], *, faults: Mapping[str, Fault] | None = None,
-    progress: Progress = lambda text: None,
+    progress: Progress = silent,
 ) -> Diff:  # fmt: skip
     """Run a bundle's steps on `targets` and judge them and what was recorded. `faults` by target's
     place, a, b, ...

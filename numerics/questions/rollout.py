@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,12 +23,12 @@ from ..judging.metrics import log_softmax
 from ..judging.record import Report
 from ..judging.served import POOLED
 from ..judging.server_metrics import GROWTH
+from ..progress import Progress, silent
 from ..sides.serving import Answer, Ask, serve
 from ..sides.steps import default_prompts, make_owned_steps, owned_rows
 from ..sides.subject import Subject, Target, name_sides
 from .model import Comparison
 
-Progress = Callable[[str], None]
 TOKENS = 10_000
 JUDGED, SEQUENCES = 256, 2
 """Tokens of a sequence, and sequences, whose noise the references say: they run on the host."""
@@ -103,8 +103,6 @@ class RolloutReport(Report):
     perplexity: Perplexity | None
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    environment: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
 
     @property
     def is_wrong(self) -> bool:
@@ -125,7 +123,7 @@ class RolloutReport(Report):
 
 def check_rollout(
     subject: Subject, targets: Sequence[Target], *, tokens: int = TOKENS,
-    text: np.ndarray | None = None, progress: Progress = lambda text: None,
+    text: np.ndarray | None = None, progress: Progress = silent,
 ) -> RolloutReport:  # fmt: skip
     """Let the first target draw `tokens` tokens at temperature 1 and the second compute them as
     prompts, and both a `text` [tok].
@@ -156,7 +154,7 @@ def check_rollout(
     differences = [y[FIRST - 1 :] - x for x, y in zip(a, b, strict=False)]
     delta = np.concatenate(differences)
     progress("the noise of the references")
-    noises = _noise(subject, [ids[: JUDGED + 1] for ids in sequences[:SEQUENCES]], progress)
+    noises = _Noise(subject, [ids[: JUDGED + 1] for ids in sequences[:SEQUENCES]]).judge(progress)
     known = _known(differences, noises)
     sigma, limit = _sigma(subject.dtype, *known[1:])
     growth, growth_limit = _growth(*known)
@@ -249,12 +247,6 @@ class _Noise(Comparison):
                 token = self._sequences[sequence][position + 1]
                 right, noisy = (log_softmax(x[row])[token] for x in (exact, faithful))
                 self.found[sequence][position] = noisy - right
-
-
-def _noise(
-    subject: Subject, sequences: Sequence[np.ndarray], progress: Progress
-) -> list[np.ndarray]:
-    return _Noise(subject, sequences).judge(progress)
 
 
 # --- what they say

@@ -35,6 +35,7 @@ from ..judging.metrics import Flip, measure
 from ..judging.served import Choose, Row, judge_row, judge_rows
 from ..judging.streams import StreamErrors, TokenOfPass, judge_streams
 from ..judging.weights import check_held
+from ..progress import Progress, silent
 from ..sides.reference import total
 from ..sides.sampling import sample
 from ..sides.serving import Answer, Ask, Served, serve
@@ -43,9 +44,7 @@ from ..sides.subject import HostWeights, Subject, Target, name_sides
 from .logits import TRANSFORMERS, transformers_logits
 from .model import Caches, Comparison, Streams
 
-Progress = Callable[[str], None]
 Definition = Literal["auto", "transformers", "off"]
-DEFINITIONS: tuple[Definition, ...] = ("auto", "transformers", "off")
 
 RUNS: dict[str, dict[str, Any]] = {
     "steps": {"tight": True, "decode_steps": 1},
@@ -129,7 +128,7 @@ def workload(
 def check_served(
     subject: Subject, targets: Sequence[Target], *, modes: Sequence[Mode] = MODES,
     prompts: Sequence[np.ndarray] | None = None, definition: Definition = "auto",
-    progress: Progress = lambda text: None,
+    progress: Progress = silent,
 ) -> Diff:  # fmt: skip
     """Serve the workload by an engine of each target, in each of RUNS, and judge what came out: in
     float32 (mode S), and in the run dtype (P) where that is another.

@@ -8,7 +8,7 @@ worker's plans have them: on what is given to them in the layer, they say which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from ...shared.models.spec import Model, source_of
 from ...shared.progress import silent
 from ...shared.step import PROCESSING, StepInput
 from ...shared.worker import backend_module, create_worker
+from ..progress import Progress
 from .fault import Fault, faulty_checkpoint, planted
 from .one_op import PlannedOps
 from .reference import State, total
@@ -259,7 +260,7 @@ class WorkerSide:
 @contextmanager
 def open_sides(
     subject: Subject, targets: Mapping[str, Target], steps: Sequence[StepInput],
-    faults: Mapping[str, Fault] | None = None, progress: Callable[[str], None] = lambda text: None,
+    faults: Mapping[str, Fault] | None = None, progress: Progress = lambda text: None,
 ) -> Iterator[dict[str, WorkerSide]]:  # fmt: skip
     """Workers of `targets` by name, which are closed behind the block. `faults` by the first letter
     of a name. Raises as WorkerSide.
