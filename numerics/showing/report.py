@@ -116,10 +116,10 @@ def _finding(raw: Record) -> dict[str, Any]:
     """A finding with numbers instead of names of infinities, and its shares, the contract's
     among them.
     """
-    metrics = {k: _number(v) for k, v in raw["metrics"].items() if not isinstance(v, list)}
-    shares = {name: _number(v) for name, v in raw["shares"].items()}
+    metrics = {k: float(v) for k, v in raw["metrics"].items() if not isinstance(v, list)}
+    shares = {name: float(v) for name, v in raw["shares"].items()}
     if raw["contract"] is not None:
-        shares["contract"] = _number(raw["contract"])
+        shares["contract"] = float(raw["contract"])
     row = _row(raw["tap"], raw["layer"])
     return {
         **raw,
@@ -148,10 +148,6 @@ def _row(tap: str, layer: int) -> float:
     if layer >= 0:
         return layer
     return math.inf if tap.split("[")[0].split(" ")[0] in LAST else -1
-
-
-def _number(value: Any) -> float:
-    return float(value)
 
 
 CAUSES = {
@@ -192,16 +188,11 @@ def _facts(record: Record, findings: Sequence[Record]) -> list[tuple[str, str]]:
     count = len(findings) or record.get("compared")
     if isinstance(count, bool):  # a search only says whether something was compared
         count = None
-    facts = [
-        ("model", e.get("model")),
-        ("architecture", e.get("architecture")),
-        ("dtype", e.get("dtype")),
-    ]
-    facts += [("layers", e.get("layers")), ("tokens", e.get("tokens")), ("steps", e.get("steps"))]
-    facts += [("weights", e.get("load_format")), ("seed", e.get("seed")), ("comparisons", count)]
-    facts += [("definition", e.get("definition"))]
-    facts += [("seconds", f"{record.get('seconds', 0.0):.1f}")]
-    return [(name, str(value)) for name, value in facts if value not in (None, "")]
+    names = "model", "architecture", "dtype", "layers", "tokens", "steps", "weights", "seed"
+    facts = {name: e.get("load_format" if name == "weights" else name) for name in names}
+    facts |= {"comparisons": count, "definition": e.get("definition")}
+    facts["seconds"] = f"{record.get('seconds', 0.0):.1f}"
+    return [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
 
 
 def _environment(record: Record, sides: Sequence[str]) -> list[dict[str, Any]]:
@@ -477,20 +468,20 @@ def _worst(findings: Sequence[Record], count: int = 12) -> list[dict[str, Any]]:
 
 def _logits(entry: Record) -> dict[str, Any]:
     nats = {
-        key: f"{_number(entry[key]):.2e}" for key in ("kl_a", "kl_b", "kl_noise", "kl_ab", "kl_ba")
+        key: f"{float(entry[key]):.2e}" for key in ("kl_a", "kl_b", "kl_noise", "kl_ab", "kl_ba")
     }
     step = entry.get("step", -1)
     return {
         **entry,
         **nats,
-        "top5": f"{_number(entry['top5']):.3f}",
+        "top5": f"{float(entry['top5']):.3f}",
         "step": "" if step < 0 else step,
     }
 
 
 def _ratio(flip: Record) -> str:
-    noise = _number(flip["noise"])
-    return f"{_number(flip['margin']) / noise:.2f}" if noise else "–"
+    noise = float(flip["noise"])
+    return f"{float(flip['margin']) / noise:.2f}" if noise else "–"
 
 
 def _ops(results: Sequence[Record], sides: Sequence[str]) -> list[dict[str, Any]]:
@@ -500,7 +491,7 @@ def _ops(results: Sequence[Record], sides: Sequence[str]) -> list[dict[str, Any]
             "letter": "ab"[sides.index(r["side"])] if r["side"] in sides[:2] else "c",
             "name": f"{r['op']}={r['provider']}", "side": r["side"], "dtype": r["dtype"],
             "mode": r["mode"],
-            "compared": r["compared"], "error": _number(r["error"]), "gain": _number(r["gain"]),
+            "compared": r["compared"], "error": float(r["error"]), "gain": float(r["gain"]),
             "case": r["case"],
             "complaint": "; ".join(r["complaints"]),
         }
