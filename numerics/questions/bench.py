@@ -280,10 +280,9 @@ def _as_difference(step: StepInput, scheduled: ScheduledStep) -> StepInput:
 
 
 def permuted_pages(
-    pages: int, groups: Sequence[PageGroup], seed: int, *, table: bool = True, slots: bool = True
+    pages: int, groups: Sequence[PageGroup], seed: int, *, table: bool = True
 ) -> Change:
-    """Put every page elsewhere: in the `slots` that are written and in the page `table` that is
-    read.
+    """Put every page elsewhere: in the slots that are written and in the page `table` that is read.
 
     For steps that have their page table.
     """
@@ -295,12 +294,11 @@ def permuted_pages(
             count = int(step.field("counts")[1])
             of_requests = by_group(page_table, groups)[:, :count]
             of_requests[...] = places[of_requests]
-        if slots:
-            written = batch_layout(step.descriptor, step.shape).view(batch, "slots")
-            for of_group, group in zip(by_group(written, groups), groups, strict=True):
-                page, offset = np.divmod(of_group, group.page_size)
-                moved = places[page] * group.page_size + offset
-                of_group[...] = np.where(of_group >= 0, moved, of_group)
+        written = batch_layout(step.descriptor, step.shape).view(batch, "slots")
+        for of_group, group in zip(by_group(written, groups), groups, strict=True):
+            page, offset = np.divmod(of_group, group.page_size)
+            moved = places[page] * group.page_size + offset
+            of_group[...] = np.where(of_group >= 0, moved, of_group)
         return replace(step, batch=batch, page_table=page_table)
 
     return change

@@ -441,7 +441,7 @@ def _summary(findings: Sequence[Record]) -> dict[str, Any] | None:
     }
 
 
-def _worst(findings: Sequence[Record], count: int = 12) -> list[dict[str, Any]]:
+def _worst(findings: Sequence[Record]) -> list[dict[str, Any]]:
     """Where errors are largest, one row for each side, mode and tap: failing ones first, as the
     model computes them.
     """
@@ -453,7 +453,7 @@ def _worst(findings: Sequence[Record], count: int = 12) -> list[dict[str, Any]]:
             best[key]["share"],
         ):
             best[key] = f
-    rows = sorted(best.values(), key=lambda f: (not f["complaints"], -f["share"]))[:count]
+    rows = sorted(best.values(), key=lambda f: (not f["complaints"], -f["share"]))[:12]
     return [
         {
             "side": f["side"], "mode": f["mode"], "step": f["step"], "place": f["place"],

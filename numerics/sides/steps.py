@@ -99,20 +99,19 @@ def encode(text: str, subject: Subject) -> list[int]:
     return tokenizer.encode(text)
 
 
-def make_steps(
-    subject: Subject, prompts: Sequence[np.ndarray], new_tokens: int = NEW_TOKENS
-) -> list[StepInput]:
-    """Steps that run each prompt but for its last `new_tokens` ids, and then these, one at a time.
-
-    Raises RequestError for a prompt that is too short, too long, or outside of the vocabulary.
-    """
-    return [step for step, _ in make_owned_steps(subject, prompts, new_tokens)]
+def make_steps(subject: Subject, prompts: Sequence[np.ndarray]) -> list[StepInput]:
+    """The steps of `make_owned_steps` alone."""
+    return [step for step, _ in make_owned_steps(subject, prompts)]
 
 
 def make_owned_steps(
     subject: Subject, prompts: Sequence[np.ndarray], new_tokens: int = NEW_TOKENS
 ) -> Iterator[tuple[StepInput, list[int]]]:
-    """The same, each with the prompts that its requests are of, by number."""
+    """Steps that run each prompt but for its last `new_tokens` ids, and then these, one at a time;
+    each with the prompts that its requests are of, by number.
+
+    Raises RequestError for a prompt that is too short, too long, or outside of the vocabulary.
+    """
     table = Table(
         (subject.max_num_seqs,), (max(subject.tokens, subject.max_num_seqs),), subject.max_num_seqs
     )
